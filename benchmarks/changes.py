@@ -22,9 +22,9 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire.compress.change_protocol import ERRORS, ChangeCompression
 from thinwire.compress.protocol import Context
-from thinwire.lab.run.model import ByteTransformer
-from thinwire.lab.run.size import parse_size
-from thinwire.lab.run.text import read_standard_library
+from thinwire.tools.run.model import ByteTransformer
+from thinwire.tools.run.size import parse_size
+from thinwire.tools.run.text import read_standard_library
 
 CONTENDERS: dict[str, ChangeCompression | None] = {
     "uncompressed": None,

@@ -18,9 +18,9 @@ from benchmarks import lag
 from benchmarks.common import json_lines
 from benchmarks.evidence import LINKS, NAMES, RESULTS, STEPS, as_it_is
 from benchmarks.plan_check import LINES, SIZE
-from thinwire.lab.report.measures import bytes_text
-from thinwire.lab.report.results import seconds_to_loss
-from thinwire.lab.strategies import STRATEGIES
+from thinwire.tools.compare.results import seconds_to_loss
+from thinwire.tools.compare.strategies import STRATEGIES
+from thinwire.tools.report.measures import bytes_text
 
 ROOT = Path(__file__).parent.parent
 PAGES = tuple(ROOT / name for name in ("README.md", "docs/choosing.md", "docs/notes/dgc.md"))

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from thinwire.lab.report.measures import bytes_text
-from thinwire.lab.report.results import common_loss, seconds_to_loss
+from thinwire.tools.compare.results import common_loss, seconds_to_loss
+from thinwire.tools.report.measures import bytes_text
 
 RESULTS = Path(__file__).parent / "results"
 SINGLE_STEPS = ("step_ms", "bare_step_ms")

@@ -29,14 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import AnyCell, Results
-from thinwire.lab.network.link import Link
-from thinwire.lab.network.netns import network
-from thinwire.lab.run.config import Job, Recipe, RunConfig
-from thinwire.lab.run.events import release
-from thinwire.lab.run.launch import WorkerError, run_workers
-from thinwire.lab.run.size import parse_size
-from thinwire.lab.run.text import read_standard_library
-from thinwire.lab.strategies import STRATEGIES
+from thinwire.tools.compare.strategies import STRATEGIES
+from thinwire.tools.network.link import Link
+from thinwire.tools.network.netns import network
+from thinwire.tools.run.config import Job, Recipe, RunConfig
+from thinwire.tools.run.events import release
+from thinwire.tools.run.launch import WorkerError, run_workers
+from thinwire.tools.run.size import parse_size
+from thinwire.tools.run.text import read_standard_library
 
 RESULTS = Path(__file__).parent / "results" / "evidence.jsonl"
 NAMES = (
@@ -171,7 +171,7 @@ def _trained(cell: Cell) -> dict[str, Any]:
         work = Path(folder)
         config = configured(cell, work, None if emulated is None else emulated.interface)
         job = Job(
-            task="thinwire.lab.run.training:TrainingRun",
+            task="thinwire.tools.run.training:TrainingRun",
             config=config.to_dict(),
             timeout_s=_TIMEOUT_S,
         )

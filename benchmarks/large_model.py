@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import parser_for, save, surroundings
-from thinwire.lab.network.link import Link
-from thinwire.lab.network.netns import network, why_unavailable
-from thinwire.lab.run.config import Job
-from thinwire.lab.run.launch import run_workers
+from thinwire.tools.network.link import Link
+from thinwire.tools.network.netns import network, why_unavailable
+from thinwire.tools.run.config import Job
+from thinwire.tools.run.launch import run_workers
 
 WORKERS = 2
 FULL = {"vocabulary": 50257, "width": 768, "blocks": 18, "rows": 2, "length": 8}

@@ -19,8 +19,8 @@ import thinwire as tw
 from benchmarks.common import parser_for, save, surroundings
 from thinwire.core import muon
 from thinwire.core.muon import MuonRule, newton_schulz
-from thinwire.lab.run.model import ByteTransformer
-from thinwire.lab.run.size import parse_size
+from thinwire.tools.run.model import ByteTransformer
+from thinwire.tools.run.size import parse_size
 
 RULE = MuonRule(
     weight_decay=0.0,

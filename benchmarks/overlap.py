@@ -21,10 +21,10 @@ from typing import Any
 
 from benchmarks.common import parser_for, save, surroundings
 from benchmarks.overlap_run import WITHOUT
-from thinwire.lab.network.link import Link
-from thinwire.lab.network.netns import network, why_unavailable
-from thinwire.lab.run.config import Job
-from thinwire.lab.run.launch import run_workers
+from thinwire.tools.network.link import Link
+from thinwire.tools.network.netns import network, why_unavailable
+from thinwire.tools.run.config import Job
+from thinwire.tools.run.launch import run_workers
 
 WORKERS = 2
 FULL = {"width": 512, "blocks": 8, "rows": 4, "length": 40, "bucket_mb": [1, 5, 25, 100]}

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from thinwire.comm import Group
 from thinwire.exchange.overlap import Overlap
-from thinwire.lab.run.events import Events
 from thinwire.optim import DGCMomentum
+from thinwire.tools.run.events import Events
 
 __all__ = ["DEFAULT_MB", "WITHOUT", "Turns", "build_model"]
 

@@ -25,7 +25,7 @@ import thinwire as tw
 import thinwire.__main__
 from benchmarks.common import json_lines
 from benchmarks.evidence import NAMES, Cell, as_it_is, measured
-from thinwire.planning.grid import LEFT_OUT
+from thinwire.tools.planning.grid import LEFT_OUT
 
 RATES = ("10mbit", "20mbit", "100mbit", "1gbit")
 LATENCIES = ("0ms", "20ms", "100ms")

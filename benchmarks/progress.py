@@ -1,7 +1,7 @@
 """What a step of each method is worth, from the lines that `benchmarks.evidence` has written.
 
 python -m benchmarks.progress            # prints what was measured
-python -m benchmarks.progress --write    # into src/thinwire/planning/progress.json
+python -m benchmarks.progress --write    # into src/thinwire/tools/planning/progress.json
 
 A step of a method that ends at dense's last loss or below is worth one of dense: what is below is
 chance, with the same optimizer. Of any other it is worth the steps after which dense has the loss
@@ -21,9 +21,9 @@ from typing import Any
 
 from benchmarks.choosing import evidence
 from benchmarks.evidence import RESULTS, STEPS
-from thinwire.lab.report.results import seconds_to_loss
-from thinwire.lab.strategies import STRATEGIES
-from thinwire.planning.grid import LEFT_OUT
+from thinwire.tools.compare.results import seconds_to_loss
+from thinwire.tools.compare.strategies import STRATEGIES
+from thinwire.tools.planning.grid import LEFT_OUT
 
 PRIORS = Path(__file__).parent / "results" / "priors.json"
 PROGRESS = Path(__file__).parent.parent / "src" / "thinwire" / "planning" / "progress.json"

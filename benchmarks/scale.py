@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import parser_for, save, surroundings
-from thinwire.planning.work import matrices, numel_of
-from thinwire.simulation.lines import Lines, homes, sites, switch
-from thinwire.simulation.methods import Entries, Method, Whole
-from thinwire.simulation.run import simulate
+from thinwire.tools.planning.work import matrices, numel_of
+from thinwire.tools.simulation.lines import Lines, homes, sites, switch
+from thinwire.tools.simulation.methods import Entries, Method, Whole
+from thinwire.tools.simulation.run import simulate
 
 PARAMS, STEP_S, K_STEPS = 124_000_000, 0.35, 32
 SITES, NODE_SIZE = 100, 10

@@ -32,12 +32,12 @@ from typing import Any
 
 from benchmarks.soak_member import CONFIGS, RUN, Part, train
 from benchmarks.soak_replay import Trace, compiled, replay, undisturbed
-from thinwire.lab.network import enter
-from thinwire.lab.network.link import Link
-from thinwire.lab.network.namespaces import inside
-from thinwire.lab.network.netns import Network, network, why_unavailable
 from thinwire.members.board import Board
 from thinwire.members.meeting import connect
+from thinwire.tools.network import enter
+from thinwire.tools.network.link import Link
+from thinwire.tools.network.namespaces import inside
+from thinwire.tools.network.netns import Network, network, why_unavailable
 
 __all__ = ["Process", "Soak", "generations_of", "soak"]
 

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire.comm.direct import Line
 from thinwire.errors import ThinwireError
-from thinwire.lab.network.enter import die_with_parent, enter_network
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.newcomers import NewcomersWork
 from thinwire.members.giving import Given, Taker
+from thinwire.tools.network.enter import die_with_parent, enter_network
 
 __all__ = ["CONFIGS", "RUN", "Part", "Trainee", "digest", "live", "train"]
 

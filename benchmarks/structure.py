@@ -27,13 +27,13 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import thinwire as tw
-from thinwire.lab.run.ranks import free_port
+from thinwire.tools.run.ranks import free_port
 
 SOURCE = Path(tw.__file__).parent
 TESTS = SOURCE.parents[1] / "tests"
 CEILINGS = Path(__file__).with_suffix(".json")
 STEP = 3
-TOOLS = ("lab", "planning", "simulation", "doctor")
+TOOLS = ("tools",)
 """Packages of commands; all others are the library."""
 PUBLIC = ("optim", "schedules", "amp", "errors", "integrations")
 """Modules whose names users import; every other module is internal."""

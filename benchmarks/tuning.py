@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.lab.compare import compare
-from thinwire.lab.report.progress import Silent
-from thinwire.lab.settings import Settings
-from thinwire.lab.strategies import STRATEGIES
+from thinwire.tools.compare.compare import compare
+from thinwire.tools.compare.settings import Settings
+from thinwire.tools.compare.strategies import STRATEGIES
+from thinwire.tools.report.progress import Silent
 
 SEED = 1  # the reported runs take another
 EVALUATIONS = 4

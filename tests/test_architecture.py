@@ -1,6 +1,7 @@
 """Arrows point down: which package may import which, and who may speak to other ranks."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -49,18 +50,32 @@ MAY_IMPORT = {
     # the only one that knows two methods at once
     "strategy": METHODS
     | {"comm", "exchange", "local", "members", "optim", "amp", "step", "pipeline", "checkpoint"},
-    "lab": BASE | {"schedules", "optim", "amp", "checkpoint", "strategy", "local", "task", "comm"},
-    # numbers alone: without torch
-    "planning": BASE | {"layout", "lab", "strategy"},
-    # steps of many ranks, on the network of the plan
-    "simulation": BASE | {"layout", "planning"},
-    # looks at what is between machines before anything of the library is made
-    "doctor": BASE | {"wire", "comm"},
     # members that come and go: who meets, who is admitted
     "members": BASE | {"comm", "exchange"},
-    "cli": BASE | {"lab", "planning", "strategy", "doctor", "members"},
+    "cli": BASE | {"tools", "strategy", "members"},
     "__main__": {"cli"},
 }
+TOOLS = {
+    # commands and what they share
+    "app": set(),
+    "options": set(),
+    "network": set(),
+    "run": {"app", "options", "network"},
+    "report": {"run"},
+    "compare": {"app", "options", "network", "run", "report"},
+    "planning": {"app", "options", "network", "run", "report", "compare"},
+    # steps of many ranks, on the network of the plan
+    "simulation": {"planning"},
+    # looks at what is between machines before anything of the library is made
+    "doctor": set(),
+}
+"""The tools, and which of the others each may import."""
+OF_THE_LIBRARY = {
+    "comm.Group": "a trainer reads its count of bytes on the wire",
+    "comm.sockets.listeners": "the doctor looks at which addresses gloo listens on",
+    "wire.message.WIRE_VERSION": "the doctor compares it between machines",
+}
+"""Internals of the library that tools import all the same, and why."""
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 
 
@@ -68,7 +83,12 @@ def room(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def imported_rooms(path: Path) -> set[str]:
+def tool_of(path: Path) -> str:
+    return path.relative_to(ROOT / "tools").parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> set[str]:
+    """What a file imports of ours, without `thinwire.`; a name of a module is `module.name`."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -78,23 +98,47 @@ def imported_rooms(path: Path) -> set[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "thinwire" and len(parts) > 1:
-                found.add(parts[1])
+        found |= {name.removeprefix("thinwire.") for name in names if name.startswith("thinwire.")}
     return found
+
+
+def is_public(name: str) -> bool:
+    """Whether users have it, from `thinwire` itself or from one of its public modules."""
+    module, _, last = name.rpartition(".")
+    if thinwire._HOMES.get(last) == f"thinwire.{module}" or name in thinwire.__all__:
+        return True
+    return (
+        module in thinwire._MODULES
+        and last in importlib.import_module(f"thinwire.{module}").__all__
+    )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_down(path: Path) -> None:
-    assert imported_rooms(path) - {room(path)} <= MAY_IMPORT[room(path)]
+    if room(path) != "tools":
+        rooms = {name.split(".")[0] for name in imported(path)}
+        assert rooms - {room(path)} <= MAY_IMPORT[room(path)]
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if room(path) == "tools"], ids=lambda path: str(path.name)
+)
+def test_tools_import_what_users_import(path: Path) -> None:
+    """And arithmetic of messages, and the small modules that have no room of their own."""
+    names = {name for name in imported(path) if name.split(".")[0] not in BASE | {"layout"}}
+    tools = {name.split(".")[1] for name in names if name.startswith("tools.")}
+    assert tools - {tool_of(path)} <= TOOLS.get(tool_of(path), set())
+    others = {name for name in names if not name.startswith("tools.") and not is_public(name)}
+    assert others <= OF_THE_LIBRARY.keys()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_only_comm_speaks_to_other_ranks(path: Path) -> None:
-    """Types of torch.distributed may be named in signatures; calls belong to comm (lab trains as
-    users do, doctor asks torch itself, members meet before there is a group)."""
-    if room(path) in {"comm", "lab", "doctor", "members"}:
+    """Types of torch.distributed may be named in signatures; calls belong to comm (the
+    tools train as users do and ask torch itself, members meet before there is a group)."""
+    if room(path) in {"comm", "members"} or path.is_relative_to(ROOT / "tools/run"):
+        return
+    if path.is_relative_to(ROOT / "tools/doctor"):
         return
     tree = ast.parse(path.read_text(encoding="utf-8"))
     calls = [

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from thinwire.optim.config import LAMB, LARS
     from thinwire.optim.dgc_momentum import Attached
     from thinwire.pipeline.config import Pipeline
-    from thinwire.planning.plan import Plan, plan
     from thinwire.step.config import AMP, GradientMerge, Recompute
     from thinwire.strategy.distributed_strategy import DistributedStrategy
     from thinwire.strategy.engine import Engine
     from thinwire.task import Task
+    from thinwire.tools.planning.plan import Plan, plan
 
 logging.getLogger("thinwire").addHandler(logging.NullHandler())
 
@@ -102,7 +102,7 @@ _HOMES = {
     "MemberSampler": "thinwire.members.sampler",
     "Members": "thinwire.members.members",
     "Pipeline": "thinwire.pipeline.config",
-    "Plan": "thinwire.planning.plan",
+    "Plan": "thinwire.tools.planning.plan",
     "Quantized": "thinwire.compress.quantized_change",
     "Recompute": "thinwire.step.config",
     "Sparse": "thinwire.compress.sparse_change",
@@ -112,7 +112,7 @@ _HOMES = {
     "join": "thinwire.members.members",
     "local_sgd": "thinwire.local.updates",
     "log_stats": "thinwire.logs",
-    "plan": "thinwire.planning.plan",
+    "plan": "thinwire.tools.planning.plan",
 }
 
 

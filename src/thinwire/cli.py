@@ -1,5 +1,5 @@
 """The command `thinwire`: an exit status and one line for whatever goes wrong; commands are in
-`lab`, `planning`, `strategy`, `doctor` and `members`.
+`tools`, `strategy` and `members`.
 """
 
 from __future__ import annotations
@@ -60,16 +60,18 @@ def _run(typed: list[str]) -> NoReturn:
         )
     from cyclopts import CycloptsError
 
-    from thinwire.doctor import command as examining
     from thinwire.errors import ThinwireError
-    from thinwire.lab import run_command as running
-    from thinwire.lab.commands import app
     from thinwire.members import command as meeting
-    from thinwire.planning import command as planning
     from thinwire.strategy import export_command as exporting
     from thinwire.strategy.command import EXAMPLE, explain
+    from thinwire.tools.app import app
+    from thinwire.tools.compare import command as comparing
+    from thinwire.tools.doctor import command as examining
+    from thinwire.tools.planning import command as planning
+    from thinwire.tools.run import command as running
 
     if "explain" not in app:
+        app.command(comparing.compare, help_epilogue=comparing.EXAMPLES)
         app.command(explain, help_epilogue=EXAMPLE)
         app.command(exporting.export, help_epilogue=exporting.EXAMPLES)
         app.command(running.run, help_epilogue=running.EXAMPLES)

@@ -19,7 +19,7 @@ from tests.launched import free_port
 __all__ = ["Ended", "Trainees", "trainees"]
 
 _SCRIPT = Path(__file__).with_name("trainee.py")
-_ENTER = Path(__file__).parents[2] / "src/thinwire/lab/network/enter.py"
+_ENTER = Path(__file__).parents[2] / "src/thinwire/tools/network/enter.py"
 
 
 @dataclass(frozen=True)

@@ -350,7 +350,7 @@ def workers_below(pid: int) -> list[int]:
     return [
         child
         for child in descendants(pid)
-        if b"thinwire.lab.run.worker" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        if b"thinwire.tools.run.worker" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
     ]
 
 

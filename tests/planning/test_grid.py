@@ -133,7 +133,7 @@ def test_the_table_shows_the_best_of_each_and_all_of_them_when_asked() -> None:
 
 def measured(method: str, k_steps: int, value_bits: int | None) -> list[dict[str, Any]]:
     """What the planner knows of these settings."""
-    text = files("thinwire.planning").joinpath("progress.json").read_text()
+    text = files("thinwire.tools.planning").joinpath("progress.json").read_text()
     asked = method, k_steps, value_bits
     return [
         run

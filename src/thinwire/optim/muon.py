@@ -16,7 +16,7 @@ from thinwire.core.sharded import is_sharded
 from thinwire.optim.groups import Exclusion
 from thinwire.optim.torch_adapter import TorchOptimizer, unhooked_step
 
-__all__ = ["Muon", "muon_groups", "muon_numel"]
+__all__ = ["Muon", "muon_groups"]
 
 _ADAMW_ONLY = {
     "decoupled_weight_decay": True,
@@ -214,16 +214,6 @@ def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
     for name, p in named_parameters(model):
         groups[id(p) not in apart].append((name, p))
     return [{"params": pairs, "muon": muon} for muon, pairs in groups.items() if pairs]
-
-
-def muon_numel(model: nn.Module) -> int:
-    """Trainable numbers that Muon would train with `muon_groups(model)`; AdamW has the rest."""
-    return sum(
-        p.numel()
-        for group in muon_groups(model)
-        for _, p in group["params"]
-        if p.requires_grad and _is_of_muon(p, group)
-    )
 
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)

@@ -1,1 +1,0 @@
-"""What goes wrong between machines, found before training, each with what to do."""

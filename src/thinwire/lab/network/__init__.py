@@ -1,1 +1,0 @@
-"""Emulated links between workers: namespaces of the kernel, rate limits, delay."""

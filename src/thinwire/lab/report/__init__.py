@@ -1,1 +1,0 @@
-"""Results, the tables and pages made of them, and what is shown meanwhile."""

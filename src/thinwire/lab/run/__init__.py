@@ -1,1 +1,0 @@
-"""One strategy from the start of its workers to its result."""

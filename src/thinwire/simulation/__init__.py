@@ -1,1 +1,0 @@
-"""Steps of up to thousands of ranks, simulated without torch: seconds and bytes of exchanges."""

@@ -1,0 +1,33 @@
+"""The command line's application, and how its numbers are read."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from cyclopts import App, Parameter, Token
+
+from thinwire._version import __version__
+
+__all__ = ["Count", "app"]
+
+app = App(
+    name="thinwire",
+    version=__version__,
+    help="Train neural networks over ordinary networks.",
+    help_epilogue="Example: thinwire compare --workers 2 --link 100mbit --strategies dense "
+    "muon-local --steps 200",
+    help_format="markdown",
+    suppress_keyboard_interrupt=False,  # the command ends its workers and says so
+)
+
+
+def _whole_number(_type: object, tokens: Sequence[Token]) -> int:
+    """Cyclopts by itself would round 1.5."""
+    typed = tokens[0].value
+    try:
+        return int(typed)
+    except ValueError:
+        raise ValueError(f"{typed!r} is not a whole number") from None
+
+
+Count = Annotated[int, Parameter(converter=_whole_number)]
+"""A whole number; what is none is refused."""

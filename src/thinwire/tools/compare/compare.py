@@ -1,0 +1,368 @@
+"""One comparison from text to report."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from thinwire.tools.compare.ledger import Ledger
+from thinwire.tools.compare.settings import Settings
+from thinwire.tools.network.netns import Network, network, why_unavailable
+from thinwire.tools.report.progress import Display
+from thinwire.tools.report.seeds import mean_of
+from thinwire.tools.run.config import Job, Recipe, RunConfig
+from thinwire.tools.run.digits import read_digits
+from thinwire.tools.run.events import release
+from thinwire.tools.run.joined import joined, run_here
+from thinwire.tools.run.launch import WorkerError, run_workers
+from thinwire.tools.run.size import ModelSize
+from thinwire.tools.run.text import Corpus, read_folder, read_standard_library
+
+__all__ = ["compare"]
+
+_FEWEST_EVALUATIONS, _HELD_OUT_SEQUENCES = 8, 64
+_LONGEST_RAMP_STEPS, _RAMP_STEPS_BY_CLOCK = 100, 60
+_SHORTEST_TIMEOUT_S = 60.0
+_TASK_TIMEOUT_S = 600.0
+"""Nothing is known of its size, nor of how long it evaluates."""
+_TRAINING = "thinwire.tools.run.training:TrainingRun"
+_CHECK = "thinwire.tools.run.rehearsal:Check"
+
+
+Keep = Callable[[dict[str, Any]], None]
+
+
+def compare(settings: Settings, display: Display, keep: Keep | None = None) -> dict[str, Any]:
+    """Train every strategy in turn over the same link and return what was measured.
+
+    A strategy that fails is named under `failures`, with the reason, and the others are trained all
+    the same.
+
+    Args:
+        settings: What to compare.
+        display: Told about the progress.
+        keep: Called with the results so far after each strategy but the last one, and when SIGTERM
+            or Ctrl-C arrives (`SystemExit`, `KeyboardInterrupt`), if a strategy has finished by
+            then; `interrupted` says what is missing.
+
+    Returns:
+        The content of `results.json`; the keys are described in `thinwire.tools.compare.results`.
+
+    Raises:
+        ValueError: The text, the size or the device cannot be used, or a strategy does not go with
+            the model; nothing has trained.
+        TaskRefused: A task of the user's cannot be trained.
+        WorkerError: No strategy could be trained. Nothing is left running in any case.
+    """
+    _require_gpu(settings)
+    corpus = _read_corpus(settings)
+    reason = why_unavailable() if settings.link.emulated else None
+    started_s = time.time()
+    with (
+        _work_folder(settings) as work,
+        _joined(settings, corpus),
+        _network(settings, reason) as emulated,
+    ):
+        files = {} if corpus is None else _write_corpus(corpus, work, tune=settings.tune)
+        configs = [_config(recipe, settings, emulated, files) for recipe in settings.strategies]
+        ledger = Ledger(
+            settings=settings,
+            corpus=corpus,
+            emulated=emulated is not None,
+            reason=reason,
+            started_s=started_s,
+            common=_in_common(configs[0], settings),
+        )
+        _check(configs, settings, work / ".check", display)
+        try:
+            for config in configs:
+                ledger.begin(config.recipe.name)
+                try:
+                    ledger.finish(_runs(config, settings, emulated, work, display, ledger))
+                except WorkerError as error:
+                    ledger.fail(str(error))
+                    if settings.joined_rank is not None:  # the ranks may not be in step any more
+                        break
+                if keep is not None and ledger.runs and ledger.missing:
+                    keep(ledger.results(by=None))
+        except (KeyboardInterrupt, SystemExit) as stop:
+            if keep is not None and ledger.runs:
+                by = "Ctrl-C" if isinstance(stop, KeyboardInterrupt) else "SIGTERM"
+                keep(ledger.results(by=by))
+            raise
+    if not ledger.runs:
+        raise WorkerError(
+            "\n".join(f"{failure['strategy']}: {failure['error']}" for failure in ledger.failures)
+        )
+    return ledger.results()
+
+
+def _require_gpu(settings: Settings) -> None:
+    """Refuse cuda where torch sees none; ranks of torchrun agree on that later, each for its own
+    machine.
+    """
+    if settings.device != "cuda" or settings.joined_rank is not None:
+        return
+    from thinwire.tools.run.task import TaskError, require_gpu
+
+    try:
+        require_gpu()
+    except TaskError as error:
+        raise ValueError(str(error)) from error
+
+
+def _read_corpus(settings: Settings) -> Corpus | None:
+    """What the models that come with the command train on; None for a task of the user's."""
+    if settings.task is not None:
+        return None
+    if not isinstance(settings.model, ModelSize):
+        return read_digits()
+    return read_folder(settings.text) if settings.text else read_standard_library()
+
+
+def _config(
+    recipe: Recipe, settings: Settings, emulated: Network | None, files: Mapping[str, str]
+) -> RunConfig:
+    steps = settings.steps
+    return RunConfig(
+        recipe=recipe,
+        optimizer=settings.optimizer,
+        lr=settings.lr,
+        task=settings.task,
+        device=settings.device,
+        model=settings.model,
+        seed=settings.seed,
+        steps=steps,
+        seconds=settings.seconds,
+        evaluations=_evaluations(settings),
+        ramp_steps=_RAMP_STEPS_BY_CLOCK
+        if steps is None
+        else max(1, min(_LONGEST_RAMP_STEPS, steps // 4)),
+        train_file=files.get("train_file", ""),
+        held_out_file=files.get("held_out_file", ""),
+        held_out_sequences=_HELD_OUT_SEQUENCES,
+        batch=settings.batch,
+        interface=emulated.interface if emulated else None,
+        launched_unix_s=time.time(),
+    )
+
+
+def _in_common(config: RunConfig, settings: Settings) -> dict[str, Any]:
+    """What all strategies share, for the report."""
+    common = {"ramp_steps": config.ramp_steps, "timeout_s": _timeout_s(settings)}
+    if isinstance(config.model, ModelSize) and config.task is None:
+        common |= {
+            "context": config.model.context,
+            "held_out_sequences": config.held_out_sequences,
+        }
+    return common
+
+
+def _timeout_s(settings: Settings) -> float:
+    """How long gloo waits for each message: a dense exchange over a slow link is no hang."""
+    if settings.timeout is not None:
+        return settings.timeout
+    dense_bytes = 4 * settings.model.about_parameters
+    return (
+        (_SHORTEST_TIMEOUT_S if settings.task is None else _TASK_TIMEOUT_S)
+        + 10 * settings.link.seconds(2 * dense_bytes)
+        + 20 * settings.link.latency_s
+    )
+
+
+def _check(configs: Sequence[RunConfig], settings: Settings, work: Path, display: Display) -> None:
+    """Try the strategy files on the model; those that come with the command are known to go with
+    it.
+    """
+    files = {run.recipe.name: run for run in configs if run.recipe.file is not None}
+    if not files:
+        return
+    runs = [run.to_dict() for run in files.values()]
+    job = Job(task=_CHECK, config={"runs": runs}, timeout_s=_timeout_s(settings))
+    refused: dict[str, str] = {}
+    name = "a strategy file"
+    try:
+        with (
+            display.strategy("checking") as bar,
+            contextlib.closing(_started(job, settings, None, work)) as news,
+        ):
+            for event in news:
+                if event["event"] == "checking":
+                    name = event["strategy"]
+                    bar.note(f"trying {name} on the model")
+                elif event["event"] == "result":
+                    refused = event["refused"]
+    except WorkerError as error:
+        raise WorkerError(f"{name}, which was tried before the training: {error}") from error
+    if refused:
+        raise ValueError(
+            "; ".join(
+                f"strategies={files[name].recipe.file!r} does not go with the model: {why}"
+                for name, why in refused.items()
+            )
+            + "; nothing has been trained"
+        )
+
+
+def _runs(
+    config: RunConfig,
+    settings: Settings,
+    emulated: Network | None,
+    work: Path,
+    display: Display,
+    ledger: Ledger,
+) -> dict[str, Any]:
+    """Train one strategy once for every seed."""
+    runs = []
+    for number in range(settings.seeds):
+        seeded = replace(config, seed=config.seed + number)
+        folder = work / config.recipe.name
+        if settings.seeds > 1:
+            folder = folder.with_name(f"{folder.name}-{seeded.seed}")
+        run = _run(seeded, settings, emulated, folder, display, ledger)
+        runs.append({**run, "seed": seeded.seed})
+    return mean_of(runs)
+
+
+def _run(
+    config: RunConfig,
+    settings: Settings,
+    emulated: Network | None,
+    work: Path,
+    display: Display,
+    ledger: Ledger,
+) -> dict[str, Any]:
+    """Train one strategy; it prepares itself over links without a limit, and trains over limited
+    ones.
+    """
+    name = config.recipe.name
+    if settings.seeds > 1:
+        name += f", seed {config.seed}"
+    result: dict[str, Any] = {}
+    if emulated:
+        emulated.lift()
+    config = replace(config, launched_unix_s=time.time())
+    job = Job(task=_TRAINING, config=config.to_dict(), timeout_s=_timeout_s(settings))
+    with (
+        display.strategy(name) as bar,
+        contextlib.closing(_started(job, settings, emulated, work)) as news,
+    ):
+        bar.note("preparing: processes, imports, kernels")
+        for event in news:
+            match event["event"]:
+                case "prepared":
+                    if emulated:
+                        emulated.limit()
+                    if settings.joined_rank is None:
+                        release(work)
+                case "result":
+                    result = {
+                        key: value for key, value in event.items() if key not in ("event", "unix_s")
+                    }
+                case _:
+                    ledger.progress = event["progress"]
+                    bar.update(event["progress"], event["step"], event["loss"])
+        bar.done()
+    return result
+
+
+def _started(
+    job: Job, settings: Settings, emulated: Network | None, work: Path
+) -> Generator[dict[str, Any], None, None]:
+    """The job on workers of our own, or on the ranks that torchrun has started."""
+    if settings.joined_rank is not None:
+        return run_here(job)
+    return run_workers(job, settings.workers, emulated, work)
+
+
+@contextlib.contextmanager
+def _joined(settings: Settings, corpus: Corpus | None) -> Iterator[None]:
+    if settings.joined_rank is None:
+        yield
+        return
+    said = {"the command": settings.command, "text": None if corpus is None else corpus.digest}
+    with joined(said, _timeout_s(settings)):
+        yield
+
+
+@contextlib.contextmanager
+def _network(settings: Settings, reason: str | None) -> Iterator[Network | None]:
+    if not settings.link.emulated or reason is not None:
+        yield None
+    else:
+        with network(settings.workers, settings.link) as emulated:
+            yield emulated
+
+
+@contextlib.contextmanager
+def _work_folder(settings: Settings) -> Iterator[Path]:
+    """A folder for the workers inside `out`, which belongs to this comparison until it ends."""
+    if settings.joined_rank:  # rank 0 alone has a report to write
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+        return
+    out = settings.out
+    work = out / ".work"
+    with _claimed(out):
+        shutil.rmtree(work, ignore_errors=True)  # of an earlier run that was killed
+        try:
+            work.mkdir()
+        except OSError as error:
+            raise _not_writable(out, error) from error
+        try:
+            yield work
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _claimed(out: Path) -> Iterator[None]:
+    """Keep other comparisons out of a folder; the kernel frees it however this process ends."""
+    made = not out.exists()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        folder = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise _not_writable(out, error) from error
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(
+            f"out={str(out)!r} is in use by another comparison: wait for it, or name another"
+        ) from error
+    else:
+        try:
+            yield
+        except BaseException:
+            if made and not any(out.iterdir()):
+                out.rmdir()
+            raise
+    finally:
+        os.close(folder)
+
+
+def _not_writable(out: Path, error: OSError) -> ValueError:
+    return ValueError(f"out={str(out)!r} cannot be written: {error.strerror}; name another folder")
+
+
+def _write_corpus(corpus: Corpus, work: Path, *, tune: bool) -> dict[str, str]:
+    """Write the text into files, and name these as `RunConfig` does."""
+    held_out = corpus.validation if tune else corpus.held_out
+    files = {}
+    for name, content in (("train", corpus.train), ("held_out", held_out)):
+        path = work / f"{name}.bin"
+        path.write_bytes(content)
+        files[f"{name}_file"] = str(path.resolve())
+    return files
+
+
+def _evaluations(settings: Settings) -> int:
+    if settings.seconds is None:
+        return min(settings.evaluations, settings.steps or 1)
+    return min(settings.evaluations, max(_FEWEST_EVALUATIONS, int(settings.seconds / 2)))

@@ -1,0 +1,247 @@
+"""The checked arguments of the command."""
+
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Self
+
+from thinwire._launched import place_among_ranks
+from thinwire.tools.compare.strategies import USUAL, choose
+from thinwire.tools.network.link import Link
+from thinwire.tools.options import (
+    require_device,
+    require_nothing_beside,
+    require_one_of,
+    require_task,
+    require_within,
+    require_workers,
+)
+from thinwire.tools.run.config import OPTIMIZERS, Recipe
+from thinwire.tools.run.digits import require_digits
+from thinwire.tools.run.size import MODELS, ConvolutionSize, ModelSize, size_of
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One comparison.
+
+    Attributes:
+        workers: Ranks, 1 to 64.
+        link: What each of them may send and receive.
+        strategies: By name or from files, each name once.
+        steps: Updates per strategy; None where `seconds` is given.
+        seconds: Budget of training time per strategy; None where `steps` is given.
+        size: Of the model, as it was typed.
+        model: Which one it is, and its size in numbers.
+        text: Folder with text; None is Python's own standard library.
+        out: Folder for the report.
+        batch: Sequences, or digits, per worker and step.
+        seed: Of parameters and data order; the first one of several.
+        seeds: Runs of every strategy, each with the next seed.
+        lr: Peak learning rate for all strategies instead of each one's own.
+        optimizer: "adamw" or "sgd".
+        task: "FILE.py:NAME" of a task of the user's; None for the one that comes with the command.
+        device: "auto", "cpu" or "cuda".
+        tune: Whether the loss is that of the validation part instead of the held-out one.
+        joined_rank: This process's rank among those that torchrun or another launcher has started,
+            which train over the network between them; None where the command starts its workers.
+        evaluations: How often the loss is taken, at most.
+        timeout: Seconds that a rank waits for another one, and that nothing may be heard of all;
+            None for what the model and the link need, if they are known.
+    """
+
+    workers: int
+    link: Link
+    strategies: tuple[Recipe, ...]
+    steps: int | None
+    seconds: float | None
+    size: str
+    model: ModelSize | ConvolutionSize
+    text: Path | None
+    out: Path
+    batch: int
+    seed: int
+    seeds: int
+    lr: float | None
+    optimizer: str
+    task: str | None
+    device: str
+    tune: bool
+    joined_rank: int | None = None
+    evaluations: int = 16
+    timeout: float | None = None
+
+    @classmethod
+    def check(
+        cls,
+        *,
+        workers: int | None,
+        link: str | None,
+        latency: str,
+        strategies: Sequence[str] | None,
+        steps: int | None,
+        seconds: float | None,
+        size: str | None,
+        text: Path | None,
+        out: Path,
+        batch: int | None,
+        seed: int,
+        seeds: int = 1,
+        lr: float | None,
+        optimizer: str = "adamw",
+        task: str | None = None,
+        device: str = "auto",
+        tune: bool,
+        model: str = "transformer",
+        timeout: float | None = None,
+    ) -> Self:
+        """Settings from what was typed.
+
+        Raises:
+            ValueError: The first argument that cannot be used, with what came and what is allowed.
+        """
+        place = place_among_ranks(os.environ)
+        if place is not None:
+            workers = _workers_of_launcher(workers, place[1], link, latency)
+            link = "loopback"
+        workers = 2 if workers is None else workers
+        link = "100mbit" if link is None else link
+        if place is None:
+            require_workers(workers)
+        given = {"text": text, "tune": tune, "size": size, "batch": batch}
+        size, batch = "medium" if size is None else size, 8 if batch is None else batch
+        require_within("batch", batch, 1, 4096)
+        require_within("seed", seed, 0, 2**31)
+        require_within("seeds", seeds, 1, 100)
+        if steps is not None and seconds is not None:
+            raise ValueError(
+                "steps and seconds exclude each other: give the number of updates, or the time for "
+                "each"
+            )
+        if steps is None and seconds is None:
+            steps = 200
+        if steps is not None:
+            require_within("steps", steps, 1, 10_000_000)
+        _require_a_second("seconds", seconds, " for each strategy")
+        _require_a_second("timeout", timeout)
+        if lr is not None and not (isfinite(lr) and lr > 0):
+            raise ValueError(f"lr={lr:g} is not allowed: a positive number")
+        require_one_of("optimizer", optimizer, tuple(OPTIMIZERS))
+        require_device(device)
+        require_one_of("model", model, tuple(MODELS))
+        if model == "convolution":
+            _require_no_data(task, text)
+            require_digits()
+        if task is not None:
+            require_task(task)
+            require_nothing_beside(task, **given)
+        blocked = next(
+            (path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None
+        )
+        if blocked is not None:
+            raise ValueError(
+                f"out={str(out)!r} cannot be a folder, since {blocked} is a file; name another one"
+            )
+        if text is not None and not text.is_dir():
+            raise ValueError(f"text={str(text)!r} is not a folder; name a folder with text files")
+        # Muon trains hidden matrices, which any model need not have
+        usual = USUAL if model == "transformer" and task is None else USUAL[:-1]
+        recipes = choose(usual if strategies is None else strategies)
+        if model == "convolution":
+            _require_no_muon(optimizer, recipes)
+        return cls(
+            workers=workers,
+            link=Link.parse(link, latency),
+            strategies=recipes,
+            steps=steps,
+            seconds=seconds,
+            size=size,
+            model=size_of(model, size),
+            text=text,
+            out=out,
+            batch=batch,
+            seed=seed,
+            seeds=seeds,
+            lr=lr,
+            optimizer=optimizer,
+            task=task,
+            device=device,
+            tune=tune,
+            joined_rank=None if place is None else place[0],
+            timeout=timeout,
+        )
+
+    @property
+    def command(self) -> str:
+        """The command line that makes the same comparison, but for the folder of the report."""
+        if self.joined_rank is None:
+            words = ["thinwire", "compare", "--workers", str(self.workers)]
+            words += ["--link", "loopback" if not self.link.emulated else self.link.rate_text]
+        else:
+            words = ["torchrun", "...", "-m", "thinwire", "compare"]
+        words += ["--latency", f"{self.link.latency_s * 1e3:g}ms"] if self.link.latency_s else []
+        words += ["--strategies", *(recipe.file or recipe.name for recipe in self.strategies)]
+        words += (
+            ["--steps", str(self.steps)]
+            if self.seconds is None
+            else ["--seconds", f"{self.seconds:g}"]
+        )
+        words += ["--optimizer", self.optimizer]
+        if self.task is None:
+            words += ["--model", self.model.kind] if self.model.kind != "transformer" else []
+            words += ["--size", self.size, "--batch", str(self.batch)]
+        else:
+            words += ["--task", self.task]
+        words += ["--seed", str(self.seed)]
+        words += ["--seeds", str(self.seeds)] if self.seeds > 1 else []
+        words += ["--device", self.device] if self.device != "auto" else []
+        words += ["--text", str(self.text)] if self.text is not None else []
+        words += ["--lr", f"{self.lr:g}"] if self.lr is not None else []
+        words += ["--tune"] if self.tune else []
+        words += ["--timeout", f"{self.timeout:g}"] if self.timeout is not None else []
+        return shlex.join(words)
+
+
+def _workers_of_launcher(workers: int | None, ranks: int, link: str | None, latency: str) -> int:
+    if workers not in (None, ranks):
+        raise ValueError(
+            f"workers={workers}, and a launcher such as torchrun has started {ranks}: leave "
+            "--workers out"
+        )
+    if link is not None or latency not in ("0ms", "0"):
+        raise ValueError(
+            "under torchrun, or another launcher, the ranks train over the network between them, "
+            "which is not emulated: leave --link and --latency out"
+        )
+    return ranks
+
+
+def _require_a_second(name: str, seconds: float | None, each: str = "") -> None:
+    if seconds is not None and not (isfinite(seconds) and seconds >= 1):
+        raise ValueError(f"{name}={seconds:g} is not allowed: at least 1 second{each}")
+
+
+def _require_no_data(task: str | None, text: Path | None) -> None:
+    if task is None and text is None:
+        return
+    option = "--text" if task is None else "--task"
+    raise ValueError(
+        f"model='convolution' trains on scanned digits, and {option} brings other data: leave one "
+        "of them out"
+    )
+
+
+def _require_no_muon(optimizer: str, recipes: Sequence[Recipe]) -> None:
+    with_muon = [
+        f"strategies={recipe.name!r}" for recipe in recipes if recipe.optimizer == "muon"
+    ] + (["optimizer='muon'"] if optimizer == "muon" else [])
+    if with_muon:
+        raise ValueError(
+            f"{with_muon[0]} with model='convolution': Muon trains hidden matrices, and that net "
+            "has none, so that AdamW alone would train: leave one of them out"
+        )

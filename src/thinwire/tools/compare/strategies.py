@@ -1,0 +1,295 @@
+"""The strategies by name. Light on purpose: bad names must be refused before torch is imported."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from thinwire._wording import near
+from thinwire.tools.run.config import Recipe
+
+if TYPE_CHECKING:
+    from thinwire.strategy.distributed_strategy import DistributedStrategy
+
+__all__ = ["STRATEGIES", "USUAL", "choose", "register"]
+
+USUAL = ("dense", "quantized-local", "muon-local")
+"""What is compared where nothing is named."""
+
+# Those of dense and of the local strategies. LAMB and LARS scale their updates by the parameters;
+# theirs are the best of 0.01, 0.03 and 0.1, and of 1, 2 and 4, in 60 steps of the tiny model: a
+# place to start from.
+_RATES = {"adamw": 0.006, "muon": 0.012, "sgd": 0.1}
+_LARS_RATES, _LAMB_RATES = dict.fromkeys(_RATES, 4.0), dict.fromkeys(_RATES, 0.03)
+
+STRATEGIES: dict[str, Recipe] = {}
+
+
+def register(recipe: Recipe) -> None:
+    """Add a strategy.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+    if recipe.name in STRATEGIES:
+        raise ValueError(f"strategy {recipe.name!r} is registered already; choose another name")
+    STRATEGIES[recipe.name] = recipe
+
+
+def choose(words: Iterable[str]) -> tuple[Recipe, ...]:
+    """The strategies that are meant, by name or as files, if all of them are known and no name
+    comes twice.
+
+    Raises:
+        ValueError: Names the first wrong one, with the nearest that exists.
+    """
+    chosen: dict[str, Recipe] = {}
+    for word in words:
+        recipe = _recipe_of_file(word) if _is_file_name(word) else _by_name(word)
+        if recipe.name in chosen:
+            raise ValueError(
+                f"strategies={word!r}: {recipe.name!r} is given twice; name every strategy once, "
+                "and files differently"
+            )
+        chosen[recipe.name] = recipe
+    if not chosen:
+        raise ValueError(
+            f"strategies is empty; choose from {', '.join(STRATEGIES)}, or name a strategy file"
+        )
+    return tuple(chosen.values())
+
+
+def _by_name(word: str) -> Recipe:
+    if word in STRATEGIES:
+        return STRATEGIES[word]
+    meant = near(word, STRATEGIES)
+    hint = f"did you mean {meant[0]}? " if meant else ""
+    raise ValueError(
+        f"strategies={word!r} is unknown; {hint}choose from {', '.join(STRATEGIES)}, or name a "
+        "strategy file (.yaml)"
+    )
+
+
+def _is_file_name(word: str) -> bool:
+    """Whether a word of the command line means a file, not a strategy by name."""
+    return Path(word).suffix.lower() in (".yaml", ".yml")
+
+
+def _recipe_of_file(word: str) -> Recipe:
+    """The strategy in a file, called by the file's stem, or by its name where a strategy that comes
+    with the command has that.
+
+    Raises:
+        ValueError: The file cannot be read, is no strategy, or is one that `compare` cannot
+            measure.
+    """
+    from thinwire.strategy.distributed_strategy import DistributedStrategy
+
+    try:
+        strategy = DistributedStrategy.load(word)
+    except OSError as error:
+        raise ValueError(
+            f"strategies={word!r} cannot be read: {error.strerror or error}; name a file that is"
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"strategies={word!r}: {error}") from error
+    if strategy.pipeline is not None:
+        raise ValueError(
+            f"strategies={word!r} has a pipeline, and every worker of a comparison trains a whole "
+            "model: leave pipeline out"
+        )
+    path = Path(word)
+    return Recipe(
+        path.name if path.stem in STRATEGIES else path.stem,
+        f"strategy file {path.name}: {', '.join(strategy.on) or 'no field set'}",
+        _PREPARED,
+        _rates(strategy),
+        _OWN,
+        {"document": strategy.to_dict()},
+        file=word,
+    )
+
+
+def _rates(strategy: "DistributedStrategy") -> Mapping[str, float]:
+    if strategy.lamb is not None:
+        return _LAMB_RATES
+    if strategy.lars is not None:
+        return _LARS_RATES
+    return STRATEGIES[_nearest(strategy)].rates
+
+
+def _nearest(strategy: "DistributedStrategy") -> str:
+    """The strategy that comes with the command and sends what this one sends."""
+    if strategy.dgc is not None:
+        return "dgc"
+    if strategy.low_rank is not None:
+        return "low-rank"
+    compression = None if strategy.local is None else strategy.local.compression
+    if hasattr(compression, "sparsity"):
+        return "sparse-local"
+    bits = getattr(compression, "value_bits", None)
+    return {None: "dense", 1: "muon-local"}.get(bits, "quantized-local")
+
+
+_RING = "formula of the ring all-reduce, 2(W-1)/W times the message"
+_OWN = "the messages of this library, each once for every rank that it goes to"
+_TRAINERS = "thinwire.tools.run.trainers"
+# Of AdamW the rates are the best of 0.003, 0.006 and 0.012 in 100 steps of the small model on the
+# validation part, one seed (`--link loopback --tune --size small --steps 100 --lr`).
+_OWN_TRAINERS = "thinwire.tools.run.own_trainers"
+_LOCAL, _PREPARED = f"{_OWN_TRAINERS}:Local", f"{_OWN_TRAINERS}:Prepared"
+# Of SGD the rates of fp16, powersgd and dgc are the better of 0.07 and 0.15, at as many steps as 90
+# s over 100 Mbit/s allow. Those of dense and of the local ones were chosen at what 20 Mbit/s
+# allows: the grid is in benchmarks/README.md.
+_FP16_CODE = """\
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+"""
+_POWERSGD_CODE = """\
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+
+# with two buckets the hook never returns on gloo
+ddp = DistributedDataParallel(model, bucket_cap_mb=10_000)
+state = powersgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=5)
+ddp.register_comm_hook(state, powersgd.powerSGD_hook)
+"""
+register(
+    Recipe("dense", "DDP, every gradient in float32", f"{_TRAINERS}:Dense", _RATES, _RING, field="")
+)
+register(
+    Recipe(
+        "dense-muon",
+        "DDP, every gradient in float32, with Muon for the hidden matrices",
+        f"{_TRAINERS}:Dense",
+        _RATES,
+        _RING,
+        field="",
+        optimizer="muon",
+    )
+)
+register(
+    Recipe(
+        "fp16",
+        "DDP with torch's hook, gradients in float16",
+        f"{_TRAINERS}:HalfPrecision",
+        {**_RATES, "sgd": 0.07},
+        _RING,
+        code=_FP16_CODE,
+    )
+)
+register(
+    Recipe(
+        "fp16-muon",
+        "DDP with torch's hook, gradients in float16, with Muon for the hidden matrices",
+        f"{_TRAINERS}:HalfPrecision",
+        _RATES,
+        _RING,
+        code=_FP16_CODE,
+        optimizer="muon",
+    )
+)
+register(
+    Recipe(
+        "powersgd",
+        "DDP with torch's PowerSGD hook, rank 2",
+        f"{_TRAINERS}:PowerSGD",
+        {**_RATES, "sgd": 0.15},
+        _RING,
+        code=_POWERSGD_CODE,
+    )
+)
+register(
+    Recipe(
+        "dgc",
+        "deep gradient compression, 0.1 % of the entries at one bit",
+        f"{_OWN_TRAINERS}:Ramped",
+        {**_RATES, "sgd": 0.15},
+        _OWN,
+        {"sparsity": [0.75, 0.9375, 0.984375, 0.996, 0.999], "value_bits": 1},
+        field="dgc",
+        ramp="rampup_step",
+    )
+)
+register(
+    Recipe(
+        "low-rank",
+        "gradients as two factors of 2 columns (PowerSGD), in buckets that leave early",
+        _PREPARED,
+        {**_RATES, "sgd": 0.15},
+        _OWN,
+        {"document": {"low_rank": {"rank": 2, "begin_step": 5}}},
+    )
+)
+register(
+    Recipe(
+        "localsgd",
+        "local SGD: 32 local steps, then the mean of all parameters",
+        _LOCAL,
+        _RATES,
+        _OWN,
+        {"k_steps": 32},
+        field="localsgd",
+    )
+)
+register(
+    Recipe(
+        "adaptive-localsgd",
+        "local SGD whose interval follows loss and learning rate",
+        _LOCAL,
+        _RATES,
+        _OWN,
+        {"init_k_steps": 64, "max_k_steps": 64},
+        field="adaptive_localsgd",
+    )
+)
+register(
+    Recipe(
+        "diloco",
+        "32 local steps, then an outer step with Nesterov momentum on the mean change",
+        _LOCAL,
+        _RATES,
+        _OWN,
+        {
+            "k_steps": 32,
+            "begin_step": 0,
+            "outer_lr": 0.7,
+            "outer_momentum": 0.9,
+            "outer_nesterov": True,
+        },
+        field="localsgd",
+    )
+)
+register(
+    Recipe(
+        "sparse-local",
+        "16 local steps, then the largest tenth of the change, at two bits",
+        _LOCAL,
+        {**_RATES, "adamw": 0.003},
+        _OWN,
+        {"k_steps": 16, "compression": {"sparsity": 0.9, "value_bits": 2}},
+        field="localsgd",
+    )
+)
+register(
+    Recipe(
+        "muon-local",
+        "16 local steps with Muon, then the whole change, at one bit",
+        _LOCAL,
+        {**_RATES, "muon": 0.024},
+        _OWN,
+        {"k_steps": 16, "compression": {"quantized": {"value_bits": 1}}},
+        field="localsgd",
+        optimizer="muon",
+    )
+)
+register(
+    Recipe(
+        "quantized-local",
+        "16 local steps, then the whole change, at four bits",
+        _LOCAL,
+        _RATES,
+        _OWN,
+        {"k_steps": 16, "compression": {"quantized": {"value_bits": 4}}},
+        field="localsgd",
+    )
+)

@@ -1,0 +1,218 @@
+"""What is found on one machine by itself."""
+
+import difflib
+import ipaddress
+from collections.abc import Iterator
+
+from thinwire.tools.doctor.findings import Finding, note, ok, wrong
+from thinwire.tools.doctor.interfaces import is_loopback
+from thinwire.tools.doctor.machine import Machine
+from thinwire.tools.doctor.names import resolved
+
+__all__ = ["elsewhere", "machine_findings"]
+
+_FEWEST_FILES, _FILES_PER_RANK = 1024, 16
+_FEWEST_PORTS = 1000
+_SLOW_NAMING_S = 0.5
+_BY_TORCHRUN = "in the environment of torchrun on this machine"
+
+
+def machine_findings(
+    machine: Machine, *, ranks: int = 1, ranks_here: int = 1, others: bool | None = None
+) -> Iterator[Finding]:
+    """The findings on a machine, in the order in which they are shown.
+
+    Args:
+        machine: What is known of it.
+        ranks: All ranks.
+        ranks_here: Those on this machine.
+        others: Whether ranks are on other machines too; None where that is not known.
+    """
+    yield _host(machine)
+    yield from _naming(machine)
+    yield _interfaces(machine)
+    yield from _gloo(machine, others)
+    yield from _listeners(machine)
+    yield from _limits(machine, ranks)
+    yield _threads(machine, ranks_here)
+    yield from _environment(machine)
+    yield _clock(machine)
+    yield ok("versions", ", ".join(f"{name} {value}" for name, value in machine.versions.items()))
+
+
+def elsewhere(meeting: str, own: tuple[str, ...]) -> bool | None:
+    """Whether ranks are on other machines, going by MASTER_ADDR; None where that says nothing.
+
+    Args:
+        meeting: The variable; empty where it is not set.
+        own: Addresses of this machine.
+    """
+    # no address is a finding of its own
+    addresses = resolved(meeting).addresses[:1] if meeting else ()
+    return True if any(a not in own and not is_loopback(a) for a in addresses) else None
+
+
+def _host(machine: Machine) -> Finding:
+    if machine.names_error:
+        return note(
+            "host",
+            f"the name of this host, {machine.host}, does not resolve: {machine.names_error}",
+            f"give it its address in /etc/hosts, or set GLOO_SOCKET_IFNAME {_BY_TORCHRUN}",
+        )
+    return ok("host", f"{machine.host} resolves to {', '.join(machine.names)}")
+
+
+def _naming(machine: Machine) -> Iterator[Finding]:
+    if machine.naming_s >= _SLOW_NAMING_S:
+        yield note(
+            "name server",
+            f"takes {machine.naming_s:.1f} s or more to say that an address has no name: torch "
+            "asks for each connection to its store, and waits (pytorch 159596)",
+            "mend /etc/resolv.conf, or set RES_OPTIONS='timeout:1 attempts:1' in the environment",
+        )
+
+
+def _interfaces(machine: Machine) -> Finding:
+    told = [
+        f"{one.name} {', '.join(one.addresses)} (MTU {one.mtu})"
+        for one in machine.interfaces
+        if one.up and one.addresses
+    ]
+    return ok("interfaces", "; ".join(told) or ", ".join(one.name for one in machine.interfaces))
+
+
+def _gloo(machine: Machine, others: bool | None) -> Iterator[Finding]:
+    named = machine.environment.get("GLOO_SOCKET_IFNAME", "")
+    by = f"by GLOO_SOCKET_IFNAME={named}" if named else "by the name of the host"
+    if machine.gloo_error:
+        yield wrong("gloo", f"gloo has no address, {by}: {machine.gloo_error}", _cure(machine))
+    for address in machine.gloo:
+        one = machine.interface_of(address)
+        told = f"gloo announces {address}{f' of {one.name}' if one else ''}, {by}"
+        if is_loopback(address) and others is not False:
+            level = wrong if others else note
+            yield level(
+                "gloo",
+                f"{told}: ranks on other machines cannot reach that",
+                f"for several machines: {_cure(machine)}",
+            )
+        elif one is not None and one.internal and others is not False:
+            level = wrong if others else note
+            yield level(
+                "gloo",
+                f"{told}: a bridge inside this machine, which others cannot reach",
+                f"for several machines: {_cure(machine)}",
+            )
+        else:
+            yield ok("gloo", told)
+    if "TP_SOCKET_IFNAME" in machine.environment and not named:
+        yield note(
+            "gloo",
+            "TP_SOCKET_IFNAME is set and GLOO_SOCKET_IFNAME is not: the first is for torch's RPC",
+            f"set GLOO_SOCKET_IFNAME {_BY_TORCHRUN}",
+        )
+
+
+def _cure(machine: Machine) -> str:
+    named = machine.environment.get("GLOO_SOCKET_IFNAME", "")
+    usable = [one.name for one in machine.interfaces if one.up and one.addresses] or [
+        one.name for one in machine.interfaces
+    ]
+    outward = machine.interface_of(machine.route)
+    if outward is not None and not is_loopback(machine.route):
+        return f"set GLOO_SOCKET_IFNAME={outward.name} {_BY_TORCHRUN}: it leads to the others"
+    close = difflib.get_close_matches(named, usable, 1)
+    meant = f"did you mean {close[0]}? " if close else ""
+    return (
+        f"{meant}set GLOO_SOCKET_IFNAME {_BY_TORCHRUN} to the interface that leads to the others, "
+        f"one of {', '.join(usable)}"
+    )
+
+
+def _listeners(machine: Machine) -> Iterator[Finding]:
+    if machine.listeners:
+        yield note(
+            "listeners",
+            f"on all addresses: {'; '.join(machine.listeners)}",
+            "torch's store has no authentication: let a firewall admit your machines only",
+        )
+    else:
+        yield ok("listeners", "no torch process of this user listens on all addresses")
+    public = [told for told in machine.outward if _is_public(told)]
+    if public:
+        yield note(
+            "listeners",
+            f"on an address that the internet may reach: {'; '.join(public)}",
+            "what torch sends is not encrypted: use a tunnel, or let a firewall admit your "
+            "machines only",
+        )
+    private = [told for told in machine.outward if told not in public]
+    if private:
+        yield ok("listeners", f"on one address: {'; '.join(private)}")
+
+
+def _is_public(told: str) -> bool:
+    """Whether the address at the beginning is one of the internet's."""
+    where = told.partition(": ")[0].rpartition(":")[0].strip("[]")
+    return ipaddress.ip_address(where).is_global
+
+
+def _limits(machine: Machine, ranks: int) -> Iterator[Finding]:
+    first, last = machine.ports
+    if last:
+        free = last - first + 1 - machine.ports_used
+        told = f"gloo takes ports {first} to {last} (net.ipv4.ip_local_port_range), {free} free"
+        if free < _FEWEST_PORTS:
+            yield note("ports", told, "widen the range: sysctl net.ipv4.ip_local_port_range")
+        else:
+            yield ok("ports", told)
+    needed = max(_FEWEST_FILES, _FILES_PER_RANK * ranks)
+    if machine.open_files < needed:
+        yield note(
+            "open files",
+            f"a process may have {machine.open_files} files and sockets open",
+            f"ulimit -n {needed}",
+        )
+    else:
+        yield ok("open files", f"a process may have {machine.open_files} open")
+
+
+def _threads(machine: Machine, ranks_here: int) -> Finding:
+    named = machine.environment.get("OMP_NUM_THREADS", "")
+    if not named.isdigit():
+        told = f"{machine.cores} cores, OMP_NUM_THREADS is {named or 'not set'}"
+        return ok("threads", f"{told}; torchrun sets 1 for several ranks on a machine")
+    told = f"{machine.cores} cores for {ranks_here} here, each with OMP_NUM_THREADS={named}"
+    fair = max(machine.cores // ranks_here, 1)
+    if int(named) * ranks_here > machine.cores:
+        fewer = f"set OMP_NUM_THREADS={fair}" if int(named) > fair else "start fewer ranks here"
+        return note("threads", f"{told}: more threads than cores", fewer)
+    if 4 * int(named) <= fair:
+        return note(
+            "threads",
+            f"{told}: cores stay idle where the CPU trains",
+            f"set OMP_NUM_THREADS={fair}",
+        )
+    return ok("threads", told)
+
+
+def _environment(machine: Machine) -> Iterator[Finding]:
+    limits = {k: v for k, v in machine.environment.items() if "TIMEOUT" in k}
+    said = ", ".join(f"{name}={value}" for name, value in limits.items())
+    yield ok("time-outs", said or "none in the environment; gloo's is 30 minutes unless you say so")
+    if machine.environment.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
+        yield note(
+            "environment",
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL: DDP crashes under it with torch 2.13 on CPUs",
+            "leave it away; thinwire makes checks of its own",
+        )
+
+
+def _clock(machine: Machine) -> Finding:
+    if machine.clock_kept is False:
+        return note(
+            "clock",
+            "no time service keeps this machine's clock",
+            "start chrony or systemd-timesyncd; training needs no clock, logs and certificates do",
+        )
+    return ok("clock", "a time service keeps it" if machine.clock_kept else "cannot be seen here")

@@ -1,0 +1,117 @@
+"""`thinwire doctor`: the arguments are checked before torch is loaded."""
+
+import json as json_format
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from math import isfinite
+from typing import Annotated, Self, final
+
+from cyclopts import Parameter
+
+from thinwire._launched import named_place
+from thinwire.tools.doctor.findings import Finding, as_text, document, status_of
+from thinwire.tools.doctor.meeting import meeting_point, one_wait_s
+
+__all__ = ["EXAMPLES", "doctor"]
+
+EXAMPLES = """Examples:
+
+thinwire doctor
+
+torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr 10.0.0.1 --master-port 29500
+    -m thinwire doctor
+
+(and the same with --node-rank 1 on the other machine)
+"""
+_SHORTEST_S, _LONGEST_S = 15.0, 600.0
+_WIDTH = 100
+_Flag = Annotated[bool, Parameter(negative="")]
+
+
+def doctor(*, timeout: float = 30.0, json: _Flag = False, quiet: _Flag = False) -> None:
+    """Check what goes wrong between machines, and say what to do: addresses and interfaces, who
+    listens where, connections of all pairs, MTU, clocks, versions.
+
+    Alone it looks at this machine. Started by torchrun, all ranks examine the network between them
+    and rank 0 prints. The exit status is 1 where something is wrong. docs/machines.md has recipes.
+
+    Args:
+        timeout: Seconds for everything, from 15 to 600.
+        json: Print the findings as JSON.
+        quiet: Print what is wrong only, and show no progress.
+    """
+    begun = time.monotonic()
+    if not (isfinite(timeout) and _SHORTEST_S <= timeout <= _LONGEST_S):
+        raise ValueError(f"timeout={timeout:g} is out of range: 15 to 600 seconds are allowed")
+    place = named_place(os.environ)
+
+    def report(title: str, findings: tuple[Finding, ...]) -> None:
+        line.stop()
+        out = sys.stdout if place is None or place[0] == 0 else sys.stderr
+        if json and out is sys.stdout:
+            told = document(title, findings, time.monotonic() - begun)
+            print(json_format.dumps(told, indent=1), flush=True)
+            return
+        columns = shutil.get_terminal_size((_WIDTH, 0)).columns
+        text = as_text(findings, quiet=quiet, width=min(columns, _WIDTH))
+        for part in (text,) if quiet else (title, text):
+            if part:
+                print(part, file=out, flush=True)
+
+    shown = not quiet and (place is None or place[0] == 0)
+    with _Progress(shown=shown) as line:
+        line.show("loading torch")
+        if place is None:
+            sys.exit(_alone(timeout, report))
+        from thinwire.tools.doctor.ranks import Examination
+
+        ended = Examination(*place, begun, timeout, line.show, report).run()
+    if ended.stuck:
+        # a thread that torch does not let go of would keep the interpreter from ending
+        sys.stdout.flush()
+        os._exit(ended.status)
+    sys.exit(ended.status)
+
+
+def _alone(timeout: float, report: Callable[[str, tuple[Finding, ...]], None]) -> int:
+    from thinwire.tools.doctor.alone import elsewhere, machine_findings
+    from thinwire.tools.doctor.machine import Machine
+
+    machine = Machine.look()
+    own = tuple(address for one in machine.interfaces for address in one.addresses)
+    findings = (
+        *machine_findings(machine, others=elsewhere(os.environ.get("MASTER_ADDR", ""), own)),
+        meeting_point(os.environ, own, one_wait_s(timeout), started=False),
+    )
+    report("this machine alone; started by torchrun, all ranks look at what is between", findings)
+    return status_of(findings)
+
+
+@final
+class _Progress:
+    """A line on a terminal that says what comes next, until findings are printed."""
+
+    def __init__(self, *, shown: bool) -> None:
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        self._status = console.status("") if shown and console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def show(self, text: str) -> None:
+        if self._status is not None:
+            self._status.update(text)
+
+    def stop(self) -> None:
+        if self._status is not None:
+            self._status.stop()

@@ -1,0 +1,192 @@
+"""What one rank knows of its machine, in a form that travels to the others as JSON."""
+
+import contextlib
+import os
+import platform
+import re
+import resource
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Self
+
+from thinwire._aside import Late, within
+from thinwire._version import __version__
+from thinwire.tools.doctor.clock import follows_a_time_server
+from thinwire.tools.doctor.gloo import announced_addresses, named_interfaces
+from thinwire.tools.doctor.interfaces import Interface, interfaces, is_loopback, source_towards
+from thinwire.tools.doctor.listening import listening, ports_in_use
+from thinwire.tools.doctor.names import LOOK_UP_S, resolved
+from thinwire.wire.message import WIRE_VERSION
+
+__all__ = ["Machine"]
+
+_LOOKED_AT = re.compile(
+    r"(GLOO|TP|NCCL)_SOCKET_IFNAME|GLOO_DEVICE_TRANSPORT|TORCH_GLOO_LAZY_INIT"
+    r"|TORCH_DISTRIBUTED_DEBUG|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|OMP_NUM_THREADS"
+    r"|(GLOO|TORCH|NCCL|THINWIRE)\w*TIMEOUT\w*"
+)
+_WHERE_IN_GLOO = re.compile(r"^\[enforce fail at [^]]*\] ([\w ]+[!=]= [\w ]+\. )?")
+_LONGEST_NAMING_S = 1.0
+_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One rank's machine.
+
+    Attributes:
+        host: Its name.
+        place: The same for two ranks that share a network stack, and for no others.
+        names: Addresses that the name of the host resolves to; why not, in `names_error`.
+        interfaces: Those of this network stack.
+        gloo: Addresses that gloo announces; why none, in `gloo_error`.
+        route: Address from which this machine reaches the meeting point, or the outside.
+        cores: Those that this process may use.
+        open_files: How many it may have open.
+        ports: First and last port that the kernel gives to connections; (0, 0) where unseen.
+        ports_used: Number of TCP ports in use.
+        environment: Variables that change how ranks talk, where they are set.
+        versions: Of what takes part.
+        clock_kept: Whether a time service keeps the clock; None where unseen.
+        listeners: Torch processes of this user that listen on all addresses.
+        outward: Those that listen on one address that is not loopback.
+        naming_s: Seconds in which the name servers say the name of the address that others reach
+            this machine by; a second at most, after which nobody waits.
+    """
+
+    host: str
+    place: str
+    names: tuple[str, ...]
+    names_error: str
+    interfaces: tuple[Interface, ...]
+    gloo: tuple[str, ...]
+    gloo_error: str
+    route: str
+    cores: int
+    open_files: int
+    ports: tuple[int, int]
+    ports_used: int
+    environment: dict[str, str]
+    versions: dict[str, str]
+    clock_kept: bool | None
+    listeners: tuple[str, ...]
+    outward: tuple[str, ...]
+    naming_s: float
+
+    @classmethod
+    def look(cls) -> Self:
+        """This machine as it is now."""
+        host = socket.gethostname()
+        begun = time.monotonic()
+        names, names_error = resolved(host)
+        silent = time.monotonic() - begun >= LOOK_UP_S
+        gloo, gloo_error = ((), names_error) if silent and not named_interfaces() else _of_gloo()
+        everywhere, outward = listening()
+        return cls(
+            host=host,
+            place=_place(host),
+            names=names,
+            names_error=names_error,
+            interfaces=interfaces(),
+            gloo=gloo,
+            gloo_error=gloo_error,
+            route=_route(),
+            cores=_cores(),
+            open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            ports=_port_range(),
+            ports_used=ports_in_use(),
+            environment={k: v for k, v in sorted(os.environ.items()) if _LOOKED_AT.fullmatch(k)},
+            versions=_versions(),
+            clock_kept=follows_a_time_server(),
+            listeners=everywhere,
+            outward=outward,
+            naming_s=_naming_s(gloo[0] if gloo else "127.0.0.1"),
+        )
+
+    def as_row(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> Self:
+        """The machine that another rank has told.
+
+        Raises:
+            TypeError: It was told in another form than this version's.
+        """
+        told: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+        told["interfaces"] = tuple(
+            Interface(**{**entry, "addresses": tuple(entry["addresses"])})
+            for entry in told.get("interfaces", ())
+        )
+        return cls(**told)
+
+    @property
+    def address(self) -> str:
+        """Where other ranks are to reach this one: what gloo announces, else where its packets
+        leave; empty where there is neither.
+        """
+        return self.gloo[0] if self.gloo else self.route
+
+    def interface_of(self, address: str) -> Interface | None:
+        """The interface that has an address."""
+        return next((one for one in self.interfaces if address in one.addresses), None)
+
+
+def _of_gloo() -> tuple[tuple[str, ...], str]:
+    try:
+        return announced_addresses(), ""
+    except RuntimeError as error:
+        return (), " ".join(_WHERE_IN_GLOO.sub("", str(error)).split())
+
+
+def _naming_s(address: str) -> float:
+    # as torch asks for each connection of its store, for its log
+    mapped = address if ":" in address else f"::ffff:{address}"
+    begun = time.monotonic()
+    with contextlib.suppress(Late, OSError):  # no name is an answer too
+        within(
+            _LONGEST_NAMING_S,
+            lambda: socket.getnameinfo((mapped, 0, 0, 0), socket.NI_NUMERICSERV),
+            name="thinwire-doctor",
+        )
+    return min(time.monotonic() - begun, _LONGEST_NAMING_S)
+
+
+def _place(host: str) -> str:
+    # containers share the kernel's boot, and machines of one image the host's name
+    boot, stack = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    if not boot.exists():
+        return host
+    return f"{boot.read_text().strip()} {stack.readlink()}"
+
+
+def _route() -> str:
+    towards = source_towards(os.environ.get("MASTER_ADDR", ""))
+    return source_towards() if is_loopback(towards) else towards
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _port_range() -> tuple[int, int]:
+    if not _PORTS.exists():
+        return 0, 0
+    first, last = _PORTS.read_text().split()
+    return int(first), int(last)
+
+
+def _versions() -> dict[str, str]:
+    found = {"thinwire": __version__, "wire": str(WIRE_VERSION)}
+    for name in ("torch", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # built in place, without the files of an installation
+            found[name] = "unknown"
+    return found | {"python": platform.python_version()}

@@ -1,0 +1,223 @@
+"""All ranks that torchrun has started examine the network between them; rank 0 hears of all."""
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from thinwire._aside import Late, within
+from thinwire.tools.doctor.alone import machine_findings
+from thinwire.tools.doctor.findings import Finding, status_of, wrong
+from thinwire.tools.doctor.machine import Machine
+from thinwire.tools.doctor.meeting import meeting_point, one_wait_s
+from thinwire.tools.doctor.pairs import TOKEN_BYTES, Answering, Reach, reach_all
+from thinwire.tools.doctor.store import THREAD, Board, find_store
+from thinwire.tools.doctor.together import Seen, Together, findings_together
+
+__all__ = ["Ended", "Examination"]
+
+_MET, _CLOCKS, _PAIRS, _GLOO = 0.5, 0.55, 0.8, 0.97
+"""Parts of the whole time by which these have ended."""
+_SLACK = 0.5
+"""Part of the wait for a group by which gloo may be late in saying that it does not come about."""
+_FAREWELL_S = 1.0
+_NUMBERS = 16 * 1024
+Report = Callable[[str, tuple[Finding, ...]], None]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ends.
+
+    Attributes:
+        status: The exit status.
+        stuck: Whether a thread is left behind in torch, which keeps the interpreter from ending.
+    """
+
+    status: int
+    stuck: bool
+
+
+@final
+class Examination:
+    """One rank's part.
+
+    Args:
+        rank: This one.
+        size: Number of ranks.
+        begun: When the command began, by `time.monotonic`.
+        limit_s: For all of it.
+        show: Is told what comes next.
+        report: Prints a title and findings; on ranks other than 0 where they reach nobody.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        begun: float,
+        limit_s: float,
+        show: Callable[[str], None],
+        report: Report,
+    ) -> None:
+        self._rank, self._size = rank, size
+        self._begun, self._limit_s = begun, limit_s
+        self._wait_s = one_wait_s(limit_s)
+        self._show, self._report = show, report
+        self._machine = Machine.look()
+
+    def run(self) -> Ended:
+        """Take part to the end."""
+        self._show("meeting the other ranks")
+        try:
+            store = find_store(self._rank, self._size, self._left_s(_MET))
+        except (Late, RuntimeError, ValueError) as error:
+            what = "waited in vain for all" if self._rank == 0 else "does not come to the store"
+            reason = str(error).partition("\n")[0] or "time-out"
+            return self._astray(f"{what}: {reason}")
+        board = Board(store, self._rank, self._size)
+        if self._rank == 0:
+            board.tell("token", secrets.token_hex(TOKEN_BYTES))
+        token = board.hear("token", 0, self._by(_MET))
+        if token is None:
+            return self._astray("has not heard of rank 0")
+        with contextlib.ExitStack() as stack:
+            answering, no_socket = self._answering(bytes.fromhex(token))
+            if answering is not None:
+                stack.enter_context(answering)
+            port = answering.port if answering is not None else 0
+            board.tell("facts", [self._machine.as_row(), port, no_socket])
+            together, stuck = self._examined(board, bytes.fromhex(token))
+        return self._concluded(board, together, stuck=stuck)
+
+    def _examined(self, board: Board, token: bytes) -> tuple[Together, bool]:
+        rows = board.hear_all("facts", self._by(_MET))
+        seen, strangers = _read(rows)
+        self._show("comparing clocks")
+        skew = board.clock_skew(sorted(seen), self._by(_CLOCKS))
+        self._show("connecting all pairs")
+        places = {
+            rank: (row.machine.address, rows[rank][1])
+            for rank, row in seen.items()
+            if rank != self._rank and rows[rank][1]
+        }
+        # one rank of each machine stands for it: a thin line would be full of messages otherwise
+        first = {min(ranks) for ranks in Together(self._size, seen, strangers).machines}
+        large = first if self._rank in first else set()
+        reaches = reach_all(places, large, token, self._wait_s)
+        board.tell("pairs", [skew, [reach.as_row() for reach in reaches]])
+        pairs = board.hear_all("pairs", self._by(_PAIRS))
+        self._show("forming a gloo group")
+        if self._rank == 0:
+            board.tell("plan", _all_can(seen, self._size))
+        plan = bool(board.hear("plan", 0, self._by(_GLOO)))
+        error, stuck = self._group_error(board) if plan else ("", False)
+        if plan:
+            board.tell("gloo", error)
+        outcomes = board.hear_all("gloo", self._by(_GLOO)) if plan and self._rank == 0 else {}
+        told = {
+            rank: Seen(
+                row.machine,
+                tuple(pairs[rank][0]) if rank in pairs and pairs[rank][0] else None,
+                tuple(Reach(**reach) for reach in pairs[rank][1]) if rank in pairs else None,
+                row.no_socket,
+                outcomes.get(rank),
+            )
+            for rank, row in seen.items()
+        }
+        return Together(self._size, told, strangers, plan), stuck
+
+    def _concluded(self, board: Board, together: Together, *, stuck: bool) -> Ended:
+        if self._rank == 0:
+            findings = tuple(findings_together(together))
+            status, machines = status_of(findings), len(together.machines)
+            self._report(
+                f"{self._size} rank{'s' * (self._size != 1)} on {machines} "
+                f"machine{'s' * (machines != 1)}",
+                findings,
+            )
+            board.tell("status", status)
+            until = time.monotonic() + _FAREWELL_S
+            for rank in set(together.seen) - {0}:  # rank 0 may be the one that holds the store
+                board.hear("bye", rank, until)
+            return Ended(status, stuck)
+        told = board.hear("status", 0, self._by(1.0))
+        if told is None:
+            return Ended(self._astray("has not heard what rank 0 has found").status, stuck)
+        with contextlib.suppress(dist.DistError):  # rank 0 has gone, and its store
+            board.tell("bye", True)
+        return Ended(int(told), stuck)
+
+    def _answering(self, token: bytes) -> tuple[Answering | None, str]:
+        address = self._machine.address
+        if not address:
+            return None, "this machine has none that leads to others"
+        try:
+            return Answering(address, self._rank, token, self._limit_s), ""
+        except OSError as error:
+            return None, error.strerror or str(error)
+
+    def _group_error(self, board: Board) -> tuple[str, bool]:
+        slack_s = _SLACK * self._wait_s
+        limit_s = min(self._wait_s, self._left_s(_GLOO))
+        timeout = timedelta(seconds=limit_s)
+
+        def form() -> str:
+            store = PrefixStore("gloo", board.another())
+            dist.init_process_group(
+                "gloo", store=store, rank=self._rank, world_size=self._size, timeout=timeout
+            )
+            numbers = torch.full((_NUMBERS,), float(self._rank + 1), device="cpu")
+            dist.all_reduce(numbers)
+            expected = self._size * (self._size + 1) / 2
+            right = bool((numbers == expected).all())
+            dist.destroy_process_group()
+            return "" if right else f"a sum over all ranks is not {expected:g}"
+
+        try:
+            return within(limit_s + slack_s, form, name=THREAD), False
+        except Late:
+            return f"nothing within {limit_s + slack_s:.1f} s", True
+        except RuntimeError as error:
+            return " ".join(str(error).split("] ", 1)[-1].split())[:200], False
+
+    def _astray(self, what: str) -> Ended:
+        """Rank 0 hears nothing of this rank, so it prints by itself."""
+        own = tuple(a for one in self._machine.interfaces for a in one.addresses)
+        store = meeting_point(os.environ, own, self._wait_s, started=True)
+        rest = [f for f in machine_findings(self._machine) if f.level != "ok"]
+        cure = "mend what is wrong below, or what the other ranks print"
+        if any(finding.check == "name server" for finding in rest):
+            cure = "mend the name server first: torch waits for it before it meets the others"
+        lost = wrong("ranks", f"rank {self._rank} {what}", cure)
+        self._report(f"rank {self._rank}", (lost, store, *rest))
+        return Ended(1, stuck=True)
+
+    def _by(self, part: float) -> float:
+        return self._begun + part * self._limit_s
+
+    def _left_s(self, part: float) -> float:
+        return max(self._by(part) - time.monotonic(), _FAREWELL_S)
+
+
+def _read(rows: Mapping[int, Any]) -> tuple[dict[int, Seen], dict[int, str]]:
+    """What ranks have told, and the versions of those that told it in another form."""
+    seen, strangers = {}, {}
+    for rank, (row, _, error) in rows.items():
+        try:
+            seen[rank] = Seen(Machine.of_row(row), no_socket=error)
+        except TypeError:
+            strangers[rank] = str(row.get("versions", {}).get("thinwire", "of another form"))
+    return seen, strangers
+
+
+def _all_can(seen: Mapping[int, Seen], size: int) -> bool:
+    return len(seen) == size and not any(row.machine.gloo_error for row in seen.values())

@@ -1,0 +1,373 @@
+"""What is found between the ranks, from what each of them has told."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from thinwire.tools.doctor.alone import machine_findings
+from thinwire.tools.doctor.findings import Finding, Level, note, ok, wrong
+from thinwire.tools.doctor.interfaces import is_loopback
+from thinwire.tools.doctor.machine import Machine
+from thinwire.tools.doctor.pairs import Reach
+
+__all__ = ["Seen", "Together", "findings_together", "named"]
+
+_LARGEST_SKEW_S = 1.0
+_MAY_DIFFER = {"GLOO_SOCKET_IFNAME": "right where the interfaces have other names there"}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank has told.
+
+    Attributes:
+        machine: Its own.
+        skew: By how much its clock is ahead of rank 0's and how far off that may be, in seconds;
+            None where that was not measured.
+        reaches: How it reaches each other rank; None where it has not told.
+        no_socket: Why it could not listen on the address that gloo announces; empty where it could.
+        gloo: What went wrong with the gloo group; empty where nothing did, None where it has not
+            told, or no group was tried.
+    """
+
+    machine: Machine
+    skew: tuple[float, float] | None = None
+    reaches: tuple[Reach, ...] | None = None
+    no_socket: str = ""
+    gloo: str | None = None
+
+
+@dataclass(frozen=True)
+class Together:
+    """What all ranks have told.
+
+    Attributes:
+        size: Number of ranks.
+        seen: By rank.
+        strangers: thinwire's version on ranks that told it in another form.
+        tried: Whether a gloo group was tried.
+    """
+
+    size: int
+    seen: Mapping[int, Seen]
+    strangers: Mapping[int, str]
+    tried: bool = False
+
+    @property
+    def machines(self) -> list[list[int]]:
+        """The ranks of each machine."""
+        places: dict[str, list[int]] = {}
+        for rank, row in self.seen.items():
+            places.setdefault(row.machine.place, []).append(rank)
+        return list(places.values())
+
+    def of(self, rank: int) -> list[int]:
+        """The ranks on the machine of this one."""
+        return next(ranks for ranks in self.machines if rank in ranks)
+
+
+def findings_together(all_of: Together) -> Iterator[Finding]:
+    """The findings, in the order in which they are shown."""
+    yield from _present(all_of)
+    yield from _machines(all_of)
+    yield from _addresses(all_of)
+    yield from _connections(all_of)
+    yield from _sizes(all_of)
+    yield from _clocks(all_of)
+    yield from _versions(all_of)
+    yield from _environments(all_of)
+    yield from _group(all_of)
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Such as "rank 0" or "ranks 0, 2, 4-7"."""
+    several = sorted(ranks)
+    runs: list[list[int]] = []
+    for rank in several:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    told = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' * (len(several) != 1)} {', '.join(told)}"
+
+
+def _present(all_of: Together) -> Iterator[Finding]:
+    missing = [r for r in range(all_of.size) if r not in all_of.seen and r not in all_of.strangers]
+    if missing:
+        yield wrong(
+            "ranks",
+            f"{named(missing)} of {all_of.size} did not come to the store in time",
+            "look at what they have printed; give --timeout where their machines are slow",
+        )
+    for rank, version in all_of.strangers.items():
+        yield wrong(
+            "versions",
+            f"rank {rank} has thinwire {version}, whose doctor tells other things",
+            "install the same thinwire on all machines",
+        )
+
+
+def _machines(all_of: Together) -> Iterator[Finding]:
+    told: dict[Finding, list[int]] = {}
+    for ranks in all_of.machines:
+        for rank in ranks:
+            for finding in machine_findings(
+                all_of.seen[rank].machine,
+                ranks=all_of.size,
+                ranks_here=len(ranks),
+                others=len(all_of.machines) > 1,
+            ):
+                if finding.level != "ok":
+                    told.setdefault(finding, []).append(rank)
+    for finding, by in told.items():
+        hosts = ", ".join(dict.fromkeys(all_of.seen[rank].machine.host for rank in by))
+        yield replace(finding, found=f"{named(by)} ({hosts}): {finding.found}")
+
+
+def _addresses(all_of: Together) -> Iterator[Finding]:
+    places: dict[str, list[list[int]]] = {}
+    for ranks in all_of.machines:
+        for address in dict.fromkeys(all_of.seen[rank].machine.address for rank in ranks):
+            has = [rank for rank in ranks if all_of.seen[rank].machine.address == address]
+            places.setdefault(address, []).append(has)
+    for address, having in places.items():
+        if len(having) > 1 and address and not is_loopback(address):
+            yield wrong(
+                "addresses",
+                f"{' and '.join(map(named, having))} are on different machines and announce the "
+                f"same address, {address}",
+                "set GLOO_SOCKET_IFNAME on each machine to an interface whose address no other has",
+            )
+    for rank, row in all_of.seen.items():
+        if row.no_socket:
+            yield wrong(
+                "addresses",
+                f"rank {rank} cannot listen on {row.machine.address or 'any address'}: "
+                f"{row.no_socket}",
+                "set GLOO_SOCKET_IFNAME to an interface that is up and has an address",
+            )
+    told = [
+        f"{named(rank for ranks in having for rank in ranks)} {address}"
+        for address, having in places.items()
+    ]
+    yield ok("addresses", "; ".join(told))
+
+
+def _connections(all_of: Together) -> Iterator[Finding]:
+    failed: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
+    latencies: dict[tuple[int, int], float] = {}
+    for rank, row in all_of.seen.items():
+        if row.reaches is None:
+            yield wrong(
+                "connections",
+                f"rank {rank} has not told in time whom it reaches",
+                "give --timeout where its machine or its line is slow",
+            )
+        for reach in row.reaches or ():
+            if reach.error:
+                key = all_of.of(rank)[0], all_of.of(reach.to)[0], reach.error
+                failed.setdefault(key, []).append((rank, reach.to))
+            elif reach.latency_s is not None:
+                latencies[rank, reach.to] = reach.latency_s
+    for (_, _, error), pairs in failed.items():
+        yield _failed(all_of, error, pairs)
+    if latencies:
+        worst, best = max(latencies, key=lambda p: latencies[p]), min(latencies.values())
+        amount = "all" if not failed else "other"
+        yield ok(
+            "connections",
+            f"{amount} pairs connect both ways; round trips {_ms(best)} to {_ms(latencies[worst])},"
+            f" the longest from rank {worst[0]} to rank {worst[1]}",
+        )
+
+
+def _failed(all_of: Together, error: str, pairs: list[tuple[int, int]]) -> Finding:
+    sources, targets = {pair[0] for pair in pairs}, {pair[1] for pair in pairs}
+    machine = all_of.seen[pairs[0][1]].machine
+    source = all_of.seen[pairs[0][0]].machine.address
+    back = {(b, a) for a, b in pairs}
+    heard = {
+        (rank, reach.to)
+        for rank, row in all_of.seen.items()
+        for reach in row.reaches or ()
+        if not reach.error
+    }
+    one_way = " (the other way works)" if back <= heard else ""
+    return wrong(
+        "connections",
+        f"{named(sources)} cannot reach {named(targets)} at {machine.address}: {error}{one_way}",
+        _cure(error, machine, source),
+    )
+
+
+def _cure(error: str, machine: Machine, source: str) -> str:
+    first, last = machine.ports
+    ports = f"ports {first} to {last}" if last else "the ports that its kernel gives out"
+    if is_loopback(machine.address):
+        return f"{machine.address} means each machine itself; see the finding on gloo"
+    if error == "time-out":
+        return (
+            f"something between drops it: let {machine.host} ({machine.address}) accept TCP on "
+            f"{ports} from {source}, and see that packets find their way back"
+        )
+    if error == "refused":
+        return (
+            f"a firewall refuses it, or another machine has this address: let {machine.host} "
+            f"accept TCP on {ports} from {source}"
+        )
+    if error == "no route":
+        return (
+            f"`ip route get {machine.address}` there says why; where the machines share another "
+            "network, name its interface with GLOO_SOCKET_IFNAME on each"
+        )
+    if "answers" in error or "closed" in error:
+        return f"two machines have the address {machine.address}, or a proxy stands between"
+    return f"a rule of the machine that connects forbids it: let it send to {machine.address}"
+
+
+def _sizes(all_of: Together) -> Iterator[Finding]:
+    stuck: dict[tuple[frozenset[int], int], list[tuple[int, int]]] = {}
+    reached = 0
+    for rank, row in all_of.seen.items():
+        for reach in row.reaches or ():
+            reached += reach.large is True
+            if reach.large is False:
+                machines = frozenset((all_of.of(rank)[0], all_of.of(reach.to)[0]))
+                stuck.setdefault((machines, reach.fitting_mtu), []).append((rank, reach.to))
+    for (_, fitting), pairs in stuck.items():
+        yield _too_large(all_of.seen[pairs[0][0]].machine, fitting, pairs)
+    if reached and not stuck:
+        yield ok("MTU", "messages of 32 KiB arrive between all machines that connect")
+
+
+def _too_large(machine: Machine, fitting: int, pairs: list[tuple[int, int]]) -> Finding:
+    sources, targets = {pair[0] for pair in pairs}, {pair[1] for pair in pairs}
+    both = {(there, here) for here, there in pairs} == set(pairs)
+    one = machine.interface_of(machine.address)
+    name, size = (one.name, f"{one.mtu} bytes") if one else ("INTERFACE", "the usual size")
+    where = f"between {named(sources)}" if both else f"from {named(sources)} to {named(targets)}"
+    lost = f"small messages {where} arrive and 32 KiB do not: "
+    if not fitting:
+        return wrong(
+            "MTU",
+            f"{lost}not in packets of {size}, nor in those of 1000",
+            "the line is too slow or loses packets; `ping -M do -s SIZE` shows from which size on",
+        )
+    return wrong(
+        "MTU",
+        f"{lost}packets of {size} are lost on the way without a word, those of {fitting} pass",
+        f"on both machines `ip link set dev {name} mtu {fitting}`, or let ICMP 'fragmentation "
+        "needed' through",
+    )
+
+
+def _clocks(all_of: Together) -> Iterator[Finding]:
+    skews = {rank: row.skew for rank, row in all_of.seen.items() if rank and row.skew}
+    for rank, (ahead_s, unsure_s) in skews.items():
+        if abs(ahead_s) - unsure_s > _LARGEST_SKEW_S:
+            way = "ahead of" if ahead_s > 0 else "behind"
+            yield note(
+                "clocks",
+                f"the clock of rank {rank} is {abs(ahead_s):.1f} s {way} rank 0's (± {unsure_s:.3f}"
+                " s)",
+                "training does not read it, but logs, files and certificates do: start chrony or "
+                "systemd-timesyncd",
+            )
+    largest = max((abs(ahead) + unsure for ahead, unsure in skews.values()), default=None)
+    if largest is not None and largest <= _LARGEST_SKEW_S:
+        yield ok("clocks", f"all within {_ms(largest)} of rank 0's")
+
+
+def _versions(all_of: Together) -> Iterator[Finding]:
+    if 0 not in all_of.seen:
+        return
+    first = all_of.seen[0].machine.versions
+    found = list(
+        _different(
+            all_of,
+            lambda row: row.machine.versions,
+            "versions",
+            _version_level,
+            lambda _: "install the same on all machines",
+        )
+    )
+    yield from found
+    if not found:
+        same = ", ".join(f"{name} {value}" for name, value in first.items())
+        yield ok("versions", f"the same everywhere: {same}")
+
+
+def _version_level(name: str, ours: str, theirs: str) -> Level:
+    """Builds of one release train together (`torch 2.13.0+cpu` and `+cu128`), and so do versions
+    of thinwire that speak the same over the wire.
+    """
+    if name == "torch":
+        return "note" if ours.partition("+")[0] == theirs.partition("+")[0] else "wrong"
+    return "wrong" if name == "wire" else "note"
+
+
+def _environments(all_of: Together) -> Iterator[Finding]:
+    yield from _different(
+        all_of,
+        lambda row: row.machine.environment,
+        "environment",
+        lambda name, *_: "wrong" if name == "GLOO_DEVICE_TRANSPORT" else "note",
+        lambda name: _MAY_DIFFER.get(name, "set it alike in the environment of each torchrun"),
+    )
+
+
+def _different(
+    all_of: Together,
+    part: Callable[[Seen], Mapping[str, str]],
+    check: str,
+    level: Callable[[str, str, str], Level],
+    advice: Callable[[str], str],
+) -> Iterator[Finding]:
+    """Entries that are not the same on all ranks as on the first."""
+    if not all_of.seen:
+        return
+    lowest = min(all_of.seen)
+    first = part(all_of.seen[lowest])
+    others: dict[tuple[str, str], list[int]] = {}
+    for rank, row in all_of.seen.items():
+        for name in dict.fromkeys([*first, *part(row)]):
+            theirs = part(row).get(name, "not set")
+            if theirs != first.get(name, "not set"):
+                others.setdefault((name, theirs), []).append(rank)
+    for (name, theirs), ranks in others.items():
+        ours = first.get(name, "not set")
+        said = "the wire format" if name == "wire" else name
+        yield Finding(
+            level(name, ours, theirs),
+            check,
+            f"{said} is {ours} on rank {lowest} and {theirs} on {named(ranks)}",
+            advice(name),
+        )
+
+
+def _group(all_of: Together) -> Iterator[Finding]:
+    if not all_of.tried:
+        yield note(
+            "gloo group",
+            "not tried, since not all ranks are there with an address",
+            "mend what is wrong above, and run this again",
+        )
+        return
+    errors: dict[str, list[int]] = {}
+    for rank, row in all_of.seen.items():
+        if row.gloo is None:
+            errors.setdefault("it has not told in time", []).append(rank)
+        elif row.gloo:
+            errors.setdefault(row.gloo, []).append(rank)
+    for error, ranks in errors.items():
+        yield wrong(
+            "gloo group",
+            f"{named(ranks)}: {error}",
+            "mend what is wrong above; where nothing is, GLOO_LOG_LEVEL=DEBUG says more",
+        )
+    if not errors:
+        yield ok("gloo group", "it comes about, and a sum over all ranks is right")
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

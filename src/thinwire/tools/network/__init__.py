@@ -1,0 +1,1 @@
+"""Emulated links between ranks: namespaces, rate limits, delay; it imports no other tool."""

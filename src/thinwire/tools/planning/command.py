@@ -1,0 +1,283 @@
+"""`thinwire plan`: the answer before the run, from numbers alone; torch is loaded for `--out`
+only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from thinwire._launched import place_among_ranks
+from thinwire._version import __version__
+from thinwire.errors import ThinwireError
+from thinwire.tools.app import Count
+from thinwire.tools.options import (
+    require_device,
+    require_nothing_beside,
+    require_task,
+    require_within,
+)
+from thinwire.tools.planning.page import cells, render
+from thinwire.tools.planning.plan import Plan, Row, seconds_text
+from thinwire.tools.planning.plan import plan as predicted
+from thinwire.tools.planning.probed import FORMAT
+from thinwire.tools.report.measures import bytes_text
+from thinwire.tools.report.page import write_page
+from thinwire.tools.report.progress import display_for
+from thinwire.tools.report.winner import strategy_text
+from thinwire.tools.run.joined import by_first, joined
+from thinwire.tools.run.size import parse_size
+
+__all__ = ["EXAMPLE", "PROBE_EXAMPLE", "plan", "probe"]
+
+EXAMPLE = (
+    "Example: thinwire plan --params 124M --step-seconds 0.35 --workers 8 --link 100mbit "
+    "--latency 20ms --out best.yaml"
+)
+PROBE_EXAMPLE = (
+    "Example: torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr 10.0.0.1 "
+    "--master-port 29500 -m thinwire probe --out probe.json"
+)
+_TIMEOUT_S = 60.0
+
+
+def plan(
+    *,
+    params: str | None = None,
+    step_seconds: float | None = None,
+    workers: Count | None = None,
+    link: str | None = None,
+    latency: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    device: str | None = None,
+    probe: Path | None = None,
+    task: str | None = None,
+    out: Path | None = None,
+    html: Path | None = None,
+    all_rows: Annotated[bool, Parameter(name="--all", negative="")] = False,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    quiet: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Predict a step of every strategy on a network, and say which one to take.
+
+    Seconds and bytes follow from the sizes of messages and the rate of the network. How much of a
+    step of dense each step is worth is a prior; its source is in every row.
+
+    Args:
+        params: Trainable numbers of the model, such as 124M.
+        step_seconds: A step of one rank with nothing exchanged. Without it a step of the task is
+            measured here.
+        workers: Ranks; 2 by default.
+        link: Each rank's rate in each direction, such as 100mbit (the default), up to 400gbit.
+        latency: One way, such as 20ms; none by default.
+        device: cpu or cuda: what computes; cpu by default, for a task that is measured here cuda
+            where there is one.
+        probe: The file of thinwire probe, instead of all of these.
+        task: A model of your own, FILE.py:NAME, instead of --params.
+        out: Writes the recommended strategy as a strategy file; where that is a hook of torch, the
+            soonest that is none.
+        html: Writes a page with table and plots, which loads nothing from elsewhere.
+        all_rows: Prints every setting, instead of the soonest of each strategy.
+        as_json: Prints the plan as JSON, every setting in it.
+        quiet: Show no progress.
+    """
+    for name, path in (("out", out), ("html", html)):
+        _require_place(name, path)
+    if out is not None and html is not None and out.resolve() == html.resolve():
+        raise ValueError(f"out and html are the same file, {str(out)!r}; name two")
+    measures = task is not None and step_seconds is None and sys.stderr.isatty()
+    with (
+        contextlib.redirect_stdout(sys.stderr),  # what a task prints is not of the plan
+        display_for(quiet=quiet or not measures).strategy("plan") as bar,
+    ):
+        bar.note(f"a step of {task}")
+        made = predicted(
+            params=params,
+            step_seconds=step_seconds,
+            workers=workers,
+            link=link,
+            latency=latency,
+            device=device,
+            probe=probe,
+            task=task,
+        )
+        bar.done()
+    # files first: whoever reads what is printed may leave early
+    told = [] if html is None else [f"page: {html}"]
+    if html is not None:
+        write_page(render(made, shlex.join(["thinwire", *sys.argv[1:]])), html)
+    if out is not None:
+        row = _write(made, out)
+        hook = "" if row.name == made.recommended else f"; {made.recommended} is a hook of torch"
+        told.append(
+            f"strategy file of {row.name}: {out}; optimizer: {row.optimizer or 'any'}{hook}"
+        )
+    if as_json:
+        print(json.dumps(made.to_dict(), indent=1))
+    else:
+        _print(made, made.strategies if all_rows else made.best())
+        print("".join(f"{line}\n" for line in told), end="")
+
+
+def _print(made: Plan, rows: Sequence[Row]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    titles = ("s a step", "sent", "waits", "memory", "worth", "sooner")
+    table = Table("", *titles, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for column in table.columns[1:]:
+        column.justify, column.no_wrap = "right", True
+    for row in rows:
+        table.add_row(row.name, *(text.replace(" to ", "-") for text in cells(row)))
+    hidden = len(made.strategies) - len(rows)
+    nodes = ""
+    if made.link["node_size"] > 1:
+        nodes = " n1: every rank a source of its own, on the same machine or not."
+    explained = (
+        "k: local steps between averagings. d: steps that a result may come late. f: parts of the "
+        "model that are averaged in turn. b: bits of a value. %: entries that are sent. r: rank."
+        f"{nodes}\n"
+        "sent: by a rank in a step. waits: for the wire. sooner: how many times, than dense at the "
+        "loss that it ends with. worth: steps of dense that one step is worth; not predicted: of "
+        f"{made.strategies[0].name} {made.strategies[0].progress_source}. thinwire compare "
+        "measures it."
+        + (f"\n{hidden} more settings: --all; with the source of each: --json." if hidden else "")
+    )
+    with console.capture() as captured:  # by itself it would end the process where nobody reads
+        console.print(made.reason, markup=False)
+        console.print(table)
+        console.print(explained, markup=False)
+    print(captured.get(), end="")
+
+
+def _require_place(name: str, path: Path | None) -> None:
+    if path is None or (path.exists() and not path.is_file() and not path.is_dir()):
+        return  # whoever reads from a pipe would take an attempt for the end
+    target = path.resolve()  # a link stays one
+    new = not target.exists()
+    try:
+        target.open("ab").close()
+    except OSError as error:
+        raise ValueError(
+            f"{name}={str(path)!r} cannot be written: {error.strerror}; name a file in a folder "
+            "that exists"
+        ) from error
+    if new:
+        target.unlink(missing_ok=True)
+
+
+def _write(made: Plan, out: Path) -> Row:
+    """Write the soonest strategy that a file can hold."""
+    rows = (made[made.recommended], *made.strategies)
+    row = next(row for row in rows if row.document is not None)
+    low, _, high = row.step_seconds
+    text = (
+        f"# Written by thinwire plan: {made.reason}\n"
+        f"# {row.name}. Expected: {seconds_text(low)} to {seconds_text(high)} s a step. "
+        "prepare(..., plan=) warns where a run leaves this.\n"
+        f"# Optimizer: {row.optimizer or 'any'}\n"
+    )
+    out.write_text(text + strategy_text(row.document or {}), encoding="utf-8")
+    return row
+
+
+def probe(
+    *,
+    out: Path,
+    task: str | None = None,
+    size: str | None = None,
+    batch: Count | None = None,
+    device: str = "auto",
+    quiet: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Measure the network between the ranks of a launcher (torchrun), and a step of the model.
+
+    Latency and rate of every pair, and with all ranks at once; all-reduce and all-gather; forward
+    pass, backward pass and when each gradient is ready. It takes at most 10 seconds and 32 MiB a
+    rank, and says what that left out; where latencies are above 20 ms a few seconds more.
+
+    Args:
+        out: The file to write, for thinwire plan --probe.
+        task: A model of your own instead of the one that comes with the command: FILE.py:NAME.
+        size: Of the model that comes with the command; medium unless given.
+        batch: Sequences of a step of that model; 8 unless given.
+        device: auto, cpu or cuda.
+        quiet: Show no progress.
+    """
+    place = place_among_ranks(os.environ)
+    if place is None:
+        raise ValueError(
+            "probe measures the network between ranks, and torchrun has started none here: "
+            "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr 10.0.0.1 "
+            "--master-port 29500 -m thinwire probe --out probe.json"
+        )
+    if place[1] == 1:
+        raise ValueError(
+            "probe measures the network between ranks, and torchrun has started one: start as many "
+            "as will train"
+        )
+    require_device(device)
+    if task is not None:
+        require_task(task)
+        require_nothing_beside(task, size=size, batch=batch)
+    size, batch = "medium" if size is None else size, 8 if batch is None else batch
+    require_within("batch", batch, 1, 4096)
+    shape = parse_size(size)
+    said = {"task": task, "size": size, "batch": batch, "device": device}
+    from thinwire.tools.run.probe import probe as measured
+    from thinwire.tools.run.task import TaskError
+
+    display = display_for(quiet=quiet or place[0] != 0)
+    try:
+        with joined(said, _TIMEOUT_S), display.strategy("probe") as bar:
+            by_first(lambda: _require_place("out", out))  # which writes it
+            found = measured(task, shape, batch, device, bar.note)
+            bar.done()
+    except TaskError as error:
+        raise ValueError(str(error)) from error
+    except RuntimeError as error:
+        raise ThinwireError(
+            f"rank {place[0]}: another rank has left, or did not answer for {_TIMEOUT_S:.0f} s "
+            f"({str(error).splitlines()[0]}); what it printed says why"
+        ) from error
+    if place[0] == 0:
+        kept = {"format": FORMAT, "thinwire": __version__, **found}
+        out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        print(_summary(found))
+        print(f"probe: {out}")
+
+
+def _summary(found: Mapping[str, Any]) -> str:
+    lines = [
+        f"{found['ranks']} ranks, {found['seconds']:.1f} s, {bytes_text(found['bytes'])} a rank"
+    ]
+    if found["pairs"]:
+        late = max(found["pairs"], key=lambda pair: pair["latency_s"])
+        busy = min(found["together"], key=lambda rank: rank["bytes_s"])
+        timed = [pair for pair in found["pairs"] if pair["bytes_s"] is not None]
+        if timed:
+            slow = min(timed, key=lambda pair: pair["bytes_s"])
+            lines.append(f"slowest pair: ranks {slow['ranks']}, {_rate(slow['bytes_s'])}")
+        lines += [
+            f"largest latency: ranks {late['ranks']}, {1e3 * late['latency_s']:.2f} ms one way",
+            f"slowest while all send: rank {busy['rank']}, {_rate(busy['bytes_s'])}",
+        ]
+    compute = found["compute"]
+    lines.append(
+        f"a step: {1e3 * compute['step_s']:.0f} ms on rank {compute['rank']}, "
+        f"{compute['parameters']:,} parameters, {compute['device']}"
+    )
+    return "\n".join([*lines, *(f"not measured: {what}" for what in found["not_measured"])])
+
+
+def _rate(bytes_s: float) -> str:
+    return f"{8 * bytes_s / 1e6:.3g} Mbit/s of payload"

@@ -1,0 +1,132 @@
+"""Which settings of the strategies a plan compares."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from thinwire.layout.traffic import GATHER, SPLIT
+from thinwire.tools.compare.strategies import STRATEGIES
+from thinwire.tools.report.winner import document_of
+from thinwire.tools.run.config import Recipe
+
+__all__ = ["LEFT_OUT", "Candidate", "candidates"]
+
+Document = Mapping[str, Any]
+Candidate = tuple[str, Recipe, Document | None]
+"""Name, recipe and document."""
+
+_RAMP_STEPS = 100
+"""Of methods that start gently."""
+LEFT_OUT = ("adaptive-localsgd", "dense-muon", "fp16-muon")
+"""Strategies of `thinwire compare` without a fixed interval, or with another optimizer alone."""
+_INTERVALS = (4, 8, 16, 32, 64, 128)
+_FRAGMENTS = (1, 4)
+_RANKS = (2, 4, 8)
+_SPARSITIES, _SPARSE_BITS = (0.9, 0.75), (2, 4)
+"""Of changes."""
+_RAMP_ENDS, _RAMP_BITS = (0.999, 0.99), (1, 4)
+"""Of gradients, whose sparsity has a ramp."""
+_BITS = (1, 2, 4, 8)
+
+
+def candidates(workers: int, node_size: int = 1) -> Iterator[Candidate]:
+    """Every strategy as `thinwire compare` has it, each followed by other settings of it.
+
+    No density and no rank is below those whose progress is known: with their progress it would
+    win by that assumption.
+
+    Args:
+        workers: Ranks; three or more can share sums out.
+        node_size: Of them that share a machine; 1 where nothing is known of that.
+    """
+    for name, recipe in STRATEGIES.items():
+        if name in LEFT_OUT:
+            continue
+        base = document_of(recipe, _RAMP_STEPS)
+        yield name, recipe, base
+        for words, document in _variants(base or {}, workers, node_size):
+            if document != base:
+                yield f"{name} {words}", recipe, document
+
+
+def _variants(base: Document, workers: int, node_size: int) -> Iterator[tuple[str, Document]]:
+    for field, own in base.items():
+        if field == "localsgd":
+            yield from _local(own, workers)
+        elif "sparsity" in own:
+            for words, changed in _ramped(own, workers, node_size):
+                yield words, {field: changed}
+        elif "rank" in own:
+            for rank in _RANKS:
+                yield f"r{rank}", {field: {**own, "rank": rank}}
+
+
+def _ramped(own: Document, workers: int, node_size: int) -> Iterator[tuple[str, Document]]:
+    first = own["sparsity"][:-1]
+    for sparsity in _RAMP_ENDS:
+        for bits in _RAMP_BITS:
+            for word, more in _exchanges(workers):
+                levels = [*(level for level in first if level < sparsity), sparsity]
+                changed = {**own, "sparsity": levels, "value_bits": bits, **more}
+                words = f"{_density(sparsity)} b{bits}{word}"
+                yield words, changed
+                if node_size > 1:
+                    yield f"{words} n1", {**changed, "node_size": 1}
+
+
+def _local(own: Mapping[str, Any], workers: int) -> Iterator[tuple[str, Document]]:
+    for words, compression in _compressions(own.get("compression"), workers):
+        changed = own if compression is None else {**own, "compression": compression}
+        for k_steps in _INTERVALS:
+            for fragments in _FRAGMENTS:
+                distance = k_steps // fragments
+                for delay in sorted({0, distance // 4}):
+                    yield (
+                        f"k{k_steps}"
+                        + (f" d{delay}" if delay else "")
+                        + (f" f{fragments}" if fragments > 1 else "")
+                        + words,
+                        {"localsgd": _with(changed, k_steps, delay, fragments)},
+                    )
+
+
+def _with(own: Mapping[str, Any], k_steps: int, delay: int, fragments: int) -> Document:
+    made = {**own, "k_steps": k_steps}
+    if delay:
+        made["delay"] = delay
+    if fragments > 1:
+        made["fragments"] = fragments
+    return made
+
+
+def _compressions(
+    base: Mapping[str, Any] | None, workers: int
+) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
+    """What is told of one that differs from the base, and the content of a file; the base itself
+    first.
+    """
+    yield "", None
+    if base is None:
+        return
+    if "quantized" in base:
+        for bits in _BITS:
+            for word, more in _exchanges(workers):
+                quantized = {**base["quantized"], "value_bits": bits, **more}
+                if quantized != base["quantized"]:
+                    yield f" b{bits}{word}", {"quantized": quantized}
+        return
+    for sparsity in _SPARSITIES:
+        for bits in _SPARSE_BITS:
+            for word, more in _exchanges(workers):
+                made = {**base, "sparsity": sparsity, "value_bits": bits, **more}
+                if made != base:
+                    yield f" {_density(sparsity)} b{bits}{word}", made
+
+
+def _exchanges(workers: int) -> Iterator[tuple[str, Mapping[str, str]]]:
+    yield "", {}
+    for way in (GATHER, SPLIT) if workers > 2 else ():
+        yield f" {way}", {"exchange": way}
+
+
+def _density(sparsity: float) -> str:
+    return f"{100 * (1 - sparsity):.3g}%"

@@ -1,0 +1,352 @@
+"""What each method computes, sends and keeps for a step, in numbers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import ceil, log2
+from typing import Any
+
+from thinwire.layout.message import HEADER_BYTES, Layout, Slot, WholeLayout, count_sent
+from thinwire.layout.shares import split_plan
+from thinwire.layout.traffic import (
+    SPLIT,
+    busiest,
+    chosen_exchange,
+    chosen_split,
+    travels_sealed,
+)
+from thinwire.tools.planning.network import Network
+from thinwire.tools.planning.work import Shape, Work, numel_of
+
+__all__ = ["BUCKETS", "Cost", "cost_of"]
+
+_PASS_S = {False: 0.8e-9, True: 3e-12}
+"""Seconds to read and write a number once, on a core and on a GPU."""
+_VOTE_BYTES = 256
+BUCKETS = {"dgc": (2**20, 25 * 2**20), "low_rank": (25 * 2**20, 25 * 2**20)}
+"""Bytes of gradient that travel together: in the first bucket of an update, and in the others."""
+DDP_BUCKETS = 4 * 2**20, 25 * 2**20
+"""Likewise after a first one of 1 MiB: in `thinwire compare`, and in DDP by itself."""
+_AT_ONCE = 2
+"""Collectives that gloo has under way at a time: it has as many threads."""
+_MOST_OWNERS = 64
+"""Up to so many ranks the shares are counted one by one; that of more follows from these."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step costs, as the mean over a round of steps.
+
+    Attributes:
+        step_s: Seconds of a step.
+        bytes: What a rank sends in a step.
+        state_bytes: What a rank keeps for the method, beside parameters, gradients and the
+            optimizer's state.
+    """
+
+    step_s: float
+    bytes: float
+    state_bytes: int
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """What leaves together: when, after how much work, and what it costs the wire."""
+
+    ready_s: float
+    encode_s: float
+    wire_s: float
+    taken_s: float
+    """Of `wire_s`, for how long nothing else goes over the wire; the rest are latencies."""
+    bytes: float
+
+
+def cost_of(document: Mapping[str, Any], hook: str, work: Work, network: Network) -> Cost:
+    """The cost of a strategy.
+
+    Args:
+        document: As in a strategy file; empty for DDP.
+        hook: Of DDP where the document is empty: "dense", "fp16" or "powersgd".
+        work: Of a rank.
+        network: Between the ranks.
+    """
+    if "localsgd" in document:
+        return _local(document["localsgd"], work, network)
+    if "dgc" in document:
+        return _dgc(document["dgc"], work, network)
+    if "low_rank" in document:
+        return _low_rank(document["low_rank"], work, network)
+    return {"dense": _dense, "fp16": _fp16, "powersgd": _powersgd}[hook](work, network)
+
+
+def _overlapped(
+    work: Work, buckets: Sequence[_Bucket], after_s: float, state_bytes: int, sent: float = 0.0
+) -> Cost:
+    """A step whose buckets share one wire with the backward pass before them.
+
+    begin(j) = max(free(j - 1), ready(j) + encode(1..j), end(i)), where i is the one before which
+    only one other is under way; free(j) = begin(j) + taken(j), end(j) = begin(j) + wire(j). What is
+    encoded holds the backward pass up.
+    """
+    free = encoded = 0.0
+    ends = [0.0] * _AT_ONCE
+    for bucket in buckets:
+        encoded += bucket.encode_s
+        begin_s = max(free, bucket.ready_s + encoded, min(ends))
+        free = begin_s + bucket.taken_s
+        ends[ends.index(min(ends))] = begin_s + bucket.wire_s
+    step_s = max(*ends, work.step_s + encoded) + after_s
+    return Cost(step_s, sum(bucket.bytes for bucket in buckets) + sent, state_bytes)
+
+
+def _ring_bytes(network: Network, nbytes: float) -> float:
+    return 2 * (network.ranks - 1) / network.ranks * nbytes
+
+
+def _passes(work: Work, numel: float, count: float) -> float:
+    return numel * count * _PASS_S[work.cuda]
+
+
+def _reduced(work: Work, network: Network, *, width: float, passes: float) -> Cost:
+    """DDP: every bucket is one all-reduce, `width` bytes a number; buckets of the better size."""
+    sent = _ring_bytes(network, width * work.numel)
+    costs = []
+    for bucket_bytes in DDP_BUCKETS:
+        buckets = []
+        for ready_s, shapes in work.buckets(2**20, bucket_bytes):
+            numel = sum(map(numel_of, shapes))
+            wire_s = network.all_reduce_s(width * numel)
+            taken_s = network.transfer_s(_ring_bytes(network, width * numel))
+            buckets.append(_Bucket(ready_s, _passes(work, numel, passes), wire_s, taken_s, 0.0))
+        costs.append(_overlapped(work, buckets, 0.0, 0, sent))
+    return min(costs, key=lambda cost: cost.step_s)
+
+
+def _dense(work: Work, network: Network) -> Cost:
+    return _reduced(work, network, width=work.width, passes=1)
+
+
+def _fp16(work: Work, network: Network) -> Cost:
+    return _reduced(work, network, width=2, passes=3)
+
+
+def _powersgd(work: Work, network: Network) -> Cost:
+    """Torch's hook, rank 2: in one bucket, so after the backward pass."""
+    rank, left, right, rest, kept = 2, 0, 0, 0, 0
+    for shape in work.shapes:
+        numel = numel_of(shape)
+        rows, columns = _sides(shape)
+        if len(shape) > 1 and (rows + columns) * rank * 2 < numel:
+            left, right, kept = left + rank * rows, right + rank * columns, kept + numel
+        else:
+            rest += numel
+    sent = work.width * (left + right + rest)
+    wire_s = sum(network.all_reduce_s(work.width * n) for n in (left, right, rest) if n)
+    encode_s = _passes(work, kept, 9)
+    bucket = _Bucket(work.step_s, encode_s, wire_s, wire_s, _ring_bytes(network, sent))
+    return _overlapped(work, [bucket], 0.0, 4 * (kept + right))
+
+
+def _low_rank(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
+    rank, least = own.get("rank", 2), own.get("min_numel", 16384)
+    buckets, kept, rest, all_right = [], 0, 0, 0
+    for ready_s, shapes in work.buckets(*BUCKETS["low_rank"]):
+        mine = [shape for shape in shapes if len(shape) > 1 and numel_of(shape) >= least]
+        numel = sum(map(numel_of, mine))
+        left = sum(4 * rank * _sides(shape)[0] for shape in mine)
+        right = sum(4 * rank * _sides(shape)[1] for shape in mine)
+        rest += sum(map(numel_of, shapes)) - numel
+        kept += numel
+        all_right += right
+        if left:
+            sent = _ring_bytes(network, left + right)
+            taken_s = network.transfer_s(_ring_bytes(network, left))
+            encode_s = _passes(work, numel, 12)
+            buckets.append(_Bucket(ready_s, encode_s, network.all_reduce_s(left), taken_s, sent))
+    # the right factors need the left ones of all, and leave together
+    right_s = network.all_reduce_s(all_right) if all_right else 0.0
+    rest_of_it, after_s = _end_of_step(4 * rest, work, network, None, network)
+    return _overlapped(work, [*buckets, *rest_of_it], right_s + after_s, 4 * kept, _VOTE_BYTES)
+
+
+def _dgc(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
+    sparsity, bits = own.get("sparsity", 0.999), own.get("value_bits", 32)
+    if not isinstance(sparsity, float):
+        sparsity = sparsity[-1]
+    least = own.get("min_numel", 16384)
+    node, sources = _nodes(own, network)
+    buckets, kept, rest = [], 0, 0
+    for ready_s, shapes in work.buckets(*BUCKETS["dgc"]):
+        mine = [n for n in map(numel_of, shapes) if n >= least]
+        rest += sum(map(numel_of, shapes)) - sum(mine)
+        kept += sum(mine)
+        if not mine:
+            continue
+        exchange = own.get("exchange", "auto")
+        dealt = _sparse_dealt(tuple(mine), sparsity, bits, exchange, sources.ranks)
+        encode_s = _passes(work, sum(mine), 10)
+        wire_s, nbytes = dealt.seconds(sources), dealt.sent(sources)
+        taken_s = sources.transfer_s(nbytes)
+        if node is not None:
+            # the mean of the gradients first, and in the end what came from other nodes
+            passed_on = sources.ranks * (dealt.row_bytes + dealt.first_bytes / sources.ranks)
+            inside_s = node.all_reduce_s(4 * sum(mine)) + node.broadcast_s(passed_on)
+            wire_s, taken_s = wire_s + inside_s, taken_s + inside_s
+            nbytes += _ring_bytes(node, 4 * sum(mine)) + passed_on
+        buckets.append(_Bucket(ready_s, encode_s, wire_s, taken_s, nbytes))
+    rest_of_it, after_s = _end_of_step(4 * rest, work, network, node, sources)
+    return _overlapped(work, [*buckets, *rest_of_it], after_s, 8 * kept, _VOTE_BYTES)
+
+
+def _nodes(
+    own: Mapping[str, Any], network: Network, *, by_itself: bool = True
+) -> tuple[Network | None, Network]:
+    """The ranks that average densely first and count as one source, if there are, and the
+    sources; `by_itself` where machines are nodes without being called so.
+    """
+    node_size = own.get("node_size") or (network.node_size if by_itself else 1)
+    if node_size == 1:
+        return None, network
+    inside = network.node
+    if node_size != network.node_size:
+        inside = replace(network, ranks=node_size, node=None)
+    return inside, replace(network, ranks=network.ranks // node_size, node=None)
+
+
+@dataclass(frozen=True)
+class _Dealt:
+    """What a rank gives to an exchange of messages: to owners, and then round a ring."""
+
+    first_bytes: float
+    """To all owners together; 0 where messages are gathered."""
+    row_bytes: float
+    """What each rank passes on of every other one."""
+
+    def seconds(self, network: Network, parts: int = 1, idle_s: float = 0.0) -> float:
+        """Of one of so many equal parts."""
+        return _dealt_s(self.first_bytes / parts, self.row_bytes / parts, network, idle_s)
+
+    def sent(self, network: Network) -> float:
+        """Bytes that a rank sends."""
+        return self.first_bytes + (network.ranks - 1) * self.row_bytes
+
+
+@lru_cache(maxsize=4096)  # strategies share messages
+def _dealt_s(first_bytes: float, row_bytes: float, network: Network, idle_s: float) -> float:
+    first_s = network.all_to_all_s(first_bytes, idle_s) if first_bytes else 0.0
+    return first_s + network.all_gather_s(row_bytes, 0.0 if first_bytes else idle_s)
+
+
+@lru_cache(maxsize=1024)
+def _sparse_dealt(
+    numels: tuple[int, ...], sparsity: float, value_bits: int, exchange: str, ranks: int
+) -> _Dealt:
+    slots = tuple(Slot(n, count_sent(n, sparsity)) for n in numels)
+    layout = Layout(slots, value_bits)
+    few = min(ranks, _MOST_OWNERS)
+    if chosen_exchange(exchange, layout, few) != SPLIT:
+        return _Dealt(0, layout.nbytes)
+    row_bytes = split_plan(layout, few).row_bytes
+    return _among(busiest(layout, few, SPLIT).bytes_sent - row_bytes, row_bytes, few, ranks)
+
+
+@lru_cache(maxsize=1024)
+def _whole_dealt(layout: WholeLayout, exchange: str, ranks: int) -> _Dealt:
+    few = min(ranks, _MOST_OWNERS)
+    plan = chosen_split(exchange, layout, few)
+    if plan is None:
+        return _Dealt(0, layout.nbytes)
+    return _among(plan.bytes_sent(0) - plan.row_bytes, plan.row_bytes, few, ranks)
+
+
+def _among(first_bytes: int, row_bytes: int, few: int, ranks: int) -> _Dealt:
+    """What `few` owners have, for more ranks: equal shares of it, each message with its header."""
+    if few == ranks:
+        return _Dealt(first_bytes, row_bytes)
+    share = HEADER_BYTES + (row_bytes - HEADER_BYTES) * few / ranks
+    return _Dealt(first_bytes + (ranks - few) * HEADER_BYTES, share)
+
+
+def _end_of_step(
+    dense_bytes: float, work: Work, network: Network, node: Network | None, sources: Network
+) -> tuple[list[_Bucket], float]:
+    """What travels densely at the end of the backward pass, beside what is on its way, and the
+    seconds of the vote that all were there.
+    """
+    if network.ranks == 1:
+        return [], 0.0
+    found = []
+    if dense_bytes:
+        if travels_sealed(round(dense_bytes), sources.ranks):
+            sent = (sources.ranks - 1) * dense_bytes
+            wire_s = sources.all_gather_s(dense_bytes)
+        else:
+            sent, wire_s = _ring_bytes(sources, dense_bytes), sources.all_reduce_s(dense_bytes)
+        taken_s = sources.transfer_s(sent)
+        if node is not None:
+            inside_s = node.all_reduce_s(dense_bytes) + node.broadcast_s(dense_bytes)
+            wire_s, taken_s = wire_s + inside_s, taken_s + inside_s
+            sent += _ring_bytes(node, dense_bytes) + dense_bytes
+        found.append(_Bucket(work.step_s, 0.0, wire_s, taken_s, sent))
+    return found, _vote_s(network)
+
+
+@lru_cache(maxsize=16)
+def _vote_s(network: Network) -> float:
+    return network.all_gather_s(_VOTE_BYTES)
+
+
+def _local(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
+    """Local steps, then one averaging, whose wire `delay` steps hide."""
+    k, fragments, delay = own["k_steps"], own.get("fragments", 1), own.get("delay", 0)
+    compression = own.get("compression") or {}
+    node, sources = _nodes(own, network, by_itself=bool(compression))
+    wire_s, nbytes, passes, kept = _change(
+        compression, work, sources, fragments, k / fragments * work.step_s
+    )
+    if node is not None:  # the mean over a node, and what its first rank passes on
+        whole = 4 * work.numel / fragments
+        wire_s += node.all_reduce_s(whole) + node.broadcast_s(nbytes / fragments)
+        nbytes += _ring_bytes(node, 4 * work.numel) + nbytes * ceil(log2(node.ranks))
+    wire_s += 2 * _vote_s(network)  # before and after
+    own_s = _passes(work, work.numel / fragments, passes)
+    round_s = fragments * (max(0.0, wire_s - delay * work.step_s) + own_s)
+    sent = nbytes + fragments * _VOTE_BYTES
+    kept += 1 if own.get("outer_momentum") else 0
+    return Cost(work.step_s + round_s / k, sent / k, 4 * kept * work.numel)
+
+
+def _change(
+    compression: Mapping[str, Any], work: Work, network: Network, fragments: int, idle_s: float
+) -> tuple[float, float, int, int]:
+    """Seconds on the wire of one fragment, bytes that a rank sends of a whole change, passes over
+    it, and words kept for a number.
+    """
+    if "sparse" in compression or "sparsity" in compression:
+        own = compression.get("sparse", compression)
+        dealt = _sparse_dealt(
+            work.numels,
+            own["sparsity"],
+            own.get("value_bits", 2),
+            own.get("exchange", "auto"),
+            network.ranks,
+        )
+        return dealt.seconds(network, fragments, idle_s), dealt.sent(network), 14, 2
+    if "quantized" in compression:
+        own = compression["quantized"]
+        whole = WholeLayout(work.numels, own.get("value_bits", 4))
+        dealt = _whole_dealt(whole, own.get("exchange", "auto"), network.ranks)
+        return dealt.seconds(network, fragments, idle_s), dealt.sent(network), 16, 2
+    if "low_rank" in compression:
+        rank = compression["low_rank"].get("rank", 2)
+        nbytes = sum(4 * rank * sum(_sides(shape)) for shape in work.shapes)
+        passes, kept = 14, 2
+    else:
+        nbytes, passes, kept = 4 * work.numel, 6, 1
+    wire_s = network.all_reduce_s(nbytes / fragments, idle_s)
+    return wire_s, _ring_bytes(network, nbytes), passes, kept
+
+
+def _sides(shape: Shape) -> tuple[int, int]:
+    rows = shape[0] if shape else 1
+    return rows, numel_of(shape) // rows

@@ -1,0 +1,386 @@
+"""Which strategy is likely the fastest to a loss, and why."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from thinwire.tools.network.link import Link
+from thinwire.tools.options import require_task
+from thinwire.tools.planning.by_number import MOST_PARAMS, cost_by_number
+from thinwire.tools.planning.grid import candidates
+from thinwire.tools.planning.methods import Cost, cost_of
+from thinwire.tools.planning.network import Network
+from thinwire.tools.planning.probed import Probe, work_of
+from thinwire.tools.planning.progress import progress_of
+from thinwire.tools.planning.work import Work, matrices
+from thinwire.tools.run.config import OPTIMIZERS, Recipe
+
+__all__ = ["Plan", "Row", "plan", "seconds_text"]
+
+_FASTEST_BIT_S, _UNLIMITED_BIT_S = 4e11, 2e10
+"""The fastest line that can be named, and what none and loopback are taken for."""
+_MOST_WORKERS = 100_000
+_DOUBT, _DOUBT_ON_TOP = 0.1, 0.2
+_WHOLE_S = 10.0
+_WORTH = 1.05
+"""How many times sooner than dense a strategy must be to be recommended."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is expected of one strategy.
+
+    Attributes:
+        name: Of the strategy; a variant of one of `thinwire compare` says what differs.
+        step_seconds: Of a step: low, mid and high.
+        bytes_per_step: What a rank sends.
+        memory_bytes: What a rank keeps: parameters, gradients, the state of AdamW, and that of the
+            method; without activations.
+        waiting_share: The part of a step that is not spent on the step itself.
+        progress: Steps of dense that a step is worth; a prior.
+        progress_source: Where that is from.
+        time_to_dense_loss: Time until the loss that the strategy ends with, over dense's own time
+            until that loss, both with the optimizer of the strategy; smaller is sooner. That loss
+            may be above the one that dense ends with.
+        document: Content of a strategy file; None for a hook of torch.
+        optimizer: The optimizer that belongs to the strategy; None for any.
+    """
+
+    name: str
+    step_seconds: tuple[float, float, float]
+    bytes_per_step: float
+    memory_bytes: int
+    waiting_share: float
+    progress: float
+    progress_source: str
+    time_to_dense_loss: float
+    document: Mapping[str, Any] | None
+    optimizer: str | None = None
+
+    @property
+    def strategy(self) -> str:
+        """Its name in `thinwire compare`, without what differs."""
+        return self.name.partition(" ")[0]
+
+    @property
+    def times_sooner(self) -> str:
+        """1 / `time_to_dense_loss`, with the two digits that a prior has at most."""
+        return f"{float(f'{1 / self.time_to_dense_loss:.2g}'):,g}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as JSON knows it, without the document."""
+        return {
+            "name": self.name,
+            "step_seconds": list(self.step_seconds),
+            "bytes_per_step": self.bytes_per_step,
+            "memory_bytes": self.memory_bytes,
+            "waiting_share": self.waiting_share,
+            "progress": self.progress,
+            "progress_source": self.progress_source,
+            "time_to_dense_loss": self.time_to_dense_loss,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer of `plan`.
+
+    Attributes:
+        recommended: Name of the strategy to take.
+        reason: Why, in a sentence.
+        strategies: All rows, the soonest first.
+        link: What was assumed of the network, or measured.
+        model: Likewise of the model: parameters, and seconds of a step without an exchange.
+    """
+
+    recommended: str
+    reason: str
+    strategies: tuple[Row, ...]
+    link: Mapping[str, Any]
+    model: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Row:
+        """The row of a strategy.
+
+        Raises:
+            KeyError: There is none of this name.
+        """
+        found = next((row for row in self.strategies if row.name == name), None)
+        if found is None:
+            raise KeyError(
+                f"{name!r} is no row of this plan; its strategies are "
+                f"{', '.join(row.strategy for row in self.best())}"
+            )
+        return found
+
+    def best(self) -> tuple[Row, ...]:
+        """The soonest row of every strategy, the soonest first."""
+        found: dict[str, Row] = {}
+        for row in self.strategies:
+            found.setdefault(row.strategy, row)
+        return tuple(found.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON knows it."""
+        return {
+            "recommended": self.recommended,
+            "reason": self.reason,
+            "strategies": [row.to_dict() for row in self.strategies],
+            "link": dict(self.link),
+            "model": dict(self.model),
+        }
+
+
+def plan(
+    *,
+    params: int | str | None = None,
+    step_seconds: float | None = None,
+    workers: int | None = None,
+    link: str | None = None,
+    latency: str | None = None,
+    device: str | None = None,
+    probe: str | Path | None = None,
+    task: str | None = None,
+) -> Plan:
+    """Predict a step of every strategy on a network, and say which one to take.
+
+    The model is known from `params` and `step_seconds`, from `task`, or from `probe`; the network
+    from `workers`, `link` and `latency`, or from `probe`.
+
+    Args:
+        params: Trainable numbers of the model, such as 124_000_000 or "124M".
+        step_seconds: A step of one rank with nothing exchanged. With a task that is left out it is
+            measured in this process, in up to seven steps.
+        workers: Ranks; 2 by default.
+        link: Each rank's rate in each direction, such as "100mbit", up to 400gbit; "none" and
+            "loopback" are taken for 20gbit; "100mbit" by default.
+        latency: One way, such as "20ms"; none by default.
+        device: "cpu" or "cuda": what computes; "cpu" by default, and with a task whose step is
+            measured, cuda where there is one.
+        probe: The file of `thinwire probe`, which has measured all of these.
+        task: "FILE.py:NAME", a function that gives a `thinwire.Task`: the model whose shapes count.
+            With a probe the network is that of the probe, and so is the step if it is of this task.
+
+    Returns:
+        The strategies, the soonest first.
+
+    Raises:
+        TypeError, ValueError: An argument that cannot be; says what came and what is allowed.
+    """
+    if task is not None and params is not None:
+        raise ValueError(
+            f"params={params!r} and task={task!r}: the task's model says how many there are; leave "
+            "one of them out"
+        )
+    if step_seconds is not None:
+        _require_seconds(step_seconds)
+    if probe is not None:
+        given: dict[str, object] = {"params": params, "link": link, "latency": latency}
+        if task is None:
+            given |= {"step_seconds": step_seconds, "device": device}
+        found = _probed(Path(probe), workers, given)
+        network, work = found.network, found.work
+        if task is not None and (task != found.task or step_seconds is not None):
+            work = _of_task(task, step_seconds, device, network.ranks)
+        elif task is not None:
+            _require_unmeasured(probe, device=device)
+        task = task or found.task
+    else:
+        network = _assumed_network(
+            2 if workers is None else workers,
+            "100mbit" if link is None else link,
+            "0ms" if latency is None else latency,
+        )
+        if task is None:
+            work = _assumed_work(params, step_seconds, "cpu" if device is None else device)
+        else:
+            work = _of_task(task, step_seconds, device, network.ranks)
+    offered = [
+        (name, recipe, document)
+        for name, recipe, document in candidates(network.ranks, network.node_size)
+        if recipe.optimizer != "muon" or work.muon_numel != 0
+    ]
+    # progress is against dense with the same optimizer, so time is too
+    dense_s = {
+        optimizer: _cost({}, "dense", work.by(optimizer), network).step_s
+        for optimizer in {recipe.optimizer for _, recipe, _ in offered}
+    }
+    rows = sorted(
+        (
+            _row(name, recipe, document, work, network, dense_s[recipe.optimizer])
+            for name, recipe, document in offered
+        ),
+        key=lambda row: (row.time_to_dense_loss, row.bytes_per_step, len(row.name)),
+    )
+    recommended, reason = _recommended(rows)
+    about = {
+        "rate_bit_s": network.bit_s,
+        "latency_s": network.latency_s,
+        "workers": network.ranks,
+        "node_size": network.node_size,
+        "measured": probe is not None,
+    }
+    model = {
+        "parameters": work.numel,
+        "step_seconds": work.step_s,
+        "device": "cuda" if work.cuda else "cpu",
+        "task": task,
+    }
+    return Plan(recommended, reason, tuple(rows), about, model)
+
+
+def _require_unmeasured(probe: str | Path, **given: object) -> None:
+    twice = [name for name, value in given.items() if value is not None]
+    if twice:
+        raise ValueError(
+            f"{twice[0]}={given[twice[0]]!r} is given, and probe={str(probe)!r} has measured it: "
+            "leave one of them out"
+        )
+
+
+def _probed(path: Path, workers: int | None, given: Mapping[str, object]) -> Probe:
+    _require_unmeasured(path, **given)
+    found = Probe.read(path)
+    if workers not in (None, found.network.ranks):
+        raise ValueError(
+            f"workers={workers}, and probe={str(path)!r} was measured with {found.network.ranks} "
+            "ranks: leave workers out, or probe with as many"
+        )
+    return found
+
+
+def _assumed_network(workers: int, link: str, latency: str) -> Network:
+    if isinstance(workers, bool) or not isinstance(workers, int):
+        raise TypeError(f"workers must be a whole number, got {workers!r}")
+    if not 2 <= workers <= _MOST_WORKERS:
+        raise ValueError(f"workers={workers} is out of range: 2 to {_MOST_WORKERS} is allowed")
+    for name, value, sample in (("link", link, "100mbit"), ("latency", latency, "20ms")):
+        if not isinstance(value, str):
+            raise TypeError(f"{name} must be a text such as {sample!r}, got {value!r}")
+    line = Link.parse(link, latency, at_most=_FASTEST_BIT_S)
+    return Network(line.rate_bit_s or _UNLIMITED_BIT_S, line.latency_s, workers)
+
+
+def _assumed_work(params: int | str | None, step_seconds: float | None, device: str) -> Work:
+    if params is None or step_seconds is None:
+        missing = "params" if params is None else "step_seconds"
+        raise ValueError(
+            f"{missing} is missing: give params and step_seconds, or a task of yours "
+            "(FILE.py:NAME), or a probe, which has measured both"
+        )
+    _require_one_device(device)
+    numel = _parsed_params(params)
+    return Work(numel, matrices(numel), float(step_seconds), device == "cuda", assumed=True)
+
+
+def _of_task(task: str, step_seconds: float | None, device: str | None, workers: int) -> Work:
+    """The shapes of a task's model, and its step, measured here where it is not given."""
+    require_task(task)
+    if device is not None:
+        _require_one_device(device)
+    from thinwire.tools.run.compute import model_of, step_of_task_alone
+    from thinwire.tools.run.task import TaskError
+
+    try:
+        if step_seconds is None:
+            return work_of(step_of_task_alone(task, device or "auto", workers))
+        told = model_of(task)
+    except TaskError as error:
+        raise ValueError(str(error)) from error
+    return Work(
+        told["parameters"],
+        tuple(map(tuple, told["shapes"])),
+        float(step_seconds),
+        device == "cuda",
+        muon_numel=told["muon_parameters"],
+        width=told["gradient_bytes"] / told["parameters"],
+    )
+
+
+def _require_one_device(device: str) -> None:
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r} is unknown; choose from cpu, cuda")
+
+
+def _require_seconds(seconds: float) -> None:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"step_seconds must be a number, got {seconds!r}")
+    if not (isfinite(seconds) and seconds > 0):
+        raise ValueError(f"step_seconds={seconds!r} is not allowed: a positive number")
+
+
+def _parsed_params(params: int | str) -> int:
+    if isinstance(params, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmb]?)", params.strip().lower())
+        if match is None:
+            raise ValueError(
+                f"params={params!r} is not a number of parameters: write one such as 124M"
+            )
+        params = round(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]])
+    if isinstance(params, bool) or not isinstance(params, int):
+        raise TypeError(f"params must be a whole number or text such as 124M, got {params!r}")
+    if not 1 <= params <= MOST_PARAMS:
+        raise ValueError(f"params={params} is out of range: 1 to {MOST_PARAMS:,} is allowed")
+    return params
+
+
+def _row(
+    name: str,
+    recipe: Recipe,
+    document: Mapping[str, Any] | None,
+    work: Work,
+    network: Network,
+    dense_s: float,
+) -> Row:
+    work = work.by(recipe.optimizer)
+    cost = _cost(document or {}, recipe.name, work, network)
+    progress = progress_of(recipe.name, document or {}, network.ranks)
+    return Row(
+        name,
+        _interval(cost, work),
+        cost.bytes,
+        round(4 * work.width * work.numel) + cost.state_bytes,
+        max(0.0, 1 - work.step_s / cost.step_s),
+        progress.share,
+        progress.source,
+        1.0 if name == "dense" else cost.step_s / progress.share / dense_s,
+        document,
+        OPTIMIZERS.get(recipe.optimizer or ""),
+    )
+
+
+def _cost(document: Mapping[str, Any], hook: str, work: Work, network: Network) -> Cost:
+    return (cost_by_number if work.assumed else cost_of)(document, hook, work, network)
+
+
+def _interval(cost: Cost, work: Work) -> tuple[float, float, float]:
+    """Compute is known to a tenth, and what comes on top of it to two tenths."""
+    on_top = cost.step_s - work.step_s
+    doubt = _DOUBT * work.step_s + _DOUBT_ON_TOP * on_top
+    return cost.step_s - doubt, cost.step_s, cost.step_s + doubt
+
+
+def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
+    best = rows[0]
+    dense = next(row for row in rows if row.name == "dense")
+    if best.time_to_dense_loss * _WORTH > 1:
+        return "dense", (
+            f"use dense: its step of {dense.step_seconds[1]:.3g} s waits for the wire "
+            f"{100 * dense.waiting_share:.0f} % of the time, and nothing is expected to be sooner "
+            "by more than 5 %"
+        )
+    return best.name, (
+        f"use {best.name}: a step of {seconds_text(best.step_seconds[1])} s instead of dense's "
+        f"{seconds_text(dense.step_seconds[1])} s. If such a step is worth {best.progress:.2f} of "
+        f"dense's, which is a prior, it is about {best.times_sooner} times as fast as dense to the "
+        "loss that it ends with, which may be above dense's"
+        + (f"; with {best.optimizer}" if best.optimizer else "")
+    )
+
+
+def seconds_text(seconds: float) -> str:
+    """With two digits that count, and never as a power of ten."""
+    return f"{seconds:.0f}" if seconds >= _WHOLE_S else f"{seconds:.2g}"

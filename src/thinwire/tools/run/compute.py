@@ -1,0 +1,247 @@
+"""A step of a model on a rank, with nothing exchanged: what takes how long, and when each gradient
+is ready.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinwire.checkpoint import random_state, set_random_state
+from thinwire.optim import Muon, muon_groups
+from thinwire.tools.run.built_in import Pair, loss_of
+from thinwire.tools.run.model import ByteTransformer, muon_numel
+from thinwire.tools.run.size import ModelSize
+from thinwire.tools.run.task import OwnTask, TaskError, called, device_of, made, together
+
+__all__ = ["model_of", "step_of_built_in", "step_of_task", "step_of_task_alone"]
+
+STEPS_S = 4.0
+"""Seconds for a model's steps, half of them for Muon's; each is made at least once."""
+_UNTIMED_STEPS, _MOST_STEPS = 2, 5
+_LR = 1e-4
+
+
+def step_of_built_in(
+    size: ModelSize, batch: int, device: str, most_s: float = STEPS_S
+) -> dict[str, Any]:
+    """Measure a step of the model that comes with the command; on all ranks at the same time.
+
+    Args:
+        size: Of the model.
+        batch: Sequences of a step.
+        device: "auto", "cpu" or "cuda".
+        most_s: Seconds for the steps, but for one step that takes longer.
+
+    Returns:
+        Of this rank: `device`, `forward_s`, `backward_end_s` and `step_s`, seconds since the
+        beginning of the step; `parameters`; `shapes` of the trainable ones and `ready_s`, when each
+        gradient is there; `gradient_bytes` of all; `muon_parameters`, how many numbers Muon would
+        train; `muon_s`, what an update by Muon takes longer, None where there is no
+        time for it or Muon cannot train the model. Medians of up to five steps.
+
+    Raises:
+        TaskError: On all ranks, where it fails on any of them.
+    """
+    place = together(lambda: device_of(device, dist.get_rank()), None)
+    model = ByteTransformer(size).to(place)
+    inputs, targets = torch.randint(256, (2, batch, size.context)).to(place)
+    clock = _Clock(model, loss_of, (inputs, targets), place)
+    return _timed(None, clock, lambda: torch.optim.AdamW(model.parameters(), lr=_LR), most_s)
+
+
+def step_of_task(task: str, device: str, workers: int, most_s: float = STEPS_S) -> dict[str, Any]:
+    """The same of a task of the user's, with its own optimizer.
+
+    Args:
+        task: "FILE.py:NAME".
+        device: "auto", "cpu" or "cuda".
+        workers: Ranks that are to train; those of the process group may be fewer.
+        most_s: As there.
+    """
+    rank = dist.get_rank()
+    place = together(lambda: device_of(device, rank), task)
+    own = OwnTask(task, 0, rank, workers, place)
+    make = own.make_optimizer or (lambda params: torch.optim.AdamW(params, lr=_LR))
+    clock = _Clock(own.model, own.loss_fn, own.some_batch(0), place)
+    return _timed(task, clock, lambda: make(list(own.model.parameters())), most_s)
+
+
+def step_of_task_alone(task: str, device: str, workers: int) -> dict[str, Any]:
+    """The same in this process by itself, as rank 0 of `workers`."""
+    with _alone():
+        return step_of_task(task, device, workers)
+
+
+def model_of(task: str) -> dict[str, Any]:
+    """What is said of the model of a task of the user's, of which nothing is computed:
+    `parameters`, `shapes`, `gradient_bytes` and `muon_parameters`, as a step's.
+
+    Raises:
+        TaskError: It cannot be made, or trains nothing.
+    """
+    with _alone():
+        model = made(task, 0).model
+    if not _trained(model):
+        raise TaskError(f"task={task!r}: its model has no parameter with requires_grad=True")
+    return _told(model)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """A process group of this process, for tasks that ask which rank they are; random numbers go on
+    as if they had not been there.
+    """
+    if dist.is_initialized():
+        raise ValueError(
+            "task is measured in a process by itself, and this one belongs to a process group: use "
+            "thinwire probe --task under torchrun, and give its file as probe"
+        )
+    drawn = random_state()
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        set_random_state(drawn)
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad and p.numel()]
+
+
+def _told(model: nn.Module) -> dict[str, Any]:
+    params = _trained(model)
+    return {
+        "parameters": sum(p.numel() for p in params),
+        "shapes": [list(p.shape) for p in params],
+        "gradient_bytes": sum(p.nbytes for p in params),
+        "muon_parameters": muon_numel(model),
+    }
+
+
+def _timed(
+    task: str | None,
+    clock: "_Clock",
+    make_optimizer: Callable[[], torch.optim.Optimizer],
+    most_s: float,
+) -> dict[str, Any]:
+    params = _trained(clock.model)
+    hooks = [p.register_post_accumulate_grad_hook(clock.ready) for p in params]  # type: ignore[no-untyped-call]
+    dist.barrier()
+    try:
+        runs = together(lambda: _steps(task, clock, make_optimizer, most_s / 2), task)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    timed = runs[min(_UNTIMED_STEPS, len(runs) - 1) :]
+    order = [id(p) for p in params]
+    ready = {key: median(run["ready"].get(key, run["backward"]) for run in timed) for key in order}
+    return {
+        "device": clock.device.type,
+        "forward_s": median(run["forward"] for run in timed),
+        "step_s": median(run["end"] for run in timed),
+        "backward_end_s": median(run["backward"] for run in timed),
+        **_told(clock.model),
+        "ready_s": [ready[key] for key in order],
+        "muon_s": together(lambda: _longer_by_muon(clock, timed, most_s / 2), task),
+    }
+
+
+def _longer_by_muon(clock: "_Clock", timed: list[dict[str, Any]], most_s: float) -> float | None:
+    """Seconds that an update by Muon takes beyond the one that was timed; None where Muon cannot
+    train the model, or three such steps take more than `most_s`.
+    """
+    if (_UNTIMED_STEPS + 1) * timed[-1]["end"] > most_s:
+        return None
+    try:
+        optimizer = Muon(muon_groups(clock.model), lr=_LR)
+    except (TypeError, ValueError):
+        return None
+    runs = [clock.step(optimizer) for _ in range(_UNTIMED_STEPS + 1)][-2:]
+    by_muon, own = (median(run["end"] - run["backward"] for run in each) for each in (runs, timed))
+    longer_s: float = max(0.0, by_muon - own)
+    return longer_s
+
+
+def _steps(
+    task: str | None,
+    clock: "_Clock",
+    make_optimizer: Callable[[], torch.optim.Optimizer],
+    most_s: float,
+) -> list[dict[str, Any]]:
+    runs: list[dict[str, Any]] = []
+    begin_s = time.perf_counter()
+    optimizer = make_optimizer()
+    last_s = 0.0
+    while len(runs) < _UNTIMED_STEPS + _MOST_STEPS and (
+        not runs or time.perf_counter() - begin_s + last_s < most_s
+    ):
+        try:
+            runs.append(clock.step(optimizer))
+            last_s = runs[-1]["end"]
+        except Exception as error:
+            begin = "" if task is None else f"task={task!r}: "
+            raise TaskError(
+                f"{begin}step {len(runs) + 1} raised {type(error).__name__}: {error}"
+            ) from error
+    return runs
+
+
+class _Clock:
+    """Seconds of a step at which things are done; on a GPU as its own queue of work sees them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Tensor],
+        batch: Pair,
+        device: torch.device,
+    ) -> None:
+        self.model, self.loss_fn, self.batch, self.device = model, loss_fn, batch, device
+        self.cuda = device.type == "cuda"
+        self.marks: dict[Any, Any] = {}
+
+    def _mark(self, key: Any) -> None:
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self.marks[key] = event
+        else:
+            self.marks[key] = time.perf_counter()
+
+    def ready(self, param: Tensor) -> None:
+        """A gradient is there."""
+        self._mark(id(param))
+
+    def step(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """One step: seconds since its begin of the end of each part."""
+        inputs, targets = self.batch
+        self.marks = {}
+        self._mark("begin")
+        loss = self.loss_fn(called(self.model, inputs), targets)
+        self._mark("forward")
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._mark("backward")
+        optimizer.step()
+        optimizer.zero_grad()
+        self._mark("end")
+        if self.cuda:
+            torch.cuda.synchronize()
+        since: Callable[[Any], float] = (
+            (lambda mark: self.marks["begin"].elapsed_time(mark) / 1e3)
+            if self.cuda
+            else (lambda mark: mark - self.marks["begin"])
+        )
+        seconds = {key: since(mark) for key, mark in self.marks.items()}
+        names = ("begin", "forward", "backward", "end")
+        return {
+            **{name: seconds[name] for name in names},
+            "ready": {key: value for key, value in seconds.items() if key not in names},
+        }

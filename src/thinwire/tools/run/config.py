@@ -1,0 +1,183 @@
+"""The configuration of a run, which the command writes as JSON and every worker reads.
+
+Made of the standard library alone: a bad name is refused before torch is imported.
+"""
+
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from dataclasses import field as with_default
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from thinwire.tools.run.size import MODELS, ConvolutionSize, ModelSize
+
+__all__ = ["OPTIMIZERS", "Job", "Recipe", "RunConfig", "imported"]
+
+
+T = TypeVar("T")
+
+OPTIMIZERS = {
+    "adamw": "AdamW (betas 0.9 and 0.95, weight decay 0.1)",
+    "muon": "thinwire.optim.Muon for hidden matrices, AdamW for the rest (momentum 0.95, "
+    "betas 0.9 and 0.95, weight decay 0.1)",
+    "sgd": "SGD with momentum 0.9",
+}
+"""What a strategy trains with, by name."""
+
+
+def _read(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Take every field of a dataclass from the key of its name.
+
+    Raises:
+        ValueError: A key is unknown or missing; all of them are named.
+    """
+    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    wrong = [f"{key!r} is unknown" for key in values if key not in names]
+    wrong += [f"{name!r} is missing" for name in names if name not in values]
+    if wrong:
+        raise ValueError(
+            f"{cls.__name__}: {', '.join(wrong)}; its keys are {', '.join(names)}; "
+            "the command and its workers must be of one version of thinwire"
+        )
+    return cls(**values)
+
+
+def imported(name: str) -> Any:
+    """What "module:name" names; the module is imported."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One strategy that can be compared, as plain data.
+
+    Attributes:
+        name: What the command line calls it.
+        summary: One line for the help and the report.
+        trainer: Where its class is, as "module:Class"; imported in the workers only.
+        rates: By optimizer its peak learning rate, the best of the same grid for every strategy.
+        counted_by: How the bytes of the library's column come about.
+        options: Keyword arguments of that class, as JSON knows them, but for those of `arguments`.
+        field: Which field of a strategy the options are; "" where it has none, None where they are
+            no such field.
+        ramp: Setting of that field which gets the updates during which it may start gently.
+        code: Lines of Python that do the same without the comparison, for what is no strategy of
+            ours.
+        file: The strategy file, as the command line names it; None for those that come with the
+            command.
+        optimizer: The optimizer that belongs to the strategy, whatever the others train with; None
+            for that of the command or of the task.
+    """
+
+    name: str
+    summary: str
+    trainer: str
+    rates: Mapping[str, float]
+    counted_by: str
+    options: Mapping[str, Any] = with_default(default_factory=dict)
+    field: str | None = None
+    ramp: str | None = None
+    code: str | None = None
+    file: str | None = None
+    optimizer: str | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of the class: the options, and where those of a field with a ramp belong."""
+        place = {"field": self.field, "ramp": self.ramp} if self.ramp else {}
+        return {**place, **self.options}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Configuration of one training, the same on every rank.
+
+    Attributes:
+        recipe: The strategy.
+        optimizer: "adamw", "muon" or "sgd"; a strategy may have one of its own.
+        lr: Peak learning rate; None for that of the strategy, or those of the task's own optimizer.
+        task: "FILE.py:NAME" of the user's own task; None for the one that comes with the command.
+        device: "auto", "cpu" or "cuda".
+        model: Which model that comes with the command, and its size.
+        seed: Of parameters and data order.
+        steps: Updates; None where `seconds` is given.
+        seconds: Budget of training time; None where `steps` is given.
+        evaluations: How often the loss is taken, at most.
+        ramp_steps: Updates during which methods that start gently may do so.
+        train_file: Bytes to train on.
+        held_out_file: Bytes to evaluate on.
+        held_out_sequences: How many sequences of those; of digits it is all.
+        batch: Sequences, or digits, per rank and step.
+        interface: The network interface whose bytes the kernel counts; None counts none.
+        launched_unix_s: When the command started the workers.
+    """
+
+    recipe: Recipe
+    optimizer: str
+    lr: float | None
+    task: str | None
+    device: str
+    model: ModelSize | ConvolutionSize
+    seed: int
+    steps: int | None
+    seconds: float | None
+    evaluations: int
+    ramp_steps: int
+    train_file: str
+    held_out_file: str
+    held_out_sequences: int
+    batch: int
+    interface: str | None
+    launched_unix_s: float
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `to_dict` has written.
+
+        Raises:
+            ValueError: A key is unknown or missing; all of them are named.
+        """
+        read: dict[str, Callable[[Any], Any]] = {
+            "recipe": lambda value: _read(Recipe, value),
+            "model": lambda value: _read(MODELS[value["kind"]], value),
+        }
+        return _read(
+            cls,
+            {key: read[key](value) if key in read else value for key, value in values.items()},
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Write every field under the key of its name, as JSON knows it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Task of the workers of one launch.
+
+    Attributes:
+        task: "module:Class", called with `config` and the rank's `Events`; its `train()` returns
+            the result.
+        config: For the task, as JSON knows it.
+        timeout_s: How long a rank waits for a message of another one.
+    """
+
+    task: str
+    config: Mapping[str, Any]
+    timeout_s: float
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read what `write` has written.
+
+        Raises:
+            ValueError: A key is unknown or missing; all of them are named.
+        """
+        return _read(cls, json.loads(path.read_text(encoding="utf-8")))
+
+    def write(self, path: Path) -> None:
+        """Write the job as JSON."""
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")

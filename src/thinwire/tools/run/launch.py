@@ -1,0 +1,186 @@
+"""Start the workers of one strategy, watch over them, and end them whatever happens."""
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import ThinwireError
+from thinwire.tools.network.netns import Network
+from thinwire.tools.run.config import Job
+from thinwire.tools.run.events import EventReader
+from thinwire.tools.run.ranks import environments, signal_group, start, threads_of
+
+__all__ = [
+    "TaskRefused",
+    "WorkerError",
+    "explain",
+    "failure_of",
+    "run_workers",
+]
+
+_POLL_S, _GRACE_S = 0.1, 3.0
+_START_UP_S = 90.0
+_MOST_LINES, _LONGEST_LINE = 5, 300
+
+
+class WorkerError(ThinwireError):
+    """A worker of the comparison failed, died or went silent; every worker has been ended."""
+
+
+class TaskRefused(ValueError):
+    """A task of the user's cannot be trained; every worker has been ended."""
+
+
+def run_workers(
+    job: Job, workers: int, network: Network | None, work: Path
+) -> Generator[dict[str, Any], None, None]:
+    """Run one job and yield rank 0's events as they come; the last one is the result.
+
+    The workers end with the generator, and with the thread that runs it: the kernel kills them when
+    it is gone.
+
+    Args:
+        job: What each of them does.
+        workers: Number of ranks.
+        network: Where they run; None is the loopback of this machine.
+        work: An empty folder for the job, event logs and output.
+
+    Raises:
+        TaskRefused: The job's task is the user's, and a worker refuses it.
+        WorkerError: With the first failing worker's error.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    path = work / "job.json"
+    job.write(path)
+    readers = [EventReader(work, rank) for rank in range(workers)]
+    with _started(path, workers, network, work) as started:
+        yield from _watch(started, readers, job.timeout_s, work)
+
+
+def _watch(
+    workers: list["subprocess.Popen[bytes]"],
+    readers: list[EventReader],
+    timeout_s: float,
+    work: Path,
+) -> Iterator[dict[str, Any]]:
+    errors: list[dict[str, Any]] = []
+    last_news_s = time.monotonic() + _START_UP_S
+    failed_s: float | None = None
+    finished = False
+    while True:
+        statuses = [worker.poll() for worker in workers]
+        for rank, reader in enumerate(readers):
+            for event in reader.read():
+                last_news_s = max(last_news_s, time.monotonic())
+                if event["event"] == "error":
+                    errors.append({"rank": rank, **event})
+                elif rank == 0:
+                    yield event
+                    finished = event["event"] == "result"
+        if finished:
+            return
+        if failed_s is None and (errors or any(status is not None for status in statuses)):
+            failed_s = time.monotonic()
+        # The worker that fails first is not always the one whose line is read first: its peers fail
+        # a moment later.
+        if failed_s is not None and time.monotonic() - failed_s > _GRACE_S:
+            raise failure_of(errors, statuses, work)
+        if time.monotonic() - last_news_s > timeout_s + 30:
+            raise WorkerError(
+                f"the workers have been silent for {timeout_s + 30:.0f} s; if a step or an "
+                f"evaluation takes longer, give more with --timeout\n{_log_tail(work)}".rstrip()
+            )
+        time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def _started(
+    job: Path, workers: int, network: Network | None, work: Path
+) -> Iterator[list["subprocess.Popen[bytes]"]]:
+    command = [sys.executable, "-m", "thinwire.tools.run.worker", str(job)]
+    fds = network.namespace_fds if network else (-1,) * workers
+    places = zip(environments(workers, network), fds, strict=True)
+    # whatever the shell says, since figures of one machine are compared with those of another
+    threads = {"OMP_NUM_THREADS": str(threads_of(workers))}
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, (environment, fd) in enumerate(places):
+            with (work / f"worker{rank}.log").open("wb") as log:
+                started.append(start(command, environment | threads, fd, log, subprocess.STDOUT))
+        yield started
+        for worker in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.wait(timeout=_GRACE_S)
+    finally:
+        for worker in started:
+            signal_group(worker.pid, signal.SIGKILL)
+        for worker in started:
+            worker.wait()
+
+
+def failure_of(
+    errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None], work: Path
+) -> WorkerError | TaskRefused:
+    """The error to raise for what the workers have told before they ended; see `explain`."""
+    refusals = [error["message"] for error in errors if error["kind"] == "TaskError"]
+    return TaskRefused(refusals[0]) if refusals else WorkerError(explain(errors, statuses, work))
+
+
+def explain(errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None], work: Path) -> str:
+    """The cause, and not its consequences on the other ranks, as far as that can be told.
+
+    Args:
+        errors: The `error` events of all ranks, each with its `rank`.
+        statuses: Of each rank, what it ended with, minus a signal's number where one has killed
+            it; None where it had not.
+        work: Folder with the workers' logs.
+    """
+    # a rank that dies after an error of its own died of that
+    spoke = {error["rank"] for error in errors}
+    silent = {rank: s for rank, s in enumerate(statuses) if s and rank not in spoke}
+    killed = [
+        f"worker {rank} was killed by {_signal_name(-status)}"
+        for rank, status in silent.items()
+        if status < 0
+    ]
+    if killed:
+        return "; ".join(killed)
+    if silent:
+        ended = "; ".join(f"worker {r} ended with status {s}" for r, s in silent.items())
+        return f"{ended}, without a result\n{_log_tail(work)}".rstrip()
+    if errors:
+        first = min(errors, key=lambda error: float(error["unix_s"]))
+        lines = str(first["message"]).strip().splitlines() or [""]
+        short = [line[:_LONGEST_LINE] for line in lines[:_MOST_LINES]]
+        return "\n  ".join(
+            [f"worker {first['rank']} failed: {first['kind']}: {short[0]}", *short[1:]]
+        )
+    return f"a worker ended without a result\n{_log_tail(work)}".rstrip()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _log_tail(work: Path) -> str:
+    """The last lines of the workers' logs that speak of an error."""
+    found = [
+        line.strip()[:_LONGEST_LINE]
+        for line in _logs(work).splitlines()
+        if re.search(r"Error|error:", line)
+    ]
+    return "\n".join(f"  {line}" for line in found[-_MOST_LINES:])
+
+
+def _logs(work: Path) -> str:
+    logs = sorted(work.glob("worker*.log"))
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)

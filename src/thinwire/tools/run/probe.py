@@ -1,0 +1,321 @@
+"""The network between real ranks and the step of a model, measured in a few seconds.
+
+Each rank spends at most `_MOST_BYTES` on the network. What is not measured for lack of time is
+named.
+"""
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from math import inf
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire.tools.run.compute import STEPS_S, step_of_built_in, step_of_task
+from thinwire.tools.run.size import ModelSize
+
+__all__ = ["probe"]
+
+_MOST_BYTES, _MOST_S = 32 * 2**20, 10.0
+_PAIRS_BYTES, _TOGETHER_BYTES, _COLLECTIVES_BYTES = 12 * 2**20, 12 * 2**20, 8 * 2**20
+_PAIRS_S, _TOGETHER_S, _COLLECTIVES_S = 3.5, 4.0, 2.0
+_ROUND_TRIPS, _FEWEST_TRIPS, _DROPPED, _TRIPS_S = 20, 4, 2, 0.3
+_OPENING, _FLIGHTS = 8, 20
+"""Latencies in which a window opens; and which the rate of a pair takes at least."""
+_PIECE_BYTES = 2**16
+_FIRST_BYTES, _DRAINING_BYTES, _LONG_ENOUGH_S = 2**16, 2**18, 0.4
+
+
+def probe(
+    task: str | None,
+    size: ModelSize,
+    batch: int,
+    device: str,
+    tell: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Measure; on all ranks at the same time. It takes longer where the latency is large, or one
+    step of the model.
+
+    Args:
+        task: "FILE.py:NAME" of a task of the user's; None for the model that comes with the
+            command.
+        size: Of that model.
+        batch: Sequences of a step of that model.
+        device: "auto", "cpu" or "cuda".
+        tell: Is told what is measured next.
+
+    Returns:
+        What was measured, the same on all ranks: `ranks`, `hosts`, `idle_restarts` (whether each
+        kernel lets idle connections begin anew), `task`, `pairs`, `together`, `collectives`,
+        `compute`, `not_measured`, `seconds` and `bytes`, the most that a rank has sent.
+
+    Raises:
+        TaskError: On all ranks, where the task fails on any of them.
+    """
+    begin_s = time.perf_counter()
+    line = _Line()
+    tell("latency and rate of every pair")
+    pairs = line.pairs()
+    tell("all ranks at once, and collectives")
+    together = line.together()
+    collectives = line.collectives(min(together, default=inf))
+    tell("a step of the model")
+    left_s = min(STEPS_S, max(0.0, _MOST_S - (time.perf_counter() - begin_s)))
+    if task is None:
+        compute = step_of_built_in(size, batch, device, left_s)
+    else:
+        compute = step_of_task(task, device, line.size, left_s)
+    seconds = time.perf_counter() - begin_s
+    parts = _everyones(
+        {
+            "pairs": pairs,
+            "compute": compute,
+            "seconds": seconds,
+            "bytes": line.sent_bytes,
+            "host": socket.gethostname(),
+            "restarts": idle_restarts(),
+        }
+    )
+    pairs = [pair for part in parts for pair in part["pairs"]]
+    if any(pair["bytes_s"] is None for pair in pairs):
+        line.not_measured.append(
+            "the rate of single pairs: latencies, or their number, would take more than the time "
+            "and bytes for it"
+        )
+    slowest = _slowest([part["compute"] for part in parts])
+    if slowest["muon_s"] is None:
+        line.not_measured.append("an update by Muon: it cannot train the model, or has no time")
+    return {
+        "ranks": line.size,
+        "hosts": [part["host"] for part in parts],
+        "idle_restarts": [part["restarts"] for part in parts],
+        "task": task,
+        "pairs": pairs,
+        "together": [{"rank": rank, "bytes_s": rate} for rank, rate in enumerate(together)],
+        "collectives": collectives,
+        "compute": slowest,
+        "not_measured": line.not_measured,
+        "seconds": max(part["seconds"] for part in parts),
+        "bytes": max(part["bytes"] for part in parts),
+    }
+
+
+def idle_restarts() -> bool:
+    """Whether windows of idle connections shrink: they do in Linux, but for a setting, and for
+    congestion control that goes by rates, such as BBR.
+
+    Source: Linux, include/net/tcp.h, tcp_slow_start_after_idle_check.
+    """
+    settings = Path("/proc/sys/net/ipv4")
+    try:
+        control = (settings / "tcp_congestion_control").read_text()
+        after_idle = (settings / "tcp_slow_start_after_idle").read_text()
+    except OSError:  # not Linux
+        return True
+    return after_idle.strip() != "0" and not control.startswith("bbr")
+
+
+def _everyones(own: Any) -> list[Any]:
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    return parts
+
+
+def _rate_of(nbytes: int, taken_s: float, latency_s: float) -> float:
+    """Bytes in a second once they flow: a receiver says that it is ready, and the first arrives,
+    each a latency later.
+    """
+    return nbytes / max(taken_s - 2 * latency_s, taken_s / 8)
+
+
+def _largest(own: float) -> float:
+    """The same on all ranks."""
+    value = torch.tensor(own, dtype=torch.float64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value)
+
+
+def _of_each(own: float) -> list[float]:
+    """By rank."""
+    found = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+    found[dist.get_rank()] = own
+    dist.all_reduce(found)
+    values: list[float] = found.tolist()
+    return values
+
+
+def _slowest(computes: list[dict[str, Any]]) -> dict[str, Any]:
+    """The step of the rank that takes longest, since the others wait for it."""
+    slowest = max(range(len(computes)), key=lambda rank: computes[rank]["step_s"])
+    return {**computes[slowest], "rank": slowest}
+
+
+class _Line:
+    """This rank's line into the network."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.sent_bytes = 0
+        self.latency_s = 0.0
+        """The largest to another rank."""
+        self.not_measured: list[str] = []
+
+    def pairs(self) -> list[dict[str, Any]]:
+        """Latency and rate to every rank of a larger number, both directions at once; no rank is
+        in two pairs at a time.
+        """
+        found = []
+        rounds = list(_tournament(self.size))
+        share_s = _PAIRS_S / max(1, len(rounds))
+        trips_s = min(_TRIPS_S, share_s / 2)
+        rate_s = share_s - trips_s
+        share_bytes = _PAIRS_BYTES // max(1, len(rounds))
+        dist.barrier()
+        for other in (partners[self.rank] for partners in rounds):
+            if other is None:
+                continue
+            latency_s = self._latency(other, trips_s)
+            self.latency_s = max(self.latency_s, latency_s)
+            rate, most = None, 0
+            too_long = _FLIGHTS * latency_s > rate_s or share_bytes < _FIRST_BYTES
+            if not self._agreed(other, too_long):
+                rate, most = self._rate(other, latency_s, share_bytes, rate_s)
+            if other > self.rank:
+                found.append(
+                    {
+                        "ranks": [self.rank, other],
+                        "latency_s": latency_s,
+                        "bytes_s": rate,
+                        "largest_bytes": most,
+                    }
+                )
+        return found
+
+    def _latency(self, other: int, most_s: float) -> float:
+        """Half of the median round trip of eight bytes: of twenty, or of fewer that take long."""
+        word, taken = torch.zeros(8, dtype=torch.uint8), list[float]()
+        while len(taken) < _ROUND_TRIPS:
+            begin_s = time.perf_counter()
+            for sends in (self.rank < other, self.rank > other):
+                dist.send(word, other) if sends else dist.recv(word, other)
+            taken.append(time.perf_counter() - begin_s)
+            if len(taken) % _FEWEST_TRIPS == 0 and self._agreed(other, sum(taken) > most_s):
+                break
+        self.sent_bytes += 8 * len(taken)
+        return median(taken[_DROPPED:]) / 2
+
+    def _rate(
+        self, other: int, latency_s: float, most_bytes: int, most_s: float
+    ) -> tuple[float, int]:
+        """Bytes in a second of the largest transfer, the better of two, and its size.
+
+        Smaller ones tell little: burst buckets hold them whole, after a loss TCP waits 0.2 s, and
+        the window of a connection has to open over several round trips.
+        """
+        nbytes, left_bytes, left_s = _FIRST_BYTES, most_bytes, most_s
+        while True:
+            taken_s = self._both_ways(other, other, nbytes)
+            left_bytes, left_s = left_bytes - nbytes, left_s - taken_s
+            long = taken_s >= _LONG_ENOUGH_S + _OPENING * latency_s
+            enough = long and nbytes > _FIRST_BYTES  # a busy machine makes one of them long
+            if self._agreed(other, enough or 5 * nbytes > left_bytes or 5 * taken_s > left_s):
+                break
+            nbytes *= 4
+        if self._agreed(other, nbytes <= left_bytes and taken_s <= left_s):
+            taken_s = min(taken_s, self._both_ways(other, other, nbytes))
+        return _rate_of(nbytes, taken_s, latency_s), nbytes
+
+    def _agreed(self, other: int, word: bool) -> bool:
+        """The word of the one of the smaller number."""
+        told = torch.tensor(word)
+        dist.send(told, other) if self.rank < other else dist.recv(told, other)
+        return bool(told)
+
+    def _both_ways(self, to: int, source: int, nbytes: int) -> float:
+        """Seconds until `nbytes` are sent and received, in pieces as the collectives cut them."""
+        out, into = torch.zeros(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
+        begin_s = time.perf_counter()
+        pieces = zip(torch.split(out, _PIECE_BYTES), torch.split(into, _PIECE_BYTES), strict=True)
+        for works in [(dist.isend(one, to), dist.irecv(other, source)) for one, other in pieces]:
+            for work in works:
+                assert work is not None, "this rank belongs to the group"
+                work.wait()
+        self.sent_bytes += nbytes
+        return time.perf_counter() - begin_s
+
+    def together(self) -> list[float]:
+        """Of each rank bytes in a second, the better of two, while all send to the next one."""
+        if self.size == 1:
+            return []
+        self.latency_s = _largest(self.latency_s)
+        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        nbytes, left_bytes = _DRAINING_BYTES, _TOGETHER_BYTES
+        while True:
+            own_s = self._both_ways(to, source, nbytes)
+            taken_s = _largest(own_s)
+            left_bytes -= nbytes
+            enough = taken_s >= _LONG_ENOUGH_S + _OPENING * self.latency_s
+            # if all of it were bytes
+            next_s = 4 * max(taken_s - 2 * self.latency_s, 0.0)
+            if enough or 5 * nbytes > left_bytes or next_s > _TOGETHER_S:
+                break
+            nbytes *= 4
+        own_s = min(own_s, self._both_ways(to, source, nbytes))
+        return _of_each(_rate_of(nbytes, own_s, self.latency_s))
+
+    def collectives(self, rate: float) -> list[dict[str, Any]]:
+        """Seconds of all-reduce and all-gather, small and as large as the time allows."""
+        found: list[dict[str, Any]] = []
+        if self.size == 1:
+            return found
+        left_bytes, left_s = _COLLECTIVES_BYTES, _COLLECTIVES_S
+        turns = 2 * (self.size - 1)
+        for kind, copies, flight_s in (
+            ("all_reduce", 2.0, 2 * turns * self.latency_s),
+            ("all_gather", float(self.size), turns * self.latency_s),
+        ):
+            for nbytes, most_times in ((256, 10), (2**16, 3), (2**20, 2)):
+                once_s = flight_s + copies * nbytes / rate
+                times = max(1, min(most_times, int(_COLLECTIVES_S / 4 / once_s)))
+                cost = int(copies * nbytes) * times
+                if (times * once_s > left_s and found) or cost > left_bytes:
+                    self.not_measured.append(
+                        f"{kind} of {nbytes} bytes: it would take more than the time or the bytes "
+                        "that are left"
+                    )
+                    continue
+                left_bytes, left_s = left_bytes - cost, left_s - times * once_s
+                self.sent_bytes += cost
+                seconds = _timed_collective(kind, nbytes, times)
+                found.append({"kind": kind, "bytes": nbytes, "seconds": seconds})
+        return found
+
+
+def _timed_collective(kind: str, nbytes: int, times: int) -> float:
+    """Seconds of one of several in a row, so that ranks that begin late count little."""
+    own = torch.zeros(nbytes // 4)
+    places = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.barrier()
+    begin_s = time.perf_counter()
+    for _ in range(times):
+        if kind == "all_reduce":
+            dist.all_reduce(own)
+        else:
+            dist.all_gather(places, own)
+    return _largest((time.perf_counter() - begin_s) / times)
+
+
+def _tournament(size: int) -> Iterator[list[int | None]]:
+    """Rounds in which every rank has one partner or none, until each has had every other one."""
+    places = [*range(size), *([None] if size % 2 else [])]
+    for _ in range(len(places) - 1):
+        partners: list[int | None] = [None] * size
+        for a, b in zip(places[: len(places) // 2], reversed(places), strict=False):
+            if a is not None and b is not None:
+                partners[a], partners[b] = b, a
+        yield partners
+        places = [places[0], places[-1], *places[1:-1]]

@@ -1,0 +1,406 @@
+"""What a rank trains: one of the tasks that come with the command, or one of the user's own."""
+
+import contextlib
+import copy
+import hashlib
+import importlib.util
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from thinwire.errors import ThinwireError
+from thinwire.task import Task
+from thinwire.tools.run.built_in import Digits, NextByte, Pair, seed_of
+from thinwire.tools.run.config import RunConfig
+from thinwire.tools.run.size import ConvolutionSize
+
+__all__ = [
+    "OwnTask",
+    "TaskError",
+    "Work",
+    "called",
+    "device_of",
+    "made",
+    "require_gpu",
+    "together",
+    "untouched",
+    "work_of",
+]
+
+R = TypeVar("R")
+
+
+class TaskError(ThinwireError):
+    """A task of the user's cannot be trained; says what to change, in one line."""
+
+
+class Work(Protocol):
+    """One task on one rank.
+
+    Attributes:
+        model: Equal on all ranks; on the device of the run.
+        loss_fn: `loss_fn(model(inputs), targets)` is the mean loss.
+        make_optimizer: From parameters to the task's own optimizer; None for that of the command.
+        alike: Whether all ranks have begun with the very same batch.
+    """
+
+    model: nn.Module
+    loss_fn: Callable[[Any, Any], Tensor]
+    make_optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None
+    alike: bool
+
+    def next_batch(self) -> Pair:
+        """Inputs and targets of this rank's next training step."""
+        ...
+
+    def some_batch(self, seed: int) -> Pair:
+        """Inputs and targets of a step that means nothing: it is warmed up or timed with."""
+        ...
+
+    def evaluate(self, model: nn.Module) -> float:
+        """Held-out loss, the same on all ranks; on all of them at the same time."""
+        ...
+
+
+def work_of(config: RunConfig) -> Work:
+    """The task of a run on this rank; on all ranks at the same time.
+
+    Raises:
+        TaskError: It is the user's own and cannot be trained.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = device_of(config.device, rank)
+    if config.task is not None:
+        return OwnTask(config.task, config.seed, rank, world, device)
+    if isinstance(config.model, ConvolutionSize):
+        return Digits(config, config.model, rank, world, device)
+    return NextByte(config, config.model, rank, world, device)
+
+
+def device_of(choice: str, rank: int) -> torch.device:
+    """Where a rank computes: its GPU, or the CPU.
+
+    Raises:
+        TaskError: "cuda" was asked for, and torch sees none.
+    """
+    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    require_gpu()
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def require_gpu() -> None:
+    """Look for a GPU, and begin nothing on it.
+
+    Raises:
+        TaskError: Torch sees none.
+    """
+    if not torch.cuda.is_available():
+        raise TaskError(
+            "device='cuda', but torch sees no GPU here: use --device cpu, or leave it out"
+        )
+
+
+def together(work: Callable[[], R], word: str | None) -> R:
+    """A piece of work that ends on all ranks alike.
+
+    Args:
+        work: That of this rank.
+        word: The user's own task, "FILE.py:NAME"; None for the one that comes with the command.
+
+    Raises:
+        TaskError: On all ranks, where it fails on any of them; names the rank unless all failed.
+    """
+    result: list[R] = []
+    told: list[str | None] = [None] * dist.get_world_size()
+    problem = None
+    try:
+        result.append(work())
+    except TaskError as error:
+        problem = str(error)
+    except (Exception, SystemExit) as error:
+        begin = "" if word is None else f"task={word!r}: "
+        problem = f"{begin}{type(error).__name__}: {error}"
+    dist.all_gather_object(told, problem)
+    found = next(((rank, text) for rank, text in enumerate(told) if text), None)
+    if found is not None:
+        where = "" if all(told) else f" (on rank {found[0]})"
+        raise TaskError(f"{found[1]}{where}")
+    return result[0]
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Inside, no backward pass reaches the parameters: a loss of the user's may read those of the
+    model itself while a copy of it is trained.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in trained:
+            p.requires_grad_(True)
+
+
+def called(model: nn.Module, inputs: Any) -> Any:
+    """What the model makes of a batch: a tuple is its arguments, a mapping its keyword
+    arguments.
+    """
+    if isinstance(inputs, tuple):
+        return model(*inputs)
+    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+
+
+@final
+class OwnTask:
+    """A task of the user's.
+
+    Args:
+        word: "FILE.py:NAME".
+        seed: Given to the function of this name.
+        rank: Of this process.
+        world: Ranks that are to train; those that are here may be fewer.
+        device: Where model and batches are put.
+
+    Raises:
+        TaskError: On all ranks, if it fails on any of them, or if they have made different models.
+    """
+
+    def __init__(self, word: str, seed: int, rank: int, world: int, device: torch.device) -> None:
+        self.word, self.rank, self.world, self.device = word, rank, world, device
+        self.taken, self.evaluated = 0, False
+        seed_all(seed)  # a task may draw its parameters without a word of seeds
+        self.task = self._together(lambda: made(word, seed))
+        self._together(self._compared)
+        self.model = self._together(
+            lambda: self._own(f"model.to({device})", lambda: self.task.model.to(device))
+        )
+        self.loss_fn: Callable[[Any, Any], Tensor] = self._loss
+        self.make_optimizer = self.task.optimizer
+        # a task may draw its batches likewise, and those of each rank are its own
+        seed_all(seed_of(seed, rank))
+        self.iterator = self._together(lambda: iter(self.task.batches(rank, world)))
+        self.first = self._together(self._drawn)
+        self.left: list[Pair] = [self.first]
+        self.alike = self._together(self._all_begin_alike)
+        self._together(self._tried)
+
+    def next_batch(self) -> Pair:
+        """See `Work`."""
+        return self.left.pop() if self.left else self._drawn()
+
+    def some_batch(self, seed: int) -> Pair:
+        """See `Work`: the first one of this rank."""
+        return self.first
+
+    def _loss(self, outputs: Any, targets: Any) -> Tensor:
+        return self._own("loss_fn", lambda: self.task.loss_fn(outputs, targets))
+
+    def evaluate(self, model: nn.Module) -> float:
+        """See `Work`."""
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        what = f"evaluate(model) after {self.taken} batches"
+        with torch.no_grad():
+            loss = self._together(lambda: self._own(what, lambda: float(self.task.evaluate(model))))
+        for module, training in modes:  # some may be kept in evaluation mode
+            module.training = training
+        total = torch.tensor(loss, dtype=torch.float64)
+        dist.all_reduce(total)
+        mean = float(total) / dist.get_world_size()
+        first, self.evaluated = not self.evaluated, True
+        if first and not isfinite(mean):
+            raise self._error(f"evaluate(model) gives {mean} before the first update")
+        return mean
+
+    def _drawn(self) -> Pair:
+        what = f"batches({self.rank}, {self.world})"
+        try:
+            inputs, targets = self._own(what, lambda: next(self.iterator))
+        except StopIteration:
+            raise self._error(
+                f"{what} ended after {self.taken} batches; it must go on for as long as it is "
+                "asked, for example by beginning anew"
+            ) from None
+        except (TypeError, ValueError) as error:
+            raise self._error(
+                f"{what} must give pairs (inputs, targets): {type(error).__name__}: {error}"
+            ) from error
+        self.taken += 1
+        return _moved(inputs, self.device), _moved(targets, self.device)
+
+    def _all_begin_alike(self) -> bool:
+        digest = hashlib.sha256()
+        _feed(digest, self.first)
+        firsts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(firsts, digest.digest())
+        return len(firsts) > 1 and len(set(firsts)) == 1
+
+    def _tried(self) -> None:
+        """The model, the loss and the optimizer, on the first batch.
+
+        On a copy, with random numbers put back: a forward pass changes buffers and draws.
+        """
+        inputs, targets = self.first
+        model = copy.deepcopy(self.model)
+        with torch.random.fork_rng(devices=[]):
+            loss = self._own(
+                "loss_fn(model(inputs), targets)",
+                lambda: self.loss_fn(called(model, inputs), targets),
+            )
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise self._error(
+                "loss_fn(model(inputs), targets) must be a tensor of one number with a gradient, "
+                f"got {_loss_told(loss, model)}"
+            )
+        if not isfinite(found := float(loss.detach())):
+            raise self._error(f"the loss of the first batch is {found}")
+        if self.make_optimizer is not None:
+            made = self._own("optimizer(params)", lambda: self._optimizer_of(model))
+            if not isinstance(made, torch.optim.Optimizer):
+                raise self._error(f"optimizer(params) must be a torch optimizer, got {made!r}")
+            if getattr(made, "has_schedule", False):
+                raise self._error(
+                    "optimizer(params) has a schedule as learning rate, and all strategies follow "
+                    "that of the command: give a number, which is taken for the peak"
+                )
+
+    def _optimizer_of(self, model: nn.Module) -> object:
+        assert self.make_optimizer is not None, "asked only where there is one"
+        return self.make_optimizer(list(model.parameters()))
+
+    def _compared(self) -> None:
+        looks = [
+            (name, tuple(p.shape), str(p.dtype)) for name, p in self.task.model.named_parameters()
+        ]
+        all_looks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(all_looks, looks)
+        for rank, other in enumerate(all_looks):
+            if other == all_looks[0]:
+                continue
+            here, there = next(
+                (a, b)
+                for a, b in zip([*all_looks[0], None], [*other, None], strict=False)
+                if a != b
+            )
+            raise self._error(
+                f"ranks have made different models: rank 0 has {_look(here)}, rank {rank} "
+                f"{_look(there)}; make the same on all ranks, from the seed alone"
+            )
+
+    def _own(self, what: str, work: Callable[[], R]) -> R:
+        """Code of the user's, whose errors say that they come from there."""
+        try:
+            return work()
+        except (StopIteration, TaskError):
+            raise
+        except (Exception, SystemExit) as error:
+            raise self._error(f"{what} raised {type(error).__name__}: {error}") from error
+
+    def _together(self, work: Callable[[], R]) -> R:
+        return together(work, self.word)
+
+    def _error(self, problem: str) -> TaskError:
+        return TaskError(f"task={self.word!r}: {problem}")
+
+
+def made(word: str, seed: int) -> Task:
+    """Import the file and call the function in it.
+
+    Raises:
+        TaskError: It cannot be imported, has no such function, or that gives no task.
+    """
+    path, _, name = word.rpartition(":")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        raise TaskError(f"task={word!r}: {path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise TaskError(
+            f"task={word!r}: {path} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    make = getattr(module, name, None)
+    if not callable(make):
+        raise TaskError(f"task={word!r}: {path} has no function {name}")
+    try:
+        task = make(seed)
+    except (Exception, SystemExit) as error:
+        raise TaskError(
+            f"task={word!r}: {name}({seed}) raised {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(task, Task):
+        raise TaskError(
+            f"task={word!r}: {name}({seed}) must give a thinwire.Task, got {type(task).__name__}"
+        )
+    return task
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators of torch, Python and NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _loss_told(loss: object, model: nn.Module) -> str:
+    """What is wrong with a loss that is no number with a gradient."""
+    if not isinstance(loss, Tensor):
+        return f"{loss!r:.80}"
+    if loss.numel() != 1:
+        return f"shape {tuple(loss.shape)}; take its mean"
+    if not any(p.requires_grad for p in model.parameters()):
+        return "one without: the model has no parameter that trains"
+    return "one without"
+
+
+def _look(entry: tuple[str, tuple[int, ...], str] | None) -> str:
+    if entry is None:
+        return "no further parameter"
+    name, shape, dtype = entry
+    return f"{name} of shape {list(shape)} in {dtype.removeprefix('torch.')}"
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _moved(each, device) for key, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_moved(each, device) for each in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_moved(each, device) for each in value)
+    return value
+
+
+def _feed(digest: "hashlib._Hash", value: Any) -> None:
+    """Take all that a batch holds into a digest; what is no tensor by its text."""
+    if isinstance(value, Tensor):
+        told = value.detach().cpu().contiguous()
+        digest.update(f"{told.dtype} {tuple(told.shape)}".encode())
+        digest.update(told.flatten().view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            digest.update(repr(key).encode())
+            _feed(digest, each)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            _feed(digest, each)
+    else:
+        digest.update(repr(value).encode())

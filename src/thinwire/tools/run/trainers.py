@@ -1,0 +1,242 @@
+"""One training step under each strategy, on every rank: what all trainers have in common, and those
+that DDP and its hooks make. Those of thinwire are in `own_trainers`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+from thinwire.tools.run.built_in import loss_of
+from thinwire.tools.run.config import RunConfig, imported
+from thinwire.tools.run.model import muon_numel
+from thinwire.tools.run.task import Work, called
+
+__all__ = [
+    "DDPTrainer",
+    "Dense",
+    "HalfPrecision",
+    "PowerSGD",
+    "Setup",
+    "Trainer",
+    "bare_step",
+    "build_trainer",
+    "gradient_bytes",
+]
+
+# buckets leave while backward goes on; one bucket of everything would wait for its end
+_BUCKET_CAP_MB = 4
+_ONE_BUCKET_MB = 10_000
+MOMENTUM, BETAS, WEIGHT_DECAY = 0.9, (0.9, 0.95), 0.1
+"""Of SGD, AdamW and Muon, the same for every strategy."""
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Settings that all strategies share.
+
+    Attributes:
+        optimizer: "adamw", "muon" or "sgd".
+        ramp_steps: Updates during which methods that start gently may do so.
+        loss_fn: `loss_fn(model(inputs), targets)` is the mean loss.
+        make_optimizer: From parameters to the task's own optimizer; None for that of the command.
+    """
+
+    optimizer: str
+    ramp_steps: int
+    loss_fn: LossFunction = loss_of
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig, work: Work, ramp_steps: int) -> Self:
+        """The settings of a run; the optimizer of the strategy goes before that of the task."""
+        own = config.recipe.optimizer
+        if own is not None:
+            return cls(own, ramp_steps, work.loss_fn)
+        return cls(config.optimizer, ramp_steps, work.loss_fn, work.make_optimizer)
+
+    def optimizer_of(self, model: nn.Module, lr: float = 0.0) -> torch.optim.Optimizer:
+        """Make the optimizer of all strategies; its learning rate is set before each step."""
+        if self.make_optimizer is not None:
+            return self.make_optimizer(list(model.parameters()))
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(model.named_parameters(), lr=lr, momentum=MOMENTUM)
+        if self.optimizer == "muon":
+            if not muon_numel(model):
+                raise ValueError(
+                    "Muon trains hidden matrices, and this model has none, so that AdamW alone "
+                    "would train: leave what trains with Muon out"
+                )
+            return tw.optim.Muon(
+                tw.optim.muon_groups(model), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY
+            )
+        return torch.optim.AdamW(
+            model.named_parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY
+        )
+
+    def forward(self, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
+        """This rank's mean loss."""
+        return self.loss_fn(called(model, inputs), targets)
+
+
+class Trainer(Protocol):
+    """One strategy at work.
+
+    Attributes:
+        module: The bare module, to be evaluated.
+        optimizer: Whose `param_groups` take the learning rate before each step.
+        steady_from_step: The update from which on every round of steps costs the same.
+        round_steps: Steps after which the costs repeat: 1, or the interval of local updates.
+        finish_s: Seconds that `finish` is going to take, as far as is known.
+        agreed: Whether all ranks hold the same parameters at present.
+        settings: What was chosen for this strategy, for the report.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    steady_from_step: int
+    round_steps: int
+    finish_s: float
+    agreed: bool
+    settings: Mapping[str, Any]
+
+    def train_step(self, inputs: Any, targets: Any) -> Tensor:
+        """Forward, backward, exchange and update; return this rank's mean loss, detached."""
+        ...
+
+    def sent_bytes(self) -> float:
+        """Bytes that this rank has put on the wire so far, without what TCP and IP add."""
+        ...
+
+    def finish(self) -> None:
+        """Exchange what has not been exchanged yet; afterwards all ranks hold the same
+        parameters.
+        """
+        ...
+
+    def close(self) -> None:
+        """Take every hook off."""
+        ...
+
+
+def build_trainer(
+    trainer: str, options: Mapping[str, Any], model: nn.Module, setup: Setup
+) -> Trainer:
+    """Import a trainer, given as "module:Class", and wrap the model; on every rank at the same
+    time.
+    """
+    built: Trainer = imported(trainer)(model, setup, **options)
+    return built
+
+
+def bare_step(
+    setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any
+) -> Tensor:
+    """Forward, backward and update, without any exchange."""
+    loss = setup.forward(model, inputs, targets)
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def gradient_bytes(model: nn.Module, width: int | None = None) -> float:
+    """Bytes of the gradients of a model, in `width` bytes an entry or else their own."""
+    trained = (p for p in model.parameters() if p.requires_grad)
+    return float(sum(p.numel() * (width or p.element_size()) for p in trained))
+
+
+def ring_bytes(message_bytes: float) -> float:
+    """Bytes that each rank sends in a ring all-reduce of `message_bytes`: 2(W-1)/W of them."""
+    world = dist.get_world_size()
+    return 2 * (world - 1) / world * message_bytes
+
+
+class DDPTrainer:
+    """The optimizer on what DDP exchanges."""
+
+    round_steps, finish_s, agreed = 1, 0.0, True
+
+    def __init__(self, model: nn.Module, setup: Setup, bucket_cap_mb: int = _BUCKET_CAP_MB) -> None:
+        self.module = model
+        self.ddp = DistributedDataParallel(
+            model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True
+        )
+        self.setup = setup
+        self.optimizer = setup.optimizer_of(model)
+        self.steady_from_step = 2  # DDP rebuilds its buckets after the first
+        self.settings: Mapping[str, Any] = {"bucket_cap_mb": bucket_cap_mb}
+        self.steps = 0
+
+    def train_step(self, inputs: Any, targets: Any) -> Tensor:
+        """See `Trainer`."""
+        self.steps += 1
+        return bare_step(self.setup, self.ddp, self.optimizer, inputs, targets)
+
+    def dense_bytes(self, width: int | None = None) -> float:
+        """Bytes of all gradients; with `width` bytes an entry instead of their own."""
+        return gradient_bytes(self.module, width)
+
+    def finish(self) -> None:
+        """Every step has been exchanged."""
+
+    def close(self) -> None:
+        """DDP leaves with the process; it offers no way to take its hooks off."""
+
+
+@final
+class Dense(DDPTrainer):
+    """The baseline: DDP as it comes."""
+
+    def sent_bytes(self) -> float:
+        """See `Trainer`."""
+        return self.steps * ring_bytes(self.dense_bytes())
+
+
+@final
+class HalfPrecision(DDPTrainer):
+    """Gradients travel in float16."""
+
+    def __init__(self, model: nn.Module, setup: Setup) -> None:
+        super().__init__(model, setup)
+        self.ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+    def sent_bytes(self) -> float:
+        """See `Trainer`."""
+        return self.steps * ring_bytes(self.dense_bytes(2))
+
+
+@final
+class PowerSGD(DDPTrainer):
+    """Gradients travel as two thin factors, the rest is fed back.
+
+    In a single bucket: with two in flight, torch's hook waits inside a callback, which gloo never
+    returns from.
+    """
+
+    _RANK, _DENSE_STEPS = 2, 5
+
+    def __init__(self, model: nn.Module, setup: Setup) -> None:
+        super().__init__(model, setup, bucket_cap_mb=_ONE_BUCKET_MB)
+        self.state = powerSGD_hook.PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=self._RANK,
+            start_powerSGD_iter=self._DENSE_STEPS,
+        )
+        self.ddp.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
+        self.steady_from_step = self._DENSE_STEPS + 1
+        self.settings = {**self.settings, "rank": self._RANK, "dense_steps": self._DENSE_STEPS}
+
+    def sent_bytes(self) -> float:
+        """See `Trainer`."""
+        dense_steps = min(self.steps, self._DENSE_STEPS)
+        _, _, factors_numel = self.state.compression_stats()  # type: ignore[no-untyped-call]
+        width = self.dense_bytes() / self.dense_bytes(1)
+        return dense_steps * ring_bytes(self.dense_bytes()) + ring_bytes(width * factors_numel)

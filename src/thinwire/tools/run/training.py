@@ -1,0 +1,224 @@
+"""One strategy from the first step to the last, on every rank."""
+
+import time
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from statistics import fmean, median
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from thinwire.errors import ThinwireError
+from thinwire.tools.run.budget import Budget, ByClock, BySteps, rate_factor
+from thinwire.tools.run.config import OPTIMIZERS, RunConfig
+from thinwire.tools.run.events import Events
+from thinwire.tools.run.measure import BareStep, kernel_bytes
+from thinwire.tools.run.rehearsal import rehearse
+from thinwire.tools.run.task import work_of
+from thinwire.tools.run.trainers import Setup, build_trainer, gradient_bytes
+
+__all__ = ["TrainingRun"]
+
+_BARE_STEPS_UNTIMED, _BARE_STEPS_AT_START, _BARE_STEPS_BETWEEN = 2, 4, 2
+_FEWEST_STEADY_STEPS = 5
+
+
+@final
+class TrainingRun:
+    """One training with its measurements; clock and kernel's counters stand still while it
+    evaluates.
+
+    Args:
+        config: A `RunConfig`, as JSON knows it.
+        events: Of this rank.
+    """
+
+    def __init__(self, config: Mapping[str, Any], events: Events) -> None:
+        self.config, self.events = RunConfig.from_dict(config), events
+        recipe = self.config.recipe
+        self.work = work_of(self.config)
+        self.setup = setup = Setup.of(self.config, self.work, self.config.ramp_steps)
+        self.bare = BareStep(setup, self.work)
+        self.bare.measure(_BARE_STEPS_UNTIMED)
+        self.bare.seconds.clear()  # those paid for memory and caches
+        self.bare.measure(_BARE_STEPS_AT_START)
+        rehearse(self.config, self.work)
+        self.trainer = build_trainer(recipe.trainer, recipe.arguments, self.work.model, setup)
+        self.peaks = self._peaks()
+        self.step_s: list[float] = []
+        self.library_bytes = [0.0]
+        self.kernel_sent, self.kernel_received = [0], [0]
+        self.evaluations: list[dict[str, float]] = []
+
+    @property
+    def step(self) -> int:
+        """Updates done so far."""
+        return len(self.step_s)
+
+    def train(self) -> dict[str, Any]:
+        """Take all the steps; return what was measured, means over the ranks where ranks differ."""
+        budget = self._budget()
+        self._wait_for_the_link()
+        self._evaluate()
+        due = stop = False
+        while not stop:
+            factor = rate_factor(budget.progress(self.step))
+            for group, peak in zip(self.trainer.optimizer.param_groups, self.peaks, strict=True):
+                group["lr"] = peak * factor
+            loss = self.trainer.train_step(*self.work.next_batch())
+            self._count()
+            self.events.write_sometimes(
+                "step", step=self.step, progress=budget.progress(self.step), loss=float(loss)
+            )
+            if self.step == self.trainer.steady_from_step:
+                self._stop_clock()
+                self._start_clock()
+            now, stop = budget.advance(self.step, sum(self.step_s), self.trainer.finish_s)
+            due = due or now
+            if stop:
+                self.trainer.finish()
+                self._extend()
+            # between averagings no rank has the model that one would save
+            if stop or (due and self.trainer.agreed):
+                due = False
+                self._evaluate()
+                point = self.evaluations[-1]
+                self.events.write(
+                    "evaluation",
+                    progress=budget.progress(self.step),
+                    step=self.step,
+                    loss=point["loss"],
+                )
+        self.trainer.close()
+        return self._result()
+
+    def _peaks(self) -> list[float]:
+        """Of each group the peak learning rate."""
+        groups, given = self.trainer.optimizer.param_groups, self.config.lr
+        if given is None and self.setup.make_optimizer is not None:
+            return [float(group["lr"]) for group in groups]
+        rate = self.config.recipe.rates[self.setup.optimizer] if given is None else given
+        return [rate] * len(groups)
+
+    def _wait_for_the_link(self) -> None:
+        """Preparation is over on all ranks; the command puts the limits of the link in force and
+        then says so.
+        """
+        dist.barrier()
+        self.events.write("prepared")
+        self.events.wait_for_release()
+        self.preparation_s = time.time() - self.config.launched_unix_s
+
+    def _budget(self) -> Budget:
+        config = self.config
+        if config.steps is not None:
+            return BySteps(config.steps, config.evaluations)
+        assert config.seconds is not None, "steps or seconds are given"
+        return ByClock(config.seconds, config.evaluations)
+
+    def _start_clock(self) -> None:
+        dist.barrier()
+        self.mark_bytes = kernel_bytes(self.config.interface)
+        self.mark_s = time.perf_counter()
+
+    def _stop_clock(self) -> None:
+        # What a step has sent may still lie in the socket; behind it in the same queue, the barrier
+        # waits for it.
+        dist.barrier()
+        self._count_kernel_bytes()
+
+    def _count(self) -> None:
+        self.step_s.append(0.0)
+        self.library_bytes.append(0.0)
+        self.kernel_sent.append(self.kernel_sent[-1])
+        self.kernel_received.append(self.kernel_received[-1])
+        self._extend()
+
+    def _extend(self) -> None:
+        """Time and bytes since the last look belong to the last step."""
+        now_s = time.perf_counter()
+        self.step_s[-1] += now_s - self.mark_s
+        self.mark_s = now_s
+        self.library_bytes[-1] = self.trainer.sent_bytes()
+        self._count_kernel_bytes()
+
+    def _count_kernel_bytes(self) -> None:
+        sent, received = kernel_bytes(self.config.interface)
+        self.kernel_sent[-1] += sent - self.mark_bytes[0]
+        self.kernel_received[-1] += received - self.mark_bytes[1]
+        self.mark_bytes = (sent, received)
+
+    def _evaluate(self) -> None:
+        if self.step:
+            self._stop_clock()
+        loss = self.work.evaluate(self.trainer.module)
+        if not isfinite(loss):
+            raise ThinwireError(
+                f"the training diverged: held-out loss {loss} after {self.step} steps at a peak "
+                f"learning rate of {max(self.peaks):g}; give a smaller one with --lr"
+            )
+        point = {
+            "step": self.step,
+            "seconds": sum(self.step_s),
+            "loss": loss,
+            "library_bytes": self.library_bytes[-1],
+        }
+        self.evaluations.append({**point, "kernel_bytes": float(self.kernel_sent[-1])})
+        if self.step:
+            self.bare.measure(_BARE_STEPS_BETWEEN)
+        self._start_clock()
+
+    def _result(self) -> dict[str, Any]:
+        steady = max(0, min(self.trainer.steady_from_step, self.step - _FEWEST_STEADY_STEPS))
+        sent, kernel_sent, kernel_received = self._mean_bytes_per_step(steady)
+        measured = self.config.interface is not None
+        return {
+            "strategy": self.config.recipe.name,
+            "steps": self.step,
+            "seconds": sum(self.step_s),
+            "preparation_seconds": self.preparation_s,
+            "parameters": sum(p.numel() for p in self.trainer.module.parameters()),
+            "gradient_bytes": gradient_bytes(self.trainer.module),
+            "evaluations": self.evaluations,
+            "alike": self.work.alike,
+            "steady_from_step": steady,
+            "step_ms": [1e3 * s for s in self.step_s],
+            "bare_step_ms": [1e3 * s for s in self.bare.seconds],
+            "median_step_ms": 1e3
+            * median(_round_means(self.step_s[steady:], self.trainer.round_steps)),
+            "median_bare_step_ms": 1e3 * median(self.bare.seconds),
+            "library_bytes_per_step": sent,
+            "kernel_sent_bytes_per_step": kernel_sent if measured else None,
+            "kernel_received_bytes_per_step": kernel_received if measured else None,
+            "settings": {
+                "lr": max(self.peaks),
+                "optimizer": self._optimizer_text(),
+                **self.trainer.settings,
+            },
+        }
+
+    def _optimizer_text(self) -> str:
+        """What the strategy was given to train with."""
+        if self.setup.make_optimizer is not None:
+            return f"the task's {type(self.trainer.optimizer).__name__}"
+        return OPTIMIZERS[self.setup.optimizer]
+
+    def _mean_bytes_per_step(self, steady: int) -> list[float]:
+        counts = (self.library_bytes, self.kernel_sent, self.kernel_received)
+        means = torch.tensor(
+            [float(count[-1] - count[steady]) for count in counts], dtype=torch.float64
+        )
+        dist.all_reduce(means)
+        per_step: list[float] = (means / (dist.get_world_size() * (self.step - steady))).tolist()
+        return per_step
+
+
+def _round_means(step_s: Sequence[float], round_steps: int) -> list[float]:
+    """Mean seconds of a step in every whole round, in which each cost occurs once; of all where
+    there is none.
+    """
+    rounds = len(step_s) // round_steps
+    if rounds == 0:
+        return [fmean(step_s)]
+    return [fmean(step_s[i * round_steps : (i + 1) * round_steps]) for i in range(rounds)]

@@ -1,0 +1,36 @@
+"""The training script: what every rank runs, as `-m thinwire.tools.run.worker JOB.json`. The event
+logs are in the folder of that file.
+"""
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+from thinwire.tools.run.config import Job, imported
+from thinwire.tools.run.events import EventLog
+
+__all__ = ["main"]
+
+
+def main(job_path: str) -> None:
+    """Join the group, do the job, and write its result, or the error, into this rank's log."""
+    path = Path(job_path)
+    events = EventLog(path.parent, int(os.environ["RANK"]))
+    try:
+        import torch.distributed as dist
+
+        job = Job.read(path)
+        task = imported(job.task)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout_s))
+        result = task(job.config, events).train()
+        dist.barrier()
+        events.write("result", **result)
+        dist.destroy_process_group()
+    except BaseException as error:
+        events.write("error", kind=type(error).__name__, message=str(error))
+        raise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

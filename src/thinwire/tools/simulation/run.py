@@ -1,0 +1,288 @@
+"""Steps of all ranks, one after the other: compute, agree, exchange, agree."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinwire.tools.simulation.collectives import (
+    Broadcast,
+    Collective,
+    Deal,
+    Gather,
+    Jitter,
+    Reduce,
+    finished,
+)
+from thinwire.tools.simulation.lines import Lines
+from thinwire.tools.simulation.methods import AGREEMENT, Method
+
+__all__ = ["Outcome", "Trouble", "simulate"]
+
+Times = NDArray[np.float64]
+Ranks = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What is not as it should be.
+
+    Attributes:
+        slow: By rank how many times longer its steps take.
+        slow_lines: By rank how many times slower its line is.
+        jitter_s: Mean of what each message between neighbours takes on top of its latency.
+        step_jitter: Standard deviation of a step's time on each rank, relative to it.
+        lost: By rank the step, from 1, at whose exchange it is no longer there.
+        timeout_s: For how long a rank waits for others in one call.
+        seed: Of what is random.
+    """
+
+    slow: Mapping[int, float] = field(default_factory=dict)
+    slow_lines: Mapping[int, float] = field(default_factory=dict)
+    jitter_s: float = 0.0
+    step_jitter: float = 0.0
+    lost: Mapping[int, int] = field(default_factory=dict)
+    timeout_s: float = 1800.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it.
+
+    Attributes:
+        steps: That all ranks have made, those behind a last delay among them.
+        seconds: Until the last rank had made them, or had its error.
+        given: Bytes that each rank gave to exchanges, as `stats()["bytes_sent"]` counts them,
+            shape (W,): agreements, in which all ranks say the same, among them.
+        sent: Bytes that each rank put on its line, shape (W,).
+        waited_s: For how long each rank waited for exchanges, shape (W,).
+        error: What all ranks raise that are left; None where all went well.
+    """
+
+    steps: int
+    seconds: float
+    given: Ranks
+    sent: Times
+    waited_s: Times
+    error: str | None = None
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, the exchanges of a round shared out among its steps."""
+        return self.seconds / max(1, self.steps)
+
+
+def simulate(
+    method: Method,
+    lines: Lines,
+    *,
+    step_s: float,
+    steps: int,
+    trouble: Trouble | None = None,
+    event_by_event: bool = False,
+) -> Outcome:
+    """Run steps on all ranks of a network.
+
+    Args:
+        method: How they exchange.
+        lines: Between them.
+        step_s: Seconds of a step on its own.
+        steps: How many, the last one ending with an exchange: a multiple of `method.between`.
+        trouble: What is not as it should be.
+        event_by_event: Also where all ranks are alike and a closed form is known.
+
+    Raises:
+        ValueError: Ranks that do not fall into nodes, or steps into exchanges.
+    """
+    if lines.ranks % method.node_size:
+        raise ValueError(
+            f"node_size={method.node_size} does not divide the {lines.ranks} ranks: give a divisor"
+        )
+    if steps < 1 or steps % method.between:
+        raise ValueError(
+            f"steps={steps} must be a multiple of {method.between}, the steps between exchanges"
+        )
+    if not 0 <= step_s < inf:
+        raise ValueError(f"step_s must be seconds from 0, got {step_s:g}")
+    trouble = trouble or Trouble()
+    for name in ("slow", "slow_lines", "lost"):
+        for rank in getattr(trouble, name):
+            if not 0 <= rank < lines.ranks:
+                raise ValueError(
+                    f"{name} names rank {rank}; there are ranks 0 to {lines.ranks - 1}"
+                )
+    for rank, times in [*trouble.slow.items(), *trouble.slow_lines.items()]:
+        if not 0 < times < inf:
+            raise ValueError(f"rank {rank} is slow by {times:g}; a factor above 0 is required")
+    run = _Run(method, lines, step_s, trouble, event_by_event)
+    parts, number = method.parts(), 0
+    while run.steps < steps:
+        run.compute(method.between)
+        if not run.exchange(parts[number % len(parts)]):
+            break
+        number += 1
+    return run.outcome()
+
+
+class _Run:
+    def __init__(
+        self, method: Method, lines: Lines, step_s: float, trouble: Trouble, event_by_event: bool
+    ) -> None:
+        for rank, times in trouble.slow_lines.items():
+            lines = lines.slowed(rank, times)
+        self._method, self._lines, self._trouble = method, lines, trouble
+        self._event_by_event = event_by_event
+        self._random = np.random.default_rng(trouble.seed)
+        self._jitter = Jitter(trouble.jitter_s, self._random)
+        self._step_s = np.full(lines.ranks, step_s)
+        for rank, times in trouble.slow.items():
+            self._step_s[rank] *= times
+        self._now = np.zeros(lines.ranks)
+        self._waited = np.zeros(lines.ranks)
+        self._given = np.zeros(lines.ranks, np.int64)
+        self._sent = np.zeros(lines.ranks)
+        self._error: str | None = None
+        self._ahead = 0
+        """Steps of the next round that ranks made while an exchange was on its way."""
+        everyone = np.arange(lines.ranks, dtype=np.int64)
+        self._all = everyone[None, :]
+        self._nodes = everyone.reshape(-1, method.node_size)
+        self._leaders = self._nodes[:, 0][None, :]
+        self.steps = 0
+
+    def outcome(self) -> Outcome:
+        return Outcome(
+            self.steps + self._ahead,
+            float(self._now.max()),
+            self._given,
+            self._sent,
+            self._waited,
+            self._error,
+        )
+
+    def compute(self, steps: int) -> None:
+        """Steps that nobody waits in."""
+        self._now = self._now + self._computed(max(0, steps - self._ahead))
+        self._ahead = 0
+        self.steps += steps
+
+    def _computed(self, steps: int) -> Times:
+        taken = steps * self._step_s
+        if self._trouble.step_jitter:
+            spread = self._trouble.step_jitter * np.sqrt(steps)
+            taken += self._step_s * spread * self._random.standard_normal(len(taken))
+        made: Times = np.maximum(taken, 0.0)
+        return made
+
+    def exchange(self, numels: tuple[int, ...]) -> bool:
+        """One exchange with its agreements; False where it failed."""
+        method, begin = self._method, self._now
+        idle_s = float((method.between - method.delay) * self._step_s.min())
+        if not self._agreed():
+            return False
+        rounds = method.rounds(numels, self._nodes.shape[0])
+        for collective in method.inside(numels):
+            self._now = self._over(collective, self._nodes, self._now)
+        over = self._between(rounds[0], self._now, idle_s)
+        if method.delay:
+            self._waited += self._now - begin
+            begin = self._now = self._now + self._computed(method.delay)
+            self._ahead = method.delay
+        self._wait_for(rounds[0], over)
+        for later in rounds[1:]:  # launched when the first has come
+            self._wait_for(later, self._between(later, self._now, 0.0))
+        agreed = self._agreed()
+        self._waited += self._now - begin
+        return agreed
+
+    def _between(self, collectives: list[Collective], begin: Times, idle_s: float) -> list[Times]:
+        """When each is over between the sources; the wire carries one after the other."""
+        found = []
+        for collective in collectives:
+            begin = self._over(collective, self._leaders, begin, idle_s)
+            found.append(begin)
+            idle_s = 0.0
+        return found
+
+    def _wait_for(self, collectives: list[Collective], over: list[Times]) -> None:
+        """What has come is passed on inside each node, once it is waited for."""
+        for collective, each in zip(collectives, over, strict=True):
+            self._now = self._passed_on(collective, np.maximum(self._now, each))
+
+    def _passed_on(self, collective: Collective, begin: Times) -> Times:
+        nodes, size = self._nodes, self._nodes.shape[0]
+        if self._method.node_size == 1:
+            return begin
+        results = _results(collective, size)
+        largest = Broadcast(int(results.max()))
+        over = self._timed(largest, nodes, begin)
+        self._given[nodes[:, 0]] += results
+        self._sent[nodes.ravel()] += np.tile(largest.sent(nodes.shape[1]), size)
+        return over
+
+    def _over(
+        self, collective: Collective, members: Ranks, begin: Times, idle_s: float = 0.0
+    ) -> Times:
+        """When it is over, by rank; what is given and sent is counted."""
+        groups, size = members.shape
+        self._given[members.ravel()] += np.tile(collective.given(size), groups)
+        self._sent[members.ravel()] += np.tile(collective.sent(size), groups)
+        return self._timed(collective, members, begin, idle_s)
+
+    def _timed(
+        self, collective: Collective, members: Ranks, begin: Times, idle_s: float = 0.0
+    ) -> Times:
+        over = begin.copy()
+        over[members] = finished(
+            collective,
+            self._lines,
+            members,
+            begin[members],
+            jitter=self._jitter,
+            idle_s=idle_s,
+            event_by_event=self._event_by_event,
+        )
+        return over
+
+    def _agreed(self) -> bool:
+        """A vote of all ranks, which nobody waits for longer than the time-out."""
+        limit, begin = self._trouble.timeout_s, self._now
+        lost = sorted(rank for rank, step in self._trouble.lost.items() if step <= self.steps)
+        over = self._over(AGREEMENT, self._all, begin)
+        if lost:
+            self._failed(begin, lost, f"rank {_listed(lost)} did not come to the exchange")
+        elif float((over - begin).max()) > limit:
+            late = np.flatnonzero(begin - begin.min() > limit).tolist()
+            if late:
+                self._failed(begin, late, f"rank {_listed(late)} came too late to the exchange")
+            else:
+                self._failed(begin, [], "the agreement itself takes longer than that")
+        else:
+            self._now = over
+        return self._error is None
+
+    def _failed(self, begin: Times, culprits: list[int], why: str) -> None:
+        limit = self._trouble.timeout_s
+        self._now = begin + limit
+        self._now[culprits] = begin[culprits]
+        self._error = f"step {self.steps}: after {limit:g} s all ranks raise: {why}"
+        self.steps -= self._method.between
+
+
+def _results(collective: Collective, sources: int) -> Ranks:
+    """Bytes of what each source gets from a collective."""
+    if isinstance(collective, Gather):
+        return np.full(sources, sources * collective.nbytes)
+    if isinstance(collective, Deal):
+        return sources * np.array(collective.lengths, np.int64)
+    assert isinstance(collective, Reduce), "between sources"
+    return np.full(sources, collective.nbytes)
+
+
+def _listed(ranks: list[int]) -> str:
+    """The first few of them."""
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
