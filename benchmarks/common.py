@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from thinwire.tools.report.machine import describe_machine
+from thinwire.tools.compare.results import describe_machine
 
 Work = Callable[[], object]
 AnyCell = TypeVar("AnyCell")

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore
 
 from tests.api import Late, within
-from tests.api import store as module
+from tests.api import doctor_ranks as module
 from tests.api import store_Board as Board
 from tests.waiting import PATIENCE_S
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import thinwire as tw
-from tests.api import page_render as render
+from tests.api import plan_page as render
 
 NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "workers": 8}
 

@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.tools.compare.ledger import Ledger
+from thinwire.tools.compare.results import mean_of
 from thinwire.tools.compare.settings import Settings
 from thinwire.tools.network.netns import Network, network, why_unavailable
 from thinwire.tools.report.progress import Display
-from thinwire.tools.report.seeds import mean_of
 from thinwire.tools.run.config import Job, Recipe, RunConfig
-from thinwire.tools.run.digits import read_digits
 from thinwire.tools.run.events import release
-from thinwire.tools.run.joined import joined, run_here
-from thinwire.tools.run.launch import WorkerError, run_workers
+from thinwire.tools.run.launch import WorkerError, joined, run_here, run_workers
 from thinwire.tools.run.size import ModelSize
-from thinwire.tools.run.text import Corpus, read_folder, read_standard_library
+from thinwire.tools.run.text import Corpus, read_digits, read_folder, read_standard_library
 
 __all__ = ["compare"]
 

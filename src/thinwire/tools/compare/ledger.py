@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from thinwire.tools.compare.results import summarise
+from thinwire.tools.compare.results import describe_machine, summarise
 from thinwire.tools.compare.settings import Settings
-from thinwire.tools.report.machine import describe_machine
 from thinwire.tools.run.text import Corpus
 
 __all__ = ["Ledger"]

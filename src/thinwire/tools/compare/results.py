@@ -3,11 +3,15 @@ them.
 """
 
 import json
+import os
+import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from thinwire._files import replace_file
@@ -23,6 +27,8 @@ __all__ = [
     "FORMAT",
     "KEYS",
     "common_loss",
+    "describe_machine",
+    "mean_of",
     "seconds_to_loss",
     "summarise",
     "write_json",
@@ -264,3 +270,72 @@ def _headline(settings: Settings, emulated: bool, reason: str | None) -> str:
         "loopback; the time that the bytes would have taken on that link, without its latency, is "
         f"added in a column of its own.{tuning}"
     )
+
+
+_MEANS = (
+    "seconds",
+    "preparation_seconds",
+    "median_step_ms",
+    "median_bare_step_ms",
+    "library_bytes_per_step",
+    "kernel_sent_bytes_per_step",
+    "kernel_received_bytes_per_step",
+)
+
+
+def mean_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The first run, with means over all of them in its figures and its curve, and each run's own
+    curve under `seeds`.
+
+    Args:
+        runs: What was measured, each with its `seed`; at least one.
+    """
+    first = dict(runs[0])
+    for key in _MEANS:
+        first[key] = None if first[key] is None else fmean(float(run[key]) for run in runs)
+    first["steps"] = round(fmean(run["steps"] for run in runs))
+    first["evaluations"] = _mean_curve([run["evaluations"] for run in runs])
+    first["seeds"] = [
+        {"seed": run["seed"], "evaluations": list(run["evaluations"])} for run in runs
+    ]
+    return first
+
+
+def _mean_curve(curves: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[str, float]]:
+    """Point by point; a curve with more points than another one keeps its last."""
+    length = min(len(curve) for curve in curves)
+    rows = [[*curve[: length - 1], curve[-1]] for curve in curves]
+    return [
+        {key: fmean(float(point[key]) for point in points) for key in points[0]}
+        for points in zip(*rows, strict=True)
+    ]
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores, memory and versions; no host name, no user name."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "memory_gib": _memory_gib(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
+
+
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError, AttributeError):
+        return None

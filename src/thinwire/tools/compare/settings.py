@@ -20,8 +20,8 @@ from thinwire.tools.options import (
     require_workers,
 )
 from thinwire.tools.run.config import OPTIMIZERS, Recipe
-from thinwire.tools.run.digits import require_digits
 from thinwire.tools.run.size import MODELS, ConvolutionSize, ModelSize, size_of
+from thinwire.tools.run.text import require_digits
 
 __all__ = ["Settings"]
 

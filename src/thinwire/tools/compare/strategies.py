@@ -135,7 +135,7 @@ _OWN = "the messages of this library, each once for every rank that it goes to"
 _TRAINERS = "thinwire.tools.run.trainers"
 # Of AdamW the rates are the best of 0.003, 0.006 and 0.012 in 100 steps of the small model on the
 # validation part, one seed (`--link loopback --tune --size small --steps 100 --lr`).
-_OWN_TRAINERS = "thinwire.tools.run.own_trainers"
+_OWN_TRAINERS = "thinwire.tools.run.trainers"
 _LOCAL, _PREPARED = f"{_OWN_TRAINERS}:Local", f"{_OWN_TRAINERS}:Prepared"
 # Of SGD the rates of fp16, powersgd and dgc are the better of 0.07 and 0.15, at as many steps as 90
 # s over 100 Mbit/s allow. Those of dense and of the local ones were chosen at what 20 Mbit/s

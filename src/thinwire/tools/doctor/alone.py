@@ -5,9 +5,8 @@ import ipaddress
 from collections.abc import Iterator
 
 from thinwire.tools.doctor.findings import Finding, note, ok, wrong
-from thinwire.tools.doctor.interfaces import is_loopback
+from thinwire.tools.doctor.interfaces import is_loopback, resolved
 from thinwire.tools.doctor.machine import Machine
-from thinwire.tools.doctor.names import resolved
 
 __all__ = ["elsewhere", "machine_findings"]
 

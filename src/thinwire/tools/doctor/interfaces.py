@@ -1,16 +1,47 @@
 """The network interfaces of this machine, their addresses, and which one leads to another."""
 
 import contextlib
+import functools
 import importlib.util
 import ipaddress
 import re
 import socket
 import sys
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from thinwire.tools.doctor.names import resolved
+from thinwire._aside import addresses_of
 
-__all__ = ["Interface", "interfaces", "is_loopback", "source_towards"]
+__all__ = [
+    "LOOK_UP_S",
+    "Interface",
+    "Resolved",
+    "interfaces",
+    "is_loopback",
+    "resolved",
+    "source_towards",
+]
+
+LOOK_UP_S = 4.0
+"""For one name. Resolvers begin again with the next server after 5 s, where nobody says else."""
+
+
+class Resolved(NamedTuple):
+    """The addresses of a name."""
+
+    addresses: tuple[str, ...]
+    why_not: str
+    """Empty where there are addresses."""
+
+
+@functools.cache
+def resolved(host: str) -> Resolved:
+    """The addresses of a name, or why there are none; waits `LOOK_UP_S` at most."""
+    try:
+        return Resolved(addresses_of(host, LOOK_UP_S), "")
+    except OSError as error:
+        return Resolved((), error.strerror or str(error))
+
 
 _INTERNAL = re.compile(r"(docker\d+|br-[0-9a-f]{12}|virbr\d+|cni\d+|lxcbr\d+|podman\d+)")
 _SOMEWHERE = "203.0.113.1"

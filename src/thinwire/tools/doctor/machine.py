@@ -1,6 +1,7 @@
 """What one rank knows of its machine, in a form that travels to the others as JSON."""
 
 import contextlib
+import ctypes
 import os
 import platform
 import re
@@ -14,16 +15,23 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
+import torch.distributed as dist
+
 from thinwire._aside import Late, within
 from thinwire._version import __version__
-from thinwire.tools.doctor.clock import follows_a_time_server
-from thinwire.tools.doctor.gloo import announced_addresses, named_interfaces
-from thinwire.tools.doctor.interfaces import Interface, interfaces, is_loopback, source_towards
+from thinwire.comm.sockets import listeners
+from thinwire.tools.doctor.interfaces import (
+    LOOK_UP_S,
+    Interface,
+    interfaces,
+    is_loopback,
+    resolved,
+    source_towards,
+)
 from thinwire.tools.doctor.listening import listening, ports_in_use
-from thinwire.tools.doctor.names import LOOK_UP_S, resolved
 from thinwire.wire.message import WIRE_VERSION
 
-__all__ = ["Machine"]
+__all__ = ["Machine", "announced_addresses", "follows_a_time_server", "named_interfaces"]
 
 _LOOKED_AT = re.compile(
     r"(GLOO|TP|NCCL)_SOCKET_IFNAME|GLOO_DEVICE_TRANSPORT|TORCH_GLOO_LAZY_INIT"
@@ -190,3 +198,56 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:  # built in place, without the files of an installation
             found[name] = "unknown"
     return found | {"python": platform.python_version()}
+
+
+_UNSYNCHRONIZED = 0x40  # STA_UNSYNC of adjtimex(2)
+
+
+class _Timex(ctypes.Structure):
+    """The head of `struct timex`, and room for the rest."""
+
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        ("offset", ctypes.c_long),
+        ("freq", ctypes.c_long),
+        ("maxerror", ctypes.c_long),
+        ("esterror", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_byte * 400),
+    )
+
+
+def follows_a_time_server() -> bool | None:
+    """Whether a time service keeps this machine's clock; None where that cannot be seen."""
+    if sys.platform != "linux":
+        return None
+    state = _Timex(modes=0)  # reads, and sets nothing
+    if ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(state)) < 0:
+        return None
+    return not state.status & _UNSYNCHRONIZED
+
+
+def named_interfaces() -> list[str]:
+    """The interfaces that GLOO_SOCKET_IFNAME names; none where it is not set."""
+    return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+
+
+def announced_addresses() -> tuple[str, ...]:
+    """The addresses on which a gloo group of this process listens, made by gloo for a moment.
+
+    Linux shows them; elsewhere the result is empty.
+
+    Raises:
+        RuntimeError: With gloo's own words, such as those for an interface that is not there.
+    """
+    before = listeners()
+    names = named_interfaces()
+    gloo = dist.ProcessGroupGloo
+    devices = (
+        [gloo.create_device(interface=name) for name in names]
+        if names
+        else [gloo.create_default_device()]
+    )
+    found = [address for one, (address, _) in listeners().items() if one not in before]
+    del devices
+    return tuple(dict.fromkeys(found))

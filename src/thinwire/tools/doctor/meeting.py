@@ -6,8 +6,7 @@ import socket
 from collections.abc import Mapping
 
 from thinwire.tools.doctor.findings import Finding, note, ok, wrong
-from thinwire.tools.doctor.interfaces import is_loopback
-from thinwire.tools.doctor.names import resolved
+from thinwire.tools.doctor.interfaces import is_loopback, resolved
 
 __all__ = ["meeting_point", "one_wait_s", "why_not"]
 

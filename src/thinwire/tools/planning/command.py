@@ -33,7 +33,7 @@ from thinwire.tools.report.measures import bytes_text
 from thinwire.tools.report.page import write_page
 from thinwire.tools.report.progress import display_for
 from thinwire.tools.report.winner import strategy_text
-from thinwire.tools.run.joined import by_first, joined
+from thinwire.tools.run.launch import by_first, joined
 from thinwire.tools.run.size import parse_size
 
 __all__ = ["EXAMPLE", "PROBE_EXAMPLE", "plan", "probe"]

@@ -8,7 +8,6 @@ from html import escape
 
 from thinwire._version import __version__
 from thinwire.tools.planning.plan import Plan, Row, seconds_text
-from thinwire.tools.report.axes import Axis
 from thinwire.tools.report.measures import bytes_text
 from thinwire.tools.report.page import (
     copied,
@@ -18,7 +17,7 @@ from thinwire.tools.report.page import (
     table_head,
     table_row,
 )
-from thinwire.tools.report.plots import FRAMES, Frame, grid, mark, sample, svg, text_at
+from thinwire.tools.report.plots import FRAMES, Axis, Frame, grid, mark, sample, svg, text_at
 
 __all__ = ["cells", "render"]
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from thinwire.tools.network.link import Link
 from thinwire.tools.options import require_task
-from thinwire.tools.planning.by_number import MOST_PARAMS, cost_by_number
 from thinwire.tools.planning.grid import candidates
-from thinwire.tools.planning.methods import Cost, cost_of
+from thinwire.tools.planning.methods import MOST_PARAMS, Cost, cost_by_number, cost_of
 from thinwire.tools.planning.network import Network
 from thinwire.tools.planning.probed import Probe, work_of
 from thinwire.tools.planning.progress import progress_of

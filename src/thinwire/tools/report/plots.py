@@ -5,15 +5,107 @@ by a library: three line charts do not need one, and the page must be small and 
 values of a point are in its `<title>`, which `report.js` shows at the pointer.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, Self
 
-from thinwire.tools.report.axes import Axis
 from thinwire.tools.report.measures import bytes_text, loss_text
 
-__all__ = ["FRAMES", "PALETTE", "Frame", "grid", "loss_plots", "mark", "sample", "svg", "text_at"]
+__all__ = [
+    "FRAMES",
+    "PALETTE",
+    "Axis",
+    "Frame",
+    "grid",
+    "loss_plots",
+    "mark",
+    "sample",
+    "svg",
+    "text_at",
+]
+
+_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A range of values along a range of the drawing.
+
+    Attributes:
+        low: Value at `begin`; positive where `logarithmic`.
+        high: Value at `end`, above `low`.
+        begin: Place in the drawing, in its units.
+        end: Likewise.
+        logarithmic: Whether equal factors, not equal differences, are equally long.
+    """
+
+    low: float
+    high: float
+    begin: float
+    end: float
+    logarithmic: bool = False
+
+    @classmethod
+    def around(
+        cls,
+        values: Sequence[float],
+        begin: float,
+        end: float,
+        *,
+        logarithmic: bool = False,
+        margin: float = 0.03,
+    ) -> Self:
+        """An axis on which all values lie, with a little room on both sides, and never of no
+        length.
+
+        Args:
+            values: At least one; positive where `logarithmic`.
+            begin: Of the drawing.
+            end: Of the drawing.
+            logarithmic: See the class.
+            margin: Room on each side as a part of the range.
+        """
+        low, high = min(values), max(values)
+        if logarithmic:
+            factor = (high / low if high > low else 10.0) ** margin
+            return cls(low / factor, high * factor if high > low else low * 10, begin, end, True)
+        room = (high - low or abs(high) or 1.0) * margin
+        return cls(low - room, high + room, begin, end)
+
+    def place(self, value: float) -> float:
+        """Where a value lies in the drawing."""
+        low, high, at = self.low, self.high, value
+        if self.logarithmic:
+            low, high, at = math.log(low), math.log(high), math.log(at)
+        return self.begin + (at - low) / (high - low) * (self.end - self.begin)
+
+    def ticks(self, count: int) -> list[float]:
+        """Round values inside the range, about `count` of them."""
+        return self._decades(count) if self.logarithmic else self._even(count)
+
+    def _even(self, count: int) -> list[float]:
+        rough = (self.high - self.low) / count
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = power * min(_STEPS, key=lambda factor: abs(math.log(factor * power / rough)))
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [i * step for i in range(first, last + 1)]
+
+    def _decades(self, count: int) -> list[float]:
+        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        decades = [10.0**i for i in range(first, last + 1)]
+        # few decades are divided by 1-2-5, many are thinned out
+        factors = (1.0, 2.0, 5.0) if len(decades) <= count / 2 else (1.0,)
+        found = [
+            factor * decade
+            for decade in decades
+            for factor in factors
+            if self.low <= factor * decade <= self.high
+        ]
+        stride = max(1, -(-len(found) // count))
+        return found[::stride]
+
 
 PALETTE = (
     ("#0067a5", "#56b4e9"), ("#b34700", "#ff9e4a"), ("#00704d", "#4fd1a1"), ("#96348a", "#ee9fdd"),

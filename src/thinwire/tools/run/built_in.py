@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from thinwire.tools.run.config import RunConfig
-from thinwire.tools.run.digits import CLASSES, PIXELS, SIDE, WHITE
 from thinwire.tools.run.model import ByteTransformer, ConvolutionalNet
 from thinwire.tools.run.size import ConvolutionSize, ModelSize
+from thinwire.tools.run.text import CLASSES, PIXELS, SIDE, WHITE
 
 __all__ = ["Digits", "NextByte", "Pair", "loss_of", "seed_of"]
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from thinwire.optim import muon_groups
-from thinwire.tools.run.digits import CLASSES
 from thinwire.tools.run.size import HEAD_WIDTH, ConvolutionSize, ModelSize
+from thinwire.tools.run.text import CLASSES
 
 __all__ = ["ByteTransformer", "ConvolutionalNet"]
 

@@ -1,5 +1,6 @@
 """One strategy from the first step to the last, on every rank."""
 
+import copy
 import time
 from collections.abc import Mapping, Sequence
 from math import isfinite
@@ -10,15 +11,54 @@ import torch
 import torch.distributed as dist
 
 from thinwire.errors import ThinwireError
+from thinwire.tools.network.namespaces import interface_bytes
 from thinwire.tools.run.budget import Budget, ByClock, BySteps, rate_factor
 from thinwire.tools.run.config import OPTIMIZERS, RunConfig
 from thinwire.tools.run.events import Events
-from thinwire.tools.run.measure import BareStep, kernel_bytes
 from thinwire.tools.run.rehearsal import rehearse
-from thinwire.tools.run.task import work_of
-from thinwire.tools.run.trainers import Setup, build_trainer, gradient_bytes
+from thinwire.tools.run.task import Work, untouched, work_of
+from thinwire.tools.run.trainers import Setup, bare_step, build_trainer, gradient_bytes
 
-__all__ = ["TrainingRun"]
+__all__ = ["BareStep", "TrainingRun", "kernel_bytes"]
+
+_LR = 1e-4
+
+
+def kernel_bytes(interface: str | None) -> tuple[int, int]:
+    """Bytes (sent, received) by an interface of this process's own network namespace; (0, 0)
+    without interface.
+    """
+    if interface is None:
+        return 0, 0
+    return interface_bytes(interface)
+
+
+@final
+class BareStep:
+    """Times of the same step without any exchange, on a copy of the model that is thrown away.
+
+    Args:
+        setup: Of the run.
+        work: Whose model is copied.
+    """
+
+    def __init__(self, setup: Setup, work: Work) -> None:
+        self.setup, self.work, self.model = setup, work, copy.deepcopy(work.model)
+        self.optimizer = setup.optimizer_of(self.model, lr=_LR)
+        self.batch = work.some_batch(seed=0)
+        self.seconds: list[float] = []
+
+    def measure(self, steps: int) -> None:
+        """Take `steps` steps on every rank at once, since the ranks share the cores during
+        training too.
+        """
+        dist.barrier()
+        with untouched(self.work.model):
+            for _ in range(steps):
+                begin_s = time.perf_counter()
+                bare_step(self.setup, self.model, self.optimizer, *self.batch)
+                self.seconds.append(time.perf_counter() - begin_s)
+
 
 _BARE_STEPS_UNTIMED, _BARE_STEPS_AT_START, _BARE_STEPS_BETWEEN = 2, 4, 2
 _FEWEST_STEADY_STEPS = 5
