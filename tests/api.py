@@ -123,7 +123,7 @@ _NAMES = {
     "thinwire.tools.compare": "strategies",
     "thinwire.tools.compare.command": "print_table",
     "thinwire.tools.compare.compare": "compare",
-    "thinwire.tools.compare.results": "KEYS common_loss seconds_to_loss summarise write_json",
+    "thinwire.tools.compare.results": "KEYS Ledger common_loss seconds_to_loss write_json",
     "thinwire.tools.compare.settings": "Settings",
     "thinwire.tools.compare.strategies": "STRATEGIES choose register",
     "thinwire.tools.doctor": "doctor_ranks=ranks",

@@ -19,6 +19,7 @@ from tests.api import (
     Column,
     Corpus,
     DistributedStrategy,
+    Ledger,
     Link,
     Settings,
     bytes_text,
@@ -27,7 +28,6 @@ from tests.api import (
     print_table,
     sample,
     seconds_to_loss,
-    summarise,
     tables,
     write_best,
     write_json,
@@ -92,19 +92,18 @@ def results(
     if not emulated:
         for one in runs:
             one["kernel_sent_bytes_per_step"] = None
-    return summarise(
-        runs,
+    ledger = Ledger(
+        runs=runs,
         settings=settings,
-        model=settings.model,
         corpus=Corpus(b"train", b"valid", b"held", 1, "a <test>"),
         machine={"cores": 2},
         emulated=emulated,
         reason=None if emulated else "needs root",
         failures=[failed] if failed else [],
-        interrupted=None,
         started_s=0.0,
         common={"ramp_steps": 20},
     )
+    return ledger.results()
 
 
 def test_derived_figures() -> None:

@@ -12,7 +12,7 @@ from tests.api import (
     strategies,
 )
 
-DENSE = "thinwire.tools.run.trainers:Dense"
+DENSE = "thinwire.tools.run.trainers:DDPTrainer"
 
 
 def names(*words: str) -> list[str]:

@@ -10,7 +10,7 @@ from tests.lab.test_results import results, run
 
 
 def judged(*runs: dict[str, Any], seconds: float | None = 20.0, **changes: Any) -> Verdict:
-    """The verdict on runs, whose times to a loss are worked out as in `summarise`."""
+    """The verdict on runs, whose times to a loss are worked out as in `Ledger`."""
     dense = next(
         (one["evaluations"][-1]["loss"] for one in runs if one["strategy"] == "dense"), None
     )

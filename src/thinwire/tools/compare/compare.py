@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.tools.compare.ledger import Ledger
-from thinwire.tools.compare.results import mean_of
+from thinwire.tools.compare.results import Ledger, mean_of
 from thinwire.tools.compare.settings import Settings
 from thinwire.tools.network.netns import Network, network, why_unavailable
 from thinwire.tools.report.progress import Display

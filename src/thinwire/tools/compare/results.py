@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -20,17 +20,16 @@ from thinwire.tools.compare.settings import Settings
 from thinwire.tools.report.verdict import verdict
 from thinwire.tools.report.winner import document_of
 from thinwire.tools.run.config import OPTIMIZERS
-from thinwire.tools.run.size import ConvolutionSize, ModelSize
 from thinwire.tools.run.text import Corpus
 
 __all__ = [
     "FORMAT",
     "KEYS",
+    "Ledger",
     "common_loss",
     "describe_machine",
     "mean_of",
     "seconds_to_loss",
-    "summarise",
     "write_json",
 ]
 
@@ -116,81 +115,195 @@ def common_loss(runs: Sequence[Mapping[str, Any]]) -> float:
     return max(min(float(point["loss"]) for point in run["evaluations"]) for run in runs)
 
 
-def summarise(
-    runs: Sequence[dict[str, Any]],
-    *,
-    settings: Settings,
-    model: ModelSize | ConvolutionSize,
-    corpus: Corpus | None,
-    machine: Mapping[str, Any],
-    emulated: bool,
-    reason: str | None,
-    failures: Sequence[Mapping[str, str]],
-    interrupted: Mapping[str, Any] | None,
-    started_s: float,
-    common: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Add to the raw runs what follows from them, and under which circumstances they came
-    about.
-    """
-    common_target = common_loss(runs)
-    dense_target = next(
-        (run["evaluations"][-1]["loss"] for run in runs if run["strategy"] == "dense"), None
-    )
-    joined = settings.joined_rank
-    results = {
-        "format": FORMAT,
-        "thinwire": __version__,
-        "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(started_s)),
-        "headline": _headline(settings, emulated, reason),
-        "verdict": "",
-        "winner": None,
-        "command": settings.command,
-        "link": {
-            "asked": str(settings.link) if joined is None else "the network between the ranks",
-            "rate_bit_s": settings.link.rate_bit_s,
-            "latency_s": settings.link.latency_s,
-            "emulated": emulated,
-            "reason": reason,
-            "joined": joined is not None,
-        },
-        "settings": {
-            "workers": settings.workers,
-            "steps": settings.steps,
-            "seconds": settings.seconds,
-            "batch_per_worker": settings.batch if settings.task is None else None,
-            "seed": settings.seed,
-            "seeds": settings.seeds,
-            "loss_of": "the validation part" if settings.tune else "the held-out part",
-            "optimizer": f"{OPTIMIZERS[settings.optimizer]}; {_SCHEDULE}"
-            if settings.task is None
-            else f"the task's own, else {OPTIMIZERS[settings.optimizer]}; {_SCHEDULE}",
-            "task": settings.task,
-            "loss_unit": _LOSS_UNITS[model.kind] if settings.task is None else None,
-            "device": settings.device,
-            **common,
-        },
-        "model": {
-            **(asdict(model) if settings.task is None else {"task": settings.task}),
-            "parameters": runs[0]["parameters"],
-        },
-        "text": {"source": "the task's own data"} if corpus is None else _about(corpus),
-        "machine": dict(machine),
-        "failed": dict(failures[0]) if failures else None,
-        "failures": [dict(failure) for failure in failures],
-        "interrupted": interrupted,
-        "common_loss": common_target,
-        "dense_loss": dense_target,
-        "strategies": [
-            _derive(run, settings, common_target, dense_target, emulated, common) for run in runs
-        ],
-        "keys": KEYS,
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores, memory and versions; no host name, no user name."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "memory_gib": _memory_gib(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": version("torch"),
     }
-    outcome = verdict(results)
-    return {**results, "verdict": outcome.text, "winner": outcome.winner}
 
 
-def _about(corpus: Corpus) -> dict[str, Any]:
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+@dataclass(kw_only=True)
+class Ledger:
+    """The strategies that have finished, that failed, and the one that is at work.
+
+    Attributes:
+        settings: What is compared.
+        corpus: What is trained on; None for a task of the user's.
+        emulated: Whether the link is emulated.
+        reason: Why not.
+        started_s: Unix time of the start.
+        common: Settings of all strategies, for the report.
+        runs: What was measured of those that finished.
+        machine: On which it trains.
+        failures: Name and error of those that failed.
+        current: The one at work.
+        progress: Share of it that is over, in [0, 1].
+    """
+
+    settings: Settings
+    corpus: Corpus | None
+    emulated: bool
+    reason: str | None
+    started_s: float
+    common: Mapping[str, Any]
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    machine: Mapping[str, Any] = field(default_factory=describe_machine)
+    failures: list[dict[str, str]] = field(default_factory=list)
+    current: str | None = None
+    progress: float = 0.0
+
+    @property
+    def missing(self) -> list[str]:
+        """Those that have neither finished nor failed, in the order of the command line."""
+        over = {entry["strategy"] for entry in (*self.runs, *self.failures)}
+        return [recipe.name for recipe in self.settings.strategies if recipe.name not in over]
+
+    def begin(self, name: str) -> None:
+        """Note that the strategy `name` is at work from here on."""
+        self.current, self.progress = name, 0.0
+
+    def finish(self, run: dict[str, Any]) -> None:
+        """Note that it has finished."""
+        self.runs.append(run)
+        self.current = None
+
+    def fail(self, error: str) -> None:
+        """Note that it has failed."""
+        assert self.current is not None, "a strategy had begun"
+        self.failures.append({"strategy": self.current, "error": error})
+        self.current = None
+
+    def results(self, by: str | None = None) -> dict[str, Any]:
+        """The content of `results.json`, with what follows from the runs, of which there is one.
+
+        Args:
+            by: What interrupts the comparison; None where nothing does.
+        """
+        settings, runs, task = self.settings, self.runs, self.settings.task
+        joined = settings.joined_rank is not None
+        target = common_loss(runs)
+        dense = next(
+            (run["evaluations"][-1]["loss"] for run in runs if run["strategy"] == "dense"), None
+        )
+        own = "" if task is None else "the task's own, else "
+        optimizer = f"{own}{OPTIMIZERS[settings.optimizer]}"
+        results = {
+            "format": FORMAT,
+            "thinwire": __version__,
+            "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.started_s)),
+            "headline": _headline(settings, self.emulated, self.reason),
+            "verdict": "",
+            "winner": None,
+            "command": settings.command,
+            "link": {
+                "asked": "the network between the ranks" if joined else str(settings.link),
+                "rate_bit_s": settings.link.rate_bit_s,
+                "latency_s": settings.link.latency_s,
+                "emulated": self.emulated,
+                "reason": self.reason,
+                "joined": joined,
+            },
+            "settings": {
+                "workers": settings.workers,
+                "steps": settings.steps,
+                "seconds": settings.seconds,
+                "batch_per_worker": settings.batch if task is None else None,
+                "seed": settings.seed,
+                "seeds": settings.seeds,
+                "loss_of": "the validation part" if settings.tune else "the held-out part",
+                "optimizer": f"{optimizer}; {_SCHEDULE}",
+                "task": task,
+                "loss_unit": _LOSS_UNITS[settings.model.kind] if task is None else None,
+                "device": settings.device,
+                **self.common,
+            },
+            "model": {
+                **(asdict(settings.model) if task is None else {"task": task}),
+                "parameters": runs[0]["parameters"],
+            },
+            "text": _about(self.corpus),
+            "machine": dict(self.machine),
+            "failed": dict(self.failures[0]) if self.failures else None,
+            "failures": [dict(failure) for failure in self.failures],
+            "interrupted": self._interrupted(by),
+            "common_loss": target,
+            "dense_loss": dense,
+            "strategies": [self._derived(run, target, dense) for run in runs],
+            "keys": KEYS,
+        }
+        outcome = verdict(results)
+        return {**results, "verdict": outcome.text, "winner": outcome.winner}
+
+    def _interrupted(self, by: str | None) -> dict[str, Any] | None:
+        if not self.missing:
+            return None
+        begun = self.current in self.missing
+        return {
+            "by": by,
+            "during": self.current,
+            "progress": self.progress if begun else None,
+            "not_begun": [name for name in self.missing if name != self.current],
+        }
+
+    def _derived(
+        self, run: dict[str, Any], target: float, dense_target: float | None
+    ) -> dict[str, Any]:
+        settings, points = self.settings, run["evaluations"]
+        recipe = next(recipe for recipe in settings.strategies if recipe.name == run["strategy"])
+        dense_bytes = 2 * (settings.workers - 1) / settings.workers * run["gradient_bytes"]
+        sent = run["library_bytes_per_step"]
+        finals = [run["evaluations"][-1]["loss"] for run in run["seeds"]]
+        derived = {
+            "summary": recipe.summary,
+            "document": document_of(recipe, self.common["ramp_steps"]),
+            "code": recipe.code,
+            "final_loss": points[-1]["loss"],
+            "final_loss_range": max(finals) - min(finals) if len(finals) > 1 else None,
+            "best_loss": min(point["loss"] for point in points),
+        }
+        for which, loss in (("common", target), ("dense", dense_target)):
+            for name, axis in (("seconds", "seconds"), ("bytes", "library_bytes")):
+                reached = None if loss is None else seconds_to_loss(points, loss, axis)
+                derived[f"{name}_to_{which}_loss"] = reached
+        derived |= {
+            "library_bytes_counted_by": recipe.counted_by,
+            "ratio_to_dense": dense_bytes / sent if sent and dense_bytes else None,
+            "step_ratio_to_bare": run["median_step_ms"] / run["median_bare_step_ms"],
+            "exchange_share": max(0.0, 1 - run["median_bare_step_ms"] / run["median_step_ms"]),
+        }
+        if not self.emulated and settings.link.rate_bit_s is not None:
+            derived["seconds_on_asked_link"] = run["seconds"] + settings.link.seconds(
+                points[-1]["library_bytes"]
+            )
+        return {**run, **derived}
+
+
+def _about(corpus: Corpus | None) -> dict[str, Any]:
+    if corpus is None:
+        return {"source": "the task's own data"}
     return {
         "source": corpus.source,
         "files": corpus.files,
@@ -204,49 +317,6 @@ def _about(corpus: Corpus) -> dict[str, Any]:
 def write_json(results: Mapping[str, Any], path: Path) -> None:
     """Write the results in one piece: readers see the old file or the new one."""
     replace_file(path, (json.dumps(results, indent=1, allow_nan=False) + "\n").encode())
-
-
-def _derive(
-    run: dict[str, Any],
-    settings: Settings,
-    target: float,
-    dense_target: float | None,
-    emulated: bool,
-    common: Mapping[str, Any],
-) -> dict[str, Any]:
-    recipe = next(recipe for recipe in settings.strategies if recipe.name == run["strategy"])
-    points = run["evaluations"]
-    dense_bytes = 2 * (settings.workers - 1) / settings.workers * run["gradient_bytes"]
-    sent = run["library_bytes_per_step"]
-    derived = {
-        "summary": recipe.summary,
-        "document": document_of(recipe, common["ramp_steps"]),
-        "code": recipe.code,
-        "final_loss": points[-1]["loss"],
-        "final_loss_range": _range([run["evaluations"][-1]["loss"] for run in run["seeds"]]),
-        "best_loss": min(point["loss"] for point in points),
-        "seconds_to_common_loss": seconds_to_loss(points, target),
-        "bytes_to_common_loss": seconds_to_loss(points, target, "library_bytes"),
-        "seconds_to_dense_loss": None
-        if dense_target is None
-        else seconds_to_loss(points, dense_target),
-        "bytes_to_dense_loss": None
-        if dense_target is None
-        else seconds_to_loss(points, dense_target, "library_bytes"),
-        "library_bytes_counted_by": recipe.counted_by,
-        "ratio_to_dense": dense_bytes / sent if sent and dense_bytes else None,
-        "step_ratio_to_bare": run["median_step_ms"] / run["median_bare_step_ms"],
-        "exchange_share": max(0.0, 1 - run["median_bare_step_ms"] / run["median_step_ms"]),
-    }
-    if not emulated and settings.link.rate_bit_s is not None:
-        derived["seconds_on_asked_link"] = run["seconds"] + settings.link.seconds(
-            points[-1]["library_bytes"]
-        )
-    return {**run, **derived}
-
-
-def _range(losses: Sequence[float]) -> float | None:
-    return max(losses) - min(losses) if len(losses) > 1 else None
 
 
 def _headline(settings: Settings, emulated: bool, reason: str | None) -> str:
@@ -309,33 +379,3 @@ def _mean_curve(curves: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[st
         {key: fmean(float(point[key]) for point in points) for key in points[0]}
         for points in zip(*rows, strict=True)
     ]
-
-
-def describe_machine() -> dict[str, Any]:
-    """Processor, cores, memory and versions; no host name, no user name."""
-    return {
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "memory_gib": _memory_gib(),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "torch": version("torch"),
-    }
-
-
-def _processor() -> str:
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _memory_gib() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (ValueError, OSError, AttributeError):
-        return None

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from thinwire._wording import near
 from thinwire.tools.run.config import Recipe
@@ -133,13 +133,7 @@ def _nearest(strategy: "DistributedStrategy") -> str:
 _RING = "formula of the ring all-reduce, 2(W-1)/W times the message"
 _OWN = "the messages of this library, each once for every rank that it goes to"
 _TRAINERS = "thinwire.tools.run.trainers"
-# Of AdamW the rates are the best of 0.003, 0.006 and 0.012 in 100 steps of the small model on the
-# validation part, one seed (`--link loopback --tune --size small --steps 100 --lr`).
-_OWN_TRAINERS = "thinwire.tools.run.trainers"
-_LOCAL, _PREPARED = f"{_OWN_TRAINERS}:Local", f"{_OWN_TRAINERS}:Prepared"
-# Of SGD the rates of fp16, powersgd and dgc are the better of 0.07 and 0.15, at as many steps as 90
-# s over 100 Mbit/s allow. Those of dense and of the local ones were chosen at what 20 Mbit/s
-# allows: the grid is in benchmarks/README.md.
+_PREPARED = f"{_TRAINERS}:Prepared"
 _FP16_CODE = """\
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -153,56 +147,59 @@ ddp = DistributedDataParallel(model, bucket_cap_mb=10_000)
 state = powersgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=5)
 ddp.register_comm_hook(state, powersgd.powerSGD_hook)
 """
-register(
-    Recipe("dense", "DDP, every gradient in float32", f"{_TRAINERS}:Dense", _RATES, _RING, field="")
-)
-register(
-    Recipe(
-        "dense-muon",
-        "DDP, every gradient in float32, with Muon for the hidden matrices",
-        f"{_TRAINERS}:Dense",
-        _RATES,
+_CODE = {"fp16": _FP16_CODE, "powersgd": _POWERSGD_CODE}
+
+
+def _ddp(name: str, summary: str, hook: str | None = None, sgd: float = 0.1) -> None:
+    """Add DDP with one of torch's hooks, or as it comes; with Muon where the name says so."""
+    recipe = Recipe(
+        name,
+        summary,
+        f"{_TRAINERS}:{'PowerSGD' if hook == 'powersgd' else 'DDPTrainer'}",
+        {**_RATES, "sgd": sgd},
         _RING,
-        field="",
-        optimizer="muon",
+        {"half": True} if hook == "fp16" else {},
+        field="" if hook is None else None,
+        code=None if hook is None else _CODE[hook],
+        optimizer="muon" if name.endswith("-muon") else None,
     )
+    register(recipe)
+
+
+def _local(
+    name: str,
+    summary: str,
+    options: Mapping[str, Any],
+    rates: Mapping[str, float] | None = None,
+    *,
+    field: str = "localsgd",
+    optimizer: str | None = None,
+) -> None:
+    """Add local updates: what `field` of a strategy file would be."""
+    rates = {**_RATES, **(rates or {})}
+    trainer = f"{_TRAINERS}:Local"
+    register(Recipe(name, summary, trainer, rates, _OWN, options, field=field, optimizer=optimizer))
+
+
+# Of AdamW the rates are the best of 0.003, 0.006 and 0.012 in 100 steps of the small model on the
+# validation part, one seed (`--link loopback --tune --size small --steps 100 --lr`).
+# Of SGD the rates of fp16, powersgd and dgc are the better of 0.07 and 0.15, at as many steps as 90
+# s over 100 Mbit/s allow. Those of dense and of the local ones were chosen at what 20 Mbit/s
+# allows: the grid is in benchmarks/README.md.
+_ddp("dense", "DDP, every gradient in float32")
+_ddp("dense-muon", "DDP, every gradient in float32, with Muon for the hidden matrices")
+_ddp("fp16", "DDP with torch's hook, gradients in float16", "fp16", sgd=0.07)
+_ddp(
+    "fp16-muon",
+    "DDP with torch's hook, gradients in float16, with Muon for the hidden matrices",
+    "fp16",
 )
-register(
-    Recipe(
-        "fp16",
-        "DDP with torch's hook, gradients in float16",
-        f"{_TRAINERS}:HalfPrecision",
-        {**_RATES, "sgd": 0.07},
-        _RING,
-        code=_FP16_CODE,
-    )
-)
-register(
-    Recipe(
-        "fp16-muon",
-        "DDP with torch's hook, gradients in float16, with Muon for the hidden matrices",
-        f"{_TRAINERS}:HalfPrecision",
-        _RATES,
-        _RING,
-        code=_FP16_CODE,
-        optimizer="muon",
-    )
-)
-register(
-    Recipe(
-        "powersgd",
-        "DDP with torch's PowerSGD hook, rank 2",
-        f"{_TRAINERS}:PowerSGD",
-        {**_RATES, "sgd": 0.15},
-        _RING,
-        code=_POWERSGD_CODE,
-    )
-)
+_ddp("powersgd", "DDP with torch's PowerSGD hook, rank 2", "powersgd", sgd=0.15)
 register(
     Recipe(
         "dgc",
         "deep gradient compression, 0.1 % of the entries at one bit",
-        f"{_OWN_TRAINERS}:Ramped",
+        f"{_TRAINERS}:Ramped",
         {**_RATES, "sgd": 0.15},
         _OWN,
         {"sparsity": [0.75, 0.9375, 0.984375, 0.996, 0.999], "value_bits": 1},
@@ -220,76 +217,34 @@ register(
         {"document": {"low_rank": {"rank": 2, "begin_step": 5}}},
     )
 )
-register(
-    Recipe(
-        "localsgd",
-        "local SGD: 32 local steps, then the mean of all parameters",
-        _LOCAL,
-        _RATES,
-        _OWN,
-        {"k_steps": 32},
-        field="localsgd",
-    )
+_local("localsgd", "local SGD: 32 local steps, then the mean of all parameters", {"k_steps": 32})
+_local(
+    "adaptive-localsgd",
+    "local SGD whose interval follows loss and learning rate",
+    {"init_k_steps": 64, "max_k_steps": 64},
+    field="adaptive_localsgd",
 )
-register(
-    Recipe(
-        "adaptive-localsgd",
-        "local SGD whose interval follows loss and learning rate",
-        _LOCAL,
-        _RATES,
-        _OWN,
-        {"init_k_steps": 64, "max_k_steps": 64},
-        field="adaptive_localsgd",
-    )
+_OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}
+_local(
+    "diloco",
+    "32 local steps, then an outer step with Nesterov momentum on the mean change",
+    {"k_steps": 32, "begin_step": 0, **_OUTER},
 )
-register(
-    Recipe(
-        "diloco",
-        "32 local steps, then an outer step with Nesterov momentum on the mean change",
-        _LOCAL,
-        _RATES,
-        _OWN,
-        {
-            "k_steps": 32,
-            "begin_step": 0,
-            "outer_lr": 0.7,
-            "outer_momentum": 0.9,
-            "outer_nesterov": True,
-        },
-        field="localsgd",
-    )
+_local(
+    "sparse-local",
+    "16 local steps, then the largest tenth of the change, at two bits",
+    {"k_steps": 16, "compression": {"sparsity": 0.9, "value_bits": 2}},
+    {"adamw": 0.003},
 )
-register(
-    Recipe(
-        "sparse-local",
-        "16 local steps, then the largest tenth of the change, at two bits",
-        _LOCAL,
-        {**_RATES, "adamw": 0.003},
-        _OWN,
-        {"k_steps": 16, "compression": {"sparsity": 0.9, "value_bits": 2}},
-        field="localsgd",
-    )
+_local(
+    "muon-local",
+    "16 local steps with Muon, then the whole change, at one bit",
+    {"k_steps": 16, "compression": {"quantized": {"value_bits": 1}}},
+    {"muon": 0.024},
+    optimizer="muon",
 )
-register(
-    Recipe(
-        "muon-local",
-        "16 local steps with Muon, then the whole change, at one bit",
-        _LOCAL,
-        {**_RATES, "muon": 0.024},
-        _OWN,
-        {"k_steps": 16, "compression": {"quantized": {"value_bits": 1}}},
-        field="localsgd",
-        optimizer="muon",
-    )
-)
-register(
-    Recipe(
-        "quantized-local",
-        "16 local steps, then the whole change, at four bits",
-        _LOCAL,
-        _RATES,
-        _OWN,
-        {"k_steps": 16, "compression": {"quantized": {"value_bits": 4}}},
-        field="localsgd",
-    )
+_local(
+    "quantized-local",
+    "16 local steps, then the whole change, at four bits",
+    {"k_steps": 16, "compression": {"quantized": {"value_bits": 4}}},
 )

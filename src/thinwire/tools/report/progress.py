@@ -21,15 +21,12 @@ class Bar(Protocol):
 
     def note(self, text: str) -> None:
         """Show what goes on before the first step."""
-        ...
 
     def update(self, progress: float, step: int, loss: float) -> None:
         """Show that `progress` in [0, 1] of the run is over."""
-        ...
 
     def done(self) -> None:
         """Show that the run is over."""
-        ...
 
 
 class Display(Protocol):
@@ -37,7 +34,6 @@ class Display(Protocol):
 
     def strategy(self, name: str) -> contextlib.AbstractContextManager[Bar]:
         """A bar for the strategy that begins now."""
-        ...
 
 
 @final
@@ -46,7 +42,6 @@ class Silent:
 
     @contextlib.contextmanager
     def strategy(self, name: str) -> Iterator[Bar]:
-        """See `Display`."""
         yield self
 
     def note(self, text: str) -> None:
@@ -65,16 +60,13 @@ class Plain:
 
     @contextlib.contextmanager
     def strategy(self, name: str) -> Iterator[Bar]:
-        """See `Display`."""
         self.name, self.begin_s, self.last_s = name, time.monotonic(), time.monotonic()
         yield self
 
     def note(self, text: str) -> None:
-        """See `Bar`."""
         print(f"{self.name}: {text}", file=sys.stderr, flush=True)
 
     def update(self, progress: float, step: int, loss: float) -> None:
-        """See `Bar`."""
         if time.monotonic() - self.last_s >= _SECONDS_BETWEEN_LINES:
             self.last_s = time.monotonic()
             print(
@@ -84,7 +76,6 @@ class Plain:
             )
 
     def done(self) -> None:
-        """See `Bar`."""
         print(
             f"{self.name}: done in {time.monotonic() - self.begin_s:.0f} s",
             file=sys.stderr,
@@ -98,7 +89,6 @@ class Rich:
 
     @contextlib.contextmanager
     def strategy(self, name: str) -> Iterator[Bar]:
-        """See `Display`."""
         from rich.console import Console
         from rich.progress import (
             BarColumn,

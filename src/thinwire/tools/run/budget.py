@@ -29,7 +29,6 @@ class Budget(Protocol):
 
     def progress(self, step: int) -> float:
         """Share of the run that is over when `step` updates are done, in [0, 1]."""
-        ...
 
     def advance(self, step: int, elapsed_s: float, reserve_s: float) -> tuple[bool, bool]:
         """After `step` updates: whether to evaluate now, and whether the run is over. Called on
@@ -40,7 +39,6 @@ class Budget(Protocol):
             elapsed_s: Training time until now.
             reserve_s: Training time that the end of the run will take on top.
         """
-        ...
 
 
 @final
@@ -52,7 +50,6 @@ class BySteps:
         self.marks = {round(steps * (i + 1) / evaluations) for i in range(evaluations)} | {steps}
 
     def progress(self, step: int) -> float:
-        """See `Budget`."""
         return min(1.0, step / self.steps)
 
     def advance(self, step: int, elapsed_s: float, reserve_s: float) -> tuple[bool, bool]:
@@ -80,7 +77,6 @@ class ByClock:
         return min(1.0, self.known_progress + (step - self.known_step) * self.progress_per_step)
 
     def advance(self, step: int, elapsed_s: float, reserve_s: float) -> tuple[bool, bool]:
-        """See `Budget`."""
         if step < self.next_control_step:
             return False, False
         message = torch.tensor(self._plan(step, elapsed_s, reserve_s), dtype=torch.float64)

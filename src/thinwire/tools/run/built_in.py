@@ -78,7 +78,6 @@ class NextByte:
         return self._take(self.train, self._starts(self.train, self.batch, self.random))
 
     def some_batch(self, seed: int) -> Pair:
-        """See `Work`."""
         size = (2, self.batch, self.context)
         made = torch.randint(256, size, generator=torch.Generator().manual_seed(seed))
         inputs, targets = made.to(self.device)
@@ -129,7 +128,6 @@ class Digits:
         return self._take(self.train[chosen])
 
     def some_batch(self, seed: int) -> Pair:
-        """See `Work`."""
         random = torch.Generator().manual_seed(seed)
         images = torch.rand(self.batch, 1, SIDE, SIDE, generator=random)
         classes = torch.randint(CLASSES, (self.batch,), generator=random)

@@ -29,15 +29,12 @@ class Events(Protocol):
 
     def write(self, event: str, **fields: Any) -> None:
         """Tell of one event at once."""
-        ...
 
     def write_sometimes(self, event: str, **fields: Any) -> None:
         """Tell of one of many events, or leave it out."""
-        ...
 
     def wait_for_release(self) -> None:
         """Return when training may begin."""
-        ...
 
 
 @final

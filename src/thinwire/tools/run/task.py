@@ -60,15 +60,12 @@ class Work(Protocol):
 
     def next_batch(self) -> Pair:
         """Inputs and targets of this rank's next training step."""
-        ...
 
     def some_batch(self, seed: int) -> Pair:
         """Inputs and targets of a step that means nothing: it is warmed up or timed with."""
-        ...
 
     def evaluate(self, model: nn.Module) -> float:
         """Held-out loss, the same on all ranks; on all of them at the same time."""
-        ...
 
 
 def work_of(config: RunConfig) -> Work:
@@ -199,7 +196,6 @@ class OwnTask:
         self._together(self._tried)
 
     def next_batch(self) -> Pair:
-        """See `Work`."""
         return self.left.pop() if self.left else self._drawn()
 
     def some_batch(self, seed: int) -> Pair:
@@ -210,7 +206,6 @@ class OwnTask:
         return self._own("loss_fn", lambda: self.task.loss_fn(outputs, targets))
 
     def evaluate(self, model: nn.Module) -> float:
-        """See `Work`."""
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         what = f"evaluate(model) after {self.taken} batches"

@@ -22,8 +22,6 @@ from thinwire.tools.run.task import Work, called
 
 __all__ = [
     "DDPTrainer",
-    "Dense",
-    "HalfPrecision",
     "Local",
     "PowerSGD",
     "Prepared",
@@ -114,21 +112,17 @@ class Trainer(Protocol):
 
     def train_step(self, inputs: Any, targets: Any) -> Tensor:
         """Forward, backward, exchange and update; return this rank's mean loss, detached."""
-        ...
 
     def sent_bytes(self) -> float:
         """Bytes that this rank has put on the wire so far, without what TCP and IP add."""
-        ...
 
     def finish(self) -> None:
         """Exchange what has not been exchanged yet; afterwards all ranks hold the same
         parameters.
         """
-        ...
 
     def close(self) -> None:
         """Take every hook off."""
-        ...
 
 
 def build_trainer(
@@ -165,15 +159,25 @@ def ring_bytes(message_bytes: float) -> float:
 
 
 class DDPTrainer:
-    """The optimizer on what DDP exchanges."""
+    """The optimizer on what DDP exchanges: gradients as they are, or by torch's hook in float16."""
 
     round_steps, finish_s, agreed = 1, 0.0, True
 
-    def __init__(self, model: nn.Module, setup: Setup, bucket_cap_mb: int = _BUCKET_CAP_MB) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        setup: Setup,
+        *,
+        half: bool = False,
+        bucket_cap_mb: int = _BUCKET_CAP_MB,
+    ) -> None:
         self.module = model
         self.ddp = DistributedDataParallel(
             model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True
         )
+        self.width = 2 if half else None
+        if half:
+            self.ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
         self.setup = setup
         self.optimizer = setup.optimizer_of(model)
         self.steady_from_step = 2  # DDP rebuilds its buckets after the first
@@ -181,41 +185,17 @@ class DDPTrainer:
         self.steps = 0
 
     def train_step(self, inputs: Any, targets: Any) -> Tensor:
-        """See `Trainer`."""
         self.steps += 1
         return bare_step(self.setup, self.ddp, self.optimizer, inputs, targets)
 
-    def dense_bytes(self, width: int | None = None) -> float:
-        """Bytes of all gradients; with `width` bytes an entry instead of their own."""
-        return gradient_bytes(self.module, width)
+    def sent_bytes(self) -> float:
+        return self.steps * ring_bytes(gradient_bytes(self.module, self.width))
 
     def finish(self) -> None:
         """Every step has been exchanged."""
 
     def close(self) -> None:
         """DDP leaves with the process; it offers no way to take its hooks off."""
-
-
-@final
-class Dense(DDPTrainer):
-    """The baseline: DDP as it comes."""
-
-    def sent_bytes(self) -> float:
-        """See `Trainer`."""
-        return self.steps * ring_bytes(self.dense_bytes())
-
-
-@final
-class HalfPrecision(DDPTrainer):
-    """Gradients travel in float16."""
-
-    def __init__(self, model: nn.Module, setup: Setup) -> None:
-        super().__init__(model, setup)
-        self.ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-
-    def sent_bytes(self) -> float:
-        """See `Trainer`."""
-        return self.steps * ring_bytes(self.dense_bytes(2))
 
 
 @final
@@ -240,11 +220,11 @@ class PowerSGD(DDPTrainer):
         self.settings = {**self.settings, "rank": self._RANK, "dense_steps": self._DENSE_STEPS}
 
     def sent_bytes(self) -> float:
-        """See `Trainer`."""
         dense_steps = min(self.steps, self._DENSE_STEPS)
         _, _, factors_numel = self.state.compression_stats()  # type: ignore[no-untyped-call]
-        width = self.dense_bytes() / self.dense_bytes(1)
-        return dense_steps * ring_bytes(self.dense_bytes()) + ring_bytes(width * factors_numel)
+        dense = gradient_bytes(self.module)
+        width = dense / gradient_bytes(self.module, 1)
+        return dense_steps * ring_bytes(dense) + ring_bytes(width * factors_numel)
 
 
 @final
@@ -272,11 +252,9 @@ class Local:
 
     @property
     def agreed(self) -> bool:
-        """See `Trainer`."""
         return self.sync.synced
 
     def train_step(self, inputs: Any, targets: Any) -> Tensor:
-        """See `Trainer`."""
         loss = self.setup.forward(self.module, inputs, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         self.sync.observe(loss)
@@ -288,7 +266,6 @@ class Local:
         return loss.detach()
 
     def sent_bytes(self) -> float:
-        """See `Trainer`."""
         return Group.on_the_wire - self.bytes_before
 
     def finish(self) -> None:
@@ -296,7 +273,6 @@ class Local:
         self.sync.flush()
 
     def close(self) -> None:
-        """See `Trainer`."""
         self.sync.close()
 
 
@@ -344,7 +320,6 @@ class Prepared:
         return self.engine.sync is None or self.engine.sync.pending is None
 
     def sent_bytes(self) -> float:
-        """See `Trainer`."""
         return Group.on_the_wire - self.bytes_before
 
     def finish(self) -> None:
@@ -352,7 +327,6 @@ class Prepared:
         self.engine.flush()
 
     def close(self) -> None:
-        """See `Trainer`."""
         self.engine.close()
 
 

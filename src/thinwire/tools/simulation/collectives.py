@@ -40,11 +40,9 @@ class Reduce:
     nbytes: int
 
     def given(self, size: int) -> Ranks:
-        """See `Gather`."""
         return np.full(size, self.nbytes)
 
     def sent(self, size: int) -> Times:
-        """See `Gather`."""
         return np.full(size, 2 * (size - 1) / size * self.nbytes)
 
 
@@ -60,7 +58,6 @@ class Deal:
         return np.array([total - length for length in self.lengths], np.int64)
 
     def sent(self, size: int) -> Times:
-        """See `Gather`."""
         return self.given(size).astype(np.float64)
 
 
@@ -71,11 +68,9 @@ class Broadcast:
     nbytes: int
 
     def given(self, size: int) -> Ranks:
-        """See `Gather`."""
         return np.array([self.nbytes] + [0] * (size - 1), np.int64)
 
     def sent(self, size: int) -> Times:
-        """See `Gather`."""
         rounds, place = _depth(size), np.arange(size)
         children = [
             sum(r < 2**i and r + 2**i < size for i in range(rounds)) for r in place.tolist()
