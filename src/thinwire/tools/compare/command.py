@@ -101,28 +101,10 @@ def compare(
             takes more than ten minutes.
         quiet: Show no progress.
     """
-    folder = Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S") if out is None else out
-    settings = Settings.check(
-        workers=workers,
-        link=link,
-        latency=latency,
-        strategies=strategies,
-        steps=steps,
-        seconds=seconds,
-        size=size,
-        text=text,
-        out=folder,
-        batch=batch,
-        seed=seed,
-        seeds=seeds,
-        lr=lr,
-        optimizer=optimizer,
-        task=task,
-        device=device,
-        tune=tune,
-        model=model,
-        timeout=timeout,
-    )
+    if out is None:
+        out = Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
+    typed = {name: value for name, value in locals().items() if name != "quiet"}
+    settings = Settings.check(**typed)
     _run(settings, quiet)
 
 

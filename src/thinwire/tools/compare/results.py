@@ -356,9 +356,6 @@ _MEANS = (
 def mean_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The first run, with means over all of them in its figures and its curve, and each run's own
     curve under `seeds`.
-
-    Args:
-        runs: What was measured, each with its `seed`; at least one.
     """
     first = dict(runs[0])
     for key in _MEANS:

@@ -40,12 +40,7 @@ def machine_findings(
 
 
 def elsewhere(meeting: str, own: tuple[str, ...]) -> bool | None:
-    """Whether ranks are on other machines, going by MASTER_ADDR; None where that says nothing.
-
-    Args:
-        meeting: The variable; empty where it is not set.
-        own: Addresses of this machine.
-    """
+    """Whether ranks are on other machines, going by MASTER_ADDR; None where that says nothing."""
     # no address is a finding of its own
     addresses = resolved(meeting).addresses[:1] if meeting else ()
     return True if any(a not in own and not is_loopback(a) for a in addresses) else None

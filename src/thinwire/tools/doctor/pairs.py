@@ -52,14 +52,7 @@ class Reach:
 
 @final
 class Answering:
-    """A socket on one address that answers the ranks of this run, until the block ends.
-
-    Args:
-        address: The only one that it listens on.
-        rank: This rank, which it says to whoever has the token.
-        token: 16 bytes that the ranks of this run know.
-        patience_s: How long a silent connection is kept.
-    """
+    """A socket on one address that answers the ranks of this run, until the block ends."""
 
     def __init__(self, address: str, rank: int, token: bytes, patience_s: float) -> None:
         self._rank, self._token, self._patience_s = rank, token, patience_s
@@ -107,14 +100,7 @@ class Answering:
 def reach_all(
     places: Mapping[int, tuple[str, int]], large: Set[int], token: bytes, patience_s: float
 ) -> list[Reach]:
-    """All other ranks, several at once.
-
-    Args:
-        places: Address and port of each.
-        large: Those that get a large message.
-        token: That of this run.
-        patience_s: For a connection, for the large message, and for the search of a fitting MTU.
-    """
+    """All other ranks, several at once."""
     if not places:
         return []
     with concurrent.futures.ThreadPoolExecutor(min(len(places), _MOST_AT_ONCE)) as pool:

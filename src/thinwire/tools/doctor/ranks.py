@@ -51,13 +51,7 @@ def find_store(rank: int, size: int, patience_s: float) -> Store:
 
 @final
 class Board:
-    """Rows of JSON that ranks leave for each other in a store.
-
-    Args:
-        store: Which all of them have.
-        rank: This one.
-        size: Number of ranks.
-    """
+    """Rows of JSON that ranks leave for each other in a store."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -138,16 +132,7 @@ class Ended:
 
 @final
 class Examination:
-    """One rank's part.
-
-    Args:
-        rank: This one.
-        size: Number of ranks.
-        begun: When the command began, by `time.monotonic`.
-        limit_s: For all of it.
-        show: Is told what comes next.
-        report: Prints a title and findings; on ranks other than 0 where they reach nobody.
-    """
+    """One rank's part; what it reports on ranks other than 0 is what reaches nobody else."""
 
     def __init__(
         self,

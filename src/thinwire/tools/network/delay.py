@@ -39,12 +39,6 @@ def delayed_links(
 ) -> Iterator[None]:
     """Build the links and run the forwarder; the devices vanish with it.
 
-    Args:
-        hub_fd: Namespace of the hub.
-        worker_fds: Namespaces of the workers.
-        addresses: IPv4 address of each worker.
-        link: Rate and one-way latency of each link.
-
     Raises:
         OSError: The kernel refused, for example because it has no TUN devices.
     """

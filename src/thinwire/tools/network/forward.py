@@ -19,13 +19,7 @@ _PACKETS_AT_A_TIME = 64
 
 
 def forward(latency_s: float, pairs: list[tuple[int, int]]) -> None:
-    """Carry packets for ever.
-
-    Args:
-        latency_s: How late packets from the first of a pair reach the second; the other way is
-            immediate.
-        pairs: Descriptors of the two devices, not blocking.
-    """
+    """Carry packets for ever."""
     to_hub = dict(pairs)
     to_worker = {hub: worker for worker, hub in pairs}
     readable = [*to_hub, *to_worker]

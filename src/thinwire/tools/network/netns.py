@@ -87,10 +87,6 @@ def why_unavailable() -> str | None:
 def network(workers: int, link: Link) -> Iterator[Network]:
     """Namespaces for `workers`, joined and limited both ways; they vanish with their last user.
 
-    Args:
-        workers: How many, at least 1.
-        link: Rate of each worker's link in each direction, and one-way latency.
-
     Yields:
         The network, ready for use.
 

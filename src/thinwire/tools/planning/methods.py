@@ -7,10 +7,9 @@ from math import ceil, inf, isqrt, log2
 from typing import Any
 
 from thinwire.layout.message import HEADER_BYTES, Layout, Slot, WholeLayout, count_sent
-from thinwire.layout.shares import split_plan
+from thinwire.layout.shares import SplitPlan, WholeSplit, split_plan
 from thinwire.layout.traffic import (
     SPLIT,
-    busiest,
     chosen_exchange,
     chosen_split,
     travels_sealed,
@@ -18,7 +17,7 @@ from thinwire.layout.traffic import (
 from thinwire.tools.planning.network import Network
 from thinwire.tools.planning.work import Shape, Work, matrices, numel_of
 
-__all__ = ["BUCKETS", "MOST_PARAMS", "Cost", "cost_by_number", "cost_of", "grown"]
+__all__ = ["BUCKETS", "MOST_PARAMS", "Cost", "cost_by_number", "cost_of", "grown", "messages"]
 
 _PASS_S = {False: 0.8e-9, True: 3e-12}
 """Seconds to read and write a number once, on a core and on a GPU."""
@@ -62,14 +61,7 @@ class _Bucket:
 
 
 def cost_of(document: Mapping[str, Any], hook: str, work: Work, network: Network) -> Cost:
-    """The cost of a strategy.
-
-    Args:
-        document: As in a strategy file; empty for DDP.
-        hook: Of DDP where the document is empty: "dense", "fp16" or "powersgd".
-        work: Of a rank.
-        network: Between the ranks.
-    """
+    """The cost of a strategy."""
     if "localsgd" in document:
         return _local(document["localsgd"], work, network)
     if "dgc" in document:
@@ -242,21 +234,34 @@ def _sparse_dealt(
     numels: tuple[int, ...], sparsity: float, value_bits: int, exchange: str, ranks: int
 ) -> _Dealt:
     slots = tuple(Slot(n, count_sent(n, sparsity)) for n in numels)
-    layout = Layout(slots, value_bits)
-    few = min(ranks, _MOST_OWNERS)
-    if chosen_exchange(exchange, layout, few) != SPLIT:
-        return _Dealt(0, layout.nbytes)
-    row_bytes = split_plan(layout, few).row_bytes
-    return _among(busiest(layout, few, SPLIT).bytes_sent - row_bytes, row_bytes, few, ranks)
+    return _dealt(Layout(slots, value_bits), exchange, ranks)
 
 
 @lru_cache(maxsize=1024)
-def _whole_dealt(layout: WholeLayout, exchange: str, ranks: int) -> _Dealt:
+def _dealt(layout: Layout | WholeLayout, exchange: str, ranks: int) -> _Dealt:
     few = min(ranks, _MOST_OWNERS)
-    plan = chosen_split(exchange, layout, few)
+    first, row_bytes = messages(layout, exchange, few)
+    if not first:
+        return _Dealt(0, row_bytes)
+    # entries count for the source that moves most, whole tensors for the first one
+    busiest = first[0] if few == 2 or isinstance(layout, WholeLayout) else max(first)
+    return _among(sum(first) - busiest, row_bytes, few, ranks)
+
+
+def messages(
+    layout: Layout | WholeLayout, exchange: str, sources: int
+) -> tuple[tuple[int, ...], int]:
+    """Return the bytes that a source sends to each owner of sums, if there are owners, and to
+    all others.
+    """
+    if isinstance(layout, WholeLayout):
+        plan: SplitPlan | WholeSplit | None = chosen_split(exchange, layout, sources)
+    else:
+        split = chosen_exchange(exchange, layout, sources) == SPLIT
+        plan = split_plan(layout, sources) if split else None
     if plan is None:
-        return _Dealt(0, layout.nbytes)
-    return _among(plan.bytes_sent(0) - plan.row_bytes, plan.row_bytes, few, ranks)
+        return (), layout.nbytes
+    return tuple(part.nbytes for part in plan.first), plan.row_bytes
 
 
 def _among(first_bytes: int, row_bytes: int, few: int, ranks: int) -> _Dealt:
@@ -335,7 +340,7 @@ def _change(
     if "quantized" in compression:
         own = compression["quantized"]
         whole = WholeLayout(work.numels, own.get("value_bits", 4))
-        dealt = _whole_dealt(whole, own.get("exchange", "auto"), network.ranks)
+        dealt = _dealt(whole, own.get("exchange", "auto"), network.ranks)
         return dealt.seconds(network, fragments, idle_s), dealt.sent(network), 16, 2
     if "low_rank" in compression:
         rank = compression["low_rank"].get("rank", 2)

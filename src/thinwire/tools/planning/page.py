@@ -53,12 +53,7 @@ _HATCHING = (
 
 
 def render(plan: Plan, command: str) -> str:
-    """The whole page.
-
-    Args:
-        plan: To be shown: the best setting of every strategy in the table, all in a plot.
-        command: The command line that makes the plan again.
-    """
+    """The whole page."""
     rows = plan.best()
     first, _, rest = plan.reason.partition(": ")
     return "\n".join(

@@ -71,16 +71,8 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """The row as JSON knows it, without the document."""
-        return {
-            "name": self.name,
-            "step_seconds": list(self.step_seconds),
-            "bytes_per_step": self.bytes_per_step,
-            "memory_bytes": self.memory_bytes,
-            "waiting_share": self.waiting_share,
-            "progress": self.progress,
-            "progress_source": self.progress_source,
-            "time_to_dense_loss": self.time_to_dense_loss,
-        }
+        whole = {**vars(self), "step_seconds": list(self.step_seconds)}
+        return {key: value for key, value in whole.items() if key not in ("document", "optimizer")}
 
 
 @dataclass(frozen=True)
@@ -124,13 +116,8 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON knows it."""
-        return {
-            "recommended": self.recommended,
-            "reason": self.reason,
-            "strategies": [row.to_dict() for row in self.strategies],
-            "link": dict(self.link),
-            "model": dict(self.model),
-        }
+        rows = [row.to_dict() for row in self.strategies]
+        return {**vars(self), "strategies": rows, "link": {**self.link}, "model": {**self.model}}
 
 
 def plan(

@@ -59,13 +59,6 @@ class Axis:
     ) -> Self:
         """An axis on which all values lie, with a little room on both sides, and never of no
         length.
-
-        Args:
-            values: At least one; positive where `logarithmic`.
-            begin: Of the drawing.
-            end: Of the drawing.
-            logarithmic: See the class.
-            margin: Room on each side as a part of the range.
         """
         low, high = min(values), max(values)
         if logarithmic:

@@ -17,14 +17,7 @@ _FIRST_LINE = "# Written by thinwire compare: "
 
 @dataclass(frozen=True)
 class ToUse:
-    """The text to copy, and its use.
-
-    Attributes:
-        strategy: Whose it is.
-        how: What to do with it.
-        text: A strategy file, or lines of Python where it is one of torch's own hooks.
-        is_file: Which of both.
-    """
+    """The text to copy, and its use."""
 
     strategy: str
     how: str
@@ -33,12 +26,7 @@ class ToUse:
 
 
 def document_of(recipe: Recipe, ramp_steps: int) -> dict[str, Any] | None:
-    """A recipe as the content of a strategy file; None for torch's own hooks.
-
-    Args:
-        recipe: Of the comparison.
-        ramp_steps: That the comparison gave to methods that start gently.
-    """
+    """A recipe as the content of a strategy file; None for torch's own hooks."""
     if recipe.field is None:
         return dict(recipe.options["document"]) if "document" in recipe.options else None
     if not recipe.field:

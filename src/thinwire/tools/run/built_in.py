@@ -34,15 +34,7 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @final
 class NextByte:
-    """Predict the next byte of a text.
-
-    Args:
-        config: Of the run.
-        size: Of the model.
-        rank: Of this process.
-        world: Ranks.
-        device: Where model and batches are.
-    """
+    """Predict the next byte of a text."""
 
     make_optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None = None
     alike = False
@@ -90,15 +82,7 @@ class NextByte:
 
 @final
 class Digits:
-    """Tell scanned digits apart.
-
-    Args:
-        config: Of the run.
-        size: Of the model.
-        rank: Of this process.
-        world: Ranks.
-        device: Where model and batches are.
-    """
+    """Tell scanned digits apart."""
 
     make_optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None = None
     alike = False

@@ -39,12 +39,7 @@ class Events(Protocol):
 
 @final
 class EventLog:
-    """The writing end, in a worker that the command has started.
-
-    Args:
-        folder: Where the logs of all ranks are.
-        rank: Whose log this is.
-    """
+    """The writing end, in a worker that the command has started."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
@@ -69,13 +64,7 @@ class EventLog:
 
 @dataclass
 class EventReader:
-    """The reading end, in the command.
-
-    Attributes:
-        folder: Where the logs of all ranks are.
-        rank: Whose log is read.
-        offset: Bytes read so far.
-    """
+    """The reading end, in the command."""
 
     folder: Path
     rank: int

@@ -51,12 +51,6 @@ def run_workers(
     The workers end with the generator, and with the thread that runs it: the kernel kills them when
     it is gone.
 
-    Args:
-        job: What each of them does.
-        workers: Number of ranks.
-        network: Where they run; None is the loopback of this machine.
-        work: An empty folder for the job, event logs and output.
-
     Raises:
         TaskRefused: The job's task is the user's, and a worker refuses it.
         WorkerError: With the first failing worker's error.
@@ -195,10 +189,6 @@ def _logs(work: Path) -> str:
 @contextlib.contextmanager
 def joined(said: Mapping[str, Any], timeout_s: float) -> Iterator[None]:
     """Belong to the process group of all ranks.
-
-    Args:
-        said: What must be the same on all of them.
-        timeout_s: How long a rank waits for a message of another one.
 
     Raises:
         ValueError: It differs; on all ranks.

@@ -23,10 +23,6 @@ def environments(workers: int, network: Network | None) -> list[dict[str, str]]:
     """The environment of each rank: that of this process, and what torchrun would set.
 
     In a network of its own every rank is a machine: its LOCAL_RANK is 0 and its LOCAL_WORLD_SIZE 1.
-
-    Args:
-        workers: Number of ranks.
-        network: Where they run; None is the loopback of this machine.
     """
     default = {"OMP_NUM_THREADS": threads_of(workers), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     common = {
@@ -90,15 +86,7 @@ def start(
     stdout: IO[bytes] | int,
     stderr: int,
 ) -> "subprocess.Popen[bytes]":
-    """Start a rank as the leader of a group of processes; the kernel ends it with this thread.
-
-    Args:
-        command: The program and its arguments.
-        environment: All of its variables.
-        fd: Descriptor of its network namespace; -1 for that of this process.
-        stdout: As `subprocess.Popen` takes it.
-        stderr: The same.
-    """
+    """Start a rank as the leader of a group of processes; the kernel ends it with this thread."""
     return subprocess.Popen(
         [sys.executable, "-P", str(Path(enter.__file__)), str(fd), str(os.getpid()), *command],
         stdin=subprocess.DEVNULL,

@@ -55,10 +55,6 @@ def rehearse(config: RunConfig, work: Work) -> None:
     rank at the same time.
 
     The model and torch's random numbers are afterwards as they were.
-
-    Args:
-        config: Of the run.
-        work: Of this rank.
     """
     recipe = config.recipe
     with torch.random.fork_rng(devices=[]):
@@ -83,10 +79,6 @@ def rehearse(config: RunConfig, work: Work) -> None:
 class Check:
     """Rehearse one strategy after the other on all ranks, before the first one trains: a job of the
     workers.
-
-    Args:
-        config: `runs`: the configurations of the runs.
-        events: Of this rank.
     """
 
     def __init__(self, config: Mapping[str, Any], events: Events) -> None:

@@ -163,14 +163,7 @@ def called(model: nn.Module, inputs: Any) -> Any:
 
 @final
 class OwnTask:
-    """A task of the user's.
-
-    Args:
-        word: "FILE.py:NAME".
-        seed: Given to the function of this name.
-        rank: Of this process.
-        world: Ranks that are to train; those that are here may be fewer.
-        device: Where model and batches are put.
+    """A task of the user's, for `world` ranks; those that are here may be fewer.
 
     Raises:
         TaskError: On all ranks, if it fails on any of them, or if they have made different models.

@@ -35,12 +35,7 @@ def kernel_bytes(interface: str | None) -> tuple[int, int]:
 
 @final
 class BareStep:
-    """Times of the same step without any exchange, on a copy of the model that is thrown away.
-
-    Args:
-        setup: Of the run.
-        work: Whose model is copied.
-    """
+    """Times of the same step without any exchange, on a copy of the model that is thrown away."""
 
     def __init__(self, setup: Setup, work: Work) -> None:
         self.setup, self.work, self.model = setup, work, copy.deepcopy(work.model)
@@ -68,10 +63,6 @@ _FEWEST_STEADY_STEPS = 5
 class TrainingRun:
     """One training with its measurements; clock and kernel's counters stand still while it
     evaluates.
-
-    Args:
-        config: A `RunConfig`, as JSON knows it.
-        events: Of this rank.
     """
 
     def __init__(self, config: Mapping[str, Any], events: Events) -> None:

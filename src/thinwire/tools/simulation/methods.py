@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from thinwire.layout.fragments import partition
 from thinwire.layout.message import SEAL_BYTES, SKETCH_NUMEL, Layout, Slot, WholeLayout, count_sent
-from thinwire.layout.shares import split_plan
-from thinwire.layout.traffic import EXCHANGES, SPLIT, chosen_exchange, chosen_split, travels_sealed
+from thinwire.layout.traffic import EXCHANGES, travels_sealed
+from thinwire.tools.planning.methods import messages
 from thinwire.tools.simulation.collectives import Collective, Deal, Gather, Reduce
 
 __all__ = ["AGREEMENT", "Entries", "Method", "Whole", "dense_sum"]
@@ -40,11 +40,7 @@ class Entries:
     def rounds(self, numels: Sequence[int], sources: int) -> Rounds:
         """One after the other, as `compress.entries.send_entries` yields them."""
         slots = tuple(Slot(numel, count_sent(numel, self.sparsity)) for numel in numels)
-        layout = Layout(slots, self.value_bits)
-        if chosen_exchange(self.exchange, layout, sources) != SPLIT:
-            return [[Gather(layout.nbytes)]]
-        plan = split_plan(layout, sources)
-        return [[Deal(tuple(its.nbytes for its in plan.first))], [Gather(plan.row_bytes)]]
+        return _rounds(Layout(slots, self.value_bits), self.exchange, sources)
 
 
 @dataclass(frozen=True)
@@ -66,11 +62,7 @@ class Whole:
 
     def rounds(self, numels: Sequence[int], sources: int) -> Rounds:
         """One after the other, as `compress.quantized_change.Quantized` yields them."""
-        layout = WholeLayout(tuple(numels), self.value_bits)
-        plan = chosen_split(self.exchange, layout, sources)
-        if plan is None:
-            return [[Gather(layout.nbytes)]]
-        return [[Deal(tuple(its.nbytes for its in plan.first))], [Gather(plan.row_bytes)]]
+        return _rounds(WholeLayout(tuple(numels), self.value_bits), self.exchange, sources)
 
 
 @dataclass(frozen=True)
@@ -141,6 +133,11 @@ class Method:
             and self.compression.sketch
             and any(n >= self.min_numel for n in numels)
         )
+
+
+def _rounds(layout: Layout | WholeLayout, exchange: str, sources: int) -> Rounds:
+    first, row_bytes = messages(layout, exchange, sources)
+    return [[Deal(first)], [Gather(row_bytes)]] if first else [[Gather(row_bytes)]]
 
 
 def _require_exchange(exchange: str) -> None:
