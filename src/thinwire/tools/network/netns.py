@@ -25,6 +25,9 @@ from thinwire.tools.network.namespaces import (
 
 __all__ = ["Network", "network", "why_unavailable"]
 
+_PREFIX = "10.77.0."
+_DELAYED_BIT_S = 1e8  # what the process that delays packets carries without losing any
+
 
 @dataclass(frozen=True)
 class Network:
