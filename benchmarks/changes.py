@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.compress.change_protocol import ERRORS, ChangeCompression
-from thinwire.compress.protocol import Context
+from thinwire.compress.figures import decay_of
+from thinwire.compress.protocol import ERRORS, ChangeCompression, Context
 from thinwire.tools.run.model import ByteTransformer
 from thinwire.tools.run.size import parse_size
 from thinwire.tools.run.text import read_standard_library
@@ -88,7 +88,7 @@ class Ranks:
         else:
             for change, kept in zip(changes, self.kept, strict=True):
                 for name, folded in change.items():
-                    folded.add_(kept[ERRORS][name], alpha=self.compression.decay)
+                    folded.add_(kept[ERRORS][name], alpha=decay_of(self.compression))
             given = enumerate(zip(changes, self.kept, strict=True))
             count = len(changes)
             sendings = [

@@ -28,7 +28,7 @@ from thinwire.layout.traffic import (
     Traffic,
     between_sources,
     busiest,
-    chosen_exchange,
+    chosen_split,
 )
 
 TENSORS = 160
@@ -117,17 +117,21 @@ def row(ranks: int, way: tuple[str, int], layout: Layout, found: list[Any]) -> d
     }
 
 
+def _auto(layout: Layout, sources: int) -> str:
+    return GATHER if chosen_split("auto", layout, sources) is None else SPLIT
+
+
 def counted(ranks: int, layout: Layout) -> dict[str, Any]:
     ways: dict[str, Traffic] = {way: busiest(layout, ranks, way) for way in (GATHER, SPLIT)}
     nodes = ranks // NODE_SIZE
-    between = chosen_exchange("auto", layout, nodes) if nodes > 1 else None
+    between = _auto(layout, nodes) if nodes > 1 else None
     return {
         "sources": ranks,
         **{
             way: {"entries": traffic.entries, "bytes": traffic.bytes}
             for way, traffic in ways.items()
         },
-        "auto": chosen_exchange("auto", layout, ranks),
+        "auto": _auto(layout, ranks),
         "nodes": None
         if between is None
         else {"auto": between, "bytes": busiest(layout, nodes, between).bytes},

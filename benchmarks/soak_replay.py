@@ -19,7 +19,8 @@ from benchmarks.soak_member import CONFIGS, Trainee, digest
 from thinwire.comm import Group
 from thinwire.comm.direct import Direct
 from thinwire.comm.group import Rate
-from thinwire.compress.changes import compression_of
+from thinwire.compress import compression_of
+from thinwire.compress.figures import loops_of
 from thinwire.core.outer import OuterRule
 from thinwire.kernels.needs import needs_of
 from thinwire.kernels.warm import warm_up
@@ -218,7 +219,7 @@ def compiled(config: str) -> None:
     averaging = _Member(0, config).averaging
     tensors = list(averaging.anchors.values())
     if averaging.changes is not None:
-        warm_up(averaging.changes.needs(tensors))
+        warm_up(loops_of(averaging.changes, tensors, of_gradients=False))
     warm_up(needs_of("outer", tensors))
 
 

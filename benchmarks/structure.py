@@ -12,7 +12,6 @@ tests/laws/test_agreements.py.
 """
 
 import ast
-import importlib
 import inspect
 import json
 import sys
@@ -27,6 +26,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import thinwire as tw
+from thinwire.compress import protocol
 from thinwire.tools.run.ranks import free_port
 
 SOURCE = Path(tw.__file__).parent
@@ -37,10 +37,9 @@ TOOLS = ("tools",)
 """Packages of commands; all others are the library."""
 PUBLIC = ("optim", "schedules", "amp", "errors", "integrations")
 """Modules whose names users import; every other module is internal."""
-PROTOCOLS = {
-    "thinwire.compress.protocol": ("Compression", "Compressor"),
-    "thinwire.compress.change_protocol": ("ChangeCompression", "ForChanges"),
-}
+PROTOCOLS = ("Config", "Compression", "Compressor", "ChangeCompression")
+"""Those of `thinwire.compress.protocol` that a method of compression answers, for gradients and for
+changes."""
 
 
 def files() -> list[Path]:
@@ -148,12 +147,11 @@ def longest_class() -> int:
 
 def members_of_protocols() -> int:
     """How many names a method of compression must answer, for gradients and for changes."""
-    found: set[tuple[str, str]] = set()
-    for module, classes in PROTOCOLS.items():
-        for each in classes:
-            kind = getattr(importlib.import_module(module), each)
-            names = {*vars(kind), *inspect.get_annotations(kind)}
-            found |= {(each, name) for name in names if not name.startswith("_")}
+    found = []
+    for each in PROTOCOLS:
+        kind = getattr(protocol, each)
+        names = {*vars(kind), *inspect.get_annotations(kind)}
+        found += [name for name in names if not name.startswith("_")]
     return len(found)
 
 

@@ -30,14 +30,15 @@ _NAMES = {
     "thinwire.comm.replicate": "make_equal_",
     "thinwire.comm.sockets": "connections listeners shut_down",
     "thinwire.comm.waiting": "left_s one_deadline",
-    "thinwire.compress.change_protocol": "ERRORS ErrorsOnly Kept MeanChange",
-    "thinwire.compress.changes": "COMPRESSIONS compression_of",
+    "thinwire.compress": "CHANGE_COMPRESSIONS compression_of",
     "thinwire.compress.dense": "opened_sum sealed send_dense",
     "thinwire.compress.dgc": "DGC locally_clipped",
     "thinwire.compress.entries": "ArrivedEntries Proposed send_entries",
+    "thinwire.compress.figures": "conserves decay_of loops_of sent_bytes steady_share",
     "thinwire.compress.low_rank": "LowRank",
     "thinwire.compress.protocol": (
-        "AllGather AllReduce AllToAll Collective Compression Context Sending together"
+        "AllGather AllReduce AllToAll Collective Compression Context ERRORS ErrorsOnly Kept "
+        "MeanChange Sending together"
     ),
     "thinwire.compress.split": "add_up joined shares",
     "thinwire.core.centralize": "centralized",
@@ -81,7 +82,7 @@ _NAMES = {
     ),
     "thinwire.layout.shares": "split_plan whole_split",
     "thinwire.layout.traffic": (
-        "GATHER between_sources busiest chosen_exchange first_split inside_node travels_sealed"
+        "GATHER begin_step between_sources busiest chosen_split first_split travels_sealed"
     ),
     "thinwire.local": "updates work",
     "thinwire.local.averager": "Averager",
@@ -143,7 +144,7 @@ _NAMES = {
     "thinwire.tools.network.netns": "netns_Network=Network network why_unavailable",
     "thinwire.tools.planning": "command",
     "thinwire.tools.planning.grid": "Candidate LEFT_OUT candidates",
-    "thinwire.tools.planning.methods": "BUCKETS MOST_PARAMS cost_by_number cost_of grown",
+    "thinwire.tools.planning.methods": "MOST_PARAMS cost_by_number cost_of grown",
     "thinwire.tools.planning.network": "FRAMES crowding network_Network=Network reduce_pairs",
     "thinwire.tools.planning.page": "plan_page=render",
     "thinwire.tools.planning.probed": "Probe",

@@ -1,7 +1,7 @@
 """A compression that the library does not have needs nothing but the protocol: two sums, with a
 state of its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +18,6 @@ from tests.api import (
     Group,
     Kept,
     MeanChange,
-    Need,
     Round,
     Sending,
     checked_mean_,
@@ -33,17 +32,11 @@ class OneFactor(ErrorsOnly):
     """Rank 1 of PowerSGD (arXiv 1905.13727, algorithm 1) for matrices; everything else travels
     whole."""
 
-    decay, conserves, steady_share = 1.0, True, 1.0
-    kept = {ERRORS: "mean_zero", "factors": "first"}  # noqa: RUF012 (as the protocol has it)
-
     def begin(self, anchor: Tensor) -> dict[str, Tensor]:
         return {**super().begin(anchor), "factors": torch.ones(anchor.shape[1], dtype=anchor.dtype)}
 
     def compresses(self, param: Tensor) -> bool:
         return param.dim() == 2
-
-    def takes(self, step: int, numel: int) -> bool:
-        return True
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
         left = torch.cat([m @ kept["factors"][n] for n, m in folded.items()])
@@ -58,15 +51,6 @@ class OneFactor(ErrorsOnly):
         arrived.factors = dict(zip(folded, zip(columns, rows, strict=True), strict=True))
         arrived.sums = sums
         return arrived
-
-    def sent_bytes(self, step: int, shapes: Sequence[torch.Size]) -> int:
-        raise NotImplementedError("nobody asks here")
-
-    def sparsity_at(self, step: int) -> float:
-        return 0.0
-
-    def needs(self, params: Sequence[Tensor]) -> frozenset[Need]:
-        return frozenset()
 
 
 class Factors(MeanChange):

@@ -15,7 +15,6 @@ import torch
 
 import thinwire as tw
 from tests.api import (
-    BUCKETS,
     FRAMES,
     Layout,
     Slot,
@@ -26,6 +25,7 @@ from tests.api import (
     matrices,
     numel_of,
     reduce_pairs,
+    sent_bytes,
     split_plan,
     whole_split,
 )
@@ -151,16 +151,11 @@ def test_bytes_of_local_updates_are_those_of_the_real_messages(
     assert config.compression is not None
     work = Work(1_000_000, matrices(1_000_000), 0.1)
     shapes = [torch.Size(shape) for shape in work.shapes]
-    message = config.compression.sent_bytes(100, shapes)
+    message = sent_bytes(config.compression, 100, shapes)
     cost = cost_of(
         {"localsgd": {"k_steps": 1, "compression": compression}}, "", work, Network(1e8, 0.0, 2)
     )
     assert cost.bytes - 256 == message
-
-
-def test_buckets_are_those_of_the_methods() -> None:
-    for field, method in (("dgc", tw.DGC), ("low_rank", tw.LowRank)):
-        assert BUCKETS[field] == (method.first_bytes, method.bucket_bytes)
 
 
 def test_latencies_of_several_buckets_pass_at_the_same_time() -> None:

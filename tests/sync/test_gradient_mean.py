@@ -508,18 +508,23 @@ def test_bytes_are_those_of_this_exchange_alone() -> None:
 
 def test_the_local_limit_is_for_what_is_compressed() -> None:
     """One rank's share g / N has at most the norm C / sqrt(N)."""
+
+    def let_in(dgc: DGC, step: int, param: Tensor, grad: Tensor) -> Tensor:
+        grads, params = {"w": grad}, {"w": param}
+        return locally_clipped(grads, params, lambda _: dgc, step=step, sources=4)["w"]
+
     dgc = DGC(rampup_begin_step=5, local_grad_clip_norm=0.5, min_numel=10)
     param, small = Parameter(torch.zeros(10)), Parameter(torch.zeros(9))
     grad = torch.full((10,), 3.0)
-    limited = locally_clipped(dgc, 5, 4, param, grad)
+    limited = let_in(dgc, 5, param, grad)
     assert float((limited / 4).norm()) == pytest.approx(0.5 / 2, rel=1e-6)
     assert torch.equal(grad, torch.full((10,), 3.0))
-    assert torch.equal(locally_clipped(dgc, 5, 4, param, grad / 100), grad / 100)
+    assert torch.equal(let_in(dgc, 5, param, grad / 100), grad / 100)
     half = Parameter(torch.zeros(10, dtype=torch.bfloat16))
-    assert locally_clipped(dgc, 5, 4, half, grad.bfloat16()).dtype == torch.float32
+    assert let_in(dgc, 5, half, grad.bfloat16()).dtype == torch.float32
     for step, p, g in [(4, param, grad), (5, small, grad[:9]), (5, param, grad.to_sparse())]:
-        assert locally_clipped(dgc, step, 4, p, g) is g
-    assert locally_clipped(DGC(min_numel=10), 5, 4, param, grad) is grad
+        assert let_in(dgc, step, p, g) is g
+    assert let_in(DGC(min_numel=10), 5, param, grad) is grad
 
 
 def test_wrong_arguments() -> None:

@@ -18,8 +18,8 @@ from tests.api import (
     Round,
     Slot,
     between_sources,
-    inside_node,
     sources_of,
+    split_plan,
 )
 from tests.ranks import Pool
 from tests.reference.split_exchange import split_exchange
@@ -221,9 +221,10 @@ def count(rank: int, size: int, exchange: str, width: int) -> list[tuple[int, ..
     one_round.finish()
     layout = Layout(tuple(Slot(n, k) for n, k in zip(NUMELS, COUNTS, strict=True)), 1)
     expected = between_sources(layout, size // width, exchange, source)
-    inside = inside_node(
-        layout, size // width, exchange, source, leader=rank % width == 0, grad_bytes=0
-    )
+    plan = split_plan(layout, size // width)
+    each = plan.first[source].nbytes + plan.row_bytes if exchange == "split" else layout.nbytes
+    passed_on = size // width * each
+    inside = (passed_on, 0) if rank % width == 0 else (0, passed_on)
     if width == 1:
         return [
             (group.bytes_sent, group.bytes_received),
@@ -233,7 +234,7 @@ def count(rank: int, size: int, exchange: str, width: int) -> list[tuple[int, ..
     between = (0, 0) if leaders is None else (leaders.bytes_sent, leaders.bytes_received)
     own = (node.bytes_sent, node.bytes_received)
     counted = (expected.bytes_sent, expected.bytes_received) if rank % width == 0 else (0, 0)
-    return [(*between, *own), (*counted, inside.bytes_sent, inside.bytes_received)]
+    return [(*between, *own), (*counted, *inside)]
 
 
 @pytest.mark.parametrize("exchange", ["gather", "split"])

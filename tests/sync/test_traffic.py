@@ -9,9 +9,8 @@ from tests.api import (
     Slot,
     between_sources,
     busiest,
-    chosen_exchange,
+    chosen_split,
     first_split,
-    inside_node,
 )
 
 MILLION = 1_000_000
@@ -54,9 +53,8 @@ def test_split_stays_within_six_k_entries_however_many_sources(sources: int, ten
 
 def test_auto_gathers_up_to_eight_and_splits_from_nine_sources() -> None:
     layout = layout_of(25 * MILLION, 160)
-    assert [chosen_exchange("auto", layout, w) for w in (1, 2, 8, 9, 1024)] == ["gather"] * 3 + [
-        "split"
-    ] * 2
+    split = [chosen_split("auto", layout, w) is not None for w in (1, 2, 8, 9, 1024)]
+    assert split == [False] * 3 + [True] * 2
     assert first_split(layout) == 9
     for sources in (8, 9):
         ratio = busiest(layout, sources, "gather").bytes / busiest(layout, sources, "split").bytes
@@ -65,26 +63,10 @@ def test_auto_gathers_up_to_eight_and_splits_from_nine_sources() -> None:
 
 def test_one_source_gathers_whatever_is_asked_for() -> None:
     layout = layout_of(1000, 1, 0.1)
-    assert chosen_exchange("split", layout, 1) == "gather"
+    assert chosen_split("split", layout, 1) is None
     assert between_sources(layout, 1, "split", 0) == between_sources(layout, 1, "gather", 0)
 
 
 def test_a_short_message_is_not_split_for_its_headers() -> None:
     tiny = Layout((Slot(16384, 16),), 1)
-    assert chosen_exchange("auto", tiny, 9) == "gather"
-
-
-def test_inside_a_node_the_leader_gives_what_the_others_get() -> None:
-    layout = layout_of(MILLION, 4)
-    for exchange in ("gather", "split"):
-        leader, other = (
-            inside_node(layout, 12, exchange, 5, leader=leads, grad_bytes=4 * MILLION)
-            for leads in (True, False)
-        )
-        assert leader.bytes_sent == other.bytes_received
-        assert leader.bytes_received == other.bytes_sent == 4 * MILLION
-        assert leader.entries_sent == other.entries_received
-    assert (
-        inside_node(layout, 12, "gather", 5, leader=False, grad_bytes=0).bytes_received
-        == 12 * layout.nbytes
-    )
+    assert chosen_split("auto", tiny, 9) is None

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from thinwire.compress.protocol import (
-    FIRST_BUCKET_BYTES,
     AllGather,
     AllReduce,
     Arrived,
     Collective,
     Context,
-    OtherRanks,
     Sending,
 )
 from thinwire.core.checksum import ODD, checked_mean_, flat_bytes, odd_weights
@@ -53,12 +51,6 @@ class Dense:
         check_finite: Whether to look for gradients and sums that are not finite.
     """
 
-    bucket_bytes = 5 * 2**20
-    """Smaller than with compression: the backward pass cannot hide the last bucket; measured
-    at 1 Gbit/s."""
-    first_bytes = FIRST_BUCKET_BYTES
-    other_ranks: Mapping[str, OtherRanks] = {}
-
     def __init__(self, *, check_finite: bool = True) -> None:
         self._check_finite = check_finite
 
@@ -77,9 +69,6 @@ class Dense:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """See `Compressor`."""
         return {}
-
-    def forget(self) -> None:
-        """See `Compressor`."""
 
 
 def send_dense(

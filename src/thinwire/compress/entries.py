@@ -29,7 +29,7 @@ from thinwire.errors import PayloadCorrupt
 from thinwire.kernels import is_static
 from thinwire.layout.message import Layout, Slot
 from thinwire.layout.shares import split_plan
-from thinwire.layout.traffic import GATHER, SPLIT, chosen_exchange
+from thinwire.layout.traffic import GATHER, chosen_split
 from thinwire.wire.message import pack, pack_nonfinite, unpack
 
 if TYPE_CHECKING:
@@ -73,9 +73,14 @@ class ArrivedEntries(Arrived):
 
     def first_bad_sum(self) -> str | None:
         """See `Arrived`."""
-        if self.rows:
-            return _overflowed_on_device(self.rows)
-        return self.bad_sum
+        return self.overflowed() if self.rows else self.bad_sum
+
+    def overflowed(self) -> str | None:
+        """The first tensor whose sum passes what float32 holds, though no part does."""
+        for name in self.rows or self.parts:
+            if not self.sparse_mean(name, torch.float32)[1].isfinite().all():
+                return name
+        return None
 
     def refuse(self, checks: Sequence[int]) -> None:
         """See `Arrived`."""
@@ -160,7 +165,7 @@ def send_entries(
     layout = _layout(tuple(Slot(item.numel, item.k) for item in proposed.values()), value_bits)
     arrived = ArrivedEntries(context, list(proposed)) if arrived is None else arrived
     arrived.finite = {name: item.proposal.finite for name, item in proposed.items()}
-    arrived.owned = chosen_exchange(exchange, layout, context.sources) == SPLIT
+    arrived.owned = chosen_split(exchange, layout, context.sources) is not None
     if arrived.owned:
         yield from _split(context, proposed, layout, arrived, over_senders)
     elif is_static(_device(proposed)):
@@ -199,25 +204,8 @@ def _gathered(
         values = torch.cat([values for _, values in parts]) if parts else rows.new_empty(0)
         largest += float(values.abs().max()) if values.numel() else 0.0
     if not largest < torch.finfo(torch.float32).max:
-        arrived.bad_sum = _overflowed(arrived)
+        arrived.bad_sum = arrived.overflowed()
         arrived.sums_finite = arrived.bad_sum is None
-
-
-def _overflowed(arrived: ArrivedEntries) -> str | None:
-    """The first tensor whose sum passes what float32 holds, though no part does."""
-    for name, parts in arrived.parts.items():
-        if not sum_sparse(parts, torch.float32)[1].isfinite().all():
-            return name
-    return None
-
-
-def _overflowed_on_device(rows: "Mapping[str, tuple[Rows, int]]") -> str | None:
-    from thinwire.wire import device_message
-
-    for name, (part, numel) in rows.items():
-        if not device_message.sum_rows(part, numel, torch.float32)[1].isfinite().all():
-            return name
-    return None
 
 
 def _gathered_on_device(

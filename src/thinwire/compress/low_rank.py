@@ -19,33 +19,30 @@ travel together and any number of buckets at once; columns that are no more than
 replaced instead of made longer by an epsilon; for any optimizer, which gets the mean.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.compress.change_protocol import ERRORS, Kept, MeanChange, Rule
 from thinwire.compress.dense import by_dtype
 from thinwire.compress.protocol import (
-    BUCKET_BYTES,
+    ERRORS,
     AllReduce,
     Arrived,
     Context,
-    Limit,
-    OtherRanks,
+    Kept,
+    MeanChange,
     Sending,
     place_for,
 )
-from thinwire.compress.words import dense_first, plural
 from thinwire.core.arithmetic import products_are_exact
 from thinwire.core.checksum import checked_mean_
 from thinwire.core.orthonormal import orthonormal
 from thinwire.core.precision import state_dtype
-from thinwire.kernels.needs import Need
 
 __all__ = ["LowRank", "LowRankCompressor", "LowRankMeans"]
 
@@ -74,19 +71,6 @@ class LowRank:
     begin_step: int = 10
     min_numel: int = 16384
 
-    bucket_bytes: ClassVar[int] = BUCKET_BYTES
-    first_bytes: ClassVar[int] = BUCKET_BYTES
-    """One bucket costs less than what a small first one hides: two rounds each."""
-    field: ClassVar[str] = "low_rank"
-    """Of a strategy."""
-    may_change: ClassVar[tuple[str, ...]] = ("begin_step",)
-    """Settings that another run may go on with, from a checkpoint of this one."""
-    in_groups: ClassVar[tuple[str, ...]] = ()
-    why_no_shards: ClassVar[str] = (
-        "a rank sees some rows of a matrix only. Local updates can compress by LowRank, shard by "
-        "shard"
-    )
-    """See `thinwire.compress.protocol.Compression`, and so is what comes before."""
     node_size: ClassVar[None] = None
     """Ranks of one machine average densely and count as one source."""
 
@@ -97,118 +81,25 @@ class LowRank:
 
     def compresses(self, param: Tensor) -> bool:
         """Whether this tensor is ever compressed; all others are always exchanged densely."""
-        return self.why_dense(param) is None
-
-    def why_dense(self, param: Tensor) -> str | None:
-        """Why this tensor is never compressed, in words; None where it is."""
-        if param.dim() < 2:
-            return "of fewer than two dimensions"
-        if param.numel() < self.min_numel:
-            return f"below min_numel={self.min_numel}"
-        if param.dtype not in _TYPES:
-            return f"because of {param.dtype}"
-        if self.rank < min(_sides(param)):
-            return None
-        return f"because rank={self.rank} is not below its smaller side"
-
-    def message_text(self, params: Iterable[Tensor]) -> str:
-        """What one source sends of these, in words."""
-        numbers = sum(self.numbers_sent(param) for param in params)
-        return f"the factors have {numbers:,} numbers, in two rounds"
-
-    def explanation(self) -> str:
-        """What becomes of a gradient, in words."""
-        columns, begin = f"{self.rank} {plural('column', self.rank)}", dense_first(self.begin_step)
-        return (
-            f"{begin}each gradient of n rows and m columns travels as two factors of {columns}, "
-            f"{self.rank} (n + m) numbers in two rounds; what they miss is kept and added to the "
-            f"next gradient. Tensors of fewer than two dimensions or below {self.min_numel} "
-            "numbers are dense"
-        )
-
-    def needs(self, params: Iterable[Tensor]) -> frozenset[Need]:
-        """The compiled loops that it calls: none."""
-        return frozenset()
-
-    decay: ClassVar[float] = 1.0
-    conserves: ClassVar[bool] = True
-    steady_share: ClassVar[float] = 1.0
-    kept: ClassVar[Mapping[str, Rule]] = {ERRORS: "mean_zero", "factors": "first"}
-    """See `ChangeCompression`, which it is for the changes of local updates, with local steps for
-    updates."""
+        if param.dtype not in _TYPES or param.dim() < 2 or param.numel() < self.min_numel:
+            return False
+        return self.rank < min(_sides(param))
 
     def begin(self, anchor: Tensor) -> dict[str, Tensor]:
         """See `ChangeCompression`."""
         factor = _drawn(self.rank, _sides(anchor)[1], anchor.numel())
         return {ERRORS: torch.zeros_like(anchor), "factors": factor.to(anchor)}
 
-    def takes(self, step: int, numel: int) -> bool:
-        """After `begin_step` local steps."""
-        return step > self.begin_step
-
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
         """See `ChangeCompression`: two all-reduces per dtype."""
         parts = {name: [change.view(_sides(change))] for name, change in folded.items()}
         return _send_factors(context, {name: kept["factors"][name] for name in folded}, parts)
 
-    def sent_bytes(
-        self, step: int, shapes: Sequence[torch.Size], sources: int = 2, source: int = 0
-    ) -> int:
-        """See `ChangeCompression`."""
-        return sum(4 * self.rank * (shape[0] + shape[1:].numel()) for shape in shapes)
-
-    def sparsity_at(self, step: int) -> float:
-        """Nothing is left out."""
-        return 0.0
-
-    def explained(self) -> str:
-        """See `ChangeCompression`."""
-        return f"of each tensor's change {self.explanation().replace('gradient', 'change')}"
-
-    def for_changes(self) -> Self:
-        """Itself."""
-        return self
-
     def compressor(
         self, params: Mapping[str, Tensor], *, num_trainers: int | None = None
     ) -> "LowRankCompressor":
-        """See `thinwire.compress.protocol.Compression`."""
-        return LowRankCompressor(self, params)
-
-    def sparsity_in_force(self, step: int) -> float:
-        """0: no entry is left out."""
-        return 0.0
-
-    @property
-    def settled_step(self) -> int:
         """See `Compression`."""
-        return self.begin_step + 1
-
-    def limit(self, who: str) -> str:
-        """Nothing is limited."""
-        return ""
-
-    def limiting(
-        self,
-        params: Mapping[str, Tensor],
-        *,
-        sources: int,
-        gather: Callable[[bytes, str], list[bytes]] | None = None,
-    ) -> Limit | None:
-        """Nothing is limited."""
-        return None
-
-    def without_limit(self) -> Self:
-        """Itself."""
-        return self
-
-    def advice(self, *, local: bool, replaced: bool, peers: str, here: str) -> Iterator[str]:
-        """None."""
-        return iter(())
-
-    def numbers_sent(self, param: Tensor) -> int:
-        """Of a compressed tensor: r (n + m), in float32, float64 for float64 parameters."""
-        return self.rank * sum(_sides(param))
+        return LowRankCompressor(self, params)
 
 
 class LowRankCompressor:
@@ -217,9 +108,6 @@ class LowRankCompressor:
     **State**: per tensor `residual` E in the shape of the parameter, of this rank or its node, and
     `factor` Q^T, shape (r, m), the same on all ranks; float32 (float64 for float64 parameters).
     """
-
-    bucket_bytes, first_bytes = LowRank.bucket_bytes, LowRank.first_bytes
-    other_ranks: Mapping[str, OtherRanks] = {"residual": "mean_zero", "factor": "first"}
 
     def __init__(self, config: LowRank, params: Mapping[str, Tensor]) -> None:
         self._config = config
@@ -271,9 +159,6 @@ class LowRankCompressor:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """See `Compressor`."""
         return {"residual": self._residuals, "factor": self._factors}
-
-    def forget(self) -> None:
-        """See `Compressor`."""
 
 
 class LowRankMeans(MeanChange):

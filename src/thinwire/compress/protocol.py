@@ -6,31 +6,34 @@ it needs and is given their results; the driver launches what several methods yi
 together, waits for all of it, and goes on. `commit_` follows the vote.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from thinwire.errors import PayloadCorrupt
-from thinwire.kernels.needs import Need
 
 __all__ = [
-    "BUCKET_BYTES",
-    "FIRST_BUCKET_BYTES",
+    "ERRORS",
     "AllGather",
     "AllReduce",
     "AllToAll",
     "Arrived",
     "Bucket",
+    "ChangeCompression",
     "Collective",
     "Compression",
     "Compressor",
+    "Config",
     "Context",
     "Entries",
+    "ErrorsOnly",
     "Flags",
+    "Kept",
     "Limit",
+    "MeanChange",
     "OtherRanks",
     "Sending",
     "place_for",
@@ -38,12 +41,6 @@ __all__ = [
     "zeros_for",
 ]
 
-BUCKET_BYTES = 25 * 2**20
-"""Gradient bytes of a bucket whose message is compressed: the fewer messages, the less each costs
-in latency."""
-FIRST_BUCKET_BYTES = 2**20
-"""Of the bucket that is ready first: small, so that the link does not idle while the backward pass
-begins."""
 Entries = tuple[Tensor, Tensor]
 """Indices (j,), int64, ascending, and values (j,)."""
 Flags = Mapping[str, bool | Tensor]
@@ -172,8 +169,9 @@ def zeros_for(param: Tensor, dtype: torch.dtype, into: Tensor | None) -> Tensor:
     return place_for(param, dtype, into).zero_()
 
 
-OtherRanks = Literal["first", "mean_zero"]
-"""The state of the first rank, or the mean, to which ranks that lack it add zero."""
+OtherRanks: TypeAlias = Literal["mean_zero", "first"]
+"""What state becomes on another number of ranks, in the words of `checkpoint.combine`: the mean, to
+which ranks that lack it add zero, or the state of the first rank."""
 Sending = Generator[Sequence[Collective], Sequence[Tensor], Arrived]
 """Yields collectives that are launched together, and is sent their results in the same order.
 
@@ -184,21 +182,41 @@ after its last result: no source waits for another one.
 Bucket = Generator[Sequence[Collective], Sequence[Tensor], list[Arrived]]
 
 
-class Compressor(Protocol):
-    """What of a rank's gradients travels, and what stays.
+Kept: TypeAlias = Mapping[str, Mapping[str, Tensor]]
+"""What a compression of changes keeps, by kind and name of the parameter."""
+ERRORS = "errors"
+"""The kind that there is always: what of a change was not sent, of this rank alone."""
 
-    Attributes:
-        bucket_bytes: How much gradient should travel together, at least, where it leaves early.
-        first_bytes: The same for the bucket that is ready first: small, so that the link does not
-            idle while the backward pass begins, unless messages are so short that each costs more
-            than it hides.
-        other_ranks: What its state becomes on another number of ranks, by kind, in the words of
-            `thinwire.checkpoint.combine`.
+
+class Config(Protocol):
+    """Numbers of a method, such as `LowRank`: a frozen dataclass.
+
+    What follows from the numbers is in `compress.figures`, what is said of them in
+    `strategy.explain.texts`.
     """
 
-    bucket_bytes: int
-    first_bytes: int
-    other_ranks: Mapping[str, OtherRanks]
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def compresses(self, param: Tensor) -> bool:
+        """Whether this tensor, or its change, is ever compressed."""
+
+
+class Compression(Config, Protocol):
+    """A config of a compression of gradients, entered in `compress.COMPRESSIONS`."""
+
+    def compressor(
+        self, params: Mapping[str, Tensor], *, num_trainers: int | None = None
+    ) -> "Compressor":
+        """Make what does it, for an optimizer that has its momentum and clipping to itself.
+
+        Args:
+            params: The trainable parameters by name, in the same order on all ranks.
+            num_trainers: By what a local clip is scaled; None: the sources.
+        """
+
+
+class Compressor(Protocol):
+    """Chooses what a rank sends of its gradients, and keeps the rest."""
 
     def takes(self, step: int, name: str, grad: Tensor) -> bool:
         """Whether it sends this gradient, which is dense on all ranks; the same on all of them."""
@@ -215,97 +233,60 @@ class Compressor(Protocol):
         """
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """What only this rank, or its node, holds: the live tensors, by kind and parameter."""
+        """What only this rank, or its node, holds: the live tensors, by kind and parameter.
 
-    def forget(self) -> None:
-        """A step is over, applied or not."""
+        `compress.OTHER_RANKS` has each kind.
+        """
 
 
-class Compression(Protocol):
-    """A config of compression, such as `LowRank`: a dataclass.
+class ChangeCompression(Config, Protocol):
+    """A config of a compression of changes of local updates, entered in
+    `compress.CHANGE_COMPRESSIONS`.
 
-    Attributes:
-        field: Of a strategy, which says it.
-        may_change: Settings that another run may go on with, from a checkpoint of this one.
-        in_groups: Settings that an optimizer which exchanges by it keeps in its groups.
-        why_no_shards: Why tensors must be whole, in words; empty where a shard is as good.
-        node_size: Consecutive ranks that count as one source; None for as many as a machine has.
-        bucket_bytes: See `Compressor`, and so is the next one.
-        first_bytes: See there.
+    What is folded is e <- decay * e + change, with an error e per parameter; what of it is not sent
+    becomes e. Steps are local steps, from 1.
     """
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-    field: ClassVar[str]
-    may_change: ClassVar[tuple[str, ...]]
-    in_groups: ClassVar[tuple[str, ...]]
-    why_no_shards: ClassVar[str]
-    bucket_bytes: ClassVar[int]
-    first_bytes: ClassVar[int]
+    def begin(self, anchor: Tensor) -> dict[str, Tensor]:
+        """The state of a parameter at the start, by kind; an error is zeros like the anchor."""
 
-    @property
-    def node_size(self) -> int | None:
-        """See above."""
-
-    def compressor(
-        self, params: Mapping[str, Tensor], *, num_trainers: int | None = None
-    ) -> Compressor:
-        """What does it, for an optimizer that has its momentum and clipping to itself.
+    def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
+        """The collectives of one averaging, which return a `MeanChange`.
 
         Args:
-            params: The trainable parameters by name, in the same order on all ranks.
-            num_trainers: By what a local clip is scaled; None: the sources.
+            context: Its step is a local step, from 1, for the headers of messages.
+            folded: By name what this rank has to send, contiguous, float32 or float64, finite; read
+                only. All names are compressed at this step, at least one, in the same order on all
+                ranks.
+            kept: The state; read only.
         """
 
-    def needs(self, params: Iterable[Tensor]) -> frozenset[Need]:
-        """The compiled loops that it calls."""
 
-    def explanation(self) -> str:
-        """What becomes of a gradient, in words."""
+class MeanChange(Arrived):
+    """What has arrived of the changes and is in order, before anything is applied."""
 
-    def why_dense(self, param: Tensor) -> str | None:
-        """Why this tensor is never compressed, in words; None where it is."""
-
-    def message_text(self, params: Iterable[Tensor]) -> str:
-        """What one source sends of these tensors, in words."""
-
-    def sparsity_in_force(self, step: int) -> float:
-        """Fraction of a compressed tensor that update `step` (from 0) does not send."""
-
-    @property
-    def settled_step(self) -> int:
-        """The update, from 1, from which on messages have their last length."""
-
-    def limit(self, who: str) -> str:
-        """The local clip of one of `who`, in words; empty without."""
-
-    def limiting(
-        self,
-        params: Mapping[str, Tensor],
-        *,
-        sources: int,
-        gather: Callable[[bytes, str], list[bytes]] | None = None,
-    ) -> Limit | None:
-        """The local clip for whom it comes before the compressor; None without.
+    def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
+        """The mean change of one parameter; changes `kept`: what this rank did not send is its
+        error.
 
         Args:
-            params: This rank's trainable parameters, or its shards of them, by name.
-            sources: Those whose shares are summed.
-            gather: Over the shards of a tensor; see `core.norms.norms_over_shards`. None where
-                tensors are whole.
+            name: Of the parameter.
+            folded: What this rank had to send; read only.
+            kept: The state; an error has shape and dtype of `folded`, contiguous, and becomes
+                `folded` less what this rank sent. Of this parameter only.
+
+        Returns:
+            A new tensor like `folded`; the same bits on all ranks.
         """
+        raise NotImplementedError(f"{type(self).__name__} must define take_mean_")
 
-    def without_limit(self) -> Self:
-        """The same without a local clip."""
 
-    def advice(self, *, local: bool, replaced: bool, peers: str, here: str) -> Iterator[str]:
-        """What one may want to know beforehand.
+class ErrorsOnly:
+    """For those whose state is the errors alone."""
 
-        Args:
-            local: Whether it compresses changes of local updates.
-            replaced: Whether a method of the strategy takes the place of the given optimizer.
-            peers: Who exchanges, in words.
-            here: Which sources there are in this job, in words; may be empty.
-        """
+    def begin(self, anchor: Tensor) -> dict[str, Tensor]:
+        """See `ChangeCompression`."""
+        return {ERRORS: torch.zeros_like(anchor)}
 
 
 def together(sendings: Sequence[Sending]) -> Bucket:

@@ -10,13 +10,20 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.compress.change_protocol import ERRORS, ErrorsOnly, Kept, MeanChange
-from thinwire.compress.protocol import AllGather, AllToAll, Context, Sending
+from thinwire.compress.protocol import (
+    ERRORS,
+    AllGather,
+    AllToAll,
+    Context,
+    ErrorsOnly,
+    Kept,
+    MeanChange,
+    Sending,
+)
 from thinwire.core.feedback import divided_
 from thinwire.errors import PayloadCorrupt
-from thinwire.kernels.needs import Need, needs_of
 from thinwire.layout.message import WHOLE_BITS, WholeLayout
-from thinwire.layout.shares import Piece, WholeSplit
+from thinwire.layout.shares import Piece, SplitPlan
 from thinwire.layout.traffic import EXCHANGES, chosen_split
 from thinwire.wire.whole_message import decode, pack, unpack
 
@@ -66,35 +73,14 @@ class Quantized(ErrorsOnly):
         object.__setattr__(self, "value_bits", value_bits)
         object.__setattr__(self, "decay", check.real("decay", self.decay, at_least=0, at_most=1))
 
-    @property
-    def conserves(self) -> bool:
-        """See `ChangeCompression`."""
-        return self.decay == 1
-
-    @property
-    def steady_share(self) -> float | None:
-        """1 at decay 1; below it what is rounded away and decays depends on the values."""
-        return 1.0 if self.decay == 1 else None
-
-    def explained(self) -> str:
-        """See `ChangeCompression`."""
-        bits = "1 bit" if self.value_bits == 1 else f"{self.value_bits} bits"
-        return (
-            f"of each tensor's change every entry is sent in {bits}; the rounding error is kept "
-            f"and counts {self.decay:g} times the next time"
-        )
-
     def compresses(self, param: Tensor) -> bool:
         """All parameters, whatever their size."""
         return True
 
-    def takes(self, step: int, numel: int) -> bool:
-        """At every step."""
-        return True
-
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
         """See `ChangeCompression`: one all-gather, or an exchange of parts and an all-gather."""
-        layout = self._layout([tensor.numel() for tensor in folded.values()])
+        numels = tuple(tensor.numel() for tensor in folded.values())
+        layout = WholeLayout(numels, self.value_bits)
         step = context.step
         plan = chosen_split(self.exchange, layout, context.sources)
         if plan is not None:
@@ -111,25 +97,6 @@ class Quantized(ErrorsOnly):
         made.own = dict(zip(folded, own, strict=True))
         made.came = dict(zip(folded, zip(*codes, strict=True), strict=True))
         return made
-
-    def sent_bytes(
-        self, step: int, shapes: Sequence[torch.Size], sources: int = 2, source: int = 0
-    ) -> int:
-        """See `ChangeCompression`."""
-        layout = self._layout([s.numel() for s in shapes])
-        plan = chosen_split(self.exchange, layout, sources)
-        return layout.nbytes if plan is None else plan.bytes_sent(source)
-
-    def sparsity_at(self, step: int) -> float:
-        """Nothing is left out."""
-        return 0.0
-
-    def needs(self, params: Sequence[Tensor]) -> frozenset[Need]:
-        """See `ChangeCompression`."""
-        return needs_of("codes", params, value_bits=self.value_bits)
-
-    def _layout(self, numels: Sequence[int]) -> WholeLayout:
-        return WholeLayout(tuple(numels), self.value_bits)
 
 
 class _Whole(MeanChange):
@@ -151,7 +118,9 @@ class _Whole(MeanChange):
         return decode(code, like.numel(), self.value_bits).view_as(like)
 
 
-def _by_shares(context: Context, folded: Mapping[str, Tensor], plan: WholeSplit) -> Sending:
+def _by_shares(
+    context: Context, folded: Mapping[str, Tensor], plan: SplitPlan[WholeLayout]
+) -> Sending:
     """To the owners, and the means that they make of it back to all.
 
     An owner does not round its own part of what it averages. What rounding the mean takes off

@@ -2,7 +2,7 @@
 kept.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Literal
@@ -12,19 +12,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from thinwire import _validate as check
-from thinwire.compress.change_protocol import ERRORS, ErrorsOnly, Kept, MeanChange
 from thinwire.compress.entries import ArrivedEntries, Proposed, send_entries
-from thinwire.compress.protocol import Context, Entries, Sending
+from thinwire.compress.protocol import (
+    ERRORS,
+    Context,
+    Entries,
+    ErrorsOnly,
+    Kept,
+    MeanChange,
+    Sending,
+)
 from thinwire.compress.split import senders
-from thinwire.compress.words import bits_text, share_text
 from thinwire.core.feedback import Proposal, divided_, sum_sparse
 from thinwire.core.select import top_k
 from thinwire.core.sources import source_factors, squared_norms
-from thinwire.kernels.needs import Need, needs_of
-from thinwire.layout.message import VALUE_BITS, Layout, Slot, count_sent
-from thinwire.layout.traffic import EXCHANGES, GATHER, between_sources, chosen_exchange
+from thinwire.layout.message import VALUE_BITS, count_sent
+from thinwire.layout.traffic import EXCHANGES, GATHER
 
-__all__ = ["Sparse", "entry_bytes", "send_largest"]
+__all__ = ["Sparse", "send_largest"]
 
 
 @dataclass(frozen=True)
@@ -85,45 +90,8 @@ class Sparse(ErrorsOnly):
             times = check.real("clip_sources", self.clip_sources, at_least=1)
             object.__setattr__(self, "clip_sources", times)
 
-    @property
-    def conserves(self) -> bool:
-        """See `ChangeCompression`."""
-        return self.decay == 1 and self.mean_over == "all" and self.clip_sources is None
-
-    @property
-    def steady_share(self) -> float | None:
-        """P / (p + (1 - decay) (1 - p)), with p = 1 - sparsity, of a mean over all ranks.
-
-        That is the share of an entry that is sent at random, with probability p at each averaging.
-        Of entries of one size a little more is applied, and more still of the norm where a few
-        are much larger than the others.
-        """
-        if self.mean_over == "senders" or self.clip_sources is not None:
-            return None
-        sent = 1 - self.sparsity
-        return sent / (sent + (1 - self.decay) * self.sparsity)
-
-    def explained(self) -> str:
-        """See `ChangeCompression`."""
-        over = "the ranks that sent it" if self.mean_over == "senders" else "all ranks"
-        said = (
-            f"of each tensor's change the largest {share_text(self.sparsity)} are sent, "
-            f"{bits_text(self.value_bits)} an entry, whose mean is over {over}; the rest is kept "
-            f"and counts {self.decay:g} times the next time"
-        )
-        if self.clip_sources is not None:
-            said += (
-                f"; what a rank sends in all is scaled down to {self.clip_sources:g} times the "
-                "median norm of the ranks where it is larger, and the difference dropped"
-            )
-        return said
-
     def compresses(self, param: Tensor) -> bool:
         """All parameters, whatever their size."""
-        return True
-
-    def takes(self, step: int, numel: int) -> bool:
-        """At every step."""
         return True
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
@@ -131,51 +99,12 @@ class Sparse(ErrorsOnly):
         return send_largest(
             context,
             folded,
-            self._count,
+            lambda numel: count_sent(numel, self.sparsity),
             self.value_bits,
-            self._exchange,
+            self.exchange if self.clip_sources is None else GATHER,
             over_senders=self.mean_over == "senders",
             clip_sources=self.clip_sources,
         )
-
-    def sent_bytes(
-        self, step: int, shapes: Sequence[torch.Size], sources: int = 2, source: int = 0
-    ) -> int:
-        """See `ChangeCompression`."""
-        return entry_bytes(
-            shapes, self._count, self.value_bits, self._exchange, sources=sources, source=source
-        )
-
-    def sparsity_at(self, step: int) -> float:
-        """At every step the same."""
-        return self.sparsity
-
-    def needs(self, params: Sequence[Tensor]) -> frozenset[Need]:
-        """See `ChangeCompression`."""
-        return needs_of("changes", params, value_bits=self.value_bits)
-
-    @property
-    def _exchange(self) -> str:
-        return self.exchange if self.clip_sources is None else GATHER
-
-    def _count(self, numel: int) -> int:
-        return count_sent(numel, self.sparsity)
-
-
-def entry_bytes(
-    shapes: Sequence[torch.Size],
-    count: Callable[[int], int],
-    value_bits: int,
-    exchange: str,
-    *,
-    sources: int,
-    source: int,
-) -> int:
-    """What rank `source` of `sources` gives to the collectives of `send_largest`."""
-    numels = [shape.numel() for shape in shapes]
-    layout = Layout(tuple(Slot(numel, count(numel)) for numel in numels), value_bits)
-    way = chosen_exchange(exchange, layout, sources)
-    return between_sources(layout, sources, way, source).bytes_sent
 
 
 def send_largest(

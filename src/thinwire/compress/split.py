@@ -54,7 +54,7 @@ class Sums(NamedTuple):
         return rest
 
 
-def shares(plan: SplitPlan, parts: Sequence[Entries]) -> list[list[Entries]]:
+def shares(plan: SplitPlan[Layout], parts: Sequence[Entries]) -> list[list[Entries]]:
     """What one source sends to every owner.
 
     Args:
@@ -121,7 +121,9 @@ def senders(parts: Sequence[Entries], dtype: torch.dtype) -> Tensor:
     return sum_sparse([(indices, torch.ones_like(values)) for indices, values in parts], dtype)[1]
 
 
-def joined(plan: SplitPlan, slots: int, parts: Sequence[Sequence[Entries]]) -> list[Entries | None]:
+def joined(
+    plan: SplitPlan[Layout], slots: int, parts: Sequence[Sequence[Entries]]
+) -> list[Entries | None]:
     """Entries by owner and piece as entries by tensor, in their own positions; None where no piece
     says anything.
 

@@ -391,8 +391,6 @@ class GradientExchange:
     def forget(self) -> None:
         """A step is over, applied or not."""
         self.presence.begin({}, complete=False)
-        for each in self.compressors:
-            each.forget()
 
     def require_equal(self, step: int) -> None:
         """Compare everything that all ranks must hold alike.
@@ -600,7 +598,7 @@ def gradients_of(
         compressors = [compression.compressor(params, num_trainers=num_trainers)]
         check_finite = True
         if sources is None:
-            sources = _agreed_sources(group, compression.node_size)
+            sources = _agreed_sources(group, getattr(compression, "node_size", None))
     sources = group if sources is None else sources
     return GradientExchange(
         group, params, compressors, sources=sources, check_dense=check_finite, among=among

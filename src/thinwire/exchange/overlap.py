@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from thinwire.compress.protocol import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from thinwire.errors import ThinwireError
 from thinwire.exchange.gradients import GradientExchange
+from thinwire.layout.traffic import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
 __all__ = [
     "Early",

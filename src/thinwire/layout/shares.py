@@ -7,11 +7,11 @@ each within one tensor; see `thinwire.compress.split`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from thinwire.layout.message import Layout, Slot, WholeLayout
 
-__all__ = ["Piece", "SplitPlan", "WholeSplit", "partition", "split_plan", "whole_split"]
+__all__ = ["Piece", "SplitPlan", "partition", "split_plan", "whole_split"]
 
 _FIRST_ROOM = 2
 """Room of a piece in round one, in multiples of the entries that fall into it on average."""
@@ -28,15 +28,18 @@ class Piece(NamedTuple):
     """How many there are."""
 
 
+_Form = TypeVar("_Form", Layout, WholeLayout)
+
+
 @dataclass(frozen=True)
-class SplitPlan:
+class SplitPlan(Generic[_Form]):
     """Who owns what, and how long every message is; the same on all sources."""
 
     pieces: tuple[tuple[Piece, ...], ...]
     """By owner, in the order of the tensors."""
-    first: tuple[Layout, ...]
+    first: tuple[_Form, ...]
     """By owner: what every source sends it in round one."""
-    second: tuple[Layout, ...]
+    second: tuple[_Form, ...]
     """By owner: what it sends to all in round two."""
 
     @cached_property
@@ -53,9 +56,17 @@ class SplitPlan:
         """Length to which all messages of round two are filled up."""
         return max(layout.nbytes for layout in self.second)
 
+    def bytes_sent(self, source: int) -> int:
+        """What one source gives to the two rounds; the row of round two counts once."""
+        return self._dealt_bytes - self.first[source].nbytes + self.row_bytes
+
+    @cached_property
+    def _dealt_bytes(self) -> int:
+        return sum(layout.nbytes for layout in self.first)
+
 
 @lru_cache(maxsize=64)
-def split_plan(layout: Layout, sources: int) -> SplitPlan:
+def split_plan(layout: Layout, sources: int) -> SplitPlan[Layout]:
     """The plan for messages of this layout.
 
     Args:
@@ -118,33 +129,8 @@ def _second_room(slot: Slot, piece: Piece) -> Slot:
     return Slot(piece.numel, min(piece.numel, max(1, after - before)))
 
 
-@dataclass(frozen=True)
-class WholeSplit:
-    """Who owns what of whole tensors; the same on all sources."""
-
-    pieces: tuple[tuple[Piece, ...], ...]
-    """By owner, in the order of the tensors."""
-    first: tuple[WholeLayout, ...]
-    """By owner: what every source sends it in round one."""
-    second: tuple[WholeLayout, ...]
-    """By owner: what it sends to all in round two."""
-
-    @cached_property
-    def row_bytes(self) -> int:
-        """Length to which all messages of round two are filled up."""
-        return max(layout.nbytes for layout in self.second)
-
-    def bytes_sent(self, source: int) -> int:
-        """What one source gives to the two rounds; the row of round two counts once."""
-        return self._dealt_bytes - self.first[source].nbytes + self.row_bytes
-
-    @cached_property
-    def _dealt_bytes(self) -> int:
-        return sum(layout.nbytes for layout in self.first)
-
-
 @lru_cache(maxsize=64)
-def whole_split(layout: WholeLayout, sources: int) -> WholeSplit | None:
+def whole_split(layout: WholeLayout, sources: int) -> SplitPlan[WholeLayout] | None:
     """The plan for tensors of this layout; None where there are fewer entries than sources."""
     if sum(layout.numels) < sources:
         return None
@@ -157,4 +143,4 @@ def whole_split(layout: WholeLayout, sources: int) -> WholeSplit | None:
         )
         for word in ("to", "from")
     )
-    return WholeSplit(pieces, first, second)
+    return SplitPlan(pieces, first, second)

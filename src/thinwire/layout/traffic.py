@@ -3,27 +3,46 @@ sent.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from thinwire.layout.message import SEAL_BYTES, Layout, WholeLayout
-from thinwire.layout.shares import WholeSplit, split_plan, whole_split
+from thinwire.layout.shares import SplitPlan, split_plan, whole_split
 
 __all__ = [
+    "BUCKETS",
+    "BUCKET_BYTES",
     "EXCHANGES",
+    "FIRST_BUCKET_BYTES",
     "GATHER",
     "SPLIT",
     "Traffic",
+    "begin_step",
     "between_sources",
     "busiest",
-    "chosen_exchange",
     "chosen_split",
     "first_split",
-    "inside_node",
+    "settled_step",
     "travels_sealed",
 ]
 
 GATHER, SPLIT = "gather", "split"
 EXCHANGES = ("auto", GATHER, SPLIT)
+BUCKET_BYTES = 25 * 2**20
+"""Gradient bytes of a bucket whose message is compressed: the fewer messages, the less each costs
+in latency."""
+FIRST_BUCKET_BYTES = 2**20
+"""Of the bucket that is ready first: small, so that the link does not idle while the backward pass
+begins."""
+BUCKETS = {
+    None: (FIRST_BUCKET_BYTES, 5 * 2**20),  # the backward pass cannot hide the last bucket
+    "dgc": (FIRST_BUCKET_BYTES, BUCKET_BYTES),
+    "low_rank": (
+        BUCKET_BYTES,
+        BUCKET_BYTES,
+    ),  # a small first one does not pay in two rounds
+}
+"""Gradient bytes that travel together in the first bucket of an update and in the others, by the
+field of the compression; None for dense ones, measured at 1 Gbit/s."""
 _WORTH = 2
 """How many times fewer bytes the split exchange must move to be chosen: it passes on k sums, where
 a gather passes on
@@ -31,6 +50,19 @@ the entries of all, and waits for the wire twice."""
 _MOST_SEALED_BYTES = 64 << 10
 """That a rank receives from all others: beyond it an all-reduce, which needs 2 / N of the bytes, is
 worth more."""
+
+
+def begin_step(config: object) -> int:
+    """Updates, or local steps, before a method begins to compress, by the fields of its config."""
+    begin: int = getattr(config, "rampup_begin_step", getattr(config, "begin_step", 0))
+    return begin
+
+
+def settled_step(config: object) -> int:
+    """The update, from 1, from which on messages of gradients have their last length."""
+    levels = max(1, len(getattr(config, "sparsity", ())))
+    length = getattr(config, "rampup_step", 1)
+    return 1 + begin_step(config) - (-length * (levels - 1) // levels)
 
 
 class Traffic(NamedTuple):
@@ -83,29 +115,34 @@ def busiest(layout: Layout, sources: int, exchange: str) -> Traffic:
     return max(_split(layout, sources), key=lambda traffic: traffic.bytes)
 
 
-def chosen_exchange(exchange: str, layout: Layout, sources: int) -> str:
-    """Which of "gather" and "split" is used, the same on all sources.
+@overload
+def chosen_split(exchange: str, layout: Layout, sources: int) -> SplitPlan[Layout] | None: ...
+@overload
+def chosen_split(
+    exchange: str, layout: WholeLayout, sources: int
+) -> SplitPlan[WholeLayout] | None: ...
+def chosen_split(
+    exchange: str, layout: Layout | WholeLayout, sources: int
+) -> SplitPlan[Layout] | SplitPlan[WholeLayout] | None:
+    """The plan by which messages of this layout are split; None where they are gathered.
 
     Args:
         exchange: "gather", "split" or "auto": split where a source then moves at most half of the
             bytes.
-        layout: Of the message.
-        sources: W, at least 1; one source alone always gathers.
+        layout: Of the message, as every source would send it to all.
+        sources: W, at least 1; one source alone always gathers. Fewer entries than sources are
+            gathered too.
     """
-    if sources == 1:
-        return GATHER
-    if exchange != "auto":
-        return exchange
-    ways = (busiest(layout, sources, way).bytes for way in (GATHER, SPLIT))
-    return SPLIT if next(ways) >= _WORTH * next(ways) else GATHER
+    return None if sources == 1 or exchange == GATHER else _plan(exchange, layout, sources)
 
 
-def chosen_split(exchange: str, layout: WholeLayout, sources: int) -> WholeSplit | None:
-    """The plan by which messages of whole tensors are split; None where they are gathered.
-
-    As in `chosen_exchange`; fewer entries than sources are gathered too.
-    """
-    plan = None if sources == 1 or exchange == GATHER else whole_split(layout, sources)
+@lru_cache(maxsize=256)
+def _plan(
+    exchange: str, layout: Layout | WholeLayout, sources: int
+) -> SplitPlan[Layout] | SplitPlan[WholeLayout] | None:
+    plan: SplitPlan[Layout] | SplitPlan[WholeLayout] | None
+    whole = isinstance(layout, WholeLayout)
+    plan = whole_split(layout, sources) if whole else split_plan(layout, sources)
     if plan is None or exchange == SPLIT:
         return plan
     moved = max(
@@ -127,40 +164,7 @@ def first_split(layout: Layout, *, up_to: int = 256) -> int | None:
     there is none.
     """
     return next(
-        (w for w in range(2, up_to + 1) if chosen_exchange("auto", layout, w) == SPLIT), None
-    )
-
-
-def inside_node(
-    layout: Layout, sources: int, exchange: str, node: int, *, leader: bool, grad_bytes: int
-) -> Traffic:
-    """What one rank of a node sends and receives inside its node for one message of this layout.
-
-    Args:
-        layout: Of the message.
-        sources: Nodes.
-        exchange: "gather" or "split".
-        node: Which of the nodes.
-        leader: Whether the rank is the one that speaks to other nodes and passes on what comes.
-        grad_bytes: Of the gradients that the ranks of a node average first.
-
-    Returns:
-        The average, given and received whole, and what the leader passes on. Its entries are those
-        of messages.
-    """
-    k = _entries(layout)
-    if exchange == GATHER or sources == 1:
-        entries, nbytes = sources * k, sources * layout.nbytes
-    else:
-        plan = split_plan(layout, sources)
-        entries = sources * _entries(plan.first[node]) + sum(map(_entries, plan.second))
-        nbytes = sources * (plan.first[node].nbytes + plan.row_bytes)
-    sent, received = (1, 0) if leader else (0, 1)
-    return Traffic(
-        sent * entries,
-        received * entries,
-        grad_bytes + sent * nbytes,
-        grad_bytes + received * nbytes,
+        (w for w in range(2, up_to + 1) if chosen_split("auto", layout, w) is not None), None
     )
 
 
@@ -172,14 +176,13 @@ def _entries(layout: Layout) -> int:
 def _split(layout: Layout, sources: int) -> list[Traffic]:
     plan, others = split_plan(layout, sources), sources - 1
     first, second = list(map(_entries, plan.first)), list(map(_entries, plan.second))
-    first_bytes, row_bytes = [part.nbytes for part in plan.first], plan.row_bytes
-    all_first, all_second, all_bytes = sum(first), sum(second), sum(first_bytes)
+    all_first, all_second = sum(first), sum(second)
     return [
         Traffic(
             all_first - mine + passed_on,
             others * mine + all_second - passed_on,
-            all_bytes - mine_bytes + row_bytes,
-            others * (mine_bytes + row_bytes),
+            plan.bytes_sent(source),
+            others * (plan.first[source].nbytes + plan.row_bytes),
         )
-        for mine, passed_on, mine_bytes in zip(first, second, first_bytes, strict=True)
+        for source, (mine, passed_on) in enumerate(zip(first, second, strict=True))
     ]

@@ -11,14 +11,22 @@ from torch import Tensor
 
 from thinwire.comm import Nodes, Sources
 from thinwire.comm.replicate import overwrite_
-from thinwire.compress.change_protocol import ERRORS, ChangeCompression, MeanChange
 from thinwire.compress.dense import not_finite, send_dense
-from thinwire.compress.protocol import Bucket, Sending, together
+from thinwire.compress.figures import conserves, decay_of
+from thinwire.compress.protocol import (
+    ERRORS,
+    Bucket,
+    ChangeCompression,
+    MeanChange,
+    Sending,
+    together,
+)
 from thinwire.core.checksum import bit_sums
 from thinwire.core.outer import OuterRule, outer_list_, outer_step_
 from thinwire.exchange.nodes import in_nodes, make_common_
 from thinwire.exchange.round import Round
 from thinwire.layout.message import SKETCH_NUMEL
+from thinwire.layout.traffic import begin_step
 from thinwire.local.model import changed_since
 from thinwire.local.sketch import sketch
 
@@ -139,7 +147,8 @@ class Averaging:
             {n: torch.zeros_like(a) for n, a in self.anchors.items()} if outer.momentum else {}
         )
         self.kept: dict[str, dict[str, Tensor]] = {
-            kind: {} for kind in ((ERRORS,) if changes is None else changes.kept)
+            kind: {}
+            for kind in ((ERRORS,) if changes is None else changes.begin(torch.zeros(1, 1)))
         }
         """What the compression keeps, by kind and name."""
         for name, p in params.items():
@@ -227,7 +236,7 @@ class Averaging:
             for name, value in values.items()
         }
         taken, changes = self._taken(step, moved), self.changes
-        own = None if changes is None or changes.conserves or not taken else self.sketch_of(moved)
+        own = None if changes is None or conserves(changes) or not taken else self.sketch_of(moved)
         if fold:
             self._fold_(moved, taken)
         measured = (
@@ -242,7 +251,7 @@ class Averaging:
         """Add what was kept of earlier changes."""
         for name in taken:
             assert self.changes is not None, "something is compressed"
-            moved[name].add_(self.errors[name], alpha=self.changes.decay)
+            moved[name].add_(self.errors[name], alpha=decay_of(self.changes))
 
     @torch.no_grad()
     def weigh_(self, pending: PendingAveraging, weight: float) -> None:
@@ -259,14 +268,9 @@ class Averaging:
 
     def _taken(self, step: int, moved: Mapping[str, Tensor]) -> frozenset[str]:
         """The parameters whose change is compressed at this step."""
-        if self.changes is None:
+        if self.changes is None or step <= begin_step(self.changes):
             return frozenset()
-        takes = self.changes.takes
-        return frozenset(
-            name
-            for name, change in moved.items()
-            if name in self.errors and takes(step, change.numel())
-        )
+        return frozenset(name for name in moved if name in self.errors)
 
     def launch(self, pending: PendingAveraging, *, heard: bool = False) -> None:
         """Put it on the wire without waiting: what the compression asks for, and one buffer per

@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar, Literal
 
 from thinwire import _validate as check
-from thinwire.compress.changes import COMPRESSIONS, Compression
+from thinwire.compress import CHANGE_COMPRESSIONS, ChangeConfig
 from thinwire.compress.sparse_change import Sparse
 
 __all__ = ["AdaptiveLocalSGD", "LocalConfig", "LocalSGD"]
@@ -19,7 +19,7 @@ class _Common:
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     outer_nesterov: bool = False
-    compression: Compression | None = None
+    compression: ChangeConfig | None = None
     fragments: int = 1
     fragment_order: Literal["contiguous", "strided"] = "contiguous"
     delay: int = 0
@@ -38,7 +38,7 @@ class _Common:
         if self.compression is not None:
             advice = "write None or one of these"
             check.instance(
-                "compression", self.compression, tuple(COMPRESSIONS.values()), advice=advice
+                "compression", self.compression, tuple(CHANGE_COMPRESSIONS.values()), advice=advice
             )
         self._set(check.integer, "fragments", at_least=1)
         if self.fragments > k_steps:

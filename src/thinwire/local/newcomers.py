@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire._names import named_parameters
+from thinwire.compress import KEPT
 from thinwire.local.averager import Averager
 from thinwire.local.averaging import PendingAveraging, real_view, widened
 from thinwire.local.saving import INTERVAL
@@ -156,10 +157,7 @@ class NewcomersWork:
 
     def _own_kinds(self) -> list[str]:
         """The kinds of state that are each rank's own."""
-        changes = self._averager.averaging.changes
-        if changes is None:
-            return list(self._averager.averaging.kept)
-        return [kind for kind, rule in changes.kept.items() if rule == "mean_zero"]
+        return [kind for kind in self._averager.averaging.kept if KEPT[kind] == "mean_zero"]
 
     def _shared(self) -> dict[str, dict[str, Tensor]]:
         """Everything that all ranks hold alike after an averaging, by kind and name."""

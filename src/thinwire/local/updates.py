@@ -38,10 +38,11 @@ from thinwire.comm import (
     while_busy,
 )
 from thinwire.comm.private import forget_ended
-from thinwire.compress import COMPRESSIONS
-from thinwire.compress.change_protocol import ForChanges
-from thinwire.compress.changes import compression_of
-from thinwire.compress.words import tell_coverage
+from thinwire.compress import COMPRESSIONS, compression_of, field_of
+from thinwire.compress.coverage import tell_coverage
+from thinwire.compress.dgc import DGC
+from thinwire.compress.figures import left_out, loops_of
+from thinwire.compress.low_rank import LowRank
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.origin import ORIGIN, Origin, without_origin
 from thinwire.core.outer import OuterRule
@@ -173,7 +174,7 @@ class LocalUpdates:
         config: LocalConfig,
         *,
         process_group: dist.ProcessGroup | None = None,
-        compression: ForChanges | None = None,
+        compression: DGC | LowRank | None = None,
         scaler: OwnScale | None = None,
         digest_every: int = DIGEST_EVERY,
         timeout: float | datetime.timedelta | None = None,
@@ -210,11 +211,12 @@ class LocalUpdates:
                 "site make their steps together. Leave round_seconds out, k_steps says it alone"
             )
         if compression is not None:
-            check.instance("compression", compression, COMPRESSIONS)
+            check.instance("compression", compression, tuple(COMPRESSIONS.values()))
             if config.compression is not None:
+                field = field_of(compression)
                 raise ValueError(
-                    f"{compression.field} and compression={config.compression} both say what an "
-                    "averaging sends: give one of them"
+                    f"{field} and compression={config.compression} both say what an averaging "
+                    "sends: give one of them"
                 )
         self._of_gradients = compression
         self._changes = compression_of(config.compression, compression)
@@ -277,7 +279,7 @@ class LocalUpdates:
         facts["compression"] = type(self.config.compression).__name__
         facts["settings"] = asdict(self.config)
         if self._of_gradients is not None:
-            facts[self._of_gradients.field] = asdict(self._of_gradients)
+            facts[field_of(self._of_gradients)] = asdict(self._of_gradients)
         facts |= {"digest_every": self.digest_every, "timeout in seconds": group.timeout_s}
         facts |= arithmetic(self._tensors.device)
         facts |= {"misuse": self._tensors.difference(), **self._tensors.facts()}
@@ -323,7 +325,7 @@ class LocalUpdates:
         self._received_before, self._waited_before = sources.bytes_received, sources.wait_s
         first = group.rank == 0 if members is None else self._place()[0] == 0
         if first and self._changes is not None:
-            tell_coverage(self._of_gradients or self._changes, self._tensors.params.values())
+            tell_coverage(self._changes, self._tensors.params.values())
         self._pace = Pace(self.planned if first else None)
         self._paced_step = self.step
         optimizer = self._tensors.optimizer
@@ -357,7 +359,7 @@ class LocalUpdates:
 
     def _needs(self) -> frozenset[Need]:
         """The compiled loops that an averaging calls."""
-        loops = frozenset() if self._changes is None else self._changes.needs(self._compressed)
+        loops = loops_of(self._changes, self._compressed, of_gradients=False)
         return loops | needs_of("outer", list(self._tensors.params.values()))
 
     def __exit__(
@@ -640,7 +642,7 @@ class LocalUpdates:
             dropped_steps=self._skipped,
             averagings=self._counters.averagings,
             k_steps=self.k_steps,
-            sparsity=changes.sparsity_at(self.step) if changes and self._compressed else 0.0,
+            sparsity=left_out(changes, self.step) if self._compressed else 0.0,
             applied_share=self._applied_share,
             loss_scale=1.0 if self._scaler is None else self._scaler.scale,
             bytes_sent=self._sent_by_ddp

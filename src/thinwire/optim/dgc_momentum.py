@@ -41,16 +41,16 @@ from thinwire.comm import (
     time_limit_s,
     while_busy,
 )
+from thinwire.compress.coverage import tell_coverage
 from thinwire.compress.dgc import (
     DGC,
     DGCCompressor,
     Rule,
     compressible,
-    limited_over_shards,
+    locally_clipped,
 )
 from thinwire.compress.entries import ArrivedEntries
 from thinwire.compress.protocol import Compression
-from thinwire.compress.words import tell_coverage
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.checksum import bit_sums
 from thinwire.core.clip import Clip, ClipByNorm, clipped
@@ -643,7 +643,7 @@ class DGCMomentum(ExchangingOptimizer):
         if self._sites is None:
             return dict(grads)
         groups = self._facts
-        return limited_over_shards(
+        return locally_clipped(
             grads,
             self._shards,
             lambda name: _config_of(
@@ -794,6 +794,7 @@ class DGCMomentum(ExchangingOptimizer):
         """
         group = exchange.group.replicas or exchange.group
         held: dict[str, Tensor] = {}
+        states: dict[str, dict[str, Any]] = {}
         for name in [n for n in dense if self._apart is None or n in self._apart]:
             param = self._listing.params[name]
             assert self._compressor is not None
@@ -801,7 +802,7 @@ class DGCMomentum(ExchangingOptimizer):
             if self.compresses(param):
                 state = self._compressor.state_of(name)
             if self._facts(param).group["momentum"] and "momentum_buffer" in state:
-                held[name] = state["momentum_buffer"]
+                held[name], states[name] = state["momentum_buffer"], state
         if not held or group.size == 1:
             return
         what = "making momentum common"
@@ -819,6 +820,7 @@ class DGCMomentum(ExchangingOptimizer):
             group.gather_bytes(b"", what=what)  # nothing has moved where one of them failed
         for name, mean in zip(differ, means, strict=True):
             held[name].copy_(mean)
+            self.state[self._listing.params[name]] = states[name]
         known = frozenset(self._listing.params) if self._apart is None else self._apart
         self._apart = known - set(dense)
 

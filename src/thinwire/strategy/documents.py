@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from thinwire import _validate as check
 from thinwire._wording import plain, shown
-from thinwire.compress.changes import COMPRESSIONS
+from thinwire.compress import CHANGE_COMPRESSIONS
 from thinwire.compress.sparse_change import Sparse
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale
 from thinwire.errors import StrategyError
@@ -19,8 +19,8 @@ __all__ = ["TAGGED", "F", "from_dict", "kind_of", "ordered_fields", "to_dict"]
 
 TAGGED: dict[tuple[type, str], Mapping[str, type]] = {
     (AMP, "loss_scale"): {"fixed": FixedLossScale, "dynamic": DynamicLossScale},
-    (LocalSGD, "compression"): COMPRESSIONS,
-    (AdaptiveLocalSGD, "compression"): COMPRESSIONS,
+    (LocalSGD, "compression"): CHANGE_COMPRESSIONS,
+    (AdaptiveLocalSGD, "compression"): CHANGE_COMPRESSIONS,
 }
 """Keys of a config whose value is one of several configs: a mapping of one key, the tag."""
 _UNTAGGED: dict[tuple[type, str], type] = {

@@ -12,7 +12,9 @@ from torch.nn import Parameter
 
 from thinwire.comm import state_told
 from thinwire.comm.group import collective_calls
-from thinwire.compress.dense import Dense, not_finite
+from thinwire.compress import buckets_of
+from thinwire.compress.dense import not_finite
+from thinwire.compress.figures import left_out
 from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.sharded import Shards, shard_of, sharded_like
 from thinwire.core.storage import with_own_storage
@@ -148,20 +150,9 @@ class MeanThenStep(_EveryStep):
         if clip.over_stages:
             gradients.measure = lambda came, grads: clip.norm(self._means(came, grads))
         self._optimizer, self._params, self._clip = optimizer, params, clip
-        some = compression is not None and None in map(
-            compression.why_dense, Shards(params).values()
-        )
+        self.first_bytes, self.bucket_bytes = buckets_of(compression)
+        some = compression is not None and any(map(compression.compresses, Shards(params).values()))
         self._compression = compression if some else None
-
-    @property
-    def bucket_bytes(self) -> int:
-        methods = self.gradients.compressors
-        return max((method.bucket_bytes for method in methods), default=Dense.bucket_bytes)
-
-    @property
-    def first_bytes(self) -> int:
-        methods = self.gradients.compressors
-        return max((method.first_bytes for method in methods), default=Dense.first_bytes)
 
     @property
     def bytes_sent(self) -> int:
@@ -172,9 +163,7 @@ class MeanThenStep(_EveryStep):
         return self.gradients.wait_s
 
     def counts(self, step: int) -> dict[str, float]:
-        method = self._compression
-        sparsity = 0.0 if method is None else method.sparsity_in_force(step)
-        return self.gradients.counts() | {"sparsity": sparsity}
+        return self.gradients.counts() | {"sparsity": left_out(self._compression, step)}
 
     @property
     def dropped_steps(self) -> int:
@@ -239,8 +228,7 @@ class ExchangingStep(_EveryStep):
 
     def __init__(self, optimizer: ExchangingOptimizer, params: Mapping[str, Parameter]) -> None:
         self._optimizer, self._params = optimizer, params
-        self.bucket_bytes = optimizer.method.bucket_bytes
-        self.first_bytes = optimizer.method.first_bytes
+        self.first_bytes, self.bucket_bytes = buckets_of(optimizer.method)
         self._before = optimizer.stats()
 
     @property

@@ -8,9 +8,8 @@ from dataclasses import fields
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from thinwire.compress import COMPRESSIONS as OF_GRADIENTS
-from thinwire.compress.change_protocol import ERRORS
-from thinwire.compress.changes import COMPRESSIONS
+from thinwire.compress import CHANGE_COMPRESSIONS
+from thinwire.compress.protocol import ErrorsOnly
 from thinwire.strategy.documents import from_dict, to_dict
 from thinwire.strategy.fields import Fields
 
@@ -26,7 +25,19 @@ _FREE = (
     "pipeline.schedule",
     "gradient_merge",  # what it has merged is compared as well
     "gradient_merge.*",
-    *(f"{config.field}.{name}" for config in OF_GRADIENTS for name in config.may_change),
+    *(
+        f"dgc.{name}"
+        for name in (
+            "rampup_begin_step",
+            "rampup_step",
+            "sparsity",
+            "local_grad_clip_norm",
+            "value_bits",
+            "node_size",
+            "exchange",
+        )
+    ),
+    "low_rank.begin_step",
     "lars.*",
     "lamb.*",
     *(
@@ -46,15 +57,18 @@ _FREE = (
     *(
         f"{field}.compression.{key}"
         for field in ("localsgd", "adaptive_localsgd")
-        for tag, kind in COMPRESSIONS.items()
-        if kind.kept.keys() == {ERRORS}  # those go on from each other's state
+        for tag, kind in CHANGE_COMPRESSIONS.items()
+        if issubclass(kind, ErrorsOnly)  # those go on from each other's state
         for key in (tag, f"{tag}.*", *(entry.name for entry in fields(kind)))
     ),
 )
 """Settings on which no state depends, by dotted name; whatever is new is not among them before
 somebody says so."""
 _IN_GROUPS = {
-    **{f"{config.field}.{name}": name for config in OF_GRADIENTS for name in config.in_groups},
+    **{
+        f"dgc.{name}": name
+        for name in ("rampup_begin_step", "rampup_step", "sparsity", "local_grad_clip_norm")
+    },
     "lars.lars_coeff": "trust_coefficient",
     "lars.lars_weight_decay": "weight_decay",
     "lars.epsilon": "eps",

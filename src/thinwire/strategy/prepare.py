@@ -5,8 +5,8 @@ changed.
 import datetime
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -35,9 +35,11 @@ from thinwire.comm import (
 from thinwire.comm.grid import Grid
 from thinwire.comm.nodes import require_divisor
 from thinwire.comm.replicate import make_models_equal_
-from thinwire.compress import COMPRESSIONS
+from thinwire.compress import COMPRESSIONS, field_of
+from thinwire.compress.coverage import tell_coverage
+from thinwire.compress.dgc import DGC, locally_clipped
+from thinwire.compress.figures import loops_of
 from thinwire.compress.protocol import Compression, Limit
-from thinwire.compress.words import tell_coverage
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
@@ -49,6 +51,7 @@ from thinwire.exchange.gradients import gradients_of
 from thinwire.exchange.overlap import Overlap
 from thinwire.kernels.needs import Need
 from thinwire.kernels.warm import warm_up
+from thinwire.layout.traffic import settled_step
 from thinwire.local.model import bare_optimizer, require_own_params, warn_of_others
 from thinwire.local.updates import LocalUpdates
 from thinwire.members.members import Members
@@ -65,6 +68,7 @@ from thinwire.step.recompute import matches, recompute
 from thinwire.strategy.clipping import Clipping, require_one_clip, take_clip_
 from thinwire.strategy.engine import Engine
 from thinwire.strategy.exchanges import Exchange, ExchangingStep, LocalSteps, MeanThenStep
+from thinwire.strategy.explain.texts import TEXTS
 from thinwire.strategy.facts import checkpoint_facts, model_facts, strategy_facts, versions
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.holding import Hold, require_free, require_trained
@@ -255,14 +259,11 @@ def _copy_from_first(model: nn.Module, group: Group) -> None:
 
 def _require_mesh_works(strategy: Fields, mesh: DeviceMesh) -> None:
     require_mesh(mesh)
-    others = " or ".join(each.field for each in COMPRESSIONS if not each.why_no_shards)
+    whole = {field: TEXTS[kind].no_shards for field, kind in COMPRESSIONS.items()}
+    others = " or ".join(field for field, why in whole.items() if not why)
     reasons = {
         "pipeline": "its stages are another way to divide a model: leave one of them out",
-        **{
-            each.field: f"{each.why_no_shards}; or use {others}"
-            for each in COMPRESSIONS
-            if each.why_no_shards
-        },
+        **{field: f"{why}; or use {others}" for field, why in whole.items() if why},
         "lars": "give thinwire.optim.Lars as the optimizer, whose norms are over all shards",
         "lamb": "give thinwire.optim.Lamb as the optimizer, whose norms are over all shards",
     }
@@ -271,7 +272,7 @@ def _require_mesh_works(strategy: Fields, mesh: DeviceMesh) -> None:
         "node_size: the ranks of a site hold its shards, and each of them exchanges its own: "
         "leave node_size out"
         for each in (strategy.compression, strategy.local)
-        if each is not None and each.node_size not in (None, 1)
+        if getattr(each, "node_size", None) not in (None, 1)
     ]
     if problems:
         raise StrategyError(f"mesh= does not work with {'; '.join(problems)}")
@@ -291,7 +292,7 @@ def _require_members_work(
         raise StrategyError("members= does not work with pipeline: leave it out")
     if strategy.compression is not None:
         raise StrategyError(
-            f"members= does not work with {strategy.compression.field}: leave it out, and give "
+            f"members= does not work with {field_of(strategy.compression)}: leave it out, and give "
             "localsgd a compression such as tw.Sparse(0.97)"
         )
     if timeout is not None:
@@ -305,7 +306,7 @@ def _needs(plan: _Plan) -> frozenset[Need]:
     """The compiled loops that this training calls; local updates see to theirs."""
     needs: frozenset[Need] = getattr(plan.optimizer, "needs", frozenset())
     if plan.sync is None and plan.compressor is not None:
-        needs |= plan.compressor.needs(Shards(plan.params).values())
+        needs |= loops_of(plan.compressor, Shards(plan.params).values(), of_gradients=True)
     return needs
 
 
@@ -583,7 +584,7 @@ def _assembled(
         autocast=autocast,
         handles=handles,
         planned=options.planned,
-        settled_step=1 if strategy.compression is None else strategy.compression.settled_step,
+        settled_step=settled_step(strategy.compression),
         facts=checkpoint_facts(strategy, model, plan.optimizer),
     )
     if isinstance(plan.optimizer, GroupedOptimizer):
@@ -632,7 +633,8 @@ def _exchange(
     limit = None
     if sites is not None and compression is not None:  # a compressor sees single shards
         limit = _limit(strategy, plan, place)
-        compression = compression.without_limit()
+        if isinstance(compression, DGC):
+            compression = replace(compression, local_grad_clip_norm=None)
     params = Shards(plan.params)
     gradients = gradients_of(
         Group(place.replica_group) if sites is None else sites.job,
@@ -651,11 +653,18 @@ def _exchange(
 
 def _limit(strategy: Fields, plan: _Plan, place: _Place) -> Limit | None:
     """The local clip that comes before what is compressed."""
-    if strategy.compression is None:
+    if strategy.dgc is None or strategy.dgc.local_grad_clip_norm is None:
         return None
     gather = None if place.sites is None else place.sites.shards.gather_now
-    params = Shards(plan.params)
-    return strategy.compression.limiting(params, sources=place.replicas, gather=gather)
+    params, config = Shards(plan.params), strategy.dgc
+
+    def limit(step: int, grads: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        sources = place.replicas
+        return locally_clipped(
+            grads, params, lambda _: config, step=step, sources=sources, gather=gather
+        )
+
+    return limit
 
 
 def _digest(plan: _Plan) -> RollingDigest | None:

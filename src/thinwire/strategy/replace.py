@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
+from thinwire.compress import field_of
 from thinwire.compress.protocol import Compression
 from thinwire.errors import StrategyError
 from thinwire.optim.base import ExchangingOptimizer
@@ -175,7 +176,7 @@ def _misfits(
     if not isinstance(optimizer, ExchangingOptimizer):
         return
     if compression is not None and isinstance(compression, optimizer.method):
-        field = compression.field
+        field = field_of(compression)
         yield (
             f"{field} is said twice: give an SGD and leave {field} in the strategy, or remove "
             f"{field} from the strategy"
@@ -186,7 +187,9 @@ def _misfits(
             )
         )
     elif compression is not None:
-        yield (f"{kind} compresses gradients by itself: give an SGD, or remove {compression.field}")
+        yield (
+            f"{kind} compresses gradients by itself: give an SGD, or remove {field_of(compression)}"
+        )
     if local:
         yield (
             f"{kind} exchanges gradients in every step, and local updates exchange none: give an "
@@ -198,7 +201,7 @@ def _misfits(
         method = optimizer.method
         yield (
             f"{kind} does not know which ranks share a stage of the pipeline: give an SGD and "
-            f"{method.field}={method.__name__}(...)"
+            f"{field_of(method)}={method.__name__}(...)"
         )
 
 
@@ -322,7 +325,7 @@ def _compression(
         what = "changes of the parameters" if local else "gradients"
         kind = type(optimizer).__name__
         yield (
-            f"{compressor.field} compresses {what}, without momentum of its own; momentum, "
+            f"{field_of(compressor)} compresses {what}, without momentum of its own; momentum, "
             f"clipping and decay are {kind}'s"
         )
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from thinwire.compress import field_of
 from thinwire.compress.protocol import Compression
 from thinwire.core.precision import state_dtype
 from thinwire.optim import EXCHANGING, SGD, Adam, AdamW, Lamb, Lars, LazyAdam
@@ -235,7 +236,7 @@ def as_exchanging(
     problem = None if clip is None else kind.problem_of_clip(clip, compression)
     if problem is not None:
         replacement.problems.append(problem)
-    replacement.problems += _sgd_problems(compression.field, settings)
+    replacement.problems += _sgd_problems(field_of(compression), settings)
     replacement.notes += [
         f"momentum, Nesterov and weight decay act inside {kind.__name__}, which exchanges by itself"
     ]

@@ -26,8 +26,7 @@ from thinwire.checkpoint.random_state import derived
 from thinwire.checkpoint.reader import EXPORTED
 from thinwire.checkpoint.shards import Cut, words
 from thinwire.comm import place_in
-from thinwire.compress import OTHER_RANKS
-from thinwire.compress.changes import COMPRESSIONS
+from thinwire.compress import KEPT, OTHER_RANKS
 from thinwire.core.origin import ORIGIN, Origin, checksum_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
 from thinwire.errors import CheckpointMismatch
@@ -61,20 +60,14 @@ _OTHER_RANKS: dict[str, Rule] = {
     "merge/overflowed": "max",
     "merge/sums/*": "mean_zero",
     **{f"exchange/*{kind}s/*": rule for kind, rule in OTHER_RANKS.items()},
-    **{
-        f"exchange/{kind}/*": rule
-        for each in COMPRESSIONS.values()
-        for kind, rule in each.kept.items()
-    },
+    **{f"exchange/{kind}/*": rule for kind, rule in KEPT.items()},
     "optimizer/state/*/residual": "mean_zero",
     "optimizer/state/*/step": "first",
     "optimizer/state/*/momentum_buffer": "mean_zero",
 }
 """On another number of ranks, what is not simply the mean of those that have it: sums (absent ranks
 gave 0), counts."""
-_SAME_EVERYWHERE = {
-    kind for each in COMPRESSIONS.values() for kind, rule in each.kept.items() if rule == "first"
-}
+_SAME_EVERYWHERE = {kind for kind, rule in KEPT.items() if rule == "first"}
 """What compression keeps that all ranks hold alike, and that is nothing pending."""
 
 

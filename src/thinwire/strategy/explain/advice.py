@@ -5,12 +5,13 @@ the loop.
 from collections.abc import Iterator, Sequence
 
 from thinwire.comm.nodes import job_ranks, node_size_of
-from thinwire.compress import COMPRESSIONS
-from thinwire.compress.dense import Dense
+from thinwire.compress import COMPRESSIONS, buckets_of
+from thinwire.compress.figures import steady_share
 from thinwire.compress.protocol import Compression
 from thinwire.core.loss_scale import FixedLossScale
 from thinwire.local.config import LocalConfig
 from thinwire.optim import EXCHANGING
+from thinwire.strategy.explain.texts import TEXTS
 from thinwire.strategy.fields import Fields
 
 __all__ = ["advice"]
@@ -43,7 +44,7 @@ def _about_amp(strategy: Fields) -> Iterator[str]:
     if isinstance(amp.loss_scale, FixedLossScale) and not amp.loss_scale.drop_overflow_update:
         yield (
             "amp: with drop_overflow_update=False an overflow goes into the parameters, unless "
-            f"{' or '.join(each.field for each in COMPRESSIONS)} stops it"
+            f"{' or '.join(COMPRESSIONS)} stops it"
         )
 
 
@@ -72,13 +73,13 @@ def _about_exchange(strategy: Fields) -> Iterator[str]:
         yield from _about_compression(strategy, strategy.compression)
     if local is None and strategy.pipeline is None:
         # the optimizer is not known here: one that exchanges compresses without a field, too
-        buckets = strategy.compression or Dense
-        size = _mib(buckets.bucket_bytes)
+        first, others = buckets_of(strategy.compression)
+        size = _mib(others)
         if strategy.compression is None:
             for kind in EXCHANGING:
-                size += f", or {_mib(kind.method.bucket_bytes)} under a {kind.__name__}"
-        if buckets.first_bytes < buckets.bucket_bytes:
-            size += f" (the first of {_mib(buckets.first_bytes)})"
+                size += f", or {_mib(buckets_of(kind.method)[1])} under a {kind.__name__}"
+        if first < others:
+            size += f" (the first of {_mib(first)})"
         yield (
             f"overlap: gradients leave while the backward pass runs, in buckets of {size}, once "
             "all ranks had the same parameters in two updates in a row. With one rank, with "
@@ -97,7 +98,7 @@ def _about_exchange(strategy: Fields) -> Iterator[str]:
 
 def _about_share(config: LocalConfig) -> Iterator[str]:
     """How much of a change its compression lets through, and the outer rate that goes with it."""
-    share = 1.0 if config.compression is None else config.compression.steady_share
+    share = 1.0 if config.compression is None else steady_share(config.compression)
     if share is None:
         yield (
             "local updates: how much of a change is applied depends on what the ranks send: look "
@@ -122,19 +123,20 @@ def _about_compression(strategy: Fields, compression: Compression) -> Iterator[s
     """What its config says, and who counts as one here."""
     local = strategy.local is not None
     stages = 1 if strategy.pipeline is None else strategy.pipeline.stages
-    yield from compression.advice(
+    yield from TEXTS[type(compression)].advice(
+        compression,
         local=local,
         replaced=strategy.lars is not None or strategy.lamb is not None,
         peers="replicas of a stage" if stages > 1 else "ranks",
-        here="" if local else _sources_here(job_ranks()[::stages], compression.node_size),
+        here="" if local else _sources_here(job_ranks()[::stages], compression),
     )
 
 
-def _sources_here(ranks: Sequence[int], node_size: int | None) -> str:
+def _sources_here(ranks: Sequence[int], compression: Compression) -> str:
     if len(ranks) == 1:
         return ""
     try:
-        width, why = node_size_of(ranks, node_size)
+        width, why = node_size_of(ranks, getattr(compression, "node_size", None))
     except ValueError as error:
         return f". But {error}"
     return (

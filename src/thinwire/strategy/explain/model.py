@@ -8,13 +8,15 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from thinwire._names import named_parameters
+from thinwire.compress.coverage import why_dense
+from thinwire.compress.figures import sent_bytes
 from thinwire.compress.protocol import Compression
-from thinwire.compress.words import plural
 from thinwire.core.clip import Clip
 from thinwire.local.fragments import fragments_of
 from thinwire.pipeline.split import split_model
 from thinwire.step.recompute import matches
 from thinwire.strategy.clipping import require_one_clip
+from thinwire.strategy.explain.texts import TEXTS, plural
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.holding import require_trained
 from thinwire.strategy.replace import adopt
@@ -114,7 +116,7 @@ def _exchanged(
             name: p for name, p in params.items() if local.compression.compresses(p) and p.numel()
         }
         shapes = [(torch.view_as_real(p) if p.is_complex() else p).shape for p in mine.values()]
-        nbytes = local.compression.sent_bytes(local.begin_step + 1, shapes) if shapes else 0
+        nbytes = sent_bytes(local.compression, local.begin_step + 1, shapes) if shapes else 0
         yield f"compressed, {what} {_sized(mine)}; of all together the message has {nbytes:,} bytes"
         if rest := {name: p for name, p in params.items() if name not in mine}:
             yield f"dense, {what} {_sized(rest)}"
@@ -130,11 +132,12 @@ def _exchanged(
     for way, members in sorted(groups.items()):
         yield f"{way}, {what} {_sized(members)}"
     if local is None and strategy.pipeline is None and "compressed" in groups:
-        yield compression.message_text(groups["compressed"].values())
+        params = groups["compressed"]
+        yield TEXTS[type(compression)].message(compression, list(params.values()))
 
 
 def _way(param: Parameter, compression: Compression, row_sparse: Collection[Tensor]) -> str:
-    if (why := compression.why_dense(param)) is not None:
+    if (why := why_dense(compression, param)) is not None:
         return f"dense, {why}"
     return "dense, because its rows are sparse already" if param in row_sparse else "compressed"
 

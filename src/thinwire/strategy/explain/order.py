@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-from thinwire.compress.changes import compression_of
-from thinwire.compress.words import plural
+from thinwire.compress import compression_of, field_of
 from thinwire.core.clip import Clip
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig
+from thinwire.strategy.explain.texts import TEXTS, local_clip, plural
 from thinwire.strategy.fields import Fields
 
 __all__ = ["step_order"]
@@ -98,7 +98,7 @@ def _exchange(strategy: Fields) -> str:
     peers = "the replicas of a stage" if strategy.pipeline is not None else "all ranks"
     compression = strategy.compression
     if strategy.local is not None:
-        limit = "" if compression is None else compression.limit("rank")
+        limit = local_clip(compression, "rank")
         return f"No exchange of gradients: each rank updates on its own{limit}"
     drop = (
         ". A gradient that is not finite, on any rank, drops the update on all"
@@ -111,8 +111,8 @@ def _exchange(strategy: Fields) -> str:
     if compression is None:
         return f"Exchange: the gradient becomes the mean over {peers}, dense{early}{drop}"
     return (
-        f"Exchange between {peers}, by {compression.field}: "
-        f"{compression.explanation()}{early}{drop}"
+        f"Exchange between {peers}, by {field_of(compression)}: "
+        f"{TEXTS[type(compression)].gradient(compression)}{early}{drop}"
     )
 
 
@@ -175,7 +175,7 @@ def _change(strategy: Fields, config: LocalConfig) -> str:
         said += f"; the mean change goes through an outer SGD, rate {config.outer_lr:g}, "
         said += f"momentum {config.outer_momentum:g}{nesterov}"
     if (changes := compression_of(config.compression, strategy.compression)) is not None:
-        said += f"; {changes.explained()}"
+        said += f"; {TEXTS[type(changes)].change(changes)}"
     if config.node_size not in (None, 1):
         said += f"; the {config.node_size} ranks of a node average densely first and count as one"
     if config.fragments > 1:

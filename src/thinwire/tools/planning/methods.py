@@ -7,25 +7,21 @@ from math import ceil, inf, isqrt, log2
 from typing import Any
 
 from thinwire.layout.message import HEADER_BYTES, Layout, Slot, WholeLayout, count_sent
-from thinwire.layout.shares import SplitPlan, WholeSplit, split_plan
 from thinwire.layout.traffic import (
-    SPLIT,
-    chosen_exchange,
+    BUCKETS,
     chosen_split,
     travels_sealed,
 )
 from thinwire.tools.planning.network import Network
 from thinwire.tools.planning.work import Shape, Work, matrices, numel_of
 
-__all__ = ["BUCKETS", "MOST_PARAMS", "Cost", "cost_by_number", "cost_of", "grown", "messages"]
+__all__ = ["MOST_PARAMS", "Cost", "cost_by_number", "cost_of", "grown", "messages"]
 
 _PASS_S = {False: 0.8e-9, True: 3e-12}
 """Seconds to read and write a number once, on a core and on a GPU."""
 _VOTE_BYTES = 256
-BUCKETS = {"dgc": (2**20, 25 * 2**20), "low_rank": (25 * 2**20, 25 * 2**20)}
-"""Bytes of gradient that travel together: in the first bucket of an update, and in the others."""
 DDP_BUCKETS = 4 * 2**20, 25 * 2**20
-"""Likewise after a first one of 1 MiB: in `thinwire compare`, and in DDP by itself."""
+"""Gradient bytes of a bucket after a first one of 1 MiB: in `thinwire compare`, and in DDP."""
 _AT_ONCE = 2
 """Collectives that gloo has under way at a time: it has as many threads."""
 _MOST_OWNERS = 64
@@ -254,11 +250,7 @@ def messages(
     """Return the bytes that a source sends to each owner of sums, if there are owners, and to
     all others.
     """
-    if isinstance(layout, WholeLayout):
-        plan: SplitPlan | WholeSplit | None = chosen_split(exchange, layout, sources)
-    else:
-        split = chosen_exchange(exchange, layout, sources) == SPLIT
-        plan = split_plan(layout, sources) if split else None
+    plan = chosen_split(exchange, layout, sources)
     if plan is None:
         return (), layout.nbytes
     return tuple(part.nbytes for part in plan.first), plan.row_bytes

@@ -1,4 +1,4 @@
-"""Numbers in sentences, for what `explain` prints and `prepare` says."""
+"""How much of a model is compressed at all, why the rest is not, and what to set then."""
 
 import logging
 import warnings
@@ -10,31 +10,24 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["bits_text", "dense_first", "plural", "share_text", "tell_coverage"]
+__all__ = ["tell_coverage", "why_dense"]
 
 _log = logging.getLogger("thinwire")
 _FEW = 1024
 """Numbers of a model for which nothing is said: dense, they are a message of 4 kB."""
 
 
-def share_text(sparsity: float) -> str:
-    """What is sent, such as "0.1 %"."""
-    return f"{100 * (1 - sparsity):.6g} %"
-
-
-def bits_text(bits: int) -> str:
-    """Such as "1 bit"."""
-    return f"{bits} {plural('bit', bits)}"
-
-
-def dense_first(begin: int) -> str:
-    """What comes before compression, such as "the first 10 updates dense, then "."""
-    return f"the first {begin} {plural('update', begin)} dense, then " if begin else ""
-
-
-def plural(word: str, count: int) -> str:
-    """The word, with an s unless there is one of them."""
-    return word if count == 1 else f"{word}s"
+def why_dense(config: Any, param: Tensor) -> str | None:
+    """Why this tensor is never compressed, in words; None where it is."""
+    if config.compresses(param):
+        return None
+    if hasattr(config, "rank") and param.dim() < 2:
+        return "of fewer than two dimensions"
+    if param.numel() < config.min_numel:
+        return f"below min_numel={config.min_numel}"
+    if not param.is_floating_point() or not hasattr(config, "rank"):
+        return f"because of {param.dtype}"
+    return f"because rank={config.rank} is not below its smaller side"
 
 
 def tell_coverage(
@@ -50,7 +43,7 @@ def tell_coverage(
     params = list(params)
     total = sum(p.numel() for p in params)
     mine = sum(p.numel() for p in params if (compresses or config.compresses)(p))
-    share = share_text(1 - round(mine / max(1, total), 3))
+    share = f"{100 * mine / max(1, total):.3g} %"
     said = f"{type(config).__name__} compresses {mine:,} of {total:,} trainable numbers ({share})"
     if 2 * mine >= total or total < _FEW:
         _log.info("%s", said)
@@ -58,10 +51,11 @@ def tell_coverage(
     finer = replace(config, min_numel=1) if hasattr(config, "min_numel") else config
     able = sorted((p.numel() for p in params if finer.compresses(p)), reverse=True)
     if 2 * sum(able) >= total:
-        least = able[bisect_left(list(accumulate(able)), 0.9 * sum(able))]
+        reached = list(accumulate(able))
+        least = able[bisect_left(reached, 0.9 * reached[-1])]
         more = sum(numel for numel in able if numel >= least)
         said += f", all others travel whole: with min_numel={least} it would compress {more:,}"
     else:
         other = max((p for p in params if not finer.compresses(p)), key=Tensor.numel)
-        said += f", all others travel whole, the largest {finer.why_dense(other)}"
+        said += f", all others travel whole, the largest {why_dense(finer, other)}"
     warnings.warn(said, UserWarning, stacklevel=2)

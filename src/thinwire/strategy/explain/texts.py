@@ -1,0 +1,215 @@
+"""What is said of methods of compression: the one table of texts, by the class of a config."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from thinwire.compress.dgc import DGC
+from thinwire.compress.figures import sent_bytes
+from thinwire.compress.low_rank import LowRank
+from thinwire.compress.quantized_change import Quantized
+from thinwire.compress.sparse_change import Sparse
+from thinwire.layout.message import Layout, Slot, count_sent
+from thinwire.layout.traffic import first_split
+
+__all__ = ["TEXTS", "Texts", "local_clip", "plural"]
+
+
+class Texts(NamedTuple):
+    """What is said of one method."""
+
+    change: Callable[[Any], str]
+    """What becomes of a change of local updates."""
+    gradient: Callable[[Any], str] = str
+    """What becomes of a gradient."""
+    message: Callable[[Any, Sequence[Tensor]], str] = lambda config, params: ""
+    """What one source sends of these gradients, once messages have their last length."""
+    advice: Callable[..., Iterator[str]] = lambda *_, **__: iter(())
+    """What one may want to know beforehand; arguments as those of `_dgc_advice`."""
+    no_shards: str = ""
+    """Why tensors must be whole; empty where a shard is as good."""
+
+
+def plural(word: str, count: int) -> str:
+    """The word, with an s unless there is one of them."""
+    return word if count == 1 else f"{word}s"
+
+
+def local_clip(config: object, who: str) -> str:
+    """The local clip of one of `who`; empty without."""
+    limit = getattr(config, "local_grad_clip_norm", None)
+    if limit is None:
+        return ""
+    return f"; a {who}'s share of a compressed tensor is limited to {limit:g} / sqrt({who}s)"
+
+
+def _share(sparsity: float) -> str:
+    return f"{100 * (1 - sparsity):.6g} %"
+
+
+def _bits(config: Any) -> str:
+    return f"{config.value_bits} {plural('bit', config.value_bits)}"
+
+
+def _first_dense(updates: int) -> str:
+    return f"the first {updates} {plural('update', updates)} dense, then " if updates else ""
+
+
+def _ramp(dgc: DGC) -> str:
+    """Such as "25 % from update 201, 6.25 % from 461, 0.1 % from 721", updates counted from 1."""
+    levels, length = dgc.sparsity, dgc.rampup_step
+    first = [dgc.rampup_begin_step + 1 - (-i * length // len(levels)) for i in range(len(levels))]
+    if len(levels) == 1:
+        return _share(levels[0])
+    ends = [*first[1:], None]
+    rows = zip(levels, first, ends, strict=True)
+    shown = [(level, start) for level, start, end in rows if start != end]
+    return ", ".join(
+        f"{_share(level)} {'from update ' if i == 0 else 'from '}{at}"
+        for i, (level, at) in enumerate(shown)
+    )
+
+
+def _dgc_gradient(dgc: DGC) -> str:
+    stored = ", in bfloat16 by stochastic rounding" if dgc.state_dtype == "bfloat16" else ""
+    return (
+        f"{_first_dense(dgc.rampup_begin_step)}gradients accumulate, and of each tensor the "
+        f"largest {_ramp(dgc)} are sent, {_bits(dgc)} an entry; the rest is kept{stored}. Tensors "
+        f"below {dgc.min_numel} numbers are dense{local_clip(dgc, 'source')}"
+    )
+
+
+def _dgc_change(dgc: DGC) -> str:
+    return (
+        f"{_first_dense(dgc.rampup_begin_step)}of each tensor's change the largest {_ramp(dgc)} "
+        f"are sent, {_bits(dgc)} an entry; the rest is kept. Tensors below {dgc.min_numel} numbers "
+        "go whole"
+    )
+
+
+def _dgc_message(dgc: DGC, params: Sequence[Tensor]) -> str:
+    slots = tuple(Slot(p.numel(), count_sent(p.numel(), dgc.sparsity[-1])) for p in params)
+    layout = Layout(slots, dgc.value_bits)
+    entries = sum(slot.k for slot in slots)
+    text = f"a whole message has {entries:,} entries in {layout.nbytes:,} bytes"
+    if dgc.exchange != "auto":
+        return text
+    begin = first_split(layout)
+    few = "however many they are" if begin is None else f"below {begin}, else they split"
+    return f"{text}; sources gather {few}"
+
+
+def _dgc_advice(dgc: DGC, *, local: bool, replaced: bool, peers: str, here: str) -> Iterator[str]:
+    """What one may want to know beforehand.
+
+    Args:
+        dgc: The config.
+        local: Whether it compresses changes of local updates.
+        replaced: Whether a method of the strategy takes the place of the given optimizer.
+        peers: Who exchanges, in words.
+        here: Which sources there are in this job, in words; may be empty.
+    """
+    size = dgc.node_size
+    if local:
+        if size not in (None, 1):
+            yield (
+                f"dgc: node_size={size} is for gradients; say node_size in the local updates for "
+                "their averages"
+            )
+        return
+    if not replaced:
+        yield (
+            "dgc: clipping, weight decay, momentum and Nesterov of an SGD come before the "
+            "exchange (DGCMomentum); any other optimizer gets the sparse mean as its gradient"
+        )
+    if size is None:
+        text = (
+            "dgc: the ranks of a machine average densely and count as one source where "
+            "torchrun's LOCAL_WORLD_SIZE ranks fill two machines or more; on one machine every "
+            "rank is a source of its own (node_size=None)"
+        )
+    elif size == 1:
+        text = "dgc: every rank is a source of its own, on the same machine or not (node_size=1)"
+    else:
+        text = (
+            f"dgc: {size} consecutive {peers} share a node, average densely and count as one "
+            f"source (node_size={size}), so {peers} must be a multiple of {size}; N of a local "
+            "clip is the number of nodes"
+        )
+    yield text + here
+    yield _DGC_EXCHANGE[dgc.exchange]
+
+
+_DGC_EXCHANGE = {
+    "gather": "dgc: every source gets the messages of all others, so bytes grow with "
+    "sources (exchange='gather')",
+    "split": (
+        "dgc: every source adds up a share of the numbers and passes on the largest sums "
+        "(exchange='split'): two rounds, and no more bytes for more sources; what is not "
+        "passed on is kept"
+    ),
+    "auto": (
+        "dgc: messages are gathered as long as sources are few, and added up by shares "
+        "where that moves at most half of the bytes, from about 9 sources on "
+        "(exchange='auto')"
+    ),
+}
+
+
+def _low_rank_gradient(low_rank: LowRank) -> str:
+    rank = low_rank.rank
+    return (
+        f"{_first_dense(low_rank.begin_step)}each gradient of n rows and m columns travels as two "
+        f"factors of {rank} {plural('column', rank)}, {rank} (n + m) numbers in two rounds; what "
+        "they miss is kept and added to the next gradient. Tensors of fewer than two dimensions or "
+        f"below {low_rank.min_numel} numbers are dense"
+    )
+
+
+def _low_rank_change(low_rank: LowRank) -> str:
+    return f"of each tensor's change {_low_rank_gradient(low_rank).replace('gradient', 'change')}"
+
+
+def _low_rank_message(low_rank: LowRank, params: Sequence[Tensor]) -> str:
+    numbers = sent_bytes(low_rank, 1, [param.shape for param in params]) // 4
+    return f"the factors have {numbers:,} numbers, in two rounds"
+
+
+def _sparse_change(sparse: Sparse) -> str:
+    over = "the ranks that sent it" if sparse.mean_over == "senders" else "all ranks"
+    text = (
+        f"of each tensor's change the largest {_share(sparse.sparsity)} are sent, {_bits(sparse)} "
+        f"an entry, whose mean is over {over}; the rest is kept and counts {sparse.decay:g} times "
+        "the next time"
+    )
+    if sparse.clip_sources is not None:
+        text += (
+            f"; what a rank sends in all is scaled down to {sparse.clip_sources:g} times the "
+            "median norm of the ranks where it is larger, and the difference dropped"
+        )
+    return text
+
+
+def _quantized_change(quantized: Quantized) -> str:
+    return (
+        f"of each tensor's change every entry is sent in {_bits(quantized)}; the rounding error is "
+        f"kept and counts {quantized.decay:g} times the next time"
+    )
+
+
+TEXTS: dict[type, Texts] = {
+    DGC: Texts(_dgc_change, _dgc_gradient, _dgc_message, _dgc_advice),
+    LowRank: Texts(
+        _low_rank_change,
+        _low_rank_gradient,
+        _low_rank_message,
+        no_shards=(
+            "a rank sees some rows of a matrix only. Local updates can compress by LowRank, shard "
+            "by shard"
+        ),
+    ),
+    Sparse: Texts(_sparse_change),
+    Quantized: Texts(_quantized_change),
+}
+"""By the class of a config."""
