@@ -121,7 +121,7 @@ _NAMES = {
     "thinwire.strategy.rules": "FIELDS RULES rule_of rules_among",
     "thinwire.strategy.yaml_files": "text_of",
     "thinwire.tools.app": "app",
-    "thinwire.tools.compare": "strategies",
+    "thinwire.tools.compare": "comparison=compare strategies",
     "thinwire.tools.compare.command": "print_table",
     "thinwire.tools.compare.compare": "compare",
     "thinwire.tools.compare.results": "KEYS Ledger common_loss seconds_to_loss write_json",

@@ -24,9 +24,9 @@ from tests.api import (
     WorkerError,
     choose,
     compare,
+    comparison,
     netns,
 )
-from tests.api import compare as comparison
 from tests.lab.namespaces import namespace_of, needs_netns, processes_in
 from tests.lab.pooled import run_workers_in
 from tests.processes import alive, descendants, kill_all

@@ -19,12 +19,12 @@ from tests.api import (
     build_trainer,
     choose,
     compare,
+    comparison,
     read_digits,
     rehearse,
     size_of,
     work_of,
 )
-from tests.api import compare as comparison
 from tests.api import page_render as render
 from tests.lab.configs import config
 from tests.lab.pooled import run_workers_in

@@ -19,13 +19,13 @@ from tests.api import (
     TaskRefused,
     called,
     compare,
+    comparison,
     main,
     rehearse,
     seed_of,
     to_use,
     work_of,
 )
-from tests.api import compare as comparison
 from tests.lab.configs import config
 from tests.lab.pooled import run_workers_in
 from tests.lab.test_compare import settings
