@@ -38,8 +38,6 @@ def test_latencies(text: str, seconds: float) -> None:
 def test_links_without_a_rate() -> None:
     assert Link.parse("none") == Link(None)
     assert Link.parse("loopback") == Link(None, emulated=False)
-    assert Link.parse("none", "5ms").shaped
-    assert not Link.parse("none").shaped
     assert Link.parse("none").seconds(1e9) == 0
 
 

@@ -54,11 +54,6 @@ class Link:
             return cls(None, emulated=False)
         return cls(None if word == "none" else parse_rate(text, at_most), latency_s)
 
-    @property
-    def shaped(self) -> bool:
-        """Whether the link differs from the machine's own loopback."""
-        return self.rate_bit_s is not None or self.latency_s > 0
-
     def seconds(self, sent_bytes: float) -> float:
         """Seconds that `sent_bytes` take on this link at the full rate, without latency."""
         return 0.0 if self.rate_bit_s is None else 8 * sent_bytes / self.rate_bit_s

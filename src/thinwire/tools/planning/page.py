@@ -10,11 +10,12 @@ from thinwire._version import __version__
 from thinwire.tools.planning.plan import Plan, Row, seconds_text
 from thinwire.tools.report.measures import bytes_text
 from thinwire.tools.report.page import (
+    cell,
     copied,
     definitions,
     resource,
     series_colours,
-    table_head,
+    table_of,
     table_row,
 )
 from thinwire.tools.report.plots import FRAMES, Axis, Frame, grid, mark, sample, svg, text_at
@@ -103,27 +104,14 @@ def _about(plan: Plan) -> str:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    heads = "".join(table_head(escape(title)) for title in _TITLES)
     body = [
         table_row(
             f"{sample(number)}{escape(row.name)}",
-            "".join(
-                f'<td role="cell" data-label="{escape(title)}"><span class="value">'
-                f"{escape(text)}</span></td>"
-                for title, text in zip(_TITLES, cells(row), strict=True)
-            ),
+            "".join(map(cell, _TITLES, cells(row))),
         )
         for number, row in enumerate(rows)
     ]
-    return "\n".join(
-        [
-            '<table role="table" aria-label="The best setting of every strategy">',
-            f'<thead role="rowgroup"><tr role="row">{table_head("strategy")}{heads}</tr></thead>',
-            '<tbody role="rowgroup">',
-            *body,
-            "</tbody>\n</table>",
-        ]
-    )
+    return table_of("The best setting of every strategy", list(map(escape, _TITLES)), body)
 
 
 def cells(row: Row) -> list[str]:

@@ -2,7 +2,7 @@
 loaded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -15,12 +15,13 @@ from thinwire.tools.report.verdict import interruption
 from thinwire.tools.report.winner import to_use
 
 __all__ = [
+    "cell",
     "copied",
     "definitions",
     "render",
     "resource",
     "series_colours",
-    "table_head",
+    "table_of",
     "table_row",
     "write_page",
     "write_report",
@@ -128,9 +129,7 @@ def series_colours(count: int) -> str:
 
 
 def _table(table: Table, results: Mapping[str, Any]) -> str:
-    heads = "".join(
-        table_head(f"{escape(column.label)}{_unit(column.unit)}") for column in table.columns
-    )
+    heads = [f"{escape(column.label)}{_unit(column.unit)}" for column in table.columns]
     rows = [
         table_row(f"{sample(row)}{escape(run['strategy'])}", _cells(table, row))
         for row, run in enumerate(results["strategies"])
@@ -147,22 +146,34 @@ def _table(table: Table, results: Mapping[str, Any]) -> str:
             )
             for failure in results["failures"]
         ]
-    return "\n".join(
-        [
-            f'<h2>{table.title}</h2>\n<table role="table" aria-label="{table.title}">',
-            f'<thead role="rowgroup"><tr role="row">{table_head("strategy")}{heads}</tr></thead>',
-            '<tbody role="rowgroup">',
-            *rows,
-            f'</tbody>\n</table>\n<p class="note">{note}</p>',
-        ]
-    )
+    whole = table_of(table.title, heads, rows)
+    return f'<h2>{table.title}</h2>\n{whole}\n<p class="note">{note}</p>'
 
 
 # the roles are those of the elements, which narrow pages lay out as blocks and thereby take from
 # them
-def table_head(content: str) -> str:
-    """The head of a column."""
-    return f'<th scope="col" role="columnheader">{content}</th>'
+def table_of(label: str, heads: Sequence[str], rows: Sequence[str]) -> str:
+    """A table of strategies: the heads of its columns, and rows by `table_row`."""
+    columns = "".join(
+        f'<th scope="col" role="columnheader">{head}</th>' for head in ("strategy", *heads)
+    )
+    return "\n".join(
+        [
+            f'<table role="table" aria-label="{label}">',
+            f'<thead role="rowgroup"><tr role="row">{columns}</tr></thead>',
+            '<tbody role="rowgroup">',
+            *rows,
+            "</tbody>\n</table>",
+        ]
+    )
+
+
+def cell(label: str, text: str, more: str = "") -> str:
+    """A cell of a table, with the head of its column for narrow pages."""
+    return (
+        f'<td role="cell"{more} data-label="{escape(label)}">'
+        f'<span class="value">{escape(text)}</span></td>'
+    )
 
 
 def table_row(head: str, cells: str, more: str = "") -> str:
@@ -172,8 +183,7 @@ def table_row(head: str, cells: str, more: str = "") -> str:
 
 def _cells(table: Table, row: int) -> str:
     return "".join(
-        f'<td role="cell"{_best(row in column.best)} data-label="{escape(column.whole_label)}">'
-        f'<span class="value">{escape(column.texts[row])}</span></td>'
+        cell(column.whole_label, column.texts[row], _best(row in column.best))
         for column in table.columns
     )
 
