@@ -150,6 +150,12 @@ def test_only_comm_speaks_to_other_ranks(path: Path) -> None:
     assert calls == []
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "optim").glob("*.py")), ids=lambda path: path.name)
+def test_only_optimizers_that_exchange_import_an_exchange(path: Path) -> None:
+    if path.name not in {"base.py", "dgc_momentum.py"}:
+        assert "exchange" not in imported_rooms(path)
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Inside packages too; what is only needed for types is there at run time as well."""
     assert circles() == []

@@ -32,12 +32,7 @@ class LARS:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lars_coeff", check.real("lars_coeff", self.lars_coeff, above=0))
-        decay = check.real("lars_weight_decay", self.lars_weight_decay, at_least=0)
-        object.__setattr__(self, "lars_weight_decay", decay)
-        object.__setattr__(self, "epsilon", check.real("epsilon", self.epsilon, at_least=0))
-        object.__setattr__(
-            self, "exclude_from_weight_decay", _patterns(self.exclude_from_weight_decay)
-        )
+        _settle(self, "lars_weight_decay", "epsilon")
 
 
 @dataclass(frozen=True)
@@ -59,16 +54,16 @@ class LAMB:
     exclude_from_weight_decay: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        decay = check.real("lamb_weight_decay", self.lamb_weight_decay, at_least=0)
-        object.__setattr__(self, "lamb_weight_decay", decay)
-        object.__setattr__(
-            self, "exclude_from_weight_decay", _patterns(self.exclude_from_weight_decay)
-        )
+        _settle(self, "lamb_weight_decay")
 
 
-def _patterns(patterns: Any) -> tuple[str, ...]:
+def _settle(config: LARS | LAMB, *numbers: str) -> None:
+    """Check the numbers, which are at least 0, and the patterns."""
+    for name in numbers:
+        object.__setattr__(config, name, check.real(name, getattr(config, name), at_least=0))
+    patterns: Any = config.exclude_from_weight_decay
     advice = 'write a single pattern as ("*.bias",)'
     check.instance("exclude_from_weight_decay", patterns, (tuple, list), advice=advice)
     for i, pattern in enumerate(patterns):
         check.instance(f"exclude_from_weight_decay[{i}]", pattern, str)
-    return tuple(patterns)
+    object.__setattr__(config, "exclude_from_weight_decay", tuple(patterns))

@@ -70,8 +70,8 @@ from thinwire.kernels.warm import warm_up, warm_up_beside
 from thinwire.layout.message import VALUE_BITS
 from thinwire.layout.traffic import EXCHANGES
 from thinwire.optim.base import ExchangingOptimizer
+from thinwire.optim.pairs import ParamGrad
 from thinwire.optim.saving import of_params
-from thinwire.optim.two_phase import ParamGrad
 from thinwire.schedules import Schedule
 from thinwire.wire.message import WIRE_VERSION
 
@@ -397,7 +397,7 @@ class DGCMomentum(ExchangingOptimizer):
         return None
 
     def call_params(self, names: Mapping[Tensor, str]) -> None:
-        """See `GroupedOptimizer.call_params`; the exchange uses these names too."""
+        """See `CommonOptimizer.call_params`; the exchange uses these names too."""
         super().call_params(names)
         self._cached_listing = None
 

@@ -1,16 +1,16 @@
 """FTRL-Proximal: sparse solutions by an exact treatment of the L1 penalty."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.core.clip import Clip
-from thinwire.core.decay import Regularizer
-from thinwire.optim.groups import Exclusion
-from thinwire.optim.rowwise import RowwiseOptimizer
+from thinwire.optim.arguments import CommonOwn
+from thinwire.optim.common import CommonOptimizer
+from thinwire.optim.own import update_rows_
+from thinwire.optim.pairs import ParamGrad
 
 __all__ = ["Ftrl"]
 
@@ -26,20 +26,8 @@ def ftrl_(
     l1: float,
     l2: float,
 ) -> None:
-    """Changes `param`, `accumulator` and `linear`: one update, per element.
-
-    With q = lr_power: a' = a + g^2; z <- z + g - p (a'^-q - a^-q)/lr; a <- a';
-    p <- 0 if |z| <= l1, else (sign(z) l1 - z)/(a^-q/lr + 2 l2).
-
-    Args:
-        param: Any shape.
-        grad: Same shape and type, read only.
-        accumulator: a.
-        linear: z.
-        lr: > 0.
-        lr_power: <= 0.
-        l1: >= 0.
-        l2: >= 0.
+    """Changes `param`, `accumulator` a and `linear` z, of one shape and type: one update, per
+    element, by the formula of `Ftrl`.
     """
     before = accumulator.pow(-lr_power)
     accumulator.addcmul_(grad, grad)
@@ -51,7 +39,7 @@ def ftrl_(
     param.copy_(torch.where(linear.abs() <= l1, torch.zeros_like(param), moved))
 
 
-class Ftrl(RowwiseOptimizer):
+class Ftrl(CommonOptimizer):
     """Follow the regularized leader, per coordinate; for sparse linear parts of a model.
 
     Per element, with q = lr_power, accumulator a (from initial_accumulator) and linear term z (from
@@ -79,12 +67,8 @@ class Ftrl(RowwiseOptimizer):
         l2: >= 0.
         initial_accumulator: >= 0.
         weight_decay: Coupled, >= 0.
-        grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`.
-        regularizer: `L1Decay` or `L2Decay`, through the gradient; not the l1 and l2 of the method.
-        exclude_from_weight_decay: Glob patterns over names, or a predicate (name, parameter) ->
-            bool.
-        maximize: Go up instead of down.
-        foreach: Accepted; there is one path.
+        common: `grad_clip`, `regularizer` and `exclude_from_weight_decay` as in `SGD`; `maximize`
+            to go up instead of down; `foreach`, which changes nothing: there is one path.
 
     Raises:
         TypeError: An argument of the wrong kind; a complex parameter.
@@ -94,6 +78,9 @@ class Ftrl(RowwiseOptimizer):
     Source: McMahan et al., KDD 2013, algorithm 1. Differs from MindSpore's: schedules and group
     rates are accepted.
     """
+
+    _takes_complex = False
+    _takes_rows = True
 
     def __init__(
         self,
@@ -105,28 +92,11 @@ class Ftrl(RowwiseOptimizer):
         l2: float = 0.0,
         initial_accumulator: float = 0.1,
         weight_decay: float = 0.0,
-        grad_clip: Clip | None = None,
-        regularizer: Regularizer | None = None,
-        exclude_from_weight_decay: Exclusion = None,
-        maximize: bool = False,
-        foreach: bool | None = None,
+        **common: Unpack[CommonOwn],
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            {
-                "lr_power": lr_power,
-                "l1": l1,
-                "l2": l2,
-                "initial_accumulator": initial_accumulator,
-                "weight_decay": weight_decay,
-                "maximize": maximize,
-                "foreach": foreach,
-            },
-            grad_clip=grad_clip,
-            regularizer=regularizer,
-            exclude_from_weight_decay=exclude_from_weight_decay,
-        )
+        values = {"lr_power": lr_power, "l1": l1, "l2": l2}
+        start = {"initial_accumulator": initial_accumulator, "weight_decay": weight_decay}
+        self._construct(params, lr, {**values, **start}, common)
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         check.real("lr_power", values["lr_power"], at_most=0)
@@ -140,27 +110,11 @@ class Ftrl(RowwiseOptimizer):
                 "schedule above 0"
             )
 
-    def _buffers(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        return {
-            "accumulator": self._buffer(param, "accumulator", group["initial_accumulator"]),
-            "linear": self._buffer(param, "linear"),
-        }
+    def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
+        q, l1, l2 = group["lr_power"], group["l1"], group["l2"]
 
-    def _apply(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        buffers: dict[str, Tensor],
-        group: dict[str, Any],
-        rate: float,
-        step: int,
-    ) -> None:
-        ftrl_(
-            param,
-            grad,
-            **buffers,
-            lr=rate,
-            lr_power=group["lr_power"],
-            l1=group["l1"],
-            l2=group["l2"],
-        )
+        def update_(param: Tensor, grad: Tensor, _step: int, **state: Tensor) -> None:
+            ftrl_(param, grad, **state, lr=rate, lr_power=q, l1=l1, l2=l2)
+
+        starts = {"accumulator": group["initial_accumulator"], "linear": 0.0}
+        update_rows_(self, pairs, starts, update_)

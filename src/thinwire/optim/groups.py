@@ -2,29 +2,34 @@
 order of all.
 """
 
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire._names import matches
-from thinwire.core.clip import Clip
-from thinwire.core.decay import Regularizer
-from thinwire.schedules import Schedule
+from thinwire.core.decay import L1Decay, L2Decay, Regularizer
 
 __all__ = [
     "Exclusion",
-    "OptimizerSettings",
+    "ParamFacts",
     "ParamPlace",
+    "check_common_values",
     "check_keys",
+    "check_regularizer",
     "excluded_flags",
-    "named_params",
+    "listed",
     "ordered",
     "parse_exclusion",
+    "require_layout",
     "require_matches",
+    "require_real",
     "split_order",
 ]
 
@@ -55,45 +60,118 @@ class ParamPlace:
         return f"parameter {self.index}" if self.name is None else self.name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings:
-    """The settings of an optimizer and its parameters, in the terms in which another one can
-    be given the same.
-    """
+class ParamFacts(NamedTuple):
+    """The settings of one parameter in the update at hand."""
 
-    lr: float | Schedule
-    """The constructor's."""
-    groups: list[dict[str, Any]]
-    """All keys of each group; `params` as (name or None, parameter) pairs, `lr` only where it is
-    not the
-    constructor's, a number or the group's schedule."""
-    order: list[Tensor] | None
-    """The order that was asked for."""
-    excluded: dict[Tensor, bool]
-    """For every parameter, whether it has no weight decay."""
-    exclude: Exclusion
-    """The rule by which that was decided."""
-    grad_clip: Clip | None
-    """The clipping that was asked for."""
+    name: str | None
+    """Its name, where named parameters were given."""
+    group_index: int
+    """Which of `param_groups` it belongs to."""
+    group: dict[str, Any]
+    """That group, live: hyper-parameters are read from it at every update."""
+    weight_decay: float
+    """The group's, or 0 where the parameter is excluded."""
     regularizer: Regularizer | None
-    """The constructor's."""
-    position: int
-    """Completed updates."""
+    """The group's."""
+    grad_centralization: bool
+    """The group's."""
 
 
-def named_params(params: object) -> list[tuple[str | None, Tensor]]:
-    """The entries of a group's `params`, each with its name or None; kinds are left for torch to
-    judge.
+def listed(group: dict[str, Any]) -> list[tuple[str | None, Tensor]]:
+    """The parameters of a group, each with its name or None; changes `group`, whose iterator of
+    parameters becomes a list. Entries of a wrong kind are left for torch to refuse.
     """
+    params = group["params"]
+    if isinstance(params, set):
+        return []
     if isinstance(params, Tensor):
-        return [(None, params)]
+        params = [params]
     if not isinstance(params, Iterable):
         raise TypeError(f"params must be a tensor or an iterable of tensors, got {params!r}")
-    return [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
+    group["params"] = list(params)
+    entries = [entry if isinstance(entry, tuple) else (None, entry) for entry in group["params"]]
+    if not all(isinstance(param, Tensor) for _, param in entries):
+        return []
+    if "param_names" in group and all(name is None for name, _ in entries):
+        entries = [
+            (name, param) for name, (_, param) in zip(group["param_names"], entries, strict=True)
+        ]
+    if len({param for _, param in entries}) != len(entries):
+        raise ValueError(
+            "some parameters appear more than once in a parameter group; list every parameter once"
+        )
+    return entries
+
+
+def require_real(entries: Sequence[tuple[str | None, Tensor]], method: str) -> None:
+    """Raise `TypeError` for a parameter that is not floating-point."""
+    for i, (name, param) in enumerate(entries):
+        if not param.is_floating_point():
+            raise TypeError(
+                f"{method} needs floating-point parameters, but "
+                f"{f'params[{i}]' if name is None else name} is {param.dtype}; view a complex "
+                "parameter as real, or give it to torch's own optimizers"
+            )
+
+
+def require_layout(grad: Tensor, method: str, name: str, *, rows: bool) -> None:
+    """Raise `RuntimeError` for a gradient of `name` that is neither dense nor, with `rows`,
+    row-sparse.
+    """
+    if grad.layout is torch.strided:
+        return
+    if not rows:
+        raise RuntimeError(
+            f"{method} takes dense gradients only, but that of {name} is {grad.layout}; use "
+            "LazyAdam, Ftrl or ProximalAdagrad for it, or sparse=False in its layer"
+        )
+    coo = grad.layout is torch.sparse_coo
+    if not coo or grad.sparse_dim() != 1:
+        raise RuntimeError(
+            f"{method} takes dense gradients and sparse COO ones with sparse_dim 1, but that of "
+            f"{name} has {f'sparse_dim {grad.sparse_dim()}' if coo else grad.layout}"
+        )
+
+
+def check_regularizer(regularizer: object) -> None:
+    """Raise `TypeError` for what is no regularizer and not None."""
+    if regularizer is not None:
+        check.instance("regularizer", regularizer, (L1Decay, L2Decay))
+
+
+def check_common_values(values: dict[str, Any]) -> None:
+    """Check the common keys of a group or of the defaults; tensors of one element become
+    numbers.
+    """
+    check_regularizer(values.get("regularizer"))
+    check.boolean("grad_centralization", values.get("grad_centralization", False))
+    check.boolean("maximize", values.get("maximize", False))
+    if values.get("foreach") is not None:
+        check.boolean("foreach", values["foreach"])
+    if "weight_decay" in values:
+        decay = check.scalar("weight_decay", values["weight_decay"], at_least=0)
+        values["weight_decay"] = decay
+        if decay >= 1:
+            warnings.warn(
+                f"weight_decay is usually below 1, got {decay}",
+                UserWarning,
+                stacklevel=_users_level(),
+            )
+
+
+def _users_level() -> int:
+    """The `stacklevel` with which a warning of the caller names the line of the user's code."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(
+        ("thinwire.", "torch.")
+    ):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def check_keys(group: Mapping[str, Any], own_keys: Iterable[str]) -> None:
-    """Raise `ValueError` for a key that no optimizer or this one does not know."""
+    """Raise `ValueError` for a key that this optimizer does not know, and without parameters."""
     known = dict.fromkeys([*COMMON_KEYS, *own_keys, *ALSO_ACCEPTED])
     for key, value in group.items():
         if key not in known:
@@ -102,6 +180,8 @@ def check_keys(group: Mapping[str, Any], own_keys: Iterable[str]) -> None:
                 f"unknown key {key!r} with value {value!r} in a parameter group{hint} (allowed: "
                 f"{', '.join(known)})"
             )
+    if "params" not in group:
+        raise ValueError(f"a parameter group must have the key 'params', got {list(group)}")
 
 
 def parse_exclusion(exclude: object) -> Exclusion:

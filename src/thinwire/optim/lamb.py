@@ -1,24 +1,24 @@
 """LAMB: Adam's direction with decay, scaled per tensor to the norm of the parameter."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
+
+from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.core.clip import Clip
-from thinwire.core.decay import Regularizer
 from thinwire.core.lamb import LambRule, lamb_, lamb_list_
 from thinwire.core.lists import TensorList
 from thinwire.core.trust_ratio import TrustRule
-from thinwire.optim.base import ParamFacts
-from thinwire.optim.groups import Exclusion
-from thinwire.optim.layerwise import LayerwiseOptimizer
-from thinwire.optim.own import check_betas, widened
-from thinwire.optim.two_phase import ParamGrad
+from thinwire.optim.arguments import CommonOwn
+from thinwire.optim.common import CommonOptimizer
+from thinwire.optim.layerwise import Run, begin_compiling, trust_ratios, update_runs_
+from thinwire.optim.own import buffer_of, check_betas
+from thinwire.optim.pairs import ParamGrad
 
 __all__ = ["Lamb"]
 
 
-class Lamb(LayerwiseOptimizer):
+class Lamb(CommonOptimizer):
     """LAMB, for training with large batches.
 
     Per tensor, with t counted from 1::
@@ -40,14 +40,10 @@ class Lamb(LayerwiseOptimizer):
         betas: Decay of the two moments, in [0, 1).
         eps: Added to the root of the second moment, > 0.
         weight_decay: Inside the method's own formula, >= 0.
-        exclude_from_weight_decay: Glob patterns over names, or a predicate (name, parameter) ->
-            bool. Excluded parameters keep their trust ratio.
         trust_clip: None, or (lo, hi) to limit ||p||/||r||; the 1 for zero norms is not limited.
-        grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`; none is implied.
-        regularizer: `L1Decay` or `L2Decay`, through the gradient.
-        maximize: Go up instead of down.
-        foreach: Work on lists of tensors (the default), or on one after the other if False; the
-            numbers are the same.
+        common: `grad_clip`, `regularizer` and `exclude_from_weight_decay` as in `SGD`, where
+            excluded parameters keep their trust ratio; `maximize` to go up instead of down;
+            `foreach`, False to take one tensor after the other, with the same numbers.
 
     Raises:
         TypeError: An argument of the wrong kind; a complex parameter.
@@ -60,7 +56,9 @@ class Lamb(LayerwiseOptimizer):
     its code does not.
     """
 
-    _loops = "lamb"
+    _takes_complex = False
+    _decay_inside = True
+    trust_ratios = trust_ratios
 
     def __init__(
         self,
@@ -70,51 +68,32 @@ class Lamb(LayerwiseOptimizer):
         eps: float = 1e-6,
         weight_decay: float = 0.01,
         *,
-        exclude_from_weight_decay: Exclusion = None,
         trust_clip: tuple[float, float] | None = None,
-        grad_clip: Clip | None = None,
-        regularizer: Regularizer | None = None,
-        maximize: bool = False,
-        foreach: bool | None = None,
+        **common: Unpack[CommonOwn],
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            {
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "trust_clip": trust_clip,
-                "maximize": maximize,
-                "foreach": foreach,
-            },
-            grad_clip=grad_clip,
-            regularizer=regularizer,
-            exclude_from_weight_decay=exclude_from_weight_decay,
-        )
+        values = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self._construct(params, lr, {**values, "trust_clip": trust_clip}, common)
+        begin_compiling(self, "lamb")
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         check_betas(values)
         check.real("eps", values["eps"], above=0)
         _check_trust_clip(values["trust_clip"])
 
-    def _coupled_decay(self, facts: ParamFacts) -> float:
-        return 0.0
-
     def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
         beta1, beta2 = group["betas"]
         trust = TrustRule(1.0, 0.0, 0.0, *(group["trust_clip"] or ()))
-        for run in self._runs(group, pairs, counted=True):
+
+        def update_(run: Run, params: list[Tensor]) -> TensorList:
             rule = LambRule(rate, beta1, beta2, group["eps"], run.weight_decay, run.step, trust)
-            exp_avgs = [self._buffer(p, "exp_avg") for p in run.params]
-            exp_avg_sqs = [self._buffer(p, "exp_avg_sq") for p in run.params]
-            with widened(run.params) as work:
-                if run.contiguous:
-                    ratios: TensorList = lamb_list_(work, run.grads, exp_avgs, exp_avg_sqs, rule)
-                else:
-                    tensors = zip(work, run.grads, exp_avgs, exp_avg_sqs, strict=True)
-                    ratios = [lamb_(*each, rule) for each in tensors]
-            self._remember(run.params, ratios)
+            exp_avgs = [buffer_of(self, p, "exp_avg") for p in run.params]
+            exp_avg_sqs = [buffer_of(self, p, "exp_avg_sq") for p in run.params]
+            if run.contiguous:
+                return lamb_list_(params, run.grads, exp_avgs, exp_avg_sqs, rule)
+            tensors = zip(params, run.grads, exp_avgs, exp_avg_sqs, strict=True)
+            return [lamb_(*each, rule) for each in tensors]
+
+        update_runs_(self, group, pairs, "lamb", update_)
 
 
 def _check_trust_clip(trust_clip: Any) -> None:

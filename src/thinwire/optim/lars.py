@@ -1,24 +1,24 @@
 """LARS: SGD with momentum whose rate is scaled per tensor by the ratio of parameter to gradient."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
+
+from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.core.clip import Clip
-from thinwire.core.decay import Regularizer
 from thinwire.core.lars import LarsRule, lars_, lars_list_
 from thinwire.core.lists import TensorList
 from thinwire.core.trust_ratio import TrustRule
-from thinwire.optim.base import ParamFacts
-from thinwire.optim.groups import Exclusion
-from thinwire.optim.layerwise import LayerwiseOptimizer
-from thinwire.optim.own import widened
-from thinwire.optim.two_phase import ParamGrad
+from thinwire.optim.arguments import CommonOwn
+from thinwire.optim.common import CommonOptimizer
+from thinwire.optim.layerwise import Run, begin_compiling, trust_ratios, update_runs_
+from thinwire.optim.own import buffer_of
+from thinwire.optim.pairs import ParamGrad
 
 __all__ = ["Lars"]
 
 
-class Lars(LayerwiseOptimizer):
+class Lars(CommonOptimizer):
     """LARS, for training with large batches.
 
     Per tensor::
@@ -42,13 +42,10 @@ class Lars(LayerwiseOptimizer):
         weight_decay: Inside the method's own formula, >= 0; 0 also switches the trust ratio off.
         eps: Added to the denominator, >= 0.
         nesterov: Look one step ahead; needs momentum.
-        exclude_from_weight_decay: Glob patterns over names, or a predicate (name, parameter) ->
-            bool. Excluded parameters have neither decay nor trust ratio: plain momentum at lr.
-        grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`.
-        regularizer: `L1Decay` or `L2Decay`, added to g before, on top of weight_decay.
-        maximize: Go up instead of down.
-        foreach: Work on lists of tensors (the default), or on one after the other if False; the
-            numbers are the same.
+        common: `grad_clip`, `regularizer` and `exclude_from_weight_decay` as in `SGD`, where
+            excluded parameters have neither decay nor trust ratio: plain momentum at lr;
+            `maximize` to go up instead of down; `foreach`, False to take one tensor after the
+            other, with the same numbers.
 
     Raises:
         TypeError: An argument of the wrong kind; a complex parameter.
@@ -60,7 +57,9 @@ class Lars(LayerwiseOptimizer):
     `LARS` wraps another optimizer, whose momentum does not contain the rate.
     """
 
-    _loops = "lars"
+    _takes_complex = False
+    _decay_inside = True
+    trust_ratios = trust_ratios
 
     def __init__(
         self,
@@ -72,28 +71,17 @@ class Lars(LayerwiseOptimizer):
         weight_decay: float = 5e-4,
         eps: float = 0.0,
         nesterov: bool = False,
-        exclude_from_weight_decay: Exclusion = None,
-        grad_clip: Clip | None = None,
-        regularizer: Regularizer | None = None,
-        maximize: bool = False,
-        foreach: bool | None = None,
+        **common: Unpack[CommonOwn],
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            {
-                "momentum": momentum,
-                "trust_coefficient": trust_coefficient,
-                "weight_decay": weight_decay,
-                "eps": eps,
-                "nesterov": nesterov,
-                "maximize": maximize,
-                "foreach": foreach,
-            },
-            grad_clip=grad_clip,
-            regularizer=regularizer,
-            exclude_from_weight_decay=exclude_from_weight_decay,
-        )
+        values = {
+            "momentum": momentum,
+            "trust_coefficient": trust_coefficient,
+            "weight_decay": weight_decay,
+            "eps": eps,
+            "nesterov": nesterov,
+        }
+        self._construct(params, lr, values, common)
+        begin_compiling(self, "lars")
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         momentum = check.real("momentum", values["momentum"], at_least=0)
@@ -104,23 +92,17 @@ class Lars(LayerwiseOptimizer):
                 "nesterov needs momentum > 0, got momentum=0; set nesterov=False or give a momentum"
             )
 
-    def _coupled_decay(self, facts: ParamFacts) -> float:
-        return 0.0
-
     def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
         momentum = group["momentum"]
-        for run in self._runs(group, pairs):
+
+        def update_(run: Run, params: list[Tensor]) -> TensorList:
             trust = TrustRule(group["trust_coefficient"], run.weight_decay, group["eps"])
             rule = LarsRule(rate, momentum, group["nesterov"], trust)
-            velocities = (
-                [self._buffer(p, "momentum_buffer") for p in run.params] if momentum else None
-            )
-            with widened(run.params) as work:
-                if run.contiguous:
-                    ratios: TensorList = lars_list_(work, run.grads, velocities, rule)
-                else:
-                    each = velocities if velocities is not None else [None] * len(work)
-                    ratios = [
-                        lars_(p, g, b, rule) for p, g, b in zip(work, run.grads, each, strict=True)
-                    ]
-            self._remember(run.params, ratios)
+            velocities = [buffer_of(self, p, "momentum_buffer") for p in run.params if momentum]
+            if run.contiguous:
+                return lars_list_(params, run.grads, velocities or None, rule)
+            each: Sequence[Tensor | None] = velocities or [None] * len(params)
+            tensors = zip(params, run.grads, each, strict=True)
+            return [lars_(p, grad, velocity, rule) for p, grad, velocity in tensors]
+
+        update_runs_(self, group, pairs, "lars", update_)

@@ -1,19 +1,21 @@
-"""The base of LARS and LAMB beside the trust ratio: lists of tensors in runs, and the ratios to be
+"""What LARS and LAMB share beside the trust ratio: lists of tensors in runs, and the ratios to be
 read.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from thinwire.comm import is_alone
-from thinwire.kernels.needs import Need, Work, needs_of
+from thinwire.core.lists import TensorList
+from thinwire.kernels.needs import Work, needs_of
 from thinwire.kernels.warm import warm_up, warm_up_beside
-from thinwire.optim.own import OwnOptimizer
-from thinwire.optim.two_phase import ParamGrad
+from thinwire.optim.common import CommonOptimizer
+from thinwire.optim.own import counted, widened
+from thinwire.optim.pairs import ParamGrad
 
-__all__ = ["LayerwiseOptimizer", "Run"]
+__all__ = ["Run", "begin_compiling", "trust_ratios", "update_runs_"]
 
 
 class Run(NamedTuple):
@@ -28,69 +30,65 @@ class Run(NamedTuple):
     """Whether list operations and fused kernels of torch take these tensors."""
 
 
-class LayerwiseOptimizer(OwnOptimizer):
-    """Base of the methods that scale the update of every tensor by a trust ratio of its own."""
+def begin_compiling(optimizer: CommonOptimizer, work: Work) -> None:
+    """Compile the loops of the method ahead of the first update."""
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    (warm_up if is_alone() else warm_up_beside)(needs_of(work, params))
 
-    _ratios: dict[Tensor, Tensor] | None = None
-    _loops: ClassVar[Work]
-    """The compiled loops of the method."""
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        """The compiled loops that an update calls."""
-        return needs_of(self._loops, (p for group in self.param_groups for p in group["params"]))
+def trust_ratios(optimizer: CommonOptimizer) -> dict[str | Tensor, float]:
+    """The trust ratio of every parameter in the last update, for logs; 1 where the method does
+    not scale.
 
-    def _close(self) -> None:
-        super()._close()
-        (warm_up if is_alone() else warm_up_beside)(self.needs)
+    Returns:
+        By name, or by parameter where there are no names; empty before the first update. This
+        call, not the update, waits for the device.
+    """
+    ratios = optimizer._ratios or {}
+    return {optimizer._facts(param).name or param: float(ratio) for param, ratio in ratios.items()}
 
-    def trust_ratios(self) -> dict[str | Tensor, float]:
-        """The trust ratio of every parameter in the last update, for logs; 1 where the method does
-        not scale.
 
-        Returns:
-            By name, or by parameter where there are no names; empty before the first update. This
-            call, not the update, waits for the device.
-        """
-        ratios = self._ratios or {}
-        return {self._facts(param).name or param: float(ratio) for param, ratio in ratios.items()}
+def update_runs_(
+    optimizer: CommonOptimizer,
+    group: dict[str, Any],
+    pairs: Sequence[ParamGrad],
+    work: Work,
+    update_: Callable[[Run, list[Tensor]], TensorList],
+) -> None:
+    """Changes the parameters of `pairs`, in runs of one device, type, decay and count.
 
-    def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
-        if self._ratios is None:
-            warm_up(self.needs)
-        self._ratios = {}
-        return super()._update(pairs, rates)
+    Args:
+        optimizer: Keeps the trust ratios.
+        group: The group that all are of.
+        pairs: Processed gradients.
+        work: The compiled loops of the method.
+        update_: Called with each run and its parameters in the working type; returns their ratios.
+    """
+    warm_up(needs_of(work, (param for param, _ in pairs)))
+    for run in _runs(optimizer, group, pairs, count=work == "lamb"):
+        with widened(run.params) as wide:
+            ratios = update_(run, wide)
+        assert optimizer._ratios is not None, "ratios come from updates"
+        optimizer._ratios.update(zip(run.params, ratios, strict=True))
 
-    def _remember(self, params: Sequence[Tensor], ratios: Sequence[Tensor]) -> None:
-        assert self._ratios is not None, "ratios are remembered inside an update"
-        self._ratios.update(zip(params, ratios, strict=True))
 
-    def _runs(
-        self, group: dict[str, Any], pairs: Sequence[ParamGrad], *, counted: bool = False
-    ) -> Iterator[Run]:
-        """The pairs in runs of one device, type, decay and count."""
-        kinds: dict[tuple[Any, ...], Run] = {}
-        steps = self._counted([param for param, _ in pairs]) if counted else [0] * len(pairs)
-        for (param, grad), step in zip(pairs, steps, strict=True):
-            if grad.shape != param.shape:  # loops over addresses trust it
-                raise RuntimeError(
-                    f"the gradient of {self._label(param)} has shape "
-                    f"{tuple(grad.shape)} and the parameter {tuple(param.shape)}: run the backward "
-                    "pass again"
-                )
-            decay = 0.0 if self._common.places[param].excluded else group["weight_decay"]
-            fast = (
-                (param.is_cpu or param.is_cuda) and param.is_contiguous() and grad.is_contiguous()
+def _runs(
+    optimizer: CommonOptimizer, group: dict[str, Any], pairs: Sequence[ParamGrad], *, count: bool
+) -> list[Run]:
+    kinds: dict[tuple[Any, ...], Run] = {}
+    steps = counted(optimizer, [param for param, _ in pairs]) if count else [0] * len(pairs)
+    for i, ((param, grad), step) in enumerate(zip(pairs, steps, strict=True)):
+        if grad.shape != param.shape:  # loops over addresses trust it
+            raise RuntimeError(
+                f"the gradient of {optimizer._label(param)} has shape "
+                f"{tuple(grad.shape)} and the parameter {tuple(param.shape)}: run the backward "
+                "pass again"
             )
-            key = (param.device, param.dtype, type(param), decay, step, fast)
-            run = kinds.setdefault(key, Run([], [], decay, step, fast))
-            run.params.append(param)
-            run.grads.append(grad)
-        for run in kinds.values():
-            if group["foreach"] is False:
-                pairs_of_run = zip(run.params, run.grads, strict=True)
-                yield from (
-                    run._replace(params=[param], grads=[grad]) for param, grad in pairs_of_run
-                )
-            else:
-                yield run
+        decay = optimizer._facts(param).weight_decay
+        fast = (param.is_cpu or param.is_cuda) and param.is_contiguous() and grad.is_contiguous()
+        alone = i if group["foreach"] is False else None
+        key = (param.device, param.dtype, type(param), decay, step, fast, alone)
+        run = kinds.setdefault(key, Run([], [], decay, step, fast))
+        run.params.append(param)
+        run.grads.append(grad)
+    return list(kinds.values())

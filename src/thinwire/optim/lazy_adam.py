@@ -1,17 +1,16 @@
 """Adam whose row-sparse gradients touch only their rows."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.core.clip import Clip
-from thinwire.core.decay import Regularizer
-from thinwire.optim.groups import Exclusion
-from thinwire.optim.own import check_betas
-from thinwire.optim.rowwise import RowwiseOptimizer
+from thinwire.optim.arguments import CommonOwn
+from thinwire.optim.common import CommonOptimizer
+from thinwire.optim.own import check_betas, update_rows_
+from thinwire.optim.pairs import ParamGrad
 
 __all__ = ["LazyAdam"]
 
@@ -27,20 +26,10 @@ def adam_(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """Changes `param`, `exp_avg` and `exp_avg_sq`: one update of Adam.
+    """Changes `param`, `exp_avg` m and `exp_avg_sq` v, of one shape and type: one update of Adam.
 
     m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, p <- p - lr m^/(sqrt(v^) + eps) with m^ = m/(1
-    - b1^t) and v^ = v/(1 - b2^t).
-
-    Args:
-        param: Any shape.
-        grad: Same shape and type, read only.
-        exp_avg: m.
-        exp_avg_sq: v.
-        step: t, from 1.
-        lr: Learning rate.
-        betas: b1 and b2, in [0, 1).
-        eps: > 0.
+    - b1^t) and v^ = v/(1 - b2^t), where t is `step`, from 1.
     """
     beta1, beta2 = betas
     exp_avg.lerp_(grad, 1 - beta1)
@@ -49,7 +38,7 @@ def adam_(
     param.addcdiv_(exp_avg, root, value=-lr / (1 - beta1**step))
 
 
-class LazyAdam(RowwiseOptimizer):
+class LazyAdam(CommonOptimizer):
     """Adam for large embeddings: rows without a gradient keep parameter and moments bit for bit.
 
     With a dense gradient this is Adam in torch's form, m^/(sqrt(v^) + eps) with bias correction and
@@ -68,12 +57,8 @@ class LazyAdam(RowwiseOptimizer):
         betas: Decay of the two moments, in [0, 1).
         eps: Added to the root of the corrected second moment, > 0.
         weight_decay: Coupled, >= 0.
-        grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`.
-        regularizer: `L1Decay` or `L2Decay`, through the gradient.
-        exclude_from_weight_decay: Glob patterns over names, or a predicate (name, parameter) ->
-            bool.
-        maximize: Go up instead of down.
-        foreach: Accepted; there is one path.
+        common: `grad_clip`, `regularizer` and `exclude_from_weight_decay` as in `SGD`; `maximize`
+            to go up instead of down; `foreach`, which changes nothing: there is one path.
 
     Raises:
         TypeError: An argument of the wrong kind; a complex parameter.
@@ -85,6 +70,9 @@ class LazyAdam(RowwiseOptimizer):
     root of the uncorrected moment.
     """
 
+    _takes_complex = False
+    _takes_rows = True
+
     def __init__(
         self,
         params: Any,
@@ -92,42 +80,19 @@ class LazyAdam(RowwiseOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        *,
-        grad_clip: Clip | None = None,
-        regularizer: Regularizer | None = None,
-        exclude_from_weight_decay: Exclusion = None,
-        maximize: bool = False,
-        foreach: bool | None = None,
+        **common: Unpack[CommonOwn],
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            {
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "maximize": maximize,
-                "foreach": foreach,
-            },
-            grad_clip=grad_clip,
-            regularizer=regularizer,
-            exclude_from_weight_decay=exclude_from_weight_decay,
-        )
+        values = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self._construct(params, lr, values, common)
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         check_betas(values)
         check.real("eps", values["eps"], above=0)
 
-    def _buffers(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        return {key: self._buffer(param, key) for key in ("exp_avg", "exp_avg_sq")}
+    def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
+        betas, eps = group["betas"], group["eps"]
 
-    def _apply(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        buffers: dict[str, Tensor],
-        group: dict[str, Any],
-        rate: float,
-        step: int,
-    ) -> None:
-        adam_(param, grad, **buffers, step=step, lr=rate, betas=group["betas"], eps=group["eps"])
+        def update_(param: Tensor, grad: Tensor, step: int, **moments: Tensor) -> None:
+            adam_(param, grad, **moments, step=step, lr=rate, betas=betas, eps=eps)
+
+        update_rows_(self, pairs, {"exp_avg": 0.0, "exp_avg_sq": 0.0}, update_)

@@ -1,20 +1,18 @@
 """Muon for matrices and AdamW for the rest, as one optimizer with one learning rate."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from thinwire import _validate as check
 from thinwire._names import named_parameters
-from thinwire.core.clip import Clip
-from thinwire.core.decay import Regularizer
 from thinwire.core.muon import MuonRule, muon_
 from thinwire.core.precision import named_dtype, state_dtype
 from thinwire.core.sharded import is_sharded
-from thinwire.optim.groups import Exclusion
-from thinwire.optim.torch_adapter import TorchOptimizer, unhooked_step
+from thinwire.optim.arguments import CommonOwn
+from thinwire.optim.torch_classes import TorchOptimizer, unhooked_step
 
 __all__ = ["Muon", "muon_groups"]
 
@@ -27,20 +25,108 @@ _ADAMW_ONLY = {
 }
 
 
-class _MuonAndAdamW(torch.optim.Optimizer):
-    """Muon on the matrices of the groups that say so and torch's AdamW on the rest, over one
-    state.
+def _rule(param: Tensor, group: Mapping[str, Any]) -> MuonRule:
+    # a CPU without instructions for bfloat16 takes four times as long in it
+    usual = state_dtype(param) if param.device.type == "cpu" else torch.bfloat16
+    chosen = group["ns_dtype"]
+    return MuonRule(
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        nesterov=group["nesterov"],
+        coefficients=tuple(group["ns_coefficients"]),
+        iterations=group["ns_steps"],
+        eps=group["eps"],
+        match_rms_adamw=group["adjust_lr_fn"] == "match_rms_adamw",
+        dtype=getattr(torch, chosen) if chosen else usual,
+    )
+
+
+class Muon(TorchOptimizer):
+    """Muon for matrices and `torch.optim.AdamW` for the rest; with `ns_dtype="bfloat16"` the same
+    bits as `torch.optim.Muon` and AdamW side by side, for parameters in float32.
+
+    Of a group whose key `muon` is true, as it is without the key, the real parameters of two
+    dimensions go to Muon; all else is AdamW's. Embeddings and the output layer are matrices too and
+    train better with AdamW: give `muon_groups(model)`, or groups of your own.
+
+    With `adjust_lr_fn="match_rms_adamw"` an update of a matrix has the size that AdamW's has, so
+    that a rate, a schedule and a weight decay that suit AdamW suit both.
+
+    Args:
+        params: Parameters, named parameters or groups, with an `order_params` entry if wanted.
+        lr: A number >= 0, a schedule, or a list with one number for each update.
+        weight_decay: Decoupled, p shrinks by lr * weight_decay * p, >= 0.
+        momentum: Of Muon, >= 0.
+        nesterov: Of Muon.
+        betas: Of AdamW, in [0, 1).
+        eps: Of AdamW, and the least norm that Muon divides by.
+        ns_coefficients: Three, of the Newton-Schulz iteration, as in torch.
+        ns_steps: Iterations of it, as in torch.
+        ns_dtype: What it is computed in, "float32" or "bfloat16" (a torch dtype will do); None for
+            float32 on a CPU (float64 for float64 parameters), where bfloat16 takes about four times
+            as long unless the processor has instructions for it, and for bfloat16 elsewhere, as in
+            torch.
+        adjust_lr_fn: "match_rms_adamw" or "original", as in torch.
+        common: `grad_clip`, `regularizer` (through the gradient) and `exclude_from_weight_decay`
+            as in `SGD`; `maximize` to go up instead of down; `foreach` of AdamW, which changes
+            speed only.
+
+    Raises:
+        TypeError: An argument of the wrong kind.
+        ValueError: An argument out of range; a pattern that matches nothing; names needed and not
+            given.
+
+    Source: Jordan et al., 2024, kellerjordan.github.io/posts/muon; the rate that matches AdamW's:
+    Liu et al., 2025, arXiv 2502.16982; the coefficients and iterations of torch.optim.Muon;
+    torch.optim.AdamW.
     """
 
-    # torch.compile leaves out the step of an optimizer that is made in what it compiles;
-    # torch.compiler.disable would import the compiler with this module
-    @torch._disable_dynamo  # type: ignore[attr-defined]
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one update of each."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        *,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_steps: int = 5,
+        ns_dtype: str | torch.dtype | None = None,
+        adjust_lr_fn: str = "match_rms_adamw",
+        **common: Unpack[CommonOwn],
+    ) -> None:
+        values = {
+            "muon": True,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "betas": betas,
+            "eps": eps,
+            "ns_coefficients": ns_coefficients,
+            "ns_steps": ns_steps,
+            "ns_dtype": named_dtype("ns_dtype", ns_dtype),
+            "adjust_lr_fn": adjust_lr_fn,
+            **_ADAMW_ONLY,
+        }
+        self._construct(params, lr, values, common)
+
+    def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
+        super()._check_hyperparameters(values)
+        check.boolean("muon", values["muon"])
+        numbers = values["ns_coefficients"]
+        check.instance("ns_coefficients", numbers, (tuple, list), advice="give three numbers")
+        if len(numbers) != 3:
+            raise ValueError(f"ns_coefficients has {len(numbers)} numbers; give three")
+        for i, number in enumerate(numbers):
+            check.real(f"ns_coefficients[{i}]", number)
+        check.integer("ns_steps", values["ns_steps"], at_least=1)
+        if values["ns_dtype"] is not None:
+            check.one_of("ns_dtype", values["ns_dtype"], ("float32", "bfloat16"))
+        check.one_of("adjust_lr_fn", values["adjust_lr_fn"], ("match_rms_adamw", "original"))
+
+    def _torch_step(self) -> None:
         given = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
         if any(p.grad.is_sparse for p, _ in given):
             raise RuntimeError(
@@ -67,132 +153,6 @@ class _MuonAndAdamW(torch.optim.Optimizer):
             optimizer = torch.optim.AdamW(rest[:1])
             optimizer.param_groups, optimizer.state = groups, self.state
             unhooked_step(torch.optim.AdamW)(optimizer)
-        return loss
-
-
-def _rule(param: Tensor, group: Mapping[str, Any]) -> MuonRule:
-    # a CPU without instructions for bfloat16 takes four times as long in it
-    usual = state_dtype(param) if param.device.type == "cpu" else torch.bfloat16
-    chosen = group["ns_dtype"]
-    return MuonRule(
-        weight_decay=group["weight_decay"],
-        momentum=group["momentum"],
-        nesterov=group["nesterov"],
-        coefficients=tuple(group["ns_coefficients"]),
-        iterations=group["ns_steps"],
-        eps=group["eps"],
-        match_rms_adamw=group["adjust_lr_fn"] == "match_rms_adamw",
-        dtype=getattr(torch, chosen) if chosen else usual,
-    )
-
-
-class Muon(TorchOptimizer, _MuonAndAdamW):
-    """Muon for matrices and `torch.optim.AdamW` for the rest; with `ns_dtype="bfloat16"` the same
-    bits as `torch.optim.Muon` and AdamW side by side, for parameters in float32.
-
-    Of a group whose key `muon` is true, as it is without the key, the real parameters of two
-    dimensions go to Muon; all else is AdamW's. Embeddings and the output layer are matrices too and
-    train better with AdamW: give `muon_groups(model)`, or groups of your own.
-
-    With `adjust_lr_fn="match_rms_adamw"` an update of a matrix has the size that AdamW's has, so
-    that a rate, a schedule and a weight decay that suit AdamW suit both.
-
-    Args:
-        params: Parameters, named parameters or groups, with an `order_params` entry if wanted.
-        lr: A number >= 0, a schedule, or a list with one number for each update.
-        weight_decay: Decoupled, p shrinks by lr * weight_decay * p, >= 0.
-        momentum: Of Muon, >= 0.
-        nesterov: Of Muon.
-        betas: Of AdamW, in [0, 1).
-        eps: Of AdamW, and the least norm that Muon divides by.
-        ns_coefficients: Three, of the Newton-Schulz iteration, as in torch.
-        ns_steps: Iterations of it, as in torch.
-        ns_dtype: What it is computed in, "float32" or "bfloat16" (a torch dtype will do); None for
-            float32 on a CPU (float64 for float64 parameters), where bfloat16 takes about four times
-            as long unless the processor has instructions for it, and for bfloat16 elsewhere, as in
-            torch.
-        adjust_lr_fn: "match_rms_adamw" or "original", as in torch.
-        maximize: Go up instead of down.
-        foreach: Of AdamW, as in torch; changes speed only.
-        grad_clip: See `SGD`.
-        regularizer: See `SGD`; it goes through the gradient.
-        exclude_from_weight_decay: See `SGD`.
-
-    Raises:
-        TypeError: An argument of the wrong kind.
-        ValueError: An argument out of range; a pattern that matches nothing; names needed and not
-            given.
-
-    Source: Jordan et al., 2024, kellerjordan.github.io/posts/muon; the rate that matches AdamW's:
-    Liu et al., 2025, arXiv 2502.16982; the coefficients and iterations of torch.optim.Muon;
-    torch.optim.AdamW.
-    """
-
-    _torch_class = _MuonAndAdamW
-
-    def __init__(
-        self,
-        params: Any,
-        lr: Any = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        *,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
-        ns_steps: int = 5,
-        ns_dtype: str | torch.dtype | None = None,
-        adjust_lr_fn: str = "match_rms_adamw",
-        maximize: bool = False,
-        foreach: bool | None = None,
-        grad_clip: Clip | None = None,
-        regularizer: Regularizer | None = None,
-        exclude_from_weight_decay: Exclusion = None,
-    ) -> None:
-        groups, rate = self._open(
-            params,
-            lr,
-            grad_clip=grad_clip,
-            regularizer=regularizer,
-            exclude_from_weight_decay=exclude_from_weight_decay,
-        )
-        defaults = {
-            "lr": rate,
-            "muon": True,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "betas": betas,
-            "eps": eps,
-            "ns_coefficients": ns_coefficients,
-            "ns_steps": ns_steps,
-            "ns_dtype": named_dtype("ns_dtype", ns_dtype),
-            "adjust_lr_fn": adjust_lr_fn,
-            "maximize": maximize,
-            "foreach": foreach,
-            **_ADAMW_ONLY,
-        }
-        super().__init__(groups, defaults)
-        self._close()
-
-    def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
-        super()._check_hyperparameters(values)
-        if "muon" in values:
-            check.boolean("muon", values["muon"])
-        if "ns_coefficients" in values:
-            numbers = values["ns_coefficients"]
-            check.instance("ns_coefficients", numbers, (tuple, list), advice="give three numbers")
-            if len(numbers) != 3:
-                raise ValueError(f"ns_coefficients has {len(numbers)} numbers; give three")
-            for i, number in enumerate(numbers):
-                check.real(f"ns_coefficients[{i}]", number)
-        if "ns_steps" in values:
-            check.integer("ns_steps", values["ns_steps"], at_least=1)
-        if values.get("ns_dtype") is not None:
-            check.one_of("ns_dtype", values["ns_dtype"], ("float32", "bfloat16"))
-        if "adjust_lr_fn" in values:
-            check.one_of("adjust_lr_fn", values["adjust_lr_fn"], ("match_rms_adamw", "original"))
 
     def _is_plain(self) -> bool:
         # the update of matrices does not know maximize

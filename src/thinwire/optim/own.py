@@ -1,8 +1,8 @@
-"""Base of the optimizers in this library's own arithmetic: what they compute in, and their
-state.
+"""What methods in this library's own arithmetic share: the type they compute in, their state, and
+updates of the rows that are present.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,133 +10,70 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.core.clip import Clip
-from thinwire.core.decay import Regularizer
-from thinwire.optim.base import CommonOptimizer
-from thinwire.optim.groups import Exclusion
-from thinwire.optim.saving import state_dtype
-from thinwire.optim.two_phase import ParamGrad
+from thinwire.core.precision import state_dtype
+from thinwire.optim.common import CommonOptimizer
+from thinwire.optim.pairs import ParamGrad
 
-__all__ = ["OwnOptimizer", "check_betas", "widened"]
+__all__ = ["buffer_of", "check_betas", "counted", "update_rows_", "widened"]
 
 
-class OwnOptimizer(CommonOptimizer):
-    """Base that sorts the processed gradients by group and hands each group's to `_update_group`.
-
-    Gradients arrive in the working type: float32, float64 for float64 parameters. State is kept in
-    it too.
-    """
-
-    _takes_rows = False
-    """Whether row-sparse gradients are allowed."""
-
-    def __init__(
-        self,
-        params: object,
-        lr: object,
-        hyperparameters: Mapping[str, Any],
-        *,
-        grad_clip: Clip | None,
-        regularizer: Regularizer | None,
-        exclude_from_weight_decay: Exclusion,
-    ) -> None:
-        """Check the common arguments and make the groups.
-
-        Args:
-            params: See `Lamb`, as the other arguments that are not described here.
-            lr: See `Lamb`.
-            hyperparameters: Those of the method, `weight_decay`, `maximize` and `foreach`; a
-                group may have values of its own.
-            grad_clip: See `Lamb`.
-            regularizer: See `Lamb`.
-            exclude_from_weight_decay: See `Lamb`.
-        """
-        groups, rate = self._open(
-            params,
-            lr,
-            grad_clip=grad_clip,
-            regularizer=regularizer,
-            exclude_from_weight_decay=exclude_from_weight_decay,
-        )
-        super().__init__(groups, {"lr": rate, **hyperparameters})
-        self._close()
-
-    def _check_param(self, name: str, param: Tensor) -> None:
-        if not param.is_floating_point():
-            raise TypeError(
-                f"{type(self).__name__} needs floating-point parameters, but {name} is "
-                f"{param.dtype}; view a complex parameter as real, or give it to torch's own "
-                "optimizers"
-            )
-
-    def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
-        for param, grad in pairs:
-            self._check_layout(param, grad)
-        members: dict[int, list[ParamGrad]] = {}
-        for param, grad in self._processed([(p, g.to(state_dtype(p))) for p, g in pairs]):
-            members.setdefault(self._common.places[param].group_index, []).append((param, grad))
-        for i in sorted(members):
-            self._update_group(self.param_groups[i], members[i], rates[i])
-        return True
-
-    def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
-        """Update the parameters of one group from gradients in the working type."""
-        raise NotImplementedError(
-            f"{type(self).__name__} must define _update_group(group, pairs, rate)"
-        )
-
-    def _check_layout(self, param: Tensor, grad: Tensor) -> None:
-        if grad.layout is torch.strided:
-            return
-        name = self._label(param)
-        if not self._takes_rows:
-            raise RuntimeError(
-                f"{type(self).__name__} takes dense gradients only, but that of {name} is "
-                f"{grad.layout}; use LazyAdam, Ftrl or ProximalAdagrad for it, or sparse=False in "
-                "its layer"
-            )
-        if grad.layout is not torch.sparse_coo or grad.sparse_dim() != 1:
-            found = (
-                f"sparse_dim {grad.sparse_dim()}"
-                if grad.layout is torch.sparse_coo
-                else str(grad.layout)
-            )
-            raise RuntimeError(
-                f"{type(self).__name__} takes dense gradients and sparse COO ones with sparse_dim "
-                f"1, but that of {name} has {found}"
-            )
-
-    def _counted(self, params: Sequence[Tensor]) -> list[int]:
-        """Count one more update of each of `params` and return how many there are; creates the
-        counters.
-        """
-        counts = [self._counter(param) for param in params]
-        torch._foreach_add_(counts, 1)
-        # one reading for all: a hundred small ones cost as much as the update of a million
-        # parameters
-        return torch.stack([count.cpu() for count in counts]).int().tolist() if counts else []
-
-    def _counter(self, param: Tensor) -> Tensor:
-        state = self.state[param]
+def counted(optimizer: CommonOptimizer, params: Sequence[Tensor]) -> list[int]:
+    """Count one more update of each of `params` in its state; returns how many there are."""
+    states = [optimizer.state[param] for param in params]
+    for state in states:
         if "step" not in state:
             # on the CPU, where reading it is free; a tensor because torch's tools expect one
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-        counter: Tensor = state["step"]
-        return counter
+    counts = [state["step"] for state in states]
+    torch._foreach_add_(counts, 1)
+    # one reading for all: a hundred small ones cost as much as the update of a million parameters
+    return torch.stack([count.cpu() for count in counts]).int().tolist() if counts else []
 
-    def _buffer(self, param: Tensor, key: str, fill: float = 0.0) -> Tensor:
-        """The state tensor `key` of `param`, created with the value `fill`, in the working type."""
-        state = self.state[param]
-        if key not in state:
-            state[key] = torch.full_like(param, fill, dtype=state_dtype(param), requires_grad=False)
-        buffer: Tensor = state[key]
-        if buffer.shape != param.shape:  # loops over addresses trust it
-            raise RuntimeError(
-                f"{key} of {self._label(param)} has shape "
-                f"{tuple(buffer.shape)} and the parameter {tuple(param.shape)}: load the state of "
-                "the same model, or make a new optimizer"
-            )
-        return buffer
+
+def buffer_of(optimizer: CommonOptimizer, param: Tensor, key: str, fill: float = 0.0) -> Tensor:
+    """The state tensor `key` of `param`, created with the value `fill`, in the working type."""
+    state = optimizer.state[param]
+    if key not in state:
+        state[key] = torch.full_like(param, fill, dtype=state_dtype(param), requires_grad=False)
+    buffer: Tensor = state[key]
+    if buffer.shape != param.shape:  # loops over addresses trust it
+        raise RuntimeError(
+            f"{key} of {optimizer._label(param)} has shape {tuple(buffer.shape)} and the parameter "
+            f"{tuple(param.shape)}: load the state of the same model, or make a new optimizer"
+        )
+    return buffer
+
+
+def update_rows_(
+    optimizer: CommonOptimizer,
+    pairs: Sequence[ParamGrad],
+    starts: Mapping[str, float],
+    update_: Callable[..., None],
+) -> None:
+    """Changes the parameters of `pairs` and their state: whole tensors, or of a row-sparse gradient
+    copies of the rows present, which are then written back.
+
+    Args:
+        optimizer: Whose state it is.
+        pairs: Processed gradients of one group.
+        starts: The state tensors of a parameter by name, each with its first value.
+        update_: Called with parameter, gradient, the number of this update from 1, and the state
+            tensors by name, all of one shape and type; changes them element by element.
+    """
+    for param, grad in pairs:
+        buffers = {key: buffer_of(optimizer, param, key, fill) for key, fill in starts.items()}
+        step = counted(optimizer, [param])[0]
+        if grad.layout is torch.strided:
+            with widened([param]) as (work,):
+                update_(work, grad, step, **buffers)
+        elif grad._nnz():
+            rows, values = grad.indices()[0], grad.values()
+            part = param[rows].to(values.dtype)
+            parts = {key: buffer[rows] for key, buffer in buffers.items()}
+            update_(part, values, step, **parts)
+            param[rows] = part.to(param.dtype)
+            for key, buffer in buffers.items():
+                buffer[rows] = parts[key]
 
 
 @contextmanager

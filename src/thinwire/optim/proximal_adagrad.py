@@ -1,16 +1,16 @@
 """Adagrad with a proximal step for L1 and L2 penalties."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.core.clip import Clip
-from thinwire.core.decay import Regularizer
-from thinwire.optim.groups import Exclusion
-from thinwire.optim.rowwise import RowwiseOptimizer
+from thinwire.optim.arguments import CommonOwn
+from thinwire.optim.common import CommonOptimizer
+from thinwire.optim.own import update_rows_
+from thinwire.optim.pairs import ParamGrad
 
 __all__ = ["ProximalAdagrad"]
 
@@ -18,18 +18,8 @@ __all__ = ["ProximalAdagrad"]
 def proximal_adagrad_(
     param: Tensor, grad: Tensor, accumulator: Tensor, *, lr: float, l1: float, l2: float
 ) -> None:
-    """Changes `param` and `accumulator`: one update, per element.
-
-    a <- a + g^2; e = lr/sqrt(a); w = p - e g; p <- sign(w) max(|w| - e l1, 0)/(1 + e l2). Where a
-    is 0, p stays.
-
-    Args:
-        param: Any shape.
-        grad: Same shape and type, read only.
-        accumulator: a.
-        lr: >= 0.
-        l1: >= 0.
-        l2: >= 0.
+    """Changes `param` and `accumulator` a, of one shape and type: one update, per element, by the
+    formula of `ProximalAdagrad`.
     """
     accumulator.addcmul_(grad, grad)
     rates = lr / accumulator.sqrt()
@@ -38,7 +28,7 @@ def proximal_adagrad_(
     param.copy_(torch.where(accumulator == 0, param, shrunk))
 
 
-class ProximalAdagrad(RowwiseOptimizer):
+class ProximalAdagrad(CommonOptimizer):
     """Adagrad whose L1 and L2 penalties are applied exactly after each step, which gives true
     zeros.
 
@@ -62,12 +52,8 @@ class ProximalAdagrad(RowwiseOptimizer):
         l2: >= 0.
         initial_accumulator: >= 0.
         weight_decay: Coupled, >= 0.
-        grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`.
-        regularizer: `L1Decay` or `L2Decay`, through the gradient; not the l1 and l2 of the method.
-        exclude_from_weight_decay: Glob patterns over names, or a predicate (name, parameter) ->
-            bool.
-        maximize: Go up instead of down.
-        foreach: Accepted; there is one path.
+        common: `grad_clip`, `regularizer` and `exclude_from_weight_decay` as in `SGD`; `maximize`
+            to go up instead of down; `foreach`, which changes nothing: there is one path.
 
     Raises:
         TypeError: An argument of the wrong kind; a complex parameter.
@@ -80,6 +66,9 @@ class ProximalAdagrad(RowwiseOptimizer):
     form.
     """
 
+    _takes_complex = False
+    _takes_rows = True
+
     def __init__(
         self,
         params: Any,
@@ -89,42 +78,19 @@ class ProximalAdagrad(RowwiseOptimizer):
         l2: float = 0.0,
         initial_accumulator: float = 0.1,
         weight_decay: float = 0.0,
-        grad_clip: Clip | None = None,
-        regularizer: Regularizer | None = None,
-        exclude_from_weight_decay: Exclusion = None,
-        maximize: bool = False,
-        foreach: bool | None = None,
+        **common: Unpack[CommonOwn],
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            {
-                "l1": l1,
-                "l2": l2,
-                "initial_accumulator": initial_accumulator,
-                "weight_decay": weight_decay,
-                "maximize": maximize,
-                "foreach": foreach,
-            },
-            grad_clip=grad_clip,
-            regularizer=regularizer,
-            exclude_from_weight_decay=exclude_from_weight_decay,
-        )
+        values = {"l1": l1, "l2": l2, "initial_accumulator": initial_accumulator}
+        self._construct(params, lr, {**values, "weight_decay": weight_decay}, common)
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         for key in ("l1", "l2", "initial_accumulator"):
             check.real(key, values[key], at_least=0)
 
-    def _buffers(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        return {"accumulator": self._buffer(param, "accumulator", group["initial_accumulator"])}
+    def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
+        l1, l2 = group["l1"], group["l2"]
 
-    def _apply(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        buffers: dict[str, Tensor],
-        group: dict[str, Any],
-        rate: float,
-        step: int,
-    ) -> None:
-        proximal_adagrad_(param, grad, **buffers, lr=rate, l1=group["l1"], l2=group["l2"])
+        def update_(param: Tensor, grad: Tensor, _step: int, **state: Tensor) -> None:
+            proximal_adagrad_(param, grad, **state, lr=rate, l1=l1, l2=l2)
+
+        update_rows_(self, pairs, {"accumulator": group["initial_accumulator"]}, update_)

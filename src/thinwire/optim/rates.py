@@ -1,11 +1,15 @@
 """The learning rate of a group: a number that anyone may change, or a schedule that drives it."""
 
+import dataclasses
+import re
+import zlib
+
 import torch
 
 from thinwire import _validate as check
 from thinwire.schedules import Schedule, Table, rate_at
 
-__all__ = ["parse_rate", "rate_ahead"]
+__all__ = ["checksum_of", "parse_rate", "rate_ahead", "text_of", "without_rounding"]
 
 
 def parse_rate(name: str, lr: object) -> float | Schedule:
@@ -50,3 +54,21 @@ def rate_ahead(schedule: Schedule, step: int, before: float) -> float:
         return rate_at(schedule, step)
     except (IndexError, ValueError):
         return before
+
+
+def without_rounding(rate: object) -> object:
+    """0 for what a scheduler of torch leaves where it means 0, such as `LinearLR` with
+    end_factor=0: it multiplies the rate before by a quotient in every step.
+    """
+    return 0.0 if isinstance(rate, float) and -1e-12 < rate < 0 else rate
+
+
+def text_of(schedule: object) -> str:
+    """The text without what differs between processes, for schedules without text of their own."""
+    return re.sub(" at 0x[0-9a-f]+", "", repr(schedule))
+
+
+def checksum_of(schedule: Schedule | None) -> int:
+    """CRC-32 of all values, of which the text shows the first few."""
+    values = dataclasses.astuple(schedule) if dataclasses.is_dataclass(schedule) else schedule
+    return zlib.crc32(text_of(values).encode())

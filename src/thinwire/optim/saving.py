@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire import _validate as check
 from thinwire.core.decay import L1Decay, L2Decay, Regularizer
 from thinwire.core.precision import state_dtype
 from thinwire.core.sharded import is_sharded, shard_of
 from thinwire.optim.by_name import in_order, names_of
 
-__all__ = ["laid_out", "of_params", "packed", "remembered", "restoring", "state_dtype"]
+__all__ = ["laid_out", "of_params", "packed", "remembered", "restoring"]
 
 _REGULARIZERS: dict[str, type[L1Decay | L2Decay]] = {"L1Decay": L1Decay, "L2Decay": L2Decay}
 _LIKE_THE_PARAMETER = (
@@ -52,25 +53,25 @@ def packed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 @contextmanager
 def restoring(
     optimizer: torch.optim.Optimizer,
-    read_extra: Callable[[Mapping[str, Any]], dict[str, Any]],
-    set_extra: Callable[[Mapping[str, Any]], None],
+    has_schedule: bool,
+    begin_at: Callable[[int], None],
     as_loaded: Callable[[Tensor, Tensor], Tensor] | None,
     label: Callable[[Tensor], str],
 ) -> Iterator[None]:
     """While torch loads a state_dict: read back what `packed` wrote, and keep wide state out of
     torch's cast.
 
-    `read_extra` sees the dictionary before anything changes, `set_extra` its result once torch has
+    The position is read before anything changes, and `begin_at` called with it once torch has
     accepted the rest. `as_loaded(param, value)` gives floating-point state the type and layout that
     it has here; None leaves it to torch. `label(param)` is what messages call a parameter.
 
     Both run innermost, around torch's own work: after the user's hooks that change the dictionary,
     before those that look at the result.
     """
-    extra: dict[str, Any] = {}
+    positions: list[int] = []
 
     def before(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        extra.update(read_extra(state_dict))
+        positions.append(_position(state_dict, has_schedule))
         saved, here = state_dict["param_groups"], optimizer.param_groups
         groups = in_order(saved, names_of(saved), names_of(here))
         _require_shapes(groups, state_dict["state"], here, label)
@@ -87,7 +88,7 @@ def restoring(
             if isinstance(entries, dict) and as_loaded is not None:
                 kept = {k: v.tensor for k, v in entries.items() if isinstance(v, _Kept)}
                 entries.update({k: as_loaded(param, tensor) for k, tensor in kept.items()})
-        set_extra(extra)
+        begin_at(positions[0])
 
     handles = [
         optimizer.register_load_state_dict_pre_hook(before),
@@ -98,6 +99,15 @@ def restoring(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _position(saved: Mapping[str, Any], has_schedule: bool) -> int:
+    if "position" not in saved and has_schedule:
+        raise ValueError(
+            "the state_dict has no 'position', and a schedule drives the rate; set "
+            "state_dict['position'] to the number of updates that were made"
+        )
+    return check.integer("state_dict['position']", saved.get("position", 0), at_least=0)
 
 
 def _require_shapes(

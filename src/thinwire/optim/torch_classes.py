@@ -2,38 +2,200 @@
 extra is set.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.core.clip import Clip
-from thinwire.core.decay import Regularizer
-from thinwire.optim.groups import Exclusion
-from thinwire.optim.torch_adapter import TorchOptimizer
+from thinwire import _validate as check
+from thinwire.core.precision import state_dtype
+from thinwire.optim.arguments import Common, spelled_out
+from thinwire.optim.common import CommonOptimizer
+from thinwire.optim.groups import ParamFacts
+from thinwire.optim.own import check_betas
+from thinwire.optim.pairs import ParamGrad
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "RMSprop"]
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "RMSprop", "TorchOptimizer", "unhooked_step"]
+
+_NUMBERS = (
+    "weight_decay",
+    "momentum",
+    "dampening",
+    "alpha",
+    "eps",
+    "lr_decay",
+    "initial_accumulator_value",
+)
+
+
+class TorchOptimizer(CommonOptimizer):
+    """Base that runs the step of a class of torch on gradients that went through the common stages.
+
+    torch's step reads `p.grad` and `param_groups`; for its duration both hold what the stages made,
+    and both are as before when it returns or raises. The constructor takes what that of
+    `_torch_class` takes, and the common arguments.
+    """
+
+    _torch_class: type[torch.optim.Optimizer] = torch.optim.Optimizer
+    _wide_state = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__init__ is TorchOptimizer.__init__:
+            cls.__signature__ = spelled_out(signature(cls._torch_class), Common)
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        theirs = signature(self._torch_class)
+        self._require_known(named, {**theirs.parameters, **Common.__annotations__})
+        common = {key: named.pop(key) for key in Common.__annotations__ if key in named}
+        bound = theirs.bind(*given, **named)
+        bound.apply_defaults()
+        values = bound.arguments
+        values["params"], values["lr"] = self._open(values["params"], values["lr"], **common)
+        # before torch compares them, whose errors name neither argument nor value
+        self._check_hyperparameters(values)
+        super().__init__(**values)
+        self._close()
+
+    def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
+        for key in filter(values.__contains__, _NUMBERS):
+            number = check.scalar(key, values[key], at_least=0 if key != "dampening" else None)
+            check.real(key, number, below=1 if key == "alpha" else None)
+        betas = values.get("betas")
+        if "betas" in values and not (
+            isinstance(betas, tuple | list) and any(isinstance(beta, Tensor) for beta in betas)
+        ):
+            check_betas(values)
+        if "nesterov" in values and check.boolean("nesterov", values["nesterov"]):
+            momentum, dampening = values.get("momentum", 1), values.get("dampening", 0)
+            if momentum == 0 or dampening != 0:
+                raise ValueError(
+                    "nesterov needs a momentum above 0 and no dampening, got "
+                    f"momentum={momentum} and dampening={dampening}"
+                )
+
+    def _coupled_decay(self, facts: ParamFacts) -> float:
+        # torch adds the decay itself, before the update; only what comes between the two takes it
+        # over
+        takes_over = facts.regularizer is not None or facts.grad_centralization
+        decoupled = facts.group.get("decoupled_weight_decay", False)
+        return facts.weight_decay if takes_over and not decoupled else 0.0
+
+    def _run_update(self, rates: list[float]) -> bool:
+        # a GradScaler sets it for fused kernels only
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if found_inf is not None and bool(found_inf):
+            return False
+        if self._is_plain():
+            self._torch_step()
+            return True
+        return super()._run_update(rates)
+
+    def _torch_step(self) -> None:
+        unhooked_step(self._torch_class)(self)
+
+    def _is_plain(self) -> bool:
+        """Whether torch's step on what is there does all that was asked for."""
+        places = self._common.places
+        return (
+            self._given is None
+            and self.grad_clip is None
+            and all(
+                g["regularizer"] is None and not g["grad_centralization"] for g in self.param_groups
+            )
+            and not any(place.excluded for place in places.values())
+            and all(p.requires_grad or p.grad is None for p in places)
+        )
+
+    def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
+        with (
+            self._unscaled(pairs) as unscaled,
+            self._as_torch_reads_them(self._processed(unscaled), rates),
+        ):
+            self._torch_step()
+        return True
+
+    @contextmanager
+    def _unscaled(self, pairs: list[ParamGrad]) -> Iterator[list[ParamGrad]]:
+        """Divide by the scale of a `GradScaler` that left that to a fused kernel, which is told
+        that it is done.
+        """
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is None:
+            yield pairs
+            return
+        self.grad_scale = None
+        try:
+            # the scale that a GradScaler begins with, 65,536, is no number of float16
+            wide = [(p, g.to(state_dtype(g))) for p, g in pairs]
+            yield [(p, g / scale.to(g.device, g.dtype)) for p, g in wide]
+        finally:
+            self.grad_scale = scale
+
+    @contextmanager
+    def _as_torch_reads_them(
+        self, pairs: Sequence[ParamGrad], rates: Sequence[float]
+    ) -> Iterator[None]:
+        groups = self.param_groups
+        own_grads = [(p, p.grad) for p, _ in pairs]
+        self.param_groups = self._groups_for(pairs, rates)
+        try:
+            for param, grad in pairs:
+                param.grad = grad.to(param.device, param.dtype)
+            yield
+        finally:
+            self.param_groups = groups
+            for param, own_grad in own_grads:
+                param.grad = own_grad
+
+    def _groups_for(
+        self, pairs: Sequence[ParamGrad], rates: Sequence[float]
+    ) -> list[dict[str, Any]]:
+        """The groups of this update: gradients are negated already, and excluded parameters are
+        apart.
+        """
+        members: dict[tuple[int, float], list[Tensor]] = {}
+        for param, _ in pairs:
+            facts = self._facts(param)
+            left_to_torch = 0.0 if self._coupled_decay(facts) else facts.weight_decay
+            members.setdefault((facts.group_index, left_to_torch), []).append(param)
+        return [
+            {
+                **self.param_groups[i],
+                "params": params,
+                "weight_decay": decay,
+                "lr": rates[i],
+                "maximize": False,
+            }
+            for (i, decay), params in members.items()
+        ]
+
+
+def unhooked_step(torch_class: type[torch.optim.Optimizer]) -> Any:
+    """The step of a class of torch, without the hooks of the instance that it is called with."""
+    # torch wraps the step of a class at its first construction; the hooks are run by our own step
+    # already
+    step: Any = torch_class.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 class SGD(TorchOptimizer, torch.optim.SGD):
     """`torch.optim.SGD` with the common part of this library; with none of it in use, the same
     bits.
 
-    Args:
-        params: Parameters, named parameters or groups, with an `order_params` entry if wanted.
-        lr: A number >= 0, a schedule, or a list with one number for each update.
-        momentum: As in torch, >= 0.
-        dampening: As in torch.
-        weight_decay: Coupled, >= 0.
-        nesterov: As in torch; needs momentum and no dampening.
-        maximize: Go up instead of down.
-        foreach: As in torch; changes speed only.
-        differentiable: As in torch.
-        fused: As in torch.
-        grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`.
-        regularizer: `L1Decay` or `L2Decay`, beside `weight_decay`; a group's own replaces it.
-        exclude_from_weight_decay: Glob patterns over names, or a predicate (name, parameter) ->
-            bool.
+    Takes the arguments of `torch.optim.SGD`, with checks that name them, and three by keyword:
+
+        `grad_clip`: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`.
+        `regularizer`: `L1Decay` or `L2Decay`, beside `weight_decay`, which is coupled; a group's
+        own replaces it.
+        `exclude_from_weight_decay`: Glob patterns over names, or a predicate (name, parameter) ->
+        bool.
+
+    `params` are parameters, named parameters or groups, with an `order_params` entry if wanted.
+    `lr` is a number >= 0, a schedule, or a list with one number for each update.
 
     Raises:
         TypeError: An argument of the wrong kind.
@@ -46,70 +208,11 @@ class SGD(TorchOptimizer, torch.optim.SGD):
 
     _torch_class = torch.optim.SGD
 
-    def __init__(
-        self,
-        params: Any,
-        lr: Any = 1e-3,
-        momentum: float = 0,
-        dampening: float = 0,
-        weight_decay: float = 0,
-        nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        grad_clip: Clip | None = None,
-        regularizer: Regularizer | None = None,
-        exclude_from_weight_decay: Exclusion = None,
-    ) -> None:
-        groups, rate = self._open(
-            params,
-            lr,
-            grad_clip=grad_clip,
-            regularizer=regularizer,
-            exclude_from_weight_decay=exclude_from_weight_decay,
-        )
-        super().__init__(
-            groups,
-            rate,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize=maximize,
-            foreach=foreach,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        self._close()
-
 
 class Adam(TorchOptimizer, torch.optim.Adam):
-    """`torch.optim.Adam` with the common part of this library; with none of it in use, the same
-    bits.
+    """`torch.optim.Adam` with the common part of this library; see `SGD`.
 
-    Args:
-        params: Parameters, named parameters or groups, with an `order_params` entry if wanted.
-        lr: A number >= 0, a schedule, or a list with one number for each update.
-        betas: As in torch, in [0, 1).
-        eps: As in torch: added to the root of the corrected second moment.
-        weight_decay: Coupled, >= 0; decoupled with `decoupled_weight_decay`.
-        amsgrad: As in torch.
-        foreach: As in torch; changes speed only.
-        maximize: Go up instead of down.
-        capturable: As in torch.
-        differentiable: As in torch.
-        fused: As in torch.
-        decoupled_weight_decay: As in torch.
-        grad_clip: See `SGD`.
-        regularizer: See `SGD`.
-        exclude_from_weight_decay: See `SGD`.
-
-    Raises:
-        TypeError: An argument of the wrong kind.
-        ValueError: An argument out of range; a pattern that matches nothing; names needed and not
-            given.
+    `weight_decay` is coupled; decoupled with `decoupled_weight_decay`.
 
     Source: Kingma and Ba, 2015, arXiv 1412.6980; torch.optim.Adam. Differs from MindSpore's, where
     eps is added to the root of the uncorrected moment.
@@ -117,73 +220,12 @@ class Adam(TorchOptimizer, torch.optim.Adam):
 
     _torch_class = torch.optim.Adam
 
-    def __init__(
-        self,
-        params: Any,
-        lr: Any = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        decoupled_weight_decay: bool = False,
-        grad_clip: Clip | None = None,
-        regularizer: Regularizer | None = None,
-        exclude_from_weight_decay: Exclusion = None,
-    ) -> None:
-        groups, rate = self._open(
-            params,
-            lr,
-            grad_clip=grad_clip,
-            regularizer=regularizer,
-            exclude_from_weight_decay=exclude_from_weight_decay,
-        )
-        super().__init__(
-            groups,
-            rate,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )
-        self._close()
-
 
 class AdamW(TorchOptimizer, torch.optim.AdamW):
-    """`torch.optim.AdamW` with the common part of this library; with none of it in use, the same
-    bits.
+    """`torch.optim.AdamW` with the common part of this library; see `SGD`.
 
-    Args:
-        params: Parameters, named parameters or groups, with an `order_params` entry if wanted.
-        lr: A number >= 0, a schedule, or a list with one number for each update.
-        betas: As in torch, in [0, 1).
-        eps: As in torch.
-        weight_decay: Decoupled, p shrinks by lr * weight_decay * p, >= 0.
-        amsgrad: As in torch.
-        maximize: Go up instead of down.
-        foreach: As in torch; changes speed only.
-        capturable: As in torch.
-        differentiable: As in torch.
-        fused: As in torch.
-        grad_clip: See `SGD`.
-        regularizer: See `SGD`; it goes through the gradient.
-        exclude_from_weight_decay: See `SGD`.
-
-    Raises:
-        TypeError: An argument of the wrong kind.
-        ValueError: An argument out of range; a pattern that matches nothing; names needed and not
-            given.
+    `weight_decay` is decoupled: p shrinks by lr * weight_decay * p. A regularizer goes through the
+    gradient.
 
     Source: Loshchilov and Hutter, 2019, arXiv 1711.05101; torch.optim.AdamW. Differs from
     MindSpore's `AdamWeightDecay`, which has no bias correction.
@@ -191,71 +233,9 @@ class AdamW(TorchOptimizer, torch.optim.AdamW):
 
     _torch_class = torch.optim.AdamW
 
-    def __init__(
-        self,
-        params: Any,
-        lr: Any = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        grad_clip: Clip | None = None,
-        regularizer: Regularizer | None = None,
-        exclude_from_weight_decay: Exclusion = None,
-    ) -> None:
-        groups, rate = self._open(
-            params,
-            lr,
-            grad_clip=grad_clip,
-            regularizer=regularizer,
-            exclude_from_weight_decay=exclude_from_weight_decay,
-        )
-        super().__init__(
-            groups,
-            rate,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        self._close()
-
 
 class RMSprop(TorchOptimizer, torch.optim.RMSprop):
-    """`torch.optim.RMSprop` with the common part of this library; with none of it in use, the same
-    bits.
-
-    Args:
-        params: Parameters, named parameters or groups, with an `order_params` entry if wanted.
-        lr: A number >= 0, a schedule, or a list with one number for each update.
-        alpha: As in torch, in [0, 1).
-        eps: As in torch: outside the root.
-        weight_decay: Coupled, >= 0.
-        momentum: As in torch, >= 0.
-        centered: As in torch.
-        capturable: As in torch.
-        foreach: As in torch; changes speed only.
-        maximize: Go up instead of down.
-        differentiable: As in torch.
-        grad_clip: See `SGD`.
-        regularizer: See `SGD`.
-        exclude_from_weight_decay: See `SGD`.
-
-    Raises:
-        TypeError: An argument of the wrong kind.
-        ValueError: An argument out of range; a pattern that matches nothing; names needed and not
-            given.
+    """`torch.optim.RMSprop` with the common part of this library; see `SGD`.
 
     Source: torch.optim.RMSprop. Differs from MindSpore's: eps outside the root, mean square from 0,
     lr outside the momentum.
@@ -263,111 +243,12 @@ class RMSprop(TorchOptimizer, torch.optim.RMSprop):
 
     _torch_class = torch.optim.RMSprop
 
-    def __init__(
-        self,
-        params: Any,
-        lr: Any = 1e-2,
-        alpha: float = 0.99,
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        momentum: float = 0,
-        centered: bool = False,
-        capturable: bool = False,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        differentiable: bool = False,
-        *,
-        grad_clip: Clip | None = None,
-        regularizer: Regularizer | None = None,
-        exclude_from_weight_decay: Exclusion = None,
-    ) -> None:
-        groups, rate = self._open(
-            params,
-            lr,
-            grad_clip=grad_clip,
-            regularizer=regularizer,
-            exclude_from_weight_decay=exclude_from_weight_decay,
-        )
-        super().__init__(
-            groups,
-            rate,
-            alpha,
-            eps,
-            weight_decay,
-            momentum,
-            centered,
-            capturable,
-            foreach,
-            maximize,
-            differentiable,
-        )
-        self._close()
-
 
 class Adagrad(TorchOptimizer, torch.optim.Adagrad):
-    """`torch.optim.Adagrad` with the common part of this library; with none of it in use, the same
-    bits.
-
-    Args:
-        params: Parameters, named parameters or groups, with an `order_params` entry if wanted.
-        lr: A number >= 0, a schedule, or a list with one number for each update.
-        lr_decay: As in torch, >= 0.
-        weight_decay: Coupled, >= 0.
-        initial_accumulator_value: As in torch, >= 0.
-        eps: As in torch: outside the root.
-        foreach: As in torch; changes speed only.
-        maximize: Go up instead of down.
-        differentiable: As in torch.
-        fused: As in torch.
-        grad_clip: See `SGD`.
-        regularizer: See `SGD`.
-        exclude_from_weight_decay: See `SGD`.
-
-    Raises:
-        TypeError: An argument of the wrong kind.
-        ValueError: An argument out of range; a pattern that matches nothing; names needed and not
-            given.
+    """`torch.optim.Adagrad` with the common part of this library; see `SGD`.
 
     Source: Duchi, Hazan and Singer, JMLR 2011; torch.optim.Adagrad. Differs from MindSpore's:
     accumulator from 0, and an eps.
     """
 
     _torch_class = torch.optim.Adagrad
-
-    def __init__(
-        self,
-        params: Any,
-        lr: Any = 1e-2,
-        lr_decay: float = 0,
-        weight_decay: float = 0,
-        initial_accumulator_value: float = 0,
-        eps: float = 1e-10,
-        foreach: bool | None = None,
-        *,
-        maximize: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        grad_clip: Clip | None = None,
-        regularizer: Regularizer | None = None,
-        exclude_from_weight_decay: Exclusion = None,
-    ) -> None:
-        groups, rate = self._open(
-            params,
-            lr,
-            grad_clip=grad_clip,
-            regularizer=regularizer,
-            exclude_from_weight_decay=exclude_from_weight_decay,
-        )
-        super().__init__(
-            groups,
-            rate,
-            lr_decay,
-            weight_decay,
-            initial_accumulator_value,
-            eps,
-            foreach,
-            maximize=maximize,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        self._close()

@@ -18,7 +18,7 @@ from thinwire.core.rows import coalesced, values_of, with_values
 from thinwire.core.storage import with_own_storage
 from thinwire.errors import StrategyError
 from thinwire.optim.base import ExchangingOptimizer
-from thinwire.optim.grouped import GroupedOptimizer
+from thinwire.optim.common import CommonOptimizer
 
 __all__ = ["Clipping", "require_one_clip", "take_clip_"]
 
@@ -92,7 +92,7 @@ def require_one_clip(
         StrategyError: The optimizer clips by itself, or it exchanges by itself and cannot have this
             clipping; or values of complex gradients would be clipped.
     """
-    own = optimizer.grad_clip if isinstance(optimizer, GroupedOptimizer) else None
+    own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
     clip = own if grad_clip is None else grad_clip
     if isinstance(clip, ClipByValue):
         _require_real(optimizer, clip, names)
@@ -139,15 +139,15 @@ def take_clip_(
     """
     if isinstance(optimizer, ExchangingOptimizer) and grad_clip is not None:
         return Clipping(_replaced_(optimizer, grad_clip))
-    own = optimizer.grad_clip if isinstance(optimizer, GroupedOptimizer) else None
+    own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
     over_parts = (ClipByGlobalNorm, ClipByNorm) if shards is not None else (ClipByGlobalNorm,)
     if (stages is not None or shards is not None) and isinstance(own, over_parts):
-        assert isinstance(optimizer, GroupedOptimizer), "it has a clipping"
+        assert isinstance(optimizer, CommonOptimizer), "it has a clipping"
         return Clipping(_replaced_(optimizer, None), own, shards, stages)
     return Clipping(lambda: None, grad_clip, shards, stages)
 
 
-def _replaced_(optimizer: GroupedOptimizer, clip: Clip | None) -> Callable[[], None]:
+def _replaced_(optimizer: CommonOptimizer, clip: Clip | None) -> Callable[[], None]:
     before = optimizer.replace_grad_clip(clip)
 
     def undo() -> None:

@@ -27,7 +27,7 @@ from thinwire.exchange.verdict import Verdict
 from thinwire.local.model import SCALER, refuse_scaler
 from thinwire.local.updates import LocalUpdates
 from thinwire.local.work import require_tokens
-from thinwire.optim.layerwise import LayerwiseOptimizer
+from thinwire.optim import Lamb, Lars
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.strategy import saving
 from thinwire.strategy.holding import (
@@ -478,7 +478,7 @@ class Engine:
         empty elsewhere.
         """
         optimizer = self._parts.optimizer
-        return optimizer.trust_ratios() if isinstance(optimizer, LayerwiseOptimizer) else {}
+        return optimizer.trust_ratios() if isinstance(optimizer, Lamb | Lars) else {}
 
     def state_dict(self) -> dict[str, Any]:
         """All that a later step depends on, of this rank: plain values and copies of tensors. No

@@ -24,7 +24,7 @@ from thinwire.exchange.round import Round
 from thinwire.exchange.verdict import Drops, Verdict
 from thinwire.local.updates import LocalUpdates
 from thinwire.optim.base import ExchangingOptimizer
-from thinwire.optim.two_phase import TwoPhase
+from thinwire.optim.common import CommonOptimizer
 from thinwire.strategy.clipping import Clipping
 from thinwire.strategy.holding import passing
 
@@ -196,7 +196,7 @@ class MeanThenStep(_EveryStep):
             with state_told(_EXCHANGED):
                 clipped = self._clip(means, outcome.answers.of_my_replica("measured"))
             # those of this library know the norms of all shards
-            ours = self.gradients.group.size == 1 or isinstance(self._optimizer, TwoPhase)
+            ours = self.gradients.group.size == 1 or isinstance(self._optimizer, CommonOptimizer)
             calls = 0 if ours else collective_calls()
             apply_(self._optimizer, self._params, clipped)
             if not ours and collective_calls() > calls:
@@ -436,7 +436,7 @@ def apply_(optimizer: torch.optim.Optimizer, params: Mapping[str, Parameter], gr
             param.grad = sharded_like(_laid_out(grads[name], shard_of(param)), param)
     wide = any(grad.dtype != params[name].dtype for name, grad in grads.items())
     with passing(optimizer):
-        if wide and isinstance(optimizer, TwoPhase):
+        if wide and isinstance(optimizer, CommonOptimizer):
             pairs = [(params[name], sharded_like(g, params[name])) for name, g in grads.items()]
             optimizer.apply_gradients(pairs)
         else:

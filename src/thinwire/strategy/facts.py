@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from thinwire._names import named_buffers, named_parameters, plain_names
 from thinwire._version import __version__
 from thinwire.local.model import looks
-from thinwire.optim.grouped import GroupedOptimizer
+from thinwire.optim.common import CommonOptimizer
 from thinwire.strategy.documents import to_dict
 from thinwire.strategy.fields import Fields
 from thinwire.wire.message import WIRE_VERSION
@@ -79,7 +79,7 @@ def model_facts(
             | {"params": [names.get(p, "not in the model") for p in group["params"]]}
             for group in optimizer.param_groups
         ],
-        "setting": optimizer.shared_settings() if isinstance(optimizer, GroupedOptimizer) else None,
+        "setting": optimizer.shared_settings() if isinstance(optimizer, CommonOptimizer) else None,
         # ranks that go on from different moments would part without a word; those of an optimizer
         # that exchanges differ by nature
         "state of the optimizer": _state_digest(optimizer)

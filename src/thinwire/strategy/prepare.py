@@ -55,10 +55,9 @@ from thinwire.layout.traffic import settled_step
 from thinwire.local.model import bare_optimizer, require_own_params, warn_of_others
 from thinwire.local.updates import LocalUpdates
 from thinwire.members.members import Members
-from thinwire.optim import EXCHANGING
+from thinwire.optim import EXCHANGING, Lamb, Lars
 from thinwire.optim.base import ExchangingOptimizer
-from thinwire.optim.grouped import GroupedOptimizer
-from thinwire.optim.layerwise import LayerwiseOptimizer
+from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.muon import Muon
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.pipeline.split import split_model
@@ -587,7 +586,7 @@ def _assembled(
         settled_step=settled_step(strategy.compression),
         facts=checkpoint_facts(strategy, model, plan.optimizer),
     )
-    if isinstance(plan.optimizer, GroupedOptimizer):
+    if isinstance(plan.optimizer, CommonOptimizer):
         plan.optimizer.call_params({p: name for name, p in named_parameters(model)})
     return Engine(parts)
 
@@ -687,7 +686,7 @@ def _arithmetic(
 ) -> dict[str, str]:
     """What decides how replicas round, where all of them update alike."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    layerwise = bool(strategy.lamb or strategy.lars) or isinstance(optimizer, LayerwiseOptimizer)
+    layerwise = bool(strategy.lamb or strategy.lars) or isinstance(optimizer, Lamb | Lars)
     alike = strategy.local is None
     products = isinstance(optimizer, Muon)
     return arithmetic(device, kernels=layerwise and alike, products=products and alike)

@@ -18,8 +18,7 @@ from thinwire.compress.protocol import Compression
 from thinwire.errors import StrategyError
 from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.config import LAMB, LARS
-from thinwire.optim.grouped import restrict_, settings_of
-from thinwire.optim.groups import OptimizerSettings
+from thinwire.optim.settings import OptimizerSettings, restrict_, settings_of
 from thinwire.strategy.dependents import dependents
 from thinwire.strategy.in_place import became
 from thinwire.strategy.replacements import (

@@ -16,9 +16,11 @@ from thinwire.compress import field_of
 from thinwire.compress.protocol import Compression
 from thinwire.core.precision import state_dtype
 from thinwire.optim import EXCHANGING, SGD, Adam, AdamW, Lamb, Lars, LazyAdam
-from thinwire.optim.base import CommonOptimizer, ExchangingOptimizer
+from thinwire.optim.base import ExchangingOptimizer
+from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.config import LAMB, LARS
-from thinwire.optim.groups import Exclusion, OptimizerSettings, excluded_flags, require_matches
+from thinwire.optim.groups import Exclusion, excluded_flags, require_matches
+from thinwire.optim.settings import OptimizerSettings
 
 __all__ = [
     "ADAMS",

@@ -32,8 +32,8 @@ from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
 from thinwire.errors import CheckpointMismatch
 from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.by_name import in_order
+from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.saving import remembered
-from thinwire.optim.two_phase import TwoPhase
 from thinwire.strategy import module_state, schedulers
 from thinwire.strategy.extra import plain
 from thinwire.strategy.fitting import Change, changes_of, misfits, settings_in_groups
@@ -319,7 +319,7 @@ def _load_optimizer(state: Mapping[str, Any], parts: Parts, keep: Collection[str
             for key, values in entries.items()
         }
     parts.optimizer.load_state_dict({"state": entries, "param_groups": ordered, **_rest_of(state)})
-    if not isinstance(parts.optimizer, TwoPhase):  # those take their state as it is
+    if not isinstance(parts.optimizer, CommonOptimizer):  # those take their state as it is
         same = all(
             state["parameters"][name].dtype == p.dtype for name, p in _parameters(parts).items()
         )

@@ -1,0 +1,40 @@
+"""The keyword arguments that optimizers have in common, once."""
+
+from inspect import Parameter, Signature
+from typing import TypedDict
+
+from thinwire.core.clip import Clip
+from thinwire.core.decay import Regularizer
+from thinwire.optim.groups import Exclusion
+
+__all__ = ["Common", "CommonOwn", "spelled_out"]
+
+
+class Common(TypedDict, total=False):
+    """Of all optimizers; each is None where it is not given."""
+
+    grad_clip: Clip | None
+    regularizer: Regularizer | None
+    exclude_from_weight_decay: Exclusion
+
+
+class CommonOwn(Common, total=False):
+    """Of all methods that are not torch's."""
+
+    maximize: bool
+    foreach: bool | None
+
+
+def spelled_out(constructor: Signature, common: type) -> Signature:
+    """The signature with the common arguments by name in place of `**common`, for `help`."""
+    own = [p for p in constructor.parameters.values() if p.kind != Parameter.VAR_KEYWORD]
+    shared = [
+        Parameter(
+            key,
+            Parameter.KEYWORD_ONLY,
+            default=False if key == "maximize" else None,
+            annotation=kind,
+        )
+        for key, kind in common.__annotations__.items()
+    ]
+    return constructor.replace(parameters=[*own, *shared])

@@ -1,0 +1,135 @@
+"""The arguments of the two phases of a step, gradients and update, checked."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire import _validate as check
+from thinwire.optim.groups import ParamPlace
+
+__all__ = ["ParamGrad", "backward_through_shards", "checked_pairs", "selected"]
+
+ParamGrad = tuple[Tensor, Tensor]
+"""A parameter and its gradient, of the same shape."""
+
+
+def backward_through_shards(
+    loss: Tensor, wanted: Sequence[Tensor], everything: Sequence[Tensor]
+) -> None:
+    """Differentiate `loss` and keep the gradients of all but `wanted` as they were.
+
+    The graph ends at parameters that were gathered, from which FSDP makes the gradients of the
+    shards: it cannot be told which are wanted.
+    """
+    ours = set(map(id, wanted))
+    kept = [(p, p.grad) for p in everything if id(p) not in ours]
+    for p, _ in kept:
+        p.grad = None
+    try:
+        torch.autograd.backward(loss)
+    finally:
+        for p, grad in kept:
+            p.grad = grad
+
+
+def selected(
+    order: Sequence[Tensor],
+    places: Mapping[Tensor, ParamPlace],
+    parameters: object,
+    no_grad_set: object,
+) -> list[Tensor]:
+    """The parameters of `order` that `parameters` names and `no_grad_set` does not, and that take
+    gradients.
+
+    Raises:
+        TypeError: Neither a parameter nor a name is given.
+        ValueError: An unknown name, a name without named parameters, or a parameter of somebody
+            else.
+    """
+    wanted = set(order) if parameters is None else _resolved("parameters", parameters, places)
+    unwanted = set() if no_grad_set is None else _resolved("no_grad_set", no_grad_set, places)
+    return [
+        param
+        for param in order
+        if param in wanted and param not in unwanted and param.requires_grad
+    ]
+
+
+def checked_pairs(
+    params_grads: object, order: Sequence[Tensor], places: Mapping[Tensor, ParamPlace]
+) -> list[ParamGrad]:
+    """The pairs that have a gradient, in the order of the optimizer.
+
+    Raises:
+        TypeError: No iterable of (parameter, gradient) pairs.
+        ValueError: A parameter that is foreign or repeated, or a gradient of another shape.
+    """
+    if isinstance(params_grads, Tensor | str | Mapping) or not isinstance(params_grads, Iterable):
+        raise TypeError(
+            f"params_grads must be a list of (parameter, gradient) pairs, got {params_grads!r}"
+        )
+    found: dict[Tensor, Tensor | None] = {}
+    for i, pair in enumerate(params_grads):
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], Tensor):
+            raise TypeError(f"params_grads[{i}] must be a (parameter, gradient) pair, got {pair!r}")
+        param, grad = pair
+        where = f"params_grads[{i}]"
+        if param not in places:
+            raise ValueError(
+                f"{where}: the parameter of shape {tuple(param.shape)} is not one of this "
+                "optimizer's"
+            )
+        name = places[param].label
+        if param in found:
+            raise ValueError(f"{where}: {name} is given twice; add its gradients up first")
+        if grad is not None:
+            check.instance(f"{where}: the gradient of {name}", grad, Tensor)
+            if grad.shape != param.shape:
+                raise ValueError(
+                    f"{where}: the gradient of {name} must have shape {tuple(param.shape)}, got "
+                    f"{tuple(grad.shape)}"
+                )
+        found[param] = grad
+    return [(p, g) for p in order if (g := found.get(p)) is not None and p.requires_grad]
+
+
+def _resolved(argument: str, entries: object, places: Mapping[Tensor, ParamPlace]) -> set[Tensor]:
+    if isinstance(entries, Tensor | str) or not isinstance(entries, Iterable):
+        raise TypeError(f"{argument} must be a list or set of parameters or names, got {entries!r}")
+    by_name: dict[str, list[Tensor]] = {}
+    for param, place in places.items():
+        if place.name is not None:
+            by_name.setdefault(place.name, []).append(param)
+    found = set()
+    for entry in entries:
+        if isinstance(entry, Tensor):
+            if entry not in places:
+                raise ValueError(
+                    f"{argument}: a parameter of shape {tuple(entry.shape)} is not one of this "
+                    "optimizer's"
+                )
+            found.add(entry)
+        elif isinstance(entry, str):
+            found.add(_of_name(argument, entry, by_name))
+        else:
+            raise TypeError(
+                f"{argument} must hold parameters or names, got {entry!r} of type "
+                f"{type(entry).__name__}"
+            )
+    return found
+
+
+def _of_name(argument: str, name: str, by_name: Mapping[str, list[Tensor]]) -> Tensor:
+    if not by_name:
+        raise ValueError(
+            f"{argument}: {name!r} is a name, but the parameters have none; give "
+            "model.named_parameters() to the optimizer"
+        )
+    matches = by_name.get(name, [])
+    if len(matches) != 1:
+        hint = check.closest(name, by_name)
+        raise ValueError(
+            f"{argument}: {len(matches)} parameters have the name {name!r}, needed is one{hint}"
+        )
+    return matches[0]

@@ -1,0 +1,157 @@
+"""The settings of an optimizer, for another one in its place, and an optimizer of fewer
+parameters.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.core.clip import Clip
+from thinwire.core.decay import Regularizer
+from thinwire.optim.common import CommonOptimizer
+from thinwire.optim.groups import Exclusion
+from thinwire.optim.rates import parse_rate
+from thinwire.schedules import Schedule
+
+__all__ = ["OptimizerSettings", "restrict_", "settings_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """The settings of an optimizer and its parameters, in the terms in which another one can
+    be given the same.
+    """
+
+    lr: float | Schedule
+    """The constructor's."""
+    groups: list[dict[str, Any]]
+    """All keys of each group; `params` as (name or None, parameter) pairs, `lr` only where it is
+    not the
+    constructor's: a number or the group's schedule."""
+    excluded: dict[Tensor, bool]
+    """For every parameter, whether it has no weight decay."""
+    order: list[Tensor] | None = None
+    """The order that was asked for."""
+    exclude: Exclusion = None
+    """The rule by which that was decided."""
+    grad_clip: Clip | None = None
+    """The clipping that was asked for."""
+    regularizer: Regularizer | None = None
+    """The constructor's."""
+    position: int = 0
+    """Completed updates."""
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> OptimizerSettings:
+    """The settings of `optimizer`, one of ours or of torch, for the constructor of another one;
+    nothing is shared that changes.
+
+    Raises:
+        TypeError, ValueError: A learning rate that ours do not take.
+    """
+    if isinstance(optimizer, CommonOptimizer):
+        return _settings_of_ours(optimizer)
+    rates = [parse_rate("lr of a parameter group", group["lr"]) for group in optimizer.param_groups]
+    default = parse_rate("lr", optimizer.defaults["lr"])
+    lr = default if default in rates else rates[0]
+    return OptimizerSettings(
+        lr=lr,
+        groups=_spelled_out(optimizer.param_groups, rates, [rate != lr for rate in rates]),
+        excluded={param: False for group in optimizer.param_groups for param in group["params"]},
+    )
+
+
+def _settings_of_ours(optimizer: CommonOptimizer) -> OptimizerSettings:
+    common, groups = optimizer._common, optimizer.param_groups
+    rates = [
+        group["lr"] if schedule is None else schedule
+        for group, schedule in zip(groups, common.schedules, strict=True)
+    ]
+    followed = [rate for rate, own in zip(rates, common.own_lr, strict=True) if not own]
+    lr = common.lr
+    if followed and not isinstance(lr, Schedule):
+        lr = parse_rate("lr", followed[0])
+    own_lr = [own or rate != lr for rate, own in zip(rates, common.own_lr, strict=True)]
+    return OptimizerSettings(
+        lr=lr,
+        groups=_spelled_out(groups, rates, own_lr),
+        order=None if common.order is None else list(common.order),
+        excluded={param: place.excluded for param, place in common.places.items()},
+        exclude=common.exclude,
+        grad_clip=common.grad_clip,
+        regularizer=common.regularizer,
+        position=common.position,
+    )
+
+
+def restrict_(
+    optimizer: torch.optim.Optimizer, keep: Callable[[Tensor], bool]
+) -> Callable[[], None]:
+    """Changes `optimizer`: it drops all parameters but those that `keep` says, and their state.
+
+    Groups stay where they are, empty ones too, so that a scheduler of their rates finds them.
+
+    Returns:
+        What undoes it, as long as the optimizer has not been used.
+    """
+    undo_places = _restrict_places_(optimizer, keep)
+    before = [
+        (group, group["params"], group.get("param_names")) for group in optimizer.param_groups
+    ]
+    for group, params, names in before:
+        group["params"] = [param for param in params if keep(param)]
+        if names is not None:
+            group["param_names"] = [
+                name for name, param in zip(names, params, strict=True) if keep(param)
+            ]
+    dropped = {
+        param: optimizer.state.pop(param) for param in list(optimizer.state) if not keep(param)
+    }
+
+    def undo() -> None:
+        for group, params, names in before:
+            group["params"] = params
+            if names is not None:
+                group["param_names"] = names
+        optimizer.state.update(dropped)
+        undo_places()
+
+    return undo
+
+
+def _restrict_places_(
+    optimizer: torch.optim.Optimizer, keep: Callable[[Tensor], bool]
+) -> Callable[[], None]:
+    """The part of `restrict_` that torch's optimizers do not have."""
+    if not isinstance(optimizer, CommonOptimizer):
+        return lambda: None
+    common = optimizer._common
+    places, order = common.places, common.order
+    kept = [(param, place) for param, place in places.items() if keep(param)]
+    common.places = {p: replace(place, index=i) for i, (p, place) in enumerate(kept)}
+    common.order = None if order is None else [param for param in order if keep(param)]
+
+    def undo() -> None:
+        common.places, common.order = places, order
+
+    return undo
+
+
+def _spelled_out(
+    groups: Sequence[dict[str, Any]], rates: Sequence[float | Schedule], own_lr: Sequence[bool]
+) -> list[dict[str, Any]]:
+    """Copies of the groups with names beside the parameters, and with `lr` where it is the group's
+    own.
+    """
+    new = []
+    for group, rate, own in zip(groups, rates, own_lr, strict=True):
+        names = group.get("param_names", [None] * len(group["params"]))
+        other = {
+            key: value for key, value in group.items() if key not in ("params", "param_names", "lr")
+        }
+        pairs = list(zip(names, group["params"], strict=True))
+        new.append({"params": pairs, **({"lr": rate} if own else {}), **other})
+    return new
