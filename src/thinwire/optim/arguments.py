@@ -1,5 +1,6 @@
 """The keyword arguments that optimizers have in common, once."""
 
+from collections.abc import Iterable
 from inspect import Parameter, Signature
 from typing import TypedDict
 
@@ -7,7 +8,7 @@ from thinwire.core.clip import Clip
 from thinwire.core.decay import Regularizer
 from thinwire.optim.groups import Exclusion
 
-__all__ = ["Common", "CommonOwn", "spelled_out"]
+__all__ = ["Common", "CommonOwn", "require_known", "spelled_out"]
 
 
 class Common(TypedDict, total=False):
@@ -23,6 +24,15 @@ class CommonOwn(Common, total=False):
 
     maximize: bool
     foreach: bool | None
+
+
+def require_known(kind: type, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise `TypeError`, as Python does, for a keyword that the constructor of `kind` lacks."""
+    for key in given:
+        if key not in known:
+            raise TypeError(
+                f"{kind.__name__}.__init__() got an unexpected keyword argument {key!r}"
+            )
 
 
 def spelled_out(constructor: Signature, common: type) -> Signature:

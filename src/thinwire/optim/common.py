@@ -3,7 +3,6 @@ phases, and what is saved.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Signature, signature
 from typing import Any, ClassVar, Unpack
@@ -23,10 +22,16 @@ from thinwire.core.precision import state_dtype
 from thinwire.core.rows import coalesced
 from thinwire.core.sharded import is_sharded, shard_of
 from thinwire.optim import groups as grouping
-from thinwire.optim.arguments import CommonOwn, spelled_out
+from thinwire.optim.arguments import CommonOwn, require_known, spelled_out
 from thinwire.optim.groups import Exclusion, ParamFacts, ParamPlace
-from thinwire.optim.pairs import ParamGrad, backward_through_shards, checked_pairs, selected
-from thinwire.optim.rates import checksum_of, parse_rate, rate_ahead, text_of, without_rounding
+from thinwire.optim.pairs import (
+    ParamGrad,
+    checked_callbacks,
+    checked_pairs,
+    differentiate,
+    selected,
+)
+from thinwire.optim.rates import checksum_of, parse_rate, rate_ahead, rates_of_, text_of
 from thinwire.optim.saving import laid_out, packed, restoring
 from thinwire.schedules import Schedule, is_scheduled, rate_at
 
@@ -93,19 +98,12 @@ class CommonOptimizer(torch.optim.Optimizer):
         self, params: object, lr: object, values: Mapping[str, Any], common: CommonOwn
     ) -> None:
         """Make a method of this library; `values` are its hyper-parameters."""
-        self._require_known(common, CommonOwn.__annotations__)
+        require_known(type(self), common, CommonOwn.__annotations__)
         shared: dict[str, Any] = {"maximize": False, "foreach": None, **common}
         own = {key: shared.pop(key) for key in ("maximize", "foreach")}
         groups, rate = self._open(params, lr, **shared)
         torch.optim.Optimizer.__init__(self, groups, {"lr": rate, **values, **own})
         self._close()
-
-    def _require_known(self, given: Iterable[str], known: Iterable[str]) -> None:
-        for key in given:
-            if key not in known:
-                raise TypeError(
-                    f"{type(self).__name__}.__init__() got an unexpected keyword argument {key!r}"
-                )
 
     def _open(
         self,
@@ -136,9 +134,7 @@ class CommonOptimizer(torch.optim.Optimizer):
             common.order = grouping.ordered(common.asked_order, common.places)
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
-        """Raise TypeError or ValueError for a value that the method does not allow; asked about
-        the constructor's values and every group's.
-        """
+        """Raise for a value that the method does not allow, of the constructor or of a group."""
 
     def _check_rate(self, rate: float, where: str) -> None:
         """Raise ValueError for a rate that the method does not allow; asked ahead of an update."""
@@ -284,25 +280,7 @@ class CommonOptimizer(torch.optim.Optimizer):
         return any(s and rate_ahead(s, self.position, 0.0) for s in self._common.schedules)
 
     def _rates(self) -> list[float]:
-        """The rate of every group in this update; schedules write theirs into the groups."""
-        position, schedules = self.position, self._common.schedules
-        rates = []
-        for i, (group, schedule) in enumerate(zip(self.param_groups, schedules, strict=True)):
-            decay = group["weight_decay"]
-            if type(decay) is not float or not 0 <= decay < math.inf:  # a user may have written it
-                check.scalar(f"weight_decay of group {i} at step {position}", decay, at_least=0)
-            where = f"the learning rate of group {i} at step {position}"
-            rate = (
-                check.scalar(where, without_rounding(group["lr"]), at_least=0)
-                if schedule is None
-                else rate_at(schedule, position)
-            )
-            self._check_rate(rate, where)
-            rates.append(rate)
-        for group, schedule, rate in zip(self.param_groups, schedules, rates, strict=True):
-            if schedule is not None:
-                group["lr"] = rate
-        return rates
+        return rates_of_(self.param_groups, self._common.schedules, self.position, self._check_rate)
 
     def _show_rates(self) -> None:
         """Let driven groups show the rate of the next update."""
@@ -325,11 +303,7 @@ class CommonOptimizer(torch.optim.Optimizer):
         return [(p, -g if self._facts(p).group.get("maximize") else g) for p, g in pairs]
 
     def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
-        """Update the parameters of `pairs`, which may be none; gradients are read only.
-
-        Returns:
-            False if the update was dropped and nothing changed.
-        """
+        """Update the parameters of `pairs`, if any; False if it was dropped and nothing changed."""
         self._ratios = {}
         for param, grad in pairs:
             grouping.require_layout(
@@ -344,9 +318,7 @@ class CommonOptimizer(torch.optim.Optimizer):
         return True
 
     def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
-        """Update the parameters of one group from gradients in the working type: float32, float64
-        for float64 parameters.
-        """
+        """Update the parameters of one group from gradients in `state_dtype`."""
         raise NotImplementedError(
             f"{type(self).__name__} must define _update_group(group, pairs, rate)"
         )
@@ -403,24 +375,14 @@ class CommonOptimizer(torch.optim.Optimizer):
             gradient.
 
         Raises:
-            TypeError: A callback that cannot be called, or an entry that is neither parameter nor
-                name.
-            ValueError: An unknown name, a name without named parameters, or a parameter of somebody
+            TypeError: A callback or an entry of the wrong kind.
+            ValueError: An unknown name, a name without named parameters, a parameter of somebody
                 else.
         """
-        check.instance("loss", loss, Tensor)
-        if callbacks is not None:
-            check.instance("callbacks", callbacks, Iterable, advice="each called as (param, grad)")
-        calls = [] if callbacks is None else list(callbacks)
-        for i, call in enumerate(calls):
-            if not callable(call):
-                raise TypeError(f"callbacks[{i}] must be callable as (param, grad), got {call!r}")
-        everything = self._ordered_params()
-        wanted = selected(everything, self._common.places, parameters, no_grad_set)
-        if any(map(is_sharded, wanted)):
-            backward_through_shards(loss, wanted, everything)
-        elif wanted:
-            torch.autograd.backward(loss, inputs=wanted)
+        calls = checked_callbacks(callbacks)
+        order = self._ordered_params()
+        wanted = selected(order, self._common.places, parameters, no_grad_set)
+        differentiate(loss, wanted, order)
         pairs = [(p, p.grad) for p in wanted if p.grad is not None]
         for call in calls:
             for param, grad in pairs:

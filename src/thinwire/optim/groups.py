@@ -185,11 +185,7 @@ def check_keys(group: Mapping[str, Any], own_keys: Iterable[str]) -> None:
 
 
 def parse_exclusion(exclude: object) -> Exclusion:
-    """The argument `exclude_from_weight_decay`, checked.
-
-    Raises:
-        TypeError: Neither a predicate nor a tuple or list of patterns; a single str is refused too.
-    """
+    """The argument `exclude_from_weight_decay`, checked; a single str is a `TypeError` too."""
     if exclude is None or (callable(exclude) and not isinstance(exclude, type)):
         return exclude
     if isinstance(exclude, str) or not isinstance(exclude, list | tuple):
@@ -204,12 +200,7 @@ def parse_exclusion(exclude: object) -> Exclusion:
 
 
 def excluded_flags(exclude: Exclusion, entries: Sequence[tuple[str | None, Tensor]]) -> list[bool]:
-    """For every (name, parameter), whether it is excluded; a predicate is called once for each.
-
-    Raises:
-        ValueError: Patterns are given, or a predicate failed, and the parameters have no names.
-        TypeError: The predicate returns something else than a bool.
-    """
+    """For every (name, parameter), whether it is excluded; a predicate is called once for each."""
     if not exclude:
         return [False] * len(entries)
     if callable(exclude):
@@ -236,12 +227,7 @@ def require_matches(exclude: Exclusion, names: Iterable[str | None]) -> None:
 
 
 def split_order(params: object) -> tuple[Any, list[Tensor] | None]:
-    """Take the entry `order_params` out of `params`; the rest is what torch's constructor takes.
-
-    Raises:
-        ValueError: The entry is given twice, or has other keys beside it.
-        TypeError: It is no iterable of parameters or (name, parameter) pairs.
-    """
+    """Take the entry `order_params` out of `params`; the rest is what torch's constructor takes."""
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         return params, None
     entries = list(params)
@@ -262,11 +248,7 @@ def split_order(params: object) -> tuple[Any, list[Tensor] | None]:
 
 
 def ordered(order: Sequence[Tensor], places: Mapping[Tensor, ParamPlace]) -> list[Tensor]:
-    """`order`, checked to hold exactly the parameters of the groups, each once.
-
-    Raises:
-        ValueError: One is missing, foreign or given twice.
-    """
+    """`order`, checked to hold exactly the parameters of the groups, each once."""
     seen: set[Tensor] = set()
     for i, param in enumerate(order):
         if param not in places:
@@ -299,12 +281,8 @@ def _as_params(order: object) -> list[Tensor]:
         entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in order
     ]
     for i, param in enumerate(params):
-        check.instance(
-            f"order_params[{i}]",
-            param,
-            torch.Tensor,
-            advice="give parameters or (name, parameter) pairs",
-        )
+        advice = "give parameters or (name, parameter) pairs"
+        check.instance(f"order_params[{i}]", param, Tensor, advice=advice)
     return params
 
 

@@ -46,9 +46,7 @@ class Lamb(CommonOptimizer):
             `foreach`, False to take one tensor after the other, with the same numbers.
 
     Raises:
-        TypeError: An argument of the wrong kind; a complex parameter.
-        ValueError: An argument out of range; a pattern that matches nothing; names needed and not
-            given.
+        TypeError, ValueError: As in `SGD`; a complex parameter.
         RuntimeError: In an update: a sparse gradient.
 
     Source: You et al., 2020, arXiv 1904.00962, algorithm 2. Differs: no bound on ||p|| by default

@@ -48,9 +48,7 @@ class Lars(CommonOptimizer):
             other, with the same numbers.
 
     Raises:
-        TypeError: An argument of the wrong kind; a complex parameter.
-        ValueError: An argument out of range; a pattern that matches nothing; names needed and not
-            given.
+        TypeError, ValueError: As in `SGD`; a complex parameter.
         RuntimeError: In an update: a sparse gradient.
 
     Source: You, Gitman and Ginsburg, 2017, arXiv 1708.03888. Differs: Nesterov is new; MindSpore's

@@ -61,9 +61,7 @@ class LazyAdam(CommonOptimizer):
             to go up instead of down; `foreach`, which changes nothing: there is one path.
 
     Raises:
-        TypeError: An argument of the wrong kind; a complex parameter.
-        ValueError: An argument out of range; a pattern that matches nothing; names needed and not
-            given.
+        TypeError, ValueError: As in `SGD`; a complex parameter.
         RuntimeError: In an update: a sparse gradient that is not row-sparse.
 
     Source: Kingma and Ba, 2015, arXiv 1412.6980, algorithm 1. Differs: MindSpore's adds eps to the

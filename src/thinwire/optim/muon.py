@@ -72,9 +72,7 @@ class Muon(TorchOptimizer):
             speed only.
 
     Raises:
-        TypeError: An argument of the wrong kind.
-        ValueError: An argument out of range; a pattern that matches nothing; names needed and not
-            given.
+        TypeError, ValueError: As in `SGD`.
 
     Source: Jordan et al., 2024, kellerjordan.github.io/posts/muon; the rate that matches AdamW's:
     Liu et al., 2025, arXiv 2502.16982; the coefficients and iterations of torch.optim.Muon;

@@ -1,29 +1,44 @@
 """The arguments of the two phases of a step, gradients and update, checked."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire.core.sharded import is_sharded
 from thinwire.optim.groups import ParamPlace
 
-__all__ = ["ParamGrad", "backward_through_shards", "checked_pairs", "selected"]
+__all__ = ["ParamGrad", "checked_callbacks", "checked_pairs", "differentiate", "selected"]
 
 ParamGrad = tuple[Tensor, Tensor]
 """A parameter and its gradient, of the same shape."""
 
 
-def backward_through_shards(
-    loss: Tensor, wanted: Sequence[Tensor], everything: Sequence[Tensor]
-) -> None:
-    """Differentiate `loss` and keep the gradients of all but `wanted` as they were.
+def checked_callbacks(callbacks: object) -> list[Callable[[Tensor, Tensor], object]]:
+    """The callbacks of `backward`, None for none."""
+    if callbacks is None:
+        return []
+    advice = "each called as (param, grad)"
+    check.instance("callbacks", callbacks, Iterable, advice=advice)
+    calls = list(callbacks) if isinstance(callbacks, Iterable) else []
+    for i, call in enumerate(calls):
+        if not callable(call):
+            raise TypeError(f"callbacks[{i}] must be callable as (param, grad), got {call!r}")
+    return calls
 
-    The graph ends at parameters that were gathered, from which FSDP makes the gradients of the
-    shards: it cannot be told which are wanted.
-    """
+
+def differentiate(loss: Tensor, wanted: Sequence[Tensor], order: Sequence[Tensor]) -> None:
+    """Accumulate the gradients of `wanted`; those of all others in `order` stay as they were."""
+    check.instance("loss", loss, Tensor)
+    if not any(map(is_sharded, wanted)):
+        if wanted:
+            torch.autograd.backward(loss, inputs=wanted)
+        return
+    # the graph ends at parameters that were gathered, from which FSDP makes the gradients of the
+    # shards: it cannot be told which are wanted
     ours = set(map(id, wanted))
-    kept = [(p, p.grad) for p in everything if id(p) not in ours]
+    kept = [(p, p.grad) for p in order if id(p) not in ours]
     for p, _ in kept:
         p.grad = None
     try:
@@ -41,11 +56,6 @@ def selected(
 ) -> list[Tensor]:
     """The parameters of `order` that `parameters` names and `no_grad_set` does not, and that take
     gradients.
-
-    Raises:
-        TypeError: Neither a parameter nor a name is given.
-        ValueError: An unknown name, a name without named parameters, or a parameter of somebody
-            else.
     """
     wanted = set(order) if parameters is None else _resolved("parameters", parameters, places)
     unwanted = set() if no_grad_set is None else _resolved("no_grad_set", no_grad_set, places)
@@ -59,12 +69,7 @@ def selected(
 def checked_pairs(
     params_grads: object, order: Sequence[Tensor], places: Mapping[Tensor, ParamPlace]
 ) -> list[ParamGrad]:
-    """The pairs that have a gradient, in the order of the optimizer.
-
-    Raises:
-        TypeError: No iterable of (parameter, gradient) pairs.
-        ValueError: A parameter that is foreign or repeated, or a gradient of another shape.
-    """
+    """The pairs that have a gradient, in the order of the optimizer."""
     if isinstance(params_grads, Tensor | str | Mapping) or not isinstance(params_grads, Iterable):
         raise TypeError(
             f"params_grads must be a list of (parameter, gradient) pairs, got {params_grads!r}"

@@ -1,29 +1,23 @@
 """The learning rate of a group: a number that anyone may change, or a schedule that drives it."""
 
 import dataclasses
+import math
 import re
 import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from thinwire import _validate as check
 from thinwire.schedules import Schedule, Table, rate_at
 
-__all__ = ["checksum_of", "parse_rate", "rate_ahead", "text_of", "without_rounding"]
+__all__ = ["checksum_of", "parse_rate", "rate_ahead", "rates_of_", "text_of"]
 
 
 def parse_rate(name: str, lr: object) -> float | Schedule:
-    """The meaning of the argument `lr`: a number, or the schedule that drives the rate (a `Table`
-    for a list).
-
-    Args:
-        name: What the message calls it.
-        lr: A number, a tensor of one element (read once), a schedule, or a list of numbers, one for
-            each update.
-
-    Raises:
-        TypeError: Anything else.
-        ValueError: Negative or not finite, an empty list, a tensor of several elements.
+    """The meaning of the argument `lr`, which messages call `name`: a number (of a tensor, read
+    once), or the schedule that drives the rate: a `Table` for a list with one for each update.
     """
     if isinstance(lr, Schedule):
         return lr
@@ -56,11 +50,35 @@ def rate_ahead(schedule: Schedule, step: int, before: float) -> float:
         return before
 
 
-def without_rounding(rate: object) -> object:
-    """0 for what a scheduler of torch leaves where it means 0, such as `LinearLR` with
-    end_factor=0: it multiplies the rate before by a quotient in every step.
+def rates_of_(
+    groups: Sequence[dict[str, Any]],
+    schedules: Sequence[Schedule | None],
+    position: int,
+    check_rate: Callable[[float, str], None],
+) -> list[float]:
+    """The rate of every group in update `position`; schedules write theirs into the groups once
+    all have been checked, weight decays too.
     """
-    return 0.0 if isinstance(rate, float) and -1e-12 < rate < 0 else rate
+    rates = []
+    for i, (group, schedule) in enumerate(zip(groups, schedules, strict=True)):
+        decay = group["weight_decay"]
+        if type(decay) is not float or not 0 <= decay < math.inf:  # a user may have written it
+            check.scalar(f"weight_decay of group {i} at step {position}", decay, at_least=0)
+        where, rate = f"the learning rate of group {i} at step {position}", group["lr"]
+        if schedule is not None:
+            rate = rate_at(schedule, position)
+        elif isinstance(rate, float) and -1e-12 < rate < 0:
+            # torch's `LinearLR` with end_factor=0 leaves it where it means 0: it multiplies the
+            # rate before by a quotient in every step
+            rate = 0.0
+        else:
+            rate = check.scalar(where, rate, at_least=0)
+        check_rate(rate, where)
+        rates.append(rate)
+    for group, schedule, rate in zip(groups, schedules, rates, strict=True):
+        if schedule is not None:
+            group["lr"] = rate
+    return rates
 
 
 def text_of(schedule: object) -> str:

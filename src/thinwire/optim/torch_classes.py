@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.core.precision import state_dtype
-from thinwire.optim.arguments import Common, spelled_out
+from thinwire.optim.arguments import Common, require_known, spelled_out
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.groups import ParamFacts
 from thinwire.optim.own import check_betas
@@ -49,7 +49,7 @@ class TorchOptimizer(CommonOptimizer):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         theirs = signature(self._torch_class)
-        self._require_known(named, {**theirs.parameters, **Common.__annotations__})
+        require_known(type(self), named, {**theirs.parameters, **Common.__annotations__})
         common = {key: named.pop(key) for key in Common.__annotations__ if key in named}
         bound = theirs.bind(*given, **named)
         bound.apply_defaults()
