@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.optim.cases import TORCHS, give_gradients, model, same, train, values
+from tests.optim.cases import ALL, EXTRAS, TORCHS, give_gradients, model, same, train, values
 from thinwire import optim
 
 THEIRS = {name: getattr(torch.optim, name) for name in TORCHS}
@@ -192,3 +192,12 @@ def test_the_fast_and_the_long_way_agree_when_something_is_set() -> None:
     give_gradients(net, 0)
     assert len(a.param_groups) == 1
     assert not same(values(net), values(model()))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_common_arguments_have_names_and_no_others_are_taken(name: str) -> None:
+    arguments = inspect.signature(getattr(optim, name)).parameters
+    assert {*EXTRAS, "maximize", "foreach"} <= set(arguments)
+    assert all(p.kind != inspect.Parameter.VAR_KEYWORD for p in arguments.values())
+    with pytest.raises(TypeError, match=rf"{name}.*unexpected keyword argument 'grad_clips'"):
+        ALL[name](model().named_parameters(), grad_clips=None)
