@@ -265,19 +265,16 @@ class CommonOptimizer(torch.optim.Optimizer):
     # a trace would freeze the counters and rates that change from update to update
     @_disable_dynamo
     def _step_untraced(self) -> None:
-        if self._held():
+        """Make one update, or one that moves nothing where somebody has set all rates to 0, as
+        torch's `get_optimizer_state_dict` does to have the state made.
+        """
+        if not any(group["lr"] for group in self.param_groups) and any(
+            s and rate_ahead(s, self.position, 0.0) for s in self._common.schedules
+        ):
             self._check_rate(0.0, "the learning rate, which somebody has set to 0,")
             self._run_update([0.0] * len(self.param_groups))
         elif self._run_update(self._rates()):
             self.begin_at(self.position + 1)
-
-    def _held(self) -> bool:
-        """Whether somebody has set all rates to 0, schedules or not, as torch's
-        `get_optimizer_state_dict` does to have the state made by a step that moves nothing.
-        """
-        if not self.has_schedule or any(group["lr"] for group in self.param_groups):
-            return False
-        return any(s and rate_ahead(s, self.position, 0.0) for s in self._common.schedules)
 
     def _rates(self) -> list[float]:
         return rates_of_(self.param_groups, self._common.schedules, self.position, self._check_rate)
