@@ -93,7 +93,7 @@ bench: $(VENV)/.peers  ## measure everything (under ten minutes): benchmarks/res
 	$(BIN)/python -m benchmarks
 
 docs: $(INSTALLED)  ## print the pages that come from tables in the code
-	$(BIN)/python -m thinwire.strategy.composing docs/composing.md
+	$(BIN)/python -m thinwire.strategy.rules docs/composing.md
 
 # it reads the docstrings, so it sees the packages of the first one
 $(SITE_VENV)/.installed: $(INSTALLED)

@@ -86,11 +86,10 @@ def test_dgc_makes_an_sgd_dgc_momentum_that_trains_as_it_would_have(sgd, lr):
         return [{"params": model[:2].parameters()}, other]
 
     given = sgd(groups(twin), lr=lr, **kwargs)
-    ours = adopted(net, sgd(groups(net), lr=lr, **kwargs), dgc=DENSE, num_trainers=3)
+    ours = adopted(net, sgd(groups(net), lr=lr, **kwargs), dgc=DENSE)
     new = ours.optimizer
     assert type(new) is optim.DGCMomentum
     assert ours.compressor is None
-    assert new.num_trainers == 3
     assert new.param_groups[0]["param_names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert new.get_lr() == float(lr)
     steps(net, new, range(4))

@@ -60,7 +60,7 @@ def local_updates(draw: st.DrawFn, kind: Callable[..., Any]) -> Any:
         **(
             {"max_k_steps": draw(st.integers(k_steps, 2000))} if kind is tw.AdaptiveLocalSGD else {}
         ),
-        outer_lr=draw(non_negative),
+        outer_lr=draw(positive),
         outer_momentum=momentum,
         outer_nesterov=momentum > 0 and draw(st.booleans()),
         compression=draw(st.none() | compressions),

@@ -23,7 +23,7 @@ def explain(file: Path, /, *, quiet: Annotated[bool, Parameter(negative="")] = F
         quiet: Print nothing: the exit status says whether the file is a strategy.
     """
     try:
-        read_file(file, "strategy")
+        read_file(file)
         from thinwire.strategy.distributed_strategy import DistributedStrategy
 
         strategy = DistributedStrategy.load(file)

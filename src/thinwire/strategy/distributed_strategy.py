@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from thinwire.core.clip import Clip
 from thinwire.members.members import Members
-from thinwire.strategy import documents, yaml_files
+from thinwire.strategy import documents
 from thinwire.strategy.engine import Engine
 from thinwire.strategy.explain.text import explanation
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.fleet import reader as fleet
-from thinwire.strategy.prepare import prepare
+from thinwire.strategy.prepare import Setup, prepare
 
 __all__ = ["DistributedStrategy"]
 
@@ -110,19 +110,20 @@ class DistributedStrategy(Fields):
             Mismatch: Ranks disagree about strategy, model or optimizer.
             RuntimeError: Another engine trains the model, parameters of it, or by the optimizer.
         """
-        return prepare(
-            self,
-            model,
-            optimizer,
-            loss_fn,
+        setup = Setup(
+            strategy=self,
+            model=model,
+            optimizer=optimizer,
+            loss_fn=loss_fn,
             grad_clip=grad_clip,
-            find_unused_parameters=find_unused_parameters,
             digest_every=digest_every,
             timeout=timeout,
+            find_unused_parameters=find_unused_parameters,
             plan=plan,
             members=members,
             mesh=mesh,
         )
+        return prepare(setup)
 
     def explain(
         self,
@@ -172,7 +173,7 @@ class DistributedStrategy(Fields):
         Raises:
             OSError: The file cannot be written.
         """
-        yaml_files.save(self, Path(path))
+        documents.save(self, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> DistributedStrategy:
@@ -184,7 +185,7 @@ class DistributedStrategy(Fields):
             TypeError, ValueError: A wrong value, with file and line.
             OSError: The file cannot be read.
         """
-        return yaml_files.load(cls, Path(path))
+        return documents.load(cls, Path(path))
 
     @classmethod
     def from_fleet(cls, description: Mapping[str, Any]) -> DistributedStrategy:

@@ -1,11 +1,20 @@
-"""A strategy as plain values, and back; every error names the key by its dotted path."""
+"""A strategy as plain values and as a YAML file, and back; every error names the key by its dotted
+path, and in a file its line.
+"""
 
+import inspect
 import re
+import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
+
 from thinwire import _validate as check
+from thinwire._files import replace_file
 from thinwire._wording import plain, shown
 from thinwire.compress import CHANGE_COMPRESSIONS
 from thinwire.compress.sparse_change import Sparse
@@ -14,10 +23,11 @@ from thinwire.errors import StrategyError
 from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
 from thinwire.step.config import AMP
 from thinwire.strategy.fields import CONFIGS, Fields
+from thinwire.strategy.yaml_reader import read_file
 
-__all__ = ["TAGGED", "F", "from_dict", "kind_of", "ordered_fields", "to_dict"]
+__all__ = ["F", "attribute_lines", "from_dict", "load", "save", "text_of", "to_dict"]
 
-TAGGED: dict[tuple[type, str], Mapping[str, type]] = {
+_TAGGED: dict[tuple[type, str], Mapping[str, type]] = {
     (AMP, "loss_scale"): {"fixed": FixedLossScale, "dynamic": DynamicLossScale},
     (LocalSGD, "compression"): CHANGE_COMPRESSIONS,
     (AdaptiveLocalSGD, "compression"): CHANGE_COMPRESSIONS,
@@ -40,6 +50,29 @@ def to_dict(strategy: Fields) -> dict[str, Any]:
     What is None is left out, at every level.
     """
     return {name: _plain(config) for name, config in strategy.on.items()}
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    document: dict[str, Any] = {}
+    for name, value, tag in _entries(config):
+        if tag is not None:
+            document[name] = {tag: _plain(value)} if tag else _plain(value)
+        elif value is not None:
+            document[name] = list(value) if isinstance(value, tuple) else value
+    return document
+
+
+def _entries(config: Any) -> Iterator[tuple[str, Any, str | None]]:
+    """The keys of a config with their values, those first that may be given by position; and the
+    tag where the value is one of several configs, empty for the one that is written without.
+    """
+    for field in sorted(fields(config), key=lambda field: bool(field.kw_only)):
+        value, key = getattr(config, field.name), (type(config), field.name)
+        tag = None
+        if value is not None and key in _TAGGED:
+            tag = next(tag for tag, kind in _TAGGED[key].items() if isinstance(value, kind))
+            tag = "" if _TAGGED[key][tag] is _UNTAGGED.get(key) else tag
+        yield field.name, value, tag
 
 
 def from_dict(
@@ -75,45 +108,6 @@ def from_dict(
         raise StrategyError(f"{where(_ROOT)}{error}") from None
 
 
-def ordered_fields(config: Any) -> list[Field[Any]]:
-    """The fields of a config, those first that may be given by position."""
-    return sorted(fields(config), key=lambda field: bool(field.kw_only))
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    values = {field.name: getattr(config, field.name) for field in ordered_fields(config)}
-    return {
-        name: _plain_value(type(config), name, value)
-        for name, value in values.items()
-        if value is not None
-    }
-
-
-def _plain_value(kind: type, name: str, value: Any) -> Any:
-    if (kind, name) in TAGGED:
-        tag = next(tag for tag, tagged in TAGGED[kind, name].items() if isinstance(value, tagged))
-        return _plain(value) if _is_untagged(kind, name, tag) else {tag: _plain(value)}
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _is_untagged(kind: type, name: str, tag: str) -> bool:
-    return _UNTAGGED.get((kind, name)) is TAGGED[kind, name][tag]
-
-
-def kind_of(kind: type, name: str, document: Mapping[str, Any]) -> tuple[str, Any]:
-    """The tag of a value of `TAGGED` in plain values, and what it says of that config.
-
-    Raises:
-        ValueError: It has another key beside the tag, or none.
-    """
-    tags = TAGGED[kind, name]
-    if (kind, name) in _UNTAGGED and not document.keys() & tags.keys():
-        return next(tag for tag in tags if _is_untagged(kind, name, tag)), document
-    if len(document) != 1:
-        raise ValueError(f"must have one key of {' and '.join(tags)}, got {shown(dict(document))}")
-    return next(iter(document.items()))
-
-
 def _config(path: str, kind: type, document: Any, where: Callable[[str], str]) -> Any:
     _require_mapping(path, document, where)
     missing = [
@@ -131,23 +125,27 @@ def _config(path: str, kind: type, document: Any, where: Callable[[str], str]) -
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:
-        word = re.match(
-            r"\w+", str(error)
-        )  # a config's message begins with the name of the argument
+        # a config's message begins with the name of the argument
+        word = re.match(r"\w+", str(error))
         key = f"{path}.{word[0]}" if word and word[0] in values else path
         raise type(error)(f"{where(key)}{path}.{error}") from None
 
 
 def _value(path: str, kind: type, name: str, value: Any, where: Callable[[str], str]) -> Any:
-    if value is None or (kind, name) not in TAGGED:
+    tags = _TAGGED.get((kind, name))
+    if value is None or tags is None:
         return value
     _require_mapping(path, value, where)
-    try:
-        tag, document = kind_of(kind, name, value)
-    except ValueError as error:
-        raise StrategyError(f"{where(path)}{path} {error}") from None
-    below = path if document is value else f"{path}.{tag}"
-    return _config(below, TAGGED[kind, name][tag], document, where)
+    untagged = _UNTAGGED.get((kind, name))
+    if untagged is not None and not value.keys() & tags.keys():
+        return _config(path, untagged, value, where)
+    if len(value) != 1:
+        raise StrategyError(
+            f"{where(path)}{path} must have one key of {' and '.join(tags)}, "
+            f"got {shown(dict(value))}"
+        )
+    tag, document = next(iter(value.items()))
+    return _config(f"{path}.{tag}", tags[tag], document, where)
 
 
 def _require_mapping(path: str, value: object, where: Callable[[str], str]) -> None:
@@ -158,8 +156,7 @@ def _require_mapping(path: str, value: object, where: Callable[[str], str]) -> N
         advice += "; for off leave the key out; a description with flags is read by from_fleet"
     raise TypeError(
         f"{where(path)}{path} must be a mapping, got {shown(value)} of type "
-        f"{type(value).__name__}; "
-        f"{advice}"
+        f"{type(value).__name__}; {advice}"
     )
 
 
@@ -180,10 +177,114 @@ def _unknown_keys(
 
 def _keys(kind: type) -> dict[str, dict[str, Any]]:
     """The keys of a config as a tree, those without keys below them as empty mappings."""
-    return {field.name: _keys_below(kind, field.name) for field in fields(kind)}
+    tree = {}
+    for name in [field.name for field in fields(kind)]:
+        tags, untagged = _TAGGED.get((kind, name), {}), _UNTAGGED.get((kind, name))
+        own = {} if untagged is None else _keys(untagged)
+        tree[name] = {**own, **{tag: _keys(tagged) for tag, tagged in tags.items()}}
+    return tree
 
 
-def _keys_below(kind: type, name: str) -> dict[str, Any]:
-    below = {tag: _keys(tagged) for tag, tagged in TAGGED.get((kind, name), {}).items()}
-    untagged = _UNTAGGED.get((kind, name))
-    return below if untagged is None else {**_keys(untagged), **below}
+def load(kind: type[F], path: Path) -> F:
+    """Read a file with a strategy of this kind.
+
+    Raises:
+        StrategyError, TypeError, ValueError: As `DistributedStrategy.load`, beginning with file and
+            line.
+        OSError: The file cannot be read.
+    """
+    document, lines = read_file(path)
+    return from_dict(
+        kind, document, lambda key: f"{path}:{lines[key]}: " if key in lines else f"{path}: "
+    )
+
+
+def save(strategy: Fields, path: Path) -> None:
+    """Write a file aside and put it in its place as a whole; parents are made.
+
+    Raises:
+        OSError: It cannot be written; what was there before is as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, text_of(strategy).encode())
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes every string in double quotes, so that no reader can take it for anything else."""
+
+
+_Dumper.add_representer(
+    str, lambda dumper, word: dumper.represent_scalar("tag:yaml.org,2002:str", word, style='"')
+)
+
+
+def text_of(strategy: Fields) -> str:
+    """The file: every key with the line of its docstring above it; what is off, as a comment."""
+    about, on = attribute_lines(type(strategy)), strategy.on
+    lines = [
+        "# A training strategy of thinwire. `thinwire explain FILE` says what a step will do.",
+        "",
+    ]
+    for name, config in on.items():
+        lines += _comment(about.get(name, ""), 0)
+        lines += [f"{name}:{'' if _plain(config) else ' {}'}", *_lines(config, 1), ""]
+    off = [name for name in CONFIGS if name not in on]
+    lines += [] if on else ["{}", ""]
+    lines += ["# Off:"] if off else []
+    lines += [line for name in off for line in _comment(f"{name}: {about.get(name, '')}", 0)]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _lines(config: Any, depth: int) -> Iterator[str]:
+    """The lines of one config's mapping."""
+    about, indent = attribute_lines(type(config)), "  " * depth
+    for name, value, tag in _entries(config):
+        yield from _comment(about.get(name, ""), depth)
+        if tag is not None:
+            yield f"{indent}{name}:"
+            yield from [f"{indent}  {tag}:"] if tag else []
+            yield from _lines(value, depth + 1 + bool(tag))
+        else:
+            yield (
+                f"{indent}# {name}: null" if value is None else f"{indent}{name}: {_inline(value)}"
+            )
+
+
+def _inline(value: Any) -> str:
+    text = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True
+    )
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _comment(text: str, depth: int) -> list[str]:
+    mark = "  " * depth + "# "
+    return textwrap.wrap(text, 100, initial_indent=mark, subsequent_indent=mark)
+
+
+_SECTION = re.compile(r"^Attributes:\n(.*?)(?=^\S|\Z)", re.DOTALL | re.MULTILINE)
+_ENTRY = re.compile(r"^ {4}(\w+): (.*?)(?=^ {4}\w|\Z)", re.DOTALL | re.MULTILINE)
+_REFERENCE = re.compile(r"(?:See|As in) `(\w+)`")
+
+
+def attribute_lines(config: type) -> dict[str, str]:
+    """What the docstring's section "Attributes" says of each attribute, on one line, without marks.
+
+    An entry that begins "See `Other`" or "As in `Other`" stands for the entry of that class in the
+    same module. Empty where docstrings are stripped (`python -OO`).
+    """
+    section = _SECTION.search(inspect.getdoc(config) or "")
+    entries = {
+        name: " ".join(text.split()) for name, text in _ENTRY.findall(section[1] if section else "")
+    }
+    return {
+        name: re.sub(r"`|\*\*", "", _followed(config, name, text)) for name, text in entries.items()
+    }
+
+
+def _followed(config: type, name: str, text: str) -> str:
+    reference = _REFERENCE.match(text)
+    if not reference:
+        return text
+    other: type = getattr(sys.modules[config.__module__], reference[1])
+    return attribute_lines(other)[name]

@@ -29,7 +29,7 @@ from thinwire.local.updates import LocalUpdates
 from thinwire.local.work import require_tokens
 from thinwire.optim import Lamb, Lars
 from thinwire.pipeline.runner import PipelineRunner
-from thinwire.strategy import saving
+from thinwire.strategy import checkpoints, saving
 from thinwire.strategy.holding import (
     step_replaced_,
     taken_off_,
@@ -548,7 +548,7 @@ class Engine:
             require_agreement(self._parts.group, place, what="saving")
             self._parts.exchange.require_equal(self.step)
         state = partial(saving.saved, self._parts, self._counters(), extra)
-        return saving.save(directory, state, self._parts, self._steps.place(), keep)
+        return checkpoints.save(directory, state, self._parts, self._steps.place(), keep)
 
     def load(
         self, directory: str | Path, if_any: bool = False, *, step: int | None = None
@@ -611,7 +611,7 @@ class Engine:
             _log.info("%s: nothing is loaded", told)
             return None
         try:
-            return saving.read(directory, self._parts, self._take_over, step)
+            return checkpoints.read(directory, self._parts, self._take_over, step)
         except CheckpointMissing:
             if not if_any:
                 raise
@@ -656,7 +656,7 @@ class Engine:
         path = Path(source)
         if torch_checkpoint or path.suffix == ".safetensors":
             return load_whole_model(path, self._parts)
-        return saving.load_parameters(path, self._parts)
+        return checkpoints.load_parameters(path, self._parts)
 
     def close(self) -> None:
         """Take everything off the model and the optimizer; the engine cannot train any more. May be

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -59,12 +60,7 @@ class Fields:
             if value is not None:
                 advice = f"write {name}={config.__name__}(...), or None for off"
                 check.instance(name, value, config, advice=advice)
-        conflicts = [
-            *self._conflicting_fields(),
-            *self._double_compression(),
-            *self._narrow_changes(),
-            *self._rounds_by_time(),
-        ]
+        conflicts = [*self._conflicting_fields(), *self._conflicts_inside()]
         if conflicts:
             raise StrategyError("parts of the strategy do not go together: " + "; ".join(conflicts))
 
@@ -91,28 +87,23 @@ class Fields:
             if not rule.works
         ]
 
-    def _double_compression(self) -> list[str]:
-        local = ("localsgd", "adaptive_localsgd")
-        return [
-            f"dgc and {name}.compression: both say how the change is compressed; remove dgc, or "
-            f"give {name} compression=None"
-            for name in local
-            if self.dgc is not None and name in self.on and self.on[name].compression is not None
-        ]
-
-    def _narrow_changes(self) -> list[str]:
-        local = ("localsgd", "adaptive_localsgd")
-        return [
-            f"dgc.state_dtype='bfloat16' and {name}: what an averaging does not send is kept in "
-            "the type of its anchor; leave state_dtype out"
-            for name in local
-            if self.dgc is not None and name in self.on and self.dgc.state_dtype == "bfloat16"
-        ]
-
-    def _rounds_by_time(self) -> list[str]:
-        if self.pipeline is None or self.localsgd is None or not self.localsgd.by_time:
-            return []
-        return [
-            "pipeline and localsgd.round_seconds: the stages of a replica make their steps "
-            "together, and each would end a round by its own clock; leave round_seconds out"
-        ]
+    def _conflicts_inside(self) -> Iterator[str]:
+        local = [name for name in ("localsgd", "adaptive_localsgd") if name in self.on]
+        with_dgc = local if self.dgc is not None else []
+        for name in with_dgc:
+            if self.on[name].compression is not None:
+                yield (
+                    f"dgc and {name}.compression: both say how the change is compressed; remove "
+                    f"dgc, or give {name} compression=None"
+                )
+        for name in with_dgc:
+            if self.on["dgc"].state_dtype == "bfloat16":
+                yield (
+                    f"dgc.state_dtype='bfloat16' and {name}: what an averaging does not send is "
+                    "kept in the type of its anchor; leave state_dtype out"
+                )
+        if self.pipeline is not None and self.localsgd is not None and self.localsgd.by_time:
+            yield (
+                "pipeline and localsgd.round_seconds: the stages of a replica make their steps "
+                "together, and each would end a round by its own clock; leave round_seconds out"
+            )

@@ -1,5 +1,8 @@
-"""Whose a model and its optimizer are: one engine's. Until it is closed nobody else may call
-`step`, and who changes gradients after an update is told that it has no effect.
+"""Whose a model and its optimizer are: one engine's, until it is closed.
+
+Nobody else may call `step` meanwhile, and who changes gradients after an update is told that it has
+no effect. An optimizer that the strategy replaces becomes one of another method and stays the same
+object, for all that hold it. After a pipeline a rank has the current values of its stage only.
 """
 
 import functools
@@ -14,15 +17,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from thinwire._names import named_buffers, named_parameters
+from thinwire.comm import Group
+from thinwire.comm.replicate import make_models_equal_
 from thinwire.core.rows import coalesced, values_of
 from thinwire.core.sharded import shard_of
+from thinwire.errors import StrategyError
 
 __all__ = [
+    "Cut",
     "Hold",
     "LeftGradients",
     "ParameterPlaces",
+    "became",
+    "become_",
+    "cut_of",
+    "dependents",
+    "gather_stages_",
+    "holds_one_stage",
     "is_passing",
     "passing",
+    "remember_cut",
     "require_free",
     "require_trained",
     "step_replaced_",
@@ -164,6 +179,119 @@ def require_trained(params: Mapping[str, Parameter]) -> None:
         )
 
 
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+"""Where torch keeps the hooks of an optimizer."""
+
+
+_KEPT = frozenset({"state", "param_groups", "defaults", *_HOOKS})
+"""Objects that others may hold: their contents change, not they."""
+_OF_THE_CLASS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+"""What torch's constructors set for themselves; another method has its own."""
+
+_asked: "weakref.WeakKeyDictionary[torch.optim.Optimizer, Any]" = weakref.WeakKeyDictionary()
+
+
+def dependents(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What stands in the way of another method in the same object, in words."""
+    step = vars(optimizer).get("step")
+    if step is None or hasattr(
+        step, "_wrapped_by_lr_sched"
+    ):  # a scheduler notes calls, which goes on
+        return []
+    return [
+        "optimizer.step was replaced on the given object, and would be called no more: undo that"
+    ]
+
+
+def became(optimizer: torch.optim.Optimizer) -> Any:
+    """What it was asked to become; None where it is what it was made as."""
+    return _asked.get(optimizer)
+
+
+def become_(
+    optimizer: torch.optim.Optimizer, new: torch.optim.Optimizer, asked: Any
+) -> Callable[[], None]:
+    """Changes `optimizer`: it becomes what `new` is, in class and contents; `new` must not be used
+    any more.
+
+    Groups, state, hooks and the list of groups stay the same objects, so that schedulers and
+    handles made before go on.
+
+    Args:
+        optimizer: Has as many groups as `new`.
+        new: An optimizer of the other method, with what is taken over.
+        asked: What `became` will say.
+
+    Returns:
+        What undoes it, as long as no update was made.
+    """
+    undo = _remembered(optimizer)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    own = vars(optimizer)
+    for key in _OF_THE_CLASS:
+        own.pop(key, None)
+    optimizer.__class__ = type(new)
+    own.update({key: value for key, value in vars(new).items() if key not in _KEPT})
+    for group, other, rate in zip(optimizer.param_groups, new.param_groups, rates, strict=True):
+        _refill_(group, other)
+        if isinstance(rate, Tensor):  # somebody may write to it
+            group["lr"] = rate
+    _refill_(optimizer.defaults, new.defaults)
+    _refill_(optimizer.state, new.state)
+    if "step" in own:  # a scheduler's, around the step of the class before
+        _track_step_(optimizer)
+    _asked[optimizer] = asked
+    return undo
+
+
+def _remembered(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    kind, attributes, before = type(optimizer), dict(vars(optimizer)), _asked.get(optimizer)
+    groups = list(optimizer.param_groups)
+    places: list[dict[Any, Any]] = [*groups, optimizer.defaults, optimizer.state]
+    contents = [(place, dict(place)) for place in places]
+
+    def undo() -> None:
+        optimizer.__class__ = kind
+        _refill_(vars(optimizer), attributes)
+        optimizer.param_groups[:] = groups
+        for place, content in contents:
+            _refill_(place, content)
+        if before is None:
+            _asked.pop(optimizer, None)
+        else:
+            _asked[optimizer] = before
+
+    return undo
+
+
+def _refill_(place: dict[Any, Any], content: Any) -> None:
+    values = dict(content)
+    place.clear()
+    place.update(values)
+
+
+def _track_step_(optimizer: torch.optim.Optimizer) -> None:
+    """Mark calls of `step` for torch's schedulers, as they do themselves when they are made."""
+    step, reference = type(optimizer).step, weakref.ref(optimizer)
+
+    @functools.wraps(step)
+    def tracked(*args: Any, **kwargs: Any) -> Any:
+        target = reference()
+        assert target is not None, "its own attribute"
+        vars(target)["_opt_called"] = True
+        return step(target, *args, **kwargs)
+
+    tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # by this torch knows its own
+    vars(optimizer)["step"] = tracked
+
+
 class ParameterPlaces:
     """Notices that a model has other parameters than those that are trained, such as after
     `load_state_dict(..., assign=True)`: nobody would train them.
@@ -246,3 +374,58 @@ class LeftGradients:
 
 def _entries(grad: Tensor) -> Tensor:
     return values_of(coalesced(shard_of(grad)))
+
+
+Cut = tuple[frozenset[str], ...]
+"""By stage the names of its parameters and buffers in the model. In the layout of
+`thinwire.comm.Grid` the first replica's stage s is on rank s."""
+
+_cuts: weakref.WeakKeyDictionary[nn.Module, Cut] = weakref.WeakKeyDictionary()
+
+
+def cut_of(model: nn.Module) -> Cut | None:
+    """The stages in which a model was trained last; None where it was trained whole."""
+    return _cuts.get(model)
+
+
+def remember_cut(model: nn.Module, stages: list[nn.Module]) -> None:
+    """Say that from now on ranks have the current values of one stage each; or, with one stage,
+    of the whole model.
+    """
+    if len(stages) == 1:
+        _cuts.pop(model, None)
+        return
+    _cuts[model] = tuple(
+        frozenset(name for name, _ in [*named_parameters(stage), *named_buffers(stage)])
+        for stage in stages
+    )
+
+
+def holds_one_stage(
+    cut: Cut | None, optimizer: torch.optim.Optimizer, names: dict[Parameter, str]
+) -> bool:
+    """Whether an optimizer is one that a pipeline has left with the parameters of its stage."""
+    held = {names.get(p, "") for group in optimizer.param_groups for p in group["params"]}
+    return cut is not None and bool(held) and any(held <= stage for stage in cut)
+
+
+def gather_stages_(model: nn.Module, cut: Cut, group: Group) -> None:
+    """Give all ranks the values of each stage from the rank of the first replica that has it.
+
+    Raises:
+        StrategyError: There are fewer ranks than stages now.
+    """
+    if group.size < len(cut):
+        raise StrategyError(
+            f"this model was trained in {len(cut)} stages, each rank has the current values of its "
+            f"own only, and there are {group.size} ranks now: load a checkpoint, or a file that "
+            "`thinwire export` has made of it, into a new model"
+        )
+    params, buffers = dict(named_parameters(model)), dict(named_buffers(model))
+    for rank, names in enumerate(cut):
+        make_models_equal_(
+            {f"parameter {name}": p.detach() for name, p in params.items() if name in names},
+            {f"buffer {name}": b for name, b in buffers.items() if name in names},
+            group,
+            source=rank,
+        )

@@ -6,7 +6,7 @@ import datetime
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -46,7 +46,7 @@ from thinwire.core.sharded import Shards, require_elementwise, require_shards, r
 from thinwire.core.stats import Planned, planned_row
 from thinwire.errors import StrategyError, ThinwireError
 from thinwire.exchange.agreement import Among, Check
-from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest, optimizer_state
+from thinwire.exchange.digest import RollingDigest, optimizer_state
 from thinwire.exchange.gradients import gradients_of
 from thinwire.exchange.overlap import Overlap
 from thinwire.kernels.needs import Need
@@ -68,36 +68,52 @@ from thinwire.strategy.clipping import Clipping, require_one_clip, take_clip_
 from thinwire.strategy.engine import Engine
 from thinwire.strategy.exchanges import Exchange, ExchangingStep, LocalSteps, MeanThenStep
 from thinwire.strategy.explain.texts import TEXTS
-from thinwire.strategy.facts import checkpoint_facts, model_facts, strategy_facts, versions
 from thinwire.strategy.fields import Fields
-from thinwire.strategy.holding import Hold, require_free, require_trained
-from thinwire.strategy.in_place import become_
-from thinwire.strategy.joining import Batches
-from thinwire.strategy.left_in_stages import (
+from thinwire.strategy.fitting import checkpoint_facts, model_facts, strategy_facts, versions
+from thinwire.strategy.holding import (
     Cut,
+    Hold,
+    become_,
     cut_of,
     gather_stages_,
     holds_one_stage,
     remember_cut,
+    require_free,
+    require_trained,
 )
+from thinwire.strategy.joining import Batches
 from thinwire.strategy.moving_buffers import MovingBuffers
-from thinwire.strategy.parts import Parts
+from thinwire.strategy.parts import LossFunction, Parts
 from thinwire.strategy.replace import adopt
 
-__all__ = ["prepare"]
+__all__ = ["Setup", "prepare"]
 
 _log = logging.getLogger("thinwire")
 
 
 @dataclass(slots=True, kw_only=True)
-class _Place:
-    """Where this rank stands among the stages and replicas."""
+class Setup:
+    """What `prepare` was given, and where this rank stands among the stages and replicas."""
 
-    grid: Grid | None
+    strategy: Fields
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: LossFunction | None
+    grad_clip: Clip | None
+    digest_every: int
+    timeout: float | datetime.timedelta | None
+    find_unused_parameters: bool
+    plan: Any
+    members: Members | None
+    mesh: DeviceMesh | None
+    planned: Planned | None = field(init=False)
+    group: Group = field(init=False)
+    """All ranks."""
+    grid: Grid | None = None
     """None without a pipeline: one stage, and every rank is a replica."""
-    sites: Sites | None
+    sites: Sites | None = None
     """None where every rank has a whole model."""
-    replicas: int
+    replicas: int = 0
 
     @property
     def part(self) -> int:
@@ -110,18 +126,6 @@ class _Place:
     def replica_group(self) -> dist.ProcessGroup | None:
         """The ranks that exchange with this one; None for all."""
         return None if self.grid is None else self.grid.replica_group
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """What `prepare` was given beside strategy, model and optimizer."""
-
-    loss_fn: Callable[..., Any] | None
-    grad_clip: Clip | None
-    find_unused_parameters: bool
-    planned: Planned | None
-    members: Members | None
-    mesh: DeviceMesh | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,101 +149,51 @@ class _Plan:
     """Undoes what making it did to the given optimizer, in class and contents."""
     names_of_stages: list[list[str]]
     """What trains in each stage of a pipeline; empty without one."""
-    digest_every: int = DIGEST_EVERY
+    digest_every: int
 
 
-def prepare(
-    strategy: Fields,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss_fn: Callable[..., Any] | None = None,
-    *,
-    grad_clip: Clip | None = None,
-    digest_every: int = DIGEST_EVERY,
-    timeout: float | datetime.timedelta | None = None,
-    find_unused_parameters: bool = False,
-    plan: Any = None,
-    members: Members | None = None,
-    mesh: DeviceMesh | None = None,
-) -> Engine:
+def prepare(setup: Setup) -> Engine:
     """See `DistributedStrategy.prepare`."""
+    strategy, model, members, mesh = setup.strategy, setup.model, setup.members, setup.mesh
     if members is not None:
-        _require_members_work(strategy, members, timeout)
+        _require_members_work(strategy, members, setup.timeout)
         members.require_mesh(mesh)
     if mesh is not None:
         _require_mesh_works(strategy, mesh)
-        require_elementwise(optimizer)
-    options = _Options(
-        loss_fn=loss_fn,
-        grad_clip=grad_clip,
-        find_unused_parameters=check.boolean("find_unused_parameters", find_unused_parameters),
-        planned=planned_row(plan),
-        members=members,
-        mesh=mesh,
-    )
-    optimizer = cast(
-        "torch.optim.Optimizer", bare_optimizer(optimizer)
-    )  # of a wrong kind, it is refused next
-    _check_kinds(model, optimizer, loss_fn, grad_clip)
+        require_elementwise(setup.optimizer)
+    check.boolean("find_unused_parameters", setup.find_unused_parameters)
+    setup.planned = planned_row(setup.plan)
+    # of a wrong kind, it is refused next
+    setup.optimizer = cast("torch.optim.Optimizer", bare_optimizer(setup.optimizer))
+    _check_kinds(model, setup.optimizer, setup.loss_fn, setup.grad_clip)
     reshard_(model)
     require_shards(dict(named_parameters(model)), None if mesh is None else mesh["shard"])
-    digest_every = check.integer("digest_every", digest_every, at_least=0)
-    limit_s = time_limit_s(None, timeout) if members is None else members.timeout_s
+    setup.digest_every = check.integer("digest_every", setup.digest_every, at_least=0)
+    limit_s = time_limit_s(None, setup.timeout) if members is None else members.timeout_s
     with one_deadline(limit_s):
-        return _prepared(strategy, model, optimizer, options, digest_every, timeout)
+        setup.group = Group(None, setup.timeout) if members is None else members.job
+        return _prepared(setup)
 
 
-def _prepared(
-    strategy: Fields,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    options: _Options,
-    digest_every: int,
-    timeout: float | datetime.timedelta | None,
-) -> Engine:
+def _prepared(setup: Setup) -> Engine:
     begin_s = time.perf_counter()
-    group = Group(None, timeout) if options.members is None else options.members.job
-    facts = {
-        **strategy_facts(strategy),
-        "digest_every": digest_every,
-        "timeout in seconds": group.timeout_s,
-    }
-    facts |= _arithmetic(strategy, model, optimizer)
-    if options.members is not None:
-        options.members.begin("strategy", facts)
-    require_agreement(group, facts, what="comparing strategies", cures=CURES, versions=versions())
-    grid = None if strategy.pipeline is None else Grid(strategy.pipeline.stages, timeout)
-    sites = None
-    if options.mesh is not None:
-        sites = Sites.of(options.mesh, timeout) if options.members is None else Sites(group)
-    replicas = group.size if grid is None else grid.replicas
-    replicas = replicas if sites is None else sites.replicas.size
-    place = _Place(grid=grid, sites=sites, replicas=replicas)
-    if strategy.expected_replicas not in (None, place.replicas):
-        raise StrategyError(
-            f"the fleet description says dp_degree={strategy.expected_replicas}, and there are "
-            f"{group.size} ranks, which make {place.replicas} replicas: start as many ranks as it "
-            "says, or leave dp_degree out to use all"
-        )
-    plan = _agreed_plan(strategy, model, optimizer, options, group, place)
-    plan.digest_every = digest_every
-    if plan.sync is not None:
-        plan.sync.digest_every, plan.sync.timeout_s = digest_every, seconds_of(timeout)
-        plan.sync.planned = options.planned
+    model, group = setup.model, setup.group
+    _take_place_(setup)
+    plan = _agreed_plan(setup)
     handles: list[Any] = []
     try:
         while_busy(group, "compiling loops", lambda: float(warm_up(_needs(plan)) > 0))
         cut = cut_of(model)
         if cut is None:
-            _copy_from_first(model, group if sites is None else sites.job)
+            _copy_from_first(model, group if setup.sites is None else setup.sites.job)
         else:
             gather_stages_(model, cut, group)
             remember_cut(model, [model])
-        engine = _assembled(strategy, model, options, plan, group, place, handles)
-        kind, fields = type(optimizer).__name__, ", ".join(strategy.on) or "no field"
+        engine = _assembled(setup, plan, handles)
+        kind, on = type(setup.optimizer).__name__, ", ".join(setup.strategy.on) or "no field"
         took_s = time.perf_counter() - begin_s
         _log.info(
-            "the engine is ready after %.1f s: %s, %s, %d ranks", took_s, fields, kind, group.size
+            "the engine is ready after %.1f s: %s, %s, %d ranks", took_s, on, kind, group.size
         )
         return engine
     except BaseException:
@@ -247,6 +201,33 @@ def _prepared(
             handle.remove()
         plan.restore()
         raise
+
+
+def _take_place_(setup: Setup) -> None:
+    """Compare strategies, and make the groups of ranks; fills `setup`."""
+    strategy, group, members = setup.strategy, setup.group, setup.members
+    facts = {
+        **strategy_facts(strategy),
+        "digest_every": setup.digest_every,
+        "timeout in seconds": group.timeout_s,
+        **_arithmetic(strategy, setup.model, setup.optimizer),
+    }
+    if members is not None:
+        members.begin("strategy", facts)
+    require_agreement(group, facts, what="comparing strategies", cures=CURES, versions=versions())
+    setup.replicas = group.size
+    if strategy.pipeline is not None:
+        setup.grid = Grid(strategy.pipeline.stages, setup.timeout)
+        setup.replicas = setup.grid.replicas
+    if setup.mesh is not None:
+        setup.sites = Sites.of(setup.mesh, setup.timeout) if members is None else Sites(group)
+        setup.replicas = setup.sites.replicas.size
+    if strategy.expected_replicas not in (None, setup.replicas):
+        raise StrategyError(
+            f"the fleet description says dp_degree={strategy.expected_replicas}, and there are "
+            f"{group.size} ranks, which make {setup.replicas} replicas: start as many ranks as it "
+            "says, or leave dp_degree out to use all"
+        )
 
 
 def _copy_from_first(model: nn.Module, group: Group) -> None:
@@ -327,19 +308,13 @@ def _check_kinds(model: object, optimizer: object, loss_fn: object, grad_clip: o
         check.instance("grad_clip", grad_clip, (ClipByGlobalNorm, ClipByNorm, ClipByValue))
 
 
-def _agreed_plan(
-    strategy: Fields,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    options: _Options,
-    group: Group,
-    place: _Place,
-) -> _Plan:
+def _agreed_plan(setup: Setup) -> _Plan:
     """The plan, or this rank's own error, or one that names the rank which has an error: on all
     ranks at once.
     """
-    whole = place.sites is None
-    facts = model_facts(model, optimizer, digest=strategy.local is None and whole)
+    model, optimizer = setup.model, setup.optimizer
+    alike = setup.strategy.local is None and setup.sites is None
+    facts = model_facts(model, optimizer, digest=alike)
     names = {p: name for name, p in named_parameters(model)}
     cut = cut_of(model)
     of_stage = {}
@@ -349,20 +324,20 @@ def _agreed_plan(
     facts |= {
         "stages of the engine before": 1 if cut is None else [sorted(stage) for stage in cut],
         "parameters of one stage in the optimizer": bool(of_stage),
-        "grad_clip of prepare": repr(options.grad_clip),
-        "find_unused_parameters of prepare": options.find_unused_parameters,
+        "grad_clip of prepare": repr(setup.grad_clip),
+        "find_unused_parameters of prepare": setup.find_unused_parameters,
     }
     problem: Exception | None = None
     plan = None
     try:
-        plan = _planned(strategy, model, optimizer, options, place)
+        plan = _planned(setup)
     except (TypeError, ValueError, RuntimeError) as error:
         problem = error
     reason = None if problem is None else f"{type(problem).__name__}: {problem}"
     try:
-        require_agreement(group, {"problem": reason, **facts}, what="preparing the engine")
+        require_agreement(setup.group, {"problem": reason, **facts}, what="preparing the engine")
         if of_stage:
-            replicas = Group(place.replica_group, group.timeout_s)
+            replicas = Group(setup.replica_group, setup.group.timeout_s)
             require_agreement(replicas, of_stage, what="comparing the replicas of a stage")
     except BaseException as error:
         if plan is not None:
@@ -375,14 +350,9 @@ def _agreed_plan(
     return plan
 
 
-def _planned(
-    strategy: Fields,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    options: _Options,
-    place: _Place,
-) -> _Plan:
-    grad_clip = options.grad_clip
+def _planned(setup: Setup) -> _Plan:
+    strategy, model, optimizer = setup.strategy, setup.model, setup.optimizer
+    grad_clip = setup.grad_clip
     require_free(model, optimizer)
     names = {p: name for name, p in named_parameters(model)}
     require_one_clip(optimizer, grad_clip, names)
@@ -390,14 +360,14 @@ def _planned(
     if strategy.recompute is not None:
         matches(model, strategy.recompute.checkpoints)
     if strategy.compression is not None and strategy.local is None:
-        require_divisor(strategy.compression.node_size, place.replicas)
+        require_divisor(strategy.compression.node_size, setup.replicas)
     if strategy.local is not None:
-        require_divisor(strategy.local.node_size, place.replicas)
+        require_divisor(strategy.local.node_size, setup.replicas)
     stages = [model] if strategy.pipeline is None else split_model(model, strategy.pipeline)
-    _require_cut_works(cut_of(model), optimizer, stages, names, options)
+    _require_cut_works(cut_of(model), optimizer, stages, names, setup)
     if strategy.local is not None and len(stages) > 1:
         _require_averages(stages)
-    stage = stages[place.part if len(stages) > 1 else 0]
+    stage = stages[setup.part if len(stages) > 1 else 0]
     mine = set(stage.parameters())
     trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     of_stages = [[n for n, p in named_parameters(each) if p in trained] for each in stages]
@@ -409,51 +379,50 @@ def _planned(
         local=strategy.local is not None,
         names=names,
         keep=mine.__contains__,
-        process_group=place.replica_group,
-        mesh=options.mesh,
+        process_group=setup.replica_group,
+        mesh=setup.mesh,
     )
     restore = adopted.restore
     try:
-        require_one_clip(adopted.optimizer, grad_clip, names, sharded=options.mesh is not None)
+        require_one_clip(adopted.optimizer, grad_clip, names, sharded=setup.mesh is not None)
         if adopted.optimizer is not optimizer:
             restore = become_(optimizer, adopted.optimizer, adopted.asked)
-        plan = _planned_for(optimizer, adopted.compressor, restore, strategy, stage, place, options)
-        plan.names_of_stages = of_stages if len(stages) > 1 else []
-        return plan
+        of_stages = of_stages if len(stages) > 1 else []
+        return _planned_for(setup, stage, adopted.compressor, restore, of_stages)
     except BaseException:
         restore()
         raise
 
 
 def _planned_for(
-    optimizer: torch.optim.Optimizer,
+    setup: Setup,
+    stage: nn.Module,
     compressor: Compression | None,
     restore: Callable[[], None],
-    strategy: Fields,
-    stage: nn.Module,
-    place: _Place,
-    options: _Options,
+    names_of_stages: list[list[str]],
 ) -> _Plan:
+    strategy, optimizer = setup.strategy, setup.optimizer
     local = strategy.local
     trained = {p for group in optimizer.param_groups for p in group["params"]}
     params = {name: p for name, p in named_parameters(stage) if p.requires_grad and p in trained}
     if strategy.pipeline is None:
         require_trained(params)
-    scaler, sync = _scaler(strategy, place, options.mesh, local=local is not None), None
+    scaler, sync = _scaler(setup), None
     if local is None:
         warn_of_others(stage, optimizer)
     else:
-        group = place.replica_group
         sync = LocalUpdates(
             stage,
             optimizer,
             local,
-            process_group=group,
+            process_group=setup.replica_group,
             compression=strategy.compression,
             scaler=scaler,
-            members=options.members,
-            mesh=options.mesh,
+            members=setup.members,
+            mesh=setup.mesh,
         )
+        sync.digest_every, sync.timeout_s = setup.digest_every, seconds_of(setup.timeout)
+        sync.planned = setup.planned
     return _Plan(
         stage=stage,
         optimizer=optimizer,
@@ -462,7 +431,8 @@ def _planned_for(
         scaler=scaler,
         sync=sync,
         restore=restore,
-        names_of_stages=[],
+        names_of_stages=names_of_stages,
+        digest_every=setup.digest_every,
     )
 
 
@@ -471,13 +441,13 @@ def _require_cut_works(
     optimizer: torch.optim.Optimizer,
     stages: list[nn.Module],
     names: dict[Parameter, str],
-    options: _Options,
+    setup: Setup,
 ) -> None:
     """After an engine with a pipeline: refuse what cannot go on from what it has left."""
     if cut is None:
         return
     for name in ("mesh", "members"):
-        if getattr(options, name) is not None:
+        if getattr(setup, name) is not None:
             raise StrategyError(
                 f"this model was trained in stages, and each rank has the current values of its "
                 f"own only: {name}= needs a model that was not; load a file that `thinwire export` "
@@ -501,16 +471,9 @@ def _require_averages(stages: list[nn.Module]) -> None:
             )
 
 
-def _assembled(
-    strategy: Fields,
-    model: nn.Module,
-    options: _Options,
-    plan: _Plan,
-    group: Group,
-    place: _Place,
-    handles: list[Any],
-) -> Engine:
+def _assembled(setup: Setup, plan: _Plan, handles: list[Any]) -> Engine:
     """Put the parts together; from here on the model is changed, by `handles`."""
+    strategy, model = setup.strategy, setup.model
     handles.append(Hold(model, plan.optimizer))
     if strategy.recompute is not None:
         handles.append(recompute(model, strategy.recompute.checkpoints, stage=plan.stage))
@@ -523,38 +486,38 @@ def _assembled(
             handles.append(autocast_forward(model, dtype))
     scaler, runner = plan.scaler, None
     if strategy.pipeline is not None:
-        assert place.grid is not None, "made for the pipeline"
+        assert setup.grid is not None, "made for the pipeline"
         remember_cut(model, split_model(model, strategy.pipeline))
         scale = (lambda: 1.0) if scaler is None else (lambda: scaler.scale)
         runner = PipelineRunner(
-            plan.stage, strategy.pipeline, place.grid, options.loss_fn, dtype=dtype, scale=scale
+            plan.stage, strategy.pipeline, setup.grid, setup.loss_fn, dtype=dtype, scale=scale
         )
     merge = strategy.gradient_merge
     if plan.sync is not None:
         handles.append(_Undo(plan.sync.__enter__().close))
-    grid, sites = place.grid, place.sites
+    grid, sites = setup.grid, setup.sites
     clip = take_clip_(
         plan.optimizer,
-        options.grad_clip,
+        setup.grad_clip,
         stages=None if grid is None or grid.stages == 1 else grid.peers,
         shards=None if sites is None else sites.shards,
     )
     handles.append(clip)
     # an optimizer that was given a group of its own agrees with those ranks alone
-    peers = place.replica_group
+    peers = setup.replica_group
     partly = False
     if isinstance(plan.optimizer, ExchangingOptimizer):
         peers = plan.optimizer.process_group
         partly = peers is not None
-    batches, buffers = Batches(), MovingBuffers(plan.stage, _peers(peers, options))
+    batches, buffers = Batches(), MovingBuffers(plan.stage, _peers(peers, setup))
     job = None if grid is None else grid.job
     checks: list[Check] = [batches, buffers] if runner is None else [runner, batches, buffers]
     among = Among(checks, job, plan.names_of_stages)
-    exchange = _exchange(strategy, plan, place, clip, among)
+    exchange = _exchange(strategy, plan, setup, clip, among)
     overlap = None
-    alone = runner is not None or place.replicas == 1 or partly or options.find_unused_parameters
+    alone = runner is not None or setup.replicas == 1 or partly or setup.find_unused_parameters
     # the gradients of shards are there only once the model's own reduction is over
-    alone = alone or place.sites is not None
+    alone = alone or setup.sites is not None
     if not alone and isinstance(exchange, ExchangingStep | MeanThenStep):
         overlap = Overlap(
             plan.params,
@@ -566,23 +529,23 @@ def _assembled(
     parts = Parts(
         model=plan.stage,
         optimizer=plan.optimizer,
-        loss_fn=options.loss_fn,
+        loss_fn=setup.loss_fn,
         params=plan.params,
-        group=group,
+        group=setup.group,
         exchange=exchange,
         overlap=overlap,
         batches=batches,
-        find_unused=options.find_unused_parameters and plan.sync is None,
+        find_unused=setup.find_unused_parameters and plan.sync is None,
         buffers=buffers,
         scaler=scaler,
         merge=None if merge is None or merge.k_steps == 1 else GradientSum(),
         merge_steps=1 if merge is None else merge.k_steps,
         merge_avg=merge is None or merge.avg,
         runner=runner,
-        part=place.part,
+        part=setup.part,
         autocast=autocast,
         handles=handles,
-        planned=options.planned,
+        planned=setup.planned,
         settled_step=settled_step(strategy.compression),
         facts=checkpoint_facts(strategy, model, plan.optimizer),
     )
@@ -591,30 +554,29 @@ def _assembled(
     return Engine(parts)
 
 
-def _peers(process_group: dist.ProcessGroup | None, options: _Options) -> Group:
+def _peers(process_group: dist.ProcessGroup | None, setup: Setup) -> Group:
     """The ranks that exchange with this one."""
-    return Group(process_group) if options.members is None else options.members.group
+    return Group(process_group) if setup.members is None else setup.members.group
 
 
-def _scaler(
-    strategy: Fields, place: _Place, mesh: DeviceMesh | None, *, local: bool
-) -> LossScaler | None:
+def _scaler(setup: Setup) -> LossScaler | None:
     """Who decides about an overflow: all ranks; under local updates the ranks of one replica of the
     pipeline, or of one site.
     """
-    if strategy.amp is None or strategy.amp.loss_scale is None:
+    amp = setup.strategy.amp
+    if amp is None or amp.loss_scale is None:
         return None
-    if not local:
-        return LossScaler(strategy.amp.loss_scale)
-    if mesh is not None:
-        return LossScaler(strategy.amp.loss_scale, mesh.get_group("shard"))
-    if place.grid is None:
-        return LossScaler(strategy.amp.loss_scale, local=True)
-    return LossScaler(strategy.amp.loss_scale, place.grid.stage_group)
+    if setup.strategy.local is None:
+        return LossScaler(amp.loss_scale)
+    if setup.mesh is not None:
+        return LossScaler(amp.loss_scale, setup.mesh.get_group("shard"))
+    if setup.grid is None:
+        return LossScaler(amp.loss_scale, local=True)
+    return LossScaler(amp.loss_scale, setup.grid.stage_group)
 
 
 def _exchange(
-    strategy: Fields, plan: _Plan, place: _Place, clip: Clipping, among: Among
+    strategy: Fields, plan: _Plan, place: Setup, clip: Clipping, among: Among
 ) -> Exchange:
     """Which of the three ways this engine shares its updates."""
     if plan.sync is not None:
@@ -650,7 +612,7 @@ def _exchange(
     return MeanThenStep(plan.optimizer, plan.params, gradients, clip, compression, limit)
 
 
-def _limit(strategy: Fields, plan: _Plan, place: _Place) -> Limit | None:
+def _limit(strategy: Fields, plan: _Plan, place: Setup) -> Limit | None:
     """The local clip that comes before what is compressed."""
     if strategy.dgc is None or strategy.dgc.local_grad_clip_norm is None:
         return None

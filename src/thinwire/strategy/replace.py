@@ -19,8 +19,7 @@ from thinwire.errors import StrategyError
 from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.config import LAMB, LARS
 from thinwire.optim.settings import OptimizerSettings, restrict_, settings_of
-from thinwire.strategy.dependents import dependents
-from thinwire.strategy.in_place import became
+from thinwire.strategy.holding import became, dependents
 from thinwire.strategy.replacements import (
     ADAMS,
     SGDS,
@@ -43,7 +42,7 @@ class Adopted:
     """What trains under a strategy."""
 
     optimizer: torch.optim.Optimizer
-    """The given object, or a new one that it has to become: see `thinwire.strategy.in_place`."""
+    """The given object, or a new one that it has to become: see `holding.become_`."""
     compressor: Compression | None
     """What the gradients (under local updates: the changes) are compressed by before this optimizer
     sees them; None
@@ -52,7 +51,7 @@ class Adopted:
     """The fields that replace an optimizer: what a new one has become by."""
     notes: tuple[str, ...]
     """What was taken over, and what was not, in words."""
-    restore: Callable[[], None]
+    restore: Callable[[], None] = lambda: None
     """Gives back to the given optimizer what it lost to other stages, if `prepare` cannot go on."""
 
 
@@ -67,7 +66,6 @@ def adopt(
     keep: Callable[[Tensor], bool] | None = None,
     process_group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
-    num_trainers: int | None = None,
 ) -> Adopted:
     """The optimizer that trains under a strategy.
 
@@ -88,7 +86,6 @@ def adopt(
         keep: Which parameters this process trains, under a pipeline; None for all.
         process_group: The ranks that exchange; None for all.
         mesh: Of sites and shards; None for whole models.
-        num_trainers: N of a local clip; None for the sources among them.
 
     Returns:
         What trains.
@@ -122,26 +119,24 @@ def adopt(
         assert compression is not None
         assert exchanging is not None
         replacement = as_exchanging(
-            optimizer, settings, compression, exchanging, process_group, mesh, num_trainers
+            optimizer, settings, compression, exchanging, process_group, mesh
         )
     known = {p: name or names[p] for group in settings.groups for name, p in group["params"]}
     problems = [
         *replacement.problems,
         *_misnamed(settings, replacement, known),
         *_lost_state(optimizer, replacement),
+        *dependents(optimizer),
     ]
-    problems += dependents(optimizer)
     if problems:
         raise StrategyError(said + "; ".join(problems))
     try:
-        new = rebuilt(replacement, settings, optimizer.state, known, keep or _everything)
+        new = rebuilt(replacement, settings, optimizer.state, known, keep or (lambda _: True))
     except (TypeError, ValueError) as error:
         raise StrategyError(f"{said}{error}") from error
     compressor = None if isinstance(new, ExchangingOptimizer) else compression
     notes = [*_notes(optimizer, replacement, settings), *_compression(new, compressor, local=local)]
-    return Adopted(
-        optimizer=new, compressor=compressor, asked=asked, notes=tuple(notes), restore=_nothing
-    )
+    return Adopted(optimizer=new, compressor=compressor, asked=asked, notes=tuple(notes))
 
 
 def _misfits(
@@ -179,11 +174,7 @@ def _misfits(
         yield (
             f"{field} is said twice: give an SGD and leave {field} in the strategy, or remove "
             f"{field} from the strategy"
-            + (
-                ""
-                if became(optimizer) is None
-                else f" (an engine made it {kind} with other settings)"
-            )
+            + (f" (an engine made it {kind} with other settings)" if became(optimizer) else "")
         )
     elif compression is not None:
         yield (
@@ -194,14 +185,16 @@ def _misfits(
             f"{kind} exchanges gradients in every step, and local updates exchange none: give an "
             "SGD"
         )
-    if keep is not None and not all(
-        keep(p) for group in optimizer.param_groups for p in group["params"]
-    ):
+    if keep is not None and not _all_kept(optimizer, keep):
         method = optimizer.method
         yield (
             f"{kind} does not know which ranks share a stage of the pipeline: give an SGD and "
             f"{field_of(method)}={method.__name__}(...)"
         )
+
+
+def _all_kept(optimizer: torch.optim.Optimizer, keep: Callable[[Tensor], bool]) -> bool:
+    return all(keep(p) for group in optimizer.param_groups for p in group["params"])
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -249,11 +242,6 @@ def _kept(
     *,
     local: bool,
 ) -> Adopted:
-    restore = _nothing
-    if keep is not None and not all(
-        keep(p) for group in optimizer.param_groups for p in group["params"]
-    ):
-        restore = restrict_(optimizer, keep)
     kind = type(optimizer).__name__
     notes = [f"{kind} trains as it is"]
     if isinstance(optimizer, ExchangingOptimizer):
@@ -264,7 +252,9 @@ def _kept(
         compressor=compressor,
         asked=asked,
         notes=tuple(notes),
-        restore=restore,
+        restore=(lambda: None)
+        if keep is None or _all_kept(optimizer, keep)
+        else restrict_(optimizer, keep),
     )
 
 
@@ -327,11 +317,3 @@ def _compression(
             f"{field_of(compressor)} compresses {what}, without momentum of its own; momentum, "
             f"clipping and decay are {kind}'s"
         )
-
-
-def _everything(param: Tensor) -> bool:
-    return True
-
-
-def _nothing() -> None:
-    pass

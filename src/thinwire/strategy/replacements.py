@@ -214,18 +214,14 @@ def as_exchanging(
     kind: type[ExchangingOptimizer],
     process_group: dist.ProcessGroup | None,
     mesh: DeviceMesh | None,
-    num_trainers: int | None,
 ) -> Replacement:
     """An SGD as the optimizer inside which a compression acts."""
     arguments = {
-        "momentum": float(optimizer.defaults["momentum"]),
-        "nesterov": bool(optimizer.defaults["nesterov"]),
+        **_of_sgd(optimizer),
         "weight_decay": float(optimizer.defaults["weight_decay"]),
-        "maximize": bool(optimizer.defaults["maximize"]),
         **asdict(compression),
         "process_group": process_group,
         "mesh": mesh,
-        "num_trainers": num_trainers,
     }
     replacement = Replacement(
         kind=kind,
@@ -239,9 +235,9 @@ def as_exchanging(
     if problem is not None:
         replacement.problems.append(problem)
     replacement.problems += _sgd_problems(field_of(compression), settings)
-    replacement.notes += [
+    replacement.notes.append(
         f"momentum, Nesterov and weight decay act inside {kind.__name__}, which exchanges by itself"
-    ]
+    )
     return replacement
 
 
@@ -250,9 +246,7 @@ def as_lars(
 ) -> Replacement:
     """An SGD as `Lars`."""
     arguments = {
-        "momentum": float(optimizer.defaults["momentum"]),
-        "nesterov": bool(optimizer.defaults["nesterov"]),
-        "maximize": bool(optimizer.defaults["maximize"]),
+        **_of_sgd(optimizer),
         "trust_coefficient": lars.lars_coeff,
         "weight_decay": lars.lars_weight_decay,
         "eps": lars.epsilon,
@@ -291,6 +285,11 @@ def as_lamb(
         f"eps is LAMB's own 1e-06, not the optimizer's {optimizer.defaults['eps']:g}"
     )
     return replacement
+
+
+def _of_sgd(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    kinds = {"momentum": float, "nesterov": bool, "maximize": bool}
+    return {key: kind(optimizer.defaults[key]) for key, kind in kinds.items()}
 
 
 def _sgd_problems(field: str, settings: OptimizerSettings) -> Iterator[str]:

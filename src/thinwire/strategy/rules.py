@@ -2,13 +2,17 @@
 
 Read by the construction of a strategy (conflicts), by `explain` (meanings) and by the page
 docs/composing.md. Three and more fields mean what their pairs mean.
+
+`python -m thinwire.strategy.rules docs/composing.md` writes the page, and so does `make docs`.
 """
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 
-__all__ = ["FIELDS", "INSIDE_FIELDS", "RULES", "Rule", "rule_of", "rules_among"]
+__all__ = ["FIELDS", "RULES", "Rule", "page", "rule_of", "rules_among"]
 
 FIELDS = (
     "amp",
@@ -59,186 +63,111 @@ _CHANGE = (
 _NO_GRADIENT = (
     "low_rank compresses gradients, and local updates exchange none but changes of the parameters"
 )
-RULES = (
-    Rule(
-        ("amp", "recompute"),
-        "the repeated forward pass runs under the same autocast as the first one",
-    ),
-    Rule(
-        ("amp", "pipeline"),
-        "every stage runs under autocast, the last one scales the loss, and an overflow on one "
-        "stage counts for all",
-    ),
-    Rule(
-        ("amp", "gradient_merge"),
-        "each microstep's gradient is divided by the loss scale before it is added; an overflow in "
-        "any of them drops the whole merged update, once",
-    ),
-    Rule(
-        ("amp", "dgc"),
-        "gradients are checked and unscaled before they are accumulated, so residual and momentum "
-        "hold unscaled values; a dropped step leaves them and the sparsity ramp as they were",
-    ),
-    Rule(("amp", "lars"), "trust ratios are taken from unscaled gradients"),
-    Rule(
-        ("amp", "lamb"),
-        "moments are taken from unscaled gradients; a dropped step does not count for their bias "
-        "correction",
-    ),
-    Rule(("amp", "localsgd"), _OVERFLOW),
-    Rule(("amp", "adaptive_localsgd"), f"{_OVERFLOW}; the interval follows the unscaled loss"),
-    Rule(
-        ("amp", "low_rank"),
-        "gradients are checked and unscaled before they become factors, so the residual holds "
-        "unscaled values; a dropped step leaves it and the factors as they were",
-    ),
-    Rule(
-        ("recompute", "pipeline"),
-        "patterns are matched against the whole model, and each stage recomputes the modules that "
-        "it holds",
-    ),
-    Rule(("recompute", "gradient_merge"), "every microstep recomputes"),
-    Rule(
-        ("recompute", "dgc"),
-        "the compressor sees one gradient per parameter and step, after the repeated forward pass",
-    ),
-    Rule(("recompute", "lars"), "independent: the gradients are the same"),
-    Rule(("recompute", "lamb"), "independent: the gradients are the same"),
-    Rule(("recompute", "localsgd"), "independent: the gradients of the local steps are the same"),
-    Rule(
-        ("recompute", "adaptive_localsgd"),
-        "the interval follows the loss of the first forward pass, not of the repeated one",
-    ),
-    Rule(
-        ("recompute", "low_rank"),
-        "factors are made of one gradient per parameter and step, after the repetition",
-    ),
-    Rule(
-        ("pipeline", "gradient_merge"),
-        "an update takes k_steps mini-batches of micro_batches parts each; its gradient is the "
-        "mean over all parts, or (avg false) the sum over the mini-batches of the mean over their "
-        "parts",
-    ),
-    Rule(
-        ("pipeline", "dgc"),
-        "the replicas of one stage exchange among themselves, with messages of their own; means "
-        "are over replicas, not over all ranks",
-    ),
-    Rule(
-        ("pipeline", "lars"), "a tensor lives on one stage, so its trust ratio needs no other stage"
-    ),
-    Rule(
-        ("pipeline", "lamb"),
-        "a tensor lives on one stage, so its moments and trust ratio need no other stage",
-    ),
-    Rule(
-        ("pipeline", "localsgd"),
-        "the replicas of each stage average among themselves, all stages at the same steps",
-    ),
-    Rule(
-        ("pipeline", "adaptive_localsgd"),
-        "the replicas of each stage average among themselves; the mean loss goes from the last "
-        "stage to all others, so that the interval is one number everywhere",
-    ),
-    Rule(
-        ("pipeline", "low_rank"),
-        "the replicas of one stage average the factors of its tensors among themselves; means are "
-        "over replicas",
-    ),
-    Rule(
-        ("gradient_merge", "dgc"),
-        "the merged gradient is the gradient of one compressed step: only updates exchange, and "
-        "the sparsity ramp counts updates",
-    ),
-    Rule(("gradient_merge", "lars"), "trust ratios are taken from the merged gradient"),
-    Rule(("gradient_merge", "lamb"), "moments are taken from the merged gradient"),
-    Rule(
-        ("gradient_merge", "localsgd"),
-        "gradients are merged on each rank alone; the interval between averagings counts updates, "
-        "not microsteps",
-    ),
-    Rule(
-        ("gradient_merge", "adaptive_localsgd"),
-        "gradients are merged on each rank alone; the interval counts updates and follows the mean "
-        "loss of the microsteps of an update",
-    ),
-    Rule(
-        ("gradient_merge", "low_rank"),
-        "factors are made of the merged gradient: only updates exchange, and begin_step counts "
-        "updates",
-    ),
-    Rule(
-        ("dgc", "lars"),
-        "where gradients are exchanged, the compressor runs without momentum and its sparse mean "
-        "is LARS's gradient; momentum and weight decay are LARS's",
-    ),
-    Rule(
-        ("dgc", "lamb"),
-        "where gradients are exchanged, the compressor runs without momentum and its sparse mean "
-        "is LAMB's gradient; moments and weight decay are LAMB's",
-    ),
-    Rule(("dgc", "localsgd"), _CHANGE),
-    Rule(("dgc", "adaptive_localsgd"), f"{_CHANGE}; at the interval in force"),
-    Rule(
-        ("dgc", "low_rank"),
-        "both say what of a gradient travels",
-        "remove dgc or low_rank",
-    ),
-    Rule(("lars", "lamb"), "both replace the optimizer", "remove lars or lamb"),
-    Rule(
-        ("lars", "localsgd"),
-        "each rank updates with LARS on its own; velocities stay local unless average_state is "
-        "true; parameters are averaged",
-    ),
-    Rule(
-        ("lars", "adaptive_localsgd"),
-        "each rank updates with LARS on its own; velocities stay local unless average_state is "
-        "true; parameters are averaged, at an interval that follows LARS's base rate, without "
-        "trust ratios",
-    ),
-    Rule(
-        ("lars", "low_rank"),
-        "the mean of the factors is LARS's gradient; trust ratios are taken from it",
-    ),
-    Rule(
-        ("lamb", "localsgd"),
-        "each rank updates with LAMB on its own; moments stay local unless average_state is true; "
-        "parameters are averaged",
-    ),
-    Rule(
-        ("lamb", "adaptive_localsgd"),
-        "each rank updates with LAMB on its own; moments stay local unless average_state is true; "
-        "parameters are averaged, at an interval that follows LAMB's base rate, without trust "
-        "ratios",
-    ),
-    Rule(
-        ("lamb", "low_rank"),
-        "the mean of the factors is LAMB's gradient; moments are taken from it",
-    ),
-    Rule(
-        ("localsgd", "adaptive_localsgd"),
-        "both set the interval between averagings",
-        "remove localsgd or adaptive_localsgd",
-    ),
-    Rule(
-        ("localsgd", "low_rank"),
-        _NO_GRADIENT,
-        "write localsgd=LocalSGD(..., compression=LowRank(...))",
-    ),
-    Rule(
-        ("adaptive_localsgd", "low_rank"),
-        _NO_GRADIENT,
-        "write adaptive_localsgd=AdaptiveLocalSGD(..., compression=LowRank(...))",
-    ),
+_TABLE: dict[str, dict[str, str | tuple[str, str]]] = {
+    "amp": {
+        "recompute": "the repeated forward pass runs under the same autocast as the first one",
+        "pipeline": "every stage runs under autocast, the last one scales the loss, and an "
+        "overflow on one stage counts for all",
+        "gradient_merge": "each microstep's gradient is divided by the loss scale before it is "
+        "added; an overflow in any of them drops the whole merged update, once",
+        "dgc": "gradients are checked and unscaled before they are accumulated, so residual and "
+        "momentum hold unscaled values; a dropped step leaves them and the sparsity ramp as they "
+        "were",
+        "lars": "trust ratios are taken from unscaled gradients",
+        "lamb": "moments are taken from unscaled gradients; a dropped step does not count for "
+        "their bias correction",
+        "localsgd": _OVERFLOW,
+        "adaptive_localsgd": f"{_OVERFLOW}; the interval follows the unscaled loss",
+        "low_rank": "gradients are checked and unscaled before they become factors, so the "
+        "residual holds unscaled values; a dropped step leaves it and the factors as they were",
+    },
+    "recompute": {
+        "pipeline": "patterns are matched against the whole model, and each stage recomputes the "
+        "modules that it holds",
+        "gradient_merge": "every microstep recomputes",
+        "dgc": "the compressor sees one gradient per parameter and step, after the repeated "
+        "forward pass",
+        "lars": "independent: the gradients are the same",
+        "lamb": "independent: the gradients are the same",
+        "localsgd": "independent: the gradients of the local steps are the same",
+        "adaptive_localsgd": "the interval follows the loss of the first forward pass, not of the "
+        "repeated one",
+        "low_rank": "factors are made of one gradient per parameter and step, after the repetition",
+    },
+    "pipeline": {
+        "gradient_merge": "an update takes k_steps mini-batches of micro_batches parts each; its "
+        "gradient is the mean over all parts, or (avg false) the sum over the mini-batches of the "
+        "mean over their parts",
+        "dgc": "the replicas of one stage exchange among themselves, with messages of their own; "
+        "means are over replicas, not over all ranks",
+        "lars": "a tensor lives on one stage, so its trust ratio needs no other stage",
+        "lamb": "a tensor lives on one stage, so its moments and trust ratio need no other stage",
+        "localsgd": "the replicas of each stage average among themselves, all stages at the same "
+        "steps",
+        "adaptive_localsgd": "the replicas of each stage average among themselves; the mean loss "
+        "goes from the last stage to all others, so that the interval is one number everywhere",
+        "low_rank": "the replicas of one stage average the factors of its tensors among "
+        "themselves; means are over replicas",
+    },
+    "gradient_merge": {
+        "dgc": "the merged gradient is the gradient of one compressed step: only updates "
+        "exchange, and the sparsity ramp counts updates",
+        "lars": "trust ratios are taken from the merged gradient",
+        "lamb": "moments are taken from the merged gradient",
+        "localsgd": "gradients are merged on each rank alone; the interval between averagings "
+        "counts updates, not microsteps",
+        "adaptive_localsgd": "gradients are merged on each rank alone; the interval counts "
+        "updates and follows the mean loss of the microsteps of an update",
+        "low_rank": "factors are made of the merged gradient: only updates exchange, and "
+        "begin_step counts updates",
+    },
+    "dgc": {
+        "lars": "where gradients are exchanged, the compressor runs without momentum and its "
+        "sparse mean is LARS's gradient; momentum and weight decay are LARS's",
+        "lamb": "where gradients are exchanged, the compressor runs without momentum and its "
+        "sparse mean is LAMB's gradient; moments and weight decay are LAMB's",
+        "localsgd": _CHANGE,
+        "adaptive_localsgd": f"{_CHANGE}; at the interval in force",
+        "low_rank": ("both say what of a gradient travels", "remove dgc or low_rank"),
+    },
+    "lars": {
+        "lamb": ("both replace the optimizer", "remove lars or lamb"),
+        "localsgd": "each rank updates with LARS on its own; velocities stay local unless "
+        "average_state is true; parameters are averaged",
+        "adaptive_localsgd": "each rank updates with LARS on its own; velocities stay local "
+        "unless average_state is true; parameters are averaged, at an interval that follows "
+        "LARS's base rate, without trust ratios",
+        "low_rank": "the mean of the factors is LARS's gradient; trust ratios are taken from it",
+    },
+    "lamb": {
+        "localsgd": "each rank updates with LAMB on its own; moments stay local unless "
+        "average_state is true; parameters are averaged",
+        "adaptive_localsgd": "each rank updates with LAMB on its own; moments stay local unless "
+        "average_state is true; parameters are averaged, at an interval that follows LAMB's base "
+        "rate, without trust ratios",
+        "low_rank": "the mean of the factors is LAMB's gradient; moments are taken from it",
+    },
+    "localsgd": {
+        "adaptive_localsgd": (
+            "both set the interval between averagings",
+            "remove localsgd or adaptive_localsgd",
+        ),
+        "low_rank": (_NO_GRADIENT, "write localsgd=LocalSGD(..., compression=LowRank(...))"),
+    },
+    "adaptive_localsgd": {
+        "low_rank": (
+            _NO_GRADIENT,
+            "write adaptive_localsgd=AdaptiveLocalSGD(..., compression=LowRank(...))",
+        ),
+    },
+}
+"""By pair the meaning, or why they conflict and what to change."""
+RULES = tuple(
+    Rule((first, second), *((said,) if isinstance(said, str) else said))
+    for first, others in _TABLE.items()
+    for second, said in others.items()
 )
 """One rule for every pair of `FIELDS`."""
-INSIDE_FIELDS = """\
-Two more conflicts lie inside the fields. `dgc` together with a `compression` in `localsgd` or
-`adaptive_localsgd`: both say how the change is compressed; give one of them. `dgc` with
-`state_dtype="bfloat16"` under either of them: what an averaging does not send is kept in the type
-of its anchor; leave `state_dtype` out."""
-"""What `thinwire.strategy.fields` refuses besides, in Markdown."""
-
 _BY_PAIR = {rule.pair: rule for rule in RULES}
 
 
@@ -257,3 +186,85 @@ def rules_among(fields: Iterable[str]) -> list[Rule]:
     return [
         rule_of(*pair) for pair in combinations([name for name in FIELDS if name in present], 2)
     ]
+
+
+_OPENING = """# What goes together
+
+*Printed from the rules table of the code (`make docs`); the tests walk through the same table.*
+
+A [strategy](notes/strategy.md) has {fields} fields, hence {pairs} pairs. {working} of them work
+together, {conflicting} conflict. Nothing is ever switched off silently: a pair that cannot be is a
+`StrategyError` where the strategy is made, which lists all conflicts and says what to change.
+
+"""
+_ORDER = """
+**x** conflicts, all others work. Three and more fields mean what their pairs mean, in the order of
+a step:
+
+1. forward pass (autocast, recompute, micro-batches), backward pass of the scaled loss, merge; most
+   microsteps end here;
+2. agreement about overflow, division by the loss scale;
+3. exchange: the mean, dense or compressed, or none under local updates;
+4. clipping, weight decay and regularizer, centralization, then the optimizer: the given one, LARS
+   or LAMB;
+5. averaging of local updates, new interval, new loss scale.
+
+"""
+_CLOSING = """
+Two more conflicts lie inside the fields. `dgc` together with a `compression` in `localsgd` or
+`adaptive_localsgd`: both say how the change is compressed; give one of them. `dgc` with
+`state_dtype="bfloat16"` under either of them: what an averaging does not send is kept in the type
+of its anchor; leave `state_dtype` out.
+
+What depends on the model, the optimizer or the number of ranks is checked by `prepare`, before
+anything is changed, on all ranks: patterns that match nothing, an optimizer that LARS or LAMB
+cannot replace, ranks that the stages do not divide.
+"""
+
+
+def page() -> str:
+    """The page in Markdown."""
+    working = sum(rule.works for rule in RULES)
+    counts = {
+        "fields": len(FIELDS),
+        "pairs": len(RULES),
+        "working": working,
+        "conflicting": len(RULES) - working,
+    }
+    opening = _OPENING.format(**counts)
+    return (
+        opening
+        + "".join(f"{line}\n" for line in _matrix())
+        + _ORDER
+        + "".join(_meanings())
+        + _CLOSING
+    )
+
+
+def _matrix() -> Iterator[str]:
+    columns = FIELDS[1:]
+    yield f"| | {' | '.join(columns)} |"
+    yield "|---" * (len(columns) + 1) + "|"
+    for row, first in enumerate(FIELDS[:-1]):
+        cells = [
+            _cell(first, second) if row <= column else "" for column, second in enumerate(columns)
+        ]
+        yield f"| **{first}** | {' | '.join(cells)} |"
+
+
+def _cell(first: str, second: str) -> str:
+    return "works" if rule_of(first, second).works else "**x**"
+
+
+def _meanings() -> Iterator[str]:
+    yield "| pair | together |\n|---|---|\n"
+    for rule in RULES:
+        said = rule.meaning if rule.works else f"**conflict**: {rule.meaning}; {rule.remedy}"
+        yield f"| {' and '.join(f'`{name}`' for name in rule.pair)} | {said} |\n"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(page(), encoding="utf-8")
+    else:
+        print(page(), end="")

@@ -1,12 +1,11 @@
-"""The state of an engine as one tree of plain values and tensors, and back; on disk and off it."""
+"""The state of an engine as one tree of plain values and tensors, and back; whose it is, and what
+becomes of it on other ranks.
+"""
 
 import logging
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,28 +17,43 @@ from thinwire._names import (
     named_parameters,
     non_persistent_buffers,
 )
-from thinwire.checkpoint import Loaded, on_all_ranks, random_state, set_random_state
-from thinwire.checkpoint import load as load_checkpoint
-from thinwire.checkpoint import save as save_checkpoint
+from thinwire.checkpoint import random_state, set_random_state
 from thinwire.checkpoint.combine import Rule
-from thinwire.checkpoint.random_state import derived
-from thinwire.checkpoint.reader import EXPORTED
-from thinwire.checkpoint.shards import Cut, words
 from thinwire.comm import place_in
 from thinwire.compress import KEPT, OTHER_RANKS
 from thinwire.core.origin import ORIGIN, Origin, checksum_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
-from thinwire.errors import CheckpointMismatch
 from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.by_name import in_order
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.saving import remembered
-from thinwire.strategy import module_state, schedulers
-from thinwire.strategy.extra import plain
 from thinwire.strategy.fitting import Change, changes_of, misfits, settings_in_groups
 from thinwire.strategy.parts import Parts
+from thinwire.strategy.user_state import (
+    Matched,
+    matched_schedulers,
+    plain,
+    restore_modules_,
+    restore_schedulers_,
+    saved_modules,
+    saved_schedulers,
+    unmatched_modules,
+)
 
-__all__ = ["Restored", "load", "load_all", "load_parameters", "read", "save", "saved", "with_facts"]
+__all__ = [
+    "OF_OTHER_RANKS",
+    "OF_USER",
+    "SAME_EVERYWHERE",
+    "Restored",
+    "compared",
+    "load",
+    "load_all",
+    "require_shapes",
+    "saved",
+    "take_values_",
+    "tell_of_changes",
+    "with_facts",
+]
 
 _log = logging.getLogger("thinwire")
 Restored = dict[str, Any]
@@ -50,9 +64,9 @@ _OF_MODULES = "module_state"
 _NON_PERSISTENT = "non_persistent_buffers"
 """The key of the names of buffers with persistent=False, where there are any."""
 _MAY_LACK = {_OF_MODULES, _NON_PERSISTENT}
-_OF_USER = ("extra", _OF_MODULES)
+OF_USER = ("extra", _OF_MODULES)
 """The keys of what is the user's, whose inside is not ours to understand."""
-_OTHER_RANKS: dict[str, Rule] = {
+OF_OTHER_RANKS: dict[str, Rule] = {
     "extra": "first",
     _OF_MODULES: "first",
     _NON_PERSISTENT: "first",
@@ -67,7 +81,7 @@ _OTHER_RANKS: dict[str, Rule] = {
 }
 """On another number of ranks, what is not simply the mean of those that have it: sums (absent ranks
 gave 0), counts."""
-_SAME_EVERYWHERE = {kind for kind, rule in KEPT.items() if rule == "first"}
+SAME_EVERYWHERE = {kind for kind, rule in KEPT.items() if rule == "first"}
 """What compression keeps that all ranks hold alike, and that is nothing pending."""
 
 
@@ -79,7 +93,7 @@ def saved(parts: Parts, counters: Mapping[str, int], extra: Any = None) -> dict[
             nothing that a file can hold; or the optimizer keeps row-sparse state.
     """
     _require_dense_state(parts)
-    of_modules = _copied(module_state.saved(parts.model), sharded=True)
+    of_modules = _copied(saved_modules(parts.model), sharded=True)
     names = sorted(non_persistent_buffers(parts.model))
     return {
         "counters": dict(counters),
@@ -89,7 +103,7 @@ def saved(parts: Parts, counters: Mapping[str, int], extra: Any = None) -> dict[
             getattr(parts.optimizer, "plain_state_dict", parts.optimizer.state_dict)()
         ),
         "optimizer_names": _names(parts),
-        "schedulers": _copied(schedulers.saved(parts.optimizer, extra)),
+        "schedulers": _copied(saved_schedulers(parts.optimizer, extra)),
         "exchange": _copied(parts.exchange.state_dict()),
         "loss_scale": None if parts.scaler is None else parts.scaler.state_dict(),
         "merge": None if parts.merge is None else _copied(parts.merge.state_dict()),
@@ -118,7 +132,7 @@ def load(state: Mapping[str, Any], parts: Parts) -> Restored:
             "state is not one of an engine: missing ['facts']. Pass what engine.state_dict() "
             "returned"
         )
-    changes, problems = _compared(state["facts"], parts)
+    changes, problems = compared(state["facts"], parts)
     if problems:
         raise ValueError(
             f"state does not fit: {'; '.join(problems)}. Prepare the engine as it was then"
@@ -133,7 +147,7 @@ def load(state: Mapping[str, Any], parts: Parts) -> Restored:
         keep=settings_in_groups(changes),
         agreed=lambda problem, left: left,
     )
-    _tell_of_changes("the state", changes)
+    tell_of_changes("the state", changes)
     problem = None if origin is None else origin.problem(*place_in(), checksum_of(_of_ranks(rest)))
     if problem is not None:
         warnings.warn(f"thinwire: {problem}", UserWarning, stacklevel=3)
@@ -169,11 +183,11 @@ def load_all(
         problem: Exception | None = None
         try:
             counters, left = _checked(state, parts)
-            found = schedulers.matched(state["schedulers"], parts.optimizer)
+            found = matched_schedulers(state["schedulers"], parts.optimizer)
             undo.callback(remembered(parts.optimizer))
             _load_optimizer(state, parts, keep)
-            undo.callback(schedulers.restored(found.pairs))
-            undo.callback(module_state.restored(parts.model, of_modules))
+            restore_schedulers_(found.pairs, undo)
+            restore_modules_(parts.model, of_modules, undo)
             if parts.scaler is not None:
                 undo.callback(parts.scaler.load_state_dict, parts.scaler.state_dict())
                 parts.scaler.load_state_dict(state["loss_scale"])
@@ -192,14 +206,13 @@ def load_all(
             _without(left, state["exchange"], _buffers(parts))
         )  # which checks everything before it changes anything
         undo.pop_all()
-    _copy(state, parts, left)
+    take_values_(state, parts, left)
     parts.exchange.buffers_loaded()
     # those that a merge has changed on each rank are made equal by its update
     merging = parts.merge is not None and parts.merge.microsteps != 0
     parts.buffers.forget(equal=not merging, alike=not left)
     set_random_state(state["random"])
-    _tell_of_schedulers(found)
-    _tell_of_modules(*module_state.unmatched(parts.model, of_modules))
+    _tell_of_users(found, *unmatched_modules(parts.model, of_modules))
     return {**counters, "extra": state["extra"]}
 
 
@@ -207,17 +220,8 @@ def _checked(state: Mapping[str, Any], parts: Parts) -> tuple[dict[str, int], fr
     """The counters, once it is clear that the state is one of such an engine; and the buffers that
     are `_left`.
     """
-    wanted = {
-        "counters",
-        "parameters",
-        "buffers",
-        "optimizer",
-        "exchange",
-        "loss_scale",
-        "merge",
-        "random",
-    }
-    wanted |= {"optimizer_names", "schedulers", "extra"}
+    wanted = {"counters", "parameters", "buffers", "optimizer", "optimizer_names", "schedulers"}
+    wanted |= {"exchange", "loss_scale", "merge", "random", "extra"}
     if state.keys() - _MAY_LACK != wanted:
         raise ValueError(
             f"state is not one of an engine: missing {sorted(wanted - state.keys())}, "
@@ -225,17 +229,24 @@ def _checked(state: Mapping[str, Any], parts: Parts) -> tuple[dict[str, int], fr
         )
     kinds = ("step", "dropped_steps", "bytes_sent")
     counters = {key: check.integer(key, state["counters"].get(key), at_least=0) for key in kinds}
-    _require_same("loss_scale", state["loss_scale"], parts.scaler)
+    if (state["loss_scale"] is None) != (parts.scaler is None):
+        has, lacks = "state", "the engine"
+        if parts.scaler is not None:
+            has, lacks = lacks, has
+        raise ValueError(
+            f"{has} has a loss_scale and {lacks} has none: prepare the engine with the same "
+            "strategy"
+        )
     merged = 0 if state["merge"] is None else state["merge"]["microsteps"]
     if merged and parts.merge is None:
         raise ValueError(
             f"state has {merged} merged microsteps of an unfinished update, and the engine has no "
             "gradient_merge: prepare it with one, or call engine.flush() before saving"
         )
-    return counters, _require_shapes(state, parts, "Load a state of the same model")
+    return counters, require_shapes(state, parts, "Load a state of the same model")
 
 
-def _require_shapes(state: Mapping[str, Any], parts: Parts, advice: str) -> frozenset[str]:
+def require_shapes(state: Mapping[str, Any], parts: Parts, advice: str) -> frozenset[str]:
     """Refuse other parameters and buffers than those here, but for the buffers that are `_left`,
     which it returns.
     """
@@ -274,8 +285,6 @@ def _without(
     fitted = dict(exchange)
     if not left:
         return fitted
-    if isinstance(inner := exchange.get("inner"), Mapping):  # of a stage of a pipeline
-        fitted["inner"] = _without(left, inner, here)
     names = {f"buffer {name}": name for name in left}  # as local updates call them
 
     def rest(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,7 +300,8 @@ def _without(
     return fitted
 
 
-def _copy(state: Mapping[str, Any], parts: Parts, left: frozenset[str]) -> None:
+def take_values_(state: Mapping[str, Any], parts: Parts, left: frozenset[str]) -> None:
+    """Changes parameters and buffers to those of a state, but for the buffers that are `left`."""
     for kind, places in (("parameters", _parameters(parts)), ("buffers", _buffers(parts))):
         for name, place in places.items():
             if kind == "parameters" or name not in left:
@@ -318,7 +328,9 @@ def _load_optimizer(state: Mapping[str, Any], parts: Parts, keep: Collection[str
             key: _as_sharded(values, owners[key]) if key in owners else values
             for key, values in entries.items()
         }
-    parts.optimizer.load_state_dict({"state": entries, "param_groups": ordered, **_rest_of(state)})
+    parts.optimizer.load_state_dict(
+        {**state["optimizer"], "state": entries, "param_groups": ordered}
+    )
     if not isinstance(parts.optimizer, CommonOptimizer):  # those take their state as it is
         same = all(
             state["parameters"][name].dtype == p.dtype for name, p in _parameters(parts).items()
@@ -341,10 +353,6 @@ def _put_back_types(
                 here[name] = value.to(now.device, copy=True)
 
 
-def _rest_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in state["optimizer"].items() if k not in ("state", "param_groups")}
-
-
 def _as_sharded(entries: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     """The state of one parameter; what lies like its shard becomes sharded as it is."""
     shape = shard_of(param).shape
@@ -356,258 +364,46 @@ def _as_sharded(entries: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     }
 
 
-def _tell_of_schedulers(found: schedulers.Matched) -> None:
-    for kind in found.missing:
-        warnings.warn(
-            f"the state has a scheduler {kind}, and the optimizer of this engine has no such "
-            "scheduler now: its rates would begin anew. Make it before engine.load, which then "
-            "restores it, or pass it in extra= when you save and load its state yourself",
-            UserWarning,
-            stacklevel=4,
-        )
-    for kind in found.unsaved:
-        warnings.warn(
-            f"the optimizer of this engine has a scheduler {kind}, and there is no state for it: "
-            "it starts from its beginning, or goes on from where it is. If you do not want that, "
-            "let it take the steps that were made",
-            UserWarning,
-            stacklevel=4,
-        )
-
-
-def _tell_of_modules(missing: list[str], unsaved: list[str]) -> None:
+def _tell_of_users(found: Matched, missing: list[str], unsaved: list[str]) -> None:
+    told = [
+        f"the state has a scheduler {kind}, and the optimizer of this engine has no such "
+        "scheduler now: its rates would begin anew. Make it before engine.load, which then "
+        "restores it, or pass it in extra= when you save and load its state yourself"
+        for kind in found.missing
+    ]
+    told += [
+        f"the optimizer of this engine has a scheduler {kind}, and there is no state for it: "
+        "it starts from its beginning, or goes on from where it is. If you do not want that, "
+        "let it take the steps that were made"
+        for kind in found.unsaved
+    ]
     if missing:
-        warnings.warn(
+        told.append(
             f"the state has {', '.join(missing[:3])}, and the model has no such module with a "
-            "set_extra_state: it is left out",
-            UserWarning,
-            stacklevel=4,
+            "set_extra_state: it is left out"
         )
     if unsaved:
-        warnings.warn(
+        told.append(
             f"the state has no {', '.join(unsaved[:3])}: these modules go on with the extra state "
-            "that they have now",
-            UserWarning,
-            stacklevel=4,
+            "that they have now"
         )
+    for text in told:
+        warnings.warn(text, UserWarning, stacklevel=4)
 
 
-def save(
-    directory: str | Path,
-    state: Callable[[], Mapping[str, Any]],
-    parts: Parts,
-    step: int,
-    keep: int | None,
-) -> Path:
-    """Write a checkpoint; see `Engine.save`."""
-    content: Any
-    try:
-        content = state()
-    except Exception as error:  # the others are about to wait for this rank
-        content = error
-    return save_checkpoint(
-        directory,
-        content,
-        step=step,
-        group=parts.savers,
-        facts=parts.facts,
-        part=parts.part,
-        keep=keep,
-    )
-
-
-def read(
-    directory: str | Path, parts: Parts, apply: Callable[..., None], step: int | None = None
-) -> Path:
-    """Find the newest whole checkpoint, or that of a step, see that it fits, and let
-    `apply(state, keep=, agreed=)` take it over.
-    """
-    loaded = load_checkpoint(
-        directory,
-        group=parts.savers,
-        part=parts.part,
-        rules=_OTHER_RANKS,
-        cut=partial(_cut, parts),
-        step=step,
-    )
-    changes, problems = _compared(loaded.facts, parts)
-    if problems:
-        raise _misfit(loaded, "; ".join(problems))
-    if loaded.cut_anew:
-        fitted = partial(_complete, loaded.state, parts)
-        on_all_ranks(parts.savers, "cutting a checkpoint into other shards", fitted)
-
-    if not parts.group.stays and parts.group.rank > 0:  # all of them read that of one member
-        loaded.state["random"] = derived(loaded.state["random"], parts.group.rank)
-
-    def agreed(problem: Exception | None, left: frozenset[str]) -> frozenset[str]:
-        def act() -> list[str]:
-            if problem is not None:
-                raise _misfit(loaded, str(problem)) from problem
-            return sorted(left)
-
-        return _of_any(on_all_ranks(parts.savers, "taking over a checkpoint", act))
-
-    apply(loaded.state, keep=settings_in_groups(changes), agreed=agreed)
-    _tell_of_changes(str(loaded.path), changes)
-    return loaded.path
-
-
-def _of_any(answers: list[list[str]]) -> frozenset[str]:
-    return frozenset(chain.from_iterable(answers))
-
-
-def _compared(facts: Mapping[str, Any], parts: Parts) -> tuple[list[Change], list[str]]:
+def compared(facts: Mapping[str, Any], parts: Parts) -> tuple[list[Change], list[str]]:
+    """How a state's facts differ from the engine's: settings, and what stands in the way."""
     changes = changes_of(facts.get("strategy", {}), parts.facts["strategy"])
     return changes, misfits(facts, parts.facts, changes)
 
 
-def _tell_of_changes(what: str, changes: list[Change]) -> None:
+def tell_of_changes(what: str, changes: list[Change]) -> None:
+    """Log with which other settings a state, or a checkpoint, goes on."""
     if changes:
         told = ", ".join(
             f"{change.name} was {change.before} and is {change.now}" for change in changes
         )
         _log.warning("%s goes on with other settings: %s", what, told)
-
-
-@torch.no_grad()
-def load_parameters(directory: str | Path, parts: Parts) -> Path:
-    """The parameters and buffers alone; see `Engine.load_parameters`."""
-    fit = "Load a checkpoint of the same model"
-    if parts.runner is not None:
-        fit += f", cut into the same stages; else {EXPORTED}"
-    loaded = load_checkpoint(
-        directory,
-        group=parts.savers,
-        part=parts.part,
-        rules=_OTHER_RANKS,
-        combined=True,
-        cut=partial(_cut, parts),
-    )
-
-    def fits() -> list[str]:
-        theirs, ours = (_shapes(facts) for facts in (loaded.facts, parts.facts))
-        if loaded.cut_anew and theirs != ours:  # rows of shards may fit by chance
-            name = next(n for n in {**theirs, **ours} if theirs.get(n) != ours.get(n))
-            raise CheckpointMismatch(
-                f"{loaded.path}: parameter {name} has shape {theirs.get(name, 'none')} in it and "
-                f"{ours.get(name, 'none')} here. Load a checkpoint of the same model"
-            )
-        try:
-            return sorted(_require_shapes(loaded.state, parts, fit))
-        except ValueError as error:
-            raise CheckpointMismatch(f"{loaded.path}: {error}") from error
-
-    what = "taking over the parameters of a checkpoint"
-    left = _of_any(on_all_ranks(parts.savers, what, fits))
-    _copy(loaded.state, parts, left)
-    begin_anew(parts, alike=not left)
-    return loaded.path
-
-
-def begin_anew(parts: Parts, *, alike: bool = True) -> None:
-    """Forget what was on its way for other parameters; `alike`: whether ranks have the same buffers
-    now.
-    """
-    parts.buffers.forget(alike=alike)
-    if parts.merge is not None:
-        parts.merge.clear()
-    parts.exchange.start_anew()
-
-
-def _shapes(facts: Mapping[str, Any]) -> dict[str, str]:
-    """The whole shapes of the parameters by name, from the facts of a checkpoint."""
-    split = (entry.rsplit(" [", 1) for entry in facts.get("parameters", ()))
-    return {named.rsplit(" ", 1)[0]: f"[{shape}" for named, shape in split}
-
-
-def _misfit(loaded: Loaded, problem: str) -> CheckpointMismatch:
-    alone = "engine.load_parameters(directory)"
-    if (loaded.facts.get("strategy") or {}).get("pipeline") is not None:
-        alone = EXPORTED
-    return CheckpointMismatch(
-        f"{loaded.path} does not fit: {problem}. Prepare the engine as it was then, or begin anew "
-        f"with the parameters alone: {alone}"
-    )
-
-
-def _cut(parts: Parts, facts: Mapping[str, Any]) -> Cut | None:
-    """How this engine's model is cut into shards, for a checkpoint of another cut; None where its
-    parts, or those of the engine, are stages of a pipeline.
-    """
-    if parts.runner is not None or facts.get("strategy", {}).get("pipeline") is not None:
-        return None
-    params = dict(named_parameters(parts.model))
-    shapes = {name: tuple(param.shape) for name, param in params.items()}
-    first = next(iter(params.values()))
-    shards = first.device_mesh.size() if is_sharded(first) else 1  # type: ignore[attr-defined]
-
-    def owner(tree: Any, path: tuple[Any, ...]) -> str | None:
-        if path[:2] == ("optimizer", "state"):
-            name = _owners(tree).get(path[2])
-            return name if name in shapes else None
-        if path[0] in _OF_USER:  # of rank 0, whatever it is
-            return None
-        return next((word for word in words(path) if word in shapes), None)
-
-    return Cut(shards=shards, shard=parts.part, shapes=shapes, owner=owner, of_ranks=("random",))
-
-
-def _owners(tree: Mapping[str, Any]) -> dict[Any, str]:
-    """The parameters that the keys of an optimizer's saved state stand for."""
-    names, groups = tree["optimizer_names"], tree["optimizer"]["param_groups"]
-    if names is None:
-        return {}
-    return {
-        key: name
-        for group, told in zip(groups, names, strict=True)
-        for key, name in zip(group["params"], told, strict=True)
-    }
-
-
-def _complete(state: Mapping[str, Any], parts: Parts) -> None:
-    """After a new cut: what compression keeps of a shard that was not compressed before is zero, or
-    as drawn where all ranks hold the same.
-
-    Raises:
-        CheckpointMismatch: What was kept belongs to a shard that is not compressed now.
-    """
-    saved, here = state["exchange"], parts.exchange.state_dict()
-    for kind, places in here.items():
-        if not isinstance(places, dict) or not isinstance(saved.get(kind), dict):
-            continue
-        for name in [name for name in saved[kind] if name not in places]:
-            lost = saved[kind][name]
-            if not isinstance(lost, Tensor) or kind == "pending":
-                continue
-            if kind not in _SAME_EVERYWHERE:
-                _require_nothing_pending(f"{kind} of {name}", lost)
-            del saved[kind][name]
-        for name, place in places.items():
-            if not isinstance(place, Tensor):
-                continue
-            drawn = place.detach().cpu().clone()
-            new = drawn if kind in _SAME_EVERYWHERE else torch.zeros_like(drawn)
-            saved[kind].setdefault(name, new)
-
-    optimizer = parts.optimizer
-    if not isinstance(optimizer, ExchangingOptimizer):
-        return
-    owners, params = _owners(state), dict(named_parameters(parts.model))
-    for key, entries in state["optimizer"]["state"].items():
-        name = owners.get(key)
-        if name is not None and "residual" in entries and not optimizer.compresses(params[name]):
-            _require_nothing_pending(f"residual of {name}", entries["residual"])
-            del entries["residual"]
-
-
-def _require_nothing_pending(what: str, tensor: Tensor) -> None:
-    if tensor.any():
-        raise CheckpointMismatch(
-            f"{what}: the shards that it belongs to are too small to be compressed now, and what "
-            "is pending would be lost: lower min_numel (of LowRank, or its rank), or load with the "
-            "shards that saved"
-        )
 
 
 def _parameters(parts: Parts) -> dict[str, Tensor]:
@@ -654,11 +450,3 @@ def _copied(tree: Any, *, sharded: bool = False) -> Any:
     if isinstance(tree, list | tuple):
         return type(tree)(_copied(value, sharded=sharded) for value in tree)
     return tree
-
-
-def _require_same(kind: str, state: object, part: object) -> None:
-    if (state is None) != (part is None):
-        has, lacks = ("state", "the engine") if part is None else ("the engine", "state")
-        raise ValueError(
-            f"{has} has a {kind} and {lacks} has none: prepare the engine with the same strategy"
-        )

@@ -24,8 +24,8 @@ from thinwire.errors import (
     CheckpointMismatch,
     CheckpointMissing,
 )
+from thinwire.strategy.checkpoints import begin_anew
 from thinwire.strategy.parts import Parts
-from thinwire.strategy.saving import begin_anew
 
 __all__ = ["load_whole_model"]
 

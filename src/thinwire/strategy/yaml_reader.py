@@ -15,8 +15,9 @@ from thinwire._files import read_regular
 from thinwire._wording import shown
 from thinwire.errors import StrategyError
 
-__all__ = ["read", "read_file"]
+__all__ = ["read_file"]
 
+_ROOT = "strategy"
 _MOST_BYTES = 1 << 18
 _TAG = "tag:yaml.org,2002:"
 _STR = f"{_TAG}str"
@@ -60,20 +61,20 @@ for _name, _pattern, _first in (
     _Loader.add_implicit_resolver(_TAG + _name, re.compile(rf"^(?:{_pattern})$"), _first)
 
 
-def read_file(path: Path, root: str) -> tuple[Any, dict[str, int]]:
-    """`read` of a file in UTF-8.
+def read_file(path: Path) -> tuple[Any, dict[str, int]]:
+    """Read a strategy: its value, and the line (from 1) of every dotted path in it.
 
     Raises:
-        StrategyError: As `read`, or not UTF-8, or longer than any strategy; the text begins with
-            file and line.
+        StrategyError: Not UTF-8, not YAML, empty, longer than any strategy, or one of the traps;
+            the text begins with file and line.
         OSError: The file cannot be read.
     """
     try:
         content = read_regular(path, _MOST_BYTES)
     except ValueError as error:
-        raise StrategyError(f"{path}: this is no {root}: {error}") from None
+        raise StrategyError(f"{path}: this is no {_ROOT}: {error}") from None
     try:
-        return read(content.decode("utf-8-sig"), root)
+        return _read(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise StrategyError(
@@ -83,21 +84,15 @@ def read_file(path: Path, root: str) -> tuple[Any, dict[str, int]]:
         raise StrategyError(f"{path}:{error}") from None
 
 
-def read(text: str, root: str) -> tuple[Any, dict[str, int]]:
-    """The value of a document, and the line (from 1) of every dotted path in it, which begins with
-    `root`.
-
-    Raises:
-        StrategyError: Not YAML, empty, or one of the traps; the text begins with the line and a
-            colon.
-    """
+def _read(text: str) -> tuple[Any, dict[str, int]]:
+    """What `read_file` gives; errors begin with the line and a colon."""
     lines: dict[str, int] = {}
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             raise StrategyError("1: the file is empty; {} stands for a strategy with nothing on")
-        return _value(loader, node, root, lines), lines
+        return _value(loader, node, _ROOT, lines), lines
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise StrategyError(f"{line}: this is not YAML: {error.problem}") from None

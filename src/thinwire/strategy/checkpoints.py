@@ -1,0 +1,236 @@
+"""The state of an engine on disk: every rank writes its part, and finds it on other ranks too."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire._names import named_parameters
+from thinwire.checkpoint import Loaded, on_all_ranks
+from thinwire.checkpoint import load as load_checkpoint
+from thinwire.checkpoint import save as save_checkpoint
+from thinwire.checkpoint.random_state import derived
+from thinwire.checkpoint.reader import EXPORTED
+from thinwire.checkpoint.shards import Cut, words
+from thinwire.core.sharded import is_sharded
+from thinwire.errors import CheckpointMismatch
+from thinwire.optim.base import ExchangingOptimizer
+from thinwire.strategy.fitting import settings_in_groups
+from thinwire.strategy.parts import Parts
+from thinwire.strategy.saving import (
+    OF_OTHER_RANKS,
+    OF_USER,
+    SAME_EVERYWHERE,
+    compared,
+    require_shapes,
+    take_values_,
+    tell_of_changes,
+)
+
+__all__ = ["begin_anew", "load_parameters", "read", "save"]
+
+
+def save(
+    directory: str | Path,
+    state: Callable[[], Mapping[str, Any]],
+    parts: Parts,
+    step: int,
+    keep: int | None,
+) -> Path:
+    """Write a checkpoint; see `Engine.save`."""
+    content: Any
+    try:
+        content = state()
+    except Exception as error:  # the others are about to wait for this rank
+        content = error
+    return save_checkpoint(
+        directory,
+        content,
+        step=step,
+        group=parts.savers,
+        facts=parts.facts,
+        part=parts.part,
+        keep=keep,
+    )
+
+
+def read(
+    directory: str | Path, parts: Parts, apply: Callable[..., None], step: int | None = None
+) -> Path:
+    """Find the newest whole checkpoint, or that of a step, see that it fits, and let
+    `apply(state, keep=, agreed=)` take it over.
+    """
+    loaded = _found(directory, parts, step=step)
+    changes, problems = compared(loaded.facts, parts)
+    if problems:
+        raise _misfit(loaded, "; ".join(problems))
+    if loaded.cut_anew:
+        fitted = partial(_complete, loaded.state, parts)
+        on_all_ranks(parts.savers, "cutting a checkpoint into other shards", fitted)
+
+    if not parts.group.stays and parts.group.rank > 0:  # all of them read that of one member
+        loaded.state["random"] = derived(loaded.state["random"], parts.group.rank)
+
+    def agreed(problem: Exception | None, left: frozenset[str]) -> frozenset[str]:
+        def act() -> list[str]:
+            if problem is not None:
+                raise _misfit(loaded, str(problem)) from problem
+            return sorted(left)
+
+        return _of_any(on_all_ranks(parts.savers, "taking over a checkpoint", act))
+
+    apply(loaded.state, keep=settings_in_groups(changes), agreed=agreed)
+    tell_of_changes(str(loaded.path), changes)
+    return loaded.path
+
+
+def _found(directory: str | Path, parts: Parts, **options: Any) -> Loaded:
+    return load_checkpoint(
+        directory,
+        group=parts.savers,
+        part=parts.part,
+        rules=OF_OTHER_RANKS,
+        cut=partial(_cut, parts),
+        **options,
+    )
+
+
+def _of_any(answers: list[list[str]]) -> frozenset[str]:
+    return frozenset(chain.from_iterable(answers))
+
+
+@torch.no_grad()
+def load_parameters(directory: str | Path, parts: Parts) -> Path:
+    """The parameters and buffers alone; see `Engine.load_parameters`."""
+    fit = "Load a checkpoint of the same model"
+    if parts.runner is not None:
+        fit += f", cut into the same stages; else {EXPORTED}"
+    loaded = _found(directory, parts, combined=True)
+
+    def fits() -> list[str]:
+        theirs, ours = (_shapes(facts) for facts in (loaded.facts, parts.facts))
+        if loaded.cut_anew and theirs != ours:  # rows of shards may fit by chance
+            name = next(n for n in {**theirs, **ours} if theirs.get(n) != ours.get(n))
+            raise CheckpointMismatch(
+                f"{loaded.path}: parameter {name} has shape {theirs.get(name, 'none')} in it and "
+                f"{ours.get(name, 'none')} here. Load a checkpoint of the same model"
+            )
+        try:
+            return sorted(require_shapes(loaded.state, parts, fit))
+        except ValueError as error:
+            raise CheckpointMismatch(f"{loaded.path}: {error}") from error
+
+    what = "taking over the parameters of a checkpoint"
+    left = _of_any(on_all_ranks(parts.savers, what, fits))
+    take_values_(loaded.state, parts, left)
+    begin_anew(parts, alike=not left)
+    return loaded.path
+
+
+def begin_anew(parts: Parts, *, alike: bool = True) -> None:
+    """Forget what was on its way for other parameters; `alike`: whether ranks have the same buffers
+    now.
+    """
+    parts.buffers.forget(alike=alike)
+    if parts.merge is not None:
+        parts.merge.clear()
+    parts.exchange.start_anew()
+
+
+def _shapes(facts: Mapping[str, Any]) -> dict[str, str]:
+    """The whole shapes of the parameters by name, from the facts of a checkpoint."""
+    split = (entry.rsplit(" [", 1) for entry in facts.get("parameters", ()))
+    return {named.rsplit(" ", 1)[0]: f"[{shape}" for named, shape in split}
+
+
+def _misfit(loaded: Loaded, problem: str) -> CheckpointMismatch:
+    alone = "engine.load_parameters(directory)"
+    if (loaded.facts.get("strategy") or {}).get("pipeline") is not None:
+        alone = EXPORTED
+    return CheckpointMismatch(
+        f"{loaded.path} does not fit: {problem}. Prepare the engine as it was then, or begin anew "
+        f"with the parameters alone: {alone}"
+    )
+
+
+def _cut(parts: Parts, facts: Mapping[str, Any]) -> Cut | None:
+    """How this engine's model is cut into shards, for a checkpoint of another cut; None where its
+    parts, or those of the engine, are stages of a pipeline.
+    """
+    if parts.runner is not None or facts.get("strategy", {}).get("pipeline") is not None:
+        return None
+    params = dict(named_parameters(parts.model))
+    shapes = {name: tuple(param.shape) for name, param in params.items()}
+    first = next(iter(params.values()))
+    shards = first.device_mesh.size() if is_sharded(first) else 1  # type: ignore[attr-defined]
+
+    def owner(tree: Any, path: tuple[Any, ...]) -> str | None:
+        if path[:2] == ("optimizer", "state"):
+            name = _owners(tree).get(path[2])
+            return name if name in shapes else None
+        if path[0] in OF_USER:  # of rank 0, whatever it is
+            return None
+        return next((word for word in words(path) if word in shapes), None)
+
+    return Cut(shards=shards, shard=parts.part, shapes=shapes, owner=owner, of_ranks=("random",))
+
+
+def _owners(tree: Mapping[str, Any]) -> dict[Any, str]:
+    """The parameters that the keys of an optimizer's saved state stand for."""
+    names, groups = tree["optimizer_names"], tree["optimizer"]["param_groups"]
+    if names is None:
+        return {}
+    return {
+        key: name
+        for group, told in zip(groups, names, strict=True)
+        for key, name in zip(group["params"], told, strict=True)
+    }
+
+
+def _complete(state: Mapping[str, Any], parts: Parts) -> None:
+    """After a new cut: what compression keeps of a shard that was not compressed before is zero, or
+    as drawn where all ranks hold the same.
+
+    Raises:
+        CheckpointMismatch: What was kept belongs to a shard that is not compressed now.
+    """
+    saved, here = state["exchange"], parts.exchange.state_dict()
+    for kind, places in here.items():
+        if not isinstance(places, dict) or not isinstance(saved.get(kind), dict):
+            continue
+        for name in [name for name in saved[kind] if name not in places]:
+            lost = saved[kind][name]
+            if not isinstance(lost, Tensor) or kind == "pending":
+                continue
+            if kind not in SAME_EVERYWHERE:
+                _require_nothing_pending(f"{kind} of {name}", lost)
+            del saved[kind][name]
+        for name, place in places.items():
+            if not isinstance(place, Tensor):
+                continue
+            drawn = place.detach().cpu().clone()
+            new = drawn if kind in SAME_EVERYWHERE else torch.zeros_like(drawn)
+            saved[kind].setdefault(name, new)
+
+    optimizer = parts.optimizer
+    if not isinstance(optimizer, ExchangingOptimizer):
+        return
+    owners, params = _owners(state), dict(named_parameters(parts.model))
+    for key, entries in state["optimizer"]["state"].items():
+        name = owners.get(key)
+        if name is not None and "residual" in entries and not optimizer.compresses(params[name]):
+            _require_nothing_pending(f"residual of {name}", entries["residual"])
+            del entries["residual"]
+
+
+def _require_nothing_pending(what: str, tensor: Tensor) -> None:
+    if tensor.any():
+        raise CheckpointMismatch(
+            f"{what}: the shards that it belongs to are too small to be compressed now, and what "
+            "is pending would be lost: lower min_numel (of LowRank, or its rank), or load with the "
+            "shards that saved"
+        )

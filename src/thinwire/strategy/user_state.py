@@ -1,0 +1,292 @@
+"""What a user has beside the engine, as a part of its state: what is given as `extra`, extra states
+of torch's modules, and the schedulers that drive the optimizer.
+"""
+
+import contextlib
+import copy
+import gc
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from thinwire._names import plain_names
+
+__all__ = [
+    "Matched",
+    "matched_schedulers",
+    "plain",
+    "restore_modules_",
+    "restore_schedulers_",
+    "saved_modules",
+    "saved_schedulers",
+    "schedulers_of",
+    "unmatched_modules",
+]
+
+
+def plain(value: Any, path: str = "extra", *, objects: bool = True) -> Any:
+    """The same tree with the `state_dict()` of whatever has one in its place.
+
+    Args:
+        value: Nested dicts, lists and tuples of None, bool, int, float, str, bytes, tensors,
+            NumPy's bool, int and float, which become Python's, and objects with a `state_dict`.
+            Read only.
+        path: Where it stands, for errors.
+        objects: Whether the latter may be in it.
+
+    Raises:
+        TypeError: Something else is in it; names its place and what to do.
+    """
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        number = value.item()
+        if isinstance(number, bool | int | float):  # a long double has more digits than Python's
+            return number
+    if value is None or isinstance(value, bool | int | float | str | bytes | Tensor):
+        return value
+    if isinstance(value, Mapping):
+        return {
+            _key(key, path): plain(entry, f"{path}[{key!r}]", objects=objects)
+            for key, entry in value.items()
+        }
+    if isinstance(value, list | tuple):
+        entries = [plain(entry, f"{path}[{i}]", objects=objects) for i, entry in enumerate(value)]
+        return entries if isinstance(value, list) else tuple(entries)
+    if objects and not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
+        return plain(value.state_dict(), f"{path}.state_dict()")
+    advice = "give what a later run needs of it"
+    if isinstance(value, torch.Generator):
+        advice = "give its get_state()"
+    elif isinstance(value, np.ndarray):
+        advice = "give torch.from_numpy(array)"
+    raise TypeError(
+        f"{path} is of type {type(value).__name__}; a checkpoint holds None, bool, int, float, "
+        "str, bytes, tensors, dicts, lists and tuples of these"
+        f"{', and whatever has a state_dict' if objects else ''}: {advice}"
+    )
+
+
+def _key(key: object, path: str) -> int | str:
+    if isinstance(key, bool) or not isinstance(key, int | str):
+        raise TypeError(
+            f"{path} has the key {key!r} of type {type(key).__name__}; keys are str or int"
+        )
+    return key
+
+
+def saved_modules(model: nn.Module) -> dict[str, Any]:
+    """The extra state of each module that has both methods, under its key in the model's
+    `state_dict`.
+
+    Raises:
+        TypeError: One holds what a file cannot; names the module.
+    """
+    return {key: _state_of_module(key, module) for key, module in _modules(model).items()}
+
+
+def unmatched_modules(model: nn.Module, states: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The keys of states without a module here, and those of modules without a state."""
+    here = _modules(model)
+    return [key for key in states if key not in here], [key for key in here if key not in states]
+
+
+def restore_modules_(model: nn.Module, states: Mapping[str, Any], undo: ExitStack) -> None:
+    """Let modules go on with their states; `undo` gets what undoes it.
+
+    Tensors go to the device of those that the module has there now.
+
+    Raises:
+        ValueError: A module does not take its state.
+    """
+    for key, module in _modules(model).items():
+        if key not in states:
+            continue
+        now = module.get_extra_state()
+        undo.callback(_put_back, module, copy.deepcopy(now))
+        try:
+            module.set_extra_state(_placed(copy.deepcopy(states[key]), now))
+        except Exception as error:
+            kind = type(module).__name__
+            raise ValueError(
+                f"{key}: set_extra_state of {kind} failed with {type(error).__name__}: {error}"
+            ) from error
+
+
+def _put_back(module: nn.Module, state: Any) -> None:
+    with contextlib.suppress(Exception):  # one that refuses must not keep the rest changed
+        module.set_extra_state(state)
+
+
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    found = [
+        (f"{name}._extra_state".removeprefix("."), module)
+        for name, module in model.named_modules()
+        if _overrides(module, "get_extra_state") and _overrides(module, "set_extra_state")
+    ]
+    keys = plain_names(key for key, _ in found)
+    return dict(zip(keys, (module for _, module in found), strict=True))
+
+
+def _overrides(module: nn.Module, method: str) -> bool:
+    return getattr(type(module), method) is not getattr(nn.Module, method)
+
+
+def _state_of_module(key: str, module: nn.Module) -> Any:
+    try:
+        return plain(module.get_extra_state(), key, objects=False)
+    except TypeError as error:
+        raise TypeError(
+            f"the extra state of a {type(module).__name__} cannot be saved: {error}. Let its "
+            "get_extra_state return that, and set_extra_state take it"
+        ) from error
+
+
+def _placed(value: Any, like: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(like.device) if isinstance(like, Tensor) else value
+    if isinstance(value, Mapping):
+        places = like if isinstance(like, Mapping) else {}
+        return {key: _placed(entry, places.get(key)) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        alike = isinstance(like, list | tuple) and len(like) == len(value)
+        return type(value)(map(_placed, value, like if alike else value))
+    return value
+
+
+class Matched(NamedTuple):
+    """Which of the schedulers here goes on with which of the states that were saved."""
+
+    pairs: list[tuple[LRScheduler, Mapping[str, Any]]]
+    unsaved: list[str]
+    """Kinds of schedulers here for which there is no state."""
+    missing: list[str]
+    """Kinds of states for which there is no scheduler here, those aside that their owner keeps in
+    `extra`."""
+
+
+def saved_schedulers(optimizer: torch.optim.Optimizer, extra: Any = None) -> list[dict[str, Any]]:
+    """The states of the living schedulers of `optimizer`, those inside others left to these.
+
+    Args:
+        optimizer: Read only.
+        extra: What the user saves beside: a scheduler that is in it may be restored by hand.
+
+    Raises:
+        TypeError: A state is nothing that a file can hold; names the scheduler.
+    """
+    kept = set(map(id, _objects(extra)))
+    return [
+        {"kind": type(one).__name__, "state": _state(one), "in_extra": id(one) in kept}
+        for one in _outermost(optimizer)
+    ]
+
+
+def matched_schedulers(
+    states: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer
+) -> Matched:
+    """Find the scheduler of every state: by kind, and among several of a kind by their settings."""
+    here, pairs, missing = _outermost(optimizer), [], []
+    for saved_one in states:
+        alike = [one for one in here if type(one).__name__ == saved_one["kind"]]
+        if not alike:
+            missing += [] if saved_one["in_extra"] else [saved_one["kind"]]
+            continue
+        best = max(alike, key=lambda one: _likeness(saved_one["state"], one))
+        pairs.append((best, saved_one["state"]))
+        here = [one for one in here if one is not best]
+    return Matched(pairs, [type(one).__name__ for one in here], missing)
+
+
+def restore_schedulers_(
+    pairs: Iterable[tuple[LRScheduler, Mapping[str, Any]]], undo: ExitStack
+) -> None:
+    """Let schedulers go on with their states; `undo` gets what undoes it."""
+    for scheduler, state in pairs:
+        before = [(one, dict(vars(one))) for one in (scheduler, *_inside(scheduler))]
+        for one, attributes in before:
+            undo.callback(vars(one).update, attributes)
+            undo.callback(vars(one).clear)
+        scheduler.load_state_dict(copy.deepcopy(dict(state)))
+        for one, attributes in before:
+            _keep_kinds(one, attributes)
+
+
+def _keep_kinds(scheduler: LRScheduler, before: Mapping[str, Any]) -> None:
+    """Files know no Counter, which a scheduler may count its milestones with."""
+    for key, value in vars(scheduler).items():
+        if isinstance(before.get(key), Counter) and not isinstance(value, Counter):
+            vars(scheduler)[key] = Counter(value)
+
+
+def _outermost(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
+    found = schedulers_of(optimizer)
+    inner = {id(one) for scheduler in found for one in _inside(scheduler)}
+    # torch keeps no list of them, so that their order means nothing
+    return sorted(
+        (one for one in found if id(one) not in inner), key=lambda one: type(one).__name__
+    )
+
+
+def _inside(scheduler: LRScheduler) -> list[LRScheduler]:
+    """Those that a sequence or a chain of schedulers holds, at every depth."""
+    parts = [one for one in getattr(scheduler, "_schedulers", ()) if isinstance(one, LRScheduler)]
+    return [*parts, *(deeper for part in parts for deeper in _inside(part))]
+
+
+def _state(scheduler: LRScheduler) -> Any:
+    name = type(scheduler).__name__
+    try:
+        return plain(scheduler.state_dict(), f"{name}.state_dict()")
+    except TypeError as error:
+        raise TypeError(
+            f"the scheduler {name} cannot be saved: {error}. Give it a state_dict of plain values, "
+            "or let go of it before saving"
+        ) from error
+
+
+def _likeness(state: Mapping[str, Any], scheduler: LRScheduler) -> int:
+    """How many settings are the same."""
+    now = scheduler.state_dict()
+    return sum(key in now and _equal(value, now[key]) for key, value in state.items())
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a.cpu(), b.cpu())
+    return bool(a == b)
+
+
+def _objects(extra: Any) -> list[Any]:
+    """Whatever is in the tree and is no container."""
+    if isinstance(extra, Mapping):
+        return [leaf for value in extra.values() for leaf in _objects(value)]
+    if isinstance(extra, list | tuple):
+        return [leaf for value in extra for leaf in _objects(value)]
+    return [extra]
+
+
+def schedulers_of(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
+    """The living schedulers of torch that drive `optimizer`, in no certain order.
+
+    torch keeps no list of them, and not all leave a mark: they are found by what refers to the
+    optimizer.
+    """
+    if not _living(optimizer):
+        return []
+    gc.collect()  # one that nobody can reach may still be waiting for this
+    return _living(optimizer)
+
+
+def _living(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
+    holders = gc.get_referrers(optimizer)
+    # an object that was asked for its attributes keeps them in a dictionary, which then is the
+    # holder
+    holders += gc.get_referrers(*(holder for holder in holders if type(holder) is dict))
+    # type() and not isinstance, which would ask proxies of others for their class
+    found = {id(holder): holder for holder in holders if issubclass(type(holder), LRScheduler)}
+    return [holder for holder in found.values() if getattr(holder, "optimizer", None) is optimizer]
