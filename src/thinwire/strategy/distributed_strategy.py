@@ -19,7 +19,8 @@ from thinwire.strategy.engine import Engine
 from thinwire.strategy.explain.text import explanation
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.fleet import reader as fleet
-from thinwire.strategy.prepare import Setup, prepare
+from thinwire.strategy.parts import Setup
+from thinwire.strategy.prepare import prepare
 
 __all__ = ["DistributedStrategy"]
 

@@ -1,27 +1,91 @@
-"""What `prepare` puts together for an engine."""
+"""The records of `prepare`: what it was given, what it plans, and what it puts together for an
+engine.
+"""
 
+import datetime
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from thinwire.amp import LossScaler
-from thinwire.comm import Group
+from thinwire.comm import Group, Sites
+from thinwire.comm.grid import Grid
+from thinwire.compress.protocol import Compression
+from thinwire.core.clip import Clip
 from thinwire.core.stats import Planned
 from thinwire.exchange.overlap import Overlap
+from thinwire.local.updates import LocalUpdates
+from thinwire.members.members import Members
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.step.merge import GradientSum
 from thinwire.strategy.exchanges import Exchange
+from thinwire.strategy.fields import Fields
 from thinwire.strategy.joining import Batches
 from thinwire.strategy.moving_buffers import MovingBuffers
 
-__all__ = ["LossFunction", "Parts"]
-
+__all__ = ["LossFunction", "Parts", "Plan", "Setup"]
 
 LossFunction = Callable[[Any, Any], Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class Setup:
+    """What `prepare` was given, and where this rank stands among the stages and replicas."""
+
+    strategy: Fields
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: LossFunction | None
+    grad_clip: Clip | None
+    digest_every: int
+    timeout: float | datetime.timedelta | None
+    find_unused_parameters: bool
+    plan: Any
+    members: Members | None
+    mesh: DeviceMesh | None
+    planned: Planned | None = field(init=False)
+    group: Group = field(init=False)
+    """All ranks."""
+    grid: Grid | None = None
+    """None without a pipeline: one stage, and every rank is a replica."""
+    sites: Sites | None = None
+    """None where every rank has a whole model."""
+    replicas: int = 0
+
+    @property
+    def part(self) -> int:
+        """Which stage of the pipeline, or which shard, this rank holds."""
+        if self.sites is not None:
+            return self.sites.shard
+        return 0 if self.grid is None else self.grid.stage
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The ranks that exchange with this one; None for all."""
+        return None if self.grid is None else self.grid.replica_group
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """What can be said before ranks agree; until then everything can be undone."""
+
+    stage: nn.Module
+    optimizer: torch.optim.Optimizer
+    params: dict[str, Parameter]
+    compressor: Compression | None
+    scaler: LossScaler | None
+    sync: LocalUpdates | None
+    restore: Callable[[], None]
+    """Undoes what making it did to the given optimizer, in class and contents."""
+    names_of_stages: list[list[str]]
+    """What trains in each stage of a pipeline; empty without one."""
+    digest_every: int
 
 
 @dataclass(slots=True, kw_only=True)

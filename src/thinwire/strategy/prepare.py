@@ -2,23 +2,19 @@
 changed.
 """
 
-import datetime
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import Parameter
-from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
-from thinwire._names import named_buffers, named_parameters, require_shapes
+from thinwire._names import named_buffers, named_parameters
 from thinwire.amp import LossScaler
 from thinwire.comm import (
     Group,
@@ -27,7 +23,6 @@ from thinwire.comm import (
     next_identity,
     one_deadline,
     require_agreement,
-    require_mesh,
     seconds_of,
     time_limit_s,
     while_busy,
@@ -35,15 +30,13 @@ from thinwire.comm import (
 from thinwire.comm.grid import Grid
 from thinwire.comm.nodes import require_divisor
 from thinwire.comm.replicate import make_models_equal_
-from thinwire.compress import COMPRESSIONS, field_of
 from thinwire.compress.coverage import tell_coverage
 from thinwire.compress.dgc import DGC, locally_clipped
 from thinwire.compress.figures import loops_of
 from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.arithmetic import CURES, arithmetic
-from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
-from thinwire.core.stats import Planned, planned_row
+from thinwire.core.stats import planned_row
 from thinwire.errors import StrategyError, ThinwireError
 from thinwire.exchange.agreement import Among, Check
 from thinwire.exchange.digest import RollingDigest, optimizer_state
@@ -54,8 +47,7 @@ from thinwire.kernels.warm import warm_up
 from thinwire.layout.traffic import settled_step
 from thinwire.local.model import bare_optimizer, require_own_params, warn_of_others
 from thinwire.local.updates import LocalUpdates
-from thinwire.members.members import Members
-from thinwire.optim import EXCHANGING, Lamb, Lars
+from thinwire.optim import Lamb, Lars
 from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.muon import Muon
@@ -67,11 +59,9 @@ from thinwire.step.recompute import matches, recompute
 from thinwire.strategy.clipping import Clipping, require_one_clip, take_clip_
 from thinwire.strategy.engine import Engine
 from thinwire.strategy.exchanges import Exchange, ExchangingStep, LocalSteps, MeanThenStep
-from thinwire.strategy.explain.texts import TEXTS
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.fitting import checkpoint_facts, model_facts, strategy_facts, versions
 from thinwire.strategy.holding import (
-    Cut,
     Hold,
     become_,
     cut_of,
@@ -83,49 +73,19 @@ from thinwire.strategy.holding import (
 )
 from thinwire.strategy.joining import Batches
 from thinwire.strategy.moving_buffers import MovingBuffers
-from thinwire.strategy.parts import LossFunction, Parts
+from thinwire.strategy.parts import Parts, Plan, Setup
 from thinwire.strategy.replace import adopt
+from thinwire.strategy.requirements import (
+    check_kinds,
+    require_averages,
+    require_cut_works,
+    require_members_work,
+    require_mesh_works,
+)
 
-__all__ = ["Setup", "prepare"]
+__all__ = ["prepare"]
 
 _log = logging.getLogger("thinwire")
-
-
-@dataclass(slots=True, kw_only=True)
-class Setup:
-    """What `prepare` was given, and where this rank stands among the stages and replicas."""
-
-    strategy: Fields
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    loss_fn: LossFunction | None
-    grad_clip: Clip | None
-    digest_every: int
-    timeout: float | datetime.timedelta | None
-    find_unused_parameters: bool
-    plan: Any
-    members: Members | None
-    mesh: DeviceMesh | None
-    planned: Planned | None = field(init=False)
-    group: Group = field(init=False)
-    """All ranks."""
-    grid: Grid | None = None
-    """None without a pipeline: one stage, and every rank is a replica."""
-    sites: Sites | None = None
-    """None where every rank has a whole model."""
-    replicas: int = 0
-
-    @property
-    def part(self) -> int:
-        """Which stage of the pipeline, or which shard, this rank holds."""
-        if self.sites is not None:
-            return self.sites.shard
-        return 0 if self.grid is None else self.grid.stage
-
-    @property
-    def replica_group(self) -> dist.ProcessGroup | None:
-        """The ranks that exchange with this one; None for all."""
-        return None if self.grid is None else self.grid.replica_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,37 +95,20 @@ class _Undo:
     remove: Callable[[], None]
 
 
-@dataclass(slots=True, kw_only=True)
-class _Plan:
-    """What can be said before ranks agree; until then everything can be undone."""
-
-    stage: nn.Module
-    optimizer: torch.optim.Optimizer
-    params: dict[str, Parameter]
-    compressor: Compression | None
-    scaler: LossScaler | None
-    sync: LocalUpdates | None
-    restore: Callable[[], None]
-    """Undoes what making it did to the given optimizer, in class and contents."""
-    names_of_stages: list[list[str]]
-    """What trains in each stage of a pipeline; empty without one."""
-    digest_every: int
-
-
 def prepare(setup: Setup) -> Engine:
     """See `DistributedStrategy.prepare`."""
     strategy, model, members, mesh = setup.strategy, setup.model, setup.members, setup.mesh
     if members is not None:
-        _require_members_work(strategy, members, setup.timeout)
+        require_members_work(strategy, members, setup.timeout)
         members.require_mesh(mesh)
     if mesh is not None:
-        _require_mesh_works(strategy, mesh)
+        require_mesh_works(strategy, mesh)
         require_elementwise(setup.optimizer)
     check.boolean("find_unused_parameters", setup.find_unused_parameters)
     setup.planned = planned_row(setup.plan)
     # of a wrong kind, it is refused next
     setup.optimizer = cast("torch.optim.Optimizer", bare_optimizer(setup.optimizer))
-    _check_kinds(model, setup.optimizer, setup.loss_fn, setup.grad_clip)
+    check_kinds(model, setup.optimizer, setup.loss_fn, setup.grad_clip)
     reshard_(model)
     require_shards(dict(named_parameters(model)), None if mesh is None else mesh["shard"])
     setup.digest_every = check.integer("digest_every", setup.digest_every, at_least=0)
@@ -237,52 +180,7 @@ def _copy_from_first(model: nn.Module, group: Group) -> None:
     make_models_equal_(params, buffers, group)
 
 
-def _require_mesh_works(strategy: Fields, mesh: DeviceMesh) -> None:
-    require_mesh(mesh)
-    whole = {field: TEXTS[kind].no_shards for field, kind in COMPRESSIONS.items()}
-    others = " or ".join(field for field, why in whole.items() if not why)
-    reasons = {
-        "pipeline": "its stages are another way to divide a model: leave one of them out",
-        **{field: f"{why}; or use {others}" for field, why in whole.items() if why},
-        "lars": "give thinwire.optim.Lars as the optimizer, whose norms are over all shards",
-        "lamb": "give thinwire.optim.Lamb as the optimizer, whose norms are over all shards",
-    }
-    problems = [f"{name}: {reason}" for name, reason in reasons.items() if getattr(strategy, name)]
-    problems += [
-        "node_size: the ranks of a site hold its shards, and each of them exchanges its own: "
-        "leave node_size out"
-        for each in (strategy.compression, strategy.local)
-        if getattr(each, "node_size", None) not in (None, 1)
-    ]
-    if problems:
-        raise StrategyError(f"mesh= does not work with {'; '.join(problems)}")
-
-
-def _require_members_work(
-    strategy: Fields, members: object, timeout: float | datetime.timedelta | None
-) -> None:
-    check.instance("members", members, Members)
-    if strategy.local is None:
-        raise StrategyError(
-            "members come and go between two averagings, so members= needs localsgd or "
-            "adaptive_localsgd; every other field exchanges in each step, over ranks that stay: "
-            "start those with torchrun"
-        )
-    if strategy.pipeline is not None:
-        raise StrategyError("members= does not work with pipeline: leave it out")
-    if strategy.compression is not None:
-        raise StrategyError(
-            f"members= does not work with {field_of(strategy.compression)}: leave it out, and give "
-            "localsgd a compression such as tw.Sparse(0.97)"
-        )
-    if timeout is not None:
-        raise ValueError(
-            "timeout and members were both given: members exchange within the time-out that join "
-            "was given; leave it out"
-        )
-
-
-def _needs(plan: _Plan) -> frozenset[Need]:
+def _needs(plan: Plan) -> frozenset[Need]:
     """The compiled loops that this training calls; local updates see to theirs."""
     needs: frozenset[Need] = getattr(plan.optimizer, "needs", frozenset())
     if plan.sync is None and plan.compressor is not None:
@@ -290,25 +188,7 @@ def _needs(plan: _Plan) -> frozenset[Need]:
     return needs
 
 
-def _check_kinds(model: object, optimizer: object, loss_fn: object, grad_clip: object) -> None:
-    check.instance("model", model, nn.Module)
-    assert isinstance(model, nn.Module)
-    require_shapes(model)
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        kinds = " or ".join(f"thinwire.optim.{kind.__name__}" for kind in EXCHANGING)
-        raise TypeError(
-            "model is wrapped in DistributedDataParallel, and the engine exchanges by itself: give "
-            "it the model inside (ddp.module), or keep DDP and use optimizer.attach(ddp) of "
-            f"{kinds}"
-        )
-    check.instance("optimizer", optimizer, torch.optim.Optimizer)
-    if loss_fn is not None and not callable(loss_fn):
-        raise TypeError(f"loss_fn must be callable as loss_fn(outputs, targets), got {loss_fn!r}")
-    if grad_clip is not None:
-        check.instance("grad_clip", grad_clip, (ClipByGlobalNorm, ClipByNorm, ClipByValue))
-
-
-def _agreed_plan(setup: Setup) -> _Plan:
+def _agreed_plan(setup: Setup) -> Plan:
     """The plan, or this rank's own error, or one that names the rank which has an error: on all
     ranks at once.
     """
@@ -350,7 +230,7 @@ def _agreed_plan(setup: Setup) -> _Plan:
     return plan
 
 
-def _planned(setup: Setup) -> _Plan:
+def _planned(setup: Setup) -> Plan:
     strategy, model, optimizer = setup.strategy, setup.model, setup.optimizer
     grad_clip = setup.grad_clip
     require_free(model, optimizer)
@@ -364,9 +244,9 @@ def _planned(setup: Setup) -> _Plan:
     if strategy.local is not None:
         require_divisor(strategy.local.node_size, setup.replicas)
     stages = [model] if strategy.pipeline is None else split_model(model, strategy.pipeline)
-    _require_cut_works(cut_of(model), optimizer, stages, names, setup)
+    require_cut_works(cut_of(model), optimizer, stages, names, setup)
     if strategy.local is not None and len(stages) > 1:
-        _require_averages(stages)
+        require_averages(stages)
     stage = stages[setup.part if len(stages) > 1 else 0]
     mine = set(stage.parameters())
     trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
@@ -400,7 +280,7 @@ def _planned_for(
     compressor: Compression | None,
     restore: Callable[[], None],
     names_of_stages: list[list[str]],
-) -> _Plan:
+) -> Plan:
     strategy, optimizer = setup.strategy, setup.optimizer
     local = strategy.local
     trained = {p for group in optimizer.param_groups for p in group["params"]}
@@ -423,7 +303,7 @@ def _planned_for(
         )
         sync.digest_every, sync.timeout_s = setup.digest_every, seconds_of(setup.timeout)
         sync.planned = setup.planned
-    return _Plan(
+    return Plan(
         stage=stage,
         optimizer=optimizer,
         params=params,
@@ -436,42 +316,7 @@ def _planned_for(
     )
 
 
-def _require_cut_works(
-    cut: Cut | None,
-    optimizer: torch.optim.Optimizer,
-    stages: list[nn.Module],
-    names: dict[Parameter, str],
-    setup: Setup,
-) -> None:
-    """After an engine with a pipeline: refuse what cannot go on from what it has left."""
-    if cut is None:
-        return
-    for name in ("mesh", "members"):
-        if getattr(setup, name) is not None:
-            raise StrategyError(
-                f"this model was trained in stages, and each rank has the current values of its "
-                f"own only: {name}= needs a model that was not; load a file that `thinwire export` "
-                "has made of a checkpoint into a new one"
-            )
-    now = [{name for name, _ in named_parameters(stage)} for stage in stages]
-    alike = len(now) == len(cut) and all(new <= old for new, old in zip(now, cut, strict=True))
-    if not alike and holds_one_stage(cut, optimizer, names):
-        raise StrategyError(
-            "the optimizer holds the parameters of one stage, as an engine with a pipeline has "
-            "left it, and the stages are others now: give a new one over model.parameters()"
-        )
-
-
-def _require_averages(stages: list[nn.Module]) -> None:
-    for number, stage in enumerate(stages, 1):
-        if not any(p.requires_grad and p.numel() for p in stage.parameters()):
-            raise StrategyError(
-                f"stage {number} of {len(stages)} has no parameter with requires_grad=True that "
-                "has elements, and localsgd averages those of each stage: move a split point"
-            )
-
-
-def _assembled(setup: Setup, plan: _Plan, handles: list[Any]) -> Engine:
+def _assembled(setup: Setup, plan: Plan, handles: list[Any]) -> Engine:
     """Put the parts together; from here on the model is changed, by `handles`."""
     strategy, model = setup.strategy, setup.model
     handles.append(Hold(model, plan.optimizer))
@@ -575,9 +420,7 @@ def _scaler(setup: Setup) -> LossScaler | None:
     return LossScaler(amp.loss_scale, setup.grid.stage_group)
 
 
-def _exchange(
-    strategy: Fields, plan: _Plan, place: Setup, clip: Clipping, among: Among
-) -> Exchange:
+def _exchange(strategy: Fields, plan: Plan, place: Setup, clip: Clipping, among: Among) -> Exchange:
     """Which of the three ways this engine shares its updates."""
     if plan.sync is not None:
         limit = _limit(strategy, plan, place)
@@ -612,7 +455,7 @@ def _exchange(
     return MeanThenStep(plan.optimizer, plan.params, gradients, clip, compression, limit)
 
 
-def _limit(strategy: Fields, plan: _Plan, place: Setup) -> Limit | None:
+def _limit(strategy: Fields, plan: Plan, place: Setup) -> Limit | None:
     """The local clip that comes before what is compressed."""
     if strategy.dgc is None or strategy.dgc.local_grad_clip_norm is None:
         return None
@@ -628,7 +471,7 @@ def _limit(strategy: Fields, plan: _Plan, place: Setup) -> Limit | None:
     return limit
 
 
-def _digest(plan: _Plan) -> RollingDigest | None:
+def _digest(plan: Plan) -> RollingDigest | None:
     """Of the replicas of this rank's stage and of its optimizer; None where nothing is to be
     compared.
     """

@@ -1,0 +1,132 @@
+"""What `prepare` refuses, each rank by itself, before anything is changed."""
+
+import datetime
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire import _validate as check
+from thinwire._names import named_parameters, require_shapes
+from thinwire.comm import require_mesh
+from thinwire.compress import COMPRESSIONS, field_of
+from thinwire.core.clip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from thinwire.errors import StrategyError
+from thinwire.members.members import Members
+from thinwire.optim import EXCHANGING
+from thinwire.strategy.explain.texts import TEXTS
+from thinwire.strategy.fields import Fields
+from thinwire.strategy.holding import Cut, holds_one_stage
+from thinwire.strategy.parts import Setup
+
+__all__ = [
+    "check_kinds",
+    "require_averages",
+    "require_cut_works",
+    "require_members_work",
+    "require_mesh_works",
+]
+
+
+def require_mesh_works(strategy: Fields, mesh: DeviceMesh) -> None:
+    """Refuse fields that do not go with sharded models."""
+    require_mesh(mesh)
+    whole = {field: TEXTS[kind].no_shards for field, kind in COMPRESSIONS.items()}
+    others = " or ".join(field for field, why in whole.items() if not why)
+    reasons = {
+        "pipeline": "its stages are another way to divide a model: leave one of them out",
+        **{field: f"{why}; or use {others}" for field, why in whole.items() if why},
+        "lars": "give thinwire.optim.Lars as the optimizer, whose norms are over all shards",
+        "lamb": "give thinwire.optim.Lamb as the optimizer, whose norms are over all shards",
+    }
+    problems = [f"{name}: {reason}" for name, reason in reasons.items() if getattr(strategy, name)]
+    problems += [
+        "node_size: the ranks of a site hold its shards, and each of them exchanges its own: "
+        "leave node_size out"
+        for each in (strategy.compression, strategy.local)
+        if getattr(each, "node_size", None) not in (None, 1)
+    ]
+    if problems:
+        raise StrategyError(f"mesh= does not work with {'; '.join(problems)}")
+
+
+def require_members_work(
+    strategy: Fields, members: object, timeout: float | datetime.timedelta | None
+) -> None:
+    """Refuse fields that do not go with ranks that come and go."""
+    check.instance("members", members, Members)
+    if strategy.local is None:
+        raise StrategyError(
+            "members come and go between two averagings, so members= needs localsgd or "
+            "adaptive_localsgd; every other field exchanges in each step, over ranks that stay: "
+            "start those with torchrun"
+        )
+    if strategy.pipeline is not None:
+        raise StrategyError("members= does not work with pipeline: leave it out")
+    if strategy.compression is not None:
+        raise StrategyError(
+            f"members= does not work with {field_of(strategy.compression)}: leave it out, and give "
+            "localsgd a compression such as tw.Sparse(0.97)"
+        )
+    if timeout is not None:
+        raise ValueError(
+            "timeout and members were both given: members exchange within the time-out that join "
+            "was given; leave it out"
+        )
+
+
+def check_kinds(model: object, optimizer: object, loss_fn: object, grad_clip: object) -> None:
+    """Refuse arguments of other kinds."""
+    check.instance("model", model, nn.Module)
+    assert isinstance(model, nn.Module)
+    require_shapes(model)
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        kinds = " or ".join(f"thinwire.optim.{kind.__name__}" for kind in EXCHANGING)
+        raise TypeError(
+            "model is wrapped in DistributedDataParallel, and the engine exchanges by itself: give "
+            "it the model inside (ddp.module), or keep DDP and use optimizer.attach(ddp) of "
+            f"{kinds}"
+        )
+    check.instance("optimizer", optimizer, torch.optim.Optimizer)
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"loss_fn must be callable as loss_fn(outputs, targets), got {loss_fn!r}")
+    if grad_clip is not None:
+        check.instance("grad_clip", grad_clip, (ClipByGlobalNorm, ClipByNorm, ClipByValue))
+
+
+def require_cut_works(
+    cut: Cut | None,
+    optimizer: torch.optim.Optimizer,
+    stages: list[nn.Module],
+    names: dict[Parameter, str],
+    setup: Setup,
+) -> None:
+    """After an engine with a pipeline: refuse what cannot go on from what it has left."""
+    if cut is None:
+        return
+    for name in ("mesh", "members"):
+        if getattr(setup, name) is not None:
+            raise StrategyError(
+                f"this model was trained in stages, and each rank has the current values of its "
+                f"own only: {name}= needs a model that was not; load a file that `thinwire export` "
+                "has made of a checkpoint into a new one"
+            )
+    now = [{name for name, _ in named_parameters(stage)} for stage in stages]
+    alike = len(now) == len(cut) and all(new <= old for new, old in zip(now, cut, strict=True))
+    if not alike and holds_one_stage(cut, optimizer, names):
+        raise StrategyError(
+            "the optimizer holds the parameters of one stage, as an engine with a pipeline has "
+            "left it, and the stages are others now: give a new one over model.parameters()"
+        )
+
+
+def require_averages(stages: list[nn.Module]) -> None:
+    """Refuse stages in which local updates have nothing to average."""
+    for number, stage in enumerate(stages, 1):
+        if not any(p.requires_grad and p.numel() for p in stage.parameters()):
+            raise StrategyError(
+                f"stage {number} of {len(stages)} has no parameter with requires_grad=True that "
+                "has elements, and localsgd averages those of each stage: move a split point"
+            )
