@@ -62,8 +62,7 @@ def _run(typed: list[str]) -> NoReturn:
 
     from thinwire.errors import ThinwireError
     from thinwire.members import command as meeting
-    from thinwire.strategy import export_command as exporting
-    from thinwire.strategy.command import EXAMPLE, explain
+    from thinwire.strategy import command as describing
     from thinwire.tools.app import app
     from thinwire.tools.compare import command as comparing
     from thinwire.tools.doctor import command as examining
@@ -72,8 +71,8 @@ def _run(typed: list[str]) -> NoReturn:
 
     if "explain" not in app:
         app.command(comparing.compare, help_epilogue=comparing.EXAMPLES)
-        app.command(explain, help_epilogue=EXAMPLE)
-        app.command(exporting.export, help_epilogue=exporting.EXAMPLES)
+        app.command(describing.explain, help_epilogue=describing.EXAMPLE)
+        app.command(describing.export, help_epilogue=describing.EXAMPLES)
         app.command(running.run, help_epilogue=running.EXAMPLES)
         app.command(planning.plan, help_epilogue=planning.EXAMPLE)
         app.command(planning.probe, help_epilogue=planning.PROBE_EXAMPLE)

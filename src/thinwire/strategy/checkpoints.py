@@ -1,6 +1,6 @@
 """The state of an engine on disk: every rank writes its part, and finds it on other ranks too."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -25,26 +25,30 @@ from thinwire.strategy.saving import (
     OF_OTHER_RANKS,
     OF_USER,
     SAME_EVERYWHERE,
+    Restored,
     compared,
+    load_all,
     require_shapes,
+    saved,
     take_values_,
     tell_of_changes,
 )
 
-__all__ = ["begin_anew", "load_parameters", "read", "save"]
+__all__ = ["begin_anew", "load", "load_parameters", "save"]
 
 
 def save(
     directory: str | Path,
-    state: Callable[[], Mapping[str, Any]],
     parts: Parts,
+    counters: Mapping[str, int],
+    extra: Any,
     step: int,
     keep: int | None,
 ) -> Path:
     """Write a checkpoint; see `Engine.save`."""
     content: Any
     try:
-        content = state()
+        content = saved(parts, counters, extra)
     except Exception as error:  # the others are about to wait for this rank
         content = error
     return save_checkpoint(
@@ -58,12 +62,8 @@ def save(
     )
 
 
-def read(
-    directory: str | Path, parts: Parts, apply: Callable[..., None], step: int | None = None
-) -> Path:
-    """Find the newest whole checkpoint, or that of a step, see that it fits, and let
-    `apply(state, keep=, agreed=)` take it over.
-    """
+def load(directory: str | Path, parts: Parts, step: int | None) -> tuple[Path, Restored]:
+    """Take over the newest whole checkpoint, or that of a step; see `Engine.load`."""
     loaded = _found(directory, parts, step=step)
     changes, problems = compared(loaded.facts, parts)
     if problems:
@@ -83,9 +83,10 @@ def read(
 
         return _of_any(on_all_ranks(parts.savers, "taking over a checkpoint", act))
 
-    apply(loaded.state, keep=settings_in_groups(changes), agreed=agreed)
+    keep = settings_in_groups(changes)
+    restored = load_all(loaded.state, parts, keep=keep, agreed=agreed)
     tell_of_changes(str(loaded.path), changes)
-    return loaded.path
+    return loaded.path, restored
 
 
 def _found(directory: str | Path, parts: Parts, **options: Any) -> Loaded:

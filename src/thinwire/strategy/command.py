@@ -1,20 +1,29 @@
-"""`thinwire explain`: the file is read before torch is, so that a bad one is answered at once."""
+"""`thinwire explain` and `thinwire export`: torch is loaded where it is needed, and not before, so
+that a bad file is answered at once.
+"""
 
 from __future__ import annotations
 
+import sys
+import warnings
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from thinwire.strategy.yaml_reader import read_file
 
-__all__ = ["EXAMPLE", "explain"]
+if TYPE_CHECKING:
+    from thinwire.checkpoint import Exported
 
+__all__ = ["EXAMPLE", "EXAMPLES", "explain", "export"]
+
+_Flag = Annotated[bool, Parameter(negative="")]
 EXAMPLE = "Example: thinwire explain examples/strategies/one_bit_local.yaml"
 
 
-def explain(file: Path, /, *, quiet: Annotated[bool, Parameter(negative="")] = False) -> None:
+def explain(file: Path, /, *, quiet: _Flag = False) -> None:
     """Say what a training step under the strategy in FILE does, in order, and what its parts mean
     together.
 
@@ -33,3 +42,74 @@ def explain(file: Path, /, *, quiet: Annotated[bool, Parameter(negative="")] = F
         raise ValueError(str(error)) from None
     if not quiet:
         strategy.explain()
+
+
+EXAMPLES = """Examples:
+
+thinwire export checkpoints model.safetensors
+
+thinwire export checkpoints/step_0000001200 model.safetensors --force
+"""
+_MOST_NAMES = 5
+
+
+def export(checkpoint: Path, file: Path, /, *, force: _Flag = False, quiet: _Flag = False) -> None:
+    """Write the model of a checkpoint as one safetensors file, which needs no thinwire.
+
+    The file has the names of model.state_dict(), buffers included. Every byte of the checkpoint is
+    verified first; no process group is needed.
+
+    Args:
+        checkpoint: Folder of one checkpoint, or the one that engine.save was given: then the newest
+            one in it that is whole.
+        file: Where to write, such as model.safetensors.
+        force: Replace a file that is there.
+        quiet: Print nothing.
+    """
+    from thinwire import checkpoint as checkpoints
+    from thinwire.errors import CheckpointError
+
+    with warnings.catch_warnings(record=True) as told, _bar(f"exporting {file}", quiet=quiet):
+        warnings.simplefilter("always", UserWarning)
+        try:
+            made = checkpoints.export(checkpoint, file, force=force)
+        except (CheckpointError, FileExistsError) as error:
+            raise ValueError(str(error)) from None
+    for warning in told:
+        sys.stderr.write(f"thinwire: {warning.message}\n")
+    if not quiet:
+        print("\n".join(_lines(made)))
+
+
+def _bar(text: str, *, quiet: bool) -> AbstractContextManager[Any]:
+    """A bar on a terminal, gone when the work is done."""
+    if quiet or not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    progress.add_task(text, total=None)
+    return progress
+
+
+def _lines(made: Exported) -> list[str]:
+    ranks = "1 rank" if made.ranks == 1 else f"{made.ranks} ranks"
+    lines = [
+        f"{made.checkpoint} (step {made.step}, saved by {ranks}): {made.tensors} "
+        f"tensors, {made.size_bytes:,} bytes in {made.file}"
+    ]
+    if made.tied:
+        pairs = [f"{key} is {name}" for key, name in made.tied.items()]
+        lines.append(f"tied, written under both names: {_some(pairs)}")
+    if made.averaged:
+        lines.append(f"the mean of the ranks, which held different values: {_some(made.averaged)}")
+    if made.left_out:
+        lines.append(f"in the model's state_dict, and in no such file: {_some(made.left_out)}")
+    return lines
+
+
+def _some(names: list[str] | tuple[str, ...]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more

@@ -5,7 +5,6 @@ import json
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -490,7 +489,7 @@ class Engine:
         Raises:
             TypeError: A scheduler's state, or a module's, is nothing that a file can hold.
         """
-        return saving.with_facts(saving.saved(self._parts, self._counters()), self._parts)
+        return saving.state_dict(self._parts, self._counters())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict` of the same rank, bit for bit; on all ranks. No
@@ -547,8 +546,8 @@ class Engine:
             place = {"place of the checkpoint": self._steps.place()}
             require_agreement(self._parts.group, place, what="saving")
             self._parts.exchange.require_equal(self.step)
-        state = partial(saving.saved, self._parts, self._counters(), extra)
-        return checkpoints.save(directory, state, self._parts, self._steps.place(), keep)
+        counters, step = self._counters(), self._steps.place()
+        return checkpoints.save(directory, self._parts, counters, extra, step, keep)
 
     def load(
         self, directory: str | Path, if_any: bool = False, *, step: int | None = None
@@ -611,13 +610,15 @@ class Engine:
             _log.info("%s: nothing is loaded", told)
             return None
         try:
-            return checkpoints.read(directory, self._parts, self._take_over, step)
+            path, restored = checkpoints.load(directory, self._parts, step)
         except CheckpointMissing:
             if not if_any:
                 raise
             self.extra = None
             _log.info("no checkpoint in %s yet: training starts from the beginning", directory)
             return None
+        self._go_on(restored)
+        return path
 
     def load_parameters(self, source: str | Path, *, torch_checkpoint: bool = False) -> Path:
         """Take the parameters and buffers of the newest whole checkpoint, and nothing else, to
@@ -668,9 +669,6 @@ class Engine:
         fields goes on with it.
         """
         self._finalizer()
-
-    def _take_over(self, state: Mapping[str, Any], **told: Any) -> None:
-        self._go_on(saving.load_all(state, self._parts, **told))
 
     def _go_on(self, restored: Mapping[str, Any]) -> None:
         self._steps.step = restored["step"]

@@ -50,9 +50,9 @@ __all__ = [
     "load_all",
     "require_shapes",
     "saved",
+    "state_dict",
     "take_values_",
     "tell_of_changes",
-    "with_facts",
 ]
 
 _log = logging.getLogger("thinwire")
@@ -114,10 +114,11 @@ def saved(parts: Parts, counters: Mapping[str, int], extra: Any = None) -> dict[
     }
 
 
-def with_facts(state: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
-    """What `saved` gave, for `load`, with what it fits and whose it is; a checkpoint has both
-    beside it.
+def state_dict(parts: Parts, counters: Mapping[str, int]) -> dict[str, Any]:
+    """What is `saved`, for `load`, with what it fits and whose it is; a checkpoint has both beside
+    it.
     """
+    state = saved(parts, counters)
     origin = Origin(*place_in(), state["counters"]["step"], checksum_of(_of_ranks(state)))
     return {**state, "facts": _copied(parts.facts), ORIGIN: origin.packed()}
 
