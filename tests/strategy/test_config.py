@@ -1,6 +1,7 @@
 """The strategy as an object: its fields, what it refuses, and that it stays as it was made."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
