@@ -1,4 +1,6 @@
-"""Checkpoints that survive a kill at any point and a change of ranks."""
+"""Checkpoints that survive a kill at any point and a change of ranks. `strategy` and `integrations`
+import it.
+"""
 
 from thinwire.checkpoint.all_ranks import on_all_ranks
 from thinwire.checkpoint.combine import combine

@@ -1,4 +1,6 @@
-"""The seam to the ranks: the only package that imports `torch.distributed`."""
+"""The ranks, as far as training talks to them: the only package that imports `torch.distributed`.
+Every package that talks to ranks imports it.
+"""
 
 from thinwire.comm.busy import busy, by_rank, while_busy
 from thinwire.comm.ddp import BucketTap, tap_buckets

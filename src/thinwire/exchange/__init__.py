@@ -1,1 +1,3 @@
-"""How ranks come to agree on a mean gradient: what is exchanged, checked and voted on."""
+"""One exchange of gradients: agreements and their checks, sending, verification. `optim` (for
+`DGCMomentum`), `local`, `members`, `amp` and `strategy` import it.
+"""

@@ -1,1 +1,3 @@
-"""How long messages are and who sends what to whom: plain arithmetic, without torch."""
+"""How long messages are and who sends what to whom: plain arithmetic, without torch, for every
+package.
+"""

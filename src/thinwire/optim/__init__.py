@@ -1,5 +1,5 @@
 """Optimizers: those of torch with the common part of this library, and those for large batches and
-sparse rows.
+sparse rows. `strategy` and `integrations` import them.
 """
 
 from thinwire.core.clip import ClipByGlobalNorm, ClipByNorm, ClipByValue

@@ -1,1 +1,1 @@
-"""Stages of a model on different ranks, over torch.distributed.pipelining."""
+"""Stages of a model on different ranks, over torch.distributed.pipelining. `strategy` imports it."""

@@ -1,1 +1,1 @@
-"""Wrappers of one training step: gradient merge, recompute, autocast."""
+"""What wraps one training step: gradient merge, recompute, autocast. `strategy` imports it."""
