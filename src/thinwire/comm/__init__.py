@@ -1,5 +1,5 @@
-"""The ranks, as far as training talks to them: the only package that imports `torch.distributed`.
-Every package that talks to ranks imports it.
+"""What talks to other ranks: the only package that imports `torch.distributed`. Every package that
+needs them imports it.
 """
 
 from thinwire.comm.busy import busy, by_rank, while_busy

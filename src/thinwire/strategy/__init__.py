@@ -1,3 +1,3 @@
-"""The one place that knows all methods: a strategy, its rules, and the engine that it prepares. Only
-`integrations` and the command import it.
+"""The one place that knows all methods: a strategy, its rules, and the engine that it prepares.
+Only `integrations` and the command import it.
 """
