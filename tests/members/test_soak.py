@@ -65,7 +65,7 @@ def test_a_member_that_leaves_is_replayed_with_what_it_had_kept(
         seen = Soak(tmp_path, 0, 0, 0, TIMEOUT_S, "sparse", address, None, ending=True)
         seen.all = [Process(part, current_process(), part.number, 0.0) for part in parts]
         seen.all[2].fate = "leaving"
-        ranks.run(_lives, parts, size=3, group=False)
+        ranks.run(_lives, parts, size=3, group=False, timeout_s=110)
         for one in seen.all:
             seen.read(one, 0.0)
         trace = seen.trace(generations_of(None, address))

@@ -261,13 +261,11 @@ class Keeper:
 
     def waiting(self) -> list[tuple[int, str]]:
         """Newcomers that nobody has given a state yet, by number and identity."""
-        with self._news:
+        with self._news:  # one that has just left asks no more
             asked = {n: value["id"] for n, value in sorted(self._hellos.items())}
-        members = () if self.generation is None else self.generation.ids
+            asked = {n: each for n, each in asked.items() if each not in self._were_in}
         return [
-            (n, each)
-            for n, each in asked.items()
-            if n not in self.served and each not in members and self._is_fresh(each)
+            (n, each) for n, each in asked.items() if n not in self.served and self._is_fresh(each)
         ]
 
     def ready(self) -> list[str]:
