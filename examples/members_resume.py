@@ -6,9 +6,9 @@ host --bind 10.0.0.1:29400 --token-file token; and on every machine, now or late
     pip install torchdata
     python examples/members_resume.py tcp://10.0.0.1:29400 token copies
 
-The first member writes a copy after every averaging. Where all have ended, start the host and them
-again, with the folder of copies on every machine: they go on from its step and its place in the
-data, if they are as many as then; else with a new pass over it.
+The first member writes a copy after every averaging. Where all have ended, start them again by the
+same commands, with the folder of copies on every machine: they go on from its step and its place in
+the data, if they are as many as then; else with a new pass over it.
 """
 
 import sys

@@ -658,8 +658,8 @@ def _interrupted(rank: int, size: int, address: str) -> list[str]:
     """Threads that are left of a `join` that Ctrl-C ends."""
     hello, before = keeper.Keeper.say_hello, set(threading.enumerate())
 
-    def interrupts(self: Keeper, board: Board) -> Any:
-        number = hello(self, board)
+    def interrupts(self: Keeper, *given: Any) -> Any:
+        number = hello(self, *given)
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         return number
 
