@@ -26,7 +26,9 @@ from thinwire.tools.compare.strategies import STRATEGIES
 from thinwire.tools.planning.grid import LEFT_OUT
 
 PRIORS = Path(__file__).parent / "results" / "priors.json"
-PROGRESS = Path(__file__).parent.parent / "src" / "thinwire" / "planning" / "progress.json"
+PROGRESS = (
+    Path(__file__).parent.parent / "src" / "thinwire" / "tools" / "planning" / "progress.json"
+)
 PRIOR = "a prior from published runs"
 RELATIVES = {
     "low-rank": "powersgd",
