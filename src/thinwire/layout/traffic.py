@@ -52,9 +52,11 @@ _MOST_SEALED_BYTES = 64 << 10
 worth more."""
 
 
-def begin_step(config: object) -> int:
-    """Updates, or local steps, before a method begins to compress, by the fields of its config."""
-    begin: int = getattr(config, "rampup_begin_step", getattr(config, "begin_step", 0))
+def begin_step(config: object, default: int = 0) -> int:
+    """Updates, or local steps, before a method begins to compress, by the fields of its config;
+    `default` where it has no such field.
+    """
+    begin: int = getattr(config, "rampup_begin_step", getattr(config, "begin_step", default))
     return begin
 
 

@@ -268,7 +268,8 @@ class Averaging:
 
     def _taken(self, step: int, moved: Mapping[str, Tensor]) -> frozenset[str]:
         """The parameters whose change is compressed at this step."""
-        if self.changes is None or step <= begin_step(self.changes):
+        # rounds that end by time count from 0, and what has no such step compresses there too
+        if self.changes is None or step <= begin_step(self.changes, -1):
             return frozenset()
         return frozenset(name for name in moved if name in self.errors)
 
