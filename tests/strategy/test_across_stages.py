@@ -85,6 +85,33 @@ def test_an_exchange_that_fails_on_one_stage_is_applied_by_none(
         assert torch.equal(answers[one][1], answers[other][1])
 
 
+def unlike_stages(rank: int, size: int, case: str) -> tuple[int, Tensor]:
+    """Steps of a model whose stages become steady at different times, or never."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Branch(), nn.Linear(4, 4))
+    if case == "frozen":
+        model[0].requires_grad_(False)
+    if case == "row-sparse":
+        model[0] = nn.Sequential(nn.EmbeddingBag(8, 4, sparse=True, mode="sum"))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    strategy = tw.DistributedStrategy(pipeline=tw.Pipeline(2, 2, split_points=("1",)))
+    engine = strategy.prepare(model, optimizer, mse_loss, find_unused_parameters=case == "seldom")
+    for step in range(7):
+        x, y = batch(step, rank)
+        if case == "seldom" and rank % 2 == 0:
+            engine.model[0].both = step % 4 != 3
+        engine.train_step((x * 3).long().abs() % 8 if case == "row-sparse" else x, y)
+    return engine.step, flat(engine)
+
+
+@pytest.mark.parametrize("case", ["frozen", "row-sparse", "seldom"])
+def test_stages_whose_gradients_are_not_steady_together_train(ranks: Pool, case: str) -> None:
+    answers = ranks.run(unlike_stages, case, size=4)
+    assert [step for step, _ in answers] == [7] * 4
+    for one, other in ((0, 2), (1, 3)):
+        assert torch.equal(answers[one][1], answers[other][1])
+
+
 def too_large_a_sum(
     rank: int, size: int, clip: Any, fields: dict[str, Any]
 ) -> tuple[list[str], float, int]:

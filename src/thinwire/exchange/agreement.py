@@ -46,7 +46,7 @@ class Answers(Sequence[Said]):
     """What all ranks have said, in rank order.
 
     Where ranks hold different parts of the model, and all is well, those of other parts are heard
-    in short: only `engine`, `step` and `phase`.
+    in short: only what all say alike, such as `step` and `phase`.
     """
 
     def __init__(self, said: Sequence[Said], parts: Sequence[int], rank: int) -> None:
@@ -107,7 +107,9 @@ class Check(Protocol):
         """Raise the error that follows from the answers, or remember what all ranks now know."""
 
 
-_COMMON = ("engine", "step", "phase")
+_PLACE = ("engine", "step", "phase")
+_COMMON = (*_PLACE, "ready")
+"""What ranks of all parts must say alike."""
 _QUIET = {*_COMMON, "kinds", "rates", "settings", "digest", "sums", "likeness", "buffers"}
 """What ranks of another part need not hear."""
 _FAILURES = {kind.__name__: kind for kind in (Diverged, Mismatch, NonFinite, PayloadCorrupt)}
@@ -194,13 +196,17 @@ class Agreement:
     def _heard(self, told: Said, what: str) -> Answers:
         mine = _written(told)
         quiet = {key for key, value in told.items() if value} <= _QUIET
-        common = _written({key: told[key] for key in _COMMON}) if quiet else mine
+        common = _written(_common(told)) if quiet else mine
         return self._answers(
             _read(self.group.gather_parts(mine, common, what=what), mine, told, what)
         )
 
     def _answers(self, said: Sequence[Said]) -> Answers:
         return Answers(said, self.group.parts, self.group.rank)
+
+
+def _common(told: Said) -> Said:
+    return {key: told[key] for key in _COMMON if key in told}
 
 
 def _written(said: Said) -> bytes:
@@ -211,13 +217,13 @@ def _read(rows: Sequence[bytes | None], mine: bytes, told: Said, what: str) -> l
     found = []
     for rank, row in enumerate(rows):
         if row is None or row == mine:
-            found.append(told if row else {key: told[key] for key in _COMMON})
+            found.append(told if row else _common(told))
             continue
         try:
             said = json.loads(row)
         except ValueError as error:
             raise elsewhere(what, rank, row) from error
-        if not isinstance(said, dict) or not said.keys() >= set(_COMMON):
+        if not isinstance(said, dict) or not said.keys() >= set(_PLACE):
             raise elsewhere(what, rank, said if isinstance(said, dict) else b"")
         found.append(said)
     return found

@@ -6,6 +6,7 @@ Only then may anybody change anything.
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,6 +125,8 @@ class GradientExchange:
         """
         self.at_once = among.job is not None
         """Whether `exchange` sends before ranks agree, once gradients are steady."""
+        self.launching: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        """Around what is sent before ranks agree."""
         self.measure: Callable[[Round, Grads], float] | None = None
         """A number that all ranks hear in the last agreement, under the key `measured`."""
         self.spoiled: str | None = None
@@ -343,7 +346,7 @@ class GradientExchange:
         early, self._launched = self._launched, None
         misuse = misuse or (None if again and early else self._unfit(grads)) or self.spoiled
         grads = {} if misuse else grads
-        if early is None and self.at_once and self.steady:
+        if early is None and self.at_once and self.presence.all_ready:
             early, unusable, again = *self._sent_at_once(step, grads), True
         elif early is not None and not again:
             misuse = misuse or _stray(early.names, grads)
@@ -364,7 +367,7 @@ class GradientExchange:
             return self._dropped(verdict, step, answers)
         if early is None or any(True for _ in answers.of("unusable")):
             if early is not None:
-                self.presence.pattern.reset()
+                self.presence.reset()
             grads = self.presence.completed(grads)  # lengths of messages follow from it
             early = self._sent(step, grads)
             answers = self._verified(early, "exchanged", grads, first=False, overflow=overflow)
@@ -450,8 +453,9 @@ class GradientExchange:
         present = {name: grad for name, grad in grads.items() if not grad.is_sparse}
         whole = {name: present.get(name, self.params[name]) for name in steady}
         whole = {n: g if n in present else self.presence.zeros(n) for n, g in whole.items()}
-        for number, names in self._buckets_of(whole):
-            self._send(fresh, number, {name: whole[name] for name in names})
+        with self.launching():
+            for number, names in self._buckets_of(whole):
+                self._send(fresh, number, {name: whole[name] for name in names})
         other = next(iter(present.keys() ^ steady | grads.keys() - present.keys()), None)
         return fresh, None if other is None else f"parameter {other} is unlike before"
 

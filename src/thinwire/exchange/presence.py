@@ -43,6 +43,8 @@ class Presence:
         self._grads: Mapping[str, Tensor] = {}
         self._complete = False
         self._kinds: dict[str, str] = {}
+        self.all_ready = False
+        """Whether the gradients of each part of the model were steady before the last step."""
         self._told = ""
         """What all ranks have said in the last step, if they said the same."""
 
@@ -50,6 +52,11 @@ class Presence:
         """Other parameters, or another order, from now on."""
         self._params, self.pattern = params, GradientPattern()
         self._told = ""
+
+    def reset(self) -> None:
+        """A step did not have the gradients that were expected, on some rank."""
+        self.pattern.reset()
+        self.all_ready = False
 
     def begin(self, grads: Mapping[str, Tensor], *, complete: bool) -> None:
         """A step begins with these gradients; `complete`: what this rank lacks counts as zero."""
@@ -60,12 +67,15 @@ class Presence:
         if not turn.first:
             return {}
         said: Said = {"kinds": "".join(map(self._letter, self._params))}
+        if turn.group.parts:
+            said["ready"] = self.pattern.names is not None
         return {**said, "complete": True} if self._complete else said
 
     def judge(self, turn: Turn, answers: Answers) -> None:
         """See `Check`."""
         if not turn.first:
             return
+        self.all_ready = all(said.get("ready", False) for said in answers)
         told = [said["kinds"] for said in answers.of_my_part()]
         if answers.unanimous and told[0] == self._told:
             self.pattern.observe(self._kinds)

@@ -926,6 +926,7 @@ class DGCMomentum(ExchangingOptimizer):
             among, compressors = self._among, [self._compressor]
             made = GradientExchange(group, shards, compressors, sources=sources, among=among)
             made.add_check(SameHyperparameters(self))
+            made.launching = self.launching
         else:
             made = self._exchange
             made.restart(shards, [self._compressor])
