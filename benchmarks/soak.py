@@ -44,8 +44,8 @@ __all__ = ["Process", "Soak", "generations_of", "soak"]
 _FEWEST, _MOST, _SLOTS = 4, 6, 10
 _POLL_S = 0.1
 _START_S = 180.0
-_SILENT_S = 15.0
-"""Beyond the time-out: to notice, to regroup over the latency, and to connect anew."""
+_SLACK_S = 15.0
+"""Of silence beyond the time-out: to notice, to regroup over the latency, and to connect anew."""
 _STOPPED_S = 4.0
 """Beyond the time-out, for one that is stopped or cut off."""
 _LAST_STEPS = 40
@@ -105,6 +105,7 @@ class Soak:
     config: str
     address: str
     net: Network | None
+    slack_s: float = _SLACK_S
     problems: list[str] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     all: list[Process] = field(default_factory=list)
@@ -129,7 +130,7 @@ class Soak:
                 if time.monotonic() >= due and self._settled():
                     self._fault()
                     due = time.monotonic() + self.every_s
-            limit_s = 2 * (self.timeout_s + _SILENT_S)
+            limit_s = 2 * (self.timeout_s + self.slack_s)
             if not self.problems:
                 self._wait(self._settled, limit_s, "the last fault")
             if not self.problems:
@@ -197,7 +198,7 @@ class Soak:
             silent_s = now - one.last
             if not dead and one.end is None and not one.fate:
                 one.longest_s = max(one.longest_s, silent_s)
-                if silent_s > self.timeout_s + _SILENT_S + (0 if one.entered else _START_S):
+                if silent_s > self.timeout_s + self.slack_s + (0 if one.entered else _START_S):
                     self._problem(f"{one.number} told nothing for {silent_s:.1f} s")
 
     def read(self, one: Process, now: float) -> None:
@@ -452,6 +453,7 @@ def soak(
     timeout_s: float,
     config: str,
     latency: str,
+    slack_s: float,
 ) -> dict[str, Any]:
     """One run, and its replay; what came of it."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -465,7 +467,7 @@ def soak(
         link = Link.parse("none", latency)
         net = None if why else stack.enter_context(network(_SLOTS + 1, link))
         address = stack.enter_context(_meeting_place(net))
-        made = Soak(folder, seed, seconds, every_s, timeout_s, config, address, net)
+        made = Soak(folder, seed, seconds, every_s, timeout_s, config, address, net, slack_s)
         begun = time.monotonic()
         made.run()
         took_s = time.monotonic() - begun
@@ -511,6 +513,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--every", type=float, default=20, help="seconds between faults")
     parser.add_argument("--timeout", type=float, default=8, help="of the members, in seconds")
+    parser.add_argument(
+        "--slack", type=float, default=_SLACK_S, help="of silence; more on a busy machine"
+    )
     parser.add_argument("--config", choices=CONFIGS, default="sparse")
     parser.add_argument("--latency", default="50ms")
     parser.add_argument("--folder", type=Path, help="keeps logs and trace")
@@ -533,6 +538,7 @@ def main() -> int:
         timeout_s=given.timeout,
         config=given.config,
         latency=given.latency,
+        slack_s=given.slack,
     )
     (folder / "summary.json").write_text(json.dumps(found, indent=1))
     print(json.dumps(found))
