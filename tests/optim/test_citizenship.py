@@ -432,3 +432,10 @@ def test_torch_may_have_the_state_made_by_a_step_that_moves_nothing(case: Case) 
     assert optimizer.get_lr() == pytest.approx(0.02)
     train(net, optimizer, range(1))
     assert not same(values(net), before)
+
+
+@pytest.mark.parametrize("method", [tw.optim.Lamb, tw.optim.Lars])
+def test_what_an_update_compiles_is_known_before_it(method: Any) -> None:
+    """So that all ranks wait for it in `prepare`, and none in an update."""
+    params = [torch.nn.Parameter(torch.ones(3))]
+    assert method(params, lr=0.1).needs == needs_of(method.__name__.lower(), params)

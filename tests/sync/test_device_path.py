@@ -260,14 +260,14 @@ def reads_of_a_step(rank: int, size: int, attached: bool) -> Counter[str]:
 def test_the_host_reads_once_for_the_vote_of_an_attached_step(ranks: Pool) -> None:
     for sites in ranks.run(reads_of_a_step, True, timeout_s=PATIENCE_S):
         agreement = {site: count for site, count in sites.items() if site.startswith("group.")}
-        assert dict(sites) == {"vote._read": 1, **agreement}
+        assert dict(sites) == {"round._read": 1, **agreement}
 
 
 @pytest.mark.slow
 def test_the_host_reads_once_for_the_vote_of_a_step_that_is_not_attached(ranks: Pool) -> None:
     for sites in ranks.run(reads_of_a_step, False, timeout_s=PATIENCE_S):
         agreement = {site: count for site, count in sites.items() if site.startswith("group.")}
-        assert dict(sites) == {"vote._read": 1, **agreement}
+        assert dict(sites) == {"round._read": 1, **agreement}
 
 
 def test_the_watch_sees_what_it_is_for() -> None:

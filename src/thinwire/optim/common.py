@@ -21,6 +21,8 @@ from thinwire.core.decay import Regularizer, decayed
 from thinwire.core.precision import state_dtype
 from thinwire.core.rows import coalesced
 from thinwire.core.sharded import is_sharded, shard_of
+from thinwire.kernels.needs import Need, Work, needs_of
+from thinwire.kernels.warm import warm_up
 from thinwire.optim import groups as grouping
 from thinwire.optim.arguments import CommonOwn, require_known, spelled_out
 from thinwire.optim.groups import Exclusion, ParamFacts, ParamPlace
@@ -83,6 +85,8 @@ class CommonOptimizer(torch.optim.Optimizer):
     _given: list[ParamGrad] | None = None
     """The pairs of the update that `apply_gradients` is making; None where they come from `p.grad`.
     """
+    _loops: ClassVar[Work | None] = None
+    """The compiled loops of the method, if it has some."""
     _ratios: dict[Tensor, Tensor] | None = None
     """The trust ratios of the last update, of the methods that have them."""
     __signature__: ClassVar[Signature]
@@ -299,8 +303,17 @@ class CommonOptimizer(torch.optim.Optimizer):
             ]
         return [(p, -g if self._facts(p).group.get("maximize") else g) for p, g in pairs]
 
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The compiled loops that an update calls."""
+        if self._loops is None:
+            return frozenset()
+        return needs_of(self._loops, (p for group in self.param_groups for p in group["params"]))
+
     def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
         """Update the parameters of `pairs`, if any; False if it was dropped and nothing changed."""
+        if self._ratios is None:
+            warm_up(self.needs)
         self._ratios = {}
         for param, grad in pairs:
             grouping.require_layout(

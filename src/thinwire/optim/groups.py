@@ -92,6 +92,7 @@ def listed(group: dict[str, Any]) -> list[tuple[str | None, Tensor]]:
     entries = [entry if isinstance(entry, tuple) else (None, entry) for entry in group["params"]]
     if not all(isinstance(param, Tensor) for _, param in entries):
         return []
+    group["params"] = [param if name is None else (name, param) for name, param in entries]
     if "param_names" in group and all(name is None for name, _ in entries):
         entries = [
             (name, param) for name, (_, param) in zip(group["param_names"], entries, strict=True)

@@ -56,6 +56,7 @@ class Lamb(CommonOptimizer):
 
     _takes_complex = False
     _decay_inside = True
+    _loops = "lamb"
     trust_ratios = trust_ratios
 
     def __init__(
@@ -71,7 +72,7 @@ class Lamb(CommonOptimizer):
     ) -> None:
         values = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
         self._construct(params, lr, {**values, "trust_clip": trust_clip}, common)
-        begin_compiling(self, "lamb")
+        begin_compiling(self)
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         check_betas(values)
@@ -91,7 +92,7 @@ class Lamb(CommonOptimizer):
             tensors = zip(params, run.grads, exp_avgs, exp_avg_sqs, strict=True)
             return [lamb_(*each, rule) for each in tensors]
 
-        update_runs_(self, group, pairs, "lamb", update_)
+        update_runs_(self, group, pairs, update_)
 
 
 def _check_trust_clip(trust_clip: Any) -> None:

@@ -57,6 +57,7 @@ class Lars(CommonOptimizer):
 
     _takes_complex = False
     _decay_inside = True
+    _loops = "lars"
     trust_ratios = trust_ratios
 
     def __init__(
@@ -79,7 +80,7 @@ class Lars(CommonOptimizer):
             "nesterov": nesterov,
         }
         self._construct(params, lr, values, common)
-        begin_compiling(self, "lars")
+        begin_compiling(self)
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         momentum = check.real("momentum", values["momentum"], at_least=0)
@@ -103,4 +104,4 @@ class Lars(CommonOptimizer):
             tensors = zip(params, run.grads, each, strict=True)
             return [lars_(p, grad, velocity, rule) for p, grad, velocity in tensors]
 
-        update_runs_(self, group, pairs, "lars", update_)
+        update_runs_(self, group, pairs, update_)

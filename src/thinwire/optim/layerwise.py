@@ -9,7 +9,6 @@ from torch import Tensor
 
 from thinwire.comm import is_alone
 from thinwire.core.lists import TensorList
-from thinwire.kernels.needs import Work, needs_of
 from thinwire.kernels.warm import warm_up, warm_up_beside
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.own import counted, widened
@@ -30,10 +29,9 @@ class Run(NamedTuple):
     """Whether list operations and fused kernels of torch take these tensors."""
 
 
-def begin_compiling(optimizer: CommonOptimizer, work: Work) -> None:
+def begin_compiling(optimizer: CommonOptimizer) -> None:
     """Compile the loops of the method ahead of the first update."""
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    (warm_up if is_alone() else warm_up_beside)(needs_of(work, params))
+    (warm_up if is_alone() else warm_up_beside)(optimizer.needs)
 
 
 def trust_ratios(optimizer: CommonOptimizer) -> dict[str | Tensor, float]:
@@ -52,7 +50,6 @@ def update_runs_(
     optimizer: CommonOptimizer,
     group: dict[str, Any],
     pairs: Sequence[ParamGrad],
-    work: Work,
     update_: Callable[[Run, list[Tensor]], TensorList],
 ) -> None:
     """Changes the parameters of `pairs`, in runs of one device, type, decay and count.
@@ -61,11 +58,9 @@ def update_runs_(
         optimizer: Keeps the trust ratios.
         group: The group that all are of.
         pairs: Processed gradients.
-        work: The compiled loops of the method.
         update_: Called with each run and its parameters in the working type; returns their ratios.
     """
-    warm_up(needs_of(work, (param for param, _ in pairs)))
-    for run in _runs(optimizer, group, pairs, count=work == "lamb"):
+    for run in _runs(optimizer, group, pairs, count=optimizer._loops == "lamb"):
         with widened(run.params) as wide:
             ratios = update_(run, wide)
         assert optimizer._ratios is not None, "ratios come from updates"

@@ -51,7 +51,10 @@ class TorchOptimizer(CommonOptimizer):
         theirs = signature(self._torch_class)
         require_known(type(self), named, {**theirs.parameters, **Common.__annotations__})
         common = {key: named.pop(key) for key in Common.__annotations__ if key in named}
-        bound = theirs.bind(*given, **named)
+        try:
+            bound = theirs.bind(*given, **named)
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__}: {error}") from None
         bound.apply_defaults()
         values = bound.arguments
         values["params"], values["lr"] = self._open(values["params"], values["lr"], **common)
