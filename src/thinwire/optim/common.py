@@ -183,7 +183,7 @@ class CommonOptimizer(torch.optim.Optimizer):
 
     @property
     def position(self) -> int:
-        """Completed updates, from 0: the step at which schedules are read for the next update."""
+        """The updates completed so far, which is the step of schedules in the next one."""
         return self._common.position
 
     @property
