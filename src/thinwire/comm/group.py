@@ -261,6 +261,11 @@ class Group:
             self._shared.abandoned = reason
 
     @property
+    def place(self) -> int:
+        """Of this rank's own answer among those that it has heard last."""
+        return self.rank
+
+    @property
     def device(self) -> torch.device:
         """Where small control tensors must lie for this group's backend."""
         if self.size > 1 and dist.get_backend(self._private) == "nccl":

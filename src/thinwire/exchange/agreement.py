@@ -202,7 +202,7 @@ class Agreement:
         )
 
     def _answers(self, said: Sequence[Said]) -> Answers:
-        return Answers(said, self.group.parts, self.group.rank)
+        return Answers(said, self.group.parts, self.group.place)
 
 
 def _common(told: Said) -> Said:

@@ -124,6 +124,7 @@ class Board:
                 break
             if store.session == self.store.session:
                 self.store, self._lost = store, None
+                _log.info("connected with the meeting place anew: %s", lost)
                 if self._over.is_set():  # meanwhile
                     self.hang_up()
                 return

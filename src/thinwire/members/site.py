@@ -132,7 +132,7 @@ class SiteGroup(Group):
     def __init__(self, site: Site, lane: ElasticGroup) -> None:
         self._begin(lane.timeout_s)
         self.site, self.shards, self.replicas = site, site.ranks, lane
-        self._lane = lane
+        self._lane, self._heard = lane, [lane.keeper.me]
 
     @property
     def rank(self) -> int:
@@ -145,8 +145,13 @@ class SiteGroup(Group):
 
     @property
     def parts(self) -> list[int]:  # type: ignore[override]
-        """By rank the shard that it holds."""
-        return list(range(self.site.size)) * self._lane.size
+        """Of each of the last answers the shard of its rank; a site that was lost gave none."""
+        return list(range(self.site.size)) * len(self._heard)
+
+    @property
+    def place(self) -> int:
+        """See `Group.place`."""
+        return self._heard.index(self._lane.keeper.me) * self.site.size + self.site.rank
 
     @property
     def size(self) -> int:
@@ -183,7 +188,8 @@ class SiteGroup(Group):
         alike = len(set(answers)) == 1
         told = {"ids": ids, "answers": packed(answers[:1] if alike else answers)}
         lanes = self.site.all_say(what, told)
-        common = [each for each in _ids_of(lanes[0]) if all(each in _ids_of(x) for x in lanes)]
+        known = [set(_ids_of(lane)) for lane in lanes]
+        self._heard = common = [each for each in _ids_of(lanes[0]) if all(each in x for x in known)]
         heard = [dict(zip(_ids_of(lane), _answers_of(lane), strict=True)) for lane in lanes]
         return [lane[each] for each in common for lane in heard]
 
