@@ -332,9 +332,9 @@ def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tupl
             gathered.append(parts.numel() - lengths[self.rank] if "changes" in what else 0)
             return super().all_to_all(parts, lengths, what=what)
 
-    from tests.api import updates
+    from tests.api import ranks, updates
 
-    updates.Group = Counting  # type: ignore[misc]
+    ranks.Group = Counting  # type: ignore[misc]
     try:
         model = Bag()
         optimizer = sgd(model)
@@ -356,7 +356,7 @@ def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tupl
                     predicted = sent_bytes(told, step, taken, size, rank) if taken else 0
                     pairs.append((sum(gathered), predicted))
     finally:
-        updates.Group = Group  # type: ignore[misc]
+        ranks.Group = Group  # type: ignore[misc]
     return pairs
 
 
@@ -744,9 +744,9 @@ class Liar(Group):
 
 
 def receive_damage(rank: int, size: int, compression: Any) -> list[str]:
-    from tests.api import updates
+    from tests.api import ranks
 
-    updates.Group = Liar  # type: ignore[misc]
+    ranks.Group = Liar  # type: ignore[misc]
     model = Bag()
     optimizer = sgd(model)
     sync = tw.local_sgd(model, optimizer, tw.LocalSGD(1, 0, compression=compression)).__enter__()
@@ -760,7 +760,7 @@ def receive_damage(rank: int, size: int, compression: Any) -> list[str]:
         assert not any(e.any() for e in after["errors"].values())
     finally:
         sync.close()
-        updates.Group = Group  # type: ignore[misc]
+        ranks.Group = Group  # type: ignore[misc]
     return [str(refusal.value)]
 
 

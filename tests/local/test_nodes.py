@@ -145,7 +145,7 @@ def width(rank: int, size: int, config: Any, local: int) -> int:
         model = Bag()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with tw.local_sgd(model, optimizer, config) as sync:
-            sources = sync._sources
+            sources = sync._averager.sources
             return sources.node_size if isinstance(sources, Nodes) else 1
     finally:
         for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE"):
@@ -199,8 +199,8 @@ def damaged(rank: int, size: int, compression: Any) -> tuple[str, bool]:
             one_step(model, optimizer, step, rank)
         before = sync.state_dict()
         if rank == 0:
-            assert isinstance(sync._sources, Nodes)
-            leaders = sync._sources.leaders
+            assert isinstance(sync._averager.sources, Nodes)
+            leaders = sync._averager.sources.leaders
             assert leaders is not None
             gather = leaders.all_gather
 

@@ -592,9 +592,9 @@ class Broken(Group):
 
 
 def damaged_step(rank: int, size: int) -> tuple[str, bool, bool]:
-    from thinwire.optim import dgc_momentum
+    from tests.api import ranks as ranks_module
 
-    dgc_momentum.Group = Broken  # type: ignore[misc]
+    ranks_module.Group = Broken  # type: ignore[misc]
     try:
         p, optimizer = one_param()
         for step in range(2):
@@ -616,7 +616,7 @@ def damaged_step(rank: int, size: int) -> tuple[str, bool, bool]:
             torch.equal(before[1], p),
         )
     finally:
-        dgc_momentum.Group = Group  # type: ignore[misc]
+        ranks_module.Group = Group  # type: ignore[misc]
 
 
 @pytest.mark.fault

@@ -200,7 +200,7 @@ class Events(list[str]):
 
 def gradients_of(engine: Any) -> Any:
     """The exchange of an engine; of a `DGCMomentum` after the comparison of the first step."""
-    return engine._parts.exchange.gradients or engine.optimizer.joined()
+    return engine._parts.exchange.gradients or engine.optimizer.synchronizer.joined()
 
 
 def side_by_side(rank: int, size: int, name: str) -> tuple[list[bool], int, str]:

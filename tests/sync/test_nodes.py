@@ -297,7 +297,7 @@ def from_flat_to_nodes(rank: int, size: int) -> dict[str, Any]:
     grouped = dgc(model, node_size=2)
     grouped.load_state_dict(copy.deepcopy(flat.state_dict()))
     before = [flat.state[p]["residual"].clone() for p in model.parameters() if p.numel() >= 200]
-    exchange = grouped.joined()
+    exchange = grouped.synchronizer.joined()
     assert exchange.sources.size == 2
     after = [grouped.state[p]["residual"].clone() for p in model.parameters() if p.numel() >= 200]
     x, y = batch(9, rank)
@@ -435,9 +435,9 @@ class Broken(Group):
 
 def damaged(rank: int, size: int, options: dict[str, Any], what: str) -> tuple[str, bool]:
     from tests.api import nodes as nodes_module
-    from thinwire.optim import dgc_momentum
+    from tests.api import ranks as ranks_module
 
-    dgc_momentum.Group = nodes_module.Group = Broken  # type: ignore[misc]
+    ranks_module.Group = nodes_module.Group = Broken  # type: ignore[misc]
     try:
         p = nn.Parameter(torch.linspace(-1, 1, 600))
         optimizer = tw.optim.DGCMomentum(
@@ -459,7 +459,7 @@ def damaged(rank: int, size: int, options: dict[str, Any], what: str) -> tuple[s
         return text, same and torch.equal(before[1], p)
     finally:
         Broken.broken_at = ""
-        dgc_momentum.Group = nodes_module.Group = Group  # type: ignore[misc]
+        ranks_module.Group = nodes_module.Group = Group  # type: ignore[misc]
 
 
 @pytest.mark.fault

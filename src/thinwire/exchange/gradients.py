@@ -17,23 +17,18 @@ from thinwire import _validate as check
 from thinwire.comm import (
     Group,
     Nodes,
-    Replicas,
     Sources,
-    node_size_of,
-    require_agreement,
-    sources_of,
 )
 from thinwire.compress.dense import Dense, all_finite
 from thinwire.compress.protocol import Compression, Compressor, Context, Flags, Sending, together
 from thinwire.core.precision import narrowed
-from thinwire.core.stats import Pace
 from thinwire.errors import PayloadCorrupt, ThinwireError
-from thinwire.exchange.agreement import COMPARING, Agreement, Among, Answers, Check
-from thinwire.exchange.digest import RollingDigest, SameState
-from thinwire.exchange.likeness import Likeness
+from thinwire.exchange.agreement import Among, Answers
 from thinwire.exchange.nodes import in_nodes, make_common_
 from thinwire.exchange.presence import Presence
+from thinwire.exchange.ranks import agreed_sources
 from thinwire.exchange.round import Round
+from thinwire.exchange.synchronizer import Synchronizer
 from thinwire.exchange.verdict import Drops, Verdict, verdict_of
 
 __all__ = ["GradientExchange", "Outcome", "gradients_of"]
@@ -56,7 +51,7 @@ class Outcome:
     """What has arrived, if the update is made."""
 
 
-class GradientExchange:
+class GradientExchange(Synchronizer):
     """Brings every rank the mean of all ranks' gradients, compressed or dense, or drops the step on
     all of them.
 
@@ -97,26 +92,15 @@ class GradientExchange:
         check_dense: bool = True,
         among: Among = _ALONE,
     ) -> None:
-        self.group = group = among.job or group
-        self.sources: Sources = group if sources is None else sources
-        exchanging = getattr(self.sources, "all_ranks", self.sources)
-        # sources count the agreements of sites, and their own
-        apart = exchanging is not group and not isinstance(self.sources, Replicas)
-        self._votes = group if apart else None
-        self.drops = Drops()
+        group = among.job or group
         self.presence = Presence()
-        self.likeness = Likeness("gradients")
-        self.agreement = Agreement(group, [self.likeness, self.presence])
-        self._same: SameState | None = None
+        sources = group if sources is None else sources
+        super().__init__(group, sources, what="gradients", after=[self.presence])
+        self.drops = Drops()
         self._dense = Dense(check_finite=check_dense)
         self._launched: Round | None = None
         self._abandoned: str | None = None
         self._nodes_compared = False
-        self.bytes_before = 0
-        """What a DistributedDataParallel model that averages besides has sent, since it was found.
-        """
-        self._bytes_loaded = 0
-        self._bytes_at_start = self.bytes_given
         self.params: Mapping[str, Tensor] = {}
         self.names: list[str] = []
         self._places: dict[str, int] = {}
@@ -132,7 +116,6 @@ class GradientExchange:
         self.spoiled: str | None = None
         """Why this rank did not finish its last update, for the error that all ranks raise in the
         next one."""
-        self.pace = Pace()
         self.restart(params, compressors)
         for each in among.checks:
             self.add_check(each)
@@ -147,24 +130,6 @@ class GradientExchange:
         self._places = {name: place for place, name in enumerate(self.names)}
         self.presence.restart(params)
 
-    def add_check(self, check: Check) -> None:
-        """Let all agreements have one more, which judges before presence does."""
-        self.agreement.checks.insert(-1, check)
-
-    def watch(self, digest: RollingDigest | None, engine: str) -> None:
-        """Have what all ranks must hold alike compared at every step.
-
-        Args:
-            digest: Of it; None to compare nothing.
-            engine: Which of the engines and optimizers over these ranks this is.
-        """
-        self.agreement.engine = engine
-        if self._same is not None:
-            self.agreement.checks.remove(self._same)
-        self._same = None if digest is None or self.group.size == 1 else SameState(digest)
-        if self._same is not None:
-            self.add_check(self._same)
-
     def state(self) -> dict[str, Tensor]:
         """What only this rank, or its node, holds, by names for errors."""
         return {
@@ -173,28 +138,6 @@ class GradientExchange:
             for kind, entries in each.state().items()
             for name, entry in entries.items()
         }
-
-    @property
-    def bytes_sent(self) -> int:
-        """What this rank gave, with headers and agreements; in runs before this one too."""
-        return self._bytes_loaded + self.bytes_given - self._bytes_at_start
-
-    def counts(self) -> dict[str, float]:
-        """Further numbers of `thinwire.core.stats`."""
-        votes = self._votes
-        counts: dict[str, float] = {
-            "bytes_received": self.sources.bytes_received + (votes.bytes_received if votes else 0),
-            "rate_bit_s": self.sources.rate_bit_s,
-        }
-        if not isinstance(self.sources, Group):
-            between = self.sources.bytes_between_nodes + (votes.bytes_sent if votes else 0)
-            counts["bytes_between_nodes"] = between
-        return counts
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds for which this rank was blocked by others."""
-        return self.sources.wait_s + (self._votes.wait_s if self._votes else 0.0)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the compressors by kind and name, and the counters; the tensors are the live
@@ -252,13 +195,7 @@ class GradientExchange:
         if bytes_sent:
             self.likeness.skip()
         self.drops.total, self.drops.in_a_row = total, in_a_row
-        self._bytes_loaded, self._bytes_at_start = bytes_sent, self.bytes_given
-
-    @property
-    def bytes_given(self) -> int:
-        """What this rank gave in this process, comparisons at the start included."""
-        votes = self._votes.bytes_sent if self._votes else 0
-        return self.sources.bytes_sent + votes + self.bytes_before
+        self.count_from(bytes_sent)
 
     @property
     def in_flight(self) -> bool:
@@ -362,7 +299,8 @@ class GradientExchange:
             phase = "early" if again else "attached"
             answers = self._verified(early, phase, grads, unchanged, **said)
         if self.likeness.averaged_before:
-            self.bytes_before += sum(grad.numel() * grad.element_size() for grad in grads.values())
+            sizes = (grad.numel() * grad.element_size() for grad in grads.values())
+            self.bytes_of_others += sum(sizes)
         if (verdict := verdict_of(answers)) is not Verdict.APPLY:
             return self._dropped(verdict, step, answers)
         if early is None or any(True for _ in answers.of("unusable")):
@@ -396,20 +334,9 @@ class GradientExchange:
         self.presence.begin({}, complete=False)
 
     def require_equal(self, step: int) -> None:
-        """Compare everything that all ranks must hold alike.
-
-        Raises:
-            Diverged: On every rank.
-            Mismatch: Ranks are at different places.
-
-        Communication: 24 bytes a rank, twice.
-        """
+        """See `Synchronizer`."""
         self._require_intact()
-        if self._same is None:
-            return
-        with self.group.uncounted():  # no exchange of an update
-            self.agreement(step, COMPARING, first=False)
-            self._same.digest.require_equal(self.agreement, step)
+        super().require_equal(step)
 
     def abandon(self, reason: str) -> None:
         """Leave what is on its way to itself; ranks are at different places then, and nothing can
@@ -460,7 +387,7 @@ class GradientExchange:
         return fresh, None if other is None else f"parameter {other} is unlike before"
 
     def _round(self, step: int) -> Round:
-        return Round(self.sources, step, read_sums=self._same is not None)
+        return Round(self.sources, step, read_sums=self.same is not None)
 
     def _send(self, one_round: Round, bucket: int, grads: Grads) -> None:
         context = one_round.context(bucket)
@@ -503,8 +430,8 @@ class GradientExchange:
     ) -> Answers:
         """What all ranks say once their messages have arrived and been checked."""
         step = one_round.step
-        if self._same is not None:  # while the messages are on their way
-            self._same.read(step)
+        if self.same is not None:  # while the messages are on their way
+            self.same.read(step)
         # whatever is wrong here is said and not raised: the others wait for this rank
         try:
             found = one_round.finish(unchanged, self._places)
@@ -515,8 +442,8 @@ class GradientExchange:
                 said |= self._blamed(found.sum_not_finite, grads, own=False)
             elif self.measure is not None and not said.get("unusable"):
                 said["measured"] = self.measure(one_round, grads)
-            if self._same is not None:
-                self._same.sums = one_round.sums_digest
+            if self.same is not None:
+                self.same.sums = one_round.sums_digest
         except PayloadCorrupt as refusal:
             said["corrupt"] = str(refusal)
         return self.agreement(step, phase, first=first, last=True, **said)
@@ -602,19 +529,11 @@ def gradients_of(
         compressors = [compression.compressor(params, num_trainers=num_trainers)]
         check_finite = True
         if sources is None:
-            sources = _agreed_sources(group, getattr(compression, "node_size", None))
+            sources = agreed_sources(group, getattr(compression, "node_size", None))
     sources = group if sources is None else sources
     return GradientExchange(
         group, params, compressors, sources=sources, check_dense=check_finite, among=among
     )
-
-
-def _agreed_sources(group: Group, node_size: int | None) -> Sources:
-    """Who counts as one source, once all ranks have said the same."""
-    width, _ = node_size_of(group.global_ranks, node_size)
-    if node_size is None:  # else it is a part of the config
-        require_agreement(group, {"ranks of a node": width}, what="comparing nodes")
-    return sources_of(group, width)
 
 
 def _from(sender: Compressor, sending: Sending) -> Sending:

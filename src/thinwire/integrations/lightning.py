@@ -18,7 +18,7 @@ from thinwire.integrations.engine_state import EngineState, as_made_, require_fi
 from thinwire.integrations.per_rank import PerRankState
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, LocalSGD
 from thinwire.local.updates import LocalUpdates, local_sgd
-from thinwire.optim import EXCHANGING
+from thinwire.optim import DGCMomentum
 from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.engine import Engine
 
@@ -138,7 +138,7 @@ class CompressedExchange(_Part):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach; called after Lightning has restored a checkpoint."""
         optimizer = _only_optimizer(trainer)
-        check.instance("the optimizer of configure_optimizers", optimizer, EXCHANGING)
+        check.instance("the optimizer of configure_optimizers", optimizer, DGCMomentum)
         self._keep(trainer, PerRankState(optimizer))
         if trainer.world_size > 1:
             self._handle = optimizer.attach(trainer.strategy.model)

@@ -13,9 +13,9 @@ from torch import Tensor
 from thinwire.comm import Group, Regrouped
 from thinwire.comm.private import forget_ended
 from thinwire.errors import Diverged, Mismatch, NonFinite, PayloadCorrupt
-from thinwire.exchange.agreement import COMPARING, Agreement, Answers, Said, Turn
-from thinwire.exchange.digest import RollingDigest, SameState
-from thinwire.exchange.likeness import Likeness
+from thinwire.exchange.agreement import Answers, Said, Turn
+from thinwire.exchange.digest import RollingDigest
+from thinwire.exchange.synchronizer import Synchronizer
 from thinwire.local.averaging import Averaging, PendingAveraging, widened
 from thinwire.local.config import LocalConfig
 from thinwire.local.fragments import fragments_of
@@ -76,7 +76,7 @@ class Counters:
     """Averagings so far."""
 
 
-class Averager:
+class Averager(Synchronizer):
     """Follows the local steps and averages when a turn has come.
 
     An averaging that fails, on whichever rank, changes nothing on any rank but `Counters.step`,
@@ -101,6 +101,7 @@ class Averager:
         """`after_averaging` says whether this rank goes on with the others, and is told whether
         another averaging follows in the same call.
         """
+        super().__init__(group, averaging.sources, what="changes", before=[_SameWrites(self)])
         self.tensors = tensors
         self.interval = interval
         self.averaging = averaging
@@ -114,9 +115,6 @@ class Averager:
         """Local steps since this was made, dropped ones too."""
         self.counting_only = False
         """Whether steps are counted and no round ends by time, since all are about to flush."""
-        self.likeness = Likeness("changes")
-        self._agreement = Agreement(group, [_SameWrites(self), self.likeness], engine=identity)
-        self._same: SameState | None = None
         self.given_up: str | None = None
         """Why this rank cannot go on; all hear of it at the next averaging."""
         self.written: str | None = None
@@ -127,7 +125,6 @@ class Averager:
         self.last: PendingAveraging | None = None
         """The last averaging that was applied, while a newcomer needs it."""
         self._roll, self._after_averaging = roll, after_averaging
-        self._group = group
         self.config = config
         self._parts = fragments_of(tensors.trained, config)
         self._scaler = scaler
@@ -138,7 +135,7 @@ class Averager:
             slices = max(1, digest_every // interval.longest)
             self.digest = RollingDigest(self._anchors, self._outer_momentum, every=slices)
             self.digest.start_from(counters.step)
-            self._same = SameState(self.digest)
+        self.watch(self.digest, identity)
 
     def begin_anew(self, tokens: int | None) -> None:
         """All state has been loaded, but for a result on its way.
@@ -174,14 +171,10 @@ class Averager:
         """Into how many the model is cut, which are averaged in turn."""
         return len(self._parts)
 
-    def require_equal(self) -> None:
-        """See `LocalUpdates.require_equal`."""
-        if self.digest is not None:
-            with self._group.uncounted():  # no exchange of an update
-                self._agree_on(self.counters.step, COMPARING)
-                if self._group.size > 1:
-                    with _frozen_explained():
-                        self.digest.require_equal(self._agreement, self.counters.step)
+    def require_equal(self, step: int | None = None) -> None:
+        """See `Synchronizer`."""
+        with _frozen_explained():
+            super().require_equal(self.counters.step if step is None else step)
 
     def _anchors(self) -> dict[str, Tensor]:
         frozen = {f"{_FROZEN} {name}": p for name, p in self.tensors.frozen.items()}
@@ -196,20 +189,20 @@ class Averager:
 
     def _agree_on(self, step: int, phase: str, *, last: bool = False, **said: Any) -> Answers:
         with _frozen_explained():
-            return self._agreement(step, phase, first=False, last=last, **said)
+            return self.agreement(step, phase, first=False, last=last, **said)
 
     def before_step(self) -> None:
         """Where all ranks should be equal, measure from the parameters as they are: weights may
         have been loaded since. Whether all ranks have loaded the same comes out at the averaging.
         """
-        if self._group.size > 1 and self.work is None:
+        if self.group.size > 1 and self.work is None:
             refuse_scaler(self.tensors.optimizer)
         if self.apart or self.pending or self._roll is not None or self.averaging.plain:
             return
         # written by others: no change of this rank's steps
         if (digest := self.averaging.written()) is not None:
             self.averaging.anchor_()
-            self.written = digest if self._group.shards is None else "a shard"  # shards differ
+            self.written = digest if self.group.shards is None else "a shard"  # shards differ
 
     def after_step(self) -> None:
         """Count a local step and do what follows from it."""
@@ -359,11 +352,11 @@ class Averager:
                 )
                 problem += " gradients, or look at the data of that rank"
         if pending is not None:
-            count, params = self._group.replica_count, self.tensors.params.values()
+            count, params = self.group.replica_count, self.tensors.params.values()
             self.likeness.bring(pending.moved.values(), params, count)
         answers = self._agree(phase, problem, [*state, *changed])
         assert pending is not None
-        shards, buffers = self._group.shards, self.tensors.buffers()
+        shards, buffers = self.group.shards, self.tensors.buffers()
         if shards is not None and buffers:
             pending.refused = self.tensors.settle_buffers(shards)
             wide = {key: widened(buffer) for key, buffer in buffers.items()}
@@ -380,7 +373,7 @@ class Averager:
     def _weigh(self, pending: PendingAveraging, answers: Answers) -> None:
         """Let this rank's part count by what it did, and go on to the step that all agree on."""
         works = [(steps, tokens) for _, (steps, tokens) in answers.of("work")]
-        self._weight = weights_of(works)[self._group.rank]
+        self._weight = weights_of(works)[self.group.rank]
         self.averaging.weigh_(pending, self._weight)
         pending.step += max(steps for steps, _ in works)
 
@@ -399,7 +392,7 @@ class Averager:
         )
 
     def _failure(self, why: str) -> tuple[str, str]:
-        text = f"rank {self._group.rank}: {why}. Nothing was applied on any rank"
+        text = f"rank {self.group.rank}: {why}. Nothing was applied on any rank"
         return NonFinite.__name__, text
 
     def _share_scale(self, answers: Answers) -> None:
@@ -411,7 +404,7 @@ class Averager:
         """Send, verify, vote, and only then apply; again, where ranks have gone meanwhile."""
         while True:
             try:
-                with self._group.one_attempt():
+                with self.group.one_attempt():
                     answers = self._verified(pending)
                 break
             except Regrouped:
@@ -444,10 +437,9 @@ class Averager:
         if misuse is None:
             there = {*self.tensors.buffers(), *self.tensors.state(pending.moved)}
             misuse = _not_there(key for key in pending.extras if key not in there)
-        if self._same is not None and self._group.size > 1:
-            self._same.read(pending.step, self.counters.averagings)
-            self._same.sums = pending.digest
-            self._agreement.checks[2:] = [self._same]
+        if self.same is not None and self.group.size > 1:
+            self.same.read(pending.step, self.counters.averagings)
+            self.same.sums = pending.digest
         return self._agree_on(
             pending.step,
             "averaged",

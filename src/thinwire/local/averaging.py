@@ -134,7 +134,7 @@ class Averaging:
         outer: OuterRule,
         changes: ChangeCompression | None,
     ) -> None:
-        self._sources = sources
+        self.sources = sources
         self._common = True
         self._params = params
         self._outer = outer
@@ -167,14 +167,14 @@ class Averaging:
 
     @property
     def _alone(self) -> bool:
-        return self._sources.size * self._sources.node_size == 1
+        return self.sources.size * self.sources.node_size == 1
 
     @torch.no_grad()
     def make_common(self) -> None:
         """Give the ranks of each node the mean of what they keep, where it was loaded and may
         differ.
         """
-        sources = self._sources
+        sources = self.sources
         if isinstance(sources, Nodes) and not self._common:
             counted = sources.all_ranks, sources.node
             sent = [group.bytes_sent for group in counted]
@@ -307,7 +307,7 @@ class Averaging:
         given |= {_extra(key): value for key, value in pending.extras.items()}
         if pending.sketch is not None:
             given[_SKETCH] = pending.sketch.float()
-        one_round = Round(self._sources, pending.step)
+        one_round = Round(self.sources, pending.step)
         context = one_round.context(0)
 
         def sendings(those: Mapping[str, Tensor]) -> list[Sending]:
@@ -319,7 +319,7 @@ class Averaging:
                 found.insert(0, self.changes.send(context, folded, self.kept))
             return found
 
-        nodes = isinstance(self._sources, Nodes)
+        nodes = isinstance(self.sources, Nodes)
         sending = in_nodes(context, given, sendings) if nodes else together(sendings(given))
         return one_round, given.keys(), sending
 

@@ -20,7 +20,7 @@ _COUNTERS = tuple(entry.name for entry in fields(Counters))
 INTERVAL = ("k_steps", "first_loss", "first_rate")
 
 
-def saved(averager: Averager, bytes_sent: int) -> dict[str, Any]:
+def saved(averager: Averager) -> dict[str, Any]:
     """Everything that a later step depends on, copied.
 
     Raises:
@@ -38,7 +38,7 @@ def saved(averager: Averager, bytes_sent: int) -> dict[str, Any]:
         **{key: getattr(averager.interval, key) for key in INTERVAL},
         "observed": averager.interval.observed(),
         "tokens": None if averager.work is None else averager.work.tokens_before_step,
-        "bytes_sent": bytes_sent,
+        "bytes_sent": averager.bytes_sent,
         "anchors": _copied(averaging.anchors),
         "outer_momentum": _copied(averaging.momentum),
         **{kind: _copied(tensors) for kind, tensors in averaging.kept.items()},
@@ -64,7 +64,7 @@ def own_checksum(state: Mapping[str, Any]) -> int:
 
 @torch.no_grad()
 def load(state: Mapping[str, Any], averager: Averager) -> None:
-    """Put everything back but the count of bytes; all is checked before anything changes."""
+    """Put everything back; all is checked before anything changes."""
     averaging, tensors = averager.averaging, averager.tensors
     places = {"anchors": averaging.anchors, "outer_momentum": averaging.momentum, **averaging.kept}
     wanted = {*_COUNTERS, *INTERVAL, *places, "bytes_sent", "pending", "local"}
@@ -102,6 +102,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     averager.interval.k_steps = averager.interval.allowed(state["k_steps"])
     averager.interval.observe_again(state["observed"])
     averager.begin_anew(state["tokens"])
+    averager.count_from(state["bytes_sent"])
     if pending is not None:  # it travels again when its time has come
         devices = {name: p.device for name, p in tensors.params.items()}
         measured = {name: value.to(devices[name]) for name, value in pending["measured"].items()}

@@ -17,25 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire import _validate as check
 from thinwire._names import named_parameters
-from thinwire._version import __version__
 from thinwire.comm import (
-    Group,
     Regrouped,
-    Replicas,
-    Sites,
-    Sources,
     long_waits_logged,
-    next_identity,
-    node_size_of,
-    one_deadline,
     own_deadlines,
-    place_in,
-    require_agreement,
-    require_mesh,
-    seconds_of,
-    sources_of,
-    time_limit_s,
-    while_busy,
 )
 from thinwire.comm.private import forget_ended
 from thinwire.compress import COMPRESSIONS, compression_of, field_of
@@ -43,14 +28,15 @@ from thinwire.compress.coverage import tell_coverage
 from thinwire.compress.dgc import DGC
 from thinwire.compress.figures import left_out, loops_of
 from thinwire.compress.low_rank import LowRank
-from thinwire.core.arithmetic import CURES, arithmetic
+from thinwire.core.arithmetic import arithmetic
 from thinwire.core.origin import ORIGIN, Origin, without_origin
 from thinwire.core.outer import OuterRule
 from thinwire.core.stats import Pace, numbers, planned_row
 from thinwire.errors import PeerLost
 from thinwire.exchange.digest import DIGEST_EVERY
+from thinwire.exchange.ranks import Ranks
+from thinwire.exchange.synchronizer import NO_TRAFFIC
 from thinwire.kernels.needs import Need, needs_of
-from thinwire.kernels.warm import warm_up
 from thinwire.local import saving
 from thinwire.local.averager import Averager, Counters, OwnScale
 from thinwire.local.averaging import Averaging, PendingAveraging
@@ -60,11 +46,11 @@ from thinwire.local.interval import Interval
 from thinwire.local.model import (
     LocalModel,
     bare_optimizer,
-    calls_of_step,
     warn_of_averages,
     warn_of_others,
 )
 from thinwire.local.newcomers import NewcomersWork
+from thinwire.local.steps import FollowedSteps
 from thinwire.local.work import require_tokens
 from thinwire.members.members import Members
 from thinwire.wire.message import WIRE_VERSION
@@ -182,29 +168,15 @@ class LocalUpdates:
         plan: Any = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        self.planned = planned_row(plan)
-        self._pace, self._paced_step = Pace(), 0
-        self.timeout_s = seconds_of(timeout)
+        self._planned = planned_row(plan)
         self.digest_every = check.integer("digest_every", digest_every, at_least=0)
         check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
-        size = None if config.node_size == 1 else config.node_size
         if members is not None:
-            check.instance("members", members, Members)
-            for name, value in {"process_group": process_group, "timeout": timeout}.items():
-                if value is not None:
-                    raise ValueError(
-                        f"{name} and members were both given: members exchange among themselves, "
-                        "within the time-out that join was given; leave it out"
-                    )
-            if size is not None:
-                raise ValueError(
-                    f"node_size={size} and members were both given: members come and "
-                    "go one by one, so that each counts for itself; leave node_size out"
-                )
-            members.require_mesh(mesh)
-        self._members, self._mesh = members, mesh
-        if mesh is not None:
-            require_mesh(mesh, process_group=process_group, node_size=size)
+            _require_alone(members, mesh, process_group, timeout, config.node_size)
+        self._ranks = Ranks(
+            process_group, timeout=timeout, mesh=mesh, members=members, node_size=config.node_size
+        )
+        self._members = members
         if mesh is not None and config.by_time:
             raise ValueError(
                 f"round_seconds={config.round_seconds} does not work with mesh=: the ranks of a "
@@ -223,25 +195,22 @@ class LocalUpdates:
         optimizer = cast(
             "torch.optim.Optimizer", bare_optimizer(optimizer)
         )  # of a wrong kind, it is refused below
-        self._tensors = LocalModel(model, optimizer, None if mesh is None else mesh["shard"])
+        self._tensors = LocalModel(model, optimizer, self._ranks.shards)
         fragments_of(self._tensors.trained, config)  # refuses more fragments than parameters
         warn_of_others(model, optimizer, own_state=not config.average_state)
         self.config = config
         """What it was made with."""
         self._scaler = scaler
-        self._process_group = process_group
         self._interval = Interval(config, optimizer)
         self._counters = Counters(last=config.begin_step)
-        self._bytes_elsewhere = self._received_before = self._skipped = 0
-        self._waited_before = 0.0
-        self._sent_by_ddp, self._looked = 0, False
-        self._group: Group | None = None
-        self._sources: Sources | None = None
+        self._skipped = self._paced_step = 0
+        self._looked = False
         self._averager: Averager | None = None
         self._hooks: list[Any] = []
+        self._entered_once = False
 
     def __enter__(self) -> "LocalUpdates":
-        if self._group is not None:
+        if self._entered_once:
             raise RuntimeError(
                 "this local_sgd block was entered before: make a new one with local_sgd(...)"
             )
@@ -251,12 +220,7 @@ class LocalUpdates:
                 "this model is in a local_sgd block already: leave that one first, they cannot be "
                 "nested (an engine that averages parameters leaves it with engine.close())"
             )
-        limit_s = (
-            time_limit_s(self._process_group, self.timeout_s)
-            if self._members is None
-            else self._members.timeout_s
-        )
-        with one_deadline(limit_s):
+        with self._ranks.deadline():
             try:
                 return self._entered()
             except Regrouped:
@@ -266,15 +230,9 @@ class LocalUpdates:
                 ) from None
 
     def _entered(self) -> "LocalUpdates":
-        members, mesh = self._members, self._mesh
-        if members is not None:
-            group = members.job
-        elif mesh is not None:
-            group = Sites.of(mesh, self.timeout_s).job
-        else:
-            group = Group(self._process_group, self.timeout_s)
-        sites = None if mesh is None else Sites(group)
-        self._group = group
+        members, ranks = self._members, self._ranks
+        self._entered_once = True
+        group = ranks.group
         facts: dict[str, Any] = {"wire": WIRE_VERSION, "config": type(self.config).__name__}
         facts["compression"] = type(self.config.compression).__name__
         facts["settings"] = asdict(self.config)
@@ -283,17 +241,16 @@ class LocalUpdates:
         facts |= {"digest_every": self.digest_every, "timeout in seconds": group.timeout_s}
         facts |= arithmetic(self._tensors.device)
         facts |= {"misuse": self._tensors.difference(), **self._tensors.facts()}
-        versions = {"thinwire": __version__, "torch": str(torch.__version__)}
         if members is not None:
             members.begin("local", facts)
             members.follow(lambda: self.step)
-        require_agreement(
-            group, facts, what="setting up local updates", cures=CURES, versions=versions
-        )
+        ranks.compare(facts, "setting up local updates")
         if (problem := self._tensors.difference()) is not None:
             raise RuntimeError(problem)
-        self._sources = sources = self._agreed_sources(group) if sites is None else Replicas(sites)
-        while_busy(group, "compiling loops", lambda: float(warm_up(self._needs()) > 0))
+        dense = self.config.node_size is None and self._changes is None
+        apart = ranks.sites is None and (dense or self.config.by_time)
+        sources = group if apart else ranks.sources(self.config.node_size)
+        ranks.compile(self._needs())
         self._tensors.copy_from_first(group)
         outer = OuterRule(
             self.config.outer_lr, self.config.outer_momentum, self.config.outer_nesterov
@@ -306,10 +263,7 @@ class LocalUpdates:
             averaging=Averaging(sources, self._tensors.params, outer=outer, changes=self._changes),
             counters=self._counters,
             scaler=self._scaler,
-            # members come from processes that have made other things before
-            identity="local updates"
-            if members is not None
-            else f"local updates {next_identity(self._process_group)}",
+            identity=ranks.identity("local updates"),
             digest_every=self.digest_every,
             roll=members,
             after_averaging=self._after_averaging,
@@ -321,17 +275,20 @@ class LocalUpdates:
                 if begin_at is not None:  # schedules of the others are at this step
                     begin_at(self.step)
                 averager.average_if_due()
-        self._restore_bytes(0)  # what it takes to start is not an exchange of updates
-        self._received_before, self._waited_before = sources.bytes_received, sources.wait_s
-        first = group.rank == 0 if members is None else self._place()[0] == 0
+        averager.start_counting()  # what it takes to start is not an exchange of updates
+        first = ranks.place[0] == 0
         if first and self._changes is not None:
             tell_coverage(self._changes, self._tensors.params.values())
-        self._pace = Pace(self.planned if first else None)
+        averager.pace = Pace(self._planned if first else None)
         self._paced_step = self.step
         optimizer = self._tensors.optimizer
         self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            FollowedSteps(
+                [optimizer],
+                before=self._before_step,
+                observed=self._observed,
+                after=self._after_step,
+            ),
             self._tensors.model.register_forward_pre_hook(_tell_of_evaluation),
         ]
         _open.append(self)
@@ -339,17 +296,6 @@ class LocalUpdates:
         if call_params is not None:
             call_params({p: name for name, p in named_parameters(self._tensors.model)})
         return self
-
-    def _agreed_sources(self, group: Group) -> Sources:
-        """Who counts as one source of changes, once all ranks have said the same."""
-        size = self.config.node_size
-        dense = size is None and self._changes is None
-        if self._members is not None or self.config.by_time or dense:
-            return group
-        width, _ = node_size_of(group.global_ranks, size)
-        if size is None:  # else it is a part of the config
-            require_agreement(group, {"ranks of a node": width}, what="comparing nodes")
-        return sources_of(group, width)
 
     @property
     def _compressed(self) -> list[Tensor]:
@@ -374,55 +320,35 @@ class LocalUpdates:
         finally:
             self.close()
 
-    def _before_step(
-        self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Called with all arguments of `step`, the optimizer first; a closure may be what observes
-        the loss.
-        """
-        if calls_of_step(args[0]) > 1:
-            return None
+    def _before_step(self) -> None:
         self._open_averager().before_step()
-        step, optimizer, *given = self.step + 1, *args
-        closure = given[0] if given else kwargs.get("closure")
-        if closure is None:
-            self._interval.before_step(step)
-            return None
 
-        def then_noted() -> Any:
-            loss = closure()
-            self._interval.before_step(step)
-            return loss
+    def _observed(self) -> None:
+        self._interval.before_step(self.step + 1)
 
-        if given:
-            return (optimizer, then_noted, *given[1:]), kwargs
-        return (optimizer,), {**kwargs, "closure": then_noted}
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if calls_of_step(optimizer) <= 1:
-            self._follow(self._open_averager().after_step)
+    def _after_step(self) -> None:
+        self._follow(self._open_averager().after_step)
 
     def _follow(self, move: Callable[[], None]) -> None:
         """What the averager does after a step, or in place of one."""
-        averager, group, sources = self._averager, self._group, self._sources
-        assert averager is not None and group is not None and sources is not None, "open"
+        averager = self._open_averager()
         k_steps = self.k_steps
         members = self._members
         # the ranks of a site do so at averagings, together; and all who have agreed on a change
         if members is not None and members.site is None and members.group.over is None:
             members.group.take_up()
         with (
-            group.one_deadline(),
-            long_waits_logged(f"local step {self.step + 1}", lambda: sources.wait_s),
+            averager.group.one_deadline(),
+            long_waits_logged(f"local step {self.step + 1}", lambda: averager.wait_s),
         ):
             move()
         if averager.likeness.averaged_before:
-            self._sent_by_ddp += sum(
+            averager.bytes_of_others += sum(
                 p.numel() * p.element_size() for p in self._tensors.params.values()
             )
         if self.synced:
             _log.debug("averaged after local step %d", self.step)
-            self._round_over(sources)
+            self._round_over(averager)
         if self.k_steps != k_steps:
             _log.info(
                 "ranks average every %d steps from now on, not every %d", self.k_steps, k_steps
@@ -441,19 +367,19 @@ class LocalUpdates:
                 return False
         return True
 
-    def _round_over(self, sources: Sources) -> None:
+    def _round_over(self, averager: Averager) -> None:
         steps, self._paced_step = self.step - self._paced_step, self.step
         if not steps:  # a round by time in which no rank made one
             return
-        told = self._pace.round(
+        told = averager.pace.round(
             steps,
             time.perf_counter(),
-            sources.wait_s,
-            sources.rate_bit_s,
+            averager.wait_s,
+            averager.sources.rate_bit_s,
             compare=self.step > self.config.begin_step,
         )
         if told is not None:
-            warnings.warn(told, UserWarning, stacklevel=5)
+            warnings.warn(told, UserWarning, stacklevel=6)
 
     def close(self) -> None:
         """Take the hooks off, without an averaging; may be called twice.
@@ -587,8 +513,8 @@ class LocalUpdates:
             Mismatch: Ranks are at different steps.
             ThinwireError: As in any averaging.
         """
-        averager, group = self._open_averager(), self._group
-        assert group is not None, "open"
+        averager = self._open_averager()
+        group = averager.group
         with group.one_deadline():
             averager.flush()
         if group.size > 1 and not self._looked:
@@ -610,10 +536,15 @@ class LocalUpdates:
         parts = self._averager.parts  # each has an outer optimizer of its own
         return self._averager.averaging.applied_share(-(-self._counters.averagings // parts))
 
-    @property
-    def wait_s(self) -> float:
-        """Seconds for which this rank was blocked by others."""
-        return 0.0 if self._sources is None else self._sources.wait_s - self._waited_before
+    def counts(self) -> dict[str, Any]:
+        """What `Synchronizer.traffic` says, and further numbers of `thinwire.core.stats`."""
+        averager, changes = self._averager, self._changes
+        return {
+            "averagings": self._counters.averagings,
+            "sparsity": left_out(changes, self.step) if self._compressed else 0.0,
+            "applied_share": self._applied_share,
+            **(NO_TRAFFIC if averager is None else averager.traffic()),
+        }
 
     def stats(self) -> dict[str, float]:
         """This rank so far, flat and in numbers only; the names are those of
@@ -635,24 +566,13 @@ class LocalUpdates:
         outer optimizer makes of changes of one size, 1 for plain averaging and outer_lr without
         outer momentum.
         """
-        sources, changes = self._sources, self._changes
-        between = getattr(sources, "bytes_between_nodes", None)
         return numbers(
             step=self.step,
             dropped_steps=self._skipped,
-            averagings=self._counters.averagings,
             k_steps=self.k_steps,
-            sparsity=left_out(changes, self.step) if self._compressed else 0.0,
-            applied_share=self._applied_share,
             loss_scale=1.0 if self._scaler is None else self._scaler.scale,
-            bytes_sent=self._sent_by_ddp
-            + (0 if sources is None else sources.bytes_sent + self._bytes_elsewhere),
-            bytes_received=0 if sources is None else sources.bytes_received - self._received_before,
-            bytes_between_nodes=between,
             bytes_dense=4 * self._tensors.numel * self.step,
-            wait_s=self.wait_s,
-            rate_bit_s=0.0 if sources is None else sources.rate_bit_s,
-            waiting_share=self._pace.waiting_share,
+            **self.counts(),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -665,21 +585,12 @@ class LocalUpdates:
         state = self.plain_state_dict()
         return {
             **state,
-            ORIGIN: Origin(*self._place(), self.step, saving.own_checksum(state)).packed(),
+            ORIGIN: Origin(*self._ranks.place, self.step, saving.own_checksum(state)).packed(),
         }
-
-    def _place(self) -> tuple[int, int]:
-        """This rank's number among those that average, and how many they are."""
-        members = self._members
-        if members is None:
-            return place_in(self._process_group)
-        rank, size = max(members.rank, 0), max(members.size, 1)
-        site = members.site
-        return (rank, size) if site is None else (rank * site.size + site.rank, size * site.size)
 
     def plain_state_dict(self) -> dict[str, Any]:
         """`state_dict` without the origin, for callers that keep ranks apart by other means."""
-        return saving.saved(self._entered_averager(), int(self.stats()["bytes_sent"]))
+        return saving.saved(self._entered_averager())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict` of the same rank, bit for bit; inside the block, on all
@@ -698,10 +609,9 @@ class LocalUpdates:
         saving.load(state, self._open_averager())
         own = saving.own_checksum(state)
         if origin is not None and (origin.checksum or own):
-            problem = origin.problem(*self._place(), own)
+            problem = origin.problem(*self._ranks.place, own)
             if problem is not None:
                 warnings.warn(f"thinwire.local_sgd: {problem}", UserWarning, stacklevel=2)
-        self._restore_bytes(state["bytes_sent"])
         self._paced_step = self.step
 
     def start_anew(self) -> None:
@@ -724,10 +634,6 @@ class LocalUpdates:
         """The buffers of what was loaded were written as well."""
         self._open_averager().tensors.buffers_are_back()
 
-    def _restore_bytes(self, bytes_sent: int) -> None:
-        assert self._sources is not None, "open"
-        self._bytes_elsewhere = bytes_sent - self._sources.bytes_sent
-
     def _entered_averager(self) -> Averager:
         """Also after the block, for who saves what it ended with."""
         return self._open_averager() if self._averager is None else self._averager
@@ -746,7 +652,7 @@ def _tell_of_evaluation(model: nn.Module, _: object) -> None:
         return
     for block in _open:
         own = block._tensors.model is model and block.apart and not block.synced
-        if own and block._group is not None and block._group.size > 1:
+        if own and block._open_averager().group.size > 1:
             block._hooks.pop().remove()  # it is the last one
             warnings.warn(
                 "the model is evaluated between two averagings, where its parameters are this "
@@ -755,3 +661,27 @@ def _tell_of_evaluation(model: nn.Module, _: object) -> None:
                 UserWarning,
                 stacklevel=5,
             )
+
+
+def _require_alone(
+    members: object,
+    mesh: DeviceMesh | None,
+    process_group: object,
+    timeout: object,
+    node_size: int | None,
+) -> None:
+    """Refuse what says who averages, beside members."""
+    check.instance("members", members, Members)
+    assert isinstance(members, Members)
+    for name, value in {"process_group": process_group, "timeout": timeout}.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} and members were both given: members exchange among themselves, "
+                "within the time-out that join was given; leave it out"
+            )
+    if node_size not in (None, 1):
+        raise ValueError(
+            f"node_size={node_size} and members were both given: members come and "
+            "go one by one, so that each counts for itself; leave node_size out"
+        )
+    members.require_mesh(mesh)

@@ -175,6 +175,12 @@ class Members:
         return len(self.ids)
 
     @property
+    def place(self) -> tuple[int, int]:
+        """The number of this rank among the ranks of all members, and how many they are."""
+        rank, size, site = max(self.rank, 0), max(self.size, 1), self.site
+        return (rank, size) if site is None else (rank * site.size + site.rank, size * site.size)
+
+    @property
     def generation(self) -> int:
         """Counts the changes of the members; -1 while this one is a newcomer. A change that was
         agreed on at the end of a round shows from the next averaging on.

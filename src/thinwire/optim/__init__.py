@@ -4,7 +4,6 @@ sparse rows. `strategy` and `integrations` import them.
 
 from thinwire.core.clip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.core.decay import L1Decay, L2Decay
-from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.ftrl import Ftrl
 from thinwire.optim.lamb import Lamb
@@ -34,6 +33,3 @@ __all__ = [
     "RMSprop",
     "muon_groups",
 ]
-
-EXCHANGING: tuple[type[ExchangingOptimizer], ...] = (DGCMomentum,)
-"""Those whose `step` exchanges gradients itself."""

@@ -18,7 +18,7 @@ from thinwire.checkpoint.reader import EXPORTED
 from thinwire.checkpoint.shards import Cut, words
 from thinwire.core.sharded import is_sharded
 from thinwire.errors import CheckpointMismatch
-from thinwire.optim.base import ExchangingOptimizer
+from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.strategy.fitting import settings_in_groups
 from thinwire.strategy.parts import Parts
 from thinwire.strategy.saving import (
@@ -218,7 +218,7 @@ def _complete(state: Mapping[str, Any], parts: Parts) -> None:
             saved[kind].setdefault(name, new)
 
     optimizer = parts.optimizer
-    if not isinstance(optimizer, ExchangingOptimizer):
+    if not isinstance(optimizer, DGCMomentum):
         return
     owners, params = _owners(state), dict(named_parameters(parts.model))
     for key, entries in state["optimizer"]["state"].items():

@@ -17,8 +17,8 @@ from thinwire.core.norms import global_norm, norms_over_shards
 from thinwire.core.rows import coalesced, values_of, with_values
 from thinwire.core.storage import with_own_storage
 from thinwire.errors import StrategyError
-from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.common import CommonOptimizer
+from thinwire.optim.dgc_momentum import DGCMomentum
 
 __all__ = ["Clipping", "require_one_clip", "take_clip_"]
 
@@ -101,10 +101,29 @@ def require_one_clip(
     why = None
     if own is not None:
         why = f"the optimizer clips by {own} already: give one of them"
-    elif isinstance(optimizer, ExchangingOptimizer):
-        why = optimizer.why_no_clip(grad_clip, sharded=sharded)
+    elif isinstance(optimizer, DGCMomentum):
+        why = _why_no_clip(optimizer, grad_clip, sharded=sharded)
     if why is not None:
         raise StrategyError(f"prepare was given grad_clip={grad_clip}, and {why}")
+
+
+def _why_no_clip(optimizer: DGCMomentum, clip: Clip, *, sharded: bool) -> str | None:
+    if not isinstance(clip, ClipByNorm):
+        return (
+            "DGCMomentum accumulates gradients: other norms do not commute with local "
+            "accumulation. Give ClipByNorm, which limits each tensor, or leave grad_clip out "
+            "and set local_grad_clip_norm of dgc"
+        )
+    limits = [group["local_grad_clip_norm"] for group in optimizer.param_groups]
+    limit = next((limit for limit in limits if limit is not None), None)
+    if limit is not None:
+        return f"dgc's local_grad_clip_norm={limit} limits the same gradient: give one of them"
+    if sharded:
+        return (
+            "DGCMomentum would clip shard by shard under mesh=: use local_grad_clip_norm of "
+            "dgc, whose norms are over all shards"
+        )
+    return None
 
 
 def _require_real(
@@ -137,7 +156,7 @@ def take_clip_(
         stages: See `Clipping`.
         shards: See `Clipping`.
     """
-    if isinstance(optimizer, ExchangingOptimizer) and grad_clip is not None:
+    if isinstance(optimizer, DGCMomentum) and grad_clip is not None:
         return Clipping(_replaced_(optimizer, grad_clip))
     own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
     over_parts = (ClipByGlobalNorm, ClipByNorm) if shards is not None else (ClipByGlobalNorm,)

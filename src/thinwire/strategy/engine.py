@@ -436,29 +436,23 @@ class Engine:
             to an averaging). Bytes received, rate and waiting are those of this process.
         """
         parts = self._parts
-        counts = dict(parts.exchange.counts(self.step))
+        counts = parts.exchange.counts(self.step)
         votes = [part for part in (parts.buffers, parts.scaler) if part is not None]
-        between = counts.pop("bytes_between_nodes", None)
+        counts["bytes_received"] += sum(part.bytes_received for part in votes)
+        if counts["bytes_between_nodes"] is not None and not self._sharded:
+            counts["bytes_between_nodes"] += sum(part.bytes_sent for part in votes)
+        if not parts.exchange.local:
+            counts["waiting_share"] = self._steps.pace.waiting_share
+        counts |= {"bytes_sent": self._steps.bytes_sent(), "wait_s": self._steps.wait_s()}
         return numbers(
             step=self.step,
             microsteps=0 if parts.merge is None else parts.merge.microsteps,
             dropped_steps=self._steps.dropped_steps(),
-            averagings=int(counts.get("averagings", 0)),
             k_steps=parts.exchange.k_steps,
-            sparsity=counts["sparsity"],
             loss_scale=1.0 if parts.scaler is None else parts.scaler.scale,
-            bytes_sent=self._steps.bytes_sent(),
-            bytes_received=int(counts["bytes_received"])
-            + sum(part.bytes_received for part in votes),
-            bytes_between_nodes=None
-            if between is None
-            else int(between) + (0 if self._sharded else sum(part.bytes_sent for part in votes)),
             bytes_between_stages=0 if parts.runner is None else parts.runner.bytes_sent,
             bytes_dense=4 * self.step * sum(shard_of(p).numel() for p in parts.params.values()),
-            wait_s=self._steps.wait_s(),
-            applied_share=counts.get("applied_share", 1.0),
-            rate_bit_s=counts["rate_bit_s"],
-            waiting_share=counts.get("waiting_share", self._steps.pace.waiting_share),
+            **counts,
         )
 
     @property

@@ -14,6 +14,7 @@ from thinwire.comm import state_told
 from thinwire.comm.group import collective_calls
 from thinwire.compress import buckets_of
 from thinwire.compress.dense import not_finite
+from thinwire.compress.dgc import DGC
 from thinwire.compress.figures import left_out
 from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.sharded import Shards, shard_of, sharded_like
@@ -21,10 +22,11 @@ from thinwire.core.storage import with_own_storage
 from thinwire.exchange.gradients import GradientExchange, Outcome
 from thinwire.exchange.hyperparameters import SameHyperparameters
 from thinwire.exchange.round import Round
+from thinwire.exchange.synchronizer import NO_TRAFFIC
 from thinwire.exchange.verdict import Drops, Verdict
 from thinwire.local.updates import LocalUpdates
-from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.common import CommonOptimizer
+from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.strategy.clipping import Clipping
 from thinwire.strategy.holding import passing
 
@@ -39,8 +41,6 @@ class Exchange(Protocol):
 
     Attributes:
         local: Whether ranks are on their own between two averagings.
-        bytes_sent: What this rank gave to others so far.
-        wait_s: Seconds for which it was blocked by them.
         dropped_steps: Updates dropped for a gradient that is not finite.
         k_steps: Updates between two exchanges that are in force.
         pending: What `flush` would do, in words; empty if nothing.
@@ -50,15 +50,13 @@ class Exchange(Protocol):
 
     local: bool
 
-    def counts(self, step: int) -> dict[str, float]:
-        """Further numbers of `thinwire.core.stats`, ahead of update `step`."""
+    def counts(self, step: int) -> dict[str, Any]:
+        """What `Synchronizer.traffic` says, and further numbers of `thinwire.core.stats`, ahead of
+        update `step`.
+        """
 
     @property
     def moved(self) -> bool: ...
-    @property
-    def bytes_sent(self) -> int: ...
-    @property
-    def wait_s(self) -> float: ...
     @property
     def dropped_steps(self) -> int: ...
     @property
@@ -117,6 +115,21 @@ class _EveryStep(Exchange):
 
     local = False
     moved = False
+    first_bytes: int
+    bucket_bytes: int
+
+    def _exchange(self) -> GradientExchange | None:
+        """None before the first update."""
+        raise NotImplementedError
+
+    @property
+    def dropped_steps(self) -> int:
+        exchange = self._exchange()
+        return 0 if exchange is None else exchange.drops.total
+
+    def counts(self, step: int) -> dict[str, Any]:
+        exchange = self._exchange()
+        return dict(NO_TRAFFIC if exchange is None else exchange.traffic())
 
     @contextlib.contextmanager
     def _spoiling(self, step: int, gradients: GradientExchange) -> Iterator[None]:
@@ -154,20 +167,11 @@ class MeanThenStep(_EveryStep):
         some = compression is not None and any(map(compression.compresses, Shards(params).values()))
         self._compression = compression if some else None
 
-    @property
-    def bytes_sent(self) -> int:
-        return self.gradients.bytes_sent
+    def _exchange(self) -> GradientExchange:
+        return self.gradients
 
-    @property
-    def wait_s(self) -> float:
-        return self.gradients.wait_s
-
-    def counts(self, step: int) -> dict[str, float]:
-        return self.gradients.counts() | {"sparsity": left_out(self._compression, step)}
-
-    @property
-    def dropped_steps(self) -> int:
-        return self.gradients.drops.total
+    def counts(self, step: int) -> dict[str, Any]:
+        return super().counts(step) | {"sparsity": left_out(self._compression, step)}
 
     def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
         self.gradients.buckets = buckets
@@ -226,57 +230,36 @@ class ExchangingStep(_EveryStep):
     compression.
     """
 
-    def __init__(self, optimizer: ExchangingOptimizer, params: Mapping[str, Parameter]) -> None:
+    def __init__(self, optimizer: DGCMomentum, params: Mapping[str, Parameter]) -> None:
         self._optimizer, self._params = optimizer, params
-        self.first_bytes, self.bucket_bytes = buckets_of(optimizer.method)
-        self._before = optimizer.stats()
+        self.first_bytes, self.bucket_bytes = buckets_of(DGC)
 
     @property
     def gradients(self) -> GradientExchange | None:
-        return self._optimizer.exchange_in_use
+        return self._optimizer.synchronizer.gradients
 
-    def _stats(self) -> dict[str, float]:
-        """Those of the optimizer, without what it has counted for an engine before this one, or for
-        steps by hand.
-        """
-        stats = self._optimizer.stats()
-        return stats | {key: stats[key] - self._before[key] for key in _COUNTED}
+    def _exchange(self) -> GradientExchange | None:
+        return self._optimizer.synchronizer.last
 
-    @property
-    def bytes_sent(self) -> int:
-        return int(self._stats()["bytes_sent"])
-
-    @property
-    def wait_s(self) -> float:
-        return self._stats()["wait_s"]
-
-    def counts(self, step: int) -> dict[str, float]:
-        stats = self._stats()
-        counts = {key: stats[key] for key in ("bytes_received", "rate_bit_s", "sparsity")}
-        if stats["bytes_between_nodes"] != stats["bytes_sent"]:  # there are nodes
-            counts["bytes_between_nodes"] = stats["bytes_between_nodes"]
-        return counts
-
-    @property
-    def dropped_steps(self) -> int:
-        return int(self._stats()["dropped_steps"])
+    def counts(self, step: int) -> dict[str, Any]:
+        return super().counts(step) | {"sparsity": self._optimizer.sparsity}
 
     def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
-        self._optimizer.set_buckets(buckets)
+        self._optimizer.synchronizer.set_buckets(buckets)
 
     def place(self, step: int) -> int:
         return self._optimizer.position
 
     def launching(self) -> contextlib.AbstractContextManager[None]:
-        return self._optimizer.launching()
+        return self._optimizer.synchronizer.launching()
 
     def update(self, step: int, grads: Grads, **how: Any) -> Verdict:
         self.moved = False
-        optimizer = self._optimizer
+        optimizer, sync = self._optimizer, self._optimizer.synchronizer
         with optimizer.one_deadline():
-            gradients = optimizer.joined()
-            outcome = gradients.exchange(optimizer.position, optimizer.limited(grads), **how)
-            optimizer.agreed()
+            gradients = sync.joined()
+            outcome = gradients.exchange(optimizer.position, sync.limited(grads), **how)
+            sync.agreed()
             if outcome.came is None:
                 return outcome.verdict
             with self._spoiling(step, gradients), optimizer.updating_from(outcome.came):
@@ -323,30 +306,8 @@ class LocalSteps:
     def dropped_steps(self) -> int:
         return self._drops.total
 
-    @property
-    def bytes_sent(self) -> int:
-        return int(self.sync.stats()["bytes_sent"])
-
-    @property
-    def wait_s(self) -> float:
-        return self.sync.wait_s
-
-    def counts(self, step: int) -> dict[str, float]:
-        stats = self.sync.stats()
-        counts = {
-            key: stats[key]
-            for key in (
-                "bytes_received",
-                "rate_bit_s",
-                "waiting_share",
-                "sparsity",
-                "averagings",
-                "applied_share",
-            )
-        }
-        if stats["bytes_between_nodes"] != stats["bytes_sent"]:  # there are nodes, or sites
-            counts["bytes_between_nodes"] = stats["bytes_between_nodes"]
-        return counts
+    def counts(self, step: int) -> dict[str, Any]:
+        return self.sync.counts()
 
     @property
     def k_steps(self) -> int:
@@ -404,8 +365,6 @@ class LocalSteps:
         self.sync.close()
 
 
-_COUNTED = ("bytes_sent", "bytes_received", "bytes_between_nodes", "wait_s", "dropped_steps")
-"""What an optimizer that exchanges adds up as long as it lives."""
 _EXCHANGED = (
     "The gradients had been exchanged before it: what was sent has left this rank's residuals, no "
     "parameter has moved"

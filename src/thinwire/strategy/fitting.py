@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from thinwire._names import named_buffers, named_parameters, plain_names
-from thinwire._version import __version__
 from thinwire.compress import CHANGE_COMPRESSIONS
 from thinwire.compress.protocol import ErrorsOnly
 from thinwire.local.model import looks
@@ -30,7 +29,6 @@ __all__ = [
     "model_facts",
     "settings_in_groups",
     "strategy_facts",
-    "versions",
 ]
 
 _FREE = (
@@ -174,11 +172,6 @@ def strategy_facts(strategy: Fields) -> dict[str, Any]:
         "strategy": to_dict(strategy),
         "dp_degree": strategy.expected_replicas,
     }
-
-
-def versions() -> dict[str, str]:
-    """What may differ between ranks."""
-    return {"thinwire": __version__, "torch": str(torch.__version__)}
 
 
 def checkpoint_facts(

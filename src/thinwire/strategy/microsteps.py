@@ -83,13 +83,13 @@ class Microsteps:
         parts = self.parts
         agreements = 0 if parts.scaler is None else parts.scaler.bytes_sent
         besides = parts.buffers.bytes_sent + agreements
-        return self.bytes_before + parts.exchange.bytes_sent + besides
+        return self.bytes_before + int(parts.exchange.counts(self.step)["bytes_sent"]) + besides
 
     def wait_s(self) -> float:
         """Seconds for which this rank was blocked by others."""
         parts = self.parts
         votes = (part.wait_s for part in (parts.buffers, parts.scaler) if part is not None)
-        return parts.exchange.wait_s + sum(votes)
+        return float(parts.exchange.counts(self.step)["wait_s"]) + sum(votes)
 
     def dropped_steps(self) -> int:
         """Of this rank."""

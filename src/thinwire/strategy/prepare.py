@@ -23,7 +23,6 @@ from thinwire.comm import (
     next_identity,
     one_deadline,
     require_agreement,
-    seconds_of,
     time_limit_s,
     while_busy,
 )
@@ -42,14 +41,15 @@ from thinwire.exchange.agreement import Among, Check
 from thinwire.exchange.digest import RollingDigest, optimizer_state
 from thinwire.exchange.gradients import gradients_of
 from thinwire.exchange.overlap import Overlap
+from thinwire.exchange.ranks import versions
 from thinwire.kernels.needs import Need
 from thinwire.kernels.warm import warm_up
 from thinwire.layout.traffic import settled_step
 from thinwire.local.model import bare_optimizer, require_own_params, warn_of_others
 from thinwire.local.updates import LocalUpdates
 from thinwire.optim import Lamb, Lars
-from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.common import CommonOptimizer
+from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.muon import Muon
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.pipeline.split import split_model
@@ -60,7 +60,7 @@ from thinwire.strategy.clipping import Clipping, require_one_clip, take_clip_
 from thinwire.strategy.engine import Engine
 from thinwire.strategy.exchanges import Exchange, ExchangingStep, LocalSteps, MeanThenStep
 from thinwire.strategy.fields import Fields
-from thinwire.strategy.fitting import checkpoint_facts, model_facts, strategy_facts, versions
+from thinwire.strategy.fitting import checkpoint_facts, model_facts, strategy_facts
 from thinwire.strategy.holding import (
     Hold,
     become_,
@@ -298,11 +298,12 @@ def _planned_for(
             process_group=setup.replica_group,
             compression=strategy.compression,
             scaler=scaler,
+            digest_every=setup.digest_every,
+            timeout=setup.timeout,
             members=setup.members,
+            plan=setup.planned,
             mesh=setup.mesh,
         )
-        sync.digest_every, sync.timeout_s = setup.digest_every, seconds_of(setup.timeout)
-        sync.planned = setup.planned
     return Plan(
         stage=stage,
         optimizer=optimizer,
@@ -351,7 +352,7 @@ def _assembled(setup: Setup, plan: Plan, handles: list[Any]) -> Engine:
     # an optimizer that was given a group of its own agrees with those ranks alone
     peers = setup.replica_group
     partly = False
-    if isinstance(plan.optimizer, ExchangingOptimizer):
+    if isinstance(plan.optimizer, DGCMomentum):
         peers = plan.optimizer.process_group
         partly = peers is not None
     batches, buffers = Batches(), MovingBuffers(plan.stage, _peers(peers, setup))
@@ -428,9 +429,9 @@ def _exchange(strategy: Fields, plan: Plan, place: Setup, clip: Clipping, among:
         finite = plan.scaler is None and place.grid is None and place.sites is None
         return LocalSteps(plan.optimizer, plan.params, plan.sync, clip, limit, checks=finite)
     identity = f"engine {next_identity()}"
-    if isinstance(plan.optimizer, ExchangingOptimizer):
+    if isinstance(plan.optimizer, DGCMomentum):
         names: dict[torch.Tensor, str] = {p: name for name, p in plan.params.items()}
-        plan.optimizer.serve(identity, plan.digest_every, names, among)
+        plan.optimizer.synchronizer.serve(identity, plan.digest_every, names, among)
         return ExchangingStep(plan.optimizer, plan.params)
     sites = place.sites
     compression = plan.compressor

@@ -14,21 +14,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from thinwire.compress import field_of
+from thinwire.compress.dgc import DGC
 from thinwire.compress.protocol import Compression
 from thinwire.errors import StrategyError
-from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.config import LAMB, LARS
+from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.settings import OptimizerSettings, restrict_, settings_of
 from thinwire.strategy.holding import became, dependents
 from thinwire.strategy.replacements import (
     ADAMS,
     SGDS,
     Replacement,
-    as_exchanging,
+    as_dgc_momentum,
     as_lamb,
     as_lars,
     decided_exclusion,
-    exchanging_by,
     rebuilt,
 )
 
@@ -71,13 +71,13 @@ def adopt(
 
     A replacement has the rates, schedules (at the same update), groups, exclusions, order, clipping
     and regularizer of the given optimizer, and its state where that means the same: the momentum of
-    SGD for an `ExchangingOptimizer`, the moments and steps of an Adam for `Lamb`. The velocity of
+    SGD for a `DGCMomentum`, the moments and steps of an Adam for `Lamb`. The velocity of
     SGD does not contain the rate and that of `Lars` does, so that state is refused.
 
     Args:
         optimizer: Any; changed only where it stays and `keep` leaves out some of its parameters.
-        compression: Makes an SGD the `ExchangingOptimizer` of its method, where there is one; it
-            compresses for any other, and under `lars`, `lamb` or local updates.
+        compression: A `DGC` makes an SGD a `DGCMomentum`. All else compresses for the optimizer,
+            as `DGC` does under `lars`, `lamb` or local updates.
         lars: Makes an SGD a `Lars`.
         lamb: Makes an Adam, AdamW or LazyAdam a `Lamb`.
         local: Whether ranks train on their own and average now and then.
@@ -95,19 +95,19 @@ def adopt(
             has changed.
     """
     said = f"the strategy does not go with the optimizer {type(optimizer).__name__}: "
-    exchanging = exchanging_by(compression)
-    asked = (None if exchanging is None else compression, lars, lamb)
+    dgc = compression if isinstance(compression, DGC) else None
+    asked = (dgc, lars, lamb)
     if became(optimizer) == asked:  # by an engine that was closed since
         lars, lamb = None, None
-        if isinstance(optimizer, ExchangingOptimizer):
-            compression = exchanging = None
+        if isinstance(optimizer, DGCMomentum):
+            compression = dgc = None
     problems = [
         *_misfits(optimizer, compression, lars, lamb, local=local, keep=keep),
         *_foreign(optimizer, names),
     ]
     if problems:
         raise StrategyError(said + "; ".join(problems))
-    stays = exchanging is None or local or type(optimizer) not in SGDS
+    stays = dgc is None or local or type(optimizer) not in SGDS
     if lars is None and lamb is None and stays:
         return _kept(optimizer, compression, keep, asked, local=local)
     settings = settings_of(optimizer)
@@ -116,11 +116,8 @@ def adopt(
     elif lamb is not None:
         replacement = as_lamb(optimizer, settings, lamb)
     else:
-        assert compression is not None
-        assert exchanging is not None
-        replacement = as_exchanging(
-            optimizer, settings, compression, exchanging, process_group, mesh
-        )
+        assert dgc is not None, "or it stays"
+        replacement = as_dgc_momentum(optimizer, settings, dgc, process_group, mesh)
     known = {p: name or names[p] for group in settings.groups for name, p in group["params"]}
     problems = [
         *replacement.problems,
@@ -134,7 +131,7 @@ def adopt(
         new = rebuilt(replacement, settings, optimizer.state, known, keep or (lambda _: True))
     except (TypeError, ValueError) as error:
         raise StrategyError(f"{said}{error}") from error
-    compressor = None if isinstance(new, ExchangingOptimizer) else compression
+    compressor = None if isinstance(new, DGCMomentum) else compression
     notes = [*_notes(optimizer, replacement, settings), *_compression(new, compressor, local=local)]
     return Adopted(optimizer=new, compressor=compressor, asked=asked, notes=tuple(notes))
 
@@ -167,13 +164,12 @@ def _misfits(
             f"{kind}.step requires a closure, and the engine computes gradients once per step and "
             "exchanges them: give an optimizer whose step() works without one"
         )
-    if not isinstance(optimizer, ExchangingOptimizer):
+    if not isinstance(optimizer, DGCMomentum):
         return
-    if compression is not None and isinstance(compression, optimizer.method):
-        field = field_of(compression)
+    if isinstance(compression, DGC):
         yield (
-            f"{field} is said twice: give an SGD and leave {field} in the strategy, or remove "
-            f"{field} from the strategy"
+            "dgc is said twice: give an SGD and leave dgc in the strategy, or remove "
+            "dgc from the strategy"
             + (f" (an engine made it {kind} with other settings)" if became(optimizer) else "")
         )
     elif compression is not None:
@@ -186,10 +182,9 @@ def _misfits(
             "SGD"
         )
     if keep is not None and not _all_kept(optimizer, keep):
-        method = optimizer.method
         yield (
             f"{kind} does not know which ranks share a stage of the pipeline: give an SGD and "
-            f"{field_of(method)}={method.__name__}(...)"
+            "dgc=DGC(...)"
         )
 
 
@@ -244,7 +239,7 @@ def _kept(
 ) -> Adopted:
     kind = type(optimizer).__name__
     notes = [f"{kind} trains as it is"]
-    if isinstance(optimizer, ExchangingOptimizer):
+    if isinstance(optimizer, DGCMomentum):
         notes.append("it exchanges gradients by itself")
     notes += _compression(optimizer, compressor, local=local)
     return Adopted(

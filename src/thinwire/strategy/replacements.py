@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.compress import field_of
-from thinwire.compress.protocol import Compression
+from thinwire.compress.dgc import DGC
+from thinwire.core.clip import ClipByNorm
 from thinwire.core.precision import state_dtype
-from thinwire.optim import EXCHANGING, SGD, Adam, AdamW, Lamb, Lars, LazyAdam
-from thinwire.optim.base import ExchangingOptimizer
+from thinwire.optim import SGD, Adam, AdamW, DGCMomentum, Lamb, Lars, LazyAdam
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.config import LAMB, LARS
 from thinwire.optim.groups import Exclusion, excluded_flags, require_matches
@@ -26,11 +25,10 @@ __all__ = [
     "ADAMS",
     "SGDS",
     "Replacement",
-    "as_exchanging",
+    "as_dgc_momentum",
     "as_lamb",
     "as_lars",
     "decided_exclusion",
-    "exchanging_by",
     "rebuilt",
 ]
 
@@ -202,41 +200,43 @@ _ADAM_UNUSED = {
 }
 
 
-def exchanging_by(compression: Compression | None) -> type[ExchangingOptimizer] | None:
-    """What an SGD becomes so that this compression acts inside it; None where none does."""
-    return next((kind for kind in EXCHANGING if kind.method is type(compression)), None)
-
-
-def as_exchanging(
+def as_dgc_momentum(
     optimizer: torch.optim.Optimizer,
     settings: OptimizerSettings,
-    compression: Compression,
-    kind: type[ExchangingOptimizer],
+    dgc: DGC,
     process_group: dist.ProcessGroup | None,
     mesh: DeviceMesh | None,
 ) -> Replacement:
-    """An SGD as the optimizer inside which a compression acts."""
+    """An SGD as `DGCMomentum`."""
     arguments = {
         **_of_sgd(optimizer),
         "weight_decay": float(optimizer.defaults["weight_decay"]),
-        **asdict(compression),
+        **asdict(dgc),
         "process_group": process_group,
         "mesh": mesh,
     }
     replacement = Replacement(
-        kind=kind,
+        kind=DGCMomentum,
         arguments=arguments,
         keys=_SGD_KEYS,
         unused=_SGD_UNUSED,
         state=("momentum_buffer",),
     )
-    clip = settings.grad_clip
-    problem = None if clip is None else kind.problem_of_clip(clip, compression)
-    if problem is not None:
-        replacement.problems.append(problem)
-    replacement.problems += _sgd_problems(field_of(compression), settings)
+    clip, limit = settings.grad_clip, dgc.local_grad_clip_norm
+    if clip is not None and not isinstance(clip, ClipByNorm):
+        replacement.problems.append(
+            f"dgc takes over ClipByNorm only, and the optimizer clips by {clip}: other norms "
+            "do not commute with local accumulation. Use ClipByNorm, or dgc's "
+            "local_grad_clip_norm"
+        )
+    elif clip is not None and limit is not None:
+        replacement.problems.append(
+            f"the optimizer's grad_clip={clip} and dgc's local_grad_clip_norm={limit} limit "
+            "the same gradient: give one of them"
+        )
+    replacement.problems += _sgd_problems("dgc", settings)
     replacement.notes.append(
-        f"momentum, Nesterov and weight decay act inside {kind.__name__}, which exchanges by itself"
+        "momentum, Nesterov and weight decay act inside DGCMomentum, which exchanges by itself"
     )
     return replacement
 

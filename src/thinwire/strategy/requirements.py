@@ -15,7 +15,6 @@ from thinwire.compress import COMPRESSIONS, field_of
 from thinwire.core.clip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.errors import StrategyError
 from thinwire.members.members import Members
-from thinwire.optim import EXCHANGING
 from thinwire.strategy.explain.texts import TEXTS
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.holding import Cut, holds_one_stage
@@ -83,11 +82,10 @@ def check_kinds(model: object, optimizer: object, loss_fn: object, grad_clip: ob
     assert isinstance(model, nn.Module)
     require_shapes(model)
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        kinds = " or ".join(f"thinwire.optim.{kind.__name__}" for kind in EXCHANGING)
         raise TypeError(
             "model is wrapped in DistributedDataParallel, and the engine exchanges by itself: give "
             "it the model inside (ddp.module), or keep DDP and use optimizer.attach(ddp) of "
-            f"{kinds}"
+            "thinwire.optim.DGCMomentum"
         )
     check.instance("optimizer", optimizer, torch.optim.Optimizer)
     if loss_fn is not None and not callable(loss_fn):

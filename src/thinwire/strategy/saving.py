@@ -23,9 +23,9 @@ from thinwire.comm import place_in
 from thinwire.compress import KEPT, OTHER_RANKS
 from thinwire.core.origin import ORIGIN, Origin, checksum_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
-from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.by_name import in_order
 from thinwire.optim.common import CommonOptimizer
+from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.saving import remembered
 from thinwire.strategy.fitting import Change, changes_of, misfits, settings_in_groups
 from thinwire.strategy.parts import Parts
@@ -321,7 +321,7 @@ def _load_optimizer(state: Mapping[str, Any], parts: Parts, keep: Collection[str
     kept = [{key: group[key] for key in keep if key in group} for group in groups]
     ordered = in_order(saved_groups, state["optimizer_names"], _names(parts))
     entries = state["optimizer"]["state"]
-    if not isinstance(parts.optimizer, ExchangingOptimizer):  # which keeps its state as shards
+    if not isinstance(parts.optimizer, DGCMomentum):  # which keeps its state as shards
         keys = (key for group in ordered for key in group["params"])
         places = (param for group in groups for param in group["params"])
         owners = dict(zip(keys, places, strict=False))

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from thinwire.comm.nodes import job_ranks, node_size_of
 from thinwire.compress import COMPRESSIONS, buckets_of
+from thinwire.compress.dgc import DGC
 from thinwire.compress.figures import steady_share
 from thinwire.compress.protocol import Compression
 from thinwire.core.loss_scale import FixedLossScale
 from thinwire.local.config import LocalConfig
-from thinwire.optim import EXCHANGING
 from thinwire.strategy.explain.texts import TEXTS
 from thinwire.strategy.fields import Fields
 
@@ -76,8 +76,7 @@ def _about_exchange(strategy: Fields) -> Iterator[str]:
         first, others = buckets_of(strategy.compression)
         size = _mib(others)
         if strategy.compression is None:
-            for kind in EXCHANGING:
-                size += f", or {_mib(buckets_of(kind.method)[1])} under a {kind.__name__}"
+            size += f", or {_mib(buckets_of(DGC)[1])} under a DGCMomentum"
         if first < others:
             size += f" (the first of {_mib(first)})"
         yield (

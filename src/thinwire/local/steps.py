@@ -1,0 +1,76 @@
+"""Following the local steps that a training loop makes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from thinwire.local.model import calls_of_step
+
+__all__ = ["FollowedSteps"]
+
+
+class FollowedSteps:
+    """Hooks around `step` of optimizers. A local step is over when each of them has made one of its
+    own, in any order.
+
+    Args:
+        optimizers: That train one model.
+        before: Called before a local step.
+        observed: Called once its loss is known: after the closure, where `step` gets one.
+        after: Called after a local step.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        before: Callable[[], None],
+        observed: Callable[[], None],
+        after: Callable[[], None],
+    ) -> None:
+        self._optimizers, self._made = optimizers, set[int]()
+        self._before, self._observed, self._after = before, observed, after
+        self._hooks = [
+            hook
+            for optimizer in optimizers
+            for hook in (
+                optimizer.register_step_pre_hook(self._before_one),
+                optimizer.register_step_post_hook(self._after_one),
+            )
+        ]
+
+    def remove(self) -> None:
+        """Follow no step any more; may be called twice."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before_one(
+        self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Called with all arguments of `step`, the optimizer first."""
+        if self._made or calls_of_step(args[0]) > 1:
+            return None
+        self._before()
+        optimizer, *given = args
+        closure = given[0] if given else kwargs.get("closure")
+        if closure is None:
+            self._observed()
+            return None
+
+        def then_observed() -> Any:
+            loss = closure()
+            self._observed()
+            return loss
+
+        if given:
+            return (optimizer, then_observed, *given[1:]), kwargs
+        return (optimizer,), {**kwargs, "closure": then_observed}
+
+    def _after_one(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if calls_of_step(optimizer) > 1:
+            return
+        self._made.add(id(optimizer))
+        if len(self._made) == len(self._optimizers):
+            self._made.clear()
+            self._after()

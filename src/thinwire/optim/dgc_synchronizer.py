@@ -1,0 +1,336 @@
+"""How a `DGCMomentum` exchanges: with whom, after which comparison, and by which rules."""
+
+import contextlib
+import zlib
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import node_size_of
+from thinwire.compress.coverage import tell_coverage
+from thinwire.compress.dgc import DGC, DGCCompressor, Rule, locally_clipped
+from thinwire.core.arithmetic import arithmetic
+from thinwire.core.clip import ClipByNorm
+from thinwire.core.precision import state_dtype
+from thinwire.core.sharded import Shards, require_shards, shard_of
+from thinwire.exchange.agreement import Among
+from thinwire.exchange.digest import RollingDigest
+from thinwire.exchange.gradients import GradientExchange
+from thinwire.exchange.hyperparameters import SameHyperparameters
+from thinwire.exchange.ranks import Ranks
+from thinwire.optim.dgc_settings import RAMP, DGCSettings, config_of
+from thinwire.wire.message import WIRE_VERSION
+
+__all__ = ["DGCSynchronizer"]
+
+_SETTINGS = ("value_bits", "state_dtype", "num_trainers", "node_size", "exchange")
+
+
+class DGCSynchronizer:
+    """The exchange of one `DGCMomentum`, for its own steps, `attach` and engines.
+
+    Args:
+        optimizer: Holds the state of the compression.
+        ranks: That exchange.
+        identity: Which of the engines and optimizers over these ranks this is.
+    """
+
+    def __init__(self, optimizer: DGCSettings, ranks: Ranks, identity: str) -> None:
+        self.optimizer, self.ranks, self._identity = optimizer, ranks, identity
+        self.compressor: DGCCompressor | None = None
+        """None before the first step."""
+        self._exchange: GradientExchange | None = None
+        self._among = Among()
+        self._buckets: Sequence[Sequence[str]] = ()
+        self._names_of_engine: Mapping[Tensor, str] = {}
+        self._params: dict[str, Tensor] | None = None
+        self._names: dict[Tensor, str] = {}
+        self._agreed: list[dict[str, Any]] | None = None
+        """Per group what says how many entries are sent, as all ranks last agreed on it."""
+        self._in_force: list[dict[str, Any]] | None = None
+        """The same while buckets are launched, before the agreement of their step."""
+        self._rules: dict[int, Rule] | None = None
+        """By group, while an update or a launch lasts: groups do not change then."""
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The parameters in the order of the exchange, by names of which each is there once."""
+        if self._params is None:
+            self._params, facts = {}, self.optimizer._facts
+            for key, p in enumerate(self.optimizer._ordered_params()):
+                name = self._names_of_engine.get(p) or facts(p).name or f"parameter {key}"
+                name = name if name not in self._params else f"{name} (parameter {key})"
+                self._params[name] = p
+            self._names = {p: name for name, p in self._params.items()}
+        return self._params
+
+    @property
+    def names(self) -> dict[Tensor, str]:
+        """The name of each parameter."""
+        return self._names if self.params else {}
+
+    def list_anew(self) -> None:
+        """Parameters have come, or got other names."""
+        self._params = None
+
+    @property
+    def shards(self) -> Shards:
+        """This rank's part of each parameter, by the names of the exchange."""
+        return Shards(self.params)
+
+    @property
+    def gradients(self) -> GradientExchange | None:
+        """The exchange with the other ranks; None before the first step."""
+        known = self._exchange
+        return known if known is not None and known.names == list(self.params) else None
+
+    @property
+    def last(self) -> GradientExchange | None:
+        """The same, also after parameters were added."""
+        return self._exchange
+
+    def joined(self) -> GradientExchange:
+        """The exchange with the other ranks, after the comparison that must precede it."""
+        known = self.gradients
+        if known is None:
+            require_shards(self.params, self.ranks.shards)
+            known = self._exchange = self._compared()
+        known.make_common()
+        return known
+
+    def serve(
+        self, identity: str, digest_every: int, names: Mapping[Tensor, str], among: Among
+    ) -> None:
+        """Belong to an engine that calls it and its parameters so, and says who agrees."""
+        self._identity, self._names_of_engine, self._among = identity, names, among
+        self.optimizer.digest_every = digest_every
+        self.list_anew()
+        # counts begin anew
+        self._exchange = None
+        self.ranks = self.ranks.again()
+        self._tell_coverage()
+
+    def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
+        """Which parameters travel together from now on, for an engine; the same on all ranks."""
+        self._buckets = buckets
+        if self._exchange is not None:
+            self._exchange.buckets = buckets
+
+    @contextlib.contextmanager
+    def launching(self) -> Iterator[None]:
+        """Around what is sent before ranks agree: as many entries as they have agreed on last.
+
+        Lengths must fit before the vote finds a difference.
+        """
+        self._in_force = self._agreed
+        try:
+            with self.fixed_rules():
+                yield
+        finally:
+            self._in_force = None
+
+    @contextlib.contextmanager
+    def fixed_rules(self) -> Iterator[None]:
+        """Around an update or a launch, in which groups do not change."""
+        self._rules = {}
+        try:
+            yield
+        finally:
+            self._rules = None
+
+    def agreed(self) -> None:
+        """All ranks have just agreed on the settings of this update."""
+        groups = self.optimizer.param_groups
+        self._agreed = [{key: group[key] for key in RAMP} for group in groups]
+
+    def limited(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients of shards within the local clip, whose norm is one over all shards; all others
+        as they are, since the compression sees the whole tensor.
+
+        Communication: with a local clip 8 bytes a tensor and rank inside the site.
+        """
+        sites, optimizer = self.ranks.sites, self.optimizer
+        if sites is None:
+            return dict(grads)
+
+        def config(name: str) -> DGC:
+            group = optimizer._facts(self.params[name]).group
+            return config_of(group, group["local_grad_clip_norm"])
+
+        return locally_clipped(
+            grads,
+            self.shards,
+            config,
+            step=optimizer.position,
+            sources=optimizer.num_trainers or sites.replicas.size,
+            gather=sites.shards.gather_now,
+        )
+
+    def _rule(self, name: str) -> Rule:
+        """How a tensor is compressed, by its group as it is now, or was when ranks last agreed."""
+        index = self.optimizer._common.places[self.params[name]].group_index
+        if self._rules is None:
+            return self._rule_of(index)
+        if index not in self._rules:
+            self._rules[index] = self._rule_of(index)
+        return self._rules[index]
+
+    def _rule_of(self, index: int) -> Rule:
+        group, clip = self.optimizer.param_groups[index], self.optimizer.grad_clip
+        if self._in_force is not None:
+            group = {**group, **self._in_force[index]}
+        # that of shards comes before: see `limited`
+        limit = group["local_grad_clip_norm"] if self.ranks.mesh is None else None
+        if clip is not None:
+            assert isinstance(clip, ClipByNorm), "no other is taken"
+            limit = clip.c
+        config = config_of(group, limit, self.optimizer.state_dtype)
+        return Rule(config, group["momentum"], group["nesterov"])
+
+    def _decayed(self, name: str, grad: Tensor) -> Tensor:
+        """A gradient with its sign, decay, regularizer and centralization."""
+        param = self.params[name]
+        facts = self.optimizer._facts(param)
+        if facts.group["maximize"]:
+            grad = -grad
+        if facts.weight_decay or facts.regularizer is not None or facts.grad_centralization:
+            return self.optimizer._with_decay(param, grad.to(state_dtype(param)))
+        return grad
+
+    def _compared(self) -> GradientExchange:
+        """The exchange under these names, once all ranks have said the same."""
+        optimizer, ranks = self.optimizer, self.ranks
+        group, problem, node = ranks.group, None, 1
+        try:
+            if ranks.mesh is None:
+                node, _ = node_size_of(group.global_ranks, optimizer.node_size)
+        except ValueError as error:  # the others must hear of it first
+            problem = error
+        facts = self._facts(node if problem is None else str(problem))
+        ranks.compare(facts, "comparing settings and parameters")
+        if problem is not None:
+            raise problem
+        ranks.compile(optimizer.needs)
+        if not self._names_of_engine:  # an engine has told it in `prepare`
+            self._tell_coverage()
+        self.compressor = DGCCompressor(
+            self.shards,
+            self._rule,
+            state=_StateByName(optimizer, self.params),
+            value_bits=optimizer.value_bits,
+            exchange=optimizer.exchange,
+            num_trainers=optimizer.num_trainers,
+            decayed=self._decayed,
+        )
+        made = self._exchange
+        if made is None:
+            sources = ranks.sources(optimizer.node_size, compared=True)
+            compressors, among = [self.compressor], self._among
+            made = GradientExchange(group, self.shards, compressors, sources=sources, among=among)
+            made.count_start()
+            made.add_check(SameHyperparameters(optimizer))
+            made.launching = self.launching
+        else:
+            made.restart(self.shards, [self.compressor])
+        made.buckets = self._buckets
+        made.watch(self._digest(), self._identity)
+        self.agreed()
+        return made
+
+    def _tell_coverage(self) -> None:
+        if self.ranks.place[0] == 0:
+            whole = {shard_of(p): p for p in self.params.values()}
+            config = config_of(self.optimizer.param_groups[0])
+            tell_coverage(config, whole, lambda shard: self.optimizer.compresses(whole[shard]))
+
+    def _digest(self) -> RollingDigest | None:
+        if not self.optimizer.digest_every:
+            return None
+        digest = RollingDigest(
+            lambda: {f"parameter {name}": p for name, p in self.shards.items()},
+            self._common_momentum,
+            every=self.optimizer.digest_every,
+        )
+        digest.start_from(self.optimizer.position)
+        return digest
+
+    def _common_momentum(self) -> dict[str, Tensor]:
+        """Momentum of tensors that are averaged densely all the time."""
+        state, compresses = self.optimizer.state, self.optimizer.compresses
+        return {
+            f"momentum_buffer of {name}": state[p]["momentum_buffer"]
+            for name, p in self.params.items()
+            if p in state and "momentum_buffer" in state[p] and not compresses(p)
+        }
+
+    def _facts(self, node: int | str) -> dict[str, Any]:
+        """What all ranks must have in common, the most telling differences first."""
+        optimizer, params = self.optimizer, self.params
+        plain = [
+            {k: repr(v) for k, v in g.items() if k not in ("params", "param_names")}
+            for g in optimizer.param_groups
+        ]
+        first = next((p.device for p in params.values()), torch.device("cpu"))
+        return {
+            "wire version": WIRE_VERSION,
+            **{key: getattr(optimizer, key) for key in _SETTINGS},
+            "ranks of a node": node,
+            **arithmetic(first),
+            **optimizer.shared_settings(),
+            "digest_every": optimizer.digest_every,
+            "step": optimizer.position,
+            "group": plain,
+            "parameter": [
+                f"{name} {str(p.dtype).removeprefix('torch.')} {list(p.shape)} "
+                f"requires_grad={p.requires_grad}"
+                for name, p in params.items()
+            ],
+            "decay": [optimizer._facts(p).weight_decay for p in params.values()],
+            "initial value (CRC-32) of": self._initial_values(),
+            "timeout in seconds": self.ranks.group.timeout_s,
+        }
+
+    def _initial_values(self) -> dict[str, Any]:
+        """A checksum of each parameter; of one that is sharded, of all its shards."""
+        mine, sites = [_crc(p) for p in self.shards.values()], self.ranks.sites
+        if sites is None:
+            return dict(zip(self.params, mine, strict=True))
+        packed = b"".join(crc.to_bytes(4, "little") for crc in mine)
+        answers = sites.shards.gather_now(packed, "comparing shards")
+        return {
+            name: [int.from_bytes(answer[4 * i : 4 * i + 4], "little") for answer in answers]
+            for i, name in enumerate(self.params)
+        }
+
+
+class _StateByName(MutableMapping[str, dict[str, Tensor]]):
+    """An optimizer's state under the names of the exchange."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
+        # the optimizer, and not its state, in whose place loading puts another one
+        self._optimizer, self._params = optimizer, params
+
+    def __getitem__(self, name: str) -> dict[str, Tensor]:
+        if self._params[name] not in self._optimizer.state:
+            raise KeyError(name)
+        found: dict[str, Tensor] = self._optimizer.state[self._params[name]]
+        return found
+
+    def __setitem__(self, name: str, entries: dict[str, Tensor]) -> None:
+        self._optimizer.state[self._params[name]] = entries
+
+    def __delitem__(self, name: str) -> None:
+        del self._optimizer.state[self._params[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, param in self._params.items() if param in self._optimizer.state)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _crc(param: Tensor) -> int:
+    flat = param.detach().cpu().reshape(-1).contiguous()
+    return zlib.crc32(flat.view(torch.uint8).numpy().tobytes())
