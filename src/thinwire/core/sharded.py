@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.core.several import all_of
+
 __all__ = [
     "Shards",
     "is_sharded",
@@ -94,16 +96,18 @@ def require_shards(params: Mapping[str, Tensor], mesh: Any) -> None:
             )
 
 
-def require_elementwise(optimizer: object) -> None:
+def require_elementwise(optimizer: Any) -> None:
     """Refuse an optimizer that needs whole matrices.
 
     Raises:
         ValueError: It is a Muon or an Adafactor, of torch or of this library.
     """
-    names = {kind.__name__ for kind in type(optimizer).__mro__}
-    if names & {"Muon", "Adafactor"}:
+    for each in all_of(optimizer):
+        names = {kind.__name__ for kind in type(each).__mro__}
+        if not names & {"Muon", "Adafactor"}:
+            continue
         raise ValueError(
-            f"optimizer is {type(optimizer).__name__}, whose update of a matrix needs all of it, "
+            f"optimizer is {type(each).__name__}, whose update of a matrix needs all of it, "
             "and each rank has some rows only: give AdamW, or another optimizer that goes entry "
             "by entry, with mesh="
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from thinwire.comm import Group, mapping_of
 from thinwire.core.checksum import checksum
+from thinwire.core.several import all_of
 from thinwire.core.sharded import shard_of
 from thinwire.errors import Diverged, PayloadCorrupt
 from thinwire.exchange.agreement import Agreement, Answers, Said, Turn
@@ -241,13 +242,13 @@ def optimizer_state(
     None of optimizers that are neither torch's nor this library's: theirs may differ from rank to
     rank by design.
     """
-    home = type(optimizer).__module__
-    if not home.startswith(("torch.optim.", "thinwire.")):
-        return {}
+    known = ("torch.optim.", "thinwire.")
+    every = [each for each in all_of(optimizer) if type(each).__module__.startswith(known)]
     return {
         f"{key} of {name}": shard_of(value)
         for param, name in names.items()
-        for key, value in optimizer.state.get(param, {}).items()
+        for each in every
+        for key, value in each.state.get(param, {}).items()
         if isinstance(value, Tensor) and key != "step"
     }
 

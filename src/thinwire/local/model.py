@@ -20,6 +20,7 @@ from thinwire._names import named_buffers, named_parameters, require_shapes
 from thinwire.comm import Group
 from thinwire.comm.ddp import living
 from thinwire.comm.replicate import copy_from_first_, make_models_equal_
+from thinwire.core.several import SeveralOptimizers, all_of, kinds_of, together
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
 from thinwire.errors import PayloadCorrupt
 
@@ -29,6 +30,7 @@ __all__ = [
     "bare_optimizer",
     "calls_of_step",
     "changed_since",
+    "given_optimizer",
     "looks",
     "refuse_scaler",
     "require_own_params",
@@ -81,6 +83,11 @@ class LocalModel:
         require_own_params(model, optimizer)
 
     @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """All that train the model."""
+        return all_of(self.optimizer)
+
+    @property
     def numel(self) -> int:
         """Trainable elements."""
         return sum(p.numel() for p in self.params.values())
@@ -93,7 +100,7 @@ class LocalModel:
     def facts(self) -> dict[str, Any]:
         """What all ranks must have in common."""
         return {
-            "optimizer": type(self.optimizer).__name__,
+            "optimizer": kinds_of(self.optimizer),
             "layout": [f"{n}: {t}" for n, t in self._layout.items()],
         }
 
@@ -212,9 +219,12 @@ def _check_kinds(model: object, optimizer: object) -> None:
             "give local_sgd the model itself (ddp.module), made without the wrapper"
         )
     check.instance("optimizer", optimizer, torch.optim.Optimizer)
-    if getattr(optimizer, "exchanges_gradients", False):
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    for each in all_of(optimizer):
+        if not getattr(each, "exchanges_gradients", False):
+            continue
         raise TypeError(
-            f"optimizer is {type(optimizer).__name__}, which exchanges gradients in every step: "
+            f"optimizer is {type(each).__name__}, which exchanges gradients in every step: "
             "use a local one such as thinwire.optim.SGD, and compression=Sparse(...) to send less"
         )
 
@@ -245,24 +255,22 @@ def warn_of_others(
     """Warn of trainable parameters that are in no group, which another optimizer may train; and,
     where each rank has a state of its own, of one that makes parameters from it.
     """
-    kind, own = (
-        type(optimizer).__name__,
-        {id(p) for g in optimizer.param_groups for p in g["params"]},
-    )
+    own = {id(p) for g in optimizer.param_groups for p in g["params"]}
     left = [n for n, p in named_parameters(model) if p.requires_grad and id(p) not in own]
     if left:
         _warn(
-            f"{len(left)} parameters require a gradient and are in no group of {kind}: "
-            f"{', '.join(left[:3])}. Steps of a second optimizer are not followed: where it trains "
-            "these, ranks come to hold different values. Give one optimizer all that trains "
-            "(thinwire.optim.Muon holds matrices and all else), and call requires_grad_(False) on "
-            "the rest"
+            f"{len(left)} parameters require a gradient and are in no group of "
+            f"{kinds_of(optimizer)}: {', '.join(left[:3])}. Steps of an optimizer that was not "
+            "given are not followed: where it trains these, ranks come to hold different values. "
+            "Give all optimizers of the model in a list, and call requires_grad_(False) on the rest"
         )
-    if own_state and all(callable(getattr(optimizer, each, None)) for each in ("train", "eval")):
+    for each in all_of(optimizer) if own_state else ():
+        if not all(callable(getattr(each, name, None)) for name in ("train", "eval")):
+            continue
         _warn(
-            f"{kind}.eval() seems to make the model's parameters from the optimizer's state, of "
-            "which each rank has its own, so that ranks come to hold different values: give "
-            "average_state=True to LocalSGD or AdaptiveLocalSGD"
+            f"{type(each).__name__}.eval() seems to make the model's parameters from the "
+            "optimizer's state, of which each rank has its own, so that ranks come to hold "
+            "different values: give average_state=True to LocalSGD or AdaptiveLocalSGD"
         )
 
 
@@ -337,7 +345,7 @@ def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
     None does where the optimizer takes its scale and flag; and that of FSDP, which has a process
     group, agrees over its ranks.
     """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    if all(getattr(each, "_step_supports_amp_scaling", False) for each in all_of(optimizer)):
         return
     step = torch.amp.GradScaler.step.__code__
     scalers = (f.f_locals["self"] for f, _ in walk_stack(sys._getframe()) if f.f_code is step)
@@ -350,6 +358,22 @@ SCALER = (
     "step() on a rank whose gradients overflow, which the others would wait for. Let amp=AMP(...) "
     "of a strategy scale the loss, or train in bfloat16 without a scaler"
 )
+
+
+def given_optimizer(given: object, model: object) -> torch.optim.Optimizer:
+    """The optimizer of a model as its user gave it: bare, and several of a sequence together.
+
+    Raises:
+        TypeError, ValueError: See `bare_optimizer` and `together`; all else that is none is left
+            for others to refuse.
+    """
+    if isinstance(given, SeveralOptimizers):
+        return given
+    several = isinstance(given, Iterable) and not isinstance(given, torch.optim.Optimizer)
+    bare = [bare_optimizer(each) for each in given] if several else bare_optimizer(given)  # type: ignore[attr-defined]
+    names = dict(named_parameters(model)) if isinstance(model, nn.Module) else {}
+    found: torch.optim.Optimizer = together(bare, {p: name for name, p in names.items()})
+    return found
 
 
 _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")

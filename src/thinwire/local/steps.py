@@ -42,8 +42,15 @@ class FollowedSteps:
 
     def remove(self) -> None:
         """Follow no step any more; may be called twice."""
+        self._made.clear()
         for hook in self._hooks:
             hook.remove()
+
+    def finish(self) -> None:
+        """A local step that only some optimizers have made is over."""
+        if self._made:
+            self._made.clear()
+            self._after()
 
     def _before_one(
         self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -4,11 +4,11 @@ import datetime
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ from thinwire.local.fragments import fragments_of
 from thinwire.local.interval import Interval
 from thinwire.local.model import (
     LocalModel,
-    bare_optimizer,
+    given_optimizer,
     warn_of_averages,
     warn_of_others,
 )
@@ -64,7 +64,7 @@ _open: "list[LocalUpdates]" = []
 
 def local_sgd(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     config: LocalConfig,
     *,
     process_group: dist.ProcessGroup | None = None,
@@ -83,8 +83,9 @@ def local_sgd(
     Args:
         model: The bare model, the same on all ranks; not wrapped in DistributedDataParallel.
         optimizer: Any optimizer of its parameters that does not exchange by itself. Every call of
-            its `step` counts. One that Accelerate, the Trainer of transformers or Lightning has
-            wrapped is taken out of its wrapper.
+            its `step` counts. Or a sequence of several, of different parameters: a local step is
+            over when each has stepped once, in any order. One that Accelerate, the Trainer of
+            transformers or Lightning has wrapped is taken out of its wrapper.
         config: `LocalSGD` or `AdaptiveLocalSGD`.
         process_group: The ranks that average; None for all of them. One process alone works too.
         digest_every: Steps within which a difference between the ranks' anchors, outer momentum or
@@ -112,7 +113,8 @@ def local_sgd(
     Raises:
         TypeError: An argument of another kind; a model or an optimizer that exchanges gradients
             itself.
-        ValueError: More fragments than parameters, or an optimizer of something else.
+        ValueError: More fragments than parameters, an optimizer of something else, or a parameter
+            in two optimizers.
     """
     return LocalUpdates(
         model,
@@ -156,7 +158,7 @@ class LocalUpdates:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         config: LocalConfig,
         *,
         process_group: dist.ProcessGroup | None = None,
@@ -192,9 +194,7 @@ class LocalUpdates:
                 )
         self._of_gradients = compression
         self._changes = compression_of(config.compression, compression)
-        optimizer = cast(
-            "torch.optim.Optimizer", bare_optimizer(optimizer)
-        )  # of a wrong kind, it is refused below
+        optimizer = given_optimizer(optimizer, model)
         self._tensors = LocalModel(model, optimizer, self._ranks.shards)
         fragments_of(self._tensors.trained, config)  # refuses more fragments than parameters
         warn_of_others(model, optimizer, own_state=not config.average_state)
@@ -271,9 +271,10 @@ class LocalUpdates:
         if members is not None and members.newcomer:
             with own_deadlines():
                 members.fetch(NewcomersWork(averager, members.group))
-                begin_at = getattr(self._tensors.optimizer, "begin_at", None)
-                if begin_at is not None:  # schedules of the others are at this step
-                    begin_at(self.step)
+                for each in self._tensors.optimizers:
+                    begin_at = getattr(each, "begin_at", None)
+                    if begin_at is not None:  # schedules of the others are at this step
+                        begin_at(self.step)
                 averager.average_if_due()
         averager.start_counting()  # what it takes to start is not an exchange of updates
         first = ranks.place[0] == 0
@@ -281,20 +282,21 @@ class LocalUpdates:
             tell_coverage(self._changes, self._tensors.params.values())
         averager.pace = Pace(self._planned if first else None)
         self._paced_step = self.step
-        optimizer = self._tensors.optimizer
+        self._steps = FollowedSteps(
+            self._tensors.optimizers,
+            before=self._before_step,
+            observed=self._observed,
+            after=self._after_step,
+        )
         self._hooks = [
-            FollowedSteps(
-                [optimizer],
-                before=self._before_step,
-                observed=self._observed,
-                after=self._after_step,
-            ),
+            self._steps,
             self._tensors.model.register_forward_pre_hook(_tell_of_evaluation),
         ]
         _open.append(self)
-        call_params = getattr(optimizer, "call_params", None)  # of an optimizer of this library
-        if call_params is not None:
-            call_params({p: name for name, p in named_parameters(self._tensors.model)})
+        for each in self._tensors.optimizers:
+            call_params = getattr(each, "call_params", None)  # of an optimizer of this library
+            if call_params is not None:
+                call_params({p: name for name, p in named_parameters(self._tensors.model)})
         return self
 
     @property
@@ -514,6 +516,7 @@ class LocalUpdates:
             ThinwireError: As in any averaging.
         """
         averager = self._open_averager()
+        self._steps.finish()
         group = averager.group
         with group.one_deadline():
             averager.flush()

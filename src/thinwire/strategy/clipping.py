@@ -20,7 +20,7 @@ from thinwire.errors import StrategyError
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.dgc_momentum import DGCMomentum
 
-__all__ = ["Clipping", "require_one_clip", "take_clip_"]
+__all__ = ["Clipping", "require_clip_of_one", "require_one_clip", "take_clip_"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,22 @@ def require_one_clip(
         why = _why_no_clip(optimizer, grad_clip, sharded=sharded)
     if why is not None:
         raise StrategyError(f"prepare was given grad_clip={grad_clip}, and {why}")
+
+
+def require_clip_of_one(optimizers: Sequence[torch.optim.Optimizer], *, parts: bool) -> None:
+    """Refuse several optimizers of which one clips by norms, where each rank has `parts` of a
+    model: the norms over all parts are the engine's, which has one clipping.
+
+    Raises:
+        StrategyError: Names the optimizer.
+    """
+    for each in optimizers if parts and len(optimizers) > 1 else ():
+        own = each.grad_clip if isinstance(each, CommonOptimizer) else None
+        if isinstance(own, ClipByGlobalNorm | ClipByNorm):
+            raise StrategyError(
+                f"{type(each).__name__} is one of several optimizers and clips by {own}, and each "
+                "rank holds a part of the model: leave it out there, and give grad_clip= to prepare"
+            )
 
 
 def _why_no_clip(optimizer: DGCMomentum, clip: Clip, *, sharded: bool) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from thinwire.core.clip import Clip
+from thinwire.local.model import given_optimizer
 from thinwire.members.members import Members
 from thinwire.strategy import documents
 from thinwire.strategy.engine import Engine
@@ -52,7 +53,7 @@ class DistributedStrategy(Fields):
     def prepare(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         loss_fn: Callable[..., Any] | None = None,
         *,
         grad_clip: Clip | None = None,
@@ -71,10 +72,11 @@ class DistributedStrategy(Fields):
         Args:
             model: Trained in place, not wrapped in DistributedDataParallel; under a pipeline the
                 part of this rank.
-            optimizer: Over the model's parameters, torch's or one of `thinwire.optim`. The same
-                object trains from then on, changed in place where the strategy has another method:
-                rates set in its groups, its schedulers and its `state_dict` are those of the
-                training. Calling its `step` is an error until `engine.close()`.
+            optimizer: Over the model's parameters, torch's or one of `thinwire.optim`; or a
+                sequence of several, of different parameters, which all step in each update. The
+                same object trains from then on, changed in place where the strategy has another
+                method: rates set in its groups, its schedulers and its `state_dict` are those of
+                the training. Calling its `step` is an error until `engine.close()`.
             loss_fn: `loss_fn(model(inputs), targets)` is this rank's mean loss; None for a loop of
                 your own.
             grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`, of the mean gradient
@@ -114,7 +116,7 @@ class DistributedStrategy(Fields):
         setup = Setup(
             strategy=self,
             model=model,
-            optimizer=optimizer,
+            optimizer=given_optimizer(optimizer, model),
             loss_fn=loss_fn,
             grad_clip=grad_clip,
             digest_every=digest_every,
@@ -129,7 +131,7 @@ class DistributedStrategy(Fields):
     def explain(
         self,
         model: nn.Module | None = None,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         grad_clip: Clip | None = None,
     ) -> str:
@@ -145,7 +147,8 @@ class DistributedStrategy(Fields):
             StrategyError, ValueError: The strategy does not go with this model or optimizer, as in
                 `prepare`.
         """
-        text = explanation(self, model, optimizer, grad_clip)
+        given = None if optimizer is None else given_optimizer(optimizer, model)
+        text = explanation(self, model, given, grad_clip)
         print(text)
         return text
 

@@ -5,6 +5,7 @@ import json
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from thinwire.comm import (
     mapping_of,
     require_agreement,
 )
+from thinwire.core.several import all_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of
 from thinwire.core.stats import numbers
 from thinwire.errors import CheckpointMissing, ThinwireError
@@ -88,9 +90,15 @@ class Engine:
         """The very object that was given to `prepare`, which trains: its groups, schedulers and
         `state_dict` are live.
 
-        Its `step` may not be called by hand before `close`.
+        The first of them where several were given. Its `step` may not be called by hand before
+        `close`.
         """
-        return self._parts.optimizer
+        return self.optimizers[0]
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """All that were given to `prepare`."""
+        return all_of(self._parts.optimizer)
 
     def train_step(self, inputs: Any, targets: Any, *, tokens: int | None = None) -> Tensor:
         """Forward, backward, exchange and update from one mini-batch.
@@ -241,7 +249,7 @@ class Engine:
 
     def follow_steps(self, loss: Callable[[], Tensor | None] | None = None) -> "Following":
         """Let `engine.optimizer.step()` make the update, for a loop that is not yours: it is
-        `apply_gradients` from now on.
+        `apply_gradients` from now on. Of several optimizers, the one that is stepped last.
 
         The loop makes the backward passes and calls `step()` of the optimizer, or of a wrapper
         around it; nothing else may average over the ranks. A closure is called first, and what it
@@ -266,23 +274,31 @@ class Engine:
                 "follow_steps returned first"
             )
         engine = weakref.ref(self)  # the optimizer must not keep its engine alive
+        called: set[int] = set()
 
-        def update(closure: Callable[[], Any] | None) -> Any:
+        def update(which: int, closure: Callable[[], Any] | None) -> Any:
             target = engine()
             assert target is not None, "its end takes this off"
-            if taken_off_(target.optimizer):
+            marked = [taken_off_(each) for each in target.optimizers]
+            if any(marked):
                 raise RuntimeError(SCALER)
             if target._parts.group.size > 1 and target._steps.by_time is None:
-                refuse_scaler(target.optimizer)
+                refuse_scaler(target._parts.optimizer)
             value = None
             if closure is not None:
                 with torch.enable_grad():
                     value = closure()
-            told = value if loss is None else loss()
-            target.apply_gradients(told if isinstance(told, Tensor) else None)
+            called.add(which)
+            if len(called) == len(target.optimizers):
+                called.clear()
+                told = value if loss is None else loss()
+                target.apply_gradients(told if isinstance(told, Tensor) else None)
             return value
 
-        self._following = Following(step_replaced_(self.optimizer, update))
+        undo = contextlib.ExitStack()
+        for place, each in enumerate(self.optimizers):
+            undo.callback(step_replaced_(each, partial(update, place)))
+        self._following = Following(undo.close)
         self._parts.handles.append(self._following)
         return self._following
 
@@ -471,8 +487,10 @@ class Engine:
         """The trust ratio of every parameter in the last update, by name, under LARS and LAMB;
         empty elsewhere.
         """
-        optimizer = self._parts.optimizer
-        return optimizer.trust_ratios() if isinstance(optimizer, Lamb | Lars) else {}
+        found: dict[str | Tensor, float] = {}
+        for each in self.optimizers:
+            found |= each.trust_ratios() if isinstance(each, Lamb | Lars) else {}
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """All that a later step depends on, of this rank: plain values and copies of tensors. No

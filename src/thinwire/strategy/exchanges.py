@@ -17,6 +17,7 @@ from thinwire.compress.dense import not_finite
 from thinwire.compress.dgc import DGC
 from thinwire.compress.figures import left_out
 from thinwire.compress.protocol import Compression, Limit
+from thinwire.core.several import all_of
 from thinwire.core.sharded import Shards, shard_of, sharded_like
 from thinwire.core.storage import with_own_storage
 from thinwire.exchange.gradients import GradientExchange, Outcome
@@ -200,7 +201,9 @@ class MeanThenStep(_EveryStep):
             with state_told(_EXCHANGED):
                 clipped = self._clip(means, outcome.answers.of_my_replica("measured"))
             # those of this library know the norms of all shards
-            ours = self.gradients.group.size == 1 or isinstance(self._optimizer, CommonOptimizer)
+            every = all_of(self._optimizer)
+            ours = all(isinstance(each, CommonOptimizer) for each in every)
+            ours = ours or self.gradients.group.size == 1
             calls = 0 if ours else collective_calls()
             apply_(self._optimizer, self._params, clipped)
             if not ours and collective_calls() > calls:
@@ -394,12 +397,17 @@ def apply_(optimizer: torch.optim.Optimizer, params: Mapping[str, Parameter], gr
         if name in grads:
             param.grad = sharded_like(_laid_out(grads[name], shard_of(param)), param)
     wide = any(grad.dtype != params[name].dtype for name, grad in grads.items())
+    pairs = [(params[name], sharded_like(g, params[name])) for name, g in grads.items()]
+    every = all_of(optimizer)
     with passing(optimizer):
-        if wide and isinstance(optimizer, CommonOptimizer):
-            pairs = [(params[name], sharded_like(g, params[name])) for name, g in grads.items()]
-            optimizer.apply_gradients(pairs)
-        else:
-            optimizer.step()
+        for each in every:
+            if not (wide and isinstance(each, CommonOptimizer)):
+                each.step()
+                continue
+            mine = {p for group in each.param_groups for p in group["params"]}
+            each.apply_gradients(
+                pairs if len(every) == 1 else [pair for pair in pairs if pair[0] in mine]
+            )
 
 
 def _as_given(means: Mapping[str, Tensor], row_sparse: Collection[str]) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from thinwire._names import named_buffers, named_parameters, plain_names
 from thinwire.compress import CHANGE_COMPRESSIONS
 from thinwire.compress.protocol import ErrorsOnly
+from thinwire.core.several import all_of, kinds_of
 from thinwire.local.model import looks
 from thinwire.optim.common import CommonOptimizer
 from thinwire.strategy.documents import from_dict, to_dict
@@ -180,7 +181,7 @@ def checkpoint_facts(
     """What a checkpoint says of the engine that wrote it."""
     return {
         "strategy": to_dict(strategy),
-        "optimizer": type(optimizer).__name__,
+        "optimizer": kinds_of(optimizer),
         "parameters": [f"{name} {looks(p)}" for name, p in named_parameters(model)],
         "state_dict": _names_by_key(model),
     }
@@ -209,7 +210,7 @@ def model_facts(
             f"{name} {looks(p)} requires_grad={p.requires_grad}" for p, name in names.items()
         ],
         "buffer": [f"{name} {looks(b)}" for name, b in named_buffers(model)],
-        "optimizer": type(optimizer).__name__,
+        "optimizer": kinds_of(optimizer),
         "group": [
             {
                 key: repr(value)
@@ -219,7 +220,10 @@ def model_facts(
             | {"params": [names.get(p, "not in the model") for p in group["params"]]}
             for group in optimizer.param_groups
         ],
-        "setting": optimizer.shared_settings() if isinstance(optimizer, CommonOptimizer) else None,
+        "setting": [
+            each.shared_settings() if isinstance(each, CommonOptimizer) else None
+            for each in all_of(optimizer)
+        ],
         # ranks that go on from different moments would part without a word; those of an optimizer
         # that exchanges differ by nature
         "state of the optimizer": _state_digest(optimizer)

@@ -21,6 +21,7 @@ from thinwire._names import named_buffers, named_parameters
 from thinwire.comm import Group
 from thinwire.comm.replicate import make_models_equal_
 from thinwire.core.rows import coalesced, values_of
+from thinwire.core.several import all_of
 from thinwire.core.sharded import shard_of
 from thinwire.errors import StrategyError
 
@@ -92,15 +93,15 @@ _holds: "weakref.WeakKeyDictionary[torch.optim.Optimizer, Hold]" = weakref.WeakK
 @contextmanager
 def passing(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Inside, `step` may be called: by the engine."""
-    hold: Any = _holds.get(optimizer)
-    if hold is None:
-        yield
-        return
-    before, hold.passes = hold.passes, True
+    holds = [hold for each in all_of(optimizer) if (hold := _holds.get(each)) is not None]
+    before = [hold.passes for hold in holds]
+    for hold in holds:
+        hold.passes = True
     try:
         yield
     finally:
-        hold.passes = before
+        for hold, passes in zip(holds, before, strict=True):
+            hold.passes = passes
 
 
 def is_passing(optimizer: torch.optim.Optimizer) -> bool:
@@ -153,7 +154,7 @@ def require_free(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise `RuntimeError` where an engine that has not been closed trains by the optimizer, or the
     model or a parameter of it.
     """
-    if optimizer in _holds:
+    if any(each in _holds for each in all_of(optimizer)):
         raise RuntimeError(
             "optimizer belongs to an engine already: call engine.close() on that one first, or "
             "make another optimizer"

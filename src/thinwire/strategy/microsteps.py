@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from thinwire._names import named_parameters
 from thinwire.comm import long_waits_logged, state_told
+from thinwire.core.several import all_of
 from thinwire.core.sharded import is_sharded, shard_of, sharded_like
 from thinwire.core.stats import Pace
 from thinwire.core.storage import with_own_storage
@@ -198,7 +199,8 @@ class Microsteps:
         parts = self.parts
         # to torch's schedulers the optimizer has been called, whether this microstep updates,
         # merges or is dropped
-        vars(parts.optimizer)["_opt_called"] = True
+        for each in all_of(parts.optimizer):
+            vars(each)["_opt_called"] = True
         if loss is not None:
             parts.exchange.observe(loss)
         if self.tokens is not None and self.sync is not None:

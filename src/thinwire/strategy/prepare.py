@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from thinwire.compress.dgc import DGC, locally_clipped
 from thinwire.compress.figures import loops_of
 from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.arithmetic import CURES, arithmetic
+from thinwire.core.several import all_of, kinds_of
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
 from thinwire.core.stats import planned_row
 from thinwire.errors import StrategyError, ThinwireError
@@ -45,7 +46,7 @@ from thinwire.exchange.ranks import versions
 from thinwire.kernels.needs import Need
 from thinwire.kernels.warm import warm_up
 from thinwire.layout.traffic import settled_step
-from thinwire.local.model import bare_optimizer, require_own_params, warn_of_others
+from thinwire.local.model import require_own_params, warn_of_others
 from thinwire.local.updates import LocalUpdates
 from thinwire.optim import Lamb, Lars
 from thinwire.optim.common import CommonOptimizer
@@ -56,7 +57,7 @@ from thinwire.pipeline.split import split_model
 from thinwire.step.autocast import autocast_forward
 from thinwire.step.merge import GradientSum
 from thinwire.step.recompute import matches, recompute
-from thinwire.strategy.clipping import Clipping, require_one_clip, take_clip_
+from thinwire.strategy.clipping import Clipping, require_clip_of_one, require_one_clip, take_clip_
 from thinwire.strategy.engine import Engine
 from thinwire.strategy.exchanges import Exchange, ExchangingStep, LocalSteps, MeanThenStep
 from thinwire.strategy.fields import Fields
@@ -74,7 +75,7 @@ from thinwire.strategy.holding import (
 from thinwire.strategy.joining import Batches
 from thinwire.strategy.moving_buffers import MovingBuffers
 from thinwire.strategy.parts import Parts, Plan, Setup
-from thinwire.strategy.replace import adopt
+from thinwire.strategy.replace import adopt_each
 from thinwire.strategy.requirements import (
     check_kinds,
     require_averages,
@@ -106,8 +107,6 @@ def prepare(setup: Setup) -> Engine:
         require_elementwise(setup.optimizer)
     check.boolean("find_unused_parameters", setup.find_unused_parameters)
     setup.planned = planned_row(setup.plan)
-    # of a wrong kind, it is refused next
-    setup.optimizer = cast("torch.optim.Optimizer", bare_optimizer(setup.optimizer))
     check_kinds(model, setup.optimizer, setup.loss_fn, setup.grad_clip)
     reshard_(model)
     require_shards(dict(named_parameters(model)), None if mesh is None else mesh["shard"])
@@ -133,7 +132,7 @@ def _prepared(setup: Setup) -> Engine:
             gather_stages_(model, cut, group)
             remember_cut(model, [model])
         engine = _assembled(setup, plan, handles)
-        kind, on = type(setup.optimizer).__name__, ", ".join(setup.strategy.on) or "no field"
+        kind, on = kinds_of(setup.optimizer), ", ".join(setup.strategy.on) or "no field"
         took_s = time.perf_counter() - begin_s
         _log.info(
             "the engine is ready after %.1f s: %s, %s, %d ranks", took_s, on, kind, group.size
@@ -182,7 +181,9 @@ def _copy_from_first(model: nn.Module, group: Group) -> None:
 
 def _needs(plan: Plan) -> frozenset[Need]:
     """The compiled loops that this training calls; local updates see to theirs."""
-    needs: frozenset[Need] = getattr(plan.optimizer, "needs", frozenset())
+    needs = frozenset[Need]()
+    for each in all_of(plan.optimizer):
+        needs |= getattr(each, "needs", frozenset())
     if plan.sync is None and plan.compressor is not None:
         needs |= loops_of(plan.compressor, Shards(plan.params).values(), of_gradients=True)
     return needs
@@ -235,7 +236,8 @@ def _planned(setup: Setup) -> Plan:
     grad_clip = setup.grad_clip
     require_free(model, optimizer)
     names = {p: name for name, p in named_parameters(model)}
-    require_one_clip(optimizer, grad_clip, names)
+    for each in all_of(optimizer):
+        require_one_clip(each, grad_clip, names)
     require_own_params(model, optimizer)
     if strategy.recompute is not None:
         matches(model, strategy.recompute.checkpoints)
@@ -251,7 +253,7 @@ def _planned(setup: Setup) -> Plan:
     mine = set(stage.parameters())
     trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     of_stages = [[n for n, p in named_parameters(each) if p in trained] for each in stages]
-    adopted = adopt(
+    adopted = adopt_each(
         optimizer,
         compression=strategy.compression,
         lars=strategy.lars,
@@ -262,13 +264,23 @@ def _planned(setup: Setup) -> Plan:
         process_group=setup.replica_group,
         mesh=setup.mesh,
     )
-    restore = adopted.restore
+    restores = [each.restore for each in adopted]
+
+    def restore() -> None:
+        for undo in restores:
+            undo()
+
     try:
-        require_one_clip(adopted.optimizer, grad_clip, names, sharded=setup.mesh is not None)
-        if adopted.optimizer is not optimizer:
-            restore = become_(optimizer, adopted.optimizer, adopted.asked)
+        sharded = setup.mesh is not None
+        new = [one.optimizer for one in adopted]
+        for each in new:
+            require_one_clip(each, grad_clip, names, sharded=sharded)
+        require_clip_of_one(new, parts=sharded or len(stages) > 1)
+        for place, (given, one) in enumerate(zip(all_of(optimizer), adopted, strict=True)):
+            if one.optimizer is not given:
+                restores[place] = become_(given, one.optimizer, one.asked)
         of_stages = of_stages if len(stages) > 1 else []
-        return _planned_for(setup, stage, adopted.compressor, restore, of_stages)
+        return _planned_for(setup, stage, adopted[0].compressor, restore, of_stages)
     except BaseException:
         restore()
         raise
@@ -320,7 +332,7 @@ def _planned_for(
 def _assembled(setup: Setup, plan: Plan, handles: list[Any]) -> Engine:
     """Put the parts together; from here on the model is changed, by `handles`."""
     strategy, model = setup.strategy, setup.model
-    handles.append(Hold(model, plan.optimizer))
+    handles += [Hold(model, each) for each in all_of(plan.optimizer)]
     if strategy.recompute is not None:
         handles.append(recompute(model, strategy.recompute.checkpoints, stage=plan.stage))
     dtype = None if strategy.amp is None else getattr(torch, strategy.amp.dtype)
@@ -395,8 +407,9 @@ def _assembled(setup: Setup, plan: Plan, handles: list[Any]) -> Engine:
         settled_step=settled_step(strategy.compression),
         facts=checkpoint_facts(strategy, model, plan.optimizer),
     )
-    if isinstance(plan.optimizer, CommonOptimizer):
-        plan.optimizer.call_params({p: name for name, p in named_parameters(model)})
+    for each in all_of(plan.optimizer):
+        if isinstance(each, CommonOptimizer):
+            each.call_params({p: name for name, p in named_parameters(model)})
     return Engine(parts)
 
 
@@ -492,7 +505,9 @@ def _arithmetic(
 ) -> dict[str, str]:
     """What decides how replicas round, where all of them update alike."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    layerwise = bool(strategy.lamb or strategy.lars) or isinstance(optimizer, Lamb | Lars)
+    every = all_of(optimizer)
+    layerwise = bool(strategy.lamb or strategy.lars)
+    layerwise |= any(isinstance(each, Lamb | Lars) for each in every)
     alike = strategy.local is None
-    products = isinstance(optimizer, Muon)
+    products = any(isinstance(each, Muon) for each in every)
     return arithmetic(device, kernels=layerwise and alike, products=products and alike)

@@ -16,7 +16,9 @@ from torch.nn import Parameter
 from thinwire.compress import field_of
 from thinwire.compress.dgc import DGC
 from thinwire.compress.protocol import Compression
+from thinwire.core.several import all_of
 from thinwire.errors import StrategyError
+from thinwire.optim import Lamb, Lars
 from thinwire.optim.config import LAMB, LARS
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.settings import OptimizerSettings, restrict_, settings_of
@@ -55,6 +57,38 @@ class Adopted:
     """Gives back to the given optimizer what it lost to other stages, if `prepare` cannot go on."""
 
 
+def adopt_each(
+    optimizer: torch.optim.Optimizer,
+    *,
+    lars: LARS | None = None,
+    lamb: LAMB | None = None,
+    **rest: Any,
+) -> list[Adopted]:
+    """`adopt` of every optimizer of a model. Of several, LARS and LAMB replace those that they can,
+    and compression acts before all of them.
+    """
+    every = all_of(optimizer)
+    if len(every) == 1:
+        return [adopt(optimizer, lars=lars, lamb=lamb, **rest)]
+    found: list[Adopted] = []
+    fits = {
+        "lars": [each for each in every if type(each) in (*SGDS, Lars)] or every,
+        "lamb": [each for each in every if type(each) in (*ADAMS, Lamb)] or every,
+    }
+    try:
+        for each in every:
+            own: dict[str, Any] = {
+                "lars": lars if each in fits["lars"] else None,
+                "lamb": lamb if each in fits["lamb"] else None,
+            }
+            found.append(adopt(each, **own, **rest, alone=False))
+    except BaseException:
+        for adopted in found:
+            adopted.restore()
+        raise
+    return found
+
+
 def adopt(
     optimizer: torch.optim.Optimizer,
     *,
@@ -66,6 +100,7 @@ def adopt(
     keep: Callable[[Tensor], bool] | None = None,
     process_group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
+    alone: bool = True,
 ) -> Adopted:
     """The optimizer that trains under a strategy.
 
@@ -86,6 +121,7 @@ def adopt(
         keep: Which parameters this process trains, under a pipeline; None for all.
         process_group: The ranks that exchange; None for all.
         mesh: Of sites and shards; None for whole models.
+        alone: Whether the model has no other optimizer.
 
     Returns:
         What trains.
@@ -95,14 +131,14 @@ def adopt(
             has changed.
     """
     said = f"the strategy does not go with the optimizer {type(optimizer).__name__}: "
-    dgc = compression if isinstance(compression, DGC) else None
+    dgc = compression if isinstance(compression, DGC) and alone else None
     asked = (dgc, lars, lamb)
     if became(optimizer) == asked:  # by an engine that was closed since
         lars, lamb = None, None
         if isinstance(optimizer, DGCMomentum):
             compression = dgc = None
     problems = [
-        *_misfits(optimizer, compression, lars, lamb, local=local, keep=keep),
+        *_misfits(optimizer, compression, lars, lamb, local=local, keep=keep, alone=alone),
         *_foreign(optimizer, names),
     ]
     if problems:
@@ -118,7 +154,9 @@ def adopt(
     else:
         assert dgc is not None, "or it stays"
         replacement = as_dgc_momentum(optimizer, settings, dgc, process_group, mesh)
-    known = {p: name or names[p] for group in settings.groups for name, p in group["params"]}
+    # a pattern may be about the parameters of another optimizer
+    known: dict[Tensor, str] = {} if alone else {**names}
+    known |= {p: name or names[p] for group in settings.groups for name, p in group["params"]}
     problems = [
         *replacement.problems,
         *_misnamed(settings, replacement, known),
@@ -144,6 +182,7 @@ def _misfits(
     *,
     local: bool,
     keep: Callable[[Tensor], bool] | None,
+    alone: bool,
 ) -> Iterator[str]:
     """Kinds of optimizers that do not go with the fields of a strategy."""
     kind = type(optimizer).__name__
@@ -175,6 +214,11 @@ def _misfits(
     elif compression is not None:
         yield (
             f"{kind} compresses gradients by itself: give an SGD, or remove {field_of(compression)}"
+        )
+    if not alone:
+        yield (
+            f"{kind} exchanges the gradients of its own parameters only, and is one of several "
+            "optimizers: give an SGD and dgc=DGC(...)"
         )
     if local:
         yield (

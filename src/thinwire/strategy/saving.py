@@ -22,6 +22,7 @@ from thinwire.checkpoint.combine import Rule
 from thinwire.comm import place_in
 from thinwire.compress import KEPT, OTHER_RANKS
 from thinwire.core.origin import ORIGIN, Origin, checksum_of
+from thinwire.core.several import all_of, kinds_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
 from thinwire.optim.by_name import in_order
 from thinwire.optim.common import CommonOptimizer
@@ -185,7 +186,8 @@ def load_all(
         try:
             counters, left = _checked(state, parts)
             found = matched_schedulers(state["schedulers"], parts.optimizer)
-            undo.callback(remembered(parts.optimizer))
+            for each in all_of(parts.optimizer):
+                undo.callback(remembered(each))
             _load_optimizer(state, parts, keep)
             restore_schedulers_(found.pairs, undo)
             restore_modules_(parts.model, of_modules, undo)
@@ -332,12 +334,10 @@ def _load_optimizer(state: Mapping[str, Any], parts: Parts, keep: Collection[str
     parts.optimizer.load_state_dict(
         {**state["optimizer"], "state": entries, "param_groups": ordered}
     )
-    if not isinstance(parts.optimizer, CommonOptimizer):  # those take their state as it is
-        same = all(
-            state["parameters"][name].dtype == p.dtype for name, p in _parameters(parts).items()
-        )
-        if same:
-            _put_back_types(parts.optimizer, entries, owners)
+    same = all(state["parameters"][name].dtype == p.dtype for name, p in _parameters(parts).items())
+    for each in all_of(parts.optimizer):
+        if same and not isinstance(each, CommonOptimizer):  # those take their state as it is
+            _put_back_types(each, entries, owners)
     for group, values in zip(parts.optimizer.param_groups, kept, strict=True):
         group.update(values)
 
@@ -434,7 +434,7 @@ def _require_dense_state(parts: Parts) -> None:
             if isinstance(value, Tensor) and value.layout != torch.strided:
                 raise TypeError(
                     f"{key} of {name} is a {value.layout} tensor in "
-                    f"{type(parts.optimizer).__name__}, since its gradients are row-sparse, and "
+                    f"{kinds_of(parts.optimizer)}, since its gradients are row-sparse, and "
                     "only dense state can be saved: train by tw.optim.LazyAdam, or without "
                     "momentum, or make the embedding with sparse=False"
                 )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from thinwire._names import plain_names
+from thinwire.core.several import all_of
 
 __all__ = [
     "Matched",
@@ -181,8 +182,9 @@ def saved_schedulers(optimizer: torch.optim.Optimizer, extra: Any = None) -> lis
     """
     kept = set(map(id, _objects(extra)))
     return [
-        {"kind": type(one).__name__, "state": _state(one), "in_extra": id(one) in kept}
-        for one in _outermost(optimizer)
+        {"kind": type(one).__name__, "of": of, "state": _state(one), "in_extra": id(one) in kept}
+        for of, each in enumerate(all_of(optimizer))
+        for one in _outermost(each)
     ]
 
 
@@ -190,9 +192,12 @@ def matched_schedulers(
     states: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer
 ) -> Matched:
     """Find the scheduler of every state: by kind, and among several of a kind by their settings."""
-    here, pairs, missing = _outermost(optimizer), [], []
+    every = [_outermost(each) for each in all_of(optimizer)]
+    owners = {id(one): of for of, those in enumerate(every) for one in those}
+    here, pairs, missing = [one for those in every for one in those], [], []
     for saved_one in states:
-        alike = [one for one in here if type(one).__name__ == saved_one["kind"]]
+        wanted = saved_one["kind"], saved_one["of"]
+        alike = [one for one in here if (type(one).__name__, owners[id(one)]) == wanted]
         if not alike:
             missing += [] if saved_one["in_extra"] else [saved_one["kind"]]
             continue

@@ -12,6 +12,7 @@ from thinwire.compress.coverage import why_dense
 from thinwire.compress.figures import sent_bytes
 from thinwire.compress.protocol import Compression
 from thinwire.core.clip import Clip
+from thinwire.core.several import all_of
 from thinwire.local.fragments import fragments_of
 from thinwire.pipeline.split import split_model
 from thinwire.step.recompute import matches
@@ -19,7 +20,7 @@ from thinwire.strategy.clipping import require_one_clip
 from thinwire.strategy.explain.texts import TEXTS, plural
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.holding import require_trained
-from thinwire.strategy.replace import adopt
+from thinwire.strategy.replace import adopt_each
 
 __all__ = ["about_model", "about_optimizer"]
 
@@ -71,7 +72,7 @@ def about_optimizer(
     names = (
         _names_in(optimizer) if model is None else {p: name for name, p in named_parameters(model)}
     )
-    adopted = adopt(
+    adopted = adopt_each(
         optimizer,
         compression=strategy.compression,
         lars=strategy.lars,
@@ -79,9 +80,9 @@ def about_optimizer(
         local=local,
         names=names,
     )
-    require_one_clip(optimizer, grad_clip, names)
-    require_one_clip(adopted.optimizer, grad_clip, names)
-    return list(adopted.notes)
+    for each in [*all_of(optimizer), *(one.optimizer for one in adopted)]:
+        require_one_clip(each, grad_clip, names)
+    return [note for one in adopted for note in one.notes]
 
 
 def _names_in(optimizer: Optimizer) -> dict[Parameter, str]:

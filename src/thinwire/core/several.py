@@ -1,0 +1,134 @@
+"""Several optimizers that train one model, as one."""
+
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["SeveralOptimizers", "all_of", "kinds_of", "together"]
+
+
+class SeveralOptimizers(torch.optim.Optimizer):
+    """Optimizers of one model, taken together: their groups and their state, one after the other.
+
+    Hooks, schedulers and clipping are each optimizer's own.
+
+    Args:
+        optimizers: At least two, of different parameters.
+    """
+
+    # the constructor of torch would take the parameters of others
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+        self.defaults = self.optimizers[0].defaults
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of all optimizers; a list made anew of the very groups."""
+        return [group for each in self.optimizers for group in each.param_groups]
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
+        """That of all optimizers."""
+        return ChainMap(*(dict(each.state) for each in self.optimizers))
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of each, after the closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for each in self.optimizers:
+            each.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients."""
+        for each in self.optimizers:
+            each.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of one optimizer: parameters are numbered through. What the others beside `state` and
+        `param_groups` have, such as positions of schedules, is in `each`.
+        """
+        whole: dict[str, Any] = {"state": {}, "param_groups": [], "each": []}
+        first = 0
+        for optimizer in self.optimizers:
+            own = optimizer.state_dict()
+            groups = [
+                {**group, "params": [first + key for key in group["params"]]}
+                for group in own.pop("param_groups")
+            ]
+            for key, entries in own.pop("state").items():  # one may be the user's own
+                whole["state"][first + key if isinstance(key, int) else key] = entries
+            whole["param_groups"] += groups
+            whole["each"].append(own)
+            first += sum(len(group["params"]) for group in groups)
+        return whole
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave; keys of parameters may be any numbers.
+
+        Raises:
+            ValueError: It is of other numbers of groups or optimizers.
+        """
+        groups, own = list(state_dict["param_groups"]), state_dict["each"]
+        if len(own) != len(self.optimizers) or len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"the state is of {len(own)} optimizers with {len(groups)} groups, and there are "
+                f"{len(self.optimizers)} with {len(self.param_groups)}"
+            )
+        for optimizer, rest in zip(self.optimizers, own, strict=True):
+            mine = [groups.pop(0) for _ in optimizer.param_groups]
+            keys = [key for group in mine for key in group["params"]]
+            state = {key: state_dict["state"][key] for key in keys if key in state_dict["state"]}
+            optimizer.load_state_dict({**rest, "state": state, "param_groups": mine})
+
+
+def all_of(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers that it stands for: itself, where it is one."""
+    return optimizer.optimizers if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
+
+
+def kinds_of(optimizer: torch.optim.Optimizer) -> str:
+    """The names of the classes of all of them, for messages and comparisons."""
+    return " and ".join(type(each).__name__ for each in all_of(optimizer))
+
+
+def together(optimizers: Any, names: Mapping[Tensor, str]) -> Any:
+    """What a user gave as optimizer: one, or a sequence of them.
+
+    Args:
+        optimizers: Of a wrong kind, it is returned as it is, for others to refuse.
+        names: Of the model's parameters, for errors.
+
+    Returns:
+        The only one, or all together.
+
+    Raises:
+        TypeError: An entry of the sequence is no optimizer.
+        ValueError: The sequence is empty, or a parameter is in two of them.
+    """
+    if isinstance(optimizers, torch.optim.Optimizer) or not isinstance(optimizers, Iterable):
+        return optimizers
+    listed = list(optimizers)
+    if not listed:
+        raise ValueError("optimizer must be one or several, got an empty sequence")
+    for place, each in enumerate(listed):
+        if not isinstance(each, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer[{place}] must be a torch.optim.Optimizer, got {type(each).__name__}"
+            )
+    owners: dict[Tensor, int] = {}
+    for place, each in enumerate(listed):
+        for param in [p for group in each.param_groups for p in group["params"]]:
+            if (first := owners.setdefault(param, place)) != place:
+                name = names.get(param, f"of shape {tuple(param.shape)}")
+                raise ValueError(
+                    f"parameter {name} is in optimizer {first} ({type(listed[first]).__name__}) "
+                    f"and in optimizer {place} ({type(each).__name__}), counted from 0: give each "
+                    "parameter to one of them"
+                )
+    return listed[0] if len(listed) == 1 else SeveralOptimizers(listed)

@@ -1,0 +1,226 @@
+"""Several optimizers of one model: what one optimizer of all parameters gives."""
+
+import itertools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import thinwire as tw
+from tests.ranks import Pool
+from tests.strategy.training import FIELDS, batch, digest, make_model, train
+
+FIELD_SETS = [
+    (),
+    ("amp",),
+    ("gradient_merge",),
+    ("low_rank",),
+    ("lamb",),
+    ("lars",),
+    ("localsgd",),
+    ("localsgd", "amp", "gradient_merge"),
+    ("pipeline",),
+]
+
+
+def optimizers_of(model: nn.Module, fields: tuple[str, ...], several: bool) -> Any:
+    """One optimizer of everything, or three: of weights of even and of odd places, and the rest."""
+    named = list(model.named_parameters())
+    matrices = [pair for pair in named if pair[1].dim() > 1]
+    rest = [pair for pair in named if pair[1].dim() <= 1]
+    parts = [matrices[::2], matrices[1::2], rest]
+
+    def make(pairs: Any) -> torch.optim.Optimizer:
+        if "lamb" in fields:
+            return torch.optim.Adam(pairs, lr=0.02)
+        return tw.optim.SGD(pairs, tw.schedules.CosineDecay(0.0, 0.05, 20), momentum=0.9)
+
+    return [make(part) for part in parts] if several else make(named)
+
+
+def engine_of(fields: tuple[str, ...], several: bool, **given: Any) -> Any:
+    model = make_model(plain=True)
+    strategy = tw.DistributedStrategy(**{name: FIELDS[name] for name in fields})
+    optimizer = optimizers_of(model, fields, several)
+    return strategy.prepare(model, optimizer, cross_entropy, **given)
+
+
+def trained(rank: int, size: int, fields: tuple[str, ...], several: bool) -> str:
+    clip = None if "lars" in fields else tw.optim.ClipByGlobalNorm(0.5)
+    engine = engine_of(fields, several, grad_clip=clip)
+    train(engine, fields, 0, 8)
+    engine.flush()
+    return digest(engine)
+
+
+@pytest.mark.parametrize("fields", FIELD_SETS, ids=lambda fields: " ".join(fields) or "dense")
+def test_three_give_the_bits_of_one(fields: tuple[str, ...], ranks: Pool) -> None:
+    assert ranks.run(trained, fields, True) == ranks.run(trained, fields, False)
+
+
+def resumed(rank: int, size: int, folder: str, fields: tuple[str, ...]) -> list[str]:
+    whole = engine_of(fields, True)
+    train(whole, fields, 0, 8)
+    first = engine_of(fields, True)
+    train(first, fields, 0, 5)
+    first.save(folder)
+    second = engine_of(fields, True)
+    second.load(folder)
+    assert [each.position for each in second.optimizers] == [5] * 3
+    train(second, fields, 5, 8)
+    return [digest(whole), digest(second)]
+
+
+@pytest.mark.parametrize("fields", [(), ("low_rank",), ("localsgd",)], ids=str)
+def test_a_checkpoint_goes_on(fields: tuple[str, ...], ranks: Pool, tmp_path: Path) -> None:
+    for whole, second in ranks.run(resumed, str(tmp_path / "checkpoint"), fields):
+        assert whole == second
+
+
+def schedulers_saved(rank: int, size: int, folder: str) -> list[list[int]]:
+    def made() -> tuple[Any, list[Any]]:
+        model = make_model(plain=True)
+        named = list(model.named_parameters())
+        several = [torch.optim.SGD(named[:3], 0.1), torch.optim.AdamW(named[3:], 0.1)]
+        engine = tw.DistributedStrategy().prepare(model, several, cross_entropy)
+        return engine, [torch.optim.lr_scheduler.StepLR(each, 2) for each in several]
+
+    engine, schedulers = made()
+    train(engine, (), 0, 3)
+    schedulers[0].step()
+    for _ in range(4):
+        schedulers[1].step()
+    engine.save(folder)
+    again, others = made()
+    again.load(folder)
+    return [[each.last_epoch for each in those] for those in (schedulers, others)]
+
+
+def test_each_scheduler_goes_on_with_its_own_optimizer(ranks: Pool, tmp_path: Path) -> None:
+    for before, after in ranks.run(schedulers_saved, str(tmp_path / "checkpoint")):
+        assert before == after == [1, 4]
+
+
+def followed(rank: int, size: int, fields: tuple[str, ...], order: tuple[int, ...]) -> list[str]:
+    found = []
+    for by_hand in (False, True):
+        engine = engine_of(fields, True)
+        assert engine.optimizer is engine.optimizers[0] and len(engine.optimizers) == 3
+        if by_hand:
+            engine.follow_steps()
+        for step in range(6):
+            x, y = batch(step, rank)
+            if not by_hand:
+                engine.train_step(x, y)
+                continue
+            for each in engine.optimizers:
+                each.zero_grad()
+            cross_entropy(engine.model(x), y).backward()
+            for place in order:
+                engine.optimizers[place].step()
+        engine.flush()
+        found.append(digest(engine))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("fields", [(), ("localsgd",)], ids=str)
+def test_steps_by_hand_in_any_order(fields: tuple[str, ...], ranks: Pool) -> None:
+    for first, second in ranks.run(followed, fields, (2, 0, 1)):
+        assert first == second
+
+
+def local_steps(rank: int, size: int, order: tuple[int, ...] | None) -> list[Any]:
+    model = make_model(plain=True)
+    made = optimizers_of(model, (), order is not None)
+    with tw.local_sgd(model, made, tw.LocalSGD(3, 0)) as sync:
+        synced = []
+        for step in range(7):
+            x, y = batch(step, rank)
+            model.zero_grad()
+            cross_entropy(model(x), y).backward()
+            for each in [made] if order is None else [made[place] for place in order]:
+                each.step()
+            synced.append(sync.synced)
+        assert sync.step == 7
+    return [synced, [p.detach().clone() for p in model.parameters()]]
+
+
+def test_a_local_step_is_over_when_each_has_stepped(ranks: Pool) -> None:
+    (synced, expected), _ = ranks.run(local_steps, None)
+    for order in itertools.permutations(range(3)):
+        for found, params in ranks.run(local_steps, order):
+            assert found == synced == [False, False, True, False, False, True, False]
+            assert all(map(torch.equal, params, expected))
+
+
+def left_in_the_middle(rank: int, size: int, last: int) -> list[torch.Tensor]:
+    model = make_model(plain=True)
+    made = optimizers_of(model, (), True)
+    with tw.local_sgd(model, made, tw.LocalSGD(2, 0)):
+        for step in range(3):
+            x, y = batch(step, rank)
+            cross_entropy(model(x), y).backward()
+            for each in made:
+                each.step()
+        made[last].step()  # and no other
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("last", range(3))
+def test_ranks_are_equal_whatever_was_stepped_last(last: int, ranks: Pool) -> None:
+    first, second = ranks.run(left_in_the_middle, last)
+    assert all(map(torch.equal, first, second))
+
+
+def muon_and_adamw(rank: int, size: int, local: bool) -> list[torch.Tensor]:
+    model = make_model(plain=True)
+    named = dict(model.named_parameters())
+    matrices = {n: p for n, p in named.items() if p.dim() == 2 and n != "3.weight"}
+    muon = tw.optim.Muon(matrices.items(), 0.02)
+    adamw = torch.optim.AdamW([p for n, p in named.items() if n not in matrices], 0.01)
+    config = tw.LocalSGD(2, compression=tw.Quantized(1)) if local else None
+    engine = tw.DistributedStrategy(localsgd=config).prepare(model, [muon, adamw], cross_entropy)
+    losses = train(engine, (), 0, 20)
+    engine.flush()
+    assert losses[-1] < losses[0]
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_muon_beside_adamw(local: bool, ranks: Pool) -> None:
+    first, second = ranks.run(muon_and_adamw, local)
+    assert all(map(torch.equal, first, second))
+
+
+def by_local_sgd(model: nn.Module, optimizers: Any) -> Any:
+    return tw.local_sgd(model, optimizers, tw.LocalSGD(2))
+
+
+def by_prepare(model: nn.Module, optimizers: Any) -> Any:
+    return tw.DistributedStrategy().prepare(model, optimizers)
+
+
+@pytest.mark.parametrize("start", [by_local_sgd, by_prepare])
+def test_what_is_refused_or_told(start: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    first, second = model[0].parameters, model[1].parameters
+    twice = [torch.optim.SGD(first(), 0.1), torch.optim.AdamW(model.parameters())]
+    with pytest.raises(ValueError, match=r"parameter 0\.weight is in optimizer 0 \(SGD\) and in"):
+        start(model, twice)
+    with pytest.raises(ValueError, match="empty sequence"):
+        start(model, [])
+    with pytest.raises(TypeError, match=r"optimizer\[1\] must be a torch.optim.Optimizer, got str"):
+        start(model, [twice[0], "adam"])
+    exchanging = [twice[0], tw.optim.DGCMomentum(second(), 0.1)]
+    with pytest.raises((TypeError, tw.errors.StrategyError), match=r"DGCMomentum.*exchanges"):
+        start(model, exchanging)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        started = start(model, [twice[0], torch.optim.SGD([model[1].weight], 0.1)])
+    assert [str(each.message).count("1.bias") for each in said] == [1]
+    assert started.__class__.__name__ in ("LocalUpdates", "Engine")
