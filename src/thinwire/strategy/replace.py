@@ -155,7 +155,7 @@ def adopt(
         assert dgc is not None, "or it stays"
         replacement = as_dgc_momentum(optimizer, settings, dgc, process_group, mesh)
     # a pattern may be about the parameters of another optimizer
-    known: dict[Tensor, str] = {} if alone else {**names}
+    known: dict[Tensor, str] = {p: name for p, name in names.items() if not alone}
     known |= {p: name or names[p] for group in settings.groups for name, p in group["params"]}
     problems = [
         *replacement.problems,
