@@ -23,11 +23,21 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.named_parameters(), lr=0.01)
 
 
+def two(model: nn.Module) -> list[torch.optim.Optimizer]:
+    named = list(model.named_parameters())
+    first = [(name, p) for name, p in named if name.startswith("0.")]
+    rest = [(name, p) for name, p in named if not name.startswith("0.")]
+    return [torch.optim.AdamW(first, lr=0.01), torch.optim.SGD(rest, **MOMENTUM)]
+
+
 ENGINES: dict[str, tuple[dict[str, Any], Any]] = {
     "no field": ({}, adamw),
     "merge": ({"gradient_merge": tw.GradientMerge(3)}, adamw),
     "amp": ({"amp": tw.AMP("bfloat16")}, adamw),
     "scaled": ({"amp": tw.AMP("float16", tw.DynamicLossScale(2.0**8, 2.0, 4))}, sgd),
+    "two optimizers": ({}, two),
+    "two optimizers, dgc": ({"dgc": tw.DGC(**RAMP)}, two),
+    "two optimizers, local": ({"localsgd": tw.LocalSGD(3)}, two),
     "dgc of an SGD": ({"dgc": tw.DGC(**RAMP)}, sgd),
     "dgc of AdamW": ({"dgc": tw.DGC(**RAMP, value_bits=4)}, adamw),
     "dgc, merge": ({"dgc": tw.DGC(**RAMP), "gradient_merge": tw.GradientMerge(2)}, sgd),
