@@ -37,6 +37,36 @@ class Run:
         self.rows.append((numbers, step))
 
 
+class Metrics(Run):
+    """As the module mlflow, an experiment of Comet or a logger of Lightning."""
+
+    log: Any = None
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        self.rows.append((metrics, step))
+
+
+class Tracked(Scalars):
+    """As a Run of Aim."""
+
+    def track(self, value: float, name: str | None = None, step: int | None = None) -> None:
+        assert name is not None and step is not None
+        self.lines.append((name, value, step))
+
+    add_scalar: Any = None
+
+
+class Client(Scalars):
+    """As a client of MLflow, which is told the run in every call."""
+
+    add_scalar: Any = None
+
+    def log_metric(self, run_id: str, key: str, value: float, *, step: int) -> None:
+        assert run_id == "a run"
+        self.lines.append((key, value, step))
+
+
 class Odd:
     """Says more than numbers."""
 
@@ -55,6 +85,12 @@ def test_each_kind_of_writer_gets_the_same_numbers() -> None:
     tw.log_stats(engine, lambda numbers, step: rows.append((numbers, step)))
     assert scalars.lines == [(name, value, 3) for name, value in expected.items()]
     assert run.rows == rows == [(expected, 3)]
+    metrics, tracked, client, bound = Metrics(), Tracked(), Client(), Client()
+    bound.run_id = "a run"  # type: ignore[attr-defined]
+    for writer in (metrics, tracked, (client, "a run"), bound):
+        assert tw.log_stats(engine, writer) == expected
+    assert metrics.rows == run.rows
+    assert tracked.lines == client.lines == bound.lines == scalars.lines
 
 
 def test_a_step_of_ones_own_and_what_is_no_number() -> None:
@@ -95,6 +131,8 @@ def test_what_is_neither_source_nor_writer_is_refused() -> None:
         tw.log_stats(torch.nn.Linear(1, 1), print)
     with pytest.raises(TypeError, match=r"writer must have add_scalar.* got a str"):
         tw.log_stats(Odd(), "runs/a")
+    with pytest.raises(TypeError, match=r"MLflow client and its run_id.* got a Client"):
+        tw.log_stats(Odd(), Client())
     with pytest.raises(ValueError, match="step must be"):
         tw.log_stats(Odd(), print, step=-1)
 

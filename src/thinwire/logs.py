@@ -18,9 +18,13 @@ def log_stats(source: Any, writer: Any, step: int | None = None) -> dict[str, fl
     Args:
         source: Whatever has `stats()`: an `Engine`, `LocalUpdates`, `Attached`, an optimizer that
             exchanges gradients.
-        writer: Something with `add_scalar(name, value, step)`, such as TensorBoard's
-            `SummaryWriter`; or with `log(numbers, step=...)`, such as a run of wandb; or a function
-            `(numbers, step)`. The first of these that it has is called.
+        writer: What keeps curves. By the first of these that it has: `add_scalar(name, value,
+            step)`, as TensorBoard's `SummaryWriter`; `log_metrics(numbers, step=...)`, as the
+            module `mlflow`, an experiment of Comet or a logger of Lightning; `track(value,
+            name=..., step=...)`, as a `Run` of Aim; `log(numbers, step=...)`, as a run of W&B or
+            trackio, an `Accelerator` or a tracker of Accelerate. A client of MLflow comes with the
+            run: `(client, run_id)`, or the client with an attribute `run_id`. Or a function
+            `(numbers, step)`.
         step: Place on the axis of the curves; None is the `step` of the numbers: updates made, or
             local steps.
 
@@ -43,17 +47,39 @@ def log_stats(source: Any, writer: Any, step: int | None = None) -> dict[str, fl
         for name, value in said.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
-    if callable(getattr(writer, "add_scalar", None)):
-        for name, value in written.items():
-            writer.add_scalar(name, value, step)
-    elif callable(getattr(writer, "log", None)):
-        writer.log(written, step=step)
+    _write(writer, written, step)
+    return written
+
+
+def _write(writer: Any, numbers: dict[str, float], step: int) -> None:
+    client, run = writer if _is_pair(writer) else (writer, getattr(writer, "run_id", None))
+
+    def has(method: str) -> bool:
+        return callable(getattr(client, method, None))
+
+    if has("add_scalar"):
+        for name, value in numbers.items():
+            client.add_scalar(name, value, step)
+    elif has("log_metrics"):
+        client.log_metrics(numbers, step=step)
+    elif has("log_metric") and run is not None:
+        for name, value in numbers.items():
+            client.log_metric(run, name, value, step=step)
+    elif has("track"):
+        for name, value in numbers.items():
+            client.track(value, name=name, step=step)
+    elif has("log"):
+        client.log(numbers, step=step)
     elif callable(writer):
-        writer(written, step)
+        writer(numbers, step)
     else:
         raise TypeError(
-            "writer must have add_scalar(name, value, step), as TensorBoard's SummaryWriter, or "
-            "log(numbers, step=...), as a run of wandb, or be a function of (numbers, step); got a "
+            "writer must have add_scalar(name, value, step), log_metrics(numbers, step=...), "
+            "track(value, name=..., step=...) or log(numbers, step=...), or be a pair of an MLflow "
+            "client and its run_id, or a function of (numbers, step); got a "
             f"{type(writer).__name__}"
         )
-    return written
+
+
+def _is_pair(writer: object) -> bool:
+    return isinstance(writer, tuple) and len(writer) == 2
