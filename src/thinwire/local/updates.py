@@ -539,14 +539,18 @@ class LocalUpdates:
         parts = self._averager.parts  # each has an outer optimizer of its own
         return self._averager.averaging.applied_share(-(-self._counters.averagings // parts))
 
+    def traffic(self) -> dict[str, Any]:
+        """See `Synchronizer.traffic`."""
+        return NO_TRAFFIC if self._averager is None else self._averager.traffic()
+
     def counts(self) -> dict[str, Any]:
-        """What `Synchronizer.traffic` says, and further numbers of `thinwire.core.stats`."""
-        averager, changes = self._averager, self._changes
+        """`traffic`, and further numbers of `thinwire.core.stats`."""
+        changes = self._changes
         return {
             "averagings": self._counters.averagings,
             "sparsity": left_out(changes, self.step) if self._compressed else 0.0,
             "applied_share": self._applied_share,
-            **(NO_TRAFFIC if averager is None else averager.traffic()),
+            **self.traffic(),
         }
 
     def stats(self) -> dict[str, float]:

@@ -51,10 +51,11 @@ class Exchange(Protocol):
 
     local: bool
 
+    def traffic(self) -> dict[str, Any]:
+        """See `Synchronizer.traffic`."""
+
     def counts(self, step: int) -> dict[str, Any]:
-        """What `Synchronizer.traffic` says, and further numbers of `thinwire.core.stats`, ahead of
-        update `step`.
-        """
+        """`traffic`, and further numbers of `thinwire.core.stats`, ahead of update `step`."""
 
     @property
     def moved(self) -> bool: ...
@@ -128,7 +129,7 @@ class _EveryStep(Exchange):
         exchange = self._exchange()
         return 0 if exchange is None else exchange.drops.total
 
-    def counts(self, step: int) -> dict[str, Any]:
+    def traffic(self) -> dict[str, Any]:
         exchange = self._exchange()
         return dict(NO_TRAFFIC if exchange is None else exchange.traffic())
 
@@ -172,7 +173,7 @@ class MeanThenStep(_EveryStep):
         return self.gradients
 
     def counts(self, step: int) -> dict[str, Any]:
-        return super().counts(step) | {"sparsity": left_out(self._compression, step)}
+        return self.traffic() | {"sparsity": left_out(self._compression, step)}
 
     def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
         self.gradients.buckets = buckets
@@ -245,7 +246,7 @@ class ExchangingStep(_EveryStep):
         return self._optimizer.synchronizer.last
 
     def counts(self, step: int) -> dict[str, Any]:
-        return super().counts(step) | {"sparsity": self._optimizer.sparsity}
+        return self.traffic() | {"sparsity": self._optimizer.sparsity}
 
     def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
         self._optimizer.synchronizer.set_buckets(buckets)
@@ -308,6 +309,9 @@ class LocalSteps:
     @property
     def dropped_steps(self) -> int:
         return self._drops.total
+
+    def traffic(self) -> dict[str, Any]:
+        return self.sync.traffic()
 
     def counts(self, step: int) -> dict[str, Any]:
         return self.sync.counts()

@@ -84,13 +84,13 @@ class Microsteps:
         parts = self.parts
         agreements = 0 if parts.scaler is None else parts.scaler.bytes_sent
         besides = parts.buffers.bytes_sent + agreements
-        return self.bytes_before + int(parts.exchange.counts(self.step)["bytes_sent"]) + besides
+        return self.bytes_before + int(parts.exchange.traffic()["bytes_sent"]) + besides
 
     def wait_s(self) -> float:
         """Seconds for which this rank was blocked by others."""
         parts = self.parts
         votes = (part.wait_s for part in (parts.buffers, parts.scaler) if part is not None)
-        return float(parts.exchange.counts(self.step)["wait_s"]) + sum(votes)
+        return float(parts.exchange.traffic()["wait_s"]) + sum(votes)
 
     def dropped_steps(self) -> int:
         """Of this rank."""
@@ -287,7 +287,7 @@ class Microsteps:
     def _round_over(self) -> None:
         exchange = self.parts.exchange
         compare = self.step > self.parts.settled_step
-        rate = exchange.counts(self.step)["rate_bit_s"]
+        rate = exchange.traffic()["rate_bit_s"]
         told = self.pace.round(
             self.parts.merge_steps, time.perf_counter(), self.wait_s(), rate, compare=compare
         )
