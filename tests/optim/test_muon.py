@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import thinwire as tw
 from tests.precision import products_in
 from tests.ranks import Pool
-from tests.sharded.models import batch, mesh_of, sharded_model
 from thinwire.optim import Muon, muon, muon_groups
 
 
@@ -83,31 +82,6 @@ def test_an_update_does_not_depend_on_the_size_of_a_finite_gradient(
         found.append(p.detach())
     assert found[0].norm() > 0
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-6)
-
-
-def on_shards(rank: int, size: int, only_rest: bool) -> tuple[str, bool]:
-    model = sharded_model(mesh_of(1, size))
-    groups = [{"params": list(model.named_parameters()), "muon": not only_rest}]
-    before = {name: p.to_local().clone() for name, p in model.named_parameters()}
-    try:
-        optimizer = Muon(groups, lr=0.1)
-        x, y = batch(0, 0)
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-    except ValueError as error:
-        return str(error), all(
-            torch.equal(p.to_local(), before[n]) for n, p in model.named_parameters()
-        )
-    return "", all(bool(p.to_local().isfinite().all()) for p in model.parameters())
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_matrices_in_shards_are_refused(ranks: Pool, size: int) -> None:
-    for text, unchanged in ranks.run(on_shards, False, size=size):
-        assert "sharded" in text
-        assert "AdamW" in text
-        assert unchanged
-    assert ranks.run(on_shards, True, size=size) == [("", True)] * size
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -247,6 +221,41 @@ def test_embeddings_and_the_output_layer_are_adamws() -> None:
     assert [name for name, _ in tied[1]["params"]] == ["embedding.weight"]
 
 
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv1d(8, 4, 5)
+        self.head = nn.Linear(4, 2)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_kernels_are_matrices_where_that_is_asked_for(layout: torch.memory_format) -> None:
+    model, flat = Convolutional(), Convolutional()
+    model.first.to(memory_format=layout)
+    kernels = [flat.first.weight, flat.second.weight]
+    matrices = [nn.Parameter(p.detach().flatten(1).clone()) for p in kernels]
+    hidden, rest = muon_groups(model, conv=True)
+    assert (hidden["conv"], rest["muon"]) == (True, False)
+    optimizers = Muon([hidden, rest], lr=0.02), Muon(matrices, lr=0.02)
+    for seed in range(3):
+        give_gradients(model, seed)
+        for matrix, kernel in zip(matrices, (model.first.weight, model.second.weight), strict=True):
+            matrix.grad = kernel.grad.flatten(1).clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(model.first.weight.flatten(1), matrices[0])
+    assert torch.equal(model.second.weight.flatten(1), matrices[1])
+
+
+def test_kernels_are_adamws_otherwise() -> None:
+    model = Convolutional()
+    optimizer = Muon(muon_groups(model), lr=0.02)
+    give_gradients(model, 0)
+    optimizer.step()
+    assert "exp_avg" in optimizer.state[model.first.weight]
+
+
 def test_what_is_no_matrix_is_adamws_in_every_group() -> None:
     model = Language()
     optimizer = Muon(muon_groups(model), lr=0.01)
@@ -293,7 +302,11 @@ def test_bad_arguments_say_what_is_allowed(wrong: dict, error: type, says: str) 
 
 @pytest.mark.parametrize(
     ("wrong", "error"),
-    [({"muon": "yes"}, TypeError), ({"ns_dtype": torch.bfloat16}, ValueError)],
+    [
+        ({"muon": "yes"}, TypeError),
+        ({"conv": 1}, TypeError),
+        ({"ns_dtype": torch.bfloat16}, ValueError),
+    ],
 )
 def test_what_a_group_says_is_checked(wrong: dict, error: type) -> None:
     with pytest.raises(error, match=next(iter(wrong))):

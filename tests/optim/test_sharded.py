@@ -43,7 +43,7 @@ def train_sharded(
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("foreach", [None, False])
-@pytest.mark.parametrize("name", [name for name in ALL if name != "Muon"])  # it refuses shards
+@pytest.mark.parametrize("name", ALL)
 def test_sharding_changes_no_number(ranks: Pool, name: str, foreach: bool | None) -> None:
     net = model(torch.float64)
     optimizer = ALL[name](

@@ -242,6 +242,7 @@ def wrong(rank: int, size: int, case: str) -> str:
     one_site = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
     three = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "tp"))
     whole, model = plain_model(), sharded_model(mesh)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
     hybrid = plain_model()
     fully_shard(hybrid, mesh=mesh)
     partly = plain_model()
@@ -282,8 +283,8 @@ def wrong(rank: int, size: int, case: str) -> str:
             mesh=mesh,
             grad_clip=tw.ClipByNorm(1.0),
         ),
-        "muon": lambda: tw.DistributedStrategy().prepare(
-            model, tw.optim.Muon(model.named_parameters(), lr=0.1), mse_loss, mesh=mesh
+        "muon of torch": lambda: tw.DistributedStrategy().prepare(
+            model, torch.optim.Muon(matrices, lr=0.1), mse_loss, mesh=mesh
         ),
         "group": lambda: momentum(model, mesh, process_group=dist.group.WORLD),
         "clip": lambda: momentum(model, mesh, grad_clip=tw.ClipByNorm(1.0)),
@@ -316,7 +317,7 @@ def wrong(rank: int, size: int, case: str) -> str:
         ("pipeline", "StrategyError: mesh= does not work with pipeline"),
         ("node_size", "leave node_size out"),
         ("clip of an engine", "use local_grad_clip_norm"),
-        ("muon", "whose update of a matrix needs all of it"),
+        ("muon of torch", "give thinwire.optim.Muon"),
         ("by time", "round_seconds=1.0 does not work with mesh="),
         ("group", "leave process_group out"),
         ("clip", "use local_grad_clip_norm"),

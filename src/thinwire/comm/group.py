@@ -42,7 +42,6 @@ __all__ = [
     "pieces_of",
     "require_process_group",
     "rows_of",
-    "shares_of",
     "time_limit_s",
 ]
 
@@ -323,29 +322,64 @@ class Group:
             Pending uint8 tensor of shape (size, lengths[rank]), row r from rank r.
         """
         mine = lengths[self.rank]
-        self.bytes_sent += parts.numel() - mine
-        self.bytes_received += (self.size - 1) * mine
-        if self.size == 1:
-            return Pending(lambda: parts.unsqueeze(0))
-        limit = piece_bytes(self.timeout_s)
-        if max(lengths) * self.size <= limit:
-            rounds = [(parts, list(lengths))]
-        else:
-            rounds = list(shares_of(parts, lengths, limit))
-        outs = [parts.new_empty(self.size * given[self.rank]) for _, given in rounds]
-        launches = [
-            partial(dist.all_to_all_single, out, piece, [given[self.rank]] * self.size, given)
-            for out, (piece, given) in zip(outs, rounds, strict=True)
-        ]
-        pieces = [piece for piece, _ in rounds]
+        swapped = self.swap(parts, [lengths] * self.size, what=what)
+        return Pending(lambda: swapped.wait().view(self.size, mine))
 
-        def rows() -> Tensor:
-            views = [out.view(self.size, -1) for out in outs]
-            return views[0] if len(views) == 1 else torch.cat(views, 1)
+    def swap(
+        self, parts: Tensor, lengths: Sequence[Sequence[int]], *, what: str
+    ) -> Pending[Tensor]:
+        """As `all_to_all`, of strings whose lengths differ by sender too.
+
+        Args:
+            parts: As there; on any device, which gloo is given a copy of.
+            lengths: By sender and then by receiver, in bytes, the same on every rank.
+            what: The exchange in plain words, for errors.
+
+        Returns:
+            Pending uint8 tensor of one dimension: the strings from rank 0, 1, ..., one after the
+            other.
+        """
+        given, taken = lengths[self.rank], [row[self.rank] for row in lengths]
+        mine = given[self.rank]
+        self.bytes_sent += parts.numel() - mine
+        self.bytes_received += sum(taken) - mine
+        if self.size == 1:
+            return Pending(lambda: parts)
+        device = parts.device
+        parts = parts.to(self._carrier(device))
+        width = max(piece_bytes(self.timeout_s) // self.size, 1)
+        begins = range(0, max(1, *map(max, lengths)), width)
+        rounds = list(zip(_cut(given, begins, width), _cut(taken, begins, width), strict=True))
+        pieces = [parts]
+        if len(rounds) > 1:
+            strings = torch.split(parts, list(given))
+            pieces = [torch.cat([each[at : at + width] for each in strings]) for at in begins]
+        outs = [parts.new_empty(sum(came)) for _, came in rounds]
+        launches = [
+            partial(dist.all_to_all_single, out, piece, came, gone)
+            for out, piece, (gone, came) in zip(outs, pieces, rounds, strict=True)
+        ]
+
+        def joined() -> Tensor:
+            if len(outs) == 1:
+                return outs[0].to(device)
+            split = [torch.split(out, came) for out, (_, came) in zip(outs, rounds, strict=True)]
+            strings = [piece for each in zip(*split, strict=True) for piece in each]
+            return torch.cat(strings).to(device)
 
         return self._launched(
-            launches, rows, what, [*outs, *pieces], wire_bytes=parts.numel() - lengths[self.rank]
+            launches, joined, what, [*outs, *pieces], wire_bytes=parts.numel() - mine
         )
+
+    def _carrier(self, device: torch.device) -> torch.device:
+        """Where strings from a device must lie for this group's backend."""
+        if device == self.device:
+            return device
+        try:
+            backend = self._private._get_backend(device)
+        except RuntimeError:  # such as NCCL, which takes nothing from a CPU
+            return self.device
+        return torch.device("cpu") if backend.name() == "gloo" else device
 
     def all_reduce_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
         """Launch an all-reduce that overwrites `buffer` with its sum over the ranks, bit-identical
@@ -716,16 +750,6 @@ def rows_of(
         yield [row[at : at + limit_bytes] for row in out], message[at : at + limit_bytes]
 
 
-def shares_of(
-    parts: Tensor, lengths: Sequence[int], limit_bytes: int
-) -> Iterator[tuple[Tensor, list[int]]]:
-    """Rounds of an exchange in which every rank gives every rank a string of its own.
-
-    Yields:
-        What this rank gives in a round, string after string, and the lengths by receiver.
-    """
-    width = max(limit_bytes // len(lengths), 1)
-    strings = torch.split(parts, list(lengths))
-    for at in range(0, max(lengths), width):
-        given = [string[at : at + width] for string in strings]
-        yield torch.cat(given), [piece.numel() for piece in given]
+def _cut(lengths: Sequence[int], begins: Sequence[int], width: int) -> list[list[int]]:
+    """Round by round, how much of each string goes in it."""
+    return [[min(max(each - at, 0), width) for each in lengths] for at in begins]

@@ -1,6 +1,7 @@
 """Muon's update of a matrix: its momentum with all singular values brought near 1."""
 
-from math import log, sqrt
+from collections.abc import Sequence
+from math import log, prod, sqrt
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from thinwire.core.arithmetic import products_are_exact
 from thinwire.core.norms import into_range
 
-__all__ = ["MuonRule", "muon_", "newton_schulz"]
+__all__ = ["MuonRule", "descend_", "direction_", "muon_", "newton_schulz", "products"]
 
 _LARGEST_NOISE = 0.01
 """Of an eigenvalue of X Xᵀ, beside 1."""
@@ -40,7 +41,7 @@ def muon_(param: Tensor, grad: Tensor, momentum_buffer: Tensor, lr: float, rule:
     """Update a matrix and its momentum buffer in place.
 
     Args:
-        param: Shape (rows, columns), real.
+        param: Shape (rows, columns), real; a kernel of more dimensions is a matrix (rows, rest).
         grad: The same shape, not sparse.
         momentum_buffer: The same shape, zeros before the first update.
         lr: >= 0.
@@ -50,16 +51,43 @@ def muon_(param: Tensor, grad: Tensor, momentum_buffer: Tensor, lr: float, rule:
     Liu et al., 2025, arXiv 2502.16982. Differs: without Nesterov, torch.optim.Muon normalises the
     buffer itself where that is bfloat16.
     """
+    update = newton_schulz(direction_(grad, momentum_buffer, rule).flatten(1), rule)
+    descend_(param, update.reshape(param.shape), param.shape, lr, rule)
+
+
+@torch.no_grad()
+def direction_(grad: Tensor, momentum_buffer: Tensor, rule: MuonRule) -> Tensor:
+    """Move the buffer on; returns what is orthogonalised then. Entry by entry, of a part of a
+    matrix too.
+    """
     momentum_buffer.lerp_(grad, 1 - rule.momentum)
-    update = grad.lerp(momentum_buffer, rule.momentum) if rule.nesterov else momentum_buffer
-    update = newton_schulz(update, rule)
-    rows, columns = param.shape
+    return grad.lerp(momentum_buffer, rule.momentum) if rule.nesterov else momentum_buffer
+
+
+@torch.no_grad()
+def descend_(
+    param: Tensor, update: Tensor, shape: Sequence[int], lr: float, rule: MuonRule
+) -> None:
+    """Decay a parameter and take its orthogonal update off. Entry by entry, of a part of a matrix
+    too, whose whole shape is `shape`.
+    """
+    rows, columns = _sides(shape)
     if rule.match_rms_adamw:
         factor = 0.2 * sqrt(max(rows, columns))
     else:
         factor = sqrt(max(1, rows / max(1, columns)))
     param.mul_(1 - lr * rule.weight_decay)
     param.add_(update, alpha=-lr * factor)
+
+
+def products(shape: Sequence[int]) -> int:
+    """What orthogonalising a matrix of this shape costs, in multiplications of one product."""
+    rows, columns = _sides(shape)
+    return rows * columns * min(rows, columns)
+
+
+def _sides(shape: Sequence[int]) -> tuple[int, int]:
+    return shape[0], prod(shape[1:])
 
 
 def newton_schulz(matrix: Tensor, rule: MuonRule) -> Tensor:

@@ -97,19 +97,19 @@ def require_shards(params: Mapping[str, Tensor], mesh: Any) -> None:
 
 
 def require_elementwise(optimizer: Any) -> None:
-    """Refuse an optimizer that needs whole matrices.
+    """Refuse an optimizer of torch that needs whole matrices.
 
     Raises:
-        ValueError: It is a Muon or an Adafactor, of torch or of this library.
+        ValueError: It is a Muon or an Adafactor, and not of this library.
     """
     for each in all_of(optimizer):
         names = {kind.__name__ for kind in type(each).__mro__}
-        if not names & {"Muon", "Adafactor"}:
+        if not names & {"Muon", "Adafactor"} or getattr(each, "takes_shards", False):
             continue
         raise ValueError(
             f"optimizer is {type(each).__name__}, whose update of a matrix needs all of it, "
-            "and each rank has some rows only: give AdamW, or another optimizer that goes entry "
-            "by entry, with mesh="
+            "and each rank has some rows only: give thinwire.optim.Muon, which brings them "
+            "together, or AdamW, or another optimizer that goes entry by entry, with mesh="
         )
 
 

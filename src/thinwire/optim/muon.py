@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from thinwire import _validate as check
 from thinwire._names import named_parameters
-from thinwire.core.muon import MuonRule, muon_
+from thinwire.core.muon import MuonRule
 from thinwire.core.precision import named_dtype, state_dtype
-from thinwire.core.sharded import is_sharded
 from thinwire.optim.arguments import CommonOwn
+from thinwire.optim.owners import Matrix, Owners
 from thinwire.optim.torch_classes import TorchOptimizer, unhooked_step
 
 __all__ = ["Muon", "muon_groups"]
@@ -46,8 +46,17 @@ class Muon(TorchOptimizer):
     bits as `torch.optim.Muon` and AdamW side by side, for parameters in float32.
 
     Of a group whose key `muon` is true, as it is without the key, the real parameters of two
-    dimensions go to Muon; all else is AdamW's. Embeddings and the output layer are matrices too and
-    train better with AdamW: give `muon_groups(model)`, or groups of your own.
+    dimensions go to Muon, and of more where its key `conv` is true, as matrices (first, all else);
+    all else is AdamW's. Embeddings and the output layer are matrices too and train better with
+    AdamW: give `muon_groups(model)`, or groups of your own.
+
+    Parameters may be sharded by `fully_shard`, with local updates, an engine, or nothing else of
+    this library, also on torch's two-dimensional mesh. Each rank keeps its shard of the momentum.
+    In a step each matrix is whole on one rank for a while, which orthogonalises it, so that ranks
+    share the work; the bits are those of whole matrices in one process. **Communication**, within
+    the shards of a model alone: per matrix a rank gives its shard of the gradient's type to the
+    owner, and the owner gives back the result, in the type of `ns_dtype`; the next matrices are on
+    their way meanwhile. Waits have the time-out of the mesh's process group.
 
     With `adjust_lr_fn="match_rms_adamw"` an update of a matrix has the size that AdamW's has, so
     that a rate, a schedule and a weight decay that suit AdamW suit both.
@@ -79,6 +88,10 @@ class Muon(TorchOptimizer):
     torch.optim.AdamW.
     """
 
+    takes_shards = True
+    """Whether matrices may be sharded over ranks."""
+    _owners: Owners | None = None
+
     def __init__(
         self,
         params: Any,
@@ -97,6 +110,7 @@ class Muon(TorchOptimizer):
     ) -> None:
         values = {
             "muon": True,
+            "conv": False,
             "weight_decay": weight_decay,
             "momentum": momentum,
             "nesterov": nesterov,
@@ -113,6 +127,7 @@ class Muon(TorchOptimizer):
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         super()._check_hyperparameters(values)
         check.boolean("muon", values["muon"])
+        check.boolean("conv", values["conv"])
         numbers = values["ns_coefficients"]
         check.instance("ns_coefficients", numbers, (tuple, list), advice="give three numbers")
         if len(numbers) != 3:
@@ -131,17 +146,9 @@ class Muon(TorchOptimizer):
                 "Muon needs dense gradients and got a sparse one: build the embedding with "
                 "sparse=False"
             )
-        if any(_is_of_muon(p, group) and _is_cut(p) for p, group in given):
-            raise ValueError(
-                "Muon needs whole matrices, and the model is sharded: each rank has some rows "
-                'only. Give AdamW, or "muon": False in the groups of what is sharded'
-            )
-        for p, group in given:
-            if _is_of_muon(p, group):
-                state = self.state[p]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(p.grad)
-                muon_(p, p.grad, state["momentum_buffer"], float(group["lr"]), _rule(p, group))
+        matrices = [self._matrix(p, group) for p, group in given if _is_of_muon(p, group)]
+        self._owners = self._owners or Owners()
+        self._owners.update_(matrices)
         groups = [
             {**g, "params": [p for p in g["params"] if not _is_of_muon(p, g)]}
             for g in self.param_groups
@@ -152,35 +159,47 @@ class Muon(TorchOptimizer):
             optimizer.param_groups, optimizer.state = groups, self.state
             unhooked_step(torch.optim.AdamW)(optimizer)
 
+    def _matrix(self, param: Tensor, group: Mapping[str, Any]) -> Matrix:
+        assert param.grad is not None
+        state = self.state[param]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(param.grad)
+        rule, rate = _rule(param, group), float(group["lr"])
+        return Matrix(self._label(param), param, param.grad, state["momentum_buffer"], rate, rule)
+
     def _is_plain(self) -> bool:
         # the update of matrices does not know maximize
         return super()._is_plain() and not any(g["maximize"] for g in self.param_groups)
 
 
-def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
+def muon_groups(model: nn.Module, *, conv: bool = False) -> list[dict[str, Any]]:
     """A model's named parameters in two groups for `Muon`: the hidden layers, and what AdamW trains
     whatever its shape.
 
     The second are embeddings and what is tied to them, and the last `nn.Linear` of
     `model.modules()`, which is the output layer of most models. Where it is not, make groups of
     your own.
+
+    Args:
+        model: Whole, or sharded by `fully_shard`.
+        conv: Whether kernels of convolutions are matrices of (out, all else) for Muon; otherwise
+            AdamW trains them.
     """
+    check.boolean("conv", conv)
     apart = {id(p) for m in model.modules() if isinstance(m, _EMBEDDINGS) for p in m.parameters()}
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
     apart |= {id(p) for m in linear[-1:] for p in m.parameters()}
     groups: dict[bool, list[tuple[str, nn.Parameter]]] = {True: [], False: []}
     for name, p in named_parameters(model):
         groups[id(p) not in apart].append((name, p))
-    return [{"params": pairs, "muon": muon} for muon, pairs in groups.items() if pairs]
+    kernels = {"conv": True} if conv else {}
+    return [{"params": pairs, "muon": muon, **kernels} for muon, pairs in groups.items() if pairs]
 
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def _is_of_muon(param: Tensor, group: Mapping[str, Any]) -> bool:
-    return bool(group["muon"]) and param.ndim == 2 and not param.is_complex()
-
-
-def _is_cut(param: Any) -> bool:
-    where = param.placements if is_sharded(param) and param.device_mesh.size() > 1 else ()
-    return not all(each.is_replicate() for each in where)
+    # states saved before 0.3 have no `conv`
+    fits = param.ndim == 2 or (param.ndim > 2 and group.get("conv", False))
+    return bool(group["muon"]) and fits and not param.is_complex()

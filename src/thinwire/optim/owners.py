@@ -1,0 +1,174 @@
+"""Muon's matrices that are sharded over ranks: each whole on one of them while it is
+orthogonalised.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from thinwire.comm import Group, Pending, require_agreement, state_told
+from thinwire.comm.waiting import progressed
+from thinwire.core.muon import MuonRule, descend_, direction_, muon_, newton_schulz, products
+from thinwire.core.sharded import is_sharded, shard_of
+from thinwire.layout.owners import dealt, shard_lengths
+
+__all__ = ["Matrix", "Owners"]
+
+
+class Matrix(NamedTuple):
+    """A matrix to be updated."""
+
+    label: str
+    """What messages call it."""
+    param: Tensor
+    grad: Tensor
+    momentum_buffer: Tensor
+    lr: float
+    rule: MuonRule
+
+    def cut(self) -> tuple[ProcessGroup, int] | None:
+        """The ranks over which it is sharded, and along which dimension; None where all of it is
+        here.
+
+        Raises:
+            ValueError: It is cut in more than one way, or its gradient lies in another.
+        """
+        if not is_sharded(self.param):
+            return None
+        # a DTensor
+        mesh: Any = self.param.device_mesh  # type: ignore[attr-defined]
+        places = self.param.placements  # type: ignore[attr-defined]
+        if getattr(self.grad, "placements", None) != places:
+            raise ValueError(
+                f"the gradient of {self.label} lies as {getattr(self.grad, 'placements', 'whole')} "
+                f"and the parameter as {places}: run the backward pass again"
+            )
+        cuts = [i for i, p in enumerate(places) if mesh.size(i) > 1 and not p.is_replicate()]
+        if not cuts:
+            return None
+        if len(cuts) > 1 or type(places[cuts[0]]).__name__ != "Shard":
+            raise ValueError(
+                f"{self.label} lies as {places} on the mesh {mesh.mesh_dim_names} "
+                f"{tuple(mesh.shape)}, and Muon takes matrices that are sharded along one "
+                "dimension of one mesh dimension, as fully_shard does it. Give the others "
+                '"muon": False in their groups'
+            )
+        return mesh.get_group(cuts[0]), places[cuts[0]].dim
+
+    def shards(self, dim: int, ranks: int) -> list[tuple[int, ...]]:
+        """The shape of each rank's part."""
+        before, after = self.param.shape[:dim], self.param.shape[dim + 1 :]
+        return [(*before, n, *after) for n in shard_lengths(self.param.shape[dim], ranks)]
+
+    def looks(self, dim: int) -> str:
+        """What ranks must have in common to exchange it."""
+        given, made = (str(each.dtype)[6:] for each in (self.grad, self.rule))
+        shape = "x".join(map(str, self.param.shape))
+        return f"{self.label}, {shape} cut along {dim}, {given} iterated in {made}"
+
+
+_Kind = tuple[ProcessGroup, int, torch.device, torch.dtype, torch.dtype]
+"""Of matrices that travel together: ranks, dimension that is cut, device and both types."""
+
+
+class Owners:
+    """The ranks that hold matrices in shards: one owns each of them while it is updated. A matrix
+    that is whole here is updated here.
+
+    Communication: 24 bytes a rank where the matrices are others than in the update before. Of every
+    matrix each rank gives its shard to the owner, in the gradient's type, and gets its shard of the
+    result, in the type of the iteration.
+    Failure: `Mismatch` on all ranks where they have other matrices; `PeerLost` or `PeerStalled`
+    within the time-out of the ranks' process group.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[ProcessGroup, Group] = {}
+        self._agreed: dict[ProcessGroup, list[str]] = {}
+
+    def update_(self, matrices: Sequence[Matrix]) -> None:
+        """Update matrices and their momentum buffers in place."""
+        looks: dict[ProcessGroup, list[str]] = {}
+        alike: dict[_Kind, list[Matrix]] = {}
+        cuts = [(matrix, matrix.cut()) for matrix in matrices]
+        for matrix, cut in cuts:
+            if cut is not None:
+                looks.setdefault(cut[0], []).append(matrix.looks(cut[1]))
+                kind = *cut, matrix.grad.device, matrix.grad.dtype, matrix.rule.dtype
+                alike.setdefault(kind, []).append(matrix)
+        for ranks, mine in looks.items():
+            if ranks not in self._groups:
+                self._groups[ranks] = Group(ranks)
+            if self._agreed.get(ranks) != mine:
+                what = "comparing the matrices that Muon updates"
+                require_agreement(self._groups[ranks], {"matrices": mine}, what=what)
+                self._agreed[ranks] = mine
+        for m, cut in cuts:
+            if cut is None:
+                param, grad, buffer = map(shard_of, (m.param, m.grad, m.momentum_buffer))
+                muon_(param, grad, buffer, m.lr, m.rule)
+        with state_told("Some matrices may have moved on some ranks"):
+            for (ranks, dim, *_), some in alike.items():
+                _update_(self._groups[ranks], dim, some)
+
+
+def _update_(group: Group, dim: int, matrices: Sequence[Matrix]) -> None:
+    """Update matrices of one type that are cut alike, as many at once as there are ranks."""
+    costs = [products(each.param.shape) for each in matrices]
+    rounds = [
+        _round(group, dim, [None if i is None else matrices[i] for i in owned])
+        for owned in dealt(costs, group.size)
+    ]
+    try:
+        for turn in range(len(rounds) + 2):
+            # the shards of one round leave, while those of the one before are orthogonalised and
+            # the results of the one before that come back; in this order on all ranks
+            for each in reversed(rounds[max(turn - 2, 0) : turn + 1]):
+                next(each, None)
+    except BaseException as error:
+        group.abandon(str(error))
+        raise
+
+
+def _round(group: Group, dim: int, owned: Sequence[Matrix | None]) -> Iterator[None]:
+    """Update one matrix of each owner; pauses when its shards have left, and when results have."""
+    some = [each for each in owned if each is not None]
+    shapes = [[] if each is None else each.shards(dim, group.size) for each in owned]
+    numels = [[prod(shape) for shape in row] or [0] * group.size for row in shapes]
+    shards = [direction_(shard_of(m.grad), shard_of(m.momentum_buffer), m.rule) for m in some]
+    empty = shards[0].new_empty(0)
+    coming = _swapped(group, empty, shards, list(zip(*numels, strict=True)))
+    yield
+    results: Sequence[Tensor] = ()
+    mine, arrived = owned[group.rank], coming.wait()
+    if mine is not None:
+        parts = zip(arrived, shapes[group.rank], strict=True)
+        whole = torch.cat([part.view(shape) for part, shape in parts], dim)
+        result = newton_schulz(whole.flatten(1), mine.rule).reshape(whole.shape)
+        results = torch.split(result, [shape[dim] for shape in shapes[group.rank]], dim)
+    going = _swapped(group, empty.to(some[0].rule.dtype), results, numels)
+    yield
+    for matrix, update, row in zip(owned, going.wait(), shapes, strict=True):
+        if matrix is not None:
+            part = update.view(row[group.rank])
+            descend_(shard_of(matrix.param), part, matrix.param.shape, matrix.lr, matrix.rule)
+
+
+def _swapped(
+    group: Group, empty: Tensor, parts: Sequence[Tensor], numels: Sequence[Sequence[int]]
+) -> Pending[list[Tensor]]:
+    """Launch giving each rank its part; `numels` are by sender and then by receiver."""
+    flat = torch.cat([empty, *(part.reshape(-1) for part in parts)])
+    lengths = [[n * flat.itemsize for n in row] for row in numels]
+    pending = group.swap(flat.view(torch.uint8), lengths, what="moving matrices of Muon")
+
+    def received() -> list[Tensor]:
+        came = pending.wait().view(flat.dtype)
+        progressed()
+        return list(torch.split(came, [row[group.rank] for row in numels]))
+
+    return Pending(received)
