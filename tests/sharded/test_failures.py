@@ -158,7 +158,13 @@ def clipped(rank: int, size: int, kind: str, scale: float = 1.0) -> dict[str, Te
         fields = {"dgc": sparsity}
     if kind == "local, Adagrad":
         optimizer = torch.optim.Adagrad(model.named_parameters(), lr=0.05)
-    if kind == "local, averaged":
+    if kind.startswith("lars"):
+        optimizer = torch.optim.SGD(model.named_parameters(), lr=0.5, momentum=0.9)
+        fields["lars"] = tw.LARS(lars_coeff=0.05, exclude_from_weight_decay=("*.bias",))
+    if kind.startswith("lamb"):
+        optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.05)
+        fields["lamb"] = tw.LAMB(exclude_from_weight_decay=("*.bias",))
+    if kind.endswith("averaged"):
         fields["localsgd"] = tw.LocalSGD(2)
     engine = tw.DistributedStrategy(**fields).prepare(
         model, optimizer, lambda *given: mse_loss(*given) * scale, grad_clip=given, mesh=mesh
@@ -173,14 +179,20 @@ def clipped(rank: int, size: int, kind: str, scale: float = 1.0) -> dict[str, Te
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["global", "norm", "own", "local", "local, Adagrad", "local, averaged"]
+    "kind",
+    [
+        *("global", "norm", "own", "local", "local, Adagrad", "local, averaged"),
+        *("lars", "lamb", "lars, averaged", "lamb, averaged"),
+    ],
 )
 def test_norms_are_over_all_shards(ranks: Pool, kind: str) -> None:
     whole = ranks.run(clipped, kind, size=2)[0]
     free = ranks.run(clipped, "none", size=2)[0]
     assert not torch.allclose(whole["0.weight"], free["0.weight"], rtol=1e-2)
-    for values in ranks.run(clipped, kind, size=4):
+    results = ranks.run(clipped, kind, size=4)
+    for values in results:
         torch.testing.assert_close(values, whole, rtol=1e-5, atol=1e-6)
+        same(values, results[0])
 
 
 @pytest.mark.parametrize("kind", ["global", "norm", "local"])
@@ -272,8 +284,6 @@ def wrong(rank: int, size: int, case: str) -> str:
         "forgotten, local": lambda: local(model, None),
         "forgotten, dgc": lambda: momentum(model, None),
         "low_rank": lambda: prepare(model, mesh, low_rank=tw.LowRank()),
-        "lars": lambda: prepare(model, mesh, lars=tw.LARS()),
-        "lamb": lambda: prepare(model, mesh, lamb=tw.LAMB()),
         "pipeline": lambda: prepare(model, mesh, pipeline=tw.Pipeline(2, 2)),
         "node_size": lambda: prepare(model, mesh, dgc=tw.DGC(node_size=2)),
         "clip of an engine": lambda: tw.DistributedStrategy(dgc=DGC).prepare(
@@ -312,8 +322,6 @@ def wrong(rank: int, size: int, case: str) -> str:
         ("forgotten, local", "give mesh=mesh"),
         ("forgotten, dgc", "give mesh=mesh"),
         ("low_rank", "StrategyError: mesh= does not work with low_rank"),
-        ("lars", "lars: give thinwire.optim.Lars as the optimizer"),
-        ("lamb", "StrategyError: mesh= does not work with lamb"),
         ("pipeline", "StrategyError: mesh= does not work with pipeline"),
         ("node_size", "leave node_size out"),
         ("clip of an engine", "use local_grad_clip_norm"),

@@ -1,12 +1,18 @@
 """Muon on matrices in shards: the bits of whole matrices in one process."""
 
+import warnings
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.functional import mse_loss
 
 import thinwire as tw
@@ -105,3 +111,97 @@ def test_the_bits_are_those_of_whole_matrices(
     for values in ranks.run(trained, way, place, dtype, size=4):
         same(values, whole)
     assert all(torch.equal(whole[n], begun[n]) == n.startswith("frozen") for n in begun)
+
+
+def kept_whole(rank: int, size: int, dim: int) -> dict[str, Tensor]:
+    """A parameter that FSDP leaves alone, and matrices that are cut along another dimension."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(12, 20), nn.Linear(20, 8), nn.Linear(8, 12)).double()
+    if size > 1:
+        alone = {model[1].weight, model[1].bias}
+        how: dict[str, Any] = {"shard_placement_fn": lambda p: Shard(p.ndim - 1)} if dim else {}
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)), ignored_params=alone, **how)
+    optimizer = muon_of(model)
+    for step in range(6):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(8, 12, generator=generator, dtype=torch.float64)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values_of(model)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parameters_that_are_kept_whole_and_columns(ranks: Pool, dim: int) -> None:
+    whole = ranks.run(kept_whole, dim, size=1)[0]
+    for values in ranks.run(kept_whole, dim, size=4):
+        same(values, whole)
+
+
+def engine_of(place: tuple[int, int] | None, field: str) -> tuple[nn.Module, tw.Engine]:
+    mesh = mesh_of(*place) if place is not None else None
+    model = Net() if mesh is None else sharded(mesh["shard"], torch.float32)
+    fields = {"localsgd": tw.LocalSGD(2)} if field == "localsgd" else {}
+    if field == "lamb":
+        fields["lamb"] = tw.LAMB()
+    kind = torch.optim.AdamW(model.parameters(), lr=0.02) if field == "lamb" else muon_of(model)
+    given = {} if mesh is None else {"mesh": mesh}
+    return model, tw.DistributedStrategy(**fields).prepare(model, kind, mse_loss, **given)
+
+
+def resumed(
+    rank: int, size: int, place: tuple[int, int] | None, field: str, folder: str, begin: int
+) -> dict[str, Tensor]:
+    """All sites see the same, so that any number of them trains alike."""
+    model, engine = engine_of(place, field)
+    if begin:
+        engine.load(folder)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the (gradients|changes) of all ranks are equal")
+        for step in range(begin, begin + 4):
+            engine.train_step(*batch(0, step, torch.float32))
+    engine.save(folder)
+    return values_of(model)
+
+
+@pytest.mark.parametrize("field", ["none", pytest.param("localsgd", marks=pytest.mark.slow)])
+def test_training_goes_on_on_other_shards(ranks: Pool, field: str, tmp_path: Path) -> None:
+    for begin, place in ((0, (2, 2)), (4, (1, 2)), (8, (2, 3))):
+        folder, size = str(tmp_path / "whole"), place[0] * place[1]
+        whole = ranks.run(resumed, None, field, folder, begin, size=place[0])[0]
+        for values in ranks.run(resumed, place, field, str(tmp_path / "cut"), begin, size=size):
+            if place[1] == 3:  # a third of three equal gradients is not exact
+                torch.testing.assert_close(values, whole, rtol=1e-3, atol=1e-4)
+            else:
+                same(values, whole)
+
+
+def through_torch(
+    rank: int, size: int, place: tuple[int, int], folder: str, begin: int
+) -> dict[str, Tensor]:
+    mesh = mesh_of(*place)
+    model = sharded(mesh["shard"] if place[0] == 1 else mesh, torch.float32)
+    optimizer = muon_of(model)
+    if begin:
+        state = get_state_dict(model, optimizer)
+        dcp.load({"model": state[0], "optimizer": state[1]}, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=state[0], optim_state_dict=state[1])
+    for step in range(begin, begin + 4):
+        x, y = batch(0, step, torch.float32)
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = get_state_dict(model, optimizer)
+    if not begin:
+        dcp.save({"model": state[0], "optimizer": state[1]}, checkpoint_id=folder)
+    return values_of(model)
+
+
+def test_torchs_checkpoints_go_on_on_other_shards(ranks: Pool, tmp_path: Path) -> None:
+    folder = str(tmp_path / "torch")
+    for begin, places in ((0, [(2, 2)]), (4, [(1, 2), (1, 4)])):
+        whole = ranks.run(resumed, None, "none", str(tmp_path / "own"), begin, size=1)[0]
+        for place in places:
+            size = place[0] * place[1]
+            for values in ranks.run(through_torch, place, folder, begin, size=size):
+                same(values, whole)

@@ -37,8 +37,6 @@ def require_mesh_works(strategy: Fields, mesh: DeviceMesh) -> None:
     reasons = {
         "pipeline": "its stages are another way to divide a model: leave one of them out",
         **{field: f"{why}; or use {others}" for field, why in whole.items() if why},
-        "lars": "give thinwire.optim.Lars as the optimizer, whose norms are over all shards",
-        "lamb": "give thinwire.optim.Lamb as the optimizer, whose norms are over all shards",
     }
     problems = [f"{name}: {reason}" for name, reason in reasons.items() if getattr(strategy, name)]
     problems += [
