@@ -81,6 +81,7 @@ _NAMES = {
         "HEADER_BYTES Layout SEAL_BYTES SKETCH_NUMEL Slot VALUE_BITS WHOLE_BITS WholeLayout "
         "count_sent position_bytes position_parts value_bytes"
     ),
+    "thinwire.layout.owners": "dealt",
     "thinwire.layout.shares": "split_plan whole_split",
     "thinwire.layout.traffic": (
         "GATHER begin_step between_sources busiest chosen_split first_split travels_sealed"

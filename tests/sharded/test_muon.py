@@ -1,5 +1,6 @@
 """Muon on matrices in shards: the bits of whole matrices in one process."""
 
+import os
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.functional import mse_loss
 
 import thinwire as tw
+from tests.api import Group, dealt
 from tests.ranks import Pool
 from tests.sharded.models import mesh_of, same, site_of
 
@@ -205,3 +207,98 @@ def test_torchs_checkpoints_go_on_on_other_shards(ranks: Pool, tmp_path: Path) -
             size = place[0] * place[1]
             for values in ranks.run(through_torch, place, folder, begin, size=size):
                 same(values, whole)
+
+
+class Square(nn.Module):
+    """Eight matrices without biases: two for each of four ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+
+
+def given_gradients(model: nn.Module, skipped: int | None = None) -> None:
+    for at, p in enumerate(model.parameters()):
+        p.grad = None if at == skipped else torch.ones_like(p)
+
+
+def bytes_of(rank: int, size: int, ns_dtype: str) -> float:
+    model = Square()
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    optimizer = tw.optim.Muon(model.parameters(), ns_dtype=ns_dtype)
+    sent = []
+    for _ in range(3):
+        given_gradients(model)
+        before = Group.on_the_wire
+        optimizer.step()
+        sent.append(Group.on_the_wire - before)
+    assert sent[1] == sent[2] < sent[0] < sent[1] + 10_000  # matrices are compared once
+    return sent[1]
+
+
+@pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16"])
+def test_bytes_of_a_step(ranks: Pool, ns_dtype: str) -> None:
+    """2 x matrix / ranks, without what a rank keeps; half of the way back in bfloat16."""
+    matrices = 8 * 64 * 64 * 4
+    words = 2 if ns_dtype == "float32" else 1.5
+    for sent in ranks.run(bytes_of, ns_dtype, size=4):
+        assert sent == words * matrices / 4 * 3 / 4
+
+
+def wrong(rank: int, size: int, case: str) -> str:
+    model, mesh = Square(), init_device_mesh("cpu", (size,))
+    if case == "two cuts":
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        for layer in model.layers:
+            cut = distribute_tensor(layer.weight, grid, [Shard(0), Shard(1)])
+            layer.weight = nn.Parameter(cut)
+    else:
+        fully_shard(model, mesh=mesh)
+    optimizer = tw.optim.Muon(model.named_parameters(), lr=0.1)
+    try:
+        if case != "others at once":
+            given_gradients(model)
+            if case == "gradient":
+                p = next(model.parameters())
+                p.grad = distribute_tensor(torch.zeros(64, 64), mesh, [Replicate()])
+            optimizer.step()
+        if case == "lost" and rank == 1:
+            os._exit(9)
+        given_gradients(model, skipped=2 if rank == 1 else None)
+        optimizer.step()
+    except Exception as error:
+        with pytest.raises(Exception, match=r"half-way|" + str(error)[:10]):
+            optimizer.step()
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("case", "texts"),
+    [
+        ("two cuts", ["ValueError: layers.0.weight lies as", 'Give the others "muon": False']),
+        ("gradient", ["ValueError: the gradient of layers.0.weight lies as", "backward pass"]),
+        ("others at once", ["Mismatch: comparing the matrices", "matrices.2", "64x64"]),
+        ("others later", ["PeerStalled: ", "moving matrices of Muon", "comparing the matrices"]),
+        pytest.param("lost", ["Peer", "moving matrices"], marks=pytest.mark.fault),
+    ],
+)
+def test_what_does_not_work_is_said(ranks: Pool, case: str, texts: list[str]) -> None:
+    told = ranks.run(wrong, case, size=4, expect_errors=True, group_timeout_s=5)
+    for rank, text in enumerate(told):
+        if rank != 1 or case != "lost":
+            assert all(each in text for each in texts), told
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_every_tensor_is_dealt_to_one_rank(ranks: int) -> None:
+    costs = [5, 1, 9, 9, 2, 7, 3, 3, 8, 1]
+    rounds = dealt(costs, ranks)
+    assert sorted(i for owned in rounds for i in owned if i is not None) == [*range(len(costs))]
+    assert all(len(owned) == ranks for owned in rounds)
+    least = [min(costs[i] for i in owned if i is not None) for owned in rounds]
+    most = [max(costs[i] for i in owned if i is not None) for owned in rounds]
+    assert all(a >= b for a, b in zip(least, most[1:], strict=False))
+    loads = [sum(costs[o[r]] for o in rounds if o[r] is not None) for r in range(ranks)]
+    assert max(loads) - min(loads) <= max(costs)

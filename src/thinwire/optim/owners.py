@@ -105,7 +105,9 @@ class Owners:
                 self._groups[ranks] = Group(ranks)
             if self._agreed.get(ranks) != mine:
                 what = "comparing the matrices that Muon updates"
-                require_agreement(self._groups[ranks], {"matrices": mine}, what=what)
+                cure = "All ranks must have gradients of the same matrices, in one order"
+                facts, cures = {"matrices": mine}, {"matrices": cure}
+                require_agreement(self._groups[ranks], facts, what=what, cures=cures)
                 self._agreed[ranks] = mine
         for m, cut in cuts:
             if cut is None:
