@@ -3,17 +3,27 @@ matrices, iteration by iteration, and in bfloat16, beside AdamW.
 
     python -m benchmarks.muon --threads 1
     python -m benchmarks.muon --quick
+    python -m benchmarks.muon --ranks 4
 
-Contenders take turns within one run and the median of the processor's time counts.
+Contenders take turns within one run and the median of the processor's time counts. With `--ranks`
+they are steps of the matrices alone, on as many ranks of this machine at once, with one thread
+each: every rank all of them, or each a shard of all of them. There the time until all ranks are
+ready counts too, which is long where ranks share processors; that of one rank is the processor's.
 """
 
+import json
+import tempfile
 import time
 from collections.abc import Callable
-from statistics import median
+from pathlib import Path
+from statistics import mean, median
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 import thinwire as tw
 from benchmarks.common import parser_for, save, surroundings
@@ -83,21 +93,80 @@ def errors(rank: int) -> dict[str, float]:
     }
 
 
+def sharded_steps(rank: int, ranks: int, folder: str, sizes: tuple[str, ...], repeats: int) -> None:
+    """Steps of whole matrices and of their shards, on every rank at once; rank 0 writes figures."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
+    found = {}
+    for size in sizes:
+        torch.manual_seed(0)
+        whole, cut = ByteTransformer(parse_size(size)), ByteTransformer(parse_size(size))
+        for block in cut.modules():
+            if isinstance(block, torch.nn.Linear):
+                fully_shard(block)
+        fully_shard(cut)
+        optimizers = {}
+        for name, model in (("whole", whole), ("shards", cut)):
+            matrices = [p for p in model.parameters() if p.ndim == 2]
+            for p in matrices:
+                p.grad = p.detach().clone()
+            optimizers[name] = tw.optim.Muon(matrices, lr=1e-3)
+        wall: dict[str, list[float]] = {name: [] for name in optimizers}
+        work: dict[str, list[float]] = {name: [] for name in optimizers}
+        for _ in range(repeats + 1):
+            for name, optimizer in optimizers.items():
+                dist.barrier()
+                begun, begun_work = time.perf_counter(), time.process_time()
+                optimizer.step()
+                work[name].append(1e3 * (time.process_time() - begun_work))
+                dist.barrier()
+                wall[name].append(1e3 * (time.perf_counter() - begun))
+        # the first makes buffers and groups
+        row = {f"{name}, all ranks": median(each[1:]) for name, each in wall.items()}
+        mine = {f"{name}, processor of a rank": median(each[1:]) for name, each in work.items()}
+        of_all: list[dict[str, float]] = [{}] * ranks
+        dist.all_gather_object(of_all, mine)
+        row |= {name: mean(each[name] for each in of_all) for name in mine}
+        for kind in ("all ranks", "processor of a rank"):
+            row[f"share, {kind}"] = row[f"shards, {kind}"] / row[f"whole, {kind}"]
+        found[size] = row
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def on_ranks(ranks: int, sizes: tuple[str, ...], repeats: int) -> dict[str, dict[str, float]]:
+    """Of `sharded_steps`."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(sharded_steps, (ranks, folder, sizes, repeats), nprocs=ranks)
+        found: dict[str, dict[str, float]] = json.loads(Path(folder, "found.json").read_text())
+    return found
+
+
+def printed(title: str, table: dict[str, dict[str, float]], form: str) -> None:
+    """A line for each row."""
+    print(title)
+    for name, row in table.items():
+        print(" ", name, *(f"| {key} {form.format(each)}" for key, each in row.items()))
+
+
 def main() -> None:
-    args = parser_for(__doc__).parse_args()
+    parser = parser_for(__doc__)
+    parser.add_argument("--ranks", type=int, help="steps on so many ranks instead")
+    args = parser.parse_args()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     repeats = 1 if args.quick else args.repeats
     sizes = ("tiny",) if args.quick else ("small", "medium")
+    if args.ranks is not None:
+        steps = on_ranks(args.ranks, sizes, repeats)
+        printed(f"ms a step of {args.ranks} ranks, and shares", steps, "{:.2f}")
+        save({**surroundings(repeats), "ranks": args.ranks, "step_ms": steps}, args.out)
+        return
     steps = {size: steps_ms(size, repeats) for size in sizes}
     apart = {f"rank {rank}": errors(rank) for rank in RANKS}
-    for title, table, form in (
-        ("ms a step", steps, "{:.1f}"),
-        (f"error, {SHAPE[0]} x {SHAPE[1]}", apart, "{:.0e}"),
-    ):
-        print(title)
-        for name, row in table.items():
-            print(" ", name, *(f"| {key} {form.format(each)}" for key, each in row.items()))
+    printed("ms a step", steps, "{:.1f}")
+    printed(f"error, {SHAPE[0]} x {SHAPE[1]}", apart, "{:.0e}")
     save({**surroundings(repeats), "step_ms": steps, "error": apart}, args.out)
 
 

@@ -1,7 +1,7 @@
 """Sharded inside a site, thin between sites: torchrun --nproc-per-node 4 examples/sharded.py.
 
-Two sites of two ranks each. FSDP shards the model inside a site; between the sites each rank sends
-the changes of its own shards, at 4 bits, every 8 steps.
+Two sites of two ranks each. FSDP shards the model inside a site, where ranks share the work of
+Muon; between the sites each rank sends the changes of its own shards, at one bit, every 8 steps.
 """
 
 import os
@@ -36,10 +36,10 @@ def main() -> None:
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # after fully_shard
+    optimizer = tw.optim.Muon(tw.optim.muon_groups(model), lr=6e-3)  # after fully_shard
 
     strategy = tw.DistributedStrategy(
-        localsgd=tw.LocalSGD(k_steps=8, compression=tw.Quantized(value_bits=4))
+        localsgd=tw.LocalSGD(k_steps=8, compression=tw.Quantized(value_bits=1))
     )
     engine = strategy.prepare(model, optimizer, torch.nn.functional.cross_entropy, mesh=mesh)
 
