@@ -138,21 +138,21 @@ def _update_(group: Group, dim: int, matrices: Sequence[Matrix]) -> None:
 
 def _round(group: Group, dim: int, owned: Sequence[Matrix | None]) -> Iterator[None]:
     """Update one matrix of each owner; pauses when its shards have left, and when results have."""
-    some = [each for each in owned if each is not None]
+    mine, some = owned[group.rank], [each for each in owned if each is not None]
     shapes = [[] if each is None else each.shards(dim, group.size) for each in owned]
     numels = [[prod(shape) for shape in row] or [0] * group.size for row in shapes]
-    shards = [direction_(shard_of(m.grad), shard_of(m.momentum_buffer), m.rule) for m in some]
-    empty = shards[0].new_empty(0)
-    coming = _swapped(group, empty, shards, list(zip(*numels, strict=True)))
+    empty = shard_of(some[0].grad).new_empty(0)
+    shards = (direction_(shard_of(m.grad), shard_of(m.momentum_buffer), m.rule) for m in some)
+    coming = _swapped(group, [empty, *shards], list(zip(*numels, strict=True)))
     yield
-    results: Sequence[Tensor] = ()
-    mine, arrived = owned[group.rank], coming.wait()
-    if mine is not None:
-        parts = zip(arrived, shapes[group.rank], strict=True)
-        whole = torch.cat([part.view(shape) for part, shape in parts], dim)
-        result = newton_schulz(whole.flatten(1), mine.rule).reshape(whole.shape)
-        results = torch.split(result, [shape[dim] for shape in shapes[group.rank]], dim)
-    going = _swapped(group, empty.to(some[0].rule.dtype), results, numels)
+    results = [empty.to(some[0].rule.dtype)]
+    if mine is None:
+        coming.wait()
+    else:
+        results += _orthogonal(mine.rule, coming.wait(), shapes[group.rank], dim)
+    del coming  # its memory
+    going = _swapped(group, results, numels)
+    del results
     yield
     for matrix, update, row in zip(owned, going.wait(), shapes, strict=True):
         if matrix is not None:
@@ -160,16 +160,25 @@ def _round(group: Group, dim: int, owned: Sequence[Matrix | None]) -> Iterator[N
             descend_(shard_of(matrix.param), part, matrix.param.shape, matrix.lr, matrix.rule)
 
 
+def _orthogonal(
+    rule: MuonRule, shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], dim: int
+) -> Sequence[Tensor]:
+    """The shards of the orthogonal matrix, from those of one."""
+    whole = torch.cat([shard.view(to) for shard, to in zip(shards, shapes, strict=True)], dim)
+    result = newton_schulz(whole.flatten(1), rule).reshape(whole.shape)
+    return torch.split(result, [shape[dim] for shape in shapes], dim)
+
+
 def _swapped(
-    group: Group, empty: Tensor, parts: Sequence[Tensor], numels: Sequence[Sequence[int]]
+    group: Group, parts: Sequence[Tensor], numels: Sequence[Sequence[int]]
 ) -> Pending[list[Tensor]]:
     """Launch giving each rank its part; `numels` are by sender and then by receiver."""
-    flat = torch.cat([empty, *(part.reshape(-1) for part in parts)])
-    lengths = [[n * flat.itemsize for n in row] for row in numels]
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    dtype, lengths = flat.dtype, [[n * flat.itemsize for n in row] for row in numels]
     pending = group.swap(flat.view(torch.uint8), lengths, what="moving matrices of Muon")
 
     def received() -> list[Tensor]:
-        came = pending.wait().view(flat.dtype)
+        came = pending.wait().view(dtype)
         progressed()
         return list(torch.split(came, [row[group.rank] for row in numels]))
 
