@@ -40,6 +40,11 @@ def net_of(site: int, mesh: Any) -> torch.nn.Module:
     return net
 
 
+def optimizer_of(net: torch.nn.Module, config: Any) -> torch.optim.Optimizer:
+    muon = isinstance(config.compression, tw.Quantized)
+    return (tw.optim.Muon if muon else torch.optim.AdamW)(net.parameters(), 2e-3)
+
+
 def batch(generator: torch.Generator) -> Tensor:
     return torch.randn(8, 24, generator=generator)
 
@@ -76,7 +81,7 @@ def site(
     try:
         mesh = mesh_of(1, SHARDS)
         net = net_of(0 if one_start else number, mesh)
-        optimizer = torch.optim.AdamW(net.parameters(), 2e-3)
+        optimizer = optimizer_of(net, config)
         batches = torch.Generator().manual_seed(number)
         rounds: dict[int, tuple[str, int]] = {}
         longest_s = 0.0
@@ -167,7 +172,7 @@ def together(rank: int, size: int, config: Any, steps: int, sites: list[int]) ->
     mesh = mesh_of(size // SHARDS, SHARDS)
     number = sites[rank // SHARDS]
     net = net_of(0, mesh)
-    optimizer = torch.optim.AdamW(net.parameters(), 2e-3)
+    optimizer = optimizer_of(net, config)
     batches = torch.Generator().manual_seed(number)
     with tw.local_sgd(net, optimizer, config, mesh=mesh) as sync:
         for _ in range(steps):
