@@ -75,6 +75,23 @@ def test_deal_gives_every_rank_what_is_meant_for_it(ranks: Pool, size: int) -> N
         assert (sent, received) == (total - (rank + 1), (n - 1) * (rank + 1))
 
 
+def swapped(rank: int, size: int, unit: int) -> bool:
+    """In one piece or in several; a rank gives nothing to those before it."""
+    group = Group(timeout=2)
+    lengths = [[unit * max(to - of + 1, 0) for to in range(size)] for of in range(size)]
+    parts = [torch.full((n,), 10 * rank + to) for to, n in enumerate(lengths[rank])]
+    given = torch.cat(parts).to(torch.uint8)
+    came = group.swap(given, lengths, what="test").wait()
+    rows = [torch.full((lengths[of][rank],), 10 * of + rank) for of in range(size)]
+    assert group.bytes_sent == sum(lengths[rank]) - lengths[rank][rank]
+    return torch.equal(came, torch.cat(rows).to(torch.uint8))
+
+
+@pytest.mark.parametrize("unit", [0, 3, 50_001])
+def test_strings_may_be_long_by_sender_too(ranks: Pool, unit: int) -> None:
+    assert ranks.run(swapped, unit, size=3) == [True] * 3
+
+
 def over_nodes(rank: int, size: int, width: int) -> tuple[Any, ...]:
     nodes = sources_of(Group(), width)
     me = nodes.rank

@@ -84,7 +84,9 @@ def trained(
     else:
         model = sharded(mesh if way == "hybrid" else mesh["shard"], dtype)
     optimizer = muon_of(model, nesterov=dtype == torch.float32)
-    given = {} if mesh is None else {"mesh": mesh}
+    given: dict[str, Any] = (
+        {"digest_every": 2} if mesh is None else {"digest_every": 2, "mesh": mesh}
+    )
     site = 0 if way in ("bare", "hybrid") else site_of(mesh)
     if way == "prepare":
         engine = tw.DistributedStrategy().prepare(model, optimizer, mse_loss, **given)
