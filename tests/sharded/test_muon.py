@@ -3,6 +3,7 @@
 import os
 import warnings
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -103,16 +104,23 @@ def trained(
     return values_of(model)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("place", [(2, 2), (1, 4)], ids=str)
-@pytest.mark.parametrize("way", ["bare", "hybrid", "prepare", "local"])
+CASES = [
+    *product(["bare", "hybrid", "prepare", "local"], [(2, 2), (1, 4)], ["float32", "bfloat16"])
+]
+SOON = [("bare", (1, 4), "float32"), ("prepare", (2, 2), "float32"), ("local", (2, 2), "bfloat16")]
+
+
+@pytest.mark.parametrize(
+    ("way", "place", "dtype"),
+    [pytest.param(*case, marks=() if case in SOON else pytest.mark.slow) for case in CASES],
+)
 def test_the_bits_are_those_of_whole_matrices(
-    ranks: Pool, way: str, place: tuple[int, int], dtype: torch.dtype
+    ranks: Pool, way: str, place: tuple[int, int], dtype: str
 ) -> None:
-    alone = way in ("bare", "hybrid")
-    whole = ranks.run(trained, way, None, dtype, size=1 if alone else place[0])[0]
-    begun = values_of(Net(dtype))
-    for values in ranks.run(trained, way, place, dtype, size=4):
+    alone, kind = way in ("bare", "hybrid"), getattr(torch, dtype)
+    whole = ranks.run(trained, way, None, kind, size=1 if alone else place[0])[0]
+    begun = values_of(Net(kind))
+    for values in ranks.run(trained, way, place, kind, size=4):
         same(values, whole)
     assert all(torch.equal(whole[n], begun[n]) == n.startswith("frozen") for n in begun)
 
@@ -168,13 +176,15 @@ def resumed(
     return values_of(model)
 
 
-@pytest.mark.parametrize("field", ["none", pytest.param("localsgd", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("field", ["none", "localsgd", "lamb"])
 def test_training_goes_on_on_other_shards(ranks: Pool, field: str, tmp_path: Path) -> None:
     for begin, place in ((0, (2, 2)), (4, (1, 2)), (8, (2, 3))):
         folder, size = str(tmp_path / "whole"), place[0] * place[1]
         whole = ranks.run(resumed, None, field, folder, begin, size=place[0])[0]
         for values in ranks.run(resumed, place, field, str(tmp_path / "cut"), begin, size=size):
-            if place[1] == 3:  # a third of three equal gradients is not exact
+            # norms are summed by shards, and a third of three equal gradients is not exact
+            if field == "lamb" or place[1] == 3:
                 torch.testing.assert_close(values, whole, rtol=1e-3, atol=1e-4)
             else:
                 same(values, whole)
@@ -201,6 +211,7 @@ def through_torch(
     return values_of(model)
 
 
+@pytest.mark.slow
 def test_torchs_checkpoints_go_on_on_other_shards(ranks: Pool, tmp_path: Path) -> None:
     folder = str(tmp_path / "torch")
     for begin, places in ((0, [(2, 2)]), (4, [(1, 2), (1, 4)])):
