@@ -112,7 +112,7 @@ _NAMES = {
     "thinwire.step.autocast": "autocast_forward",
     "thinwire.step.merge": "GradientSum",
     "thinwire.step.recompute": "recompute recompute_matches=matches",
-    "thinwire.optim": "dgc_synchronizer",
+    "thinwire.optim": "dgc_synchronizer owners",
     "thinwire.strategy": "distributed_strategy facts=fitting prepare",
     "thinwire.strategy.clipping": "take_clip_",
     "thinwire.strategy.user_state": "schedulers_of",

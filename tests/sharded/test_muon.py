@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.functional import mse_loss
 
 import thinwire as tw
-from tests.api import Group, dealt
+from tests.api import Group, Pending, dealt, owners
 from tests.ranks import Pool
 from tests.sharded.models import mesh_of, same, site_of
 
@@ -315,3 +316,35 @@ def test_every_tensor_is_dealt_to_one_rank(ranks: int) -> None:
     assert all(a >= b for a, b in zip(least, most[1:], strict=False))
     loads = [sum(costs[o[r]] for o in rounds if o[r] is not None) for r in range(ranks)]
     assert max(loads) - min(loads) <= max(costs)
+
+
+def order(rank: int, size: int) -> list[str]:
+    model, seen = Square(), []
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    optimizer = tw.optim.Muon(model.parameters())
+    given_gradients(model)
+    swap, orthogonal = Group.swap, owners.newton_schulz
+
+    def swapped(*args: Any, **given: Any) -> Pending[Tensor]:
+        seen.append("launch")
+        pending = swap(*args, **given)
+        return Pending(lambda: (seen.append("wait"), pending.wait())[1])
+
+    def made(*args: Any) -> Tensor:
+        seen.append("make")
+        return orthogonal(*args)
+
+    with (
+        mock.patch.object(Group, "swap", swapped),
+        mock.patch.object(owners, "newton_schulz", made),
+    ):
+        optimizer.step()
+    return seen
+
+
+def test_the_next_matrices_are_on_their_way_while_some_are_orthogonalised(ranks: Pool) -> None:
+    first = ["launch", "launch", "wait", "make", "launch"]
+    between = ["launch", "wait", "make", "launch", "wait"]
+    last = ["wait", "make", "launch", "wait", "wait"]
+    for seen in ranks.run(order, size=2):
+        assert seen == [*first, *between * 2, *last]
