@@ -50,13 +50,14 @@ class Muon(TorchOptimizer):
     all else is AdamW's. Embeddings and the output layer are matrices too and train better with
     AdamW: give `muon_groups(model)`, or groups of your own.
 
-    Parameters may be sharded by `fully_shard`, with local updates, an engine, or nothing else of
-    this library, also on torch's two-dimensional mesh. Each rank keeps its shard of the momentum.
-    In a step each matrix is whole on one rank for a while, which orthogonalises it, so that ranks
-    share the work; the bits are those of whole matrices in one process. **Communication**, within
-    the shards of a model alone: per matrix a rank gives its shard of the gradient's type to the
-    owner, and the owner gives back the result, in the type of `ns_dtype`; the next matrices are on
-    their way meanwhile. Waits have the time-out of the mesh's process group.
+    Parameters may be sharded by `fully_shard`, also on torch's two-dimensional mesh: with local
+    updates, in an engine, or without either. Each rank keeps its shard of the momentum. In a step
+    every matrix is whole on one rank for a while, its owner, which orthogonalises it; so ranks
+    share the work, and the bits are those of whole matrices in one process. **Communication**, only
+    between the shards of one model: each rank gives its shard of a matrix to the owner, in the type
+    of the gradient, and gets its shard of the result, in that of the iteration; the next matrices
+    are on their way meanwhile. **Failure**: an error of `thinwire.errors` within the time-out of
+    the mesh's process group; some matrices may have moved then.
 
     With `adjust_lr_fn="match_rms_adamw"` an update of a matrix has the size that AdamW's has, so
     that a rate, a schedule and a weight decay that suit AdamW suit both.
