@@ -85,28 +85,37 @@ def trained(
         model = Net(dtype)
     else:
         model = sharded(mesh if way == "hybrid" else mesh["shard"], dtype)
-    optimizer = muon_of(model, nesterov=dtype == torch.float32)
-    given: dict[str, Any] = (
-        {"digest_every": 2} if mesh is None else {"digest_every": 2, "mesh": mesh}
-    )
+    optimizers: list[torch.optim.Optimizer] = [muon_of(model, nesterov=dtype == torch.float32)]
+    if way.endswith("two"):
+        matrices, rest = (
+            [p for p in model.parameters() if (p.ndim > 1) is m] for m in (True, False)
+        )
+        groups = [{"params": matrices, "conv": True}]
+        optimizers = [tw.optim.Muon(groups, lr=0.02), torch.optim.AdamW(rest, lr=0.02)]
+    given: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
+    given["digest_every"] = 2
     site = 0 if way in ("bare", "hybrid") else site_of(mesh)
-    if way == "prepare":
-        engine = tw.DistributedStrategy().prepare(model, optimizer, mse_loss, **given)
+    if way.startswith("prepare"):
+        engine = tw.DistributedStrategy().prepare(model, optimizers, mse_loss, **given)
         for step in range(STEPS):
             engine.train_step(*batch(site, step, dtype))
         return values_of(model)
-    local = tw.local_sgd(model, optimizer, tw.LocalSGD(4), **given) if way == "local" else None
-    with local or nullcontext():
+    local: Any = nullcontext()
+    if way.startswith("local"):
+        local = tw.local_sgd(model, optimizers, tw.LocalSGD(4), **given)
+    with local:
         for step in range(STEPS):
             x, y = batch(site, step, dtype)
             mse_loss(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
     return values_of(model)
 
 
 CASES = [
-    *product(["bare", "hybrid", "prepare", "local"], [(2, 2), (1, 4)], ["float32", "bfloat16"])
+    *product(["bare", "hybrid", "prepare", "local"], [(2, 2), (1, 4)], ["float32", "bfloat16"]),
+    *product(["prepare two", "local two"], [(2, 2)], ["float32"]),
 ]
 SOON = [("bare", (1, 4), "float32"), ("prepare", (2, 2), "float32"), ("local", (2, 2), "bfloat16")]
 

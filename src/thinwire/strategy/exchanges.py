@@ -201,9 +201,9 @@ class MeanThenStep(_EveryStep):
         with self._spoiling(step, self.gradients):
             with state_told(_EXCHANGED):
                 clipped = self._clip(means, outcome.answers.of_my_replica("measured"))
-            # those of this library know the norms of all shards
+            # those of this library exchange norms and matrices of shards
             every = all_of(self._optimizer)
-            ours = all(isinstance(each, CommonOptimizer) for each in every)
+            ours = any(isinstance(each, CommonOptimizer) for each in every)
             ours = ours or self.gradients.group.size == 1
             calls = 0 if ours else collective_calls()
             apply_(self._optimizer, self._params, clipped)
