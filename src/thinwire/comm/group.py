@@ -321,9 +321,8 @@ class Group:
         Returns:
             Pending uint8 tensor of shape (size, lengths[rank]), row r from rank r.
         """
-        mine = lengths[self.rank]
         swapped = self.swap(parts, [lengths] * self.size, what=what)
-        return Pending(lambda: swapped.wait().view(self.size, mine))
+        return Pending(lambda: swapped.wait().view(self.size, -1))
 
     def swap(
         self, parts: Tensor, lengths: Sequence[Sequence[int]], *, what: str
