@@ -201,14 +201,9 @@ class MeanThenStep(_EveryStep):
         with self._spoiling(step, self.gradients):
             with state_told(_EXCHANGED):
                 clipped = self._clip(means, outcome.answers.of_my_replica("measured"))
-            # those of this library exchange norms and matrices of shards
-            every = all_of(self._optimizer)
-            ours = any(isinstance(each, CommonOptimizer) for each in every)
-            ours = ours or self.gradients.group.size == 1
-            calls = 0 if ours else collective_calls()
-            apply_(self._optimizer, self._params, clipped)
-            if not ours and collective_calls() > calls:
-                self.gradients.likeness.step_exchanged(self._optimizer)
+            exchanging = apply_(self._optimizer, self._params, clipped)
+            if exchanging is not None and self.gradients.group.size > 1:
+                self.gradients.likeness.step_exchanged(exchanging)
 
     def _means(self, came: Round, grads: Grads, mine: Collection[str] = ()) -> dict[str, Tensor]:
         """By name, in the memory of those gradients that are in `mine`."""
@@ -392,9 +387,14 @@ def _spoiled(step: int, error: Exception) -> str:
     )
 
 
-def apply_(optimizer: torch.optim.Optimizer, params: Mapping[str, Parameter], grads: Grads) -> None:
+def apply_(
+    optimizer: torch.optim.Optimizer, params: Mapping[str, Parameter], grads: Grads
+) -> torch.optim.Optimizer | None:
     """One step of `optimizer` from `grads`, which replace what is in `p.grad`; wide ones stay wide
     where they can.
+
+    Returns:
+        One of another library that made collective calls in its `step`, if any did.
     """
     for name, param in params.items():
         param.grad = None
@@ -403,15 +403,22 @@ def apply_(optimizer: torch.optim.Optimizer, params: Mapping[str, Parameter], gr
     wide = any(grad.dtype != params[name].dtype for name, grad in grads.items())
     pairs = [(params[name], sharded_like(g, params[name])) for name, g in grads.items()]
     every = all_of(optimizer)
+    exchanging: torch.optim.Optimizer | None = None
     with passing(optimizer):
         for each in every:
-            if not (wide and isinstance(each, CommonOptimizer)):
+            # those of this library exchange norms and matrices of shards
+            ours = isinstance(each, CommonOptimizer)
+            calls = 0 if ours else collective_calls()
+            if wide and isinstance(each, CommonOptimizer):
+                mine = {p for group in each.param_groups for p in group["params"]}
+                each.apply_gradients(
+                    pairs if len(every) == 1 else [pair for pair in pairs if pair[0] in mine]
+                )
+            else:
                 each.step()
-                continue
-            mine = {p for group in each.param_groups for p in group["params"]}
-            each.apply_gradients(
-                pairs if len(every) == 1 else [pair for pair in pairs if pair[0] in mine]
-            )
+            if not ours and collective_calls() > calls:
+                exchanging = each
+    return exchanging
 
 
 def _as_given(means: Mapping[str, Tensor], row_sparse: Collection[str]) -> dict[str, Tensor]:
