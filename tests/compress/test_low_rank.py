@@ -168,29 +168,6 @@ def test_four_ranks_hold_the_same_bits_after_many_steps(
     assert all(last < 0.5 * first for first, last, _ in answers)
 
 
-def resumed(rank: int, size: int, folder: str) -> list[bool]:
-    straight, again = engine_of(model_of()), engine_of(model_of())
-    for step in range(6):
-        straight.train_step(*batch(rank, step))
-    straight.save(folder)
-    again.load(folder)
-    for step in range(6, 12):
-        straight.train_step(*batch(rank, step))
-        again.train_step(*batch(rank, step))
-    same = [digest(straight.model) == digest(again.model)]
-    states = [engine.state_dict()["exchange"] for engine in (straight, again)]
-    for kind in ("residuals", "factors"):
-        same += [
-            torch.equal(value, states[1][kind][name]) for name, value in states[0][kind].items()
-        ]
-    return same
-
-
-def test_training_goes_on_bit_for_bit(ranks: Pool, tmp_path: Path) -> None:
-    for same in ranks.run(resumed, str(tmp_path)):
-        assert len(same) == 1 + 2 * 11 and all(same)
-
-
 def begin(rank: int, size: int, folder: str) -> dict[str, Tensor]:
     engine = engine_of(model_of())
     for step in range(6):
@@ -260,31 +237,6 @@ def test_a_column_without_content_is_drawn_anew(ranks: Pool) -> None:
     # of rank 2 from the seventh on: all of it is applied but for the first steps of the new
     # direction
     assert float((sum(kept) / 2).norm()) < 0.1 * float(total.norm())
-
-
-def not_finite(rank: int, size: int) -> tuple[list[str], bool, bool]:
-    engine = engine_of(model_of())
-    for step in range(5):
-        engine.train_step(*batch(rank, step))
-    before = (
-        digest(engine.model),
-        [e.clone() for e in engine.state_dict()["exchange"]["residuals"].values()],
-    )
-    x, y = batch(rank, 5)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        engine.train_step(x * (float("inf") if rank == 1 else 1.0), y)
-    after = digest(engine.model), list(engine.state_dict()["exchange"]["residuals"].values())
-    same = before[0] == after[0] and all(map(torch.equal, before[1], after[1]))
-    engine.train_step(*batch(rank, 6))
-    return [str(w.message) for w in caught], same, digest(engine.model) != before[0]
-
-
-@pytest.mark.fault
-def test_a_gradient_that_is_not_finite_drops_the_step_on_all(ranks: Pool) -> None:
-    for texts, same, moved in ranks.run(not_finite):
-        assert len(texts) == 1 and "on rank 1" in texts[0] and "is not finite" in texts[0]
-        assert same and moved
 
 
 def local_training(

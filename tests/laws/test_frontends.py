@@ -36,17 +36,26 @@ COMPRESSED = {
 }
 
 
-def bits(ranks: Pool, frontends: tuple[type[Frontend], ...], case: Case) -> set[tuple[str, int]]:
+OF_DGC = {
+    "bfloat16": Case(dgc={"state_dtype": "bfloat16"}),
+    "nodes": Case(dgc={"node_size": 2, "exchange": "gather"}),
+}
+
+
+def bits(
+    ranks: Pool, frontends: tuple[type[Frontend], ...], case: Case, size: int = 2
+) -> set[tuple[str, int]]:
     """Of all ranks and frontends."""
-    answers = [ranks.run(trained, frontend, case) for frontend in frontends]
+    answers = [ranks.run(trained, frontend, case, size=size) for frontend in frontends]
     return {(each.bits, each.dropped) for answer in answers for each in answer}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *OF_DGC])
 def test_all_frontends_of_dgc_give_the_same_bits(ranks: Pool, name: str) -> None:
-    found = bits(ranks, GRADIENTS, CASES[name])
+    case = {**CASES, **OF_DGC}[name]
+    found = bits(ranks, GRADIENTS, case, 4 if name == "nodes" else 2)
     assert len(found) == 1
-    assert {dropped for _, dropped in found} == {int(CASES[name].nan_at is not None)}
+    assert {dropped for _, dropped in found} == {int(case.nan_at is not None)}
 
 
 @pytest.mark.parametrize("name", [*CASES, *COMPRESSED])

@@ -265,8 +265,8 @@ def test_a_bit_that_flips_on_one_rank_is_diverged_on_all(ranks: Pool, name: str)
 
 
 @contextmanager
-def damaging(rank: int, victim: int) -> Iterator[None]:
-    """A message arrives damaged at one rank, or from it at the first."""
+def damaging(rank: int, victim: int, deals: bool) -> Iterator[None]:
+    """A message arrives damaged at one rank; or, where ranks deal parts, from it at the first."""
     gather, deal = Group.all_gather, Group.all_to_all
 
     def gathered(self: Group, message: Tensor, *, what: str) -> Any:
@@ -278,7 +278,7 @@ def damaging(rank: int, victim: int) -> Iterator[None]:
         return type(pending)(lambda: rows)
 
     def dealt(self: Group, parts: Tensor, lengths: Any, *, what: str) -> Any:
-        if rank == victim:
+        if rank == victim and deals:
             parts = parts.clone()
             parts[lengths[0] - 1] ^= 4
         return deal(self, parts, lengths, what=what)
@@ -293,17 +293,16 @@ KEPT = ("/anchors/", "/errors/", "/outer_momentum/", "/factors/")
 """What an averaging changes, of a state of local updates."""
 
 
-def damaged(rank: int, size: int, row: Row) -> tuple[str, list[str], str]:
+def damaged(rank: int, size: int, row: Row, deals: bool) -> tuple[str, list[str], str]:
     way, text = row.frontend(row.case), ""
     local = row.frontend in PARAMETERS
     merge = row.case.merge
     begin = {1: 6, 2: 9, 3: 8}[merge]
-    with damaging(-1, 0):
-        way.train(rank, 0, begin)
+    way.train(rank, 0, begin)
     last = begin + (row.case.steps if local else 1)
     for step in range(begin, last):
         before = flat(way.state())
-        with damaging(rank, size // 2):
+        with damaging(rank, size // 2, deals):
             try:
                 way.train(rank, step, step + 1)
             except tw.errors.PayloadCorrupt as error:
@@ -325,8 +324,13 @@ def damaged(rank: int, size: int, row: Row) -> tuple[str, list[str], str]:
 @pytest.mark.parametrize("name", rows([*SENDING, *AVERAGING]))
 def test_a_damaged_message_is_refused_by_all_and_nothing_is_applied(ranks: Pool, name: str) -> None:
     """The call can be made again."""
+    for deals in (True, False) if "split" in name else (True,):
+        check_damaged(ranks, name, deals)
+
+
+def check_damaged(ranks: Pool, name: str, deals: bool) -> None:
     row = {**SENDING, **AVERAGING}[name]
-    answers = ranks.run(damaged, row, size=row.size)
+    answers = ranks.run(damaged, row, deals, size=row.size)
     assert len({text for text, *_ in answers}) == 1
     for text, moved, _ in answers:
         assert "refused" in text and "othing was applied" in text

@@ -17,7 +17,6 @@ from tests.api import Group, node_size_of
 from tests.ranks import Lost, Pool
 from tests.reference.dgc_training import Oracle
 from tests.sync.means import GradientMean
-from thinwire.errors import NonFinite
 
 SHAPES = {"embed.weight": (40, 7), "layer.weight": (16, 20), "layer.bias": (16,), "scale": ()}
 MIN_NUMEL = 100
@@ -172,25 +171,6 @@ def run_net(
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", OPTION_SETS, ids=str)
-def test_attached_or_not_the_numbers_are_the_same(ranks: Pool, options: dict[str, Any]) -> None:
-    # one tensor to a bucket and one tensor to a message cut the index space alike only where
-    # nothing is cut
-    options = {**options, "value_bits": 32} if options["exchange"] == "split" else options
-    attached = ranks.run(run_net, True, 8, options, size=4)
-    stepped = ranks.run(run_net, False, 8, options, size=4)
-    for one, other in zip(attached, stepped, strict=True):
-        for a, b, c in zip(one["params"], other["params"], attached[0]["params"], strict=True):
-            assert torch.equal(a, c)
-            if options["exchange"] == "gather":
-                assert torch.equal(a, b)
-        if options["exchange"] == "gather":
-            for mine, theirs in zip(one["state"], other["state"], strict=True):
-                assert mine.keys() == theirs.keys()
-                assert all(torch.equal(mine[key], theirs[key]) for key in mine)
-
-
 def launched_by(
     rank: int, size: int, environment: dict[str, str], options: dict[str, Any]
 ) -> dict[str, Any]:
@@ -210,80 +190,6 @@ def test_what_torchrun_says_is_what_is_done(ranks: Pool) -> None:
     for one, other, third in zip(by_itself, told, flat, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one["params"], other["params"], strict=True))
         assert not torch.equal(one["params"][0], third["params"][0])
-
-
-def scaled(rank: int, size: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Attached, with gradients accumulated under no_sync and a scaler that finds an overflow on the
-    last rank."""
-    model = Net()
-    optimizer = dgc(model, rampup_begin_step=0, value_bits=32, **options)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
-    optimizer.attach(ddp)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for step in range(6):
-        with ddp.no_sync():
-            x, y = batch(2 * step, rank)
-            scaler.scale((ddp(x) - y).square().mean()).backward()
-        x, y = batch(2 * step + 1, rank)
-        loss = (ddp(x) - y).square().mean()
-        scaler.scale(loss * (float("inf") if step == 3 and rank == 3 else 1.0)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    return {"params": [p.detach() for p in model.parameters()], "stats": optimizer.stats()}
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("options", OPTION_SETS[1:], ids=str)
-def test_a_grad_scaler_drops_everywhere_or_nowhere(ranks: Pool, options: dict[str, Any]) -> None:
-    answers = ranks.run(scaled, options, size=4)
-    for answer in answers:
-        assert (answer["stats"]["dropped_steps"], answer["stats"]["step"]) == (1, 5)
-        assert all(
-            torch.equal(a, b) for a, b in zip(answer["params"], answers[0]["params"], strict=True)
-        )
-        assert all(torch.isfinite(p).all() for p in answer["params"])
-
-
-def resumed(rank: int, size: int, attach: bool, options: dict[str, Any]) -> bool:
-    def continued(model: nn.Module, optimizer: tw.optim.DGCMomentum, start: int, stop: int) -> None:
-        ddp = DistributedDataParallel(model) if attach else model
-        handle = optimizer.attach(ddp) if attach else None
-        for step in range(start, stop):
-            x, y = batch(step, rank)
-            (ddp(x) - y).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if handle is not None:
-            handle.remove()
-
-    whole = Net()
-    optimizer = dgc(whole, **options)
-    continued(whole, optimizer, 0, 5)
-    saved = copy.deepcopy((whole.state_dict(), optimizer.state_dict()))
-    continued(whole, optimizer, 5, 10)
-    again = Net()
-    second = dgc(again, **options)
-    again.load_state_dict(saved[0])
-    second.load_state_dict(saved[1])
-    continued(again, second, 5, 10)
-    states = [
-        torch.equal(entry, second.state[q][key])
-        for p, q in zip(whole.parameters(), again.parameters(), strict=True)
-        for key, entry in optimizer.state[p].items()
-    ]
-    return all(states) and all(
-        torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True)
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("attach", [False, True])
-@pytest.mark.parametrize("options", OPTION_SETS, ids=str)
-def test_save_load_continue_is_bit_exact(
-    ranks: Pool, attach: bool, options: dict[str, Any]
-) -> None:
-    assert ranks.run(resumed, attach, options, size=4) == [True] * 4
 
 
 def from_flat_to_nodes(rank: int, size: int) -> dict[str, Any]:
@@ -321,82 +227,6 @@ def test_state_of_single_ranks_becomes_the_mean_of_their_node(ranks: Pool) -> No
     )
 
 
-def poisoned(rank: int, size: int, attach: bool, options: dict[str, Any]) -> dict[str, Any]:
-    model = Net()
-    optimizer = dgc(model, rampup_begin_step=0, **options)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001) if attach else model
-    if attach:
-        optimizer.attach(ddp)
-    if rank == 3:
-        model.second.weight.register_hook(lambda grad: grad * float("nan") if step == 2 else grad)
-    texts: list[str] = []
-    for step in range(5):
-        x, y = batch(step, rank)
-        (ddp(x) - y).square().mean().backward()
-        before = (
-            copy.deepcopy(optimizer.state_dict()),
-            [p.detach().clone() for p in model.parameters()],
-        )
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            optimizer.step()
-        if step == 2:
-            texts = [str(w.message) for w in caught]
-            after = optimizer.state_dict()
-            for index, state in before[0]["state"].items():
-                assert all(torch.equal(state[key], after["state"][index][key]) for key in state)
-            assert all(
-                torch.equal(a, b) for a, b in zip(before[1], model.parameters(), strict=True)
-            )
-        optimizer.zero_grad()
-    return {
-        "params": [p.detach() for p in model.parameters()],
-        "texts": texts,
-        "stats": optimizer.stats(),
-    }
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("attach", [False, True])
-@pytest.mark.parametrize("options", OPTION_SETS, ids=str)
-def test_what_is_not_finite_on_one_rank_drops_the_step_on_all(
-    ranks: Pool, attach: bool, options: dict[str, Any]
-) -> None:
-    answers = ranks.run(poisoned, attach, options, size=4)
-    for answer in answers:
-        assert answer["texts"] == answers[0]["texts"]
-        assert len(answer["texts"]) == 1
-        assert (
-            "the gradient of parameter second.weight on rank 3 is not finite" in answer["texts"][0]
-        )
-        assert answer["stats"]["dropped_steps"] == 1
-        assert all(torch.isfinite(p).all() for p in answer["params"])
-        assert all(
-            torch.equal(a, b) for a, b in zip(answer["params"], answers[0]["params"], strict=True)
-        )
-
-
-def always_poisoned(rank: int, size: int) -> tuple[int, str]:
-    p = nn.Parameter(torch.zeros(500))
-    optimizer = tw.optim.DGCMomentum([("weight", p)], lr=0.1, min_numel=1, node_size=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for step in range(12):
-            p.grad = torch.full((500,), float("nan") if rank == 1 else 1.0)
-            try:
-                optimizer.step()
-            except NonFinite as error:
-                return step, str(error)
-    return 12, ""
-
-
-@pytest.mark.fault
-def test_the_tenth_drop_in_a_row_is_an_error_with_nodes_too(ranks: Pool) -> None:
-    for step, text in ranks.run(always_poisoned, size=4):
-        assert step == 9
-        assert "this was dropped step 10 in a row" in text
-
-
 def overflow_of_the_mean(rank: int, size: int) -> list[str]:
     p = nn.Parameter(torch.zeros(500))
     optimizer = tw.optim.DGCMomentum([("weight", p)], lr=0.1, min_numel=1, node_size=2)
@@ -413,74 +243,6 @@ def test_finite_gradients_without_a_finite_mean_drop_the_step(ranks: Pool) -> No
     for texts in ranks.run(overflow_of_the_mean, size=4):
         assert len(texts) == 1
         assert "weight on rank 0, added to those of other ranks, is not finite" in texts[0]
-
-
-class Broken(Group):
-    """A group whose leader of node 1 sends a message with one bit flipped."""
-
-    broken_at = ""
-
-    def all_gather(self, message: Tensor, *, what: str):  # type: ignore[no-untyped-def]
-        return super().all_gather(self._damaged(message, what), what=what)
-
-    def all_to_all(self, parts: Tensor, lengths: Any, *, what: str):  # type: ignore[no-untyped-def]
-        return super().all_to_all(self._damaged(parts, what), lengths, what=what)
-
-    def _damaged(self, message: Tensor, what: str) -> Tensor:
-        if self.rank == 1 and self.broken_at and what.startswith(self.broken_at):
-            message = message.clone()
-            message[36] ^= 1
-        return message
-
-
-def damaged(rank: int, size: int, options: dict[str, Any], what: str) -> tuple[str, bool]:
-    from tests.api import nodes as nodes_module
-    from tests.api import ranks as ranks_module
-
-    ranks_module.Group = nodes_module.Group = Broken  # type: ignore[misc]
-    try:
-        p = nn.Parameter(torch.linspace(-1, 1, 600))
-        optimizer = tw.optim.DGCMomentum(
-            [("weight", p)], lr=0.1, sparsity=(0.9,), min_numel=1, **options
-        )
-        for step in range(2):
-            p.grad = torch.full((600,), 1.0 + step + rank)
-            optimizer.step()
-        before = copy.deepcopy(optimizer.state_dict()), p.detach().clone()
-        Broken.broken_at = what
-        try:
-            optimizer.step()
-        except RuntimeError as error:
-            text = f"{type(error).__name__}: {error}"
-        after = optimizer.state_dict()
-        same = all(
-            torch.equal(before[0]["state"][0][k], after["state"][0][k]) for k in after["state"][0]
-        )
-        return text, same and torch.equal(before[1], p)
-    finally:
-        Broken.broken_at = ""
-        ranks_module.Group = nodes_module.Group = Group  # type: ignore[misc]
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [
-        (OPTION_SETS[0], "gathering messages"),
-        (OPTION_SETS[1], "dealing messages"),
-        (OPTION_SETS[1], "gathering sums"),
-        (OPTION_SETS[2], "dealing messages"),
-        (OPTION_SETS[2], "gathering sums"),
-    ],
-)
-def test_a_damaged_message_is_refused_everywhere_and_nothing_is_applied(
-    ranks: Pool, options: dict[str, Any], what: str
-) -> None:
-    source = 2 if options["node_size"] == 2 else 1
-    for text, unchanged in ranks.run(damaged, options, what, size=4):
-        assert text.startswith("PayloadCorrupt: rank ")
-        assert f"the message of rank {source} for bucket 0 of step 2 was refused" in text
-        assert unchanged
 
 
 def die(rank: int, size: int, options: dict[str, Any], who: int, phase: str) -> None:
