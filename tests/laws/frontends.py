@@ -50,7 +50,7 @@ class Case:
     """Of an engine, in place of `dgc` or `localsgd`."""
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
     """Of an engine, in place of SGD."""
-    local: tw.LocalSGD | None = None
+    local: tw.LocalSGD | tw.AdaptiveLocalSGD | None = None
     """Of local updates, in place of an averaging in every third step."""
     frozen: str = ""
     told: dict[str, Any] = field(default_factory=dict)
@@ -253,7 +253,9 @@ class Followed(WithEngine):
 
 class _Local(WithEngine):
     def fields(self) -> dict[str, Any]:
-        return {"localsgd": _local(self.case)}
+        config = _local(self.case)
+        adaptive = isinstance(config, tw.AdaptiveLocalSGD)
+        return {"adaptive_localsgd" if adaptive else "localsgd": config}
 
 
 class LocalEngine(_Local):
@@ -283,6 +285,8 @@ class LocalBlock(Frontend):
         merge = self.case.merge
         for step, loss in enumerate(losses(self.case, self.model, rank, begin, end), begin):
             (loss / merge).backward()  # type: ignore[no-untyped-call]
+            if isinstance(self.case.local, tw.AdaptiveLocalSGD):
+                self.sync.observe(loss)
             if (step + 1) % merge == 0:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
@@ -305,7 +309,7 @@ class LocalBlock(Frontend):
         return {"dropped_steps": 0, **self.sync.stats()}
 
 
-def _local(case: Case) -> tw.LocalSGD:
+def _local(case: Case) -> tw.LocalSGD | tw.AdaptiveLocalSGD:
     return case.local or tw.LocalSGD(3, compression=COMPRESSIONS[case.compression])
 
 

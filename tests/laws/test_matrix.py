@@ -107,6 +107,8 @@ CONFIGS = {
     "delay and state": tw.LocalSGD(6, delay=4, average_state=True),
     "delay, mixing and state": tw.LocalSGD(4, delay=2, mixing=0.5, average_state=3),
     "mixing": tw.LocalSGD(4, mixing=0.5),
+    "adaptive": tw.AdaptiveLocalSGD(4, begin_step=0),
+    "adaptive, sparse": tw.AdaptiveLocalSGD(3, max_k_steps=6, compression=tw.Sparse(0.5)),
     "nodes": tw.LocalSGD(5, node_size=2, compression=tw.Sparse(0.9)),
     "nodes, sparse, split": tw.LocalSGD(
         5, node_size=2, compression=tw.Sparse(0.75, 4, 1.0, "all", exchange="split")
@@ -255,7 +257,7 @@ def parted(rank: int, size: int, row: Row, harm: str) -> tuple[int, str]:
 def test_a_bit_that_flips_on_one_rank_is_diverged_on_all(ranks: Pool, name: str) -> None:
     """Of what does not train, and of what does where no rank trains its own."""
     row = {**SENDING, **AVERAGING}[name]
-    most = EVERY + (0 if name in SENDING else (row.case.local or tw.LocalSGD(3)).k_steps)
+    most = EVERY + (0 if name in SENDING else 8)  # an averaging comes in as many steps
     for harm in ("0.bias", "2.weight") if name in SENDING else ("0.bias",):
         answers = ranks.run(parted, row, harm, size=row.size)
         step, text = answers[0]
@@ -338,3 +340,75 @@ def check_damaged(ranks: Pool, name: str, deals: bool) -> None:
     if name in SENDING:
         straight = ranks.run(trained, row.frontend, row.case, size=row.size)
         assert [bits for *_, bits in answers] == [each.bits for each in straight]
+
+
+@dataclass(frozen=True)
+class Set:
+    """A setting of the optimizer that becomes another one on rank 1, and a part of what is said."""
+
+    key: str
+    value: Any
+    says: str
+
+
+SETTINGS = {
+    "rate": Set("lr", 0.3, "learning rates"),
+    "sparsity": Set("sparsity", (0.5,), "sparsity"),
+    "momentum": Set("momentum", 0.8, "0.8"),
+    "decay": Set("weight_decay", 0.1, "0.1"),
+    "betas": Set("betas", (0.9, 0.99), "(0.9, 0.99)"),
+}
+
+
+def set_apart(rank: int, size: int, row: Row, what: Set, good: int) -> tuple[str, bool]:
+    way = row.frontend(row.case)
+    way.train(rank, 0, good * row.case.merge)
+    held = bits_of(way.model)
+    [group] = getattr(way, "engine", way).optimizer.param_groups  # type: ignore[attr-defined]
+    if rank == 1:
+        group[what.key] = what.value
+    with pytest.raises(tw.errors.Mismatch) as told:
+        way.train(rank, good * row.case.merge, (good + 1) * row.case.merge)
+    way.close()
+    return str(told.value), held == bits_of(way.model)
+
+
+@pytest.mark.parametrize("good", [1, 6])
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        *((way.__name__, key) for way in GRADIENTS for key in ("rate", "sparsity", "momentum")),
+        *((f"WithEngine, {name}", "rate") for name in ("dense, merged", "amp, dgc, lamb, merged")),
+        ("WithEngine, dense", "decay"),
+        ("WithEngine, dense, adam", "betas"),
+    ],
+)
+def test_a_setting_of_one_rank_is_a_mismatch_on_all_and_nothing_is_applied(
+    ranks: Pool, name: str, setting: str, good: int
+) -> None:
+    """In mid-training, before and after buckets leave during the backward pass."""
+    what = SETTINGS[setting]
+    answers = ranks.run(set_apart, SENDING[name], what, good)
+    assert len({text for text, _ in answers}) == 1
+    for text, same in answers:
+        assert what.says in text and what.key.split("_")[0] in text.replace("learning rates", "lr")
+        assert same
+
+
+def started(rank: int, size: int, way: type[Frontend], sizes: tuple[int, ...]) -> None:
+    node_size = sizes[rank]
+    case = Case(dgc={"node_size": node_size}, local=tw.LocalSGD(2, node_size=node_size))
+    way(case).train(rank, 0, 1)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("way", [OwnStep, WithEngine, LocalBlock])
+def test_sizes_of_nodes_that_do_not_fit_are_refused_on_all_ranks(
+    ranks: Pool, way: type[Frontend]
+) -> None:
+    for answer in ranks.run(started, way, (3, 3, 3, 3), size=4, expect_errors=True):
+        assert answer.type_name == "ValueError"
+        assert "node_size=3 does not divide the 4 ranks" in answer.text
+    for answer in ranks.run(started, way, (2, 2, 1, 1), size=4, expect_errors=True):
+        assert answer.type_name == "Mismatch"
+        assert "node_size differs: rank 0 has 2, rank 2 has 1" in answer.text

@@ -114,23 +114,6 @@ def test_the_bytes_are_those_of_the_ramp() -> None:
     assert 448 < sparse < 448 + 32 + 60
 
 
-def differing(rank: int, size: int) -> str:
-    model = Bag()
-    try:
-        with LocalUpdates(
-            model, sgd(model), tw.LocalSGD(2), compression=tw.DGC(value_bits=1 + rank)
-        ):
-            pass
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_compare_what_they_send(ranks: Pool) -> None:
-    for text in ranks.run(differing):
-        assert "dgc.value_bits differs: rank 0 has 1, rank 1 has 2" in text
-
-
 def test_two_compressions_are_refused() -> None:
     model = Bag()
     with pytest.raises(ValueError, match="give one of them"):

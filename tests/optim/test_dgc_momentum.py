@@ -84,25 +84,6 @@ def one_param(
     )
 
 
-def test_the_gradient_stays_as_it_is() -> None:
-    p, optimizer = one_param(weight_decay=0.1, local_grad_clip_norm=0.01, maximize=True)
-    p.grad = torch.randn(600)
-    before = p.grad.clone()
-    optimizer.step()
-    assert torch.equal(p.grad, before)
-
-
-def test_maximize_is_the_negated_gradient() -> None:
-    up, maximizing = one_param(maximize=True)
-    down, minimizing = one_param()
-    for _ in range(4):
-        up.grad = torch.randn(600)
-        down.grad = -up.grad
-        maximizing.step()
-        minimizing.step()
-    assert torch.equal(up, down)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_state_is_at_least_float32_and_stays_so_through_a_state_dict(dtype: torch.dtype) -> None:
     p, optimizer = one_param(dtype=dtype)
@@ -457,6 +438,10 @@ def tampered(rank: int, size: int, how: str, begin: int) -> bool:
     ddp(data(rank, 0)).square().mean().backward()
     if how == "clip" and rank == 1:
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    elif how == "data" and rank == 1:  # one outlier, of which torch counts no change
+        assert model.a.weight.grad is not None
+        at = model.a.weight.grad.abs().argmax()
+        model.a.weight.grad.data.view(-1)[at] *= 0.5
     elif how == "scale":
         tw.amp.LossScaler(tw.FixedLossScale(8.0)).unscale_(model.parameters())
     before = [p.detach().clone() for p in model.parameters()]
@@ -472,7 +457,7 @@ def tampered(rank: int, size: int, how: str, begin: int) -> bool:
 
 @pytest.mark.fault
 @pytest.mark.parametrize("begin", [0, 5])
-@pytest.mark.parametrize("how", ["clip", "scale"])
+@pytest.mark.parametrize("how", ["clip", "scale", "data"])
 def test_a_gradient_changed_after_it_was_sent_is_an_error_everywhere(
     ranks: Pool, how: str, begin: int
 ) -> None:
@@ -581,24 +566,6 @@ def test_a_process_group_that_is_none_is_refused_at_construction(group: Any) -> 
         TypeError, match=r"process_group must be a torch\.distributed\.ProcessGroup or None"
     ):
         DGCMomentum([nn.Parameter(torch.zeros(2))], 0.1, process_group=group)
-
-
-def stepped_after_the_end(rank: int, size: int) -> tuple[bool, str]:
-    param = nn.Parameter(torch.ones(8))
-    optimizer = DGCMomentum([param], 0.1, min_numel=4)
-    param.grad = torch.ones(8)
-    optimizer.step()
-    before = param.detach().clone(), optimizer.position
-    dist.destroy_process_group()
-    with pytest.raises(tw.errors.ThinwireError) as caught:
-        optimizer.step()
-    return torch.equal(param, before[0]) and optimizer.position == before[1], str(caught.value)
-
-
-def test_a_step_after_the_end_of_the_process_group_says_what_to_do(ranks: Pool) -> None:
-    for same, text in ranks.run(stepped_after_the_end, size=2):
-        assert same
-        assert "the process group was destroyed" in text
 
 
 def joined_by_ddp(rank: int, size: int) -> list[str]:

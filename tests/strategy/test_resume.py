@@ -95,55 +95,6 @@ def test_resumed_training_is_the_same_bit_for_bit(
         assert resumed == straight
 
 
-def through_memory(rank: int, size: int, case: str) -> tuple[str, str]:
-    fields, replace = CASES[case]
-    one = make_engine(fields, replace=replace)
-    train(one, fields, 0, 5)
-    state = one.state_dict()
-    train(one, fields, 5, 9)
-    one.close()
-    two = make_engine(fields, replace=replace)
-    two.load_state_dict(state)
-    train(two, fields, 5, 9)
-    two.close()
-    return digest(one), digest(two)
-
-
-@pytest.mark.parametrize("case", ["amp, merge, dgc", "diloco with a delay"])
-def test_state_dict_holds_a_moment_that_training_does_not_change(case: str, ranks: Pool) -> None:
-    for one, two in ranks.run(through_memory, case, size=2):
-        assert one == two
-
-
-def with_a_table(rank: int, size: int, folder: str) -> list[bool]:
-    """Whether a buffer that the checkpoint has otherwise than a new model, and that nobody changes,
-    is as it was, after an averaging."""
-    table = torch.rand(200, generator=torch.Generator().manual_seed(0))
-    kept = []
-    for filled in (True, False):
-        model = torch.nn.Linear(8, 4)
-        model.register_buffer("table", table.clone() if filled else torch.zeros(200))
-        strategy = tw.DistributedStrategy(localsgd=tw.LocalSGD(2, begin_step=0))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        engine = strategy.prepare(model, optimizer, torch.nn.functional.cross_entropy)
-        if filled:
-            train(engine, (), 0, 2)
-            engine.save(folder)
-        else:
-            engine.load(folder)
-        train(engine, (), 2, 6)
-        kept.append(torch.equal(model.table, table))
-        engine.close()
-    return kept
-
-
-def test_what_a_load_has_changed_is_not_averaged_as_if_training_had(
-    ranks: Pool, tmp_path: Path
-) -> None:
-    """(x + x + x) / 3 is not always x."""
-    assert ranks.run(with_a_table, str(tmp_path), size=3) == [[True, True]] * 3
-
-
 # ---- another number of ranks
 
 RESHARD: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {

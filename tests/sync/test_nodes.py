@@ -332,27 +332,6 @@ def test_the_mean_for_other_optimizers_conserves_over_nodes(ranks: Pool, exchang
         torch.testing.assert_close(kept + delivered, given, rtol=0, atol=1e-12)
 
 
-def refuse(rank: int, size: int, sizes: list[int | None]) -> None:
-    p = nn.Parameter(torch.ones(30))
-    optimizer = tw.optim.DGCMomentum([("a", p)], lr=0.1, node_size=sizes[rank])
-    p.grad = torch.ones(30)
-    optimizer.step()
-
-
-@pytest.mark.fault
-def test_a_size_that_does_not_divide_is_refused_by_both_numbers(ranks: Pool) -> None:
-    for answer in ranks.run(refuse, [2, 2, 2], size=3, expect_errors=True):
-        assert answer.type_name == "ValueError"
-        assert "node_size=2 does not divide the 3 ranks" in answer.text
-
-
-@pytest.mark.fault
-def test_ranks_that_differ_in_the_size_are_told(ranks: Pool) -> None:
-    for answer in ranks.run(refuse, [2, 2, 1, 2], size=4, expect_errors=True):
-        assert answer.type_name == "Mismatch"
-        assert "node_size differs: rank 0 has 2, rank 2 has 1" in answer.text
-
-
 def launched(
     rank: int, size: int, environment: dict[str, str], given: int | None
 ) -> tuple[int, str]:
