@@ -135,14 +135,6 @@ def test_no_checkpoint_is_named_that_lacks_what_was_written(
     assert names(tmp_path) == ["step_0000000001"]
 
 
-def test_all_are_kept_where_keep_is_none(tmp_path: Path) -> None:
-    for step in range(1, 6):
-        save(tmp_path, {}, step=step, group=GROUP, facts={}, keep=None)
-    assert len(names(tmp_path)) == 5
-    with pytest.raises(ValueError, match="keep must be an integer >= 1"):
-        save(tmp_path, {}, step=9, group=GROUP, facts={}, keep=0)
-
-
 def test_what_was_saved_last_loads_although_a_manifest_was_away_meanwhile(tmp_path: Path) -> None:
     for trial in range(12):
         root = tmp_path / str(trial)

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
@@ -53,6 +56,8 @@ class Case:
     local: tw.LocalSGD | tw.AdaptiveLocalSGD | None = None
     """Of local updates, in place of an averaging in every third step."""
     frozen: str = ""
+    sharded: bool = False
+    """By `fully_shard`: four ranks are two sites of two shards."""
     told: dict[str, Any] = field(default_factory=dict)
     """What each frontend takes: `digest_every`, say."""
 
@@ -82,8 +87,9 @@ def losses(case: Case, model: nn.Module, rank: int, begin: int, end: int) -> Ite
 
 
 def batches(case: Case, rank: int, begin: int, end: int) -> Iterator[tuple[Tensor, Tensor]]:
+    source = rank // 2 if case.sharded else rank
     for step in range(begin, end):
-        generator = torch.Generator().manual_seed(1000 * step + rank)
+        generator = torch.Generator().manual_seed(1000 * step + source)
         x = torch.randn(16, 8, generator=generator)
         if step == case.nan_at and rank == 1:
             x[0, 0] = float("nan")
@@ -93,8 +99,23 @@ def batches(case: Case, rank: int, begin: int, end: int) -> Iterator[tuple[Tenso
 def bits_of(model: nn.Module) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for param in model.parameters():
-        digest.update(param.detach().contiguous().numpy().tobytes())
+        whole = param.full_tensor() if isinstance(param, DTensor) else param
+        digest.update(whole.detach().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def own(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def held(model: nn.Module) -> dict[str, Tensor]:
+    return {name: own(value).clone() for name, value in model.state_dict().items()}
+
+
+def hold(model: nn.Module, state: dict[str, Tensor]) -> None:
+    for name, value in model.state_dict().items():
+        own(value).copy_(state[name])
 
 
 class Frontend:
@@ -104,6 +125,12 @@ class Frontend:
         self.case, self.model = case, make_model()
         if case.frozen:
             self.model.get_parameter(case.frozen).requires_grad_(False)
+        self.told = dict(case.told)
+        if case.sharded:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            fully_shard(self.model[2], mesh=mesh["shard"])
+            fully_shard(self.model, mesh=mesh["shard"])
+            self.told["mesh"] = mesh
 
     def train(self, rank: int, begin: int, end: int) -> None:
         raise NotImplementedError
@@ -137,7 +164,7 @@ class OwnStep(Frontend):
             self.model.named_parameters(),
             case.lr,
             grad_clip=case.clip,
-            **{**DGC, **case.dgc, **case.told},
+            **{**DGC, **case.dgc, **self.told},
         )
 
     def train(self, rank: int, begin: int, end: int) -> None:
@@ -149,10 +176,10 @@ class OwnStep(Frontend):
                 self.optimizer.zero_grad()
 
     def state(self) -> Any:
-        return self.model.state_dict(), self.optimizer.state_dict()
+        return held(self.model), self.optimizer.state_dict()
 
     def load(self, state: Any) -> None:
-        self.model.load_state_dict(state[0])
+        hold(self.model, state[0])
         self.optimizer.load_state_dict(state[1])
 
     def stats(self) -> dict[str, Any]:
@@ -206,7 +233,7 @@ class WithEngine(Frontend):
             if case.optimizer is None
             else case.optimizer(self.model.named_parameters())
         )
-        self.engine = strategy.prepare(self.model, optimizer, cross_entropy, **case.told)
+        self.engine = strategy.prepare(self.model, optimizer, cross_entropy, **self.told)
 
     def train(self, rank: int, begin: int, end: int) -> None:
         for x, y in batches(self.case, rank, begin, end):
@@ -278,7 +305,7 @@ class LocalBlock(Frontend):
         self.optimizer = tw.optim.SGD(
             self.model.named_parameters(), case.lr, momentum=0.9, grad_clip=case.clip
         )
-        self.sync = tw.local_sgd(self.model, self.optimizer, _local(case), **case.told)
+        self.sync = tw.local_sgd(self.model, self.optimizer, _local(case), **self.told)
         self.sync.__enter__()
 
     def train(self, rank: int, begin: int, end: int) -> None:
@@ -292,10 +319,10 @@ class LocalBlock(Frontend):
                 self.optimizer.zero_grad()
 
     def state(self) -> Any:
-        return self.model.state_dict(), self.optimizer.state_dict(), self.sync.state_dict()
+        return held(self.model), self.optimizer.state_dict(), self.sync.state_dict()
 
     def load(self, state: Any) -> None:
-        self.model.load_state_dict(state[0])
+        hold(self.model, state[0])
         self.optimizer.load_state_dict(state[1])
         self.sync.load_state_dict(state[2])
 
@@ -352,7 +379,7 @@ def through_file(state: Any) -> Any:
 def flat(tree: Any, place: str = "") -> dict[str, Any]:
     """All of a state that a later step depends on, by its place; tensors as their bytes."""
     if isinstance(tree, Tensor):
-        raw = tree.detach().contiguous().reshape(-1).view(torch.uint8)
+        raw = own(tree.detach()).contiguous().reshape(-1).view(torch.uint8)
         return {place: raw.numpy().tobytes()}
     pairs: Any = ()
     if isinstance(tree, dict):

@@ -26,6 +26,7 @@ from tests.laws.frontends import (
     WithEngine,
     bits_of,
     flat,
+    own,
     trained,
 )
 from tests.ranks import Pool
@@ -81,12 +82,15 @@ SENDING: dict[str, Row] = {
         for name, row in DGC.items()
         for way in (OwnStep, AttachedStep, WithEngine)
     },
+    "OwnStep, mesh": Row(OwnStep, Case(sharded=True), 4),
+    "WithEngine, mesh": Row(WithEngine, Case(sharded=True), 4),
     **{
         f"WithEngine, {name}": Row(WithEngine, case, 4 if "nodes" in name else 2)
         for name, case in ENGINES.items()
     },
 }
 """Which exchange gradients."""
+SHARDED = Case(sharded=True, local=tw.LocalSGD(5, compression=tw.Quantized(4)), steps=24)
 LOW_RANK = tw.LowRank(2, begin_step=0, min_numel=64)
 CONFIGS = {
     "plain": tw.LocalSGD(6),
@@ -120,6 +124,8 @@ CONFIGS = {
 }
 AVERAGING: dict[str, Row] = {
     **{way.__name__: Row(way) for way in PARAMETERS},
+    "LocalBlock, mesh": Row(LocalBlock, SHARDED, 4),
+    "LocalEngine, mesh": Row(LocalEngine, SHARDED, 4),
     **{
         f"{way.__name__}, {name}": Row(
             way, Case(local=config, steps=24), 4 if "nodes" in name else 2
@@ -134,7 +140,9 @@ AVERAGING: dict[str, Row] = {
 def rows(names: Iterable[str]) -> list[Any]:
     """As parameters; four ranks are slow, and one way of each kind stands for the others."""
     ways = ("OwnStep", "LocalBlock")
-    slow = {name for name in names if "nodes" in name and not name.startswith(ways)}
+    slow = {
+        name for name in names if ("nodes" in name or "mesh" in name) and not name.startswith(ways)
+    }
     return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in names]
 
 
@@ -192,7 +200,9 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 @pytest.mark.fault
 @pytest.mark.parametrize("where", ["2.weight", pytest.param("4.bias", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", rows([name for name in SENDING if "amp" not in name]))
+@pytest.mark.parametrize(
+    "name", rows([name for name in SENDING if not name.endswith("mesh") and "amp" not in name])
+)
 def test_a_gradient_that_is_not_finite_on_one_rank_drops_the_step_on_all(
     ranks: Pool, name: str, where: str
 ) -> None:
@@ -242,8 +252,8 @@ def parted(rank: int, size: int, row: Row, harm: str) -> tuple[int, str]:
     begin, merge = 6 * case.merge, case.merge
     way.train(rank, 0, begin)
     if rank == 1:  # as a fault of memory does it: nobody is told
-        words = way.model.get_parameter(harm).data.view(-1).view(torch.int32).numpy()
-        words[3] ^= 8
+        words = own(way.model.get_parameter(harm).data).view(-1).view(torch.int32).numpy()
+        words[1] ^= 8
     for step in range(4 * EVERY):
         try:
             way.train(rank, begin + merge * step, begin + merge * (step + 1))
@@ -264,6 +274,7 @@ def test_a_bit_that_flips_on_one_rank_is_diverged_on_all(ranks: Pool, name: str)
         assert answers == [answers[0]] * row.size
         assert 0 <= step <= most, text
         assert harm in text and "between update " in text
+        assert "shard of rank " in text or not row.case.sharded
 
 
 @contextmanager

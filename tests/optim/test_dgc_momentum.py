@@ -274,31 +274,6 @@ def dgc(model: nn.Module, **options: Any) -> DGCMomentum:
     )
 
 
-def accumulate(rank: int, size: int, attach: bool) -> list[Tensor]:
-    model = Two()
-    optimizer = dgc(model)
-    ddp = DistributedDataParallel(model)
-    if attach:
-        optimizer.attach(ddp)
-    for step in range(5):
-        with ddp.no_sync():
-            ddp(data(rank, 2 * step)).square().mean().backward()
-        if attach:
-            ddp(data(rank, 2 * step + 1)).square().mean().backward()
-        else:
-            with ddp.no_sync():
-                ddp(data(rank, 2 * step + 1)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [p.detach() for p in model.parameters()]
-
-
-def test_no_sync_accumulates_local_gradients(ranks: Pool) -> None:
-    attached, stepped = ranks.run(accumulate, True), ranks.run(accumulate, False)
-    for other in (attached[1], *stepped):
-        assert all(torch.equal(a, b) for a, b in zip(attached[0], other, strict=True))
-
-
 def forget_step(rank: int, size: int) -> None:
     model = Two()
     optimizer = dgc(model)
