@@ -25,10 +25,9 @@ from tests.api import (
     sent_bytes,
     steady_share,
 )
-from tests.local.test_laws import Bag, digest, gradient, set_gradients, start_values, values
+from tests.local.test_laws import Bag, digest, set_gradients
 from tests.ranks import Pool
 from tests.reference import whole_codes
-from tests.reference.local_training import Simulation
 
 BITS = (1, 2, 4, 8, 16)
 
@@ -37,127 +36,7 @@ def sgd(model: torch.nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-# ---- against the simulation
-
-
-def follow(rank: int, size: int, config: Any, steps: int) -> list[Any]:
-    model = Bag()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    found = []
-    with tw.local_sgd(model, optimizer, config) as sync:
-        for step in range(1, steps + 1):
-            set_gradients(model, step, rank)
-            optimizer.step()
-            found.append(
-                (values(model), {n: e.numpy() for n, e in sync.state_dict()["errors"].items()})
-            )
-    return found
-
-
-CASES: dict[str, tuple[tw.LocalSGD, dict[str, Any]]] = {
-    **{
-        f"{bits} bits": (tw.LocalSGD(3, compression=tw.Quantized(bits)), {"k": 3, "bits": bits})
-        for bits in BITS
-    },
-    "4 bits, forgetting, outer, fragments and delay": (
-        tw.LocalSGD(
-            6,
-            fragments=2,
-            delay=2,
-            outer_lr=0.8,
-            outer_momentum=0.5,
-            outer_nesterov=True,
-            compression=tw.Quantized(decay=0.5),
-        ),
-        {
-            "k": 6,
-            "parts": [["a"], ["b", "c", "d"]],
-            "delay": 2,
-            "outer": (0.8, 0.5, True),
-            "bits": 4,
-            "decay": 0.5,
-        },
-    ),
-    "over the senders": (
-        tw.LocalSGD(4, compression=tw.Sparse(0.75, value_bits=32, decay=0.9)),
-        {"k": 4, "sparsity": 0.75, "decay": 0.9, "senders": True},
-    ),
-    "over the senders, outer, fragments and delay": (
-        tw.LocalSGD(
-            6, fragments=2, delay=1, outer_momentum=0.5, compression=tw.Sparse(0.8, value_bits=32)
-        ),
-        {
-            "k": 6,
-            "parts": [["a"], ["b", "c", "d"]],
-            "delay": 1,
-            "outer": (1.0, 0.5, False),
-            "sparsity": 0.8,
-            "decay": 0.95,
-            "senders": True,
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("size", [1, 3])
-def test_training_is_that_of_the_simulation(ranks: Pool, case: str, size: int) -> None:
-    """1e-6: scales are rounded to float32 from sums in another order, and such a difference stays
-    in the errors."""
-    config, settings = CASES[case]
-    found = ranks.run(follow, config, 26, size=size)
-    oracle = Simulation(
-        {n: v.numpy() for n, v in start_values().items()}, size, lr=0.1, momentum=0.9, **settings
-    )
-    for step in range(26):
-        oracle.advance(gradient)
-        for rank in range(size):
-            params, errors = found[rank][step]
-            for name, p in params.items():
-                np.testing.assert_allclose(p, oracle.ranks[rank].p[name], rtol=0, atol=1e-6)
-                kept = oracle.ranks[rank].error.get(name, np.zeros_like(p))
-                np.testing.assert_allclose(errors[name], kept, rtol=0, atol=1e-6)
-    assert any(e.any() for e in found[0][-1][1].values())
-
-
 # ---- conservation
-
-
-def add_up(rank: int, size: int, bits: int, exchange: str) -> float:
-    """Largest error of: the anchors moved by the mean of all changes less the mean of what
-    is kept."""
-    model = Bag()
-    optimizer = sgd(model)
-    changed = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    compression = tw.Quantized(bits, exchange=exchange)  # type: ignore[arg-type]
-    with tw.local_sgd(
-        model, optimizer, tw.LocalSGD(2, begin_step=0, compression=compression)
-    ) as sync:
-        for step in range(1, 401):
-            set_gradients(model, step, rank)
-            for name, p in model.named_parameters():
-                changed[name] += 0.1 * p.grad  # type: ignore[operator]
-            optimizer.step()
-        errors = sync.state_dict()["errors"]
-        assert sync.stats()["applied_share"] == 1
-    worst = 0.0
-    for name, p in model.named_parameters():
-        sums = torch.stack([changed[name], errors[name]]).detach()
-        if size > 1:
-            torch.distributed.all_reduce(sums)
-        worst = max(
-            worst, float(((start[name] - p.detach()) * size + sums[1] - sums[0]).abs().max())
-        )
-    return worst
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("exchange", ["gather", "split"])
-@pytest.mark.parametrize("bits", BITS)
-def test_nothing_is_lost_over_ranks_and_200_rounds(ranks: Pool, bits: int, exchange: str) -> None:
-    """float64 sums of a few hundred terms of size 1."""
-    assert max(ranks.run(add_up, bits, exchange, size=3)) < 1e-10
 
 
 # ---- sizes

@@ -22,34 +22,19 @@ from tests.strategy.training import (
     train,
 )
 
-ADAPTIVE = tw.AdaptiveLocalSGD(3, begin_step=2, max_k_steps=6, compression=tw.Sparse(0.5))
 NARROW = tw.DGC(5, 2, (0.75, 0.9), min_numel=64, state_dtype="bfloat16")
 CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     **{name: ((name,), {}) for name in FIELDS},
-    "nothing": ((), {}),
-    "dgc in the ramp": (("dgc",), {"dgc": tw.DGC(2, 6, (0.5, 0.75, 0.9), min_numel=64)}),
-    "dgc under lamb": (("dgc", "lamb"), {}),
-    "dgc in bfloat16": (("dgc",), {"dgc": NARROW}),
     "dgc in bfloat16 under lamb": (("dgc", "lamb"), {"dgc": NARROW}),
     "dgc and localsgd": (("dgc", "localsgd"), {"localsgd": tw.LocalSGD(3)}),
-    "adaptive, sparse": (("adaptive_localsgd",), {"adaptive_localsgd": ADAPTIVE}),
-    "diloco with a delay": (
-        ("localsgd",),
-        {
-            "localsgd": tw.LocalSGD(
-                4, 1, outer_lr=0.7, outer_momentum=0.9, outer_nesterov=True, fragments=2, delay=1
-            )
-        },
-    ),
-    "amp, merge, dgc": (("amp", "gradient_merge", "dgc"), {"gradient_merge": tw.GradientMerge(3)}),
     "pipeline, amp, dgc": (("amp", "pipeline", "dgc"), {}),
-    "dgc, split": (("dgc",), {"dgc": tw.DGC(1, sparsity=(0.75,), min_numel=64, exchange="split")}),
     "pipeline, merge, dgc in one node": (
         ("pipeline", "gradient_merge", "dgc"),
         {"dgc": tw.DGC(1, sparsity=(0.75,), min_numel=64, node_size=2)},
     ),
     "pipeline, merge, localsgd": (("pipeline", "gradient_merge", "localsgd"), {}),
 }
+"""Beside those of the matrix in `tests/laws`."""
 MICROSTEPS = 11
 TIMES = ("wait_s", "rate_bit_s", "waiting_share")
 PROCESS = ("bytes_received", "bytes_between_stages", *TIMES)

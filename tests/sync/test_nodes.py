@@ -6,7 +6,6 @@ import os
 import warnings
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,107 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from tests.api import Group, node_size_of
 from tests.ranks import Lost, Pool
-from tests.reference.dgc_training import Oracle
-from tests.sync.means import GradientMean
-
-SHAPES = {"embed.weight": (40, 7), "layer.weight": (16, 20), "layer.bias": (16,), "scale": ()}
-MIN_NUMEL = 100
-
-
-def start_values() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64)
-        for name, shape in SHAPES.items()
-    }
-
-
-def gradient(step: int, rank: int, name: str) -> Tensor:
-    seed = 10_000 * step + 100 * rank + list(SHAPES).index(name)
-    return torch.randn(
-        SHAPES[name], generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
-
-
-def train(rank: int, size: int, steps: int, options: dict[str, Any]) -> dict[str, Any]:
-    params = {name: nn.Parameter(value) for name, value in start_values().items()}
-    optimizer = tw.optim.DGCMomentum(params.items(), lr=0.1, min_numel=MIN_NUMEL, **options)
-    for step in range(steps):
-        for name, p in params.items():
-            p.grad = gradient(step, rank, name)
-        optimizer.step()
-        assert all(
-            torch.equal(p.grad, gradient(step, rank, name))
-            for name, p in params.items()
-            if p.grad is not None
-        )
-    return {
-        "params": {name: p.detach().numpy() for name, p in params.items()},
-        "u": {name: optimizer.state[p]["momentum_buffer"].numpy() for name, p in params.items()},
-        "v": {
-            name: optimizer.state[p]["residual"].numpy()
-            for name, p in params.items()
-            if p.numel() >= MIN_NUMEL
-        },
-        "stats": optimizer.stats(),
-    }
-
-
-OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({"sparsity": (0.9,), "value_bits": 32}, {"levels": (0.9,)}),
-    "one bit, Nesterov, decay": (
-        {"sparsity": (0.9,), "value_bits": 1, "nesterov": True, "weight_decay": 0.02},
-        {"levels": (0.9,), "bits": 1, "nesterov": True, "decay": 0.02},
-    ),
-    "ramp": (
-        {"sparsity": (0.5, 0.9), "rampup_begin_step": 3, "rampup_step": 4, "value_bits": 32},
-        {"levels": (0.5, 0.9), "begin": 3, "rampup": 4},
-    ),
-    "local clip": (
-        {"sparsity": (0.9,), "local_grad_clip_norm": 3.0, "value_bits": 32},
-        {"levels": (0.9,), "local_clip": 3.0},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("node_size", [2, 4])
-def test_nodes_are_as_many_ranks_with_the_means_of_their_gradients(
-    ranks: Pool, name: str, node_size: int
-) -> None:
-    options, oracle_options = OPTIONS[name]
-    answers = ranks.run(train, 9, {"node_size": node_size, "exchange": "gather", **options}, size=4)
-    nodes = 4 // node_size
-    values = {n: v.numpy() for n, v in start_values().items()}
-    oracle = Oracle(values, ranks=nodes, min_numel=MIN_NUMEL, **oracle_options)
-    for step in range(9):
-        own = [{n: gradient(step, r, n).numpy() for n in SHAPES} for r in range(4)]
-        means = [
-            {
-                n: sum(own[node * node_size + i][n] for i in range(node_size)) / node_size
-                for n in SHAPES
-            }
-            for node in range(nodes)
-        ]
-        oracle.update(means)
-    for rank, answer in enumerate(answers):
-        first = rank // node_size * node_size
-        for n in SHAPES:
-            # as in the laws of the flat exchange: float32 on the wire rounds sums of another order
-            # differently
-            np.testing.assert_allclose(
-                answer["params"][n], oracle.params[n], rtol=1e-6, atol=1e-7, err_msg=n
-            )
-            np.testing.assert_array_equal(answer["params"][n], answers[0]["params"][n])
-            for key in ("u", "v"):
-                if n in answer[key]:
-                    expected = getattr(oracle, key)[rank // node_size][n]
-                    np.testing.assert_allclose(
-                        answer[key][n], expected, rtol=1e-5, atol=1e-5, err_msg=n
-                    )
-                    np.testing.assert_array_equal(answer[key][n], answers[first][key][n])
-        crossed = answer["stats"]["bytes_between_nodes"]
-        assert (crossed > 0) == (rank == first)
 
 
 class Net(nn.Module):
@@ -303,33 +201,6 @@ def test_a_rank_that_dies_is_lost_on_all_others(
     for rank, answer in enumerate(answers):
         if rank != who:
             assert answer.text in {"PeerLost, unchanged=True", "PeerStalled, unchanged=True"}
-
-
-def mean_with_nodes(rank: int, size: int, dgc_config: tw.DGC) -> list[dict[str, Tensor]]:
-    params = {name: nn.Parameter(value) for name, value in start_values().items()}
-    mean = GradientMean(Group(), params, dgc_config)
-    found = []
-    for step in range(4):
-        got = mean.reduce(step, {n: gradient(step, rank, n) for n in SHAPES})
-        assert got is not None
-        found.append(got)
-    return [*found, dict(mean.residuals)]
-
-
-@pytest.mark.parametrize("exchange", ["gather", "split"])
-def test_the_mean_for_other_optimizers_conserves_over_nodes(ranks: Pool, exchange: str) -> None:
-    """Sum over nodes of the residuals + what was delivered = sum over nodes of their mean
-    gradients; float64."""
-    config = tw.DGC(
-        sparsity=(0.9,), min_numel=MIN_NUMEL, value_bits=2, node_size=2, exchange=exchange
-    )
-    answers = ranks.run(mean_with_nodes, config, size=4)
-    for name in ("embed.weight", "layer.weight"):
-        kept = answers[0][-1][name] + answers[2][-1][name]
-        assert torch.equal(answers[0][-1][name], answers[1][-1][name])
-        delivered = 2 * sum(step[name] for step in answers[0][:-1])
-        given = sum(gradient(step, r, name) for step in range(4) for r in range(4)) / 2
-        torch.testing.assert_close(kept + delivered, given, rtol=0, atol=1e-12)
 
 
 def launched(
