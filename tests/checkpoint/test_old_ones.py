@@ -16,7 +16,6 @@ from thinwire.errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointMismatch,
-    CheckpointMissing,
 )
 
 GROUP = Group()
@@ -194,13 +193,3 @@ def test_another_step_than_those_that_are_there_is_named_though_all_are_damaged(
         load(tmp_path, group=GROUP, step=5)
     with pytest.raises(CheckpointCorrupt, match=r"manifest\.json"):
         load(tmp_path, group=GROUP, step=1)
-
-
-def test_nothing_there_yet_has_a_class_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointMissing, match="there is no checkpoint in"):
-        load(tmp_path / "none", group=GROUP)
-    path = saved(tmp_path, 1)
-    (path / "manifest.json").write_text("?")
-    with pytest.raises(CheckpointError, match="no checkpoint is whole") as caught:
-        load(tmp_path, group=GROUP)
-    assert not isinstance(caught.value, CheckpointMissing), "there is one, and it is damaged"

@@ -417,9 +417,14 @@ def started(rank: int, size: int, way: type[Frontend], sizes: tuple[int, ...]) -
 def test_sizes_of_nodes_that_do_not_fit_are_refused_on_all_ranks(
     ranks: Pool, way: type[Frontend]
 ) -> None:
-    for answer in ranks.run(started, way, (3, 3, 3, 3), size=4, expect_errors=True):
-        assert answer.type_name == "ValueError"
-        assert "node_size=3 does not divide the 4 ranks" in answer.text
-    for answer in ranks.run(started, way, (2, 2, 1, 1), size=4, expect_errors=True):
-        assert answer.type_name == "Mismatch"
-        assert "node_size differs: rank 0 has 2, rank 2 has 1" in answer.text
+    ranks.raise_alike(
+        "ValueError", "node_size=3 does not divide the 4 ranks", started, way, (3, 3, 3, 3), size=4
+    )
+    ranks.raise_alike(
+        "Mismatch",
+        "node_size differs: rank 0 has 2, rank 2 has 1",
+        started,
+        way,
+        (2, 2, 1, 1),
+        size=4,
+    )

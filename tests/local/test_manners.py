@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.local.test_laws import Bag, digest, net, set_gradients, values
-from tests.ranks import Pool, Raised
+from tests.ranks import Pool
 
 
 def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
@@ -375,12 +375,7 @@ def wrapped(rank: int, size: int) -> None:
 
 
 def test_a_ddp_model_is_refused(ranks: Pool) -> None:
-    for answer in ranks.run(wrapped, size=2, expect_errors=True):
-        assert (
-            isinstance(answer, Raised)
-            and answer.type_name == "TypeError"
-            and "ddp.module" in answer.text
-        )
+    ranks.raise_alike("TypeError", "ddp.module", wrapped, size=2)
 
 
 def test_two_cannot_be_nested_on_one_model() -> None:

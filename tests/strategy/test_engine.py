@@ -242,9 +242,9 @@ def test_recompute_changes_no_bit(fields: tuple[str, ...]) -> None:
 
 
 def staged(
-    rank: int, size: int, schedule: str, stages: int
+    rank: int, size: int, schedule: str, stages: int, micro: int
 ) -> tuple[int, dict[str, Tensor], list[float]]:
-    pipeline = tw.Pipeline(stages=stages, micro_batches=4, schedule=schedule)
+    pipeline = tw.Pipeline(stages, micro, schedule)
     engine = make_engine(
         ("pipeline",), replace={"pipeline": pipeline}, plain=True, blocks=4, **DOUBLE
     )
@@ -257,10 +257,12 @@ def staged(
     )
 
 
-@pytest.mark.parametrize(("size", "stages"), [(2, 2), (4, 2), (4, 4), (2, 1)])
+@pytest.mark.parametrize(
+    ("size", "stages", "micro"), [(2, 2, 4), (4, 2, 2), (4, 2, 4), (4, 4, 8), (4, 4, 2), (2, 1, 2)]
+)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_pipeline_times_data_parallel_is_one_process(
-    size: int, stages: int, schedule: str, ranks: Pool
+    size: int, stages: int, micro: int, schedule: str, ranks: Pool
 ) -> None:
     replicas = size // stages
     alone = make_engine((), plain=True, blocks=4, **DOUBLE)
@@ -271,7 +273,7 @@ def test_pipeline_times_data_parallel_is_one_process(
         alone.train_step(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
     whole = dict(alone.model.named_parameters())
     seen = set()
-    for replica, params, losses in ranks.run(staged, schedule, stages, size=size):
+    for replica, params, losses in ranks.run(staged, schedule, stages, micro, size=size):
         assert losses == pytest.approx(
             [per_replica[replica] for per_replica in expected], abs=1e-12
         )
@@ -689,10 +691,7 @@ def rank_1_at_another_step(rank: int, size: int, fields: tuple[str, ...]) -> Non
 @pytest.mark.parametrize("fields", [(), ("dgc",), ("low_rank",), ("localsgd",)])
 def test_a_rank_at_another_step_is_told_as_that(fields: tuple[str, ...], ranks: Pool) -> None:
     """Not as the message that it sends of its own step, which is not the one that others expect."""
-    for answer in ranks.run(rank_1_at_another_step, fields, size=2, expect_errors=True):
-        assert isinstance(answer, Raised)
-        assert answer.type_name == "Mismatch", answer.traceback
-        assert "rank 0 is at step" in answer.text, answer.text
+    ranks.raise_alike("Mismatch", "rank 0 is at step", rank_1_at_another_step, fields, size=2)
 
 
 def schedule_of_the_users(rank: int, size: int) -> bool:
@@ -814,10 +813,7 @@ def wrapped(rank: int, size: int) -> None:
 
 
 def test_a_ddp_model_is_refused_with_what_to_do(ranks: Pool) -> None:
-    for answer in ranks.run(wrapped, size=2, expect_errors=True):
-        assert answer.type_name == "TypeError"
-        assert "ddp.module" in answer.text
-        assert "attach" in answer.text
+    ranks.raise_alike("TypeError", ["ddp.module", "attach"], wrapped, size=2)
 
 
 def test_every_field_has_a_setting_in_these_tests() -> None:

@@ -311,11 +311,9 @@ def saved_on_one(rank: int, size: int, case: str, folder: str) -> None:
 def test_saving_on_rank_0_only_is_an_error_on_all_that_says_what_to_do(
     case: str, ranks: Pool, tmp_path: Path
 ) -> None:
-    for answer in ranks.run(saved_on_one, case, str(tmp_path), size=2, expect_errors=True):
-        assert isinstance(answer, Raised)
-        assert answer.type_name == "Mismatch", answer.traceback
-        assert "engine.save" in answer.text
-        assert "every rank" in answer.text
+    ranks.raise_alike(
+        "Mismatch", ["engine.save", "every rank"], saved_on_one, case, str(tmp_path), size=2
+    )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from tests.api import Engine, Group, Pending, checksum, traffic
-from tests.ranks import Pool, Raised
+from tests.ranks import Pool
 from thinwire.optim import DGCMomentum
 
 EVERY = 8
@@ -124,10 +124,7 @@ def step_in_another_order(rank: int, size: int, kind: str, steps: int) -> None:
 def test_engines_stepped_in_another_order_are_a_mismatch(
     kind: str, steps: int, ranks: Pool
 ) -> None:
-    for answer in ranks.run(step_in_another_order, kind, steps, expect_errors=True):
-        assert isinstance(answer, Raised)
-        assert answer.type_name == "Mismatch"
-        assert "order" in answer.text
+    ranks.raise_alike("Mismatch", "order", step_in_another_order, kind, steps)
 
 
 def train_locally(rank: int, size: int, harm: str) -> tuple[int, str]:
@@ -366,10 +363,9 @@ def test_a_bit_that_flips_in_a_dense_sum_is_found_before_it_is_applied(
     kind: str, where: str, ranks: Pool
 ) -> None:
     size = 4 if kind == "nodes" else 2
-    for answer in ranks.run(flip_in_a_sum, kind, where, size=size, expect_errors=True):
-        assert isinstance(answer, Raised)
-        assert answer.type_name == "PayloadCorrupt"
-        assert "Nothing was applied" in answer.text
+    ranks.raise_alike(
+        "PayloadCorrupt", "Nothing was applied", flip_in_a_sum, kind, where, size=size
+    )
 
 
 def flip_at_random(rank: int, size: int, count: int) -> list[tuple[str, int]]:
