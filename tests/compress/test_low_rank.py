@@ -168,46 +168,6 @@ def test_four_ranks_hold_the_same_bits_after_many_steps(
     assert all(last < 0.5 * first for first, last, _ in answers)
 
 
-def begin(rank: int, size: int, folder: str) -> dict[str, Tensor]:
-    engine = engine_of(model_of())
-    for step in range(6):
-        engine.train_step(*batch(rank, step))
-    engine.save(folder)
-    return state_of(engine)
-
-
-def state_of(engine: Any) -> dict[str, Tensor]:
-    state = engine.state_dict()["exchange"]
-    return {
-        f"{kind} {name}": value.clone()
-        for kind in ("residuals", "factors")
-        for name, value in state[kind].items()
-    }
-
-
-def go_on(rank: int, size: int, folder: str) -> tuple[dict[str, Tensor], str]:
-    engine = engine_of(model_of())
-    engine.load(folder)
-    found = state_of(engine)
-    for step in range(6, 9):
-        engine.train_step(*batch(rank, step))
-    return found, digest(engine.model)
-
-
-def test_another_number_of_ranks_keeps_the_pending_mean(ranks: Pool, tmp_path: Path) -> None:
-    old = ranks.run(begin, str(tmp_path), size=3)
-    new = ranks.run(go_on, str(tmp_path), size=2)
-    assert len({digest for _, digest in new}) == 1
-    for state, _ in new:
-        for name, value in state.items():
-            expected = (
-                torch.stack([each[name] for each in old]).mean(0)
-                if name.startswith("residuals")
-                else old[0][name]
-            )
-            torch.testing.assert_close(value, expected, rtol=0, atol=1e-7)
-
-
 def lost_columns(rank: int, size: int) -> list[Any]:
     """Gradients of rank 1 under a rank of 2: then the second column is nothing but rounding."""
     params = {"w": Parameter(torch.zeros(8, 6, dtype=torch.float64))}

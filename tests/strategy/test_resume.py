@@ -99,6 +99,7 @@ RESHARD: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {"localsgd": tw.LocalSGD(2, compression=tw.Sparse(0.9, decay=1.0, mean_over="all"))},
     ),
     "quantized local": (("localsgd",), {"localsgd": tw.LocalSGD(2, compression=tw.Quantized(2))}),
+    "low rank": (("low_rank",), {"low_rank": tw.LowRank(2, begin_step=1, min_numel=64)}),
     "between averagings": (("localsgd",), {"localsgd": tw.LocalSGD(5)}),
     "in a merge": (("gradient_merge",), {"gradient_merge": tw.GradientMerge(4)}),
     "pipeline": (("pipeline", "dgc"), {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64)}),
@@ -109,6 +110,7 @@ def pending(engine: Any) -> dict[str, Tensor]:
     """What this rank has not given to the others yet, by name."""
     state = engine.state_dict()
     found = {f"residual {k}": v for k, v in state["exchange"].get("residuals", {}).items()}
+    found |= {f"factor {k}": v for k, v in state["exchange"].get("factors", {}).items()}
     found |= {f"error {k}": v for k, v in state["exchange"].get("errors", {}).items()}
     for index, entries in state["optimizer"]["state"].items():
         found |= {
