@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from tests.api import LocalUpdates, RoundWork, private
+from tests.api import LocalUpdates, private
 from tests.local.test_laws import digest, net
 from tests.ranks import Pool
 
@@ -267,17 +267,6 @@ def test_the_tokens_of_merged_microsteps_are_saved(tmp_path: Path) -> None:
             assert engine.sync is not None
             found.append(engine.sync.state_dict())
     assert [state["tokens"] for state in found] == [200, 200]
-
-
-def test_tokens_before_a_step_are_saved_and_loaded() -> None:
-    work = RoundWork(1e6)
-    assert work.tokens_before_step is None
-    work.observe(30)
-    work.observe(40)
-    assert work.tokens_before_step == 70
-    work.step()
-    assert work.tokens_before_step is None
-    assert work.told() == (1, 70)
 
 
 def without_its_state(rank: int, size: int) -> tuple[str, bool]:
