@@ -50,6 +50,10 @@ DGC = {
     "nodes, split": Row(OwnStep, Case(dgc={"node_size": 2, "exchange": "split"}), 4),
     "split": Row(OwnStep, Case(dgc={"node_size": 1, "exchange": "split"}), 3),
     "bfloat16": Row(OwnStep, Case(dgc={"state_dtype": "bfloat16"})),
+    "schedule, limited": Row(
+        OwnStep,
+        Case(lr=tw.schedules.ExponentialDecay(0.1, 0.5, 4), dgc={"local_grad_clip_norm": 0.5}),
+    ),
     "ramp": Row(
         OwnStep,
         Case(dgc={"sparsity": (0.5, 0.75, 0.9), "rampup_step": 6}, merge=2),
