@@ -12,7 +12,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -110,6 +110,21 @@ class Pool:
             ]
             raise AssertionError("\n".join(texts))
         return results
+
+    def raise_alike(
+        self,
+        kind: str,
+        says: str | Sequence[str],
+        function: Callable[..., Any],
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        """Every rank raises an error of this kind, whose text has all these parts."""
+        for answer in self.run(function, *args, expect_errors=True, **options):
+            assert isinstance(answer, Raised), answer
+            assert answer.type_name == kind, answer.traceback
+            for part in [says] if isinstance(says, str) else says:
+                assert part in answer.text, answer.text
 
     def _grow(self, count: int) -> None:
         context: Any = mp.get_context("spawn" if self._fresh else "forkserver")

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from tests.ranks import Pool
-from tests.strategy.training import batch, make_engine, make_model
+from tests.strategy.training import batch, make_engine
 from tests.test_stats import NAMES
 
 PAGE = Path(__file__).parent.parent / "docs" / "logging.md"
@@ -101,29 +99,6 @@ def test_a_step_of_ones_own_and_what_is_no_number() -> None:
         "thinwire/at": 0.5,
     }
     assert [step for _, step in run.rows] == [70]
-
-
-def test_local_updates_optimizers_and_handles_have_the_same_names(ranks: Pool) -> None:
-    for names in ranks.run(_names_of_all):
-        assert names == [{f"thinwire/{name}" for name in NAMES}] * 3
-
-
-def _names_of_all(rank: int, size: int) -> list[set[str]]:
-    model = make_model(plain=True)
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    rows: list[set[str]] = []
-
-    def keep(numbers: dict[str, float], step: int) -> None:
-        rows.append(set(numbers))
-
-    with tw.local_sgd(model, plain, tw.LocalSGD(2)) as sync:
-        tw.log_stats(sync, keep)
-    optimizer = tw.optim.DGCMomentum(model.named_parameters(), lr=0.1, min_numel=1)
-    tw.log_stats(optimizer, keep)
-    handle = optimizer.attach(DistributedDataParallel(model))
-    tw.log_stats(handle, keep)
-    handle.remove()
-    return rows
 
 
 def test_what_is_neither_source_nor_writer_is_refused() -> None:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
+from tests.laws.frontends import AttachedStep, Case, LocalBlock, OwnStep, WithEngine
 from tests.ranks import Pool, say, wait_for_word
-from tests.strategy.training import FIELDS, batch, make_engine, make_model
+from tests.strategy.training import FIELDS, batch, make_engine
 
 NAMES = {
     "step",
@@ -64,48 +64,35 @@ def test_an_engine_has_the_names(field: str | None) -> None:
 
 def everywhere(rank: int, size: int) -> list[dict[str, Any]]:
     found = []
-    engine = make_engine(("dgc",), plain=True)
-    for step in range(3):
-        engine.train_step(*batch(step, rank))
-    found.append(engine.stats())
-    engine.close()
-    model = make_model(plain=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with tw.local_sgd(model, optimizer, tw.LocalSGD(2, compression=tw.Sparse(0.5))) as sync:
+    sparse = tw.LocalSGD(2, compression=tw.Sparse(0.5))
+    for way in (WithEngine, LocalBlock, OwnStep, AttachedStep):
+        trainer = way(Case(local=sparse))
+        source = next(getattr(trainer, n) for n in SOURCES if hasattr(trainer, n))
         for step in range(4):
-            optimizer.zero_grad()
-            cross_entropy(model(batch(step, rank)[0]), batch(step, rank)[1]).backward()
-            optimizer.step()
-        found.append(sync.stats())
-    model = make_model(plain=True)
-    dgc = tw.optim.DGCMomentum(
-        model.parameters(), lr=0.1, sparsity=(0.75,), rampup_begin_step=2, min_numel=64
-    )
-    found.append(dgc.stats())
-    ddp = DistributedDataParallel(model)
-    handle = dgc.attach(ddp)
-    for step in range(3):
-        dgc.zero_grad()
-        cross_entropy(ddp(batch(step, rank)[0]), batch(step, rank)[1]).backward()
-        dgc.step()
-        found.append(handle.stats())
-    assert handle.stats() == dgc.stats()
-    handle.remove()
+            trainer.train(rank, step, step + 1)
+            found.append(source.stats())
+        assert tw.log_stats(source, lambda *_: None).keys() == {f"thinwire/{n}" for n in NAMES}
+        assert source.stats() == trainer.stats() | {"dropped_steps": 0}
+        trainer.end()
     return found
+
+
+SOURCES = ("handle", "engine", "sync", "optimizer")
+"""Whom one asks: what has a handle or local updates has an optimizer too."""
 
 
 def test_local_updates_an_optimizer_and_its_handle_have_the_names_too(ranks: Pool) -> None:
     for found in ranks.run(everywhere):
         for stats in found:
             require_flat(stats)
-        engine, local, _, *attached = found
-        assert engine["sparsity"] == 0.75
-        assert local["sparsity"] == 0.5
-        assert local["averagings"] == 2
-        assert [stats["sparsity"] for stats in attached] == [0.0, 0.75, 0.75]
-        for stats in (engine, local, attached[-1]):
-            assert stats["bytes_received"] > 0
-            assert stats["wait_s"] > 0
+        engine, local, own, attached = (found[at : at + 4] for at in range(0, 16, 4))
+        for each in (engine, own, attached):
+            assert [stats["sparsity"] for stats in each] == [0.0, 0.75, 0.75, 0.75]
+        assert local[-1]["sparsity"] == 0.5
+        assert local[-1]["averagings"] == 2
+        for each in (engine, local, own, attached):
+            assert each[-1]["bytes_received"] > 0
+            assert each[-1]["wait_s"] > 0
 
 
 class Adapted(nn.Module):

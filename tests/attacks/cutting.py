@@ -25,7 +25,6 @@ from tests.api import Link, enter_network, inside, network, why_unavailable
 from tests.attacks.outcome import GRACE_S, Attack, Outcome, Seen, said_nothing_moved
 from tests.attacks.training import make
 from tests.ranks import Pool
-from thinwire.errors import ThinwireError
 
 __all__ = ["ATTACKS"]
 
@@ -73,11 +72,7 @@ def train_until_it_fails(
                     trainer.step(number)
             except Exception as error:
                 seen.seconds = time.monotonic() - begin_s
-                seen.error, seen.text, seen.family = (
-                    type(error).__name__,
-                    str(error),
-                    isinstance(error, ThinwireError),
-                )
+                seen.raised(error)
                 break
             number += 1
             if number == 4:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.ranks import Lost, Pool
+from thinwire.errors import ThinwireError
 
 __all__ = ["GRACE_S", "Attack", "Outcome", "Seen", "judged", "said_nothing_moved"]
 
@@ -50,6 +51,11 @@ class Seen:
     seconds: float = 0.0
     """Of the call that ended with the error."""
     more: dict[str, Any] = field(default_factory=dict)
+
+    def raised(self, error: BaseException) -> None:
+        """Note the error that ended the run."""
+        self.error, self.text = type(error).__name__, str(error)
+        self.family = isinstance(error, ThinwireError)
 
 
 @dataclass(frozen=True)

@@ -116,8 +116,7 @@ def growing(rank: int, size: int, seed: int) -> Seen:
         try:
             engine.train_step(*batch(number, rank))
         except Exception as error:
-            seen.error, seen.text = type(error).__name__, str(error)
-            seen.family = isinstance(error, tw.errors.ThinwireError)
+            seen.raised(error)
             seen.updates = number + 1 - at
             break
     normal = all(
@@ -149,8 +148,7 @@ def swapped(rank: int, size: int, way: str, seed: int) -> Seen:
                 trainer.step(number + shift)
                 before = first.digest() + second.digest()
         except Exception as error:
-            seen.error, seen.text = type(error).__name__, str(error)
-            seen.family = isinstance(error, tw.errors.ThinwireError)
+            seen.raised(error)
             seen.before, seen.after = before, first.digest() + second.digest()
             seen.updates = number + 1 - at
             break

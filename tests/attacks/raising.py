@@ -15,7 +15,6 @@ import thinwire as tw
 from tests.attacks.outcome import Attack, Outcome, Seen, judged
 from tests.attacks.training import DGC, batch, digest, make, small_model, under_attack
 from tests.ranks import Lost, Pool
-from thinwire.errors import ThinwireError
 
 __all__ = ["ATTACKS"]
 
@@ -96,11 +95,7 @@ def raised(rank: int, size: int, where: str, everywhere: bool, seed: int) -> See
             except Surprise:
                 seen.more["unmoved"] = before == state()
             except Exception as error:
-                seen.error, seen.text, seen.family = (
-                    type(error).__name__,
-                    str(error),
-                    isinstance(error, ThinwireError),
-                )
+                seen.raised(error)
                 seen.before, seen.after, seen.updates = before, state(), number + 1 - at
                 seen.more["step"] = engine.step
                 return seen
@@ -244,11 +239,7 @@ def outlier(rank: int, size: int, everywhere: bool, seed: int) -> Seen:
         try:
             optimizer.step()
         except Exception as error:
-            seen.error, seen.text, seen.family = (
-                type(error).__name__,
-                str(error),
-                isinstance(error, ThinwireError),
-            )
+            seen.raised(error)
             seen.updates = number + 1 - at
             return seen
     seen.common = "the clipping was passed over"
@@ -297,11 +288,7 @@ def overflowing(rank: int, size: int, way: str, exchange: str, seed: int) -> See
                 warnings.simplefilter("ignore", UserWarning)
                 engine.minimize(loss)
         except Exception as error:
-            seen.error, seen.text, seen.family = (
-                type(error).__name__,
-                str(error),
-                isinstance(error, ThinwireError),
-            )
+            seen.raised(error)
             return seen
     finite = all(torch.isfinite(p).all() for p in model.parameters())
     finite = finite and all(

@@ -22,7 +22,6 @@ import thinwire as tw
 from tests.attacks.outcome import GRACE_S, Attack, Outcome, Seen, judged
 from tests.attacks.training import digest
 from tests.ranks import Pool
-from thinwire.errors import ThinwireError
 
 __all__ = ["ATTACKS"]
 
@@ -87,11 +86,7 @@ def reordered(rank: int, size: int, way: str, named: bool, folder: str, seed: in
         seen.common = "right" if right else f"mixed up on rank {rank}"
         engine.close()
     except Exception as error:
-        seen.error, seen.text, seen.family = (
-            type(error).__name__,
-            str(error),
-            isinstance(error, ThinwireError),
-        )
+        seen.raised(error)
     return seen
 
 
@@ -144,11 +139,7 @@ def own_state(rank: int, size: int, named: bool, seed: int) -> Seen:
         )
         seen.common = "right" if right else f"mixed up on rank {rank}"
     except Exception as error:
-        seen.error, seen.text, seen.family = (
-            type(error).__name__,
-            str(error),
-            isinstance(error, ThinwireError),
-        )
+        seen.raised(error)
     return seen
 
 
@@ -240,11 +231,7 @@ def saved_states(rank: int, size: int, what: str, directory: str, seed: int) -> 
         )
         engine.close()
     except Exception as error:
-        seen.error, seen.text, seen.family = (
-            type(error).__name__,
-            str(error),
-            isinstance(error, ThinwireError),
-        )
+        seen.raised(error)
     return seen
 
 
@@ -282,11 +269,7 @@ def not_atomic(rank: int, size: int, directory: str, seed: int) -> Seen:
     try:
         engine.load(directory)
     except Exception as error:
-        seen.error, seen.text, seen.family = (
-            type(error).__name__,
-            str(error),
-            isinstance(error, ThinwireError),
-        )
+        seen.raised(error)
     seen.after = digest(by_name(engine)) + str(engine.step)
     seen.common = "loaded"
     engine.close()
@@ -330,11 +313,7 @@ def hanging(rank: int, size: int, directory: str, seed: int) -> Seen:
     try:
         engine.save(directory)
     except Exception as error:
-        seen.error, seen.text, seen.family = (
-            type(error).__name__,
-            str(error),
-            isinstance(error, ThinwireError),
-        )
+        seen.raised(error)
     finally:
         os.fsync = real  # type: ignore[assignment]
     seen.seconds, seen.common = time.monotonic() - begin_s, "saved"

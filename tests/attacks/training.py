@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.attacks.outcome import Seen
-from thinwire.errors import ThinwireError
 
 __all__ = ["WAYS", "Trainer", "batch", "digest", "make", "small_model", "under_attack"]
 
@@ -197,8 +196,7 @@ def under_attack(
                 trainer.step(number)
             except Exception as error:  # judged by whoever attacked
                 seen.seconds = time.monotonic() - begin_s
-                seen.error, seen.text = type(error).__name__, str(error)
-                seen.family = isinstance(error, ThinwireError)
+                seen.raised(error)
                 break
             seen.updates = number + 1 - at
         else:
@@ -206,8 +204,7 @@ def under_attack(
                 try:
                     trainer.sync.flush()
                 except Exception as error:
-                    seen.error, seen.text = type(error).__name__, str(error)
-                    seen.family = isinstance(error, ThinwireError)
+                    seen.raised(error)
     seen.after, seen.common = trainer.digest(), trainer.common()
     if trainer.sync is not None:
         seen.before = (

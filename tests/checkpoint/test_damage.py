@@ -18,7 +18,7 @@ import torch
 import thinwire.checkpoint
 from tests.api import Group, load, save
 from tests.checkpoint.states import rank_state, same
-from thinwire.errors import CheckpointCorrupt, CheckpointError
+from thinwire.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
 
 FILES = ("manifest.json", "rank_00000.json", "rank_00000.safetensors")
 GROUP = Group()
@@ -174,7 +174,7 @@ def test_nothing_there(tmp_path: Path, make: Callable[[Path], None]) -> None:
     root = tmp_path / "none"
     make(root)
     with pytest.raises(
-        CheckpointError, match=r"there is no checkpoint in .*none: looked for folders"
+        CheckpointMissing, match=r"there is no checkpoint in .*none: looked for folders"
     ):
         load(root, group=GROUP)
 

@@ -128,15 +128,6 @@ def test_how_many_stay(tmp_path: Path, keep: int, left: list[int]) -> None:
     ]
 
 
-def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        path = save(tmp_path, {}, step=step, group=Group(), facts={}, keep=3)
-    (path / "rank_00000.json").unlink()
-    save(tmp_path, {}, step=4, group=Group(), facts={}, keep=2)
-    assert (tmp_path / "step_0000000002").exists()
-    assert not (tmp_path / "step_0000000001").exists()
-
-
 def test_what_interrupted_saves_left_behind_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".step_0000000009.tmp-0123abcd").mkdir()
     (tmp_path / ".step_0000000009.tmp-0123abcd" / "rank_00000.json").touch()

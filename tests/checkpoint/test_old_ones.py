@@ -16,7 +16,6 @@ from thinwire.errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointMismatch,
-    CheckpointMissing,
 )
 
 GROUP = Group()
@@ -135,14 +134,6 @@ def test_no_checkpoint_is_named_that_lacks_what_was_written(
     assert names(tmp_path) == ["step_0000000001"]
 
 
-def test_all_are_kept_where_keep_is_none(tmp_path: Path) -> None:
-    for step in range(1, 6):
-        save(tmp_path, {}, step=step, group=GROUP, facts={}, keep=None)
-    assert len(names(tmp_path)) == 5
-    with pytest.raises(ValueError, match="keep must be an integer >= 1"):
-        save(tmp_path, {}, step=9, group=GROUP, facts={}, keep=0)
-
-
 def test_what_was_saved_last_loads_although_a_manifest_was_away_meanwhile(tmp_path: Path) -> None:
     for trial in range(12):
         root = tmp_path / str(trial)
@@ -202,13 +193,3 @@ def test_another_step_than_those_that_are_there_is_named_though_all_are_damaged(
         load(tmp_path, group=GROUP, step=5)
     with pytest.raises(CheckpointCorrupt, match=r"manifest\.json"):
         load(tmp_path, group=GROUP, step=1)
-
-
-def test_nothing_there_yet_has_a_class_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointMissing, match="there is no checkpoint in"):
-        load(tmp_path / "none", group=GROUP)
-    path = saved(tmp_path, 1)
-    (path / "manifest.json").write_text("?")
-    with pytest.raises(CheckpointError, match="no checkpoint is whole") as caught:
-        load(tmp_path, group=GROUP)
-    assert not isinstance(caught.value, CheckpointMissing), "there is one, and it is damaged"

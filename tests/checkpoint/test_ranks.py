@@ -15,7 +15,7 @@ import torch
 
 from tests.api import Group, files, load, on_all_ranks, plan, save
 from tests.checkpoint.states import rank_state, same
-from tests.ranks import Pool, Raised
+from tests.ranks import Pool
 from tests.waiting import PATIENCE_S, time_out, until
 
 LIMIT_S = time_out(4.0)
@@ -107,10 +107,17 @@ def test_another_number_of_ranks_needs_the_files_of_all_machines(
 ) -> None:
     ranks.run(save_and_load, str(tmp_path), 2, size=2)
     for size in (1, 3):
-        for answer in ranks.run(load_here, str(tmp_path), 1, size=size, expect_errors=True):
-            assert isinstance(answer, Raised) and answer.type_name == "CheckpointCorrupt"
-            assert "step_0000000003/rank_00001.json is not there" in answer.text
-            assert "copy the folders step_0000000003 of all of them together" in answer.text
+        ranks.raise_alike(
+            "CheckpointCorrupt",
+            [
+                "step_0000000003/rank_00001.json is not there",
+                "copy the folders step_0000000003 of all of them together",
+            ],
+            load_here,
+            str(tmp_path),
+            1,
+            size=size,
+        )
     shutil.copytree(tmp_path / "machine1", tmp_path / "machine0", dirs_exist_ok=True)
     for step, state, told in ranks.run(load_here, str(tmp_path), 1, size=3):
         assert (step, told) == (3, [])
@@ -197,13 +204,14 @@ def test_another_number_of_stages_is_an_error(
     ranks: Pool, tmp_path: Path, parts: list[int]
 ) -> None:
     ranks.run(save_with_parts, str(tmp_path), [0, 1], size=2)
-    for answer in ranks.run(
-        load_with_parts, str(tmp_path), parts, size=len(parts), expect_errors=True
-    ):
-        assert answer.type_name == "CheckpointMismatch"
-        assert (
-            "has the state of pipeline stages [0, 1], and the ranks are now stages" in answer.text
-        )
+    ranks.raise_alike(
+        "CheckpointMismatch",
+        "has the state of pipeline stages [0, 1], and the ranks are now stages",
+        load_with_parts,
+        str(tmp_path),
+        parts,
+        size=len(parts),
+    )
 
 
 def disagree(rank: int, size: int, root: str, what: str) -> None:

@@ -52,11 +52,12 @@ def uneven(rank: int, size: int) -> None:
 
 
 def test_ranks_must_be_a_multiple_of_the_stages(ranks: Pool) -> None:
-    for answer in ranks.run(uneven, size=3, expect_errors=True):
-        assert answer.type_name == "StrategyError"
-        assert (
-            "2 stages needs a multiple of 2 ranks, there are 3: start 2 or 4 ranks" in answer.text
-        )
+    ranks.raise_alike(
+        "StrategyError",
+        "2 stages needs a multiple of 2 ranks, there are 3: start 2 or 4 ranks",
+        uneven,
+        size=3,
+    )
 
 
 def test_one_number_of_ranks_that_would_do_is_said_once() -> None:

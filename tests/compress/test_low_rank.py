@@ -168,69 +168,6 @@ def test_four_ranks_hold_the_same_bits_after_many_steps(
     assert all(last < 0.5 * first for first, last, _ in answers)
 
 
-def resumed(rank: int, size: int, folder: str) -> list[bool]:
-    straight, again = engine_of(model_of()), engine_of(model_of())
-    for step in range(6):
-        straight.train_step(*batch(rank, step))
-    straight.save(folder)
-    again.load(folder)
-    for step in range(6, 12):
-        straight.train_step(*batch(rank, step))
-        again.train_step(*batch(rank, step))
-    same = [digest(straight.model) == digest(again.model)]
-    states = [engine.state_dict()["exchange"] for engine in (straight, again)]
-    for kind in ("residuals", "factors"):
-        same += [
-            torch.equal(value, states[1][kind][name]) for name, value in states[0][kind].items()
-        ]
-    return same
-
-
-def test_training_goes_on_bit_for_bit(ranks: Pool, tmp_path: Path) -> None:
-    for same in ranks.run(resumed, str(tmp_path)):
-        assert len(same) == 1 + 2 * 11 and all(same)
-
-
-def begin(rank: int, size: int, folder: str) -> dict[str, Tensor]:
-    engine = engine_of(model_of())
-    for step in range(6):
-        engine.train_step(*batch(rank, step))
-    engine.save(folder)
-    return state_of(engine)
-
-
-def state_of(engine: Any) -> dict[str, Tensor]:
-    state = engine.state_dict()["exchange"]
-    return {
-        f"{kind} {name}": value.clone()
-        for kind in ("residuals", "factors")
-        for name, value in state[kind].items()
-    }
-
-
-def go_on(rank: int, size: int, folder: str) -> tuple[dict[str, Tensor], str]:
-    engine = engine_of(model_of())
-    engine.load(folder)
-    found = state_of(engine)
-    for step in range(6, 9):
-        engine.train_step(*batch(rank, step))
-    return found, digest(engine.model)
-
-
-def test_another_number_of_ranks_keeps_the_pending_mean(ranks: Pool, tmp_path: Path) -> None:
-    old = ranks.run(begin, str(tmp_path), size=3)
-    new = ranks.run(go_on, str(tmp_path), size=2)
-    assert len({digest for _, digest in new}) == 1
-    for state, _ in new:
-        for name, value in state.items():
-            expected = (
-                torch.stack([each[name] for each in old]).mean(0)
-                if name.startswith("residuals")
-                else old[0][name]
-            )
-            torch.testing.assert_close(value, expected, rtol=0, atol=1e-7)
-
-
 def lost_columns(rank: int, size: int) -> list[Any]:
     """Gradients of rank 1 under a rank of 2: then the second column is nothing but rounding."""
     params = {"w": Parameter(torch.zeros(8, 6, dtype=torch.float64))}
@@ -260,31 +197,6 @@ def test_a_column_without_content_is_drawn_anew(ranks: Pool) -> None:
     # of rank 2 from the seventh on: all of it is applied but for the first steps of the new
     # direction
     assert float((sum(kept) / 2).norm()) < 0.1 * float(total.norm())
-
-
-def not_finite(rank: int, size: int) -> tuple[list[str], bool, bool]:
-    engine = engine_of(model_of())
-    for step in range(5):
-        engine.train_step(*batch(rank, step))
-    before = (
-        digest(engine.model),
-        [e.clone() for e in engine.state_dict()["exchange"]["residuals"].values()],
-    )
-    x, y = batch(rank, 5)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        engine.train_step(x * (float("inf") if rank == 1 else 1.0), y)
-    after = digest(engine.model), list(engine.state_dict()["exchange"]["residuals"].values())
-    same = before[0] == after[0] and all(map(torch.equal, before[1], after[1]))
-    engine.train_step(*batch(rank, 6))
-    return [str(w.message) for w in caught], same, digest(engine.model) != before[0]
-
-
-@pytest.mark.fault
-def test_a_gradient_that_is_not_finite_drops_the_step_on_all(ranks: Pool) -> None:
-    for texts, same, moved in ranks.run(not_finite):
-        assert len(texts) == 1 and "on rank 1" in texts[0] and "is not finite" in texts[0]
-        assert same and moved
 
 
 def local_training(
@@ -331,30 +243,6 @@ def test_changes_of_local_updates_travel_as_factors(ranks: Pool, tmp_path: Path,
         assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
         everything = 4 * sum(p.numel() for p in model_of().parameters())
         assert sent < 0.5 * everything * 40 / LOCAL[name].k_steps
-
-
-def kept_books(rank: int, size: int) -> tuple[Tensor, Tensor]:
-    model = nn.Linear(30, 20, bias=False).double()
-    torch.nn.init.zeros_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    config = tw.LocalSGD(2, begin_step=0, compression=tw.LowRank(2, begin_step=0, min_numel=1))
-    moved = torch.zeros(20, 30, dtype=torch.float64)
-    with tw.local_sgd(model, optimizer, config) as sync:
-        for step in range(1, 21):
-            generator = torch.Generator().manual_seed(10 * step + rank)
-            model.weight.grad = torch.randn(20, 30, generator=generator, dtype=torch.float64)
-            moved -= model.weight.grad
-            optimizer.step()
-        assert sync.synced
-        return moved, model.weight.detach() - sync.state_dict()["errors"]["weight"]
-
-
-def test_nothing_of_a_change_is_lost(ranks: Pool) -> None:
-    """What was applied, with what is kept (an error counts anchor minus parameter), is the mean of
-    what was moved."""
-    answers = ranks.run(kept_books)
-    moved, held = (sum(answer[i] for answer in answers) / 2 for i in range(2))
-    torch.testing.assert_close(held, moved, rtol=0, atol=1e-9)
 
 
 class Weighted(nn.Module):

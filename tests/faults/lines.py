@@ -22,7 +22,6 @@ from tests.attacks.training import Trainer, digest, make
 from tests.launched import free_port
 from tests.ranks import Pool
 from tests.waiting import time_out, until
-from thinwire.errors import ThinwireError
 
 __all__ = [
     "TIMEOUT_S",
@@ -143,8 +142,7 @@ def trained(
                 trainer.step(number)
             except Exception as error:
                 seen.seconds = time.monotonic() - begun
-                seen.error, seen.text = type(error).__name__, str(error)
-                seen.family = isinstance(error, ThinwireError)
+                seen.raised(error)
                 break
             seen.updates = number + 1
             seen.seconds = max(seen.seconds, time.monotonic() - begun)

@@ -67,10 +67,7 @@ MATRIX = _numbered(
             PROCESS,
             "SIGKILL between two buckets of a backward pass",
             ATOMIC,
-            (
-                AT_EVERY_POINT,
-                DGC + "test_a_rank_killed_between_two_buckets_leaves_the_others_unchanged",
-            ),
+            (AT_EVERY_POINT,),
             "",
         ),
         (
@@ -280,9 +277,8 @@ MATRIX = _numbered(
             "NaN in one rank's gradient",
             "all ranks drop the step; residual and momentum stay finite",
             (
-                "sync/test_gradient_mean.py::test_what_is_not_finite_on_one_rank_drops_the_step_on_all",
-                "laws/test_dgc.py::test_a_bad_gradient_on_one_rank_drops_the_step_on_all",
-                "strategy/test_overlap.py::test_a_gradient_that_is_not_finite_drops_the_early_step_on_all",
+                "laws/test_matrix.py::"
+                "test_a_gradient_that_is_not_finite_on_one_rank_drops_the_step_on_all",
             ),
             "",
         ),
@@ -328,7 +324,7 @@ MATRIX = _numbered(
             NUMBERS,
             "residuals that grow",
             "sent plus kept is what was accumulated",
-            ("sync/test_gradient_mean.py::test_nothing_is_lost_over_100_steps",),
+            ("sync/test_split.py::test_nothing_is_lost_over_50_steps",),
             "no warning is given for a large residual",
         ),
         (
@@ -554,7 +550,7 @@ MATRIX = _numbered(
             "a rank dies between two averagings; a newcomer; a stage of a pipeline dies",
             "at most the work of one round of that rank is lost; the others hold the same",
             (
-                "local/test_manners.py::test_a_killed_rank_is_lost_to_the_others",
+                AT_EVERY_POINT,
                 MEMBERS + "test_a_newcomer_has_the_bits_of_the_others",
                 MEMBERS + "test_every_method_goes_on_without_a_member_that_was_killed",
                 "local/test_laws.py::test_the_interval_follows_loss_and_rate",

@@ -13,7 +13,6 @@ from tests.faults.lines import alike
 from tests.launched import free_port
 from tests.ranks import Lost, Pool, Raised
 from tests.waiting import time_out
-from thinwire.errors import ThinwireError
 
 TIMEOUT_S = time_out(6.0)
 WAYS = ("dense", "dgc", "local")
@@ -41,8 +40,7 @@ def train(rank: int, size: int, way: str, fault: Fault | None, port: int = 0) ->
             try:
                 trainer.step(number)
             except Exception as error:
-                seen.error, seen.text = type(error).__name__, str(error)
-                seen.family = isinstance(error, ThinwireError)
+                seen.raised(error)
                 break
             seen.updates = number + 1
     seen.after, seen.common = held(trainer), alike(trainer)

@@ -115,10 +115,7 @@ def clipped(rank: int, size: int) -> None:
 
 
 def test_clipping_by_the_accelerator_is_an_error_that_says_what_to_do(ranks: Pool) -> None:
-    for answer in ranks.run(clipped, expect_errors=True):
-        assert isinstance(answer, Raised)
-        assert answer.type_name == "ThinwireError"
-        assert "local_grad_clip_norm" in answer.text
+    ranks.raise_alike("ThinwireError", "local_grad_clip_norm", clipped)
 
 
 def resumed(rank: int, size: int, folder: Path) -> dict[str, Any]:

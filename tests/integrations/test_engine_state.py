@@ -7,7 +7,7 @@ import pytest
 from torch.nn.functional import cross_entropy
 
 from tests.integrations.task import STRATEGIES, adamw, own_batches, task
-from tests.ranks import Pool, Raised
+from tests.ranks import Pool
 from thinwire.integrations import EngineState
 from thinwire.integrations.engine_state import as_made_
 
@@ -71,10 +71,13 @@ def test_a_framework_that_was_killed_before_it_wrote_goes_on_where_it_was(
     assert (begun, again) == (3, lost)
     begun, last = ranks.run(goes_on, tmp_path, again)[0]
     assert (begun, last["step"]) == (6, 9)
-    for answer in ranks.run(goes_on, tmp_path, first, expect_errors=True):
-        assert isinstance(answer, Raised)
-        assert answer.type_name == "CheckpointMismatch"
-        assert "has checkpoints of step 6, 9, and none of step 3" in answer.text
+    ranks.raise_alike(
+        "CheckpointMismatch",
+        "has checkpoints of step 6, 9, and none of step 3",
+        goes_on,
+        tmp_path,
+        first,
+    )
 
 
 def misused(rank: int, size: int, folder: Path, how: str) -> None:
@@ -98,10 +101,7 @@ def misused(rank: int, size: int, folder: Path, how: str) -> None:
 def test_misuse_is_an_error_that_says_what_to_do(
     ranks: Pool, tmp_path: Path, how: str, kind: str, text: str
 ) -> None:
-    for answer in ranks.run(misused, tmp_path, how, expect_errors=True):
-        assert isinstance(answer, Raised)
-        assert answer.type_name == kind, answer.traceback
-        assert text in answer.text
+    ranks.raise_alike(kind, text, misused, tmp_path, how)
 
 
 def test_an_optimizer_that_has_loaded_another_one_is_as_it_was_made() -> None:

@@ -28,7 +28,7 @@ from tests.integrations.task import (
     residuals,
     task,
 )
-from tests.ranks import Pool, Raised
+from tests.ranks import Pool
 
 pytestmark = [pytest.mark.integrations, needs("lightning")]
 CONFIGS = {
@@ -389,10 +389,7 @@ def misused(rank: int, size: int, folder: Path, how: str) -> None:
 def test_misuse_is_an_error_that_says_what_to_do(
     ranks: Pool, tmp_path: Path, how: str, kind: str, advice: str
 ) -> None:
-    for answer in ranks.run(misused, tmp_path, how, expect_errors=True):
-        assert isinstance(answer, Raised)
-        assert answer.type_name == kind, answer.traceback
-        assert advice in answer.text
+    ranks.raise_alike(kind, advice, misused, tmp_path, how)
 
 
 def after_an_exception(rank: int, size: int, folder: Path, method: str) -> None:
@@ -422,10 +419,9 @@ def after_an_exception(rank: int, size: int, folder: Path, method: str) -> None:
 def test_a_checkpoint_of_an_exception_is_no_beginning(
     ranks: Pool, tmp_path: Path, method: str
 ) -> None:
-    for answer in ranks.run(after_an_exception, tmp_path, method, expect_errors=True):
-        assert isinstance(answer, Raised)
-        assert answer.type_name == "CheckpointMissing", answer.traceback
-        assert "saved after an exception" in answer.text
+    ranks.raise_alike(
+        "CheckpointMissing", "saved after an exception", after_an_exception, tmp_path, method
+    )
 
 
 def after_the_fit(rank: int, size: int, folder: Path) -> tuple[int, int, bool]:

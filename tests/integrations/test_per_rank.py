@@ -10,7 +10,7 @@ import torch
 import thinwire as tw
 from tests.api import write_rank_file
 from tests.integrations.task import dgc, equal, parameters, residuals, task
-from tests.ranks import Pool, Raised
+from tests.ranks import Pool
 from thinwire.errors import CheckpointError
 from thinwire.integrations import PerRankState
 
@@ -223,11 +223,7 @@ def failing(rank: int, size: int, folder: str) -> None:
 
 
 def test_an_error_of_one_rank_is_an_error_of_all(ranks: Pool, tmp_path: Path) -> None:
-    for answer in ranks.run(failing, str(tmp_path), expect_errors=True):
-        assert isinstance(answer, Raised)
-        assert answer.type_name == "CheckpointError"
-        assert "rank 1" in answer.text
-        assert "the disk is on fire" in answer.text
+    ranks.raise_alike("CheckpointError", ["rank 1", "the disk is on fire"], failing, str(tmp_path))
 
 
 def local_updates(rank: int, size: int, folder: str) -> bool:

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 import thinwire as tw
 from tests.integrations.packages import as_under_torchrun, needs
 from tests.integrations.task import equal, parameters
-from tests.ranks import Pool, Raised
+from tests.ranks import Pool
 
 pytestmark = [pytest.mark.integrations, needs("transformers"), pytest.mark.timeout(240)]
 
@@ -399,10 +399,7 @@ def refused(rank: int, size: int, folder: Path, arguments: dict[str, Any]) -> No
 def test_arguments_that_do_not_go_with_it_are_refused(
     ranks: Pool, tmp_path: Path, arguments: dict[str, Any], advice: str
 ) -> None:
-    for answer in ranks.run(refused, tmp_path, arguments, expect_errors=True):
-        assert isinstance(answer, Raised)
-        assert answer.type_name == "StrategyError", answer.traceback
-        assert advice in answer.text
+    ranks.raise_alike("StrategyError", advice, refused, tmp_path, arguments)
 
 
 def elsewhere(rank: int, size: int, folder: Path, how: str) -> None:
@@ -433,10 +430,7 @@ def elsewhere(rank: int, size: int, folder: Path, how: str) -> None:
 def test_a_checkpoint_without_this_state_is_an_error(
     ranks: Pool, tmp_path: Path, how: str, kind: str, text: str
 ) -> None:
-    for answer in ranks.run(elsewhere, tmp_path, how, expect_errors=True, timeout_s=120):
-        assert isinstance(answer, Raised)
-        assert answer.type_name == kind, answer.traceback
-        assert text in answer.text
+    ranks.raise_alike(kind, text, elsewhere, tmp_path, how, timeout_s=120)
 
 
 def recipe(rank: int, size: int, folder: Path) -> Any:

@@ -3,13 +3,17 @@ compare.
 """
 
 import hashlib
+import io
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
@@ -22,6 +26,8 @@ COMPRESSIONS: dict[str, Any] = {
     "quantized": tw.Quantized(1),
     "low rank": tw.LowRank(2, begin_step=2, min_numel=64),
 }
+NOT_COMPARED = ("random", "origin", "bytes_sent")
+"""Keys of a state on which no step depends."""
 cross_entropy = nn.functional.cross_entropy
 
 
@@ -36,8 +42,24 @@ class Case:
     """The microstep at which rank 1 has a loss that is not a number."""
     resume_at: int | None = None
     """The microstep before which all is made anew and goes on from its saved state."""
+    wrap_at: int | None = None
+    """The microstep before which torch's wrapper is another one."""
     compression: str = "none"
     """What local updates send of a change, by its name in `COMPRESSIONS`."""
+    steps: int = STEPS
+    dgc: dict[str, Any] = field(default_factory=dict)
+    """Settings beside those of `DGC`."""
+    fields: dict[str, Any] | None = None
+    """Of an engine, in place of `dgc` or `localsgd`."""
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    """Of an engine, in place of SGD."""
+    local: tw.LocalSGD | tw.AdaptiveLocalSGD | None = None
+    """Of local updates, in place of an averaging in every third step."""
+    frozen: str = ""
+    sharded: bool = False
+    """By `fully_shard`: four ranks are two sites of two shards."""
+    told: dict[str, Any] = field(default_factory=dict)
+    """What each frontend takes: `digest_every`, say."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +67,8 @@ class Trained:
     """What must be equal: the bits of all parameters, and the steps that were dropped."""
 
     bits: str
+    held: str
+    """The bits of all that the frontend saves, before the end."""
     dropped: int
     bytes_sent: int
 
@@ -63,8 +87,9 @@ def losses(case: Case, model: nn.Module, rank: int, begin: int, end: int) -> Ite
 
 
 def batches(case: Case, rank: int, begin: int, end: int) -> Iterator[tuple[Tensor, Tensor]]:
+    source = rank // 2 if case.sharded else rank
     for step in range(begin, end):
-        generator = torch.Generator().manual_seed(1000 * step + rank)
+        generator = torch.Generator().manual_seed(1000 * step + source)
         x = torch.randn(16, 8, generator=generator)
         if step == case.nan_at and rank == 1:
             x[0, 0] = float("nan")
@@ -74,8 +99,23 @@ def batches(case: Case, rank: int, begin: int, end: int) -> Iterator[tuple[Tenso
 def bits_of(model: nn.Module) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for param in model.parameters():
-        digest.update(param.detach().contiguous().numpy().tobytes())
+        whole = param.full_tensor() if isinstance(param, DTensor) else param
+        digest.update(whole.detach().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def own(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def held(model: nn.Module) -> dict[str, Tensor]:
+    return {name: own(value).clone() for name, value in model.state_dict().items()}
+
+
+def hold(model: nn.Module, state: dict[str, Tensor]) -> None:
+    for name, value in model.state_dict().items():
+        own(value).copy_(state[name])
 
 
 class Frontend:
@@ -83,6 +123,14 @@ class Frontend:
 
     def __init__(self, case: Case) -> None:
         self.case, self.model = case, make_model()
+        if case.frozen:
+            self.model.get_parameter(case.frozen).requires_grad_(False)
+        self.told = dict(case.told)
+        if case.sharded:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            fully_shard(self.model[2], mesh=mesh["shard"])
+            fully_shard(self.model, mesh=mesh["shard"])
+            self.told["mesh"] = mesh
 
     def train(self, rank: int, begin: int, end: int) -> None:
         raise NotImplementedError
@@ -96,6 +144,12 @@ class Frontend:
     def end(self) -> None:
         """Finish what is on its way."""
 
+    def close(self) -> None:
+        """Give up, where something has failed."""
+
+    def wrap_again(self) -> None:
+        """As a resumed run is wrapped anew by torch."""
+
     def stats(self) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -107,7 +161,10 @@ class OwnStep(Frontend):
         super().__init__(case)
         self.called: nn.Module = self.model
         self.optimizer = tw.optim.DGCMomentum(
-            self.model.named_parameters(), case.lr, grad_clip=case.clip, **DGC
+            self.model.named_parameters(),
+            case.lr,
+            grad_clip=case.clip,
+            **{**DGC, **case.dgc, **self.told},
         )
 
     def train(self, rank: int, begin: int, end: int) -> None:
@@ -119,10 +176,10 @@ class OwnStep(Frontend):
                 self.optimizer.zero_grad()
 
     def state(self) -> Any:
-        return self.model.state_dict(), self.optimizer.state_dict()
+        return held(self.model), self.optimizer.state_dict()
 
     def load(self, state: Any) -> None:
-        self.model.load_state_dict(state[0])
+        hold(self.model, state[0])
         self.optimizer.load_state_dict(state[1])
 
     def stats(self) -> dict[str, Any]:
@@ -134,8 +191,15 @@ class AttachedStep(OwnStep):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
+        self._wrap()
+
+    def _wrap(self) -> None:
         self.called = DistributedDataParallel(self.model)
         self.handle = self.optimizer.attach(self.called)
+
+    def wrap_again(self) -> None:
+        self.handle.remove()
+        self._wrap()
 
     def train(self, rank: int, begin: int, end: int) -> None:
         merge = self.case.merge
@@ -156,18 +220,20 @@ class WithEngine(Frontend):
     """`engine.train_step` with the fields of a subclass."""
 
     def fields(self) -> dict[str, Any]:
-        return {"dgc": tw.DGC(**DGC)}
+        return {"dgc": tw.DGC(**{**DGC, **self.case.dgc})}
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        fields = self.fields()
+        fields = self.fields() if case.fields is None else dict(case.fields)
         if case.merge > 1:
             fields["gradient_merge"] = tw.GradientMerge(case.merge)
         strategy = tw.DistributedStrategy(**fields)
-        optimizer = tw.optim.SGD(
-            self.model.named_parameters(), case.lr, momentum=0.9, grad_clip=case.clip
+        optimizer = (
+            tw.optim.SGD(self.model.named_parameters(), case.lr, momentum=0.9, grad_clip=case.clip)
+            if case.optimizer is None
+            else case.optimizer(self.model.named_parameters())
         )
-        self.engine = strategy.prepare(self.model, optimizer, cross_entropy)
+        self.engine = strategy.prepare(self.model, optimizer, cross_entropy, **self.told)
 
     def train(self, rank: int, begin: int, end: int) -> None:
         for x, y in batches(self.case, rank, begin, end):
@@ -181,6 +247,9 @@ class WithEngine(Frontend):
 
     def end(self) -> None:
         self.engine.flush()
+        self.engine.close()
+
+    def close(self) -> None:
         self.engine.close()
 
     def stats(self) -> dict[str, Any]:
@@ -198,8 +267,11 @@ class Minimize(WithEngine):
 class Followed(WithEngine):
     """`engine.follow_steps`."""
 
-    def train(self, rank: int, begin: int, end: int) -> None:
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
         self.engine.follow_steps()
+
+    def train(self, rank: int, begin: int, end: int) -> None:
         for loss in losses(self.case, self.model, rank, begin, end):
             loss.backward()  # type: ignore[no-untyped-call]
             self.engine.optimizer.step()
@@ -208,7 +280,9 @@ class Followed(WithEngine):
 
 class _Local(WithEngine):
     def fields(self) -> dict[str, Any]:
-        return {"localsgd": _local(self.case)}
+        config = _local(self.case)
+        adaptive = isinstance(config, tw.AdaptiveLocalSGD)
+        return {"adaptive_localsgd" if adaptive else "localsgd": config}
 
 
 class LocalEngine(_Local):
@@ -231,34 +305,39 @@ class LocalBlock(Frontend):
         self.optimizer = tw.optim.SGD(
             self.model.named_parameters(), case.lr, momentum=0.9, grad_clip=case.clip
         )
-        self.sync = tw.local_sgd(self.model, self.optimizer, _local(case))
+        self.sync = tw.local_sgd(self.model, self.optimizer, _local(case), **self.told)
         self.sync.__enter__()
 
     def train(self, rank: int, begin: int, end: int) -> None:
         merge = self.case.merge
         for step, loss in enumerate(losses(self.case, self.model, rank, begin, end), begin):
             (loss / merge).backward()  # type: ignore[no-untyped-call]
+            if isinstance(self.case.local, tw.AdaptiveLocalSGD):
+                self.sync.observe(loss)
             if (step + 1) % merge == 0:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 
     def state(self) -> Any:
-        return self.model.state_dict(), self.optimizer.state_dict(), self.sync.state_dict()
+        return held(self.model), self.optimizer.state_dict(), self.sync.state_dict()
 
     def load(self, state: Any) -> None:
-        self.model.load_state_dict(state[0])
+        hold(self.model, state[0])
         self.optimizer.load_state_dict(state[1])
         self.sync.load_state_dict(state[2])
 
     def end(self) -> None:
         self.sync.__exit__(None, None, None)
 
+    def close(self) -> None:
+        self.sync.close()
+
     def stats(self) -> dict[str, Any]:
         return {"dropped_steps": 0, **self.sync.stats()}
 
 
-def _local(case: Case) -> tw.LocalSGD:
-    return tw.LocalSGD(3, compression=COMPRESSIONS[case.compression])
+def _local(case: Case) -> tw.LocalSGD | tw.AdaptiveLocalSGD:
+    return case.local or tw.LocalSGD(3, compression=COMPRESSIONS[case.compression])
 
 
 GRADIENTS: tuple[type[Frontend], ...] = (OwnStep, AttachedStep, WithEngine, Minimize, Followed)
@@ -266,28 +345,55 @@ PARAMETERS: tuple[type[Frontend], ...] = (LocalBlock, LocalEngine, LocalMinimize
 
 
 def trained(rank: int, size: int, frontend: Callable[[Case], Frontend], case: Case) -> Trained:
-    """Twelve microsteps."""
+    """All microsteps; or up to one, and from there by another object from the state of this."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*was dropped")
         way = frontend(case)
         if case.resume_at is None:
-            way.train(rank, 0, STEPS)
+            way.train(rank, 0, case.wrap_at or case.steps)
+            if case.wrap_at is not None:
+                way.wrap_again()
+                way.train(rank, case.wrap_at, case.steps)
         else:
             way.train(rank, 0, case.resume_at)
-            state = _copied(way.state())
+            state = through_file(way.state())
+            way.train(rank, case.resume_at, case.steps)  # what trains on does not change its state
             way.end()
             way = frontend(case)
             way.load(state)
-            way.train(rank, case.resume_at, STEPS)
+            way.train(rank, case.resume_at, case.steps)
+        held = bits_in(flat(way.state()))
         way.end()
     stats = way.stats()
-    return Trained(bits_of(way.model), stats["dropped_steps"], int(stats["bytes_sent"]))
+    return Trained(bits_of(way.model), held, stats["dropped_steps"], int(stats["bytes_sent"]))
 
 
-def _copied(state: Any) -> Any:
-    """Saved: what trains on does not change it."""
-    if isinstance(state, Tensor):
-        return state.clone()
-    if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    return type(state)(map(_copied, state)) if isinstance(state, list | tuple) else state
+def through_file(state: Any) -> Any:
+    """Saved and loaded, by what torch reads without running code."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def flat(tree: Any, place: str = "") -> dict[str, Any]:
+    """All of a state that a later step depends on, by its place; tensors as their bytes."""
+    if isinstance(tree, Tensor):
+        raw = own(tree.detach()).contiguous().reshape(-1).view(torch.uint8)
+        return {place: raw.numpy().tobytes()}
+    pairs: Any = ()
+    if isinstance(tree, dict):
+        pairs = tree.items()
+    elif isinstance(tree, list | tuple):
+        pairs = enumerate(tree)
+    found = {
+        key: value
+        for at, entry in pairs
+        if at not in NOT_COMPARED
+        for key, value in flat(entry, f"{place}/{at}").items()
+    }
+    return found or {place: repr(tree)}
+
+
+def bits_in(state: dict[str, Any]) -> str:
+    return hashlib.blake2b(repr(sorted(state.items())).encode(), digest_size=8).hexdigest()

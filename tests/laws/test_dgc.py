@@ -1,8 +1,5 @@
 """Laws of deep gradient compression over real ranks, against an oracle that shares no code."""
 
-import copy
-import io
-import warnings
 from typing import Any
 
 import numpy as np
@@ -49,6 +46,8 @@ def train(
         for name, p in params.items():
             p.grad = gradient(step, rank, name)
         optimizer.step()
+        assert all(p.grad is not None for p in params.values())
+        assert all(torch.equal(p.grad, gradient(step, rank, n)) for n, p in params.items())  # type: ignore[arg-type]
     return {
         "params": {name: p.detach().numpy() for name, p in params.items()},
         "u": {name: optimizer.state[p]["momentum_buffer"].numpy() for name, p in params.items()},
@@ -57,6 +56,7 @@ def train(
             for name, p in params.items()
             if p.numel() >= MIN_NUMEL
         },
+        "stats": optimizer.stats(),
     }
 
 
@@ -106,37 +106,53 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("size", [0, 3])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_the_oracle_agrees(ranks: Pool, name: str, size: int) -> None:
+IN_NODES = ("plain", "one bit", "nesterov", "decay", "ramp", "local clip")
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "width"),
+    [
+        *((name, size, 1) for name in OPTIONS for size in (0, 3)),
+        *((name, 4, width) for name in IN_NODES for width in (2, 4)),
+    ],
+)
+def test_the_oracle_agrees(ranks: Pool, name: str, size: int, width: int) -> None:
+    """Nodes of `width` ranks are as many ranks with the means of their gradients."""
     options, group, oracle_options = OPTIONS[name]
+    options = {"value_bits": 32, "node_size": width, "exchange": "gather", **options}
     steps = 14
-    answers = ranks.run(train, steps, {"value_bits": 32, **options}, group, size=size)
+    answers = ranks.run(train, steps, options, group, size=size)
+    sources = len(answers) // width
     oracle = Oracle(
         {n: v.numpy() for n, v in start_values().items()},
-        ranks=len(answers),
+        ranks=sources,
         min_numel=MIN_NUMEL,
         **oracle_options,
     )
     for step in range(steps):
+        own = [{n: gradient(step, r, n).numpy() for n in SHAPES} for r in range(len(answers))]
+        nodes = [own[at : at + width] for at in range(0, len(answers), width)]
         oracle.update(
-            [{n: gradient(step, r, n).numpy() for n in SHAPES} for r in range(len(answers))]
+            [{n: sum(each[n] for each in node) / width for n in SHAPES} for node in nodes]
         )
     for rank, answer in enumerate(answers):
+        node, first = rank // width, answers[rank // width * width]
         for n in SHAPES:
             # values travel as float32, so two orders of summation may round a sent value
             # differently: 1e-7 of it
             np.testing.assert_allclose(
                 answer["params"][n], oracle.params[n], rtol=1e-6, atol=1e-7, err_msg=n
             )
-            np.testing.assert_allclose(
-                answer["u"][n], oracle.u[rank][n], rtol=1e-6, atol=1e-6, err_msg=n
-            )
+            most = {"rtol": 1e-6, "atol": 1e-6} if width == 1 else {"rtol": 1e-5, "atol": 1e-5}
+            np.testing.assert_allclose(answer["u"][n], oracle.u[node][n], **most, err_msg=n)
             assert np.array_equal(answer["params"][n], answers[0]["params"][n])
+            assert np.array_equal(answer["u"][n], first["u"][n])
         for n in answer["v"]:
             np.testing.assert_allclose(
-                answer["v"][n], oracle.v[rank][n], rtol=1e-5, atol=1e-5, err_msg=n
+                answer["v"][n], oracle.v[node][n], rtol=1e-5, atol=1e-5, err_msg=n
             )
+            assert np.array_equal(answer["v"][n], first["v"][n])
+        assert (answer["stats"]["bytes_between_nodes"] > 0) == (answer is first)
 
 
 def sends_everything(rank: int, size: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -160,14 +176,20 @@ def test_sending_everything_is_plain_sgd(ranks: Pool) -> None:
         torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
 
 
-def conserve(rank: int, size: int, bits: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+def conserve(rank: int, size: int, bits: int, exchange: str) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Per step (accumulated before sending, residual after it, update of the parameters)."""
     p = nn.Parameter(torch.zeros(500))
     optimizer = tw.optim.DGCMomentum(
-        [p], lr=1.0, momentum=0.9, sparsity=(0.98,), min_numel=1, value_bits=bits
+        [p],
+        lr=1.0,
+        momentum=0.9,
+        sparsity=(0.98,),
+        min_numel=1,
+        value_bits=bits,
+        exchange=exchange,
     )
     u, v, history = torch.zeros(500), torch.zeros(500), []
-    for step in range(30):
+    for step in range(50):
         g = torch.randn(500, generator=torch.Generator().manual_seed(1000 * step + rank))
         before = p.detach().clone()
         p.grad = g
@@ -179,15 +201,20 @@ def conserve(rank: int, size: int, bits: int) -> list[tuple[Tensor, Tensor, Tens
     return history
 
 
+@pytest.mark.parametrize("exchange", ["gather", "split"])
 @pytest.mark.parametrize("bits", [1, 2, 4, 8, 16, 32])
-def test_what_is_not_sent_stays(ranks: Pool, bits: int) -> None:
-    histories = ranks.run(conserve, bits, size=3)
-    for step in range(30):
-        applied = (
-            3 * histories[0][step][2].double()
-        )  # with lr 1 the update is the mean of what was sent
+def test_what_is_not_sent_stays(ranks: Pool, bits: int, exchange: str) -> None:
+    """1e-4 of sums of size 40: float32 throughout, and the update is a difference of parameters."""
+    histories = ranks.run(conserve, bits, exchange, size=3)
+    for step in range(50):
+        # with lr 1 the update is the mean of what was sent
+        applied = 3 * histories[0][step][2].double()
         sent = sum((h[step][0].double() - h[step][1].double()) for h in histories)
         torch.testing.assert_close(applied, sent, rtol=1e-4, atol=1e-4)
+        assert all(torch.equal(h[step][2], histories[0][step][2]) for h in histories)
+        if exchange == "split":
+            assert int((applied != 0).sum()) <= 10 + 3
+            continue
         for history in histories:
             accumulated, residual, _ = history[step]
             touched = accumulated != residual
@@ -275,7 +302,13 @@ def test_replicas_stay_bit_identical_for_500_steps_on_4_ranks(ranks: Pool) -> No
     ids=str,
 )
 @pytest.mark.parametrize(
-    "options", [{}, {"weight_decay": 0.1, "local_grad_clip_norm": 0.01, "nesterov": True}], ids=str
+    "options",
+    [
+        {},
+        {"weight_decay": 0.1, "local_grad_clip_norm": 0.01, "nesterov": True},
+        {"state_dtype": "bfloat16", "rampup_begin_step": 6, "value_bits": 4},
+    ],
+    ids=str,
 )
 def test_attached_or_not_the_numbers_are_the_same(
     ranks: Pool, options: dict[str, Any], ddp_options: dict[str, Any]
@@ -289,135 +322,3 @@ def test_attached_or_not_the_numbers_are_the_same(
         for mine, theirs in zip(one["state"], other["state"], strict=True):
             assert mine.keys() == theirs.keys()
             assert all(torch.equal(mine[key], theirs[key]) for key in mine)
-
-
-def resume(rank: int, size: int, attach: bool) -> tuple[list[Tensor], list[Tensor], int, int]:
-    def continued(model: Net, optimizer: tw.optim.DGCMomentum, start: int, stop: int) -> None:
-        ddp = DistributedDataParallel(model) if attach else model
-        handle = optimizer.attach(ddp) if attach else None
-        for step in range(start, stop):
-            x, y = batch(step, rank)
-            (ddp(x) - y).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if handle is not None:
-            handle.remove()
-
-    def fresh(seed: int) -> tuple[Net, tw.optim.DGCMomentum]:
-        torch.manual_seed(seed)
-        model = Net(torch.float32)
-        schedule = tw.schedules.ExponentialDecay(0.1, 0.5, 4)
-        return model, tw.optim.DGCMomentum(
-            model.named_parameters(), **{**DGC_OPTIONS, "lr": schedule}
-        )
-
-    whole, optimizer = fresh(3)
-    continued(whole, optimizer, 0, 5)
-    file = io.BytesIO()
-    torch.save({"model": whole.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    continued(whole, optimizer, 5, 12)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    again, second = fresh(99)
-    again.load_state_dict(saved["model"])
-    second.load_state_dict(saved["optimizer"])
-    continued(again, second, 5, 12)
-    return (
-        [p.detach() for p in whole.parameters()],
-        [p.detach() for p in again.parameters()],
-        optimizer.stats()["step"],
-        second.stats()["step"],
-    )
-
-
-@pytest.mark.parametrize("attach", [False, True])
-def test_save_load_continue_is_bit_exact(ranks: Pool, attach: bool) -> None:
-    for whole, again, step, step_again in ranks.run(resume, attach):
-        assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
-        assert step == step_again == 12
-
-
-def poisoned(rank: int, size: int, attach: bool, where: str) -> dict[str, Any]:
-    torch.manual_seed(3)
-    model = Net(torch.float32)
-    optimizer = tw.optim.DGCMomentum(
-        model.named_parameters(), lr=0.05, min_numel=200, sparsity=(0.9,)
-    )
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001) if attach else model
-    if attach:
-        optimizer.attach(ddp)
-        bad = dict(model.named_parameters())[where]
-        if rank == 1:
-            bad.register_hook(lambda grad: grad * float("nan") if step == 4 else grad)
-    texts = []
-    for step in range(8):
-        x, y = batch(step, rank)
-        (ddp(x) - y).square().mean().backward()
-        if not attach and step == 4 and rank == 1:
-            grad = dict(model.named_parameters())[where].grad
-            assert grad is not None
-            grad.view(-1)[3] = float("inf")
-        before = (
-            copy.deepcopy(optimizer.state_dict()),
-            [p.detach().clone() for p in model.parameters()],
-        )
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            optimizer.step()
-        if step == 4:
-            texts = [str(w.message) for w in caught]
-            after = optimizer.state_dict()
-            assert before[0]["param_groups"] == after["param_groups"]
-            for index, state in before[0]["state"].items():
-                assert all(torch.equal(state[key], after["state"][index][key]) for key in state)
-            assert all(
-                torch.equal(a, b) for a, b in zip(before[1], model.parameters(), strict=True)
-            )
-        optimizer.zero_grad()
-    return {
-        "params": [p.detach() for p in model.parameters()],
-        "texts": texts,
-        "stats": optimizer.stats(),
-    }
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("where", ["second.weight", "third.bias"])
-@pytest.mark.parametrize("attach", [False, True])
-def test_a_bad_gradient_on_one_rank_drops_the_step_on_all(
-    ranks: Pool, attach: bool, where: str
-) -> None:
-    answers = ranks.run(poisoned, attach, where, size=3)
-    for answer in answers:
-        assert all(
-            torch.equal(a, b) for a, b in zip(answer["params"], answers[0]["params"], strict=True)
-        )
-        assert all(p.isfinite().all() for p in answer["params"])
-        assert answer["stats"]["dropped_steps"] == 1
-        assert answer["stats"]["step"] == 7
-        assert len(answer["texts"]) == 1
-        assert (
-            f"step 4 was dropped on every rank: the gradient of parameter {where} on rank 1"
-            in answer["texts"][0]
-        )
-
-
-def always_bad(rank: int, size: int) -> int:
-    p = nn.Parameter(torch.ones(300))
-    optimizer = tw.optim.DGCMomentum([("weight", p)], lr=0.1, min_numel=1)
-    p.grad = torch.full((300,), float("nan") if rank == 0 else 1.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for done in range(20):
-            try:
-                optimizer.step()
-            except RuntimeError as error:
-                assert "10 in a row" in str(error)
-                assert "weight" in str(error)
-                return done
-    return -1
-
-
-@pytest.mark.fault
-def test_ten_dropped_steps_in_a_row_are_an_error_everywhere(ranks: Pool) -> None:
-    assert ranks.run(always_bad) == [9, 9]

@@ -1,7 +1,6 @@
 """Momentum buffer and residual in bfloat16: where they are so, what they do to training, and how
 they are saved."""
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from tests.api import Group
-from tests.laws.test_dgc import run_net
 from tests.ranks import Pool
 from tests.reference import rounding as oracle
 from tests.sync.means import GradientMean
@@ -110,26 +108,6 @@ def test_what_an_averaging_keeps_is_not_narrowed() -> None:
     assert tw.DistributedStrategy(dgc=tw.DGC(state_dtype="float32"), localsgd=tw.LocalSGD(2))
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_state_dict_goes_on_bit_for_bit(dtype: torch.dtype, layout: torch.memory_format) -> None:
-    model = net(dtype).to(memory_format=layout)
-    optimizer = optimizer_of(model, state_dtype="bfloat16", rampup_begin_step=2)
-    for i in range(6):
-        step(model, optimizer, i)
-    twin = copy.deepcopy(model)
-    again = optimizer_of(twin, state_dtype="bfloat16", rampup_begin_step=2)
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for i in range(6, 12):
-        step(model, optimizer, i)
-        step(twin, again, i)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p, q)
-        for key, value in optimizer.state[p].items():
-            assert value.dtype == again.state[q][key].dtype
-            assert torch.equal(value, again.state[q][key])
-
-
 @pytest.mark.parametrize(("saved", "here"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_loaded_state_takes_on_the_type_of_the_one_that_loads(saved: str, here: str) -> None:
     model = net()
@@ -163,26 +141,6 @@ def test_before_compression_the_update_is_that_of_a_buffer_rounded_step_by_step(
         for stored, value in zip(buffer.tolist(), exact.tolist(), strict=True):
             assert stored in oracle.neighbours(value)[:2]
         assert torch.equal(p, expected)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"nesterov": True, "weight_decay": 0.1, "value_bits": 4}], ids=str
-)
-def test_replicas_stay_equal_across_the_switch_and_attached_or_not(
-    ranks: Pool, options: dict[str, Any]
-) -> None:
-    options = {"state_dtype": "bfloat16", "rampup_begin_step": 6, **options}
-    attached = ranks.run(run_net, True, 20, options, {})
-    stepped = ranks.run(run_net, False, 20, options, {})
-    narrow = 0
-    for one, other in zip(attached, stepped, strict=True):
-        for name, value in one["params"].items():
-            assert torch.equal(value, attached[0]["params"][name])
-            assert torch.equal(value, other["params"][name]), name
-        for mine, theirs in zip(one["state"], other["state"], strict=True):
-            assert all(torch.equal(mine[key], theirs[key]) for key in mine)
-            narrow += mine["momentum_buffer"].dtype == torch.bfloat16
-    assert narrow > 0
 
 
 def mean_of_two(rank: int, size: int) -> list[Tensor]:

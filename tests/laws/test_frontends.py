@@ -10,14 +10,19 @@ from tests.laws.frontends import (
     GRADIENTS,
     PARAMETERS,
     Case,
+    Followed,
     Frontend,
     LocalBlock,
+    Minimize,
+    WithEngine,
     batches,
     bits_of,
     cross_entropy,
+    losses,
     make_model,
     trained,
 )
+from tests.laws.test_matrix import ENGINES
 from tests.ranks import Pool
 
 CASES = {
@@ -36,17 +41,26 @@ COMPRESSED = {
 }
 
 
-def bits(ranks: Pool, frontends: tuple[type[Frontend], ...], case: Case) -> set[tuple[str, int]]:
+OF_DGC = {
+    "bfloat16": Case(dgc={"state_dtype": "bfloat16"}),
+    "nodes": Case(dgc={"node_size": 2, "exchange": "gather"}),
+}
+
+
+def bits(
+    ranks: Pool, frontends: tuple[type[Frontend], ...], case: Case, size: int = 2
+) -> set[tuple[str, int]]:
     """Of all ranks and frontends."""
-    answers = [ranks.run(trained, frontend, case) for frontend in frontends]
+    answers = [ranks.run(trained, frontend, case, size=size) for frontend in frontends]
     return {(each.bits, each.dropped) for answer in answers for each in answer}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *OF_DGC])
 def test_all_frontends_of_dgc_give_the_same_bits(ranks: Pool, name: str) -> None:
-    found = bits(ranks, GRADIENTS, CASES[name])
+    case = {**CASES, **OF_DGC}[name]
+    found = bits(ranks, GRADIENTS, case, 4 if name == "nodes" else 2)
     assert len(found) == 1
-    assert {dropped for _, dropped in found} == {int(CASES[name].nan_at is not None)}
+    assert {dropped for _, dropped in found} == {int(case.nan_at is not None)}
 
 
 @pytest.mark.parametrize("name", [*CASES, *COMPRESSED])
@@ -57,6 +71,48 @@ def test_all_frontends_of_local_updates_give_the_same_bits(ranks: Pool, name: st
         ways = tuple(way for way in PARAMETERS if way is not LocalBlock)
     found = bits(ranks, ways, case)
     assert len({each for each, _ in found}) == 1
+
+
+class Applied(WithEngine):
+    """`engine.apply_gradients`."""
+
+    def train(self, rank: int, begin: int, end: int) -> None:
+        for loss in losses(self.case, self.model, rank, begin, end):
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.engine.apply_gradients(loss)
+            self.model.zero_grad()
+
+
+class WithClosure(Followed):
+    """The optimizer's step with a closure."""
+
+    def train(self, rank: int, begin: int, end: int) -> None:
+        for x, y in batches(self.case, rank, begin, end):
+
+            def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+                self.model.zero_grad()
+                loss = cross_entropy(self.model(x), y)
+                loss.backward()  # type: ignore[no-untyped-call]
+                return loss
+
+            self.engine.optimizer.step(closure)
+
+
+ADAPTIVE = {"adaptive_localsgd": tw.AdaptiveLocalSGD(2, max_k_steps=4)}
+OF_ENGINES = {
+    **{name: case for name, case in ENGINES.items() if "amp" not in name and "nodes" not in name},
+    "dgc": Case(),
+    "lamb": Case(fields={"lamb": tw.LAMB()}, optimizer=torch.optim.AdamW),
+    "local": Case(fields={"localsgd": tw.LocalSGD(2)}),
+    "adaptive": Case(fields=ADAPTIVE),
+}
+
+
+@pytest.mark.parametrize("name", OF_ENGINES)
+def test_all_ways_of_an_engine_give_the_same_bits(ranks: Pool, name: str) -> None:
+    ways = [Minimize, Applied, WithClosure]
+    ways += [] if name == "adaptive" else [Followed]  # which is not told the loss
+    assert len(bits(ranks, (WithEngine, *ways), OF_ENGINES[name])) == 1
 
 
 EMPTY = ((0,), (3, 0), (0, 3), (2, 0, 4), (5, 1, 0))
@@ -77,7 +133,7 @@ METHODS: dict[str, dict[str, Any]] = {
             "sparse": tw.Sparse(0.75, exchange="gather"),
             "sparse, split": tw.Sparse(0.75, exchange="split"),
             "quantized, 1": tw.Quantized(1),
-            "quantized, 8": tw.Quantized(8),
+            "quantized, 8": tw.Quantized(8, decay=0.9),
             "low rank": tw.LowRank(1, min_numel=1),
         }.items()
     },

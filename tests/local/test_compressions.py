@@ -25,10 +25,9 @@ from tests.api import (
     sent_bytes,
     steady_share,
 )
-from tests.local.test_laws import Bag, digest, gradient, set_gradients, start_values, values
+from tests.local.test_laws import Bag, digest, set_gradients
 from tests.ranks import Pool
 from tests.reference import whole_codes
-from tests.reference.local_training import Simulation
 
 BITS = (1, 2, 4, 8, 16)
 
@@ -37,184 +36,7 @@ def sgd(model: torch.nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-# ---- against the simulation
-
-
-def follow(rank: int, size: int, config: Any, steps: int) -> list[Any]:
-    model = Bag()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    found = []
-    with tw.local_sgd(model, optimizer, config) as sync:
-        for step in range(1, steps + 1):
-            set_gradients(model, step, rank)
-            optimizer.step()
-            found.append(
-                (values(model), {n: e.numpy() for n, e in sync.state_dict()["errors"].items()})
-            )
-    return found
-
-
-CASES: dict[str, tuple[tw.LocalSGD, dict[str, Any]]] = {
-    **{
-        f"{bits} bits": (tw.LocalSGD(3, compression=tw.Quantized(bits)), {"k": 3, "bits": bits})
-        for bits in BITS
-    },
-    "4 bits, forgetting, outer, fragments and delay": (
-        tw.LocalSGD(
-            6,
-            fragments=2,
-            delay=2,
-            outer_lr=0.8,
-            outer_momentum=0.5,
-            outer_nesterov=True,
-            compression=tw.Quantized(decay=0.5),
-        ),
-        {
-            "k": 6,
-            "parts": [["a"], ["b", "c", "d"]],
-            "delay": 2,
-            "outer": (0.8, 0.5, True),
-            "bits": 4,
-            "decay": 0.5,
-        },
-    ),
-    "over the senders": (
-        tw.LocalSGD(4, compression=tw.Sparse(0.75, value_bits=32, decay=0.9)),
-        {"k": 4, "sparsity": 0.75, "decay": 0.9, "senders": True},
-    ),
-    "over the senders, outer, fragments and delay": (
-        tw.LocalSGD(
-            6, fragments=2, delay=1, outer_momentum=0.5, compression=tw.Sparse(0.8, value_bits=32)
-        ),
-        {
-            "k": 6,
-            "parts": [["a"], ["b", "c", "d"]],
-            "delay": 1,
-            "outer": (1.0, 0.5, False),
-            "sparsity": 0.8,
-            "decay": 0.95,
-            "senders": True,
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("size", [1, 3])
-def test_training_is_that_of_the_simulation(ranks: Pool, case: str, size: int) -> None:
-    """1e-6: scales are rounded to float32 from sums in another order, and such a difference stays
-    in the errors."""
-    config, settings = CASES[case]
-    found = ranks.run(follow, config, 26, size=size)
-    oracle = Simulation(
-        {n: v.numpy() for n, v in start_values().items()}, size, lr=0.1, momentum=0.9, **settings
-    )
-    for step in range(26):
-        oracle.advance(gradient)
-        for rank in range(size):
-            params, errors = found[rank][step]
-            for name, p in params.items():
-                np.testing.assert_allclose(p, oracle.ranks[rank].p[name], rtol=0, atol=1e-6)
-                kept = oracle.ranks[rank].error.get(name, np.zeros_like(p))
-                np.testing.assert_allclose(errors[name], kept, rtol=0, atol=1e-6)
-    assert any(e.any() for e in found[0][-1][1].values())
-
-
 # ---- conservation
-
-
-def keep_books(rank: int, size: int, compression: Any) -> float:
-    """Largest error of: what this rank sent in all, plus what it keeps, is what it changed and kept
-    before."""
-    model = Bag(dtype=torch.float32)
-    optimizer = sgd(model)
-    worst = 0.0
-    with tw.local_sgd(
-        model, optimizer, tw.LocalSGD(2, begin_step=0, compression=compression)
-    ) as sync:
-        averaging = sync._open_averager().averaging
-        sent: dict[str, Tensor] = {}
-        settle = averaging._mean_change
-
-        def noting(name: str, pending: Any) -> Tensor:
-            folded = pending.moved[name].clone()
-            mean = settle(name, pending)
-            sent[name] = folded - averaging.errors[name]
-            return mean
-
-        averaging._mean_change = noting  # type: ignore[method-assign]
-        for step in range(1, 201):
-            before = {n: e.clone() for n, e in averaging.errors.items()}
-            anchors = {n: a.clone() for n, a in averaging.anchors.items()}
-            start = {n: p.detach().clone() for n, p in model.named_parameters()}
-            set_gradients(model, step, rank)
-            change = {
-                n: anchors[n] - (start[n] - 0.1 * p.grad) for n, p in model.named_parameters()
-            }  # type: ignore[operator]
-            optimizer.step()
-            if not sync.synced:
-                continue
-            for name, error in averaging.errors.items():
-                lost = sent[name] + error - change[name] - decay_of(compression) * before[name]
-                worst = max(worst, float(lost.abs().max()))
-    return worst
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "compression",
-    [
-        *(tw.Quantized(bits) for bits in BITS),
-        tw.Quantized(2, decay=0.5),
-        tw.Sparse(0.9),
-        tw.Sparse(0.9, mean_over="all"),
-        tw.Sparse(0.9, clip_sources=1.0),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_is_sent_and_kept_is_what_changed_and_was_kept(
-    ranks: Pool, compression: Any, size: int
-) -> None:
-    """1e-6: float32 sums of values of size 1."""
-    assert max(ranks.run(keep_books, compression, size=size)) < 1e-6
-
-
-def add_up(rank: int, size: int, bits: int, exchange: str) -> float:
-    """Largest error of: the anchors moved by the mean of all changes less the mean of what
-    is kept."""
-    model = Bag()
-    optimizer = sgd(model)
-    changed = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    compression = tw.Quantized(bits, exchange=exchange)  # type: ignore[arg-type]
-    with tw.local_sgd(
-        model, optimizer, tw.LocalSGD(2, begin_step=0, compression=compression)
-    ) as sync:
-        for step in range(1, 401):
-            set_gradients(model, step, rank)
-            for name, p in model.named_parameters():
-                changed[name] += 0.1 * p.grad  # type: ignore[operator]
-            optimizer.step()
-        errors = sync.state_dict()["errors"]
-        assert sync.stats()["applied_share"] == 1
-    worst = 0.0
-    for name, p in model.named_parameters():
-        sums = torch.stack([changed[name], errors[name]]).detach()
-        if size > 1:
-            torch.distributed.all_reduce(sums)
-        worst = max(
-            worst, float(((start[name] - p.detach()) * size + sums[1] - sums[0]).abs().max())
-        )
-    return worst
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("exchange", ["gather", "split"])
-@pytest.mark.parametrize("bits", BITS)
-def test_nothing_is_lost_over_ranks_and_200_rounds(ranks: Pool, bits: int, exchange: str) -> None:
-    """float64 sums of a few hundred terms of size 1."""
-    assert max(ranks.run(add_up, bits, exchange, size=3)) < 1e-10
 
 
 # ---- sizes
@@ -541,38 +363,6 @@ def test_what_is_scaled_off_is_not_conserved() -> None:
     assert not conserves(tw.Sparse(0.5, decay=1.0, mean_over="all", clip_sources=2.0))
 
 
-def many_steps(rank: int, size: int, compression: Any, steps: int) -> list[tuple[bool, str, float]]:
-    model = Bag(dtype=torch.float32)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    found = []
-    with tw.local_sgd(model, optimizer, tw.LocalSGD(3, compression=compression)) as sync:
-        for step in range(1, steps + 1):
-            set_gradients(model, step, rank)
-            optimizer.step()
-            found.append((sync.synced, digest(model), sync.stats()["applied_share"]))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "compression",
-    [
-        tw.Sparse(0.8),
-        tw.Sparse(0.8, exchange="split"),
-        tw.Sparse(0.8, clip_sources=1.0),
-        tw.Quantized(1),
-        tw.Quantized(4, decay=0.9),
-        tw.Quantized(4, exchange="split"),
-    ],
-    ids=str,
-)
-def test_ranks_are_bit_identical_after_every_averaging(ranks: Pool, compression: Any) -> None:
-    for views in zip(*ranks.run(many_steps, compression, 60, size=3), strict=True):
-        flags, digests, shares = zip(*views, strict=True)
-        assert len(set(flags)) == len(set(shares)) == 1
-        assert len(set(digests)) == (1 if flags[0] else 3)
-
-
 # ---- the share that is applied
 
 
@@ -659,7 +449,9 @@ def test_the_share_follows_the_outer_rate() -> None:
 def differing(rank: int, size: int, kinds: list[Any]) -> str:
     model = Bag()
     try:
-        with tw.local_sgd(model, sgd(model), tw.LocalSGD(2, compression=kinds[rank])):
+        own = kinds[rank]
+        config = own if isinstance(own, tw.LocalSGD) else tw.LocalSGD(2, compression=own)
+        with tw.local_sgd(model, sgd(model), config):
             pass
     except RuntimeError as error:
         return str(error)
@@ -688,6 +480,10 @@ def differing(rank: int, size: int, kinds: list[Any]) -> str:
         (
             [tw.Sparse(0.5, clip_sources=2.0), tw.Sparse(0.5)],
             "clip_sources differs: rank 0 has 2.0, rank 1 has None",
+        ),
+        (
+            [tw.LocalSGD(4, fragments=2, fragment_order=way) for way in ("contiguous", "strided")],
+            "fragment_order differs: rank 0 has 'contiguous', rank 1 has 'strided'",
         ),
     ],
     ids=str,
@@ -725,60 +521,6 @@ def test_ranks_compare_what_compresses(ranks: Pool, kinds: list[Any], text: str)
 def test_configs_refuse(make: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         make()
-
-
-class Liar(Group):
-    """A group whose rank 1 sends a damaged message of changes."""
-
-    def all_gather(self, message: Tensor, *, what: str):  # type: ignore[no-untyped-def]
-        if self.rank == 1 and "changes" in what:
-            message = message.clone()
-            message[-1] ^= 4
-        return super().all_gather(message, what=what)
-
-    def all_to_all(self, parts: Tensor, lengths: Any, *, what: str):  # type: ignore[no-untyped-def]
-        if self.rank == 1:  # what it deals to rank 0
-            parts = parts.clone()
-            parts[lengths[0] - 1] ^= 4
-        return super().all_to_all(parts, lengths, what=what)
-
-
-def receive_damage(rank: int, size: int, compression: Any) -> list[str]:
-    from tests.api import ranks
-
-    ranks.Group = Liar  # type: ignore[misc]
-    model = Bag()
-    optimizer = sgd(model)
-    sync = tw.local_sgd(model, optimizer, tw.LocalSGD(1, 0, compression=compression)).__enter__()
-    try:
-        before = digest(model), sync.state_dict()["anchors"]
-        set_gradients(model, 1, rank)
-        with pytest.raises(tw.errors.PayloadCorrupt) as refusal:
-            optimizer.step()
-        after = sync.state_dict()
-        assert all(torch.equal(before[1][n], a) for n, a in after["anchors"].items())
-        assert not any(e.any() for e in after["errors"].values())
-    finally:
-        sync.close()
-        ranks.Group = Group  # type: ignore[misc]
-    return [str(refusal.value)]
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize(
-    "compression",
-    [
-        tw.Quantized(4),
-        tw.Quantized(4, exchange="split"),
-        tw.Sparse(0.5),
-        tw.Sparse(0.5, exchange="split"),
-    ],
-    ids=str,
-)
-def test_a_damaged_message_changes_nothing_on_any_rank(ranks: Pool, compression: Any) -> None:
-    for [text] in ranks.run(receive_damage, compression, size=2):
-        assert "the message of rank 1" in text
-        assert "Nothing was applied on any rank" in text
 
 
 @pytest.mark.parametrize("tag", CHANGE_COMPRESSIONS)

@@ -126,24 +126,6 @@ def test_in_a_period_every_parameter_is_averaged_once(ranks: Pool) -> None:
         assert all(mine[name].tobytes() == theirs[name].tobytes() for name in moved)
 
 
-def differing(rank: int, size: int, make: Any) -> str:
-    model = Stack()
-    order: Any = ("contiguous", "strided")[rank]
-    config = make(4, fragments=2, fragment_order=order)
-    try:
-        with tw.local_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1), config):
-            pass
-    except tw.errors.Mismatch as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("make", [tw.LocalSGD, tw.AdaptiveLocalSGD])
-def test_ranks_compare_the_order(ranks: Pool, make: Any) -> None:
-    for answer in ranks.run(differing, make, size=2):
-        assert "fragment_order differs: rank 0 has 'contiguous', rank 1 has 'strided'" in answer
-
-
 ALL_IN_TIME = {
     "dense": None,
     "sparse": tw.Sparse(0.8, decay=1.0, mean_over="all"),
@@ -237,19 +219,6 @@ def train_on_until_pending(model: nn.Module, optimizer: Any, sync: Any, rank: in
     while sync.step < 20 or sync.pending is None:
         set_gradients(model, sync.step + 1, rank)
         optimizer.step()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", ALL_IN_TIME)
-def test_a_run_goes_on_bit_for_bit_with_a_result_on_its_way(
-    ranks: Pool, name: str, order: str
-) -> None:
-    config = overlapped(ALL_IN_TIME[name], order, outer_lr=0.9, outer_momentum=0.5)
-    answers = ranks.run(resume, config, config, size=2)
-    assert all(straight == resumed for straight, resumed in answers)
-    assert len({straight[-1] for straight, _ in answers}) == 1
-    assert len({straight[-2] for straight, _ in answers}) == 2
 
 
 def test_a_state_of_another_order_goes_on_with_what_is_on_its_way(ranks: Pool) -> None:

@@ -2,8 +2,6 @@
 applied."""
 
 import contextlib
-import os
-import signal
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.local.test_laws import Bag, digest, net, set_gradients, values
-from tests.ranks import Lost, Pool, Raised
+from tests.ranks import Pool
 
 
 def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
@@ -377,12 +375,7 @@ def wrapped(rank: int, size: int) -> None:
 
 
 def test_a_ddp_model_is_refused(ranks: Pool) -> None:
-    for answer in ranks.run(wrapped, size=2, expect_errors=True):
-        assert (
-            isinstance(answer, Raised)
-            and answer.type_name == "TypeError"
-            and "ddp.module" in answer.text
-        )
+    ranks.raise_alike("TypeError", "ddp.module", wrapped, size=2)
 
 
 def test_two_cannot_be_nested_on_one_model() -> None:
@@ -415,18 +408,6 @@ def test_observe_refuses(loss: Any, kind: type[Exception]) -> None:
         pytest.raises(kind, match="loss must be"),
     ):
         sync.observe(loss)
-
-
-def test_a_step_without_a_loss_is_refused_before_the_update() -> None:
-    model = Bag()
-    optimizer = sgd(model)
-    with tw.local_sgd(model, optimizer, tw.AdaptiveLocalSGD(2)) as sync:
-        sync.observe(1.0)
-        one_step(model, optimizer)
-        before = digest(model)
-        with pytest.raises(RuntimeError, match="step 2 has no loss"):
-            optimizer.step()
-        assert (digest(model), sync.step) == (before, 1)
 
 
 def fail(rank: int, size: int, way: str) -> str:
@@ -531,77 +512,6 @@ def not_finite(rank: int, size: int) -> bool:
 
 def test_nothing_is_applied_where_a_rank_is_not_finite(ranks: Pool) -> None:
     assert ranks.run(not_finite, size=2) == [True, True]
-
-
-def corrupted(rank: int, size: int) -> tuple[str, bool, str]:
-    """Rank 1 receives one wrong byte in the first averaging that is sent sparsely and applied
-    later."""
-    model = Bag()
-    optimizer = sgd(model)
-    config = tw.LocalSGD(3, begin_step=0, delay=1, outer_momentum=0.5, compression=tw.Sparse(0.5))
-    with tw.local_sgd(model, optimizer, config) as sync:
-        for step in range(1, 4):
-            one_step(model, optimizer, step, rank)
-        before = sync.state_dict()
-        flight = sync.pending
-        assert flight is not None and flight.round is not None
-        pending = flight.round._waiting[0].pending[0]
-        finish = pending._finish
-
-        def damage() -> Any:
-            rows = finish()
-            if rank == 1:
-                rows[0, -1] ^= 1
-            return rows
-
-        pending._finish = damage
-        set_gradients(model, 4, rank)
-        local = [p.detach() - 0.1 * p.grad for p in model.parameters() if p.grad is not None]
-        text = ""
-        try:
-            optimizer.step()
-        except RuntimeError as error:
-            text = f"{type(error).__name__}: {error}"
-        same = all(
-            torch.allclose(p, q, rtol=0, atol=1e-15)
-            for p, q in zip(model.parameters(), local, strict=True)
-        )
-        after = sync.state_dict()
-        for kind in ("anchors", "outer_momentum", "errors"):
-            same = same and all(
-                torch.equal(before[kind][name], after[kind][name]) for name in before[kind]
-            )
-        sync.close()
-        return text, same, "left by close()"
-
-
-def test_a_damaged_message_is_refused_by_all_and_nothing_applied(ranks: Pool) -> None:
-    a, b = ranks.run(corrupted, size=2)
-    assert a == b
-    assert a[0].startswith("PayloadCorrupt: rank 1 refused a message") and "rank 0" in a[0]
-    assert a[1]
-
-
-def die(rank: int, size: int) -> None:
-    model = Bag()
-    optimizer = sgd(model)
-    with tw.local_sgd(model, optimizer, tw.LocalSGD(2)):
-        for step in range(1, 10):
-            if rank == 1 and step == 4:
-                os.kill(os.getpid(), signal.SIGKILL)
-            one_step(model, optimizer, step, rank)
-
-
-@pytest.mark.fault
-def test_a_killed_rank_is_lost_to_the_others(ranks: Pool) -> None:
-    a, b, c = ranks.run(die, size=3, expect_errors=True)
-    assert isinstance(b, Lost)
-    for answer in (a, c):
-        assert (
-            isinstance(answer, Raised)
-            and answer.type_name == "PeerLost"
-            and "rank 1" in answer.text
-        ), answer
 
 
 def subgroup(rank: int, size: int) -> str:

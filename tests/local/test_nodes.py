@@ -1,8 +1,6 @@
 """Local updates of nodes: their ranks average densely, count as one source, and keep the same."""
 
 import os
-import re
-import signal
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 import thinwire as tw
 from tests.api import Members, Nodes
 from tests.local.test_laws import Bag, digest, noise, start_values
-from tests.ranks import Lost, Pool
+from tests.ranks import Pool
 
 COMPRESSIONS = {
     "sparse": tw.Sparse(0.75),
@@ -163,102 +161,9 @@ def test_the_launcher_says_who_shares_a_node_where_changes_are_compressed(ranks:
         assert ranks.run(width, config, 2, size=4) == [expected] * 4
 
 
-def entered(rank: int, size: int, sizes: tuple[int, ...]) -> None:
-    model = Bag()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with tw.local_sgd(model, optimizer, tw.LocalSGD(2, node_size=sizes[rank])):
-        pass
-
-
-@pytest.mark.fault
-def test_sizes_that_do_not_fit_are_refused_on_all_ranks(ranks: Pool) -> None:
-    for answer in ranks.run(entered, (3, 3, 3, 3), size=4, expect_errors=True):
-        assert answer.type_name == "ValueError"
-        assert "node_size=3 does not divide the 4 ranks" in answer.text
-    for answer in ranks.run(entered, (2, 2, 1, 1), size=4, expect_errors=True):
-        assert answer.type_name == "Mismatch"
-        assert "node_size differs: rank 0 has 2, rank 2 has 1" in answer.text
-
-
 def test_members_that_come_and_go_share_no_nodes() -> None:
     model = Bag()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     members = object.__new__(Members)
     with pytest.raises(ValueError, match="node_size=2 and members were both given"):
         tw.local_sgd(model, optimizer, tw.LocalSGD(2, node_size=2), members=members)
-
-
-def damaged(rank: int, size: int, compression: Any) -> tuple[str, bool]:
-    """The leader of the first node receives one wrong byte from that of the second."""
-    model = Bag()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = tw.LocalSGD(2, begin_step=0, node_size=2, compression=compression)
-    sync = tw.local_sgd(model, optimizer, config)
-    with sync:
-        for step in range(1, 4):
-            one_step(model, optimizer, step, rank)
-        before = sync.state_dict()
-        if rank == 0:
-            assert isinstance(sync._averager.sources, Nodes)
-            leaders = sync._averager.sources.leaders
-            assert leaders is not None
-            gather = leaders.all_gather
-
-            def with_damage(message: torch.Tensor, *, what: str) -> Any:
-                pending = gather(message, what=what)
-                finish = pending._finish
-
-                def rows() -> torch.Tensor:
-                    found = finish()
-                    found[1, 40] ^= 1
-                    return found
-
-                pending._finish = rows
-                return pending
-
-            leaders.all_gather = with_damage  # type: ignore[method-assign]
-        text = ""
-        try:
-            one_step(model, optimizer, 4, rank)
-        except RuntimeError as error:
-            text = f"{type(error).__name__}: {error}"
-        after = sync.state_dict()
-        same = all(
-            torch.equal(before[kind][name], after[kind][name])
-            for kind in ("anchors", "errors")
-            for name in before[kind]
-        )
-        sync.close()
-    return text, same
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("name", ["sparse", "sparse, split", "quantized", "quantized, split"])
-def test_a_damaged_message_names_the_rank_and_nothing_is_applied(ranks: Pool, name: str) -> None:
-    for text, same in ranks.run(damaged, COMPRESSIONS[name], size=4):
-        assert text.startswith("PayloadCorrupt: rank 0 refused a message")
-        assert "rank 2" in text
-        assert same
-
-
-def dying(rank: int, size: int, who: int) -> None:
-    model = Bag()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = tw.LocalSGD(2, node_size=2, compression=tw.Quantized())
-    with tw.local_sgd(model, optimizer, config):
-        for step in range(1, 10):
-            if rank == who and step == 5:
-                os.kill(os.getpid(), signal.SIGKILL)
-            one_step(model, optimizer, step, rank)
-
-
-@pytest.mark.slow
-@pytest.mark.fault
-@pytest.mark.parametrize("who", [2, 3])
-def test_a_killed_rank_is_lost_to_all_nodes(ranks: Pool, who: int) -> None:
-    answers = ranks.run(dying, who, size=4, expect_errors=True, group_timeout_s=10)
-    assert isinstance(answers[who], Lost)
-    for rank, answer in enumerate(answers):
-        if rank != who:
-            assert answer.type_name in ("PeerLost", "PeerStalled")
-            assert re.search(rf"ranks? [\d, ]*\b{who}\b", answer.text), answer.text

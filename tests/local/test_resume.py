@@ -1,6 +1,5 @@
 """A run that is stopped between two averagings and resumed goes on bit for bit."""
 
-import io
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from tests.api import LocalUpdates, RoundWork, private
+from tests.api import LocalUpdates, private
 from tests.local.test_laws import digest, net
 from tests.ranks import Pool
 
@@ -83,57 +82,6 @@ def steps_of(
         optimizer.step()
         found.append((digest(model), sync.k_steps, sync.synced, sync.step))
     return found
-
-
-def resume(
-    rank: int, size: int, config: Any, stop: int
-) -> tuple[list[Any], list[Any], dict[str, Any], dict[str, Any]]:
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with tw.local_sgd(model, optimizer, config) as sync:
-        steps_of(model, optimizer, sync, rank, 0, stop)
-        file = io.BytesIO()
-        torch.save([model.state_dict(), optimizer.state_dict(), sync.state_dict()], file)
-        straight = steps_of(model, optimizer, sync, rank, stop, 40)
-        stats = sync.stats()
-    straight.append(digest(model))
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    with tw.local_sgd(
-        model, optimizer, config
-    ) as sync:  # copies rank 0's parameters, which the state puts right
-        sync.load_state_dict(saved[2])
-        resumed = steps_of(model, optimizer, sync, rank, stop, 40)
-        stats_again = sync.stats()
-    resumed.append(digest(model))
-    return straight, resumed, stats, stats_again
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("stop", [9, 16])
-def test_resuming_is_bit_exact(ranks: Pool, name: str, stop: int) -> None:
-    for straight, resumed, stats, stats_again in ranks.run(resume, CONFIGS[name], stop, size=2):
-        assert resumed == straight
-        if "delay" not in name:  # what was on its way travels twice
-            names = (
-                "bytes_received",
-                "bytes_between_nodes",
-                "rate_bit_s",
-                "wait_s",
-                "waiting_share",
-            )
-            of_this_process = dict.fromkeys(names, 0)
-            assert {**stats_again, **of_this_process} == {**stats, **of_this_process}
-
-
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name.startswith("nodes")])
-def test_several_nodes_resume_bit_exactly(ranks: Pool, name: str) -> None:
-    for straight, resumed, *_ in ranks.run(resume, CONFIGS[name], 16, size=4):
-        assert resumed == straight
 
 
 def mean_of(states: list[Any]) -> Any:
@@ -319,17 +267,6 @@ def test_the_tokens_of_merged_microsteps_are_saved(tmp_path: Path) -> None:
             assert engine.sync is not None
             found.append(engine.sync.state_dict())
     assert [state["tokens"] for state in found] == [200, 200]
-
-
-def test_tokens_before_a_step_are_saved_and_loaded() -> None:
-    work = RoundWork(1e6)
-    assert work.tokens_before_step is None
-    work.observe(30)
-    work.observe(40)
-    assert work.tokens_before_step == 70
-    work.step()
-    assert work.tokens_before_step is None
-    assert work.told() == (1, 70)
 
 
 def without_its_state(rank: int, size: int) -> tuple[str, bool]:

@@ -85,35 +85,6 @@ def test_so_does_one_with_a_result_on_its_way(ranks: Pool, tmp_path: Path) -> No
         assert resumed[0] == straight[0]  # what was on its way travels twice
 
 
-def by_sync(rank: int, size: int, stop: int) -> list[Any]:
-    """As the note says: the model first, then the state of local updates, inside the block."""
-    found: list[Any] = []
-    saved: list[Any] = []
-    for filled in (True, False):
-        model = WithTables(rank, filled=filled)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with tw.local_sgd(model, optimizer, tw.LocalSGD(4, begin_step=0)) as sync:
-            if saved:
-                model.load_state_dict(saved[0])
-                sync.load_state_dict(saved[1])
-            for step in range(0 if filled else stop, STEPS):
-                if step == stop and filled:
-                    kept = {name: value.clone() for name, value in model.state_dict().items()}
-                    saved += [kept, sync.state_dict()]
-                optimizer.zero_grad()
-                x, y = batch(step, rank)
-                nn.functional.mse_loss(model(x), y).backward()
-                optimizer.step()
-        found.append((digest(model), sync.stats()["bytes_sent"]))
-    return found
-
-
-@pytest.mark.parametrize("stop", [STOP, 8], ids=["between averagings", "at one"])
-def test_a_block_goes_on_bit_for_bit(stop: int, ranks: Pool) -> None:
-    for straight, resumed in ranks.run(by_sync, stop, size=3):
-        assert resumed == straight
-
-
 def leave(rank: int, size: int, folder: str) -> None:
     engine = engine_of(rank, filled=True)
     for step in range(STOP):

@@ -3,7 +3,6 @@ every rank."""
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,82 +10,13 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import thinwire as tw
 from tests.api import LocalUpdates
-from tests.local.test_laws import Bag, gradient, set_gradients, start_values, values
+from tests.local.test_laws import Bag, set_gradients, values
 from tests.ranks import Pool
-from tests.reference.local_training import Simulation
 from thinwire.amp import LossScaler
 
 
 def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1, **options)
-
-
-RAMP = tw.DGC(
-    rampup_begin_step=7, rampup_step=9, sparsity=(0.5, 0.8, 0.9), min_numel=12, value_bits=32
-)
-CASES: dict[str, tuple[tw.LocalSGD, tw.DGC, dict[str, Any]]] = {
-    "from the start": (
-        tw.LocalSGD(3),
-        tw.DGC(sparsity=(0.8,), min_numel=1, value_bits=32),
-        {"k": 3, "ramp": (0, 1, (0.8,), 1)},
-    ),
-    "ramp": (
-        tw.LocalSGD(2, begin_step=4),
-        RAMP,
-        {"k": 2, "begin": 4, "ramp": (7, 9, (0.5, 0.8, 0.9), 12)},
-    ),
-    "every step": (tw.LocalSGD(1), RAMP, {"k": 1, "ramp": (7, 9, (0.5, 0.8, 0.9), 12)}),
-    "outer, fragments and delay": (
-        tw.LocalSGD(6, fragments=2, delay=2, outer_lr=0.8, outer_momentum=0.5, outer_nesterov=True),
-        RAMP,
-        {
-            "k": 6,
-            "parts": [["a"], ["b", "c", "d"]],
-            "delay": 2,
-            "outer": (0.8, 0.5, True),
-            "ramp": (7, 9, (0.5, 0.8, 0.9), 12),
-        },
-    ),
-}
-
-
-def follow(rank: int, size: int, config: Any, dgc: tw.DGC, steps: int) -> list[Any]:
-    model = Bag()
-    optimizer = sgd(model, momentum=0.9)
-    found = []
-    with LocalUpdates(model, optimizer, config, compression=dgc) as sync:
-        for step in range(1, steps + 1):
-            set_gradients(model, step, rank)
-            optimizer.step()
-            errors = {name: e.numpy() for name, e in sync.state_dict()["errors"].items()}
-            found.append((sync.synced, values(model), errors))
-    return found
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("size", [1, 3])
-def test_the_change_travels_by_the_ramp_of_gradient_compression(
-    ranks: Pool, case: str, size: int
-) -> None:
-    """1e-11: float64 sums in another order; what travels as float32 is rounded alike by both."""
-    config, dgc, settings = CASES[case]
-    found = ranks.run(follow, config, dgc, 26, size=size)
-    oracle = Simulation(
-        {n: v.numpy() for n, v in start_values().items()}, size, lr=0.1, momentum=0.9, **settings
-    )
-    for step in range(26):
-        averaged = oracle.advance(gradient)
-        for rank in range(size):
-            synced, params, errors = found[rank][step]
-            assert synced == averaged, step
-            assert set(errors) == {name for name, p in params.items() if p.size >= dgc.min_numel}
-            for name, p in params.items():
-                np.testing.assert_allclose(p, oracle.ranks[rank].p[name], rtol=1e-11, atol=1e-11)
-                kept = oracle.ranks[rank].error.get(name, np.zeros_like(p))
-                np.testing.assert_allclose(
-                    errors.get(name, np.zeros_like(p)), kept, rtol=1e-11, atol=1e-11
-                )
-    assert any(e.any() for e in found[0][-1][2].values())
 
 
 def few_bytes(rank: int, size: int) -> tuple[int, int]:
@@ -112,23 +42,6 @@ def test_the_bytes_are_those_of_the_ramp() -> None:
     dense, sparse = few_bytes(0, 1)
     assert dense == 4 * 20100 + 2 * 24
     assert 448 < sparse < 448 + 32 + 60
-
-
-def differing(rank: int, size: int) -> str:
-    model = Bag()
-    try:
-        with LocalUpdates(
-            model, sgd(model), tw.LocalSGD(2), compression=tw.DGC(value_bits=1 + rank)
-        ):
-            pass
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_compare_what_they_send(ranks: Pool) -> None:
-    for text in ranks.run(differing):
-        assert "dgc.value_bits differs: rank 0 has 1, rank 1 has 2" in text
 
 
 def test_two_compressions_are_refused() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.pipelining
 from torch import Tensor, nn
 
@@ -19,7 +18,6 @@ from thinwire import Pipeline
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 """float64; the sums over micro-batches are taken in another order."""
-LAYOUTS = [(0, 1, 4), (2, 1, 2), (2, 2, 4), (4, 4, 8), (4, 4, 2), (4, 2, 2)]
 """Ranks, stages, micro-batches."""
 
 
@@ -52,45 +50,6 @@ def prepared(
     stage = split_model(model, config)[grid.stage]
     loss_fn = options.pop("loss_fn", nn.functional.cross_entropy)
     return stage, PipelineRunner(stage, config, grid, loss_fn, **options)
-
-
-def train(rank: int, size: int, config: Pipeline) -> tuple[list[Tensor], dict[str, Tensor]]:
-    stage, runner = prepared(mlp(), config, scale=lambda: 16.0)
-    grid = Grid(config.stages)
-    losses = [
-        runner.step(*batch(seed=2 * step + grid.replica)) for step in range(2)
-    ]  # both add to p.grad
-    if grid.replicas > 1:
-        for p in stage.parameters():
-            dist.all_reduce(p.grad, group=grid.replica_group)
-            p.grad /= grid.replicas
-    return losses, gradients(stage)
-
-
-def trained_alone(replicas: int) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
-    """The same with a plain loop over whole mini-batches."""
-    model = mlp()
-    losses: list[list[Tensor]] = [[] for _ in range(replicas)]
-    for step in range(2):
-        for replica in range(replicas):
-            inputs, targets = batch(seed=2 * step + replica)
-            loss = nn.functional.cross_entropy(model(inputs), targets)
-            losses[replica].append(loss.detach())
-            (loss * 16.0 / replicas).backward()
-    return losses, gradients(model)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("size", "stages", "micro"), LAYOUTS)
-def test_a_pipeline_equals_one_process(
-    ranks: Pool, size: int, stages: int, micro: int, schedule: str
-) -> None:
-    answers = ranks.run(train, Pipeline(stages, micro, schedule), size=size)
-    losses, grads = trained_alone(replicas=max(size, 1) // stages)
-    for rank, (mine, own) in enumerate(answers):
-        torch.testing.assert_close(mine, losses[rank // stages], **TIGHT)
-        torch.testing.assert_close(own, {name: grads[name] for name in own}, **TIGHT)
-    assert {name for _, own in answers for name in own} == set(grads)
 
 
 class Tokens(nn.Module):
@@ -510,9 +469,7 @@ class Odd(nn.Module):
 def test_what_cannot_travel_is_refused(
     ranks: Pool, function: Callable[..., None], kind: str, text: str
 ) -> None:
-    for answer in ranks.run(function, expect_errors=True):
-        assert answer.type_name == kind
-        assert text in answer.text
+    ranks.raise_alike(kind, text, function)
 
 
 def lose_a_stage(rank: int, size: int, how: int) -> None:

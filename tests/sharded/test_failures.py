@@ -11,7 +11,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 
 import thinwire as tw
-from tests.api import Group, Pending
 from tests.ranks import Pool, Raised
 from tests.sharded.models import batch, mesh_of, plain_model, same, sharded_model, site_of
 from tests.sharded.models import whole_values as values_of
@@ -54,71 +53,6 @@ def test_a_gradient_that_is_not_finite_drops_the_step_of_all_shards(
         assert unmoved
         assert stats["dropped_steps"] == 1
         assert stats["step"] == 1
-
-
-def one_bad_message(rank: int, size: int, local: bool) -> tuple[str, bool]:
-    mesh = mesh_of(2, 2)
-    model = sharded_model(mesh)
-    local_field = tw.LocalSGD(1, begin_step=0, compression=tw.Quantized(4))
-    engine = engine_of(mesh, model, **({"localsgd": local_field} if local else {"dgc": DGC}))
-    engine.train_step(*batch(site_of(mesh), 0))
-    before, whole = values_of(model), Group.all_gather
-
-    def flipped(self: Group, message: Tensor, *, what: str) -> Pending[Tensor]:
-        pending = whole(self, message, what=what)
-
-        def finish() -> Tensor:
-            rows = pending.wait().clone()
-            if rows.shape[1] > 40:
-                rows[0, 40] ^= 1
-            return rows
-
-        return Pending(finish)
-
-    if rank == 3:
-        Group.all_gather = flipped  # type: ignore[method-assign]
-    try:
-        with pytest.raises(tw.errors.PayloadCorrupt) as caught:
-            engine.train_step(*batch(site_of(mesh), 1))
-    finally:
-        Group.all_gather = whole  # type: ignore[method-assign]
-    after = values_of(model)
-    return str(caught.value), all(torch.equal(before[n], after[n]) for n in before)
-
-
-@pytest.mark.parametrize("local", [False, True])
-def test_a_bad_message_of_one_shard_stops_all(ranks: Pool, local: bool) -> None:
-    for text, unmoved in ranks.run(one_bad_message, local, size=4):
-        assert "rank 3" in text
-        # a local step is a site's own, and stands; nothing of the averaging was applied
-        assert unmoved != local
-
-
-def one_changed_shard(rank: int, size: int, local: bool) -> str:
-    mesh = mesh_of(2, 2)
-    model = sharded_model(mesh)
-    fields = {"localsgd": tw.LocalSGD(1, begin_step=0)} if local else {}
-    engine = engine_of(mesh, model, **fields)
-    with pytest.raises(tw.errors.Diverged) as caught:
-        for step in range(70):
-            engine.train_step(*batch(site_of(mesh), step))
-            if step == 3 and rank == 1:
-                with torch.no_grad():
-                    if local:
-                        anchors = engine._parts.exchange.sync._averager.averaging.anchors
-                        anchors["2.weight"][0, 0] += 0.5
-                    else:
-                        model[2].weight.to_local()[0, 0] += 0.5
-    return str(caught.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("local", [False, True])
-def test_a_shard_that_was_changed_is_found(ranks: Pool, local: bool) -> None:
-    texts = ranks.run(one_changed_shard, local, size=4)
-    assert len(set(texts)) == 1
-    assert "2.weight" in texts[0]
-    assert "shard of rank 1" in texts[0] or "shard of rank 3" in texts[0]
 
 
 def one_lost(rank: int, size: int) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from tests.ranks import Pool, Raised
+from tests.ranks import Pool
 from thinwire.optim import DGCMomentum
 
 
@@ -73,28 +73,19 @@ def test_another_build_of_torch_is_a_warning_and_no_error(way: str, ranks: Pool)
 
 @pytest.mark.parametrize("way", ["engine", "DGCMomentum", "local_sgd"])
 def test_numbers_that_become_zero_on_one_rank_are_a_mismatch(way: str, ranks: Pool) -> None:
-    for answer in ranks.run(prepared, way, "denormals", expect_errors=True):
-        assert isinstance(answer, Raised)
-        assert answer.type_name == "Mismatch"
-        assert "set_flush_denormal" in answer.text
+    ranks.raise_alike("Mismatch", "set_flush_denormal", prepared, way, "denormals")
 
 
 def test_another_number_of_threads_is_a_mismatch_where_muon_updates_all_ranks_alike(
     ranks: Pool,
 ) -> None:
-    for answer in ranks.run(prepared, "muon", "threads", expect_errors=True):
-        assert isinstance(answer, Raised)
-        assert answer.type_name == "Mismatch"
-        assert "OMP_NUM_THREADS" in answer.text
+    ranks.raise_alike("Mismatch", "OMP_NUM_THREADS", prepared, "muon", "threads")
     for way in ("engine", "local muon"):
         assert ranks.run(prepared, way, "threads") == [[], []]
 
 
 def test_another_body_of_the_kernels_is_a_mismatch_where_it_rounds_otherwise(ranks: Pool) -> None:
-    for answer in ranks.run(prepared, "lamb", "kernels", expect_errors=True):
-        assert isinstance(answer, Raised)
-        assert answer.type_name == "Mismatch"
-        assert "THINWIRE_KERNELS=reference" in answer.text
+    ranks.raise_alike("Mismatch", "THINWIRE_KERNELS=reference", prepared, "lamb", "kernels")
     assert ranks.run(prepared, "engine", "kernels") == [[], []]
 
 
@@ -128,10 +119,7 @@ def grow(rank: int, size: int, rows: tuple[int, int], local: bool) -> Any:
 def test_a_buffer_of_another_shape_on_one_rank_is_a_mismatch_on_all(
     local: bool, ranks: Pool
 ) -> None:
-    for answer in ranks.run(grow, (1, 2), local, expect_errors=True):
-        assert isinstance(answer, Raised)
-        assert answer.type_name == ("ThinwireError" if local else "Mismatch")
-        assert "cache" in answer.text
+    ranks.raise_alike("ThinwireError" if local else "Mismatch", "cache", grow, (1, 2), local)
 
 
 def test_a_buffer_that_grows_alike_is_copied(ranks: Pool) -> None:

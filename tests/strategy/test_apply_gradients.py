@@ -20,62 +20,11 @@ from thinwire.errors import ThinwireError
 cross_entropy = nn.functional.cross_entropy
 
 
-def all_ways(rank: int, size: int, fields: Sequence[str]) -> list[tuple[str, int]]:
-    """The bits after twelve microsteps by `minimize`, and by backward passes of the loop's own."""
-    found = []
-    for way in ("minimize", "apply_gradients", "step", "step with a closure"):
-        engine, losses = make_engine(fields, plain=True), []
-        if way == "step":
-            engine.follow_steps(lambda losses=losses: losses[-1])
-        elif way == "step with a closure":
-            engine.follow_steps()
-        for step in range(12):
-            x, y = batch(step, rank)
-            if way == "step with a closure":
-                engine.optimizer.step(partial(closure, engine, x, y))
-                continue
-            losses.append(loss := cross_entropy(engine.model(x), y))
-            if way == "minimize":
-                engine.minimize(loss)
-                continue
-            loss.backward()
-            if way == "step":
-                engine.optimizer.step()
-            else:
-                engine.apply_gradients(loss)
-            engine.model.zero_grad()
-        engine.flush()
-        found.append((digest(engine), engine.step))
-        engine.close()
-        assert "step" not in vars(engine.optimizer)
-    return found
-
-
 def closure(engine: Any, x: Tensor, y: Tensor) -> Tensor:
     engine.model.zero_grad()
     loss = cross_entropy(engine.model(x), y)
     loss.backward()
     return loss
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        (),
-        ("dgc",),
-        ("low_rank",),
-        ("lamb",),
-        ("localsgd",),
-        ("adaptive_localsgd",),
-        ("gradient_merge",),
-        ("gradient_merge", "dgc"),
-    ],
-    ids="+".join,
-)
-def test_it_makes_the_update_of_minimize(ranks: Pool, fields: Sequence[str]) -> None:
-    for minimized, *others in ranks.run(all_ways, fields):
-        assert others == [minimized] * 3
-        assert minimized[1] > 0
 
 
 def test_what_needs_the_loss_before_its_backward_pass_is_refused(ranks: Pool) -> None:

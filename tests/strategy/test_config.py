@@ -1,12 +1,10 @@
 """The strategy as an object: its fields, what it refuses, and that it stays as it was made."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 
 import thinwire as tw
-from tests.api import distributed_strategy
 
 CONFIGS = {
     "amp": tw.AMP(),
@@ -88,11 +86,3 @@ def test_lists_are_stored_as_tuples_and_not_shared() -> None:
     levels.append(0.9)
     assert strategy.dgc is not None
     assert strategy.dgc.sparsity == (0.5, 0.75)
-
-
-def test_prepare_passes_everything_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed_strategy, "prepare", lambda setup: setup)
-    strategy = tw.DistributedStrategy()
-    made: Any = strategy.prepare(1, 2, 3, grad_clip=4)  # type: ignore[arg-type]
-    assert (made.strategy, made.model, made.optimizer) == (strategy, 1, 2)
-    assert (made.loss_fn, made.grad_clip) == (3, 4)

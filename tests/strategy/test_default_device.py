@@ -10,21 +10,14 @@ import torch
 from torch import nn
 
 import thinwire as tw
+from tests.laws.test_frontends import METHODS
 from tests.ranks import Pool
 from tests.strategy.training import digest
 
 FIELDS: dict[str, dict[str, Any]] = {
-    "dense": {},
+    **METHODS,
     "merge": {"gradient_merge": tw.GradientMerge(2)},
-    "dgc": {"dgc": tw.DGC(sparsity=(0.75,), min_numel=16)},
-    "dgc, split": {"dgc": tw.DGC(sparsity=(0.75,), min_numel=16, exchange="split")},
-    "low rank": {"low_rank": tw.LowRank(2, begin_step=0, min_numel=16)},
-    "local": {"localsgd": tw.LocalSGD(2, outer_momentum=0.5)},
-    "local, sparse": {"localsgd": tw.LocalSGD(2, compression=tw.Sparse(0.75))},
-    "local, quantized": {"localsgd": tw.LocalSGD(2, compression=tw.Quantized(2, decay=0.9))},
-    "local, low rank": {
-        "localsgd": tw.LocalSGD(2, compression=tw.LowRank(2, begin_step=0, min_numel=16))
-    },
+    "local, outer": {"localsgd": tw.LocalSGD(2, outer_momentum=0.5)},
     "lars": {"lars": tw.LARS()},
     "scaled": {"amp": tw.AMP("bfloat16", tw.DynamicLossScale(init_loss_scale=8.0))},
 }

@@ -184,107 +184,6 @@ def test_merge_of_k_is_one_batch_k_times_as_large(avg: bool, ranks: Pool) -> Non
     assert max(ranks.run(merged_and_whole, avg, size=2)) < 1e-12
 
 
-def flat_state(engine: Any) -> dict[str, Any]:
-    """All that a later step depends on, by place; tensors as their bytes."""
-    state = engine.state_dict()
-    del state["random"]
-
-    def leaves(tree: Any, place: str) -> dict[str, Any]:
-        if isinstance(tree, Tensor):
-            return {place: tree.reshape(-1).view(torch.uint8).numpy().tobytes()}
-        pairs = (
-            tree.items()
-            if isinstance(tree, dict)
-            else enumerate(tree)
-            if isinstance(tree, list | tuple)
-            else ()
-        )
-        inner = {
-            key: value
-            for at, entry in pairs
-            for key, value in leaves(entry, f"{place}/{at}").items()
-        }
-        return inner or {place: repr(tree)}
-
-    return {place: value for place, value in leaves(state, "").items() if "bytes_sent" not in place}
-
-
-MERGES: dict[str, tuple[tuple[str, ...], int]] = {
-    "dense": (("gradient_merge",), 1),
-    "dense, early": (("gradient_merge",), 4),
-    "dgc, early": (("gradient_merge", "dgc"), 4),
-    "amp": (("gradient_merge", "amp"), 1),
-    "amp dgc lamb, early": (("gradient_merge", "amp", "dgc", "lamb"), 4),
-}
-
-
-def damaged_at_the_update(rank: int, size: int, name: str) -> tuple[str, list[str], str, str]:
-    """What rank 1 receives of one exchange is damaged; the call is then made once more."""
-    fields, updates = MERGES[name]
-    three = {"gradient_merge": tw.GradientMerge(3)}
-    engine, whole = (make_engine(fields, replace=three, plain=True) for _ in range(2))
-    train(whole, fields, 0, 3 * updates + 6)
-    last = 3 * updates + 2
-    train(engine, fields, 0, last)
-    before, text, plain = flat_state(engine), "", Group.all_gather
-
-    def damaging(self: Group, message: Tensor, *, what: str) -> Any:
-        pending = plain(self, message, what=what)
-        if rank == 1:
-            rows = pending.wait()
-            rows[0, rows.shape[1] // 2] ^= 4
-            return type(pending)(lambda: rows)
-        return pending
-
-    with patch.object(Group, "all_gather", damaging):
-        try:
-            train(engine, fields, last, last + 1)
-        except tw.errors.PayloadCorrupt as error:
-            text = str(error)
-    after = flat_state(engine)
-    moved = [place for place in {**before, **after} if before.get(place) != after.get(place)]
-    train(engine, fields, last, 3 * updates + 6)
-    return text, moved, digest(engine), digest(whole)
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("name", MERGES)
-def test_a_merge_is_as_it_was_where_the_exchange_of_its_update_fails(
-    name: str, ranks: Pool
-) -> None:
-    for text, moved, again, whole in ranks.run(damaged_at_the_update, name, size=2):
-        assert "rank 1 refused a message" in text
-        assert moved == []
-        assert again == whole
-
-
-def lost_at_the_update(rank: int, size: int, updates: int) -> tuple[str, list[str]]:
-    engine = make_engine(("gradient_merge",), plain=True)
-    last = 2 * updates + 1
-    train(engine, (), 0, last)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    before, name = flat_state(engine), ""
-    try:
-        train(engine, (), last, last + 1)
-    except tw.errors.PeerLost as error:
-        name = type(error).__name__
-    after = flat_state(engine)
-    return name, [place for place in {**before, **after} if before.get(place) != after.get(place)]
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("updates", [1, 4])
-def test_a_merge_is_as_it_was_where_a_rank_is_lost_in_the_exchange_of_its_update(
-    updates: int, ranks: Pool
-) -> None:
-    first, killed = ranks.run(
-        lost_at_the_update, updates, size=2, group_timeout_s=8, expect_errors=True
-    )
-    assert isinstance(killed, Lost)
-    assert first == ("PeerLost", [])
-
-
 def quiet_microsteps(rank: int, size: int) -> list[int]:
     engine = make_engine(
         ("gradient_merge",), replace={"gradient_merge": tw.GradientMerge(3)}, plain=True
@@ -343,9 +242,9 @@ def test_recompute_changes_no_bit(fields: tuple[str, ...]) -> None:
 
 
 def staged(
-    rank: int, size: int, schedule: str, stages: int
+    rank: int, size: int, schedule: str, stages: int, micro: int
 ) -> tuple[int, dict[str, Tensor], list[float]]:
-    pipeline = tw.Pipeline(stages=stages, micro_batches=4, schedule=schedule)
+    pipeline = tw.Pipeline(stages, micro, schedule)
     engine = make_engine(
         ("pipeline",), replace={"pipeline": pipeline}, plain=True, blocks=4, **DOUBLE
     )
@@ -358,10 +257,12 @@ def staged(
     )
 
 
-@pytest.mark.parametrize(("size", "stages"), [(2, 2), (4, 2), (4, 4), (2, 1)])
+@pytest.mark.parametrize(
+    ("size", "stages", "micro"), [(2, 2, 4), (4, 2, 2), (4, 2, 4), (4, 4, 8), (4, 4, 2), (2, 1, 2)]
+)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_pipeline_times_data_parallel_is_one_process(
-    size: int, stages: int, schedule: str, ranks: Pool
+    size: int, stages: int, micro: int, schedule: str, ranks: Pool
 ) -> None:
     replicas = size // stages
     alone = make_engine((), plain=True, blocks=4, **DOUBLE)
@@ -372,7 +273,7 @@ def test_pipeline_times_data_parallel_is_one_process(
         alone.train_step(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
     whole = dict(alone.model.named_parameters())
     seen = set()
-    for replica, params, losses in ranks.run(staged, schedule, stages, size=size):
+    for replica, params, losses in ranks.run(staged, schedule, stages, micro, size=size):
         assert losses == pytest.approx(
             [per_replica[replica] for per_replica in expected], abs=1e-12
         )
@@ -646,26 +547,6 @@ def test_ten_local_steps_that_are_not_finite_in_a_row_are_an_error_on_all_ranks(
 # ---- the global norm
 
 
-def clipped_stages(rank: int, size: int, stages: int) -> dict[str, Tensor]:
-    model = make_model(plain=True, **DOUBLE)
-    optimizer = tw.optim.SGD(model.named_parameters(), lr=0.5, grad_clip=tw.ClipByGlobalNorm(0.05))
-    strategy = tw.DistributedStrategy(pipeline=tw.Pipeline(stages=stages, micro_batches=2))
-    engine = strategy.prepare(model, optimizer, cross_entropy)
-    for step in range(3):
-        engine.train_step(*batch(step, 0, **DOUBLE))
-    return {name: p.detach().clone() for name, p in engine.model.named_parameters()}
-
-
-def test_the_global_norm_looks_across_stages(ranks: Pool) -> None:
-    (whole,) = ranks.run(clipped_stages, 1, size=0)
-    parts: dict[str, Tensor] = {}
-    for part in ranks.run(clipped_stages, 2, size=2):
-        parts |= part
-    assert parts.keys() == whole.keys()
-    for name, value in whole.items():
-        torch.testing.assert_close(parts[name], value, rtol=0, atol=1e-12)
-
-
 # ---- bad input
 
 
@@ -693,6 +574,7 @@ def refuse(rank: int, size: int, case: str) -> None:
         tw.DistributedStrategy(lars=tw.LARS()).prepare(model, given)
     elif case.startswith("setting"):
         settings: dict[str, Any] = {
+            "setting: of prepare": {},
             "setting: clip": {"grad_clip": tw.ClipByNorm(1.0 + rank)},
             "setting: clip on one": {"grad_clip": tw.ClipByValue(1.0) if rank else None},
             "setting: exclusion": {"exclude_from_weight_decay": ("*.bias",) if rank else None},
@@ -703,7 +585,8 @@ def refuse(rank: int, size: int, case: str) -> None:
         given = tw.optim.SGD(
             model.named_parameters(), **{"lr": 0.1, "weight_decay": 0.1, **settings}
         )
-        tw.DistributedStrategy().prepare(model, given)
+        clip = tw.ClipByGlobalNorm(1.0 + rank) if case == "setting: of prepare" else None
+        tw.DistributedStrategy().prepare(model, given, grad_clip=clip)
     elif case == "ranks and stages":
         tw.DistributedStrategy(pipeline=tw.Pipeline(stages=2, micro_batches=1)).prepare(
             model, optimizer
@@ -725,6 +608,7 @@ def refuse(rank: int, size: int, case: str) -> None:
         ("different models", 2, ["parameter", "rank 1"]),
         ("different rates", 2, ["lr", "0.1", "0.2"]),
         ("different states", 2, ["state of the optimizer"]),
+        ("setting: of prepare", 2, ["grad_clip", "c=1.0", "c=2.0"]),
         ("setting: clip", 2, ["grad_clip", "c=1.0", "c=2.0"]),
         ("setting: clip on one", 2, ["grad_clip", "None", "ClipByValue"]),
         ("setting: exclusion", 2, ["excluded from weight decay", "bias"]),
@@ -741,38 +625,6 @@ def test_disagreement_is_an_error_on_every_rank(
     for answer in ranks.run(refuse, case, size=size, expect_errors=True):
         assert isinstance(answer, Raised), answer
         assert all(needle in answer.text for needle in needles), answer.text
-
-
-def rates_that_part(rank: int, size: int, fields: tuple[str, ...]) -> list[str]:
-    """In mid-training, in the first update and once buckets leave during the backward pass."""
-    told = []
-    for good in (0, 6):
-        engine = make_engine(fields)
-        train(engine, fields, 0, good)
-        before = [p.detach().clone() for p in engine.model.parameters()]
-        engine.optimizer.param_groups[0]["lr"] *= 1 + rank
-        for _ in range(3):  # a merge exchanges in its last microstep only
-            try:
-                engine.train_step(*batch(good, rank))
-            except tw.errors.Mismatch as error:
-                told.append(str(error))
-                break
-        assert all(map(torch.equal, engine.model.parameters(), before))
-    return told
-
-
-@pytest.mark.parametrize("fields", [(), ("dgc",), ("gradient_merge",), ("lamb",)])
-def test_rates_that_part_in_mid_training_are_an_error_on_every_rank(
-    fields: tuple[str, ...], ranks: Pool
-) -> None:
-    first, second = ranks.run(rates_that_part, fields, size=2)
-    assert first == second
-    assert len(first) == 2
-    assert (
-        "lr differs" in first[0] or "learning rates" in first[0]
-    )  # DGCMomentum's own handshake is in its first step
-    assert "learning rates" in first[1]
-    assert all("rank 1" in text for text in first)
 
 
 def unfrozen_in_mid_training(
@@ -839,10 +691,7 @@ def rank_1_at_another_step(rank: int, size: int, fields: tuple[str, ...]) -> Non
 @pytest.mark.parametrize("fields", [(), ("dgc",), ("low_rank",), ("localsgd",)])
 def test_a_rank_at_another_step_is_told_as_that(fields: tuple[str, ...], ranks: Pool) -> None:
     """Not as the message that it sends of its own step, which is not the one that others expect."""
-    for answer in ranks.run(rank_1_at_another_step, fields, size=2, expect_errors=True):
-        assert isinstance(answer, Raised)
-        assert answer.type_name == "Mismatch", answer.traceback
-        assert "rank 0 is at step" in answer.text, answer.text
+    ranks.raise_alike("Mismatch", "rank 0 is at step", rank_1_at_another_step, fields, size=2)
 
 
 def schedule_of_the_users(rank: int, size: int) -> bool:
@@ -964,10 +813,7 @@ def wrapped(rank: int, size: int) -> None:
 
 
 def test_a_ddp_model_is_refused_with_what_to_do(ranks: Pool) -> None:
-    for answer in ranks.run(wrapped, size=2, expect_errors=True):
-        assert answer.type_name == "TypeError"
-        assert "ddp.module" in answer.text
-        assert "attach" in answer.text
+    ranks.raise_alike("TypeError", ["ddp.module", "attach"], wrapped, size=2)
 
 
 def test_every_field_has_a_setting_in_these_tests() -> None:

@@ -53,32 +53,3 @@ def test_a_node_of_two_is_one_rank_with_their_data(
         assert answer["losses"] == twin["losses"]
         assert answer["digest"] == twin["digest"]
         assert answer["stats"]["step"] == twin["stats"]["step"]
-
-
-def refused(rank: int, size: int) -> None:
-    make_engine(("dgc",), replace={"dgc": tw.DGC(node_size=3)})
-
-
-@pytest.mark.fault
-def test_a_size_that_does_not_divide_the_ranks_is_refused_before_anything_changes(
-    ranks: Pool,
-) -> None:
-    for answer in ranks.run(refused, size=4, expect_errors=True):
-        assert answer.type_name == "ValueError"
-        assert "node_size=3 does not divide the 4 ranks" in answer.text
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"node_size": 0}, ValueError, "node_size"),
-        ({"node_size": True}, TypeError, "node_size"),
-        ({"exchange": "splitt"}, ValueError, "did you mean 'split'"),
-        ({"exchange": None}, TypeError, "exchange"),
-    ],
-)
-def test_wrong_settings_are_named(
-    options: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        tw.DGC(**options)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
 from tests.api import Overlap
-from tests.ranks import Lost, Pool, Raised
+from tests.ranks import Pool
 from tests.strategy.training import digest
 from thinwire.errors import Mismatch, ThinwireError
 
@@ -527,51 +527,6 @@ def test_an_exchange_left_half_way_is_refused_from_then_on(how: str, ranks: Pool
     assert first[0].startswith(("PeerStalled", "PeerLost"))
 
 
-def dying(rank: int, size: int) -> str:
-    import os
-
-    engine = make(CASES["dgc"], early=True)
-    for step in range(3):
-        engine.train_step(*batch(step, rank))
-    if rank == 1:
-        engine.model.at_half = lambda _: os._exit(9)
-    engine.train_step(*batch(3, rank))
-    return "went on"
-
-
-@pytest.mark.fault
-def test_a_rank_that_dies_in_its_backward_pass_is_lost_to_the_others(ranks: Pool) -> None:
-    first, second = ranks.run(dying, size=2, expect_errors=True)
-    assert isinstance(second, Lost)
-    assert isinstance(first, Raised)
-    assert first.type_name == "PeerLost"
-
-
-def poisoned(rank: int, size: int) -> tuple[list[str], int, list[str]]:
-    engine = make(CASES["dgc"], early=True)
-    events, digests = Events(engine), []
-    for step in range(6):
-        engine.model.at_half = (lambda g: g * float("nan")) if (step, rank) == (4, 0) else None
-        if step == 4:
-            with pytest.warns(UserWarning, match="on rank 0 is not finite"):
-                engine.train_step(*batch(step, rank))
-        else:
-            engine.train_step(*batch(step, rank))
-        digests.append(digest(engine))
-    return (
-        digests,
-        engine.stats()["dropped_steps"],
-        [e for e in events if not e.startswith("bucket")],
-    )
-
-
-def test_a_gradient_that_is_not_finite_drops_the_early_step_on_all(ranks: Pool) -> None:
-    for digests, dropped, verdicts in ranks.run(poisoned, size=2):
-        assert digests[3] == digests[4] != digests[5]
-        assert dropped == 1
-        assert verdicts == ["apply", "apply", "drop", "apply"]
-
-
 def changed_by_a_hook(rank: int, size: int) -> tuple[bool, list[str]]:
     early, late = (make(CASES["dgc"], early=early) for early in (True, False))
 
@@ -592,23 +547,3 @@ def test_a_gradient_that_changes_after_it_was_sent_is_sent_again(ranks: Pool) ->
     for same, verdicts in ranks.run(changed_by_a_hook, size=2):
         assert same
         assert verdicts == ["again"]
-
-
-def resumed(rank: int, size: int) -> bool:
-    """In the middle of a merge, once the exchange is early: the new engine is not early yet, and
-    the bits agree."""
-    straight = make(CASES["amp dgc merge overflow"], early=True)
-    for step in range(11):
-        straight.train_step(*batch(step, rank))
-    state = straight.state_dict()
-    again = make(CASES["amp dgc merge overflow"], early=True)
-    again.load_state_dict(state)
-    for step in range(11, 20):
-        for engine in (straight, again):
-            engine.train_step(*batch(step, rank))
-    return digest(straight) == digest(again)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_resumed_in_the_middle_of_a_merge_the_bits_are_the_same(size: int, ranks: Pool) -> None:
-    assert all(ranks.run(resumed, size=size))

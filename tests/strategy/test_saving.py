@@ -20,7 +20,7 @@ from torch.optim import lr_scheduler as torch_schedulers
 
 import thinwire as tw
 from tests.checkpoint.states import same
-from tests.ranks import Pool, Raised
+from tests.ranks import Pool
 from tests.strategy.training import (
     FIELDS,
     batch,
@@ -201,9 +201,9 @@ def broken_extra(rank: int, size: int, folder: str) -> None:
 
 
 def test_what_one_rank_cannot_save_is_an_error_on_all(ranks: Pool, tmp_path: Path) -> None:
-    for answer in ranks.run(broken_extra, str(tmp_path), size=2, expect_errors=True):
-        assert isinstance(answer, Raised) and answer.type_name == "CheckpointError"
-        assert "rank 1: " in answer.text and "extra['x']" in answer.text
+    ranks.raise_alike(
+        "CheckpointError", ["rank 1: ", "extra['x']"], broken_extra, str(tmp_path), size=2
+    )
 
 
 # ---- schedulers

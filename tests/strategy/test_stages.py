@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import thinwire as tw
-from tests.ranks import Pool, Raised
+from tests.ranks import Pool
 
 
 def net() -> nn.Sequential:
@@ -87,9 +87,14 @@ def test_the_optimizer_of_a_stage_may_be_prepared_again(ranks: Pool, fields: Any
 
 
 def test_the_optimizer_of_a_stage_is_none_of_a_whole_model(ranks: Pool) -> None:
-    for told in ranks.run(optimizer_again, {}, False, size=2, expect_errors=True):
-        assert told.type_name == "StrategyError"
-        assert "the optimizer holds the parameters of one stage" in told.text
+    ranks.raise_alike(
+        "StrategyError",
+        "the optimizer holds the parameters of one stage",
+        optimizer_again,
+        {},
+        False,
+        size=2,
+    )
 
 
 class InPlace(nn.Module):
@@ -148,10 +153,12 @@ def frozen_stage(rank: int, size: int) -> None:
 
 
 def test_a_frozen_stage_of_local_updates_is_refused_on_all_ranks(ranks: Pool) -> None:
-    for told in ranks.run(frozen_stage, size=2, expect_errors=True):
-        assert isinstance(told, Raised)
-        assert told.type_name == "StrategyError"
-        assert "stage 1 of 2 has no parameter with requires_grad=True" in told.text
+    ranks.raise_alike(
+        "StrategyError",
+        "stage 1 of 2 has no parameter with requires_grad=True",
+        frozen_stage,
+        size=2,
+    )
 
 
 def traffic(rank: int, size: int) -> tuple[float, float]:

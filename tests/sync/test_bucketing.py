@@ -3,38 +3,7 @@ agreed."""
 
 import random
 
-import pytest
-
-from tests.api import GradientPattern, Readiness, cut_into_buckets
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ([], []),
-        ([5], [[0]]),
-        ([1, 1, 1, 1], [[3, 2], [1, 0]]),  # the first bucket is full at 2 bytes, the others at 4
-        ([4, 4, 2, 1, 1], [[4, 3], [2, 1], [0]]),  # a bucket ends with the tensor that fills it
-        ([100, 1], [[1, 0]]),
-        ([1, 100, 1, 100], [[3], [2, 1], [0]]),
-        ([0, 0, 2, 0], [[3, 2], [1, 0]]),
-    ],
-)
-def test_buckets_go_backwards_and_end_where_they_are_full(
-    sizes: list[int], expected: list[list[int]]
-) -> None:
-    named = {str(place): nbytes for place, nbytes in enumerate(sizes)}
-    found = cut_into_buckets(named, bucket_bytes=4, first_bytes=2)
-    assert found == [[str(place) for place in bucket] for bucket in expected]
-
-
-def test_the_first_bucket_is_never_larger_than_the_others() -> None:
-    assert cut_into_buckets(dict.fromkeys("abcd", 1), bucket_bytes=1, first_bytes=100) == [
-        ["d"],
-        ["c"],
-        ["b"],
-        ["a"],
-    ]
+from tests.api import GradientPattern, Readiness
 
 
 def test_every_order_launches_every_bucket_once_and_in_order() -> None:

@@ -110,44 +110,6 @@ def test_means_and_residuals_are_those_of_the_oracle(ranks: Pool, case: str, siz
                     assert name not in residuals or not np.any(residuals[name])
 
 
-def keep_books(
-    rank: int, size: int, bits: int, dtype: torch.dtype
-) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Per tensor: what this rank gave, what it keeps, and what it got as means, over 100 steps."""
-    dgc = DGC(rampup_step=60, sparsity=(0.5, 0.9, 0.99), min_numel=84, value_bits=bits)
-    mean = GradientMean(Group(), parameters(dtype), dgc)
-    given, got = (
-        {n: torch.zeros(s, dtype=torch.float64) for n, s in SHAPES.items()} for _ in range(2)
-    )
-    for step in range(100):
-        own = gradients(step, rank, dtype)
-        means = mean.reduce(step, own)
-        assert means is not None
-        for name in SHAPES:
-            given[name] += own[name].double()
-            got[name] += means[name].double()
-    return {
-        name: (given[name], mean.residuals[name].double(), got[name]) for name in mean.residuals
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("bits", "dtype"), [(1, torch.float32), (2, torch.float32), (32, torch.bfloat16)]
-)
-def test_nothing_is_lost_over_100_steps(ranks: Pool, bits: int, dtype: torch.dtype) -> None:
-    """1e-4 of sums of size 30: 100 roundings of float32, of the residual and of the mean, on each
-    of 3 ranks."""
-    found = ranks.run(keep_books, bits, dtype, size=3)
-    assert set(found[0]) == {"big", "middle"}
-    for name in found[0]:
-        given, kept, got = (sum(answer[name][i] for answer in found) for i in range(3))
-        torch.testing.assert_close(
-            kept + got, given, rtol=0, atol=1e-4
-        )  # got: three times the mean is the sum
-        assert all(torch.equal(answer[name][2], found[0][name][2]) for answer in found)
-
-
 def beside_ddp(rank: int, size: int, dtype: torch.dtype) -> list[bool]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)).to(dtype)
@@ -209,49 +171,6 @@ def test_half_precision_is_averaged_and_kept_in_float32(ranks: Pool, dtype: torc
     expected = torch.tensor(60000.0).to(dtype).float()
     assert all(bool((mean == expected).all()) for mean in a["huge"].values())
     assert torch.equal(a["big"], b["big"]) and int(a["big"].count_nonzero()) > 0
-
-
-def drop(rank: int, size: int, dgc: DGC | None, name: str, bad: float) -> list[Any]:
-    mean = GradientMean(Group(), parameters(), dgc)
-    assert mean.reduce(0, gradients(0, rank)) is not None
-    kept = {n: v.clone() for n, v in mean.residuals.items()}
-    spoiled = gradients(1, rank)
-    if rank == 1:
-        spoiled[name].view(-1)[-1] = bad
-    texts = []
-    for _ in range(9):
-        with pytest.warns(UserWarning, match=f"{name} on rank 1") as caught:
-            assert mean.reduce(1, spoiled) is None
-        texts.append(str(caught[0].message))
-    with pytest.raises(RuntimeError, match="in a row") as error:
-        mean.reduce(1, spoiled)
-    texts.append(f"{error.typename}: {error.value}")
-    assert all(torch.equal(mean.residuals[n], v) for n, v in kept.items())
-    assert mean.reduce(1, gradients(1, rank)) is not None
-    return [texts, mean.drops.total, mean.drops.in_a_row]
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize(
-    ("dgc", "name", "bad"),
-    [
-        (None, "small", float("nan")),
-        (DGC(sparsity=(0.9,), min_numel=1), "big", float("inf")),
-        (DGC(sparsity=(0.9,), min_numel=84), "scalar", float("nan")),
-        (DGC(sparsity=(0.9,), min_numel=84, local_grad_clip_norm=1.0), "big", float("-inf")),
-    ],
-)
-def test_what_is_not_finite_on_one_rank_drops_the_step_on_all(
-    ranks: Pool, dgc: DGC | None, name: str, bad: float
-) -> None:
-    answers = ranks.run(drop, dgc, name, bad, size=3)
-    assert all(answer == answers[0] for answer in answers)
-    texts, total, in_a_row = answers[0]
-    assert (
-        texts[-1].startswith("NonFinite: step 1 was dropped on every rank")
-        and "rank 1" in texts[-1]
-    )
-    assert (total, in_a_row) == (10, 0)
 
 
 def overflow(rank: int, size: int) -> tuple[int, bool]:
@@ -383,53 +302,6 @@ def test_strided_and_complex_gradients(ranks: Pool) -> None:
         assert torch.equal(means["wave"], torch.full((50,), 0.5 + 1j, dtype=torch.complex64))
 
 
-def resume(rank: int, size: int) -> list[Any]:
-    dgc = DGC(rampup_begin_step=2, rampup_step=4, sparsity=(0.5, 0.9), min_numel=84)
-    straight = GradientMean(Group(), parameters(torch.float32), dgc)
-    for step in range(5):
-        straight.reduce(step, gradients(step, rank, torch.float32))
-    state = straight.state_dict()
-    resumed = GradientMean(Group(), parameters(torch.float32), dgc)
-    resumed.load_state_dict(state)
-    same = []
-    for step in range(5, 10):
-        got = [
-            each.reduce(step, gradients(step, rank, torch.float32)) for each in (straight, resumed)
-        ]
-        assert got[0] is not None and got[1] is not None
-        same += [torch.equal(got[0][n], got[1][n]) for n in SHAPES]
-    same += [torch.equal(v, resumed.residuals[n]) for n, v in straight.residuals.items()]
-    return [*same, straight.bytes_sent == resumed.bytes_sent > 0]
-
-
-def test_resuming_is_bit_exact(ranks: Pool) -> None:
-    for answer in ranks.run(resume):
-        assert all(answer)
-
-
-def run_and_save(rank: int, size: int, states: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """The state after five steps, which go on from the mean of `states` if there are some."""
-    mean = GradientMean(Group(), parameters(), DGC(sparsity=(0.95,), min_numel=84))
-    if states is not None:
-        pending = {
-            n: torch.stack([s["residuals"][n] for s in states]).mean(0) for n in mean.residuals
-        }
-        mean.load_state_dict({**states[0], "residuals": pending})
-        assert all(torch.equal(mean.residuals[n], v) and v.any() for n, v in pending.items())
-        assert mean.drops.total == 0
-    for step in range(5):
-        mean.reduce(step, gradients(step, rank))
-    return mean.state_dict()
-
-
-def test_another_number_of_ranks_keeps_the_mean_of_the_residuals(ranks: Pool) -> None:
-    """4 to 2 to 4 ranks; what is pending is the mean of v, to 1e-6."""
-    four = ranks.run(run_and_save, None, size=4)
-    two = ranks.run(run_and_save, four, size=2)
-    again = ranks.run(run_and_save, two, size=4)
-    assert all(torch.isfinite(v).all() for state in again for v in state["residuals"].values())
-
-
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
     dgc = DGC(sparsity=(0.9,), min_numel=84)
     mean = GradientMean(Group(), parameters(), dgc)
@@ -455,43 +327,6 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         with pytest.raises(ValueError, match=text):
             mean.load_state_dict(bad)
     assert all(torch.equal(v, good["residuals"][n]) for n, v in mean.residuals.items())
-
-
-def damaged(rank: int, size: int) -> tuple[str, bool]:
-    """Rank 1 receives one wrong byte: nobody may change anything."""
-    group = Group()
-    mean = GradientMean(group, parameters(), DGC(sparsity=(0.9,), min_numel=84))
-    mean.reduce(0, gradients(0, rank))
-    kept = {n: v.clone() for n, v in mean.residuals.items()}
-    gather = group.all_gather
-
-    def lie(message: Tensor, *, what: str) -> Any:
-        pending = gather(message, what=what)
-        finish = pending._finish
-
-        def damage() -> Tensor:
-            rows = finish()
-            if rank == 1 and "messages of step" in what:
-                rows[0, -1] ^= 1
-            return rows
-
-        pending._finish = damage
-        return pending
-
-    group.all_gather = lie  # type: ignore[method-assign]
-    text = ""
-    try:
-        mean.reduce(1, gradients(1, rank))
-    except RuntimeError as error:
-        text = f"{type(error).__name__}: {error}"
-    return text, all(torch.equal(v, kept[n]) for n, v in mean.residuals.items())
-
-
-@pytest.mark.fault
-def test_a_damaged_message_is_refused_by_all_and_no_residual_moves(ranks: Pool) -> None:
-    a, b = ranks.run(damaged)
-    assert a == b
-    assert a[0].startswith("PayloadCorrupt: rank 1 refused a message") and a[1]
 
 
 def test_bytes_are_those_of_this_exchange_alone() -> None:
@@ -525,11 +360,6 @@ def test_the_local_limit_is_for_what_is_compressed() -> None:
     for step, p, g in [(4, param, grad), (5, small, grad[:9]), (5, param, grad.to_sparse())]:
         assert let_in(dgc, step, p, g) is g
     assert let_in(DGC(min_numel=10), 5, param, grad) is grad
-
-
-def test_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match="num_trainers"):
-        GradientMean(Group(), parameters(), num_trainers=0)
 
 
 def reused(rank: int, size: int) -> list[bool]:
