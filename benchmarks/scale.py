@@ -17,8 +17,7 @@ from typing import Any
 from benchmarks.common import parser_for, save, surroundings
 from thinwire.tools.planning.work import matrices, numel_of
 from thinwire.tools.simulation.lines import Lines, homes, sites, switch
-from thinwire.tools.simulation.methods import Entries, Method, Whole
-from thinwire.tools.simulation.run import simulate
+from thinwire.tools.simulation.run import Entries, Method, Whole, simulate
 
 PARAMS, STEP_S, K_STEPS = 124_000_000, 0.35, 32
 SITES, NODE_SIZE = 100, 10

@@ -15,10 +15,8 @@ from thinwire.tools.compare.results import Ledger, mean_of
 from thinwire.tools.compare.settings import Settings
 from thinwire.tools.network.netns import Network, network, why_unavailable
 from thinwire.tools.report.progress import Display
-from thinwire.tools.run.config import Job, Recipe, RunConfig
-from thinwire.tools.run.events import release
-from thinwire.tools.run.launch import WorkerError, joined, run_here, run_workers
-from thinwire.tools.run.size import ModelSize
+from thinwire.tools.run.config import Job, ModelSize, Recipe, RunConfig
+from thinwire.tools.run.launch import WorkerError, joined, release, run_here, run_workers
 from thinwire.tools.run.text import Corpus, read_digits, read_folder, read_standard_library
 
 __all__ = ["compare"]
@@ -29,7 +27,7 @@ _SHORTEST_TIMEOUT_S = 60.0
 _TASK_TIMEOUT_S = 600.0
 """Nothing is known of its size, nor of how long it evaluates."""
 _TRAINING = "thinwire.tools.run.training:TrainingRun"
-_CHECK = "thinwire.tools.run.rehearsal:Check"
+_CHECK = "thinwire.tools.run.training:Check"
 
 
 Keep = Callable[[dict[str, Any]], None]

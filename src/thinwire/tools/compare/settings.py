@@ -11,16 +11,20 @@ from typing import Self
 from thinwire._launched import place_among_ranks
 from thinwire.tools.compare.strategies import USUAL, choose
 from thinwire.tools.network.link import Link
-from thinwire.tools.options import (
+from thinwire.tools.run.config import (
+    MODELS,
+    OPTIMIZERS,
+    ConvolutionSize,
+    ModelSize,
+    Recipe,
     require_device,
     require_nothing_beside,
     require_one_of,
     require_task,
     require_within,
     require_workers,
+    size_of,
 )
-from thinwire.tools.run.config import OPTIMIZERS, Recipe
-from thinwire.tools.run.size import MODELS, ConvolutionSize, ModelSize, size_of
 from thinwire.tools.run.text import require_digits
 
 __all__ = ["Settings"]

@@ -12,8 +12,14 @@ from typing import Annotated, Self, final
 from cyclopts import Parameter
 
 from thinwire._launched import named_place
-from thinwire.tools.doctor.findings import Finding, as_text, document, status_of
-from thinwire.tools.doctor.meeting import meeting_point, one_wait_s
+from thinwire.tools.doctor.alone import (
+    Finding,
+    as_text,
+    document,
+    meeting_point,
+    one_wait_s,
+    status_of,
+)
 
 __all__ = ["EXAMPLES", "doctor"]
 

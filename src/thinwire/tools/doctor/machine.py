@@ -25,10 +25,11 @@ from thinwire.tools.doctor.interfaces import (
     Interface,
     interfaces,
     is_loopback,
+    listening,
+    ports_in_use,
     resolved,
     source_towards,
 )
-from thinwire.tools.doctor.listening import listening, ports_in_use
 from thinwire.wire.message import WIRE_VERSION
 
 __all__ = ["Machine", "announced_addresses", "follows_a_time_server", "named_interfaces"]

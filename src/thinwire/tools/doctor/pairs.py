@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self, final
 
-from thinwire.tools.doctor.meeting import why_not
+from thinwire.tools.doctor.alone import why_not
 
 __all__ = ["Answering", "Reach", "reach", "reach_all"]
 

@@ -17,10 +17,15 @@ from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
 from thinwire._aside import Late, within
-from thinwire.tools.doctor.alone import machine_findings
-from thinwire.tools.doctor.findings import Finding, status_of, wrong
+from thinwire.tools.doctor.alone import (
+    Finding,
+    machine_findings,
+    meeting_point,
+    one_wait_s,
+    status_of,
+    wrong,
+)
 from thinwire.tools.doctor.machine import Machine
-from thinwire.tools.doctor.meeting import meeting_point, one_wait_s
 from thinwire.tools.doctor.pairs import TOKEN_BYTES, Answering, Reach, reach_all
 from thinwire.tools.doctor.together import Seen, Together, findings_together
 

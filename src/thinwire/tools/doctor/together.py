@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from thinwire.tools.doctor.alone import machine_findings
-from thinwire.tools.doctor.findings import Finding, Level, note, ok, wrong
+from thinwire.tools.doctor.alone import Finding, Level, machine_findings, note, ok, wrong
 from thinwire.tools.doctor.interfaces import is_loopback
 from thinwire.tools.doctor.machine import Machine
 from thinwire.tools.doctor.pairs import Reach

@@ -6,24 +6,209 @@ the kernel takes the namespace away and with it every interface inside. The netw
 never touched, so nothing can be left behind in it.
 
     worker 0  eth0 [tbf] ------ port0 [tbf]  bridge  port1 [tbf] ------ [tbf] eth0  worker 1
+
+Kernels without `netem` cannot delay packets. With a latency each worker's interface is a TUN device
+whose other end is a file; so is its port at the hub, which routes between the ports. `enter.py`
+moves packets between the two ends and holds those on their way to the hub for the latency.
 """
 
 import contextlib
+import ctypes
+import fcntl
 import os
+import struct
+import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
+from thinwire.tools.network import enter
+from thinwire.tools.network.enter import enter_network
 from thinwire.tools.network.link import FASTEST_BIT_S, Link
-from thinwire.tools.network.namespaces import (
-    inside,
-    interface_bytes,
-    limit_rate,
-    new_namespace,
-    quiet_ipv6,
-)
 
-__all__ = ["Network", "network", "why_unavailable"]
+__all__ = [
+    "Network",
+    "delayed_links",
+    "inside",
+    "interface_bytes",
+    "limit_rate",
+    "network",
+    "new_namespace",
+    "quiet_ipv6",
+    "tbf_settings",
+    "why_unavailable",
+]
+
+T = TypeVar("T")
+_CLONE_NEWNET = 0x40000000
+_BURST_S, _QUEUE_S = 0.01, 0.1
+_SMALLEST_BURST_BYTES, _LARGEST_BURST_BYTES = 4_000, 4_000_000
+
+
+def new_namespace() -> int:
+    """A fresh network namespace, held by the open descriptor that is returned and by nothing else.
+
+    Raises:
+        OSError: Not permitted.
+    """
+
+    def make() -> int:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.unshare(_CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+    return _in_thread(make)
+
+
+def inside(namespace_fd: int, work: Callable[[], T]) -> T:
+    """Run `work` inside a namespace, on a thread of its own, and return its result."""
+
+    def enter_and_work() -> T:
+        enter_network(namespace_fd)
+        return work()
+
+    return _in_thread(enter_and_work)
+
+
+def _in_thread(work: Callable[[], T]) -> T:
+    # A namespace belongs to a thread: a thread that changes its own and ends leaves the process
+    # where it was.
+    with ThreadPoolExecutor(1, thread_name_prefix="thinwire-netns") as thread:
+        return thread.submit(work).result()
+
+
+def tbf_settings(rate_bit_s: float) -> dict[str, int]:
+    """Arguments of pyroute2's `tbf` for a rate.
+
+    The burst is ten milliseconds of the rate: large enough for the kernel's timer at 1 Gbit/s, and
+    small enough at slow rates not to let a whole message through for free. The queue holds a tenth
+    of a second.
+    """
+    rate_byte_s = rate_bit_s / 8
+    burst = round(min(max(rate_byte_s * _BURST_S, _SMALLEST_BURST_BYTES), _LARGEST_BURST_BYTES))
+    return {
+        "rate": round(rate_byte_s),
+        "burst": burst,
+        "limit": burst + max(round(rate_byte_s * _QUEUE_S), 30_000),
+    }
+
+
+def limit_rate(ip: Any, index: int, link: Link, command: str = "add") -> None:
+    """Limit what interface `index` sends by a token bucket; the command "change" replaces the one
+    that is there.
+    """
+    if link.rate_bit_s is not None:
+        ip.tc(command, "tbf", index, handle=0x10000, **tbf_settings(link.rate_bit_s))
+
+
+def interface_bytes(interface: str) -> tuple[int, int]:
+    """Bytes (sent, received) by an interface of the calling thread's network namespace, headers
+    included.
+
+    Raises:
+        RuntimeError: There is no such interface.
+    """
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            fields = numbers.split()
+            return int(fields[8]), int(fields[0])
+    raise RuntimeError(f"the interface {interface!r} is not in this network namespace")
+
+
+def quiet_ipv6() -> None:
+    """Keep the kernel's own IPv6 chatter out of the counters of this thread's namespace."""
+    for scope in ("all", "default"):
+        with contextlib.suppress(OSError):  # a kernel without IPv6 has no such file
+            Path(f"/proc/sys/net/ipv6/conf/{scope}/disable_ipv6").write_text("1")
+
+
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+# Large packets, since a process that moves every one of them must not become the bottleneck; small
+# ones on slow links, whose token bucket would never let a large one through.
+_MTU, _SLOW_MTU, _SLOW_BIT_S = 9000, 1500, 2e7
+_QUEUE_PACKETS = 10_000
+
+
+@contextlib.contextmanager
+def delayed_links(
+    hub_fd: int, worker_fds: tuple[int, ...], addresses: tuple[str, ...], link: Link
+) -> Iterator[None]:
+    """Build the links and run the forwarder; the devices vanish with it.
+
+    Raises:
+        OSError: The kernel refused, for example because it has no TUN devices.
+    """
+    with contextlib.ExitStack() as stack:
+        ends: list[int] = []
+        for rank, (fd, address) in enumerate(zip(worker_fds, addresses, strict=True)):
+            ends.append(inside(fd, partial(_worker_end, address, link)))
+            stack.callback(os.close, ends[-1])
+            ends.append(inside(hub_fd, partial(_hub_end, rank, address, link)))
+            stack.callback(os.close, ends[-1])
+        forwarder = _start_forwarder(ends, link.latency_s)
+        stack.callback(forwarder.wait)
+        stack.callback(forwarder.kill)
+        yield
+
+
+def _start_forwarder(ends: list[int], latency_s: float) -> subprocess.Popen[bytes]:
+    program = [sys.executable, "-P", enter.__file__]
+    carry = [*program, "forward", repr(latency_s), *map(str, ends)]
+    return subprocess.Popen(
+        [*program, "-1", str(os.getpid()), *carry],
+        stdin=subprocess.DEVNULL,
+        pass_fds=ends,
+        start_new_session=True,
+    )
+
+
+def _worker_end(address: str, link: Link) -> int:
+    from pyroute2 import IPRoute
+
+    quiet_ipv6()
+    end = _open_tun("eth0")
+    with IPRoute() as ip:
+        ip.link("set", index=ip.link_lookup(ifname="lo")[0], state="up")
+        wire = ip.link_lookup(ifname="eth0")[0]
+        ip.addr("add", index=wire, address=address, prefixlen=24)
+        ip.link("set", index=wire, state="up", mtu=_mtu(link), txqlen=_QUEUE_PACKETS)
+        limit_rate(ip, wire, link)
+    return end
+
+
+def _hub_end(rank: int, address: str, link: Link) -> int:
+    from pyroute2 import IPRoute
+
+    quiet_ipv6()
+    Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+    end = _open_tun(f"port{rank}")
+    with IPRoute() as ip:
+        port = ip.link_lookup(ifname=f"port{rank}")[0]
+        ip.link("set", index=port, state="up", mtu=_mtu(link), txqlen=_QUEUE_PACKETS)
+        ip.route("add", dst=f"{address}/32", oif=port)
+        limit_rate(ip, port, link)
+    return end
+
+
+def _mtu(link: Link) -> int:
+    return _SLOW_MTU if link.rate_bit_s is not None and link.rate_bit_s < _SLOW_BIT_S else _MTU
+
+
+def _open_tun(name: str) -> int:
+    end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI))
+    except OSError:
+        os.close(end)
+        raise
+    return end
+
 
 _PREFIX = "10.77.0."
 _DELAYED_BIT_S = 1e8  # what the process that delays packets carries without losing any
@@ -104,7 +289,7 @@ def network(workers: int, link: Link) -> Iterator[Network]:
         hub_fd, worker_fds = fds[0], tuple(fds[1:])
         addresses = tuple(f"{_PREFIX}{rank + 1}" for rank in range(workers))
         if link.latency_s:
-            from thinwire.tools.network.delay import delayed_links
+            from thinwire.tools.network.netns import delayed_links
 
             stack.enter_context(delayed_links(hub_fd, worker_fds, addresses, link))
         else:

@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.tools.network.link import Link
-from thinwire.tools.options import require_task
-from thinwire.tools.planning.grid import candidates
+from thinwire.tools.planning.grid import candidates, progress_of
 from thinwire.tools.planning.methods import MOST_PARAMS, Cost, cost_by_number, cost_of
 from thinwire.tools.planning.network import Network
-from thinwire.tools.planning.probed import Probe, work_of
-from thinwire.tools.planning.progress import progress_of
-from thinwire.tools.planning.work import Work, matrices
-from thinwire.tools.run.config import OPTIMIZERS, Recipe
+from thinwire.tools.planning.work import Probe, Work, matrices, work_of
+from thinwire.tools.run.config import OPTIMIZERS, Recipe, require_task
 
 __all__ = ["Plan", "Row", "plan", "seconds_text"]
 

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from thinwire.checkpoint import random_state, set_random_state
 from thinwire.optim import Muon, muon_groups
-from thinwire.tools.run.built_in import Pair, loss_of
-from thinwire.tools.run.model import ByteTransformer, muon_numel
-from thinwire.tools.run.size import ModelSize
+from thinwire.tools.run.built_in import ByteTransformer, Pair, loss_of, muon_numel
+from thinwire.tools.run.config import ModelSize
 from thinwire.tools.run.task import OwnTask, TaskError, called, device_of, made, together
 
 __all__ = ["model_of", "step_of_built_in", "step_of_task", "step_of_task_alone"]

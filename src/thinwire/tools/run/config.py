@@ -5,15 +5,175 @@ Made of the standard library alone: a bad name is refused before torch is import
 
 import importlib
 import json
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from dataclasses import field as with_default
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
-from thinwire.tools.run.size import MODELS, ConvolutionSize, ModelSize
+__all__ = [
+    "DEVICES",
+    "HEAD_WIDTH",
+    "MODELS",
+    "OPTIMIZERS",
+    "ConvolutionSize",
+    "Job",
+    "ModelSize",
+    "Recipe",
+    "RunConfig",
+    "imported",
+    "parse_size",
+    "require_device",
+    "require_nothing_beside",
+    "require_one_of",
+    "require_task",
+    "require_within",
+    "require_workers",
+    "size_of",
+]
 
-__all__ = ["OPTIMIZERS", "Job", "Recipe", "RunConfig", "imported"]
+DEVICES = ("auto", "cpu", "cuda")
+_MOST_WORKERS = 64
+
+
+def require_workers(workers: int) -> None:
+    """Raise ValueError for a number of ranks that the command does not start."""
+    require_within("workers", workers, 1, _MOST_WORKERS)
+
+
+def require_device(device: str) -> None:
+    """Raise ValueError for a device that is none."""
+    require_one_of("device", device, DEVICES)
+
+
+def require_task(task: str) -> None:
+    """Raise ValueError where no file can be meant by a task."""
+    file, _, name = task.rpartition(":")
+    if not file.endswith(".py") or not name.isidentifier():
+        raise ValueError(
+            f"task={task!r} is not FILE.py:NAME; name the file and the function that makes the task"
+        )
+    if not Path(file).is_file():
+        raise ValueError(f"task={task!r}: there is no file {file}")
+
+
+def require_nothing_beside(task: str, **options: object) -> None:
+    """Refuse options that a task of the user's would ignore."""
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise ValueError(
+                f"--{name} is for the task that comes with the command, and task={task!r} has a "
+                "model and data of its own: leave one of them out"
+            )
+
+
+def require_within(name: str, value: int, least: int, most: int) -> None:
+    """Refuse a number of the command line that cannot be used."""
+    if not least <= value <= most:
+        raise ValueError(f"{name}={value} is out of range: {least} to {most} is allowed")
+
+
+def require_one_of(name: str, value: str, allowed: Sequence[str]) -> None:
+    """Raise ValueError for a word that is not among those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(allowed)}")
+
+
+HEAD_WIDTH = 32
+_NAMED_SIZES = {"tiny": (64, 2), "small": (128, 4), "medium": (256, 4), "large": (512, 6)}
+_NAMED_WIDTHS = {"tiny": 28, "small": 84, "medium": 160, "large": 388}
+_SMALLEST, _LARGEST = 20_000, 200_000_000
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Size of the transformer.
+
+    Attributes:
+        width: Features per position, a multiple of 32.
+        layers: Blocks of attention and feed-forward.
+        context: Positions that the model sees, in bytes.
+        kind: Which model it is.
+    """
+
+    width: int
+    layers: int
+    context: int = 128
+    kind: Literal["transformer"] = "transformer"
+
+    @property
+    def about_parameters(self) -> int:
+        """Parameters of the blocks, which are most of them."""
+        return 12 * self.layers * self.width**2
+
+
+@dataclass(frozen=True)
+class ConvolutionSize:
+    """Size of the convolutional net.
+
+    Attributes:
+        width: Channels of its first layer; the others have twice and four times as many.
+        kind: Which model it is.
+    """
+
+    width: int
+    kind: Literal["convolution"] = "convolution"
+
+    @property
+    def about_parameters(self) -> int:
+        """Parameters of the wide convolutions, which are most of them."""
+        return 126 * self.width**2
+
+
+MODELS: dict[str, type[ModelSize] | type[ConvolutionSize]] = {
+    "transformer": ModelSize,
+    "convolution": ConvolutionSize,
+}
+
+
+def size_of(model: str, text: str) -> ModelSize | ConvolutionSize:
+    """The size of a model of `MODELS` for what `parse_size` takes.
+
+    Raises:
+        ValueError: See `parse_size`.
+    """
+    if model == "transformer":
+        return parse_size(text)
+    word = text.strip().lower()
+    if word in _NAMED_WIDTHS:
+        return ConvolutionSize(_NAMED_WIDTHS[word])
+    return ConvolutionSize(max(4, round(math.sqrt(_parameters(text) / 126) / 4) * 4))
+
+
+def parse_size(text: str) -> ModelSize:
+    """The shape for a name ("tiny", "small", "medium", "large") or a number of parameters ("3M",
+    "500k", "1000000").
+
+    A number is met as closely as four layers and a width that is a multiple of 32 allow.
+
+    Raises:
+        ValueError: Neither a name nor a number, or outside 20k to 200M.
+    """
+    word = text.strip().lower()
+    if word in _NAMED_SIZES:
+        return ModelSize(*_NAMED_SIZES[word])
+    width = round(math.sqrt(_parameters(text) / (12 * 4)) / HEAD_WIDTH) * HEAD_WIDTH
+    return ModelSize(max(width, HEAD_WIDTH), 4)
+
+
+def _parameters(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.strip().lower())
+    if match is None:
+        raise ValueError(
+            f"size={text!r} is not a size: {', '.join(_NAMED_SIZES)}, or a number of parameters "
+            "such as 3M"
+        )
+    count = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6}[match[2]]
+    if not _SMALLEST <= count <= _LARGEST:
+        raise ValueError(f"size={text!r} is out of range: 20k to 200M parameters are allowed")
+    return count
 
 
 T = TypeVar("T")

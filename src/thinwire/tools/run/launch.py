@@ -1,34 +1,211 @@
 """Start the workers of one strategy, watch over them, and end them whatever happens."""
 
 import contextlib
+import json
+import os
 import queue
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, final
+from typing import IO, Any, Protocol, final
 
 from thinwire.errors import ThinwireError
+from thinwire.tools.network import enter
 from thinwire.tools.network.netns import Network
 from thinwire.tools.run.config import Job, imported
-from thinwire.tools.run.events import EventReader
-from thinwire.tools.run.ranks import environments, signal_group, start, threads_of
 
 __all__ = [
+    "EventLog",
+    "EventReader",
+    "Events",
     "TaskRefused",
     "WorkerError",
     "by_first",
+    "cores",
+    "environments",
     "explain",
     "failure_of",
+    "free_port",
     "joined",
+    "release",
     "run_here",
     "run_workers",
+    "signal_group",
+    "start",
 ]
+
+_GO = "go"
+_SECONDS_BETWEEN_EVENTS = 0.2
+_RELEASE_POLL_S = 0.02
+
+
+def _file_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.jsonl"
+
+
+def release(folder: Path) -> None:
+    """Let the ranks whose logs are in `folder` go on from `EventLog.wait_for_release`."""
+    (folder / _GO).touch()
+
+
+class Events(Protocol):
+    """Where a rank tells what happens."""
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Tell of one event at once."""
+
+    def write_sometimes(self, event: str, **fields: Any) -> None:
+        """Tell of one of many events, or leave it out."""
+
+    def wait_for_release(self) -> None:
+        """Return when training may begin."""
+
+
+@final
+class EventLog:
+    """The writing end, in a worker that the command has started."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder = folder
+        self.file = _file_of(folder, rank).open("a", encoding="utf-8", buffering=1)
+        self.last_s = 0.0
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append one line at once."""
+        self.file.write(json.dumps({"event": event, "unix_s": time.time(), **fields}) + "\n")
+
+    def write_sometimes(self, event: str, **fields: Any) -> None:
+        """Append a line unless the last such one is younger than a fifth of a second."""
+        if time.monotonic() - self.last_s >= _SECONDS_BETWEEN_EVENTS:
+            self.last_s = time.monotonic()
+            self.write(event, **fields)
+
+    def wait_for_release(self) -> None:
+        """Return when the command has called `release`."""
+        while not (self.folder / _GO).exists():
+            time.sleep(_RELEASE_POLL_S)
+
+
+@dataclass
+class EventReader:
+    """The reading end, in the command."""
+
+    folder: Path
+    rank: int
+    offset: int = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Read the whole lines that have been appended since the last call."""
+        path = _file_of(self.folder, self.rank)
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            file.seek(self.offset)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+_PORT, _PORTS_TRIED = 29500, 1000
+
+
+def environments(workers: int, network: Network | None) -> list[dict[str, str]]:
+    """The environment of each rank: that of this process, and what torchrun would set.
+
+    In a network of its own every rank is a machine: its LOCAL_RANK is 0 and its LOCAL_WORLD_SIZE 1.
+    """
+    default = {"OMP_NUM_THREADS": threads_of(workers), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    common = {
+        "WORLD_SIZE": workers,
+        "LOCAL_WORLD_SIZE": workers if network is None else 1,
+        "GROUP_WORLD_SIZE": 1 if network is None else workers,
+        "MASTER_ADDR": "127.0.0.1" if network is None else network.addresses[0],
+        "MASTER_PORT": free_port() if network is None else _PORT,
+        "GLOO_SOCKET_IFNAME": _loopback_name() if network is None else network.interface,
+        "TORCHELASTIC_RUN_ID": "thinwire",  # for torch.distributed.is_torchelastic_launched()
+        "PYTHONUNBUFFERED": 1,
+    }
+    places: list[dict[str, Any]] = [
+        {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
+        if network is None
+        else {"RANK": rank, "LOCAL_RANK": 0, "GROUP_RANK": rank}
+        for rank in range(workers)
+    ]
+    return [
+        {**_texts(default), **os.environ, **_texts(common), **_texts(place)} for place in places
+    ]
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+    return {key: str(value) for key, value in values.items()}
+
+
+def _loopback_name() -> str:
+    """The interface by which the processes of this machine reach each other."""
+    return "lo" if sys.platform == "linux" else "lo0"
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def threads_of(workers: int) -> int:
+    """How many threads each of as many ranks on this machine gets."""
+    return max(1, cores() // workers)
+
+
+def free_port() -> int:
+    """A port that nobody listens on. The kernel gives none of this range to a connection, so it is
+    still free when a rank takes it seconds later.
+
+    Raises:
+        OSError: A thousand of them could not be listened on.
+    """
+    for _ in range(_PORTS_TRIED):
+        port = random.randrange(15_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError("no port of this machine between 15,000 and 32,000 could be listened on")
+
+
+def start(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    fd: int,
+    stdout: IO[bytes] | int,
+    stderr: int,
+) -> "subprocess.Popen[bytes]":
+    """Start a rank as the leader of a group of processes; the kernel ends it with this thread."""
+    return subprocess.Popen(
+        [sys.executable, "-P", str(Path(enter.__file__)), str(fd), str(os.getpid()), *command],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=[fd] if fd >= 0 else [],
+        env=dict(environment),
+        # Ctrl-C is for the command, which then ends the ranks in order
+        start_new_session=True,
+    )
+
+
+def signal_group(leader: int, number: signal.Signals) -> None:
+    """Send a signal to a rank and what it has started, where any of it still runs."""
+    try:
+        os.killpg(leader, number)
+    except ProcessLookupError:  # all of them have ended
+        return
+
 
 _POLL_S, _GRACE_S = 0.1, 3.0
 _START_UP_S = 90.0

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.tools.run.compute import STEPS_S, step_of_built_in, step_of_task
-from thinwire.tools.run.size import ModelSize
+from thinwire.tools.run.config import ModelSize
 
 __all__ = ["probe"]
 

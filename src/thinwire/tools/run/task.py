@@ -20,8 +20,7 @@ from torch.nn import Parameter
 from thinwire.errors import ThinwireError
 from thinwire.task import Task
 from thinwire.tools.run.built_in import Digits, NextByte, Pair, seed_of
-from thinwire.tools.run.config import RunConfig
-from thinwire.tools.run.size import ConvolutionSize
+from thinwire.tools.run.config import ConvolutionSize, RunConfig
 
 __all__ = [
     "OwnTask",

@@ -16,9 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from thinwire.comm import Group
 from thinwire.layout.traffic import settled_step
-from thinwire.tools.run.built_in import loss_of
+from thinwire.tools.run.built_in import loss_of, muon_numel
 from thinwire.tools.run.config import RunConfig, imported
-from thinwire.tools.run.model import muon_numel
 from thinwire.tools.run.task import Work, called
 
 __all__ = [

@@ -1,25 +1,210 @@
 """One strategy from the first step to the last, on every rank."""
 
 import copy
+import gc
+import math
+import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import isfinite
 from statistics import fmean, median
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 import torch.distributed as dist
 
-from thinwire.errors import ThinwireError
-from thinwire.tools.network.namespaces import interface_bytes
-from thinwire.tools.run.budget import Budget, ByClock, BySteps, rate_factor
+from thinwire.errors import Mismatch, NonFinite, ThinwireError
+from thinwire.tools.network.netns import interface_bytes
 from thinwire.tools.run.config import OPTIMIZERS, RunConfig
-from thinwire.tools.run.events import Events
-from thinwire.tools.run.rehearsal import rehearse
+from thinwire.tools.run.launch import Events
 from thinwire.tools.run.task import Work, untouched, work_of
 from thinwire.tools.run.trainers import Setup, bare_step, build_trainer, gradient_bytes
 
-__all__ = ["BareStep", "TrainingRun", "kernel_bytes"]
+__all__ = [
+    "BareStep",
+    "Budget",
+    "ByClock",
+    "BySteps",
+    "Check",
+    "TrainingRun",
+    "kernel_bytes",
+    "rate_factor",
+    "rehearse",
+    "shortened",
+]
+
+_WARM_UP_SHARE, _LAST_FACTOR = 0.1, 0.1
+_CONTROLS_PER_EVALUATION, _MOST_STEPS_BETWEEN_CONTROLS = 4, 50
+
+
+def rate_factor(progress: float) -> float:
+    """Share of the peak learning rate at `progress` in [0, 1]: linear warm-up over a tenth, then
+    cosine to a tenth.
+    """
+    if progress < _WARM_UP_SHARE:
+        return max(progress, 0.01) / _WARM_UP_SHARE
+    x = min(1.0, (progress - _WARM_UP_SHARE) / (1 - _WARM_UP_SHARE))
+    return _LAST_FACTOR + (1 - _LAST_FACTOR) * 0.5 * (1 + math.cos(math.pi * x))
+
+
+class Budget(Protocol):
+    """Progress of a run; every rank gets the same answers."""
+
+    def progress(self, step: int) -> float:
+        """Share of the run that is over when `step` updates are done, in [0, 1]."""
+
+    def advance(self, step: int, elapsed_s: float, reserve_s: float) -> tuple[bool, bool]:
+        """After `step` updates: whether to evaluate now, and whether the run is over. Called on
+        every rank.
+
+        Args:
+            step: Updates done.
+            elapsed_s: Training time until now.
+            reserve_s: Training time that the end of the run will take on top.
+        """
+
+
+@final
+class BySteps:
+    """A fixed number of updates."""
+
+    def __init__(self, steps: int, evaluations: int) -> None:
+        self.steps = steps
+        self.marks = {round(steps * (i + 1) / evaluations) for i in range(evaluations)} | {steps}
+
+    def progress(self, step: int) -> float:
+        return min(1.0, step / self.steps)
+
+    def advance(self, step: int, elapsed_s: float, reserve_s: float) -> tuple[bool, bool]:
+        """See `Budget`; needs no communication."""
+        return step in self.marks, step >= self.steps
+
+
+@final
+class ByClock:
+    """A budget of seconds, measured on rank 0.
+
+    **Communication**: one broadcast of five numbers from rank 0, four times between two evaluations
+    and a few times more shortly before the end. Ranks that train on their own wait for nothing
+    else.
+    """
+
+    def __init__(self, seconds: float, evaluations: int) -> None:
+        self.seconds, self.evaluations = seconds, evaluations
+        self.control_s = seconds / (_CONTROLS_PER_EVALUATION * evaluations)
+        self.known_step, self.known_progress, self.progress_per_step = 0, 0.0, 0.0
+        self.next_control_step, self.evaluated, self.planned_s = 1, 0, 0.0
+
+    def progress(self, step: int) -> float:
+        """See `Budget`; between two broadcasts extrapolated from the last one."""
+        return min(1.0, self.known_progress + (step - self.known_step) * self.progress_per_step)
+
+    def advance(self, step: int, elapsed_s: float, reserve_s: float) -> tuple[bool, bool]:
+        if step < self.next_control_step:
+            return False, False
+        message = torch.tensor(self._plan(step, elapsed_s, reserve_s), dtype=torch.float64)
+        dist.broadcast(message, src=0)
+        progress, per_step, wait, evaluate, stop = message.tolist()
+        self.known_step, self.known_progress, self.progress_per_step = step, progress, per_step
+        self.next_control_step = step + int(wait)
+        return bool(evaluate), bool(stop)
+
+    def _plan(self, step: int, elapsed_s: float, reserve_s: float) -> list[float]:
+        usable_s = max(self.seconds - reserve_s, 1e-6)
+        progress = elapsed_s / usable_s
+        step_s = max((elapsed_s - self.planned_s) / max(1, step - self.known_step), 1e-6)
+        self.planned_s = elapsed_s
+        due = math.floor(progress * self.evaluations)
+        evaluate = due > self.evaluated or progress >= 1
+        self.evaluated = max(self.evaluated, due)
+        # half of what is left at most: the end is met to a step, however long the steps between
+        # have been
+        wait = round(min(self.control_s, (usable_s - elapsed_s) / 2) / step_s)
+        wait = max(1, min(_MOST_STEPS_BETWEEN_CONTROLS, wait))
+        return [min(1.0, progress), step_s / usable_s, wait, evaluate, progress >= 1]
+
+
+_LR = 1e-4
+_RAMP_STEPS = 5
+# settings that only say when something happens, not what; every one of them is kept where it is
+# smaller
+_MOST: dict[str, float] = {
+    "k_steps": 4, "init_k_steps": 4, "max_k_steps": 4, "fragments": 2, "delay": 1, "begin_step": 1,
+    "rampup_begin_step": 1, "rampup_step": _RAMP_STEPS, "init_loss_scale": 1024.0,
+}  # fmt: skip
+
+
+def shortened(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same methods at intervals of a few steps: what is done does not change, only how soon it
+    is done first.
+    """
+    return {key: _short(key, value) for key, value in options.items()}
+
+
+def _short(key: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return shortened(value)
+    if key in _MOST and value is not None:
+        return min(value, type(value)(_MOST[key]))
+    if key == "average_state":  # a number means at every so many averagings
+        return bool(value)
+    return value
+
+
+def rehearse(config: RunConfig, work: Work) -> None:
+    """Train a copy of the task's model until every part of the strategy has been used; on every
+    rank at the same time.
+
+    The model and torch's random numbers are afterwards as they were.
+    """
+    recipe = config.recipe
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        setup = Setup.of(config, work, _RAMP_STEPS)
+        options = shortened(recipe.arguments)
+        trainer = build_trainer(recipe.trainer, options, copy.deepcopy(work.model), setup)
+        # ranks that bring the same would be told so
+        inputs, targets = work.some_batch(seed=os.getpid())
+        with untouched(work.model):
+            for _ in range(trainer.steady_from_step + trainer.round_steps + 1):
+                for group in trainer.optimizer.param_groups:
+                    group["lr"] = _LR
+                trainer.train_step(inputs, targets)
+            trainer.finish()
+        trainer.close()
+    del trainer
+    gc.collect()  # DDP and its hooks know each other; their buffers are as large as the model
+
+
+@final
+class Check:
+    """Rehearse one strategy after the other on all ranks, before the first one trains: a job of the
+    workers.
+    """
+
+    def __init__(self, config: Mapping[str, Any], events: Events) -> None:
+        self.runs = [RunConfig.from_dict(run) for run in config["runs"]]
+        self.events = events
+
+    def train(self) -> dict[str, Any]:
+        """Name and error of every strategy that does not go with the model."""
+        work = work_of(replace(self.runs[0], batch=1))
+        refused: dict[str, str] = {}
+        for run in self.runs:
+            name = run.recipe.name
+            self.events.write("checking", strategy=name)
+            try:
+                rehearse(run, work)
+            except (TypeError, ValueError, Mismatch) as error:
+                # of `prepare`, which raises on all ranks or on none
+                refused[name] = f"{type(error).__name__}: {error}"
+            except NonFinite:
+                # on all ranks too, and a matter of rates, not of the model: the training will tell
+                continue
+            dist.barrier()
+        return {"refused": refused}
+
 
 _LR = 1e-4
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from thinwire.tools.run.config import Job, imported
-from thinwire.tools.run.events import EventLog
+from thinwire.tools.run.launch import EventLog
 
 __all__ = ["main"]
 
