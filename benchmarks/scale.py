@@ -11,11 +11,12 @@ matplotlib.
 import json
 import time
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import parser_for, save, surroundings
-from thinwire.tools.planning.work import matrices, numel_of
+from thinwire.tools.planning.work import matrices
 from thinwire.tools.simulation.lines import Lines, homes, sites, switch
 from thinwire.tools.simulation.run import Entries, Method, Whole, simulate
 
@@ -60,7 +61,7 @@ def methods(numels: tuple[int, ...]) -> dict[str, Method]:
 
 
 def measure(sizes: tuple[int, ...]) -> dict[str, Any]:
-    numels = tuple(map(numel_of, matrices(PARAMS)))
+    numels = tuple(map(prod, matrices(PARAMS)))
     rows = []
     for network, (_, lines_of) in NETWORKS.items():
         for ranks in sizes:

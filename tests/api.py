@@ -84,7 +84,7 @@ _NAMES = {
     "thinwire.layout.owners": "dealt",
     "thinwire.layout.shares": "split_plan whole_split",
     "thinwire.layout.traffic": (
-        "GATHER begin_step between_sources busiest chosen_split first_split travels_sealed"
+        "GATHER begin_step chosen_split first_split messages travels_sealed"
     ),
     "thinwire.local": "updates work",
     "thinwire.local.averager": "Averager",
@@ -149,7 +149,7 @@ _NAMES = {
     "thinwire.tools.planning.methods": "MOST_PARAMS cost_by_number cost_of grown",
     "thinwire.tools.planning.network": "FRAMES crowding network_Network=Network reduce_pairs",
     "thinwire.tools.planning.page": "plan_page=render",
-    "thinwire.tools.planning.work": "Probe matrices numel_of work_Work=Work",
+    "thinwire.tools.planning.work": "Probe matrices work_Work=Work",
     "thinwire.tools.report.measures": "Column bytes_text loss_text tables",
     "thinwire.tools.report.page": "page_render=render write_report",
     "thinwire.tools.report.plots": "Axis PALETTE sample",

@@ -6,6 +6,7 @@ import pstats
 import subprocess
 import sys
 from importlib.resources import files
+from math import prod
 from typing import Any
 
 import pytest
@@ -19,7 +20,6 @@ from tests.api import (
     WholeLayout,
     cost_of,
     matrices,
-    numel_of,
     split_plan,
     whole_split,
 )
@@ -97,7 +97,7 @@ def test_a_plan_is_no_more_work_for_more_ranks() -> None:
 @pytest.mark.parametrize("bits", [1, 4])
 def test_shares_among_many_ranks_follow_from_those_of_few(bits: int) -> None:
     ranks, work = 512, Work(40_000_000, matrices(40_000_000), 0.1)
-    numels = [numel_of(shape) for shape in work.shapes]
+    numels = [prod(shape) for shape in work.shapes]
 
     def sent(compression: Any) -> float:
         document = {"localsgd": {"k_steps": 1, "compression": compression}}

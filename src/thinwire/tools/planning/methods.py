@@ -3,19 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil, inf, isqrt, log2
+from math import ceil, inf, isqrt, log2, prod
 from typing import Any
 
-from thinwire.layout.message import HEADER_BYTES, Layout, Slot, WholeLayout, count_sent
-from thinwire.layout.traffic import (
-    BUCKETS,
-    chosen_split,
-    travels_sealed,
-)
+from thinwire.layout.message import HEADER_BYTES, Layout, WholeLayout, factor_numels
+from thinwire.layout.traffic import BUCKETS, messages, travels_sealed
 from thinwire.tools.planning.network import Network
-from thinwire.tools.planning.work import Shape, Work, matrices, numel_of
+from thinwire.tools.planning.work import Work, matrices
 
-__all__ = ["MOST_PARAMS", "Cost", "cost_by_number", "cost_of", "grown", "messages"]
+__all__ = ["MOST_PARAMS", "Cost", "cost_by_number", "cost_of", "grown"]
 
 _PASS_S = {False: 0.8e-9, True: 3e-12}
 """Seconds to read and write a number once, on a core and on a GPU."""
@@ -102,7 +98,7 @@ def _reduced(work: Work, network: Network, *, width: float, passes: float) -> Co
     for bucket_bytes in DDP_BUCKETS:
         buckets = []
         for ready_s, shapes in work.buckets(2**20, bucket_bytes):
-            numel = sum(map(numel_of, shapes))
+            numel = sum(map(prod, shapes))
             wire_s = network.all_reduce_s(width * numel)
             taken_s = network.transfer_s(_ring_bytes(network, width * numel))
             buckets.append(_Bucket(ready_s, _passes(work, numel, passes), wire_s, taken_s, 0.0))
@@ -122,10 +118,10 @@ def _powersgd(work: Work, network: Network) -> Cost:
     """Torch's hook, rank 2: in one bucket, so after the backward pass."""
     rank, left, right, rest, kept = 2, 0, 0, 0, 0
     for shape in work.shapes:
-        numel = numel_of(shape)
-        rows, columns = _sides(shape)
-        if len(shape) > 1 and (rows + columns) * rank * 2 < numel:
-            left, right, kept = left + rank * rows, right + rank * columns, kept + numel
+        numel = prod(shape)
+        rows, columns = factor_numels(shape, rank)
+        if len(shape) > 1 and (rows + columns) * 2 < numel:
+            left, right, kept = left + rows, right + columns, kept + numel
         else:
             rest += numel
     sent = work.width * (left + right + rest)
@@ -139,11 +135,11 @@ def _low_rank(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
     rank, least = own.get("rank", 2), own.get("min_numel", 16384)
     buckets, kept, rest, all_right = [], 0, 0, 0
     for ready_s, shapes in work.buckets(*BUCKETS["low_rank"]):
-        mine = [shape for shape in shapes if len(shape) > 1 and numel_of(shape) >= least]
-        numel = sum(map(numel_of, mine))
-        left = sum(4 * rank * _sides(shape)[0] for shape in mine)
-        right = sum(4 * rank * _sides(shape)[1] for shape in mine)
-        rest += sum(map(numel_of, shapes)) - numel
+        mine = [shape for shape in shapes if len(shape) > 1 and prod(shape) >= least]
+        numel = sum(map(prod, mine))
+        factors = [factor_numels(shape, rank) for shape in mine]
+        left, right = (4 * sum(each[i] for each in factors) for i in (0, 1))
+        rest += sum(map(prod, shapes)) - numel
         kept += numel
         all_right += right
         if left:
@@ -165,8 +161,8 @@ def _dgc(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
     node, sources = _nodes(own, network)
     buckets, kept, rest = [], 0, 0
     for ready_s, shapes in work.buckets(*BUCKETS["dgc"]):
-        mine = [n for n in map(numel_of, shapes) if n >= least]
-        rest += sum(map(numel_of, shapes)) - sum(mine)
+        mine = [n for n in map(prod, shapes) if n >= least]
+        rest += sum(map(prod, shapes)) - sum(mine)
         kept += sum(mine)
         if not mine:
             continue
@@ -229,8 +225,7 @@ def _dealt_s(first_bytes: float, row_bytes: float, network: Network, idle_s: flo
 def _sparse_dealt(
     numels: tuple[int, ...], sparsity: float, value_bits: int, exchange: str, ranks: int
 ) -> _Dealt:
-    slots = tuple(Slot(n, count_sent(n, sparsity)) for n in numels)
-    return _dealt(Layout(slots, value_bits), exchange, ranks)
+    return _dealt(Layout.of(numels, sparsity, value_bits), exchange, ranks)
 
 
 @lru_cache(maxsize=1024)
@@ -241,27 +236,12 @@ def _dealt(layout: Layout | WholeLayout, exchange: str, ranks: int) -> _Dealt:
         return _Dealt(0, row_bytes)
     # entries count for the source that moves most, whole tensors for the first one
     busiest = first[0] if few == 2 or isinstance(layout, WholeLayout) else max(first)
-    return _among(sum(first) - busiest, row_bytes, few, ranks)
-
-
-def messages(
-    layout: Layout | WholeLayout, exchange: str, sources: int
-) -> tuple[tuple[int, ...], int]:
-    """Return the bytes that a source sends to each owner of sums, if there are owners, and to
-    all others.
-    """
-    plan = chosen_split(exchange, layout, sources)
-    if plan is None:
-        return (), layout.nbytes
-    return tuple(part.nbytes for part in plan.first), plan.row_bytes
-
-
-def _among(first_bytes: int, row_bytes: int, few: int, ranks: int) -> _Dealt:
-    """What `few` owners have, for more ranks: equal shares of it, each message with its header."""
+    dealt = sum(first) - busiest
     if few == ranks:
-        return _Dealt(first_bytes, row_bytes)
+        return _Dealt(dealt, row_bytes)
+    # for more ranks equal shares of what a few owners have, each message with its header
     share = HEADER_BYTES + (row_bytes - HEADER_BYTES) * few / ranks
-    return _Dealt(first_bytes + (ranks - few) * HEADER_BYTES, share)
+    return _Dealt(dealt + (ranks - few) * HEADER_BYTES, share)
 
 
 def _end_of_step(
@@ -336,17 +316,12 @@ def _change(
         return dealt.seconds(network, fragments, idle_s), dealt.sent(network), 16, 2
     if "low_rank" in compression:
         rank = compression["low_rank"].get("rank", 2)
-        nbytes = sum(4 * rank * sum(_sides(shape)) for shape in work.shapes)
+        nbytes = sum(4 * sum(factor_numels(shape, rank)) for shape in work.shapes)
         passes, kept = 14, 2
     else:
         nbytes, passes, kept = 4 * work.numel, 6, 1
     wire_s = network.all_reduce_s(nbytes / fragments, idle_s)
     return wire_s, _ring_bytes(network, nbytes), passes, kept
-
-
-def _sides(shape: Shape) -> tuple[int, int]:
-    rows = shape[0] if shape else 1
-    return rows, numel_of(shape) // rows
 
 
 MOST_PARAMS = 10**13

@@ -4,14 +4,14 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import isqrt
+from math import isqrt, prod
 from pathlib import Path
 from typing import Any
 
 from thinwire._version import __version__
 from thinwire.tools.planning.network import FRAMES, Network
 
-__all__ = ["FORMAT", "Probe", "Work", "matrices", "numel_of", "work_of"]
+__all__ = ["FORMAT", "Probe", "Work", "matrices", "work_of"]
 
 Shape = tuple[int, ...]
 _MOST_MATRICES, _LEAST_NUMEL = 48, 2**18
@@ -58,7 +58,7 @@ class Work:
     @cached_property
     def numels(self) -> tuple[int, ...]:
         """Entries of each parameter."""
-        return tuple(map(numel_of, self.shapes))
+        return tuple(map(prod, self.shapes))
 
     @property
     def forward_s(self) -> float:
@@ -93,14 +93,6 @@ class Work:
             done += numel
             found.append(begin + (self.step_s - begin) * done / whole)
         return tuple(reversed(found))
-
-
-def numel_of(shape: Shape) -> int:
-    """Entries of a tensor."""
-    product = 1
-    for side in shape:
-        product *= side
-    return product
 
 
 def matrices(params: int) -> tuple[Shape, ...]:

@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.layout.fragments import partition
-from thinwire.layout.message import SEAL_BYTES, SKETCH_NUMEL, Layout, Slot, WholeLayout, count_sent
-from thinwire.layout.traffic import EXCHANGES, travels_sealed
-from thinwire.tools.planning.methods import messages
+from thinwire.layout.message import SEAL_BYTES, SKETCH_NUMEL, Layout, WholeLayout
+from thinwire.layout.traffic import EXCHANGES, messages, travels_sealed
 from thinwire.tools.simulation.lines import (
     Broadcast,
     Collective,
@@ -50,8 +49,8 @@ class Entries:
 
     def rounds(self, numels: Sequence[int], sources: int) -> Rounds:
         """One after the other, as `compress.entries.send_entries` yields them."""
-        slots = tuple(Slot(numel, count_sent(numel, self.sparsity)) for numel in numels)
-        return _rounds(Layout(slots, self.value_bits), self.exchange, sources)
+        layout = Layout.of(numels, self.sparsity, self.value_bits)
+        return _rounds(layout, self.exchange, sources)
 
 
 @dataclass(frozen=True)
