@@ -123,12 +123,12 @@ _NAMES = {
     "thinwire.strategy.replace": "adopt",
     "thinwire.strategy.rules": "FIELDS RULES page rule_of rules_among",
     "thinwire.tools.app": "app",
-    "thinwire.tools.compare": "comparison=compare strategies",
+    "thinwire.tools.compare": "comparison=compare",
     "thinwire.tools.compare.command": "print_table",
     "thinwire.tools.compare.compare": "compare",
     "thinwire.tools.compare.results": "KEYS Ledger common_loss seconds_to_loss write_json",
     "thinwire.tools.compare.settings": "Settings",
-    "thinwire.tools.compare.strategies": "STRATEGIES choose register",
+    "thinwire.tools.compare.strategies": "STRATEGIES choose",
     "thinwire.tools.doctor": "doctor_ranks=ranks",
     "thinwire.tools.doctor.alone": (
         "Finding as_text document elsewhere machine_findings meeting_point note ok wrong"
@@ -155,7 +155,7 @@ _NAMES = {
     "thinwire.tools.report.plots": "Axis PALETTE sample",
     "thinwire.tools.report.progress": "Silent",
     "thinwire.tools.report.verdict": "Verdict verdict",
-    "thinwire.tools.report.winner": "BEST document_of to_use write_best",
+    "thinwire.tools.report.winner": "BEST to_use write_best",
     "thinwire.tools.run": "run_command=command worker",
     "thinwire.tools.run.training": "BareStep ByClock BySteps rate_factor rehearse shortened",
     "thinwire.tools.run.built_in": "ByteTransformer ConvolutionalNet seed_of",
@@ -170,7 +170,7 @@ _NAMES = {
     "thinwire.tools.run.command": "Prefixed",
     "thinwire.tools.run.task": "TaskError called work_of",
     "thinwire.tools.run.text": "Corpus read_digits read_folder read_standard_library",
-    "thinwire.tools.run.trainers": "DDPTrainer Local Prepared Setup build_trainer",
+    "thinwire.tools.run.trainers": "DDPTrainer Prepared Setup build_trainer",
     "thinwire.tools.simulation.lines": (
         "Broadcast Deal Gather Jitter Lines Reduce finished homes sites switch"
     ),

@@ -119,8 +119,8 @@ def statistics(rank: int, size: int, run: RunConfig) -> list[tuple[bool, list[fl
     before = {name: value.clone() for name, value in work.model.state_dict().items()}
     rehearse(run, work)
     assert all(torch.equal(before[name], v) for name, v in work.model.state_dict().items())
-    setup = Setup(run.optimizer, 1, work.loss_fn)
-    trainer = build_trainer(run.recipe.trainer, run.recipe.arguments, work.model, setup)
+    setup = Setup(run.optimizer, work.loss_fn)
+    trainer = build_trainer(run.recipe.trainer, run.recipe.arguments(10), work.model, setup)
     found = []
     for _ in range(34):  # one more than diloco's interval, after the first averaging
         for group in trainer.optimizer.param_groups:

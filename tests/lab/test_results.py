@@ -23,7 +23,6 @@ from tests.api import (
     Link,
     Settings,
     bytes_text,
-    document_of,
     loss_text,
     print_table,
     sample,
@@ -388,7 +387,7 @@ def test_the_report_says_how_to_make_it_again_and_how_to_use_what_won(tmp_path: 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_can_be_used_elsewhere(name: str) -> None:
     recipe = STRATEGIES[name]
-    document = document_of(recipe, 20)
+    document = recipe.document(20)
     if document is None:
         assert recipe.code is not None
         compile(recipe.code, name, "exec")

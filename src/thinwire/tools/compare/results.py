@@ -18,7 +18,6 @@ from thinwire._files import replace_file
 from thinwire._version import __version__
 from thinwire.tools.compare.settings import Settings
 from thinwire.tools.report.verdict import verdict
-from thinwire.tools.report.winner import document_of
 from thinwire.tools.run.config import OPTIMIZERS
 from thinwire.tools.run.text import Corpus
 
@@ -278,7 +277,7 @@ class Ledger:
         finals = [run["evaluations"][-1]["loss"] for run in run["seeds"]]
         derived = {
             "summary": recipe.summary,
-            "document": document_of(recipe, self.common["ramp_steps"]),
+            "document": recipe.document(self.common["ramp_steps"]),
             "code": recipe.code,
             "final_loss": points[-1]["loss"],
             "final_loss_range": max(finals) - min(finals) if len(finals) > 1 else None,

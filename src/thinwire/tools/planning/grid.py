@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from thinwire.layout.traffic import GATHER, SPLIT
 from thinwire.tools.compare.strategies import STRATEGIES
-from thinwire.tools.report.winner import document_of
 from thinwire.tools.run.config import Recipe
 
 __all__ = ["LEFT_OUT", "Candidate", "Progress", "candidates", "progress_of"]
@@ -46,7 +45,7 @@ def candidates(workers: int, node_size: int = 1) -> Iterator[Candidate]:
     for name, recipe in STRATEGIES.items():
         if name in LEFT_OUT:
             continue
-        base = document_of(recipe, _RAMP_STEPS)
+        base = recipe.document(_RAMP_STEPS)
         yield name, recipe, base
         for words, document in _variants(base or {}, workers, node_size):
             if document != base:
@@ -293,4 +292,4 @@ def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def _known(method: str) -> dict[str, Any]:
     """The settings of a strategy as `thinwire compare` has it."""
-    return _settings(document_of(STRATEGIES[method], 1) or {})
+    return _settings(STRATEGIES[method].document(1) or {})

@@ -7,9 +7,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from thinwire._files import replace_file
-from thinwire.tools.run.config import Recipe
 
-__all__ = ["BEST", "ToUse", "document_of", "strategy_text", "to_use", "write_best"]
+__all__ = ["BEST", "ToUse", "strategy_text", "to_use", "write_best"]
 
 BEST = "best-strategy.yaml"
 _FIRST_LINE = "# Written by thinwire compare: "
@@ -23,16 +22,6 @@ class ToUse:
     how: str
     text: str
     is_file: bool
-
-
-def document_of(recipe: Recipe, ramp_steps: int) -> dict[str, Any] | None:
-    """A recipe as the content of a strategy file; None for torch's own hooks."""
-    if recipe.field is None:
-        return dict(recipe.options["document"]) if "document" in recipe.options else None
-    if not recipe.field:
-        return {}
-    ramp = {recipe.ramp: ramp_steps} if recipe.ramp else {}
-    return {recipe.field: {**recipe.options, **ramp}}
 
 
 def to_use(results: Mapping[str, Any], winner: str | None) -> ToUse | None:

@@ -220,7 +220,7 @@ class Recipe:
         trainer: Where its class is, as "module:Class"; imported in the workers only.
         rates: By optimizer its peak learning rate, the best of the same grid for every strategy.
         counted_by: How the bytes of the library's column come about.
-        options: Keyword arguments of that class, as JSON knows them, but for those of `arguments`.
+        options: Settings of the field; without one, keyword arguments of that class.
         field: Which field of a strategy the options are; "" where it has none, None where they are
             no such field.
         ramp: Setting of that field which gets the updates during which it may start gently.
@@ -244,11 +244,20 @@ class Recipe:
     file: str | None = None
     optimizer: str | None = None
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Of the class: the options, and where those of a field with a ramp belong."""
-        place = {"field": self.field, "ramp": self.ramp} if self.ramp else {}
-        return {**place, **self.options}
+    def document(self, ramp_steps: int) -> dict[str, Any] | None:
+        """The content of its strategy file; None for torch's own hooks."""
+        if self.field is None:
+            return dict(self.options["document"]) if "document" in self.options else None
+        if not self.field:
+            return {}
+        ramp = {self.ramp: ramp_steps} if self.ramp else {}
+        return {self.field: {**self.options, **ramp}}
+
+    def arguments(self, ramp_steps: int) -> dict[str, Any]:
+        """Keyword arguments of the trainer."""
+        if self.field:
+            return {"document": self.document(ramp_steps), "field": self.field}
+        return dict(self.options)
 
 
 @dataclass(frozen=True, kw_only=True)

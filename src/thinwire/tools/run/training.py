@@ -161,8 +161,8 @@ def rehearse(config: RunConfig, work: Work) -> None:
     recipe = config.recipe
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        setup = Setup.of(config, work, _RAMP_STEPS)
-        options = shortened(recipe.arguments)
+        setup = Setup.of(config, work)
+        options = shortened(recipe.arguments(config.ramp_steps))
         trainer = build_trainer(recipe.trainer, options, copy.deepcopy(work.model), setup)
         # ranks that bring the same would be told so
         inputs, targets = work.some_batch(seed=os.getpid())
@@ -254,13 +254,15 @@ class TrainingRun:
         self.config, self.events = RunConfig.from_dict(config), events
         recipe = self.config.recipe
         self.work = work_of(self.config)
-        self.setup = setup = Setup.of(self.config, self.work, self.config.ramp_steps)
+        self.setup = setup = Setup.of(self.config, self.work)
         self.bare = BareStep(setup, self.work)
         self.bare.measure(_BARE_STEPS_UNTIMED)
         self.bare.seconds.clear()  # those paid for memory and caches
         self.bare.measure(_BARE_STEPS_AT_START)
         rehearse(self.config, self.work)
-        self.trainer = build_trainer(recipe.trainer, recipe.arguments, self.work.model, setup)
+        self.trainer = build_trainer(
+            recipe.trainer, recipe.arguments(self.config.ramp_steps), self.work.model, setup
+        )
         self.peaks = self._peaks()
         self.step_s: list[float] = []
         self.library_bytes = [0.0]
