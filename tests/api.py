@@ -124,11 +124,18 @@ _NAMES = {
     "thinwire.strategy.rules": "FIELDS RULES page rule_of rules_among",
     "thinwire.tools.app": "app",
     "thinwire.tools.compare": "comparison=compare",
-    "thinwire.tools.compare.command": "print_table",
     "thinwire.tools.compare.compare": "compare",
-    "thinwire.tools.compare.results": "KEYS Ledger common_loss seconds_to_loss write_json",
+    "thinwire.tools.compare.page": (
+        "BEST page_render=render to_use write_best write_json write_report"
+    ),
+    "thinwire.tools.compare.record": (
+        "Asked Failure Interruption KEYS Point Results Run common_loss first_reached"
+    ),
+    "thinwire.tools.compare.results": "Ledger",
     "thinwire.tools.compare.settings": "Settings",
     "thinwire.tools.compare.strategies": "STRATEGIES choose",
+    "thinwire.tools.compare.tables": "Column print_table tables",
+    "thinwire.tools.compare.verdict": "Verdict verdict",
     "thinwire.tools.doctor": "doctor_ranks=ranks",
     "thinwire.tools.doctor.alone": (
         "Finding as_text document elsewhere machine_findings meeting_point note ok wrong"
@@ -150,12 +157,9 @@ _NAMES = {
     "thinwire.tools.planning.network": "FRAMES crowding network_Network=Network reduce_pairs",
     "thinwire.tools.planning.page": "plan_page=render",
     "thinwire.tools.planning.work": "Probe matrices work_Work=Work",
-    "thinwire.tools.report.measures": "Column bytes_text loss_text tables",
-    "thinwire.tools.report.page": "page_render=render write_report",
+    "thinwire.tools.report.page": "bytes_text loss_text",
     "thinwire.tools.report.plots": "Axis PALETTE sample",
     "thinwire.tools.report.progress": "Silent",
-    "thinwire.tools.report.verdict": "Verdict verdict",
-    "thinwire.tools.report.winner": "BEST to_use write_best",
     "thinwire.tools.run": "run_command=command worker",
     "thinwire.tools.run.training": "BareStep ByClock BySteps rate_factor rehearse shortened",
     "thinwire.tools.run.built_in": "ByteTransformer ConvolutionalNet seed_of",

@@ -157,14 +157,14 @@ def test_it_learns_its_digits_under_every_kind_of_strategy(tmp_path: Path) -> No
         tmp_path, link="loopback", strategies=names, model="convolution", steps=48, batch=8
     )
     results = compare(asked, Silent())
-    starts = {run["evaluations"][0]["loss"] for run in results["strategies"]}
+    starts = {run.evaluations[0].loss for run in results.strategies}
     assert len(starts) == 1
-    for run in results["strategies"]:
-        assert run["final_loss"] < 0.7 * run["evaluations"][0]["loss"], run["strategy"]
-    parameters = results["strategies"][0]["parameters"]
-    assert results["model"] == {"kind": "convolution", "width": 28, "parameters": parameters}
-    assert results["text"]["source"] == "the 1,797 scanned digits of scikit-learn"
-    assert "--model convolution --size tiny" in results["command"]
+    for run in results.strategies:
+        assert run.final_loss < 0.7 * run.evaluations[0].loss, run.strategy
+    parameters = results.strategies[0].parameters
+    assert results.model == {"kind": "convolution", "width": 28, "parameters": parameters}
+    assert results.text["source"] == "the 1,797 scanned digits of scikit-learn"
+    assert "--model convolution --size tiny" in results.command
     page = render(results)
     assert "held-out loss, nats<" in page
     assert "nats per byte" not in page

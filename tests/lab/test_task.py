@@ -85,12 +85,12 @@ def test_it_trains_under_several_strategies_with_its_own_optimizer(
         settings(tmp_path / "out", link="loopback", strategies=names, task=task, steps=40, seed=3),
         Silent(),
     )
-    for run in results["strategies"]:
-        assert run["parameters"] == 6 * 16 + 16 + 16 + 1
-        assert run["settings"]["lr"] == 0.02
-        assert run["final_loss"] < 0.7 * run["evaluations"][0]["loss"], run["strategy"]
-    assert results["model"]["task"] == task
-    assert results["settings"]["optimizer"].startswith("the task's own")
+    for run in results.strategies:
+        assert run.parameters == 6 * 16 + 16 + 16 + 1
+        assert run.settings["lr"] == 0.02
+        assert run.final_loss < 0.7 * run.evaluations[0].loss, run.strategy
+    assert results.model["task"] == task
+    assert results.settings.optimizer.startswith("the task's own")
     for name in names:
         use = to_use(results, name)
         assert use is not None
@@ -105,11 +105,11 @@ def test_seeds_are_means_with_a_range(tmp_path: Path) -> None:
     results = compare(
         settings(tmp_path / "out", link="loopback", task=task, steps=6, seeds=2), Silent()
     )
-    (run,) = results["strategies"]
-    ends = [seed["evaluations"][-1]["loss"] for seed in run["seeds"]]
-    assert [seed["seed"] for seed in run["seeds"]] == [0, 1]
-    assert run["final_loss"] == pytest.approx(sum(ends) / 2)
-    assert run["final_loss_range"] == pytest.approx(max(ends) - min(ends))
+    (run,) = results.strategies
+    ends = [seed.evaluations[-1].loss for seed in run.seeds]
+    assert [seed.seed for seed in run.seeds] == [0, 1]
+    assert run.final_loss == pytest.approx(sum(ends) / 2)
+    assert run.final_loss_range == pytest.approx(max(ends) - min(ends))
     assert ends[0] != ends[1]
 
 
@@ -294,7 +294,7 @@ def test_strategies_begin_alike_where_a_task_seeds_nothing(tmp_path: Path) -> No
         settings(tmp_path / "out", link="loopback", strategies=["dense", "dgc"], task=task),
         Silent(),
     )
-    first, second = (run["evaluations"][0]["loss"] for run in results["strategies"])
+    first, second = (run.evaluations[0].loss for run in results.strategies)
     assert first == second
 
 
@@ -322,10 +322,10 @@ def test_bytes_are_those_of_what_is_trained(kind: str, tmp_path: Path) -> None:
         Silent(),
     )
     entries = {"frozen": 17, "double": 6 * 16 + 16 + 17}[kind]
-    dense, half = results["strategies"]
-    assert dense["library_bytes_per_step"] == entries * {"frozen": 4, "double": 8}[kind]
-    assert half["library_bytes_per_step"] == entries * 2
-    assert dense["ratio_to_dense"] == 1
+    dense, half = results.strategies
+    assert dense.library_bytes_per_step == entries * {"frozen": 4, "double": 8}[kind]
+    assert half.library_bytes_per_step == entries * 2
+    assert dense.ratio_to_dense == 1
 
 
 def modes(rank: int, size: int, word: str) -> tuple[list[bool], str]:
@@ -384,8 +384,8 @@ def test_the_example_learns_its_digits(tmp_path: Path) -> None:
         ),
         Silent(),
     )
-    for run in results["strategies"]:
-        assert run["final_loss"] < 0.5 * run["evaluations"][0]["loss"]
+    for run in results.strategies:
+        assert run.final_loss < 0.5 * run.evaluations[0].loss
 
 
 def buffers_of(rank: int, size: int, word: str) -> tuple[list[float], int]:
@@ -431,8 +431,8 @@ def test_the_verdict_says_that_all_ranks_have_the_same_batches(tmp_path: Path) -
     for own, expected in (("manual_seed(rank)", False), ("manual_seed(5)", True)):
         task = file(tmp_path, ("manual_seed(rank)", own))
         results = compare(settings(tmp_path / own, link="loopback", task=task, steps=2), Silent())
-        assert ("the very same batch" in results["verdict"]) == expected
-        assert results["strategies"][0]["alike"] == expected
+        assert ("the very same batch" in results.verdict) == expected
+        assert results.strategies[0].alike == expected
 
 
 PENALTY = (
@@ -476,9 +476,9 @@ def test_muon_that_would_train_nothing_fails_alone(tmp_path: Path) -> None:
         steps=4,
     )
     results = compare(out, Silent())
-    assert [run["strategy"] for run in results["strategies"]] == ["dense"]
-    (failure,) = results["failures"]
-    assert "Muon trains hidden matrices, and this model has none" in failure["error"]
+    assert [run.strategy for run in results.strategies] == ["dense"]
+    (failure,) = results.failures
+    assert "Muon trains hidden matrices, and this model has none" in failure.error
 
 
 def test_a_task_has_more_time_and_timeout_says_how_much(tmp_path: Path) -> None:

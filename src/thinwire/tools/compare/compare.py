@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.tools.compare.results import Ledger, mean_of
+from thinwire.tools.compare.record import Results, Run, mean_of
+from thinwire.tools.compare.results import Ledger
 from thinwire.tools.compare.settings import Settings
 from thinwire.tools.network.netns import Network, network, why_unavailable
 from thinwire.tools.report.progress import Display
@@ -30,10 +31,10 @@ _TRAINING = "thinwire.tools.run.training:TrainingRun"
 _CHECK = "thinwire.tools.run.training:Check"
 
 
-Keep = Callable[[dict[str, Any]], None]
+Keep = Callable[[Results], None]
 
 
-def compare(settings: Settings, display: Display, keep: Keep | None = None) -> dict[str, Any]:
+def compare(settings: Settings, display: Display, keep: Keep | None = None) -> Results:
     """Train every strategy in turn over the same link and return what was measured.
 
     A strategy that fails is named under `failures`, with the reason, and the others are trained all
@@ -47,7 +48,7 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> d
             then; `interrupted` says what is missing.
 
     Returns:
-        The content of `results.json`; the keys are described in `thinwire.tools.compare.results`.
+        The record.
 
     Raises:
         ValueError: The text, the size or the device cannot be used, or a strategy does not go with
@@ -93,7 +94,7 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> d
             raise
     if not ledger.runs:
         raise WorkerError(
-            "\n".join(f"{failure['strategy']}: {failure['error']}" for failure in ledger.failures)
+            "\n".join(f"{failure.strategy}: {failure.error}" for failure in ledger.failures)
         )
     return ledger.results()
 
@@ -212,7 +213,7 @@ def _runs(
     work: Path,
     display: Display,
     ledger: Ledger,
-) -> dict[str, Any]:
+) -> Run:
     """Train one strategy once for every seed."""
     runs = []
     for number in range(settings.seeds):
@@ -220,8 +221,8 @@ def _runs(
         folder = work / config.recipe.name
         if settings.seeds > 1:
             folder = folder.with_name(f"{folder.name}-{seeded.seed}")
-        run = _run(seeded, settings, emulated, folder, display, ledger)
-        runs.append({**run, "seed": seeded.seed})
+        told = _run(seeded, settings, emulated, folder, display, ledger)
+        runs.append(Run.of(seeded.seed, told))
     return mean_of(runs)
 
 

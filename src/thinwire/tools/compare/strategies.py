@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from thinwire._wording import near
@@ -10,7 +11,7 @@ from thinwire.tools.run.config import Recipe
 if TYPE_CHECKING:
     from thinwire.strategy.distributed_strategy import DistributedStrategy
 
-__all__ = ["STRATEGIES", "USUAL", "choose"]
+__all__ = ["STRATEGIES", "USUAL", "choose", "strategy_text"]
 
 USUAL = ("dense", "quantized-local", "muon-local")
 """What is compared where nothing is named."""
@@ -232,3 +233,13 @@ _RECIPES = (
 )
 STRATEGIES = {recipe.name: recipe for recipe in _RECIPES}
 """The strategies that come with the command."""
+
+
+def strategy_text(document: Mapping[str, Any]) -> str:
+    """Return the strategy file of a document, as `DistributedStrategy.save` writes it."""
+    from thinwire.strategy.distributed_strategy import DistributedStrategy
+
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "strategy.yaml"
+        DistributedStrategy.from_dict(document).save(path)
+        return path.read_text(encoding="utf-8")

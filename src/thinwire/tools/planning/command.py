@@ -19,14 +19,13 @@ from thinwire._launched import place_among_ranks
 from thinwire._version import __version__
 from thinwire.errors import ThinwireError
 from thinwire.tools.app import Count
+from thinwire.tools.compare.strategies import strategy_text
 from thinwire.tools.planning.page import cells, render
 from thinwire.tools.planning.plan import Plan, Row, seconds_text
 from thinwire.tools.planning.plan import plan as predicted
 from thinwire.tools.planning.work import FORMAT
-from thinwire.tools.report.measures import bytes_text
-from thinwire.tools.report.page import write_page
+from thinwire.tools.report.page import bytes_text, write_page
 from thinwire.tools.report.progress import display_for
-from thinwire.tools.report.winner import strategy_text
 from thinwire.tools.run.config import (
     parse_size,
     require_device,

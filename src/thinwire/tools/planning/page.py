@@ -8,13 +8,12 @@ from html import escape
 
 from thinwire._version import __version__
 from thinwire.tools.planning.plan import Plan, Row, seconds_text
-from thinwire.tools.report.measures import bytes_text
 from thinwire.tools.report.page import (
+    bytes_text,
     cell,
     copied,
     definitions,
-    resource,
-    series_colours,
+    page_of,
     table_of,
     table_row,
 )
@@ -57,13 +56,11 @@ def render(plan: Plan, command: str) -> str:
     """The whole page."""
     rows = plan.best()
     first, _, rest = plan.reason.partition(": ")
-    return "\n".join(
+    return page_of(
+        f"thinwire plan: {plan.recommended}",
+        len(rows),
         [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>thinwire plan: {escape(plan.recommended)}</title>",
-            f"<style>{series_colours(len(rows))}{resource('report.css')}</style>\n</head>",
-            f"<body>\n<main>\n<h1>{escape(first)}</h1>",
+            f"<h1>{escape(first)}</h1>",
             f'<p class="lead">{escape(rest)}</p>' if rest else "",
             f'<p class="headline">{escape(_about(plan))}</p>',
             f'<p class="headline warn">{escape(_PRIOR)}</p>',
@@ -85,9 +82,8 @@ def render(plan: Plan, command: str) -> str:
             copied("command", command),
             "<h2>What the letters mean</h2>",
             definitions(_LETTERS),
-            f'<p class="note">thinwire {escape(__version__)}.</p>\n</main>',
-            f"<script>{resource('report.js')}</script>\n</body>\n</html>\n",
-        ]
+            f'<p class="note">thinwire {escape(__version__)}.</p>',
+        ],
     )
 
 

@@ -6,12 +6,10 @@ values of a point are in its `<title>`, which `report.js` shows at the pointer.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Self
-
-from thinwire.tools.report.measures import bytes_text, loss_text
+from typing import Self
 
 __all__ = [
     "FRAMES",
@@ -19,9 +17,9 @@ __all__ = [
     "Axis",
     "Frame",
     "grid",
-    "loss_plots",
     "mark",
     "sample",
+    "stroke",
     "svg",
     "text_at",
 ]
@@ -138,47 +136,11 @@ class Frame:
 FRAMES = (Frame("wide", 920, 380), Frame("narrow", 380, 320, x_ticks=4, y_ticks=5))
 
 
-def loss_plots(results: Mapping[str, Any], axis: str, label: str) -> str:
-    """Held-out loss against time, bytes or steps, one line per strategy: two `<svg>` elements, of
-    which one is shown.
-
-    Args:
-        results: Content of `results.json`.
-        axis: Key of the evaluations for the horizontal axis: "seconds", "library_bytes"
-            (logarithmic) or "step".
-        label: Name of that axis.
-
-    Returns:
-        The elements; their colours are CSS variables: `--ink`, `--soft`, `--line`, `--series-0`,
-        `--series-1`, ... Empty where there is nothing to draw.
-    """
-    logarithmic = axis == "library_bytes"
-    lines = [
-        [point for point in run["evaluations"] if point[axis] > 0 or not logarithmic]
-        for run in results["strategies"]
-    ]
-    if not any(lines):
-        return ""
-    names = [run["strategy"] for run in results["strategies"]]
-    single = [
-        [
-            [point for point in seed["evaluations"] if point[axis] > 0 or not logarithmic]
-            for seed in (run.get("seeds", ()) if len(run.get("seeds", ())) > 1 else ())
-        ]
-        for run in results["strategies"]
-    ]
-    unit = results["settings"].get("loss_unit")
-    loss = f"held-out loss, {unit}" if unit else "held-out loss"
-    return "\n".join(
-        _drawing(frame, names, lines, single, axis, label, loss, logarithmic) for frame in FRAMES
-    )
-
-
 def sample(number: int) -> str:
     """A piece of the line of strategy `number` with its mark, for legends; hidden from screen
     readers.
     """
-    line = f'<path d="M1 7H27"{_stroke(number)}/>'
+    line = f'<path d="M1 7H27"{stroke(number)}/>'
     mark = (
         f'<g transform="translate(14 7)" fill="var(--series-{number})">{_SHAPES[_look(number)]}</g>'
     )
@@ -199,48 +161,11 @@ def _look(number: int) -> int:
     return (place + len(PALETTE) // 2 * again) % len(PALETTE)
 
 
-def _stroke(number: int) -> str:
+def stroke(number: int) -> str:
+    """Attributes of the line of strategy `number`."""
     dash = _DASHES[_look(number)]
     dashes = f' stroke-dasharray="{dash}"' if dash else ""
     return f' fill="none" stroke="var(--series-{number})" stroke-width="1.8"{dashes}'
-
-
-def _drawing(
-    frame: Frame,
-    names: Sequence[str],
-    lines: Sequence[Sequence[Mapping[str, Any]]],
-    single: Sequence[Sequence[Sequence[Mapping[str, Any]]]],
-    axis: str,
-    label: str,
-    loss: str,
-    logarithmic: bool,
-) -> str:
-    points = [point for line in (*lines, *(x for runs in single for x in runs)) for point in line]
-    x = Axis.around(
-        [float(point[axis]) for point in points],
-        frame.left,
-        frame.width - frame.right,
-        logarithmic=logarithmic,
-    )
-    # the loss before training is far above the rest: lines come in over the upper edge
-    later = [float(point["loss"]) for line in lines for point in line if point["step"] > 0]
-    losses = later or [float(point["loss"]) for point in points]
-    y = Axis.around(losses, frame.height - frame.bottom, frame.top, margin=0.06)
-    form: Callable[[float], str] = bytes_text if logarithmic else "{:,g}".format
-    parts = [
-        *grid(frame, x, y, form),
-        *(_thin(number, line, axis, x, y) for number, runs in enumerate(single) for line in runs),
-        *(
-            _series(number, name, line, axis, x, y)
-            for number, (name, line) in enumerate(zip(names, lines, strict=True))
-        ),
-        text_at(frame.left - 6, 14, loss, "start", "name"),
-        text_at(
-            (frame.left + frame.width - frame.right) / 2, frame.height - 6, label, "middle", "name"
-        ),
-    ]
-    title = f"Held-out loss against {label}, one line per strategy: {', '.join(names)}"
-    return svg(frame, title, parts)
 
 
 def svg(frame: Frame, title: str, parts: Sequence[str]) -> str:
@@ -284,52 +209,4 @@ def text_at(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> s
     """A text at a place of the drawing; `anchor` is start, middle or end, `kind` tick or name."""
     return (
         f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-    )
-
-
-def _series(
-    number: int, name: str, line: Sequence[Mapping[str, Any]], axis: str, x: Axis, y: Axis
-) -> str:
-    places = [(x.place(point[axis]), y.place(point["loss"]), point) for point in line]
-    path = (
-        "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in _below(places, y.end)) if places else ""
-    )
-    marks = "".join(
-        mark(number, px, py, _values(name, point)) for px, py, point in places if py >= y.end
-    )
-    return (
-        f'<path d="{path}"{_stroke(number)}/><g fill="var(--series-{number})">{marks}</g>'
-        if path
-        else ""
-    )
-
-
-def _thin(number: int, line: Sequence[Mapping[str, Any]], axis: str, x: Axis, y: Axis) -> str:
-    """The curve of one seed."""
-    places = [(x.place(point[axis]), y.place(point["loss"]), point) for point in line]
-    inside = [(px, py) for px, py in _below(places, y.end) if py >= y.end]
-    path = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in inside)
-    return (
-        f'<path d="{path}" fill="none" stroke="var(--series-{number})" stroke-width="0.8" '
-        'stroke-opacity="0.45"/>'
-        if inside
-        else ""
-    )
-
-
-def _below(
-    places: Sequence[tuple[float, float, Mapping[str, Any]]], top: float
-) -> list[tuple[float, float]]:
-    """The line, cut where its first piece comes in over the upper edge."""
-    line = [(px, py) for px, py, _ in places]
-    if len(line) > 1 and line[0][1] < top <= line[1][1]:
-        (x0, y0), (x1, y1) = line[:2]
-        line[0] = (x0 + (top - y0) / (y1 - y0) * (x1 - x0), top)
-    return line
-
-
-def _values(name: str, point: Mapping[str, Any]) -> str:
-    return (
-        f"{name}: loss {loss_text(point['loss'])} at {point['seconds']:,.1f} s, "
-        f"step {point['step']:,}, {bytes_text(point['library_bytes'])} sent per worker"
     )

@@ -1,14 +1,16 @@
-"""The content of the tables of a comparison: a row per strategy, a column per measure.
+"""The tables of a comparison: a row per strategy, a column per measure.
 
 All numbers of a column have one unit and one precision.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-__all__ = ["Column", "Table", "bytes_text", "loss_text", "number", "tables"]
+from thinwire.tools.compare.record import Results, Run
+from thinwire.tools.report.page import loss_digits, loss_text, number
+
+__all__ = ["Column", "Table", "print_table", "tables"]
 
 Value = float | None
 _BYTE_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
@@ -50,30 +52,16 @@ class Table:
     columns: tuple[Column, ...]
 
 
-def _loss_unit(results: Mapping[str, Any]) -> str:
-    return results["settings"].get("loss_unit") or ""
-
-
-def _seeds(results: Mapping[str, Any]) -> int:
-    return int(results["settings"].get("seeds", 1))
-
-
-def tables(results: Mapping[str, Any]) -> tuple[Table, ...]:
+def tables(results: Results) -> tuple[Table, ...]:
     """The measures of all strategies that have finished; a measure that nobody has is left out."""
-    runs = results["strategies"]
-    by_steps = results["settings"]["seconds"] is None
-    dense, common = results["dense_loss"], results["common_loss"]
+    runs, told = results.strategies, results.settings
+    by_steps = told.seconds is None
+    dense, common = results.dense_loss, results.common_loss
     # the loss that all reached says no more where all reached dense's, and nothing where there is
     # one strategy
-    all_reached = dense is not None and all(
-        run["seconds_to_dense_loss"] is not None for run in runs
-    )
-    loss = (
-        "held-out loss"
-        if results["settings"]["loss_of"] == "the held-out part"
-        else "loss on the validation part"
-    )
-    digits = _loss_digits([run["final_loss"] for run in runs])
+    all_reached = dense is not None and all(run.seconds_to_dense_loss is not None for run in runs)
+    loss = "held-out loss" if told.loss_of == "the held-out part" else "loss on the validation part"
+    digits = loss_digits([run.final_loss for run in runs])
     result = [
         _fixed("steps", "", runs, "steps", 0, None),
         _seconds("training time", runs, "seconds", min if by_steps else None),
@@ -83,9 +71,14 @@ def tables(results: Mapping[str, Any]) -> tuple[Table, ...]:
             "seconds_on_asked_link",
             min if by_steps else None,
         ),
-        _fixed(f"{loss} at the end", _loss_unit(results), runs, "final_loss", digits, min),
+        _fixed(f"{loss} at the end", told.loss_unit or "", runs, "final_loss", digits, min),
         _fixed(
-            f"its range over {_seeds(results)} seeds", "", runs, "final_loss_range", digits, None
+            f"its range over {told.seeds} seeds",
+            "",
+            runs,
+            "final_loss_range",
+            digits,
+            None,
         ),
         *(_until("dense", f"dense's loss ({loss_text(dense)})", runs) if dense is not None else ()),
         *(
@@ -108,34 +101,6 @@ def tables(results: Mapping[str, Any]) -> tuple[Table, ...]:
     return tuple(group for group in groups if group.columns)
 
 
-def bytes_text(count: float) -> str:
-    """A number of bytes for people, in powers of 1000."""
-    size = count
-    for unit in ("B", "kB", "MB"):
-        if size < 999.5:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} GB"
-
-
-def loss_text(loss: float) -> str:
-    """With three digits behind the point, and more where these were not three that say
-    something.
-    """
-    return f"{loss:.{_loss_digits([loss])}f}"
-
-
-def _loss_digits(losses: Sequence[float]) -> int:
-    smallest = min((abs(loss) for loss in losses if loss), default=1.0)
-    return min(9, max(3, 2 - math.floor(math.log10(smallest))))
-
-
-def number(value: float, digits: int) -> str:
-    """With commas between thousands; a share that vanishes has no sign."""
-    text = f"{value:,.{digits}f}"
-    return text.removeprefix("-") if float(text.replace(",", "")) == 0 else text
-
-
 Choice = Callable[[Sequence[float]], float] | None
 
 
@@ -143,22 +108,22 @@ def _present(columns: Sequence[Column]) -> tuple[Column, ...]:
     return tuple(column for column in columns if any(text != "-" for text in column.texts))
 
 
-def _until(which: str, loss: str, runs: Sequence[Mapping[str, Any]]) -> list[Column]:
+def _until(which: str, loss: str, runs: Sequence[Run]) -> list[Column]:
     return [
         _seconds(f"time to {loss}", runs, f"seconds_to_{which}_loss", min),
         _bytes("bytes per worker to that loss", runs, f"bytes_to_{which}_loss"),
     ]
 
 
-def _seconds(label: str, runs: Sequence[Mapping[str, Any]], key: str, choice: Choice) -> Column:
+def _seconds(label: str, runs: Sequence[Run], key: str, choice: Choice) -> Column:
     return _fixed(label, "s", runs, key, 1, choice)
 
 
-def _bytes(label: str, runs: Sequence[Mapping[str, Any]], key: str) -> Column:
+def _bytes(label: str, runs: Sequence[Run], key: str) -> Column:
     """In the largest unit that leaves the smallest number at 1 or more; about three digits of that
     one are shown.
     """
-    values = [run.get(key) for run in runs]
+    values = [getattr(run, key) for run in runs]
     smallest = min((value for value in values if value), default=1.0)
     unit, size = next(((unit, size) for unit, size in _BYTE_UNITS if smallest >= size), ("B", 1.0))
     digits = 0 if unit == "B" or smallest >= 100 * size else 1 if smallest >= 10 * size else 2
@@ -170,14 +135,15 @@ def _bytes(label: str, runs: Sequence[Mapping[str, Any]], key: str) -> Column:
 def _fixed(
     label: str,
     unit: str,
-    runs: Sequence[Mapping[str, Any]],
+    runs: Sequence[Run],
     key: str,
     digits: int,
     choice: Choice,
     scale: float = 1.0,
 ) -> Column:
-    values = [None if run.get(key) is None else scale * run[key] for run in runs]
-    return _column(label, unit, values, digits, choice)
+    values = [getattr(run, key) for run in runs]
+    scaled = [None if value is None else scale * value for value in values]
+    return _column(label, unit, scaled, digits, choice)
 
 
 def _column(label: str, unit: str, values: Sequence[Value], digits: int, choice: Choice) -> Column:
@@ -188,3 +154,71 @@ def _column(label: str, unit: str, values: Sequence[Value], digits: int, choice:
         mark = number(choice(present), digits)
         best = frozenset(row for row, text in enumerate(texts) if text == mark)
     return Column(label, unit, texts, best)
+
+
+_BLANKS, _EDGES = 3, 2
+_HEADING = 11
+
+
+def print_table(results: Results) -> None:
+    """Print verdict, circumstances and tables to standard output; columns that do not fit come
+    below the others.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for text in (results.verdict, results.headline, results.interrupted):
+        if text:
+            console.print(str(text), markup=False)
+    names = [run.strategy for run in results.strategies]
+    for group in tables(results):
+        for columns in _side_by_side(names, group.columns, console.width):
+            table = Table("", *(_heading(column) for column in columns), box=box.SIMPLE_HEAD)
+            for heading in table.columns[1:]:
+                heading.justify = "right"
+            for row, name in enumerate(names):
+                table.add_row(Text(name), *(_cell(column, row) for column in columns))
+            console.print(table)
+    console.print("* the best of its column", markup=False)
+    for failure in results.failures:
+        console.print(f"{failure.strategy} failed: {failure.error}", markup=False)
+
+
+def _heading(column: Column) -> str:
+    return "\n".join(_heading_lines(column))
+
+
+def _heading_lines(column: Column) -> list[str]:
+    whole = column.whole_label
+    # each number has a place for a star behind it, and so has the heading
+    return [
+        f"{line} "
+        for line in textwrap.wrap(whole, _HEADING, break_long_words=False, break_on_hyphens=False)
+    ]
+
+
+def _cell(column: Column, row: int) -> str:
+    return column.texts[row] + ("*" if row in column.best else " ")
+
+
+def _side_by_side(
+    names: Sequence[str], columns: Sequence[Column], width: int
+) -> list[list[Column]]:
+    """Columns in groups whose tables fit the width, at least one a group; each column has two
+    blanks around it.
+    """
+    room = width - _EDGES - _BLANKS - max(len(name) for name in names)
+    groups: list[list[Column]] = []
+    left = 0
+    for column in columns:
+        cells = [_cell(column, row) for row in range(len(names))]
+        needed = _BLANKS + max(len(text) for text in (*_heading_lines(column), *cells))
+        if not groups or needed > left:
+            groups.append([])
+            left = room
+        groups[-1].append(column)
+        left -= needed
+    return groups
