@@ -170,7 +170,7 @@ def _trained(cell: Cell) -> dict[str, Any]:
         config = configured(cell, work, None if emulated is None else emulated.interface)
         job = Job(
             task="thinwire.tools.run.training:TrainingRun",
-            config=config.to_dict(),
+            config=asdict(config),
             timeout_s=_TIMEOUT_S,
         )
         result: dict[str, Any] = {}

@@ -17,7 +17,7 @@ from typing import Any
 from thinwire.tools.compare.compare import compare
 from thinwire.tools.compare.settings import Settings
 from thinwire.tools.compare.strategies import STRATEGIES
-from thinwire.tools.report.progress import Silent
+from thinwire.tools.report.progress import Display
 
 SEED = 1  # the reported runs take another
 EVALUATIONS = 4
@@ -138,7 +138,7 @@ def measure(run: Run, folder: Path) -> dict[str, Any]:
     }
     settings = Settings.check(**typed, **rest, strategies=[run.strategy], steps=run.steps)
     varied = (replace(recipe, options=options),)
-    measured = compare(replace(settings, strategies=varied, evaluations=EVALUATIONS), Silent())
+    measured = compare(replace(settings, strategies=varied, evaluations=EVALUATIONS), Display())
     (one,) = measured.strategies
     losses = {str(point.step): round(point.loss, 4) for point in one.evaluations}
     kept = {

@@ -159,7 +159,7 @@ _NAMES = {
     "thinwire.tools.planning.work": "Probe matrices work_Work=Work",
     "thinwire.tools.report.page": "bytes_text loss_text",
     "thinwire.tools.report.plots": "Axis PALETTE sample",
-    "thinwire.tools.report.progress": "Silent",
+    "thinwire.tools.report.progress": "Display",
     "thinwire.tools.run": "run_command=command worker",
     "thinwire.tools.run.training": "BareStep ByClock BySteps rate_factor rehearse shortened",
     "thinwire.tools.run.built_in": "ByteTransformer ConvolutionalNet seed_of",
@@ -167,7 +167,7 @@ _NAMES = {
         "ConvolutionSize Job ModelSize Recipe RunConfig parse_size size_of"
     ),
     "thinwire.tools.run.launch": (
-        "EventLog EventReader TaskRefused WorkerError explain failure_of free_port "
+        "Events EventReader TaskRefused WorkerError explain failure_of free_port "
         "release run_workers"
     ),
     "thinwire.tools.run.probe": "idle_restarts probe",

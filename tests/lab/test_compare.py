@@ -16,12 +16,12 @@ import pytest
 
 from tests.api import (
     Corpus,
+    Display,
     Failure,
     Job,
     Recipe,
     RunConfig,
     Settings,
-    Silent,
     WorkerError,
     choose,
     compare,
@@ -100,7 +100,7 @@ def test_the_command_trains_over_a_shaped_link_and_reports(tmp_path: Path) -> No
 @pytest.mark.parametrize("strategy", ["fp16", "powersgd"])
 @pytest.mark.usefixtures("pooled")
 def test_torchs_own_hooks_run_without_hanging(strategy: str, tmp_path: Path) -> None:
-    results = compare(settings(tmp_path, link="loopback", strategies=[strategy]), Silent())
+    results = compare(settings(tmp_path, link="loopback", strategies=[strategy]), Display())
     run = results.strategies[0]
     assert run.final_loss < run.evaluations[0].loss
     assert run.library_bytes_per_step <= 2 * run.parameters
@@ -114,7 +114,7 @@ def test_without_permission_the_first_line_says_so(
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(netns, "new_namespace", refuse)
-    results = compare(settings(tmp_path, link="20mbit", steps=6), Silent())
+    results = compare(settings(tmp_path, link="20mbit", steps=6), Display())
     assert "NOT emulated" in results.headline
     assert "Operation not permitted" in results.headline or sys.platform != "linux"
     run = results.strategies[0]
@@ -125,7 +125,7 @@ def test_without_permission_the_first_line_says_so(
 
 @pytest.mark.usefixtures("pooled")
 def test_a_budget_of_seconds_is_used_up(tmp_path: Path) -> None:
-    results = compare(settings(tmp_path, link="loopback", steps=None, seconds=2.0), Silent())
+    results = compare(settings(tmp_path, link="loopback", steps=None, seconds=2.0), Display())
     run = results.strategies[0]
     assert run.seconds >= 2.0
     assert run.steps == len(run.step_ms)
@@ -135,7 +135,7 @@ def test_a_budget_of_seconds_is_used_up(tmp_path: Path) -> None:
 def test_local_updates_are_evaluated_where_all_ranks_are_equal(tmp_path: Path) -> None:
     results = compare(
         settings(tmp_path, link="loopback", strategies=["sparse-local"], steps=None, seconds=3.0),
-        Silent(),
+        Display(),
     )
     run = results.strategies[0]
     k_steps = run.settings["k_steps"]
@@ -159,7 +159,7 @@ def test_strategy_files_take_part(tmp_path: Path) -> None:
         "{k_steps: 2}\n"
     )
     results = compare(
-        settings(tmp_path / "out", link="loopback", strategies=[str(plan)], steps=30), Silent()
+        settings(tmp_path / "out", link="loopback", strategies=[str(plan)], steps=30), Display()
     )
     run = results.strategies[0]
     assert run.strategy == "plan"
@@ -207,7 +207,7 @@ def test_what_was_measured_before_a_failure_is_kept(
 
     monkeypatch.setattr(comparison, "_run", first_fails)
     results = compare(
-        settings(tmp_path, link="loopback", strategies=["dgc", "dense"], steps=5), Silent()
+        settings(tmp_path, link="loopback", strategies=["dgc", "dense"], steps=5), Display()
     )
     assert [run.strategy for run in results.strategies] == ["dense"]
     assert results.failed == Failure("dgc", "worker 1 failed: it was a test")
@@ -233,7 +233,7 @@ def test_a_strategy_that_raises_diverges_or_dies_does_not_stop_the_others(
     ]
     asked = replace(settings(tmp_path, link="loopback", steps=12), strategies=(*bad, good))
     kept: list[dict[str, Any]] = []
-    results = compare(asked, Silent(), kept.append)
+    results = compare(asked, Display(), kept.append)
     assert kept == []  # nothing had finished before the last one
     assert [run.strategy for run in results.strategies] == ["dense"]
     why = {failure.strategy: failure.error for failure in results.failures}
@@ -266,7 +266,7 @@ def test_a_file_that_does_not_go_with_the_model_is_refused_before_anything_train
 def test_every_strategy_that_is_shipped_as_an_example_runs(tmp_path: Path) -> None:
     files = [str(path) for path in sorted(EXAMPLES.glob("*.yaml"))]
     assert len(files) >= 3
-    results = compare(settings(tmp_path, link="loopback", strategies=files, steps=8), Silent())
+    results = compare(settings(tmp_path, link="loopback", strategies=files, steps=8), Display())
     assert [run.strategy for run in results.strategies] == [Path(file).stem for file in files]
 
 
@@ -274,7 +274,7 @@ def test_every_strategy_that_is_shipped_as_an_example_runs(tmp_path: Path) -> No
 def test_no_strategy_compiles_on_its_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
     results = compare(
-        settings(tmp_path / "out", link="loopback", strategies=["dgc"], steps=8), Silent()
+        settings(tmp_path / "out", link="loopback", strategies=["dgc"], steps=8), Display()
     )
     run = results.strategies[0]
     assert run.preparation_seconds > run.seconds
@@ -393,7 +393,7 @@ def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
         assert refused.stderr.count("\n") == 1
         assert "is in use by another comparison: wait for it, or name another" in refused.stderr
         assert (work / "mine").exists()
-    assert compare(settings(tmp_path, link="loopback", steps=4), Silent())["strategies"]
+    assert compare(settings(tmp_path, link="loopback", steps=4), Display())["strategies"]
 
 
 @pytest.mark.slow
@@ -450,7 +450,7 @@ def test_a_silent_worker_is_not_waited_for_for_ever(
             stopped.append(workers_below(os.getpid())[-1])
             os.kill(stopped[0], signal.SIGSTOP)
 
-    display = Silent()
+    display = Display()
     monkeypatch.setattr(display, "update", stop_one)
     with pytest.raises(WorkerError, match=r"worker \d failed: .*\n?.*Timed out"):
         compare(settings(tmp_path, link="loopback", steps=100_000), display)

@@ -16,8 +16,6 @@ from thinwire.tools.compare.settings import Settings
 from thinwire.tools.compare.strategies import STRATEGIES, USUAL
 from thinwire.tools.compare.tables import print_table
 
-__all__ = ["EXAMPLES", "compare"]
-
 EXAMPLES = """Examples:
 
 thinwire compare --workers 2 --link 100mbit --strategies dense muon-local --steps 200 --out runs/a

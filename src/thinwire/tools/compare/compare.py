@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,6 @@ from thinwire.tools.report.progress import Display
 from thinwire.tools.run.config import Job, ModelSize, Recipe, RunConfig
 from thinwire.tools.run.launch import WorkerError, joined, release, run_here, run_workers
 from thinwire.tools.run.text import Corpus, read_digits, read_folder, read_standard_library
-
-__all__ = ["compare"]
 
 _FEWEST_EVALUATIONS, _HELD_OUT_SEQUENCES = 8, 64
 _LONGEST_RAMP_STEPS, _RAMP_STEPS_BY_CLOCK = 100, 60
@@ -126,24 +124,14 @@ def _config(
     recipe: Recipe, settings: Settings, emulated: Network | None, files: Mapping[str, str]
 ) -> RunConfig:
     steps = settings.steps
+    ramp_steps = max(1, min(_LONGEST_RAMP_STEPS, (steps or 0) // 4))
     return RunConfig(
+        **settings.shared | {"evaluations": _evaluations(settings)},
         recipe=recipe,
-        optimizer=settings.optimizer,
-        lr=settings.lr,
-        task=settings.task,
-        device=settings.device,
-        model=settings.model,
-        seed=settings.seed,
-        steps=steps,
-        seconds=settings.seconds,
-        evaluations=_evaluations(settings),
-        ramp_steps=_RAMP_STEPS_BY_CLOCK
-        if steps is None
-        else max(1, min(_LONGEST_RAMP_STEPS, steps // 4)),
+        ramp_steps=_RAMP_STEPS_BY_CLOCK if steps is None else ramp_steps,
         train_file=files.get("train_file", ""),
         held_out_file=files.get("held_out_file", ""),
         held_out_sequences=_HELD_OUT_SEQUENCES,
-        batch=settings.batch,
         interface=emulated.interface if emulated else None,
         launched_unix_s=time.time(),
     )
@@ -179,7 +167,7 @@ def _check(configs: Sequence[RunConfig], settings: Settings, work: Path, display
     files = {run.recipe.name: run for run in configs if run.recipe.file is not None}
     if not files:
         return
-    runs = [run.to_dict() for run in files.values()]
+    runs = [asdict(run) for run in files.values()]
     job = Job(task=_CHECK, config={"runs": runs}, timeout_s=_timeout_s(settings))
     refused: dict[str, str] = {}
     name = "a strategy file"
@@ -244,7 +232,7 @@ def _run(
     if emulated:
         emulated.lift()
     config = replace(config, launched_unix_s=time.time())
-    job = Job(task=_TRAINING, config=config.to_dict(), timeout_s=_timeout_s(settings))
+    job = Job(task=_TRAINING, config=asdict(config), timeout_s=_timeout_s(settings))
     with (
         display.strategy(name) as bar,
         contextlib.closing(_started(job, settings, emulated, work)) as news,

@@ -37,8 +37,6 @@ from thinwire.tools.report.plots import (
     text_at,
 )
 
-__all__ = ["BEST", "ToUse", "render", "to_use", "write", "write_best", "write_json", "write_report"]
-
 _ABOVE = "Lines that come in over the upper edge begin at the loss before the first step."
 _PLOTS = (
     ("Loss against time", "seconds", "training time in seconds, evaluation not counted", _ABOVE),

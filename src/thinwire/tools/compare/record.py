@@ -8,21 +8,6 @@ from typing import Any, Self
 
 from thinwire._version import __version__
 
-__all__ = [
-    "KEYS",
-    "Asked",
-    "Failure",
-    "Interruption",
-    "Point",
-    "Results",
-    "Run",
-    "Seed",
-    "Told",
-    "common_loss",
-    "first_reached",
-    "mean_of",
-]
-
 KEYS = {
     "format": "version of this file's layout",
     "headline": "where the run took place; says first of all if the link was not emulated",

@@ -23,8 +23,6 @@ from thinwire.tools.compare.verdict import verdict
 from thinwire.tools.run.config import OPTIMIZERS
 from thinwire.tools.run.text import Corpus
 
-__all__ = ["Ledger", "describe_machine"]
-
 _LOSS_UNITS = {"transformer": "nats per byte", "convolution": "nats"}
 _SCHEDULE = "rate: linear warm-up over a tenth, cosine to a tenth"
 

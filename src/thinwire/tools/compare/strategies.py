@@ -11,8 +11,6 @@ from thinwire.tools.run.config import Recipe
 if TYPE_CHECKING:
     from thinwire.strategy.distributed_strategy import DistributedStrategy
 
-__all__ = ["STRATEGIES", "USUAL", "choose", "strategy_text"]
-
 USUAL = ("dense", "quantized-local", "muon-local")
 """What is compared where nothing is named."""
 

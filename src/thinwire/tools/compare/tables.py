@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from thinwire.tools.compare.record import Results, Run
 from thinwire.tools.report.page import loss_digits, loss_text, number
 
-__all__ = ["Column", "Table", "print_table", "tables"]
-
 Value = float | None
 _BYTE_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 

@@ -8,8 +8,6 @@ from typing import NamedTuple
 from thinwire.tools.compare.record import Asked, Results, Run
 from thinwire.tools.report.page import loss_text
 
-__all__ = ["Verdict", "verdict"]
-
 _ALIKE = 0.05
 """Times and bytes that differ by less than this part count as equal: one run each says no more."""
 

@@ -18,22 +18,6 @@ from thinwire.tools.doctor.interfaces import is_loopback, resolved
 if TYPE_CHECKING:
     from thinwire.tools.doctor.machine import Machine
 
-__all__ = [
-    "Finding",
-    "Level",
-    "as_text",
-    "document",
-    "elsewhere",
-    "machine_findings",
-    "meeting_point",
-    "note",
-    "ok",
-    "one_wait_s",
-    "status_of",
-    "why_not",
-    "wrong",
-]
-
 Level = Literal["ok", "note", "wrong"]
 _LEVEL_WIDTH, _CHECK_WIDTH, _LEAST_WIDTH = 7, 13, 60
 

@@ -21,8 +21,6 @@ from thinwire.tools.doctor.alone import (
     status_of,
 )
 
-__all__ = ["EXAMPLES", "doctor"]
-
 EXAMPLES = """Examples:
 
 thinwire doctor

@@ -15,20 +15,6 @@ from typing import NamedTuple
 
 from thinwire._aside import addresses_of
 
-__all__ = [
-    "LOOK_UP_S",
-    "Interface",
-    "Listening",
-    "Resolved",
-    "interfaces",
-    "is_loopback",
-    "listening",
-    "ports_in_use",
-    "program_of",
-    "resolved",
-    "source_towards",
-]
-
 LOOK_UP_S = 4.0
 """For one name. Resolvers begin again with the next server after 5 s, where nobody says else."""
 

@@ -32,8 +32,6 @@ from thinwire.tools.doctor.interfaces import (
 )
 from thinwire.wire.message import WIRE_VERSION
 
-__all__ = ["Machine", "announced_addresses", "follows_a_time_server", "named_interfaces"]
-
 _LOOKED_AT = re.compile(
     r"(GLOO|TP|NCCL)_SOCKET_IFNAME|GLOO_DEVICE_TRANSPORT|TORCH_GLOO_LAZY_INIT"
     r"|TORCH_DISTRIBUTED_DEBUG|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|OMP_NUM_THREADS"

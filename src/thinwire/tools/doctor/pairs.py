@@ -15,8 +15,6 @@ from typing import Any, Self, final
 
 from thinwire.tools.doctor.alone import why_not
 
-__all__ = ["Answering", "Reach", "reach", "reach_all"]
-
 TOKEN_BYTES = 16
 _RANK, _LENGTH = struct.Struct("!I"), struct.Struct("!I")
 _LARGE_BYTES = 32 * 1024

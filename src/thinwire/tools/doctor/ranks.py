@@ -29,8 +29,6 @@ from thinwire.tools.doctor.machine import Machine
 from thinwire.tools.doctor.pairs import TOKEN_BYTES, Answering, Reach, reach_all
 from thinwire.tools.doctor.together import Seen, Together, findings_together
 
-__all__ = ["THREAD", "Board", "Ended", "Examination", "find_store"]
-
 THREAD = "thinwire-doctor"
 """Name of the threads that wait for others."""
 

@@ -8,8 +8,6 @@ from thinwire.tools.doctor.interfaces import is_loopback
 from thinwire.tools.doctor.machine import Machine
 from thinwire.tools.doctor.pairs import Reach
 
-__all__ = ["Seen", "Together", "findings_together", "named"]
-
 _LARGEST_SKEW_S = 1.0
 _MAY_DIFFER = {"GLOO_SOCKET_IFNAME": "right where the interfaces have other names there"}
 

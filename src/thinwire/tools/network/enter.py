@@ -15,8 +15,6 @@ import sys
 import time
 from collections import deque
 
-__all__ = ["die_with_parent", "enter_network"]
-
 _LARGEST_PACKET_BYTES = 65_536
 _PACKETS_AT_A_TIME = 64
 

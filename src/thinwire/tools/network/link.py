@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Self
 
-__all__ = ["FASTEST_BIT_S", "Link", "parse_latency", "parse_rate"]
-
 _UNITS_BIT_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _SLOWEST_BIT_S = 1e4

@@ -30,19 +30,6 @@ from thinwire.tools.network import enter
 from thinwire.tools.network.enter import enter_network
 from thinwire.tools.network.link import FASTEST_BIT_S, Link
 
-__all__ = [
-    "Network",
-    "delayed_links",
-    "inside",
-    "interface_bytes",
-    "limit_rate",
-    "network",
-    "new_namespace",
-    "quiet_ipv6",
-    "tbf_settings",
-    "why_unavailable",
-]
-
 T = TypeVar("T")
 _CLONE_NEWNET = 0x40000000
 _BURST_S, _QUEUE_S = 0.01, 0.1

@@ -27,15 +27,14 @@ from thinwire.tools.planning.work import FORMAT
 from thinwire.tools.report.page import bytes_text, write_page
 from thinwire.tools.report.progress import display_for
 from thinwire.tools.run.config import (
+    DEVICES,
     parse_size,
-    require_device,
     require_nothing_beside,
+    require_one_of,
     require_task,
     require_within,
 )
 from thinwire.tools.run.launch import by_first, joined
-
-__all__ = ["EXAMPLE", "PROBE_EXAMPLE", "plan", "probe"]
 
 EXAMPLE = (
     "Example: thinwire plan --params 124M --step-seconds 0.35 --workers 8 --link 100mbit "
@@ -224,7 +223,7 @@ def probe(
             "probe measures the network between ranks, and torchrun has started one: start as many "
             "as will train"
         )
-    require_device(device)
+    require_one_of("device", device, DEVICES)
     if task is not None:
         require_task(task)
         require_nothing_beside(task, size=size, batch=batch)

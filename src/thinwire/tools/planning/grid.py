@@ -12,8 +12,6 @@ from thinwire.layout.traffic import GATHER, SPLIT
 from thinwire.tools.compare.strategies import STRATEGIES
 from thinwire.tools.run.config import Recipe
 
-__all__ = ["LEFT_OUT", "Candidate", "Progress", "candidates", "progress_of"]
-
 Document = Mapping[str, Any]
 Candidate = tuple[str, Recipe, Document | None]
 """Name, recipe and document."""

@@ -11,8 +11,6 @@ from thinwire.layout.traffic import BUCKETS, messages, travels_sealed
 from thinwire.tools.planning.network import Network
 from thinwire.tools.planning.work import Work, matrices
 
-__all__ = ["MOST_PARAMS", "Cost", "cost_by_number", "cost_of", "grown"]
-
 _PASS_S = {False: 0.8e-9, True: 3e-12}
 """Seconds to read and write a number once, on a core and on a GPU."""
 _VOTE_BYTES = 256

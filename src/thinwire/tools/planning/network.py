@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from math import ceil, log, log2, sqrt
 
-__all__ = ["FRAMES", "Network", "crowding", "reduce_pairs"]
-
 _FIRST_WINDOW_BYTES = 14_600
 FRAMES = 1448 / 1514
 """The part of what travels over Ethernet that is payload."""

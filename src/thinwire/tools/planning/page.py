@@ -19,8 +19,6 @@ from thinwire.tools.report.page import (
 )
 from thinwire.tools.report.plots import FRAMES, Axis, Frame, grid, mark, sample, svg, text_at
 
-__all__ = ["cells", "render"]
-
 _PRIOR = (
     "What a step is worth is a prior: no formula predicts it. Seconds, bytes and memory are "
     "predicted from the sizes of messages and the network. thinwire compare measures, on this "

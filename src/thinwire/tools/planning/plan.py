@@ -14,8 +14,6 @@ from thinwire.tools.planning.network import Network
 from thinwire.tools.planning.work import Probe, Work, matrices, work_of
 from thinwire.tools.run.config import OPTIMIZERS, Recipe, require_task
 
-__all__ = ["Plan", "Row", "plan", "seconds_text"]
-
 _FASTEST_BIT_S, _UNLIMITED_BIT_S = 4e11, 2e10
 """The fastest line that can be named, and what none and loopback are taken for."""
 _MOST_WORKERS = 100_000

@@ -11,8 +11,6 @@ from typing import Any
 from thinwire._version import __version__
 from thinwire.tools.planning.network import FRAMES, Network
 
-__all__ = ["FORMAT", "Probe", "Work", "matrices", "work_of"]
-
 Shape = tuple[int, ...]
 _MOST_MATRICES, _LEAST_NUMEL = 48, 2**18
 _FORWARD_SHARE = 1 / 3

@@ -12,21 +12,6 @@ from typing import Any
 from thinwire._files import replace_file
 from thinwire.tools.report.plots import PALETTE
 
-__all__ = [
-    "bytes_text",
-    "cell",
-    "copied",
-    "definitions",
-    "loss_digits",
-    "loss_text",
-    "number",
-    "page_of",
-    "table_of",
-    "table_row",
-    "value_text",
-    "write_page",
-]
-
 
 def bytes_text(count: float) -> str:
     """A number of bytes for people, in powers of 1000."""

@@ -11,19 +11,6 @@ from dataclasses import dataclass
 from html import escape
 from typing import Self
 
-__all__ = [
-    "FRAMES",
-    "PALETTE",
-    "Axis",
-    "Frame",
-    "grid",
-    "mark",
-    "sample",
-    "stroke",
-    "svg",
-    "text_at",
-]
-
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 

@@ -17,16 +17,6 @@ from thinwire.optim import muon_groups
 from thinwire.tools.run.config import HEAD_WIDTH, ConvolutionSize, ModelSize, RunConfig
 from thinwire.tools.run.text import CLASSES, PIXELS, SIDE, WHITE
 
-__all__ = [
-    "ByteTransformer",
-    "ConvolutionalNet",
-    "Digits",
-    "NextByte",
-    "Pair",
-    "loss_of",
-    "seed_of",
-]
-
 VOCABULARY = 256
 
 

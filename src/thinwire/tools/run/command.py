@@ -18,10 +18,8 @@ from thinwire._launched import place_among_ranks
 from thinwire.tools.app import Count
 from thinwire.tools.network.link import Link
 from thinwire.tools.network.netns import Network, network, why_unavailable
-from thinwire.tools.run.config import require_workers
+from thinwire.tools.run.config import MOST_WORKERS, require_within
 from thinwire.tools.run.launch import environments, signal_group, start
-
-__all__ = ["EXAMPLES", "Prefixed", "Ranks", "run"]
 
 _POLL_S, _GRACE_S = 0.02, 3.0
 
@@ -207,7 +205,7 @@ def run(
             "thinwire run starts the ranks itself: leave torchrun out, or what else has set RANK "
             "and WORLD_SIZE"
         )
-    require_workers(workers)
+    require_within("workers", workers, 1, MOST_WORKERS)
     shape = Link.parse(link, latency)
     _require_script(script)
     reason = why_unavailable() if shape.emulated else None

@@ -18,8 +18,6 @@ from thinwire.tools.run.built_in import ByteTransformer, Pair, loss_of, muon_num
 from thinwire.tools.run.config import ModelSize
 from thinwire.tools.run.task import OwnTask, TaskError, called, device_of, made, together
 
-__all__ = ["model_of", "step_of_built_in", "step_of_task", "step_of_task_alone"]
-
 STEPS_S = 4.0
 """Seconds for a model's steps, half of them for Muon's; each is made at least once."""
 _UNTIMED_STEPS, _MOST_STEPS = 2, 5

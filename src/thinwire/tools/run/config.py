@@ -7,45 +7,14 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from dataclasses import field as with_default
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
-
-__all__ = [
-    "DEVICES",
-    "HEAD_WIDTH",
-    "MODELS",
-    "OPTIMIZERS",
-    "ConvolutionSize",
-    "Job",
-    "ModelSize",
-    "Recipe",
-    "RunConfig",
-    "imported",
-    "parse_size",
-    "require_device",
-    "require_nothing_beside",
-    "require_one_of",
-    "require_task",
-    "require_within",
-    "require_workers",
-    "size_of",
-]
+from typing import Any, Literal, Self
 
 DEVICES = ("auto", "cpu", "cuda")
-_MOST_WORKERS = 64
-
-
-def require_workers(workers: int) -> None:
-    """Raise ValueError for a number of ranks that the command does not start."""
-    require_within("workers", workers, 1, _MOST_WORKERS)
-
-
-def require_device(device: str) -> None:
-    """Raise ValueError for a device that is none."""
-    require_one_of("device", device, DEVICES)
+MOST_WORKERS = 64
 
 
 def require_task(task: str) -> None:
@@ -176,8 +145,6 @@ def _parameters(text: str) -> float:
     return count
 
 
-T = TypeVar("T")
-
 OPTIMIZERS = {
     "adamw": "AdamW (betas 0.9 and 0.95, weight decay 0.1)",
     "muon": "thinwire.optim.Muon for hidden matrices, AdamW for the rest (momentum 0.95, "
@@ -185,23 +152,6 @@ OPTIMIZERS = {
     "sgd": "SGD with momentum 0.9",
 }
 """What a strategy trains with, by name."""
-
-
-def _read(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Take every field of a dataclass from the key of its name.
-
-    Raises:
-        ValueError: A key is unknown or missing; all of them are named.
-    """
-    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-    wrong = [f"{key!r} is unknown" for key in values if key not in names]
-    wrong += [f"{name!r} is missing" for name in names if name not in values]
-    if wrong:
-        raise ValueError(
-            f"{cls.__name__}: {', '.join(wrong)}; its keys are {', '.join(names)}; "
-            "the command and its workers must be of one version of thinwire"
-        )
-    return cls(**values)
 
 
 def imported(name: str) -> Any:
@@ -261,66 +211,65 @@ class Recipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """Configuration of one training, the same on every rank.
+class Training:
+    """What a comparison and each of its runs are told alike.
 
     Attributes:
-        recipe: The strategy.
+        model: Which model that comes with the command, and its size.
+        steps: Updates; None where `seconds`, a budget of training time, is given.
+        batch: Sequences, or digits, per rank and step.
+        seed: Of parameters and data order.
         optimizer: "adamw", "muon" or "sgd"; a strategy may have one of its own.
         lr: Peak learning rate; None for that of the strategy, or those of the task's own optimizer.
         task: "FILE.py:NAME" of the user's own task; None for the one that comes with the command.
         device: "auto", "cpu" or "cuda".
-        model: Which model that comes with the command, and its size.
-        seed: Of parameters and data order.
-        steps: Updates; None where `seconds` is given.
-        seconds: Budget of training time; None where `steps` is given.
         evaluations: How often the loss is taken, at most.
+    """
+
+    model: ModelSize | ConvolutionSize
+    steps: int | None
+    seconds: float | None
+    batch: int
+    seed: int
+    optimizer: str
+    lr: float | None
+    task: str | None
+    device: str
+    evaluations: int = 16
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """These fields by name."""
+        return {each.name: getattr(self, each.name) for each in fields(Training)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Training):
+    """Configuration of one training, the same on every rank.
+
+    Attributes:
+        recipe: The strategy.
         ramp_steps: Updates during which methods that start gently may do so.
         train_file: Bytes to train on.
         held_out_file: Bytes to evaluate on.
         held_out_sequences: How many sequences of those; of digits it is all.
-        batch: Sequences, or digits, per rank and step.
         interface: The network interface whose bytes the kernel counts; None counts none.
         launched_unix_s: When the command started the workers.
     """
 
     recipe: Recipe
-    optimizer: str
-    lr: float | None
-    task: str | None
-    device: str
-    model: ModelSize | ConvolutionSize
-    seed: int
-    steps: int | None
-    seconds: float | None
-    evaluations: int
     ramp_steps: int
     train_file: str
     held_out_file: str
     held_out_sequences: int
-    batch: int
     interface: str | None
     launched_unix_s: float
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `to_dict` has written.
-
-        Raises:
-            ValueError: A key is unknown or missing; all of them are named.
-        """
-        read: dict[str, Callable[[Any], Any]] = {
-            "recipe": lambda value: _read(Recipe, value),
-            "model": lambda value: _read(MODELS[value["kind"]], value),
-        }
-        return _read(
-            cls,
-            {key: read[key](value) if key in read else value for key, value in values.items()},
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Write every field under the key of its name, as JSON knows it."""
-        return asdict(self)
+        """Read what `asdict` has written."""
+        model = MODELS[values["model"]["kind"]](**values["model"])
+        return cls(**{**values, "recipe": Recipe(**values["recipe"]), "model": model})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,12 +289,8 @@ class Job:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read what `write` has written.
-
-        Raises:
-            ValueError: A key is unknown or missing; all of them are named.
-        """
-        return _read(cls, json.loads(path.read_text(encoding="utf-8")))
+        """Read what `write` has written."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def write(self, path: Path) -> None:
         """Write the job as JSON."""

@@ -16,32 +16,12 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, Protocol, final
+from typing import IO, Any, final
 
 from thinwire.errors import ThinwireError
 from thinwire.tools.network import enter
 from thinwire.tools.network.netns import Network
 from thinwire.tools.run.config import Job, imported
-
-__all__ = [
-    "EventLog",
-    "EventReader",
-    "Events",
-    "TaskRefused",
-    "WorkerError",
-    "by_first",
-    "cores",
-    "environments",
-    "explain",
-    "failure_of",
-    "free_port",
-    "joined",
-    "release",
-    "run_here",
-    "run_workers",
-    "signal_group",
-    "start",
-]
 
 _GO = "go"
 _SECONDS_BETWEEN_EVENTS = 0.2
@@ -53,46 +33,42 @@ def _file_of(folder: Path, rank: int) -> Path:
 
 
 def release(folder: Path) -> None:
-    """Let the ranks whose logs are in `folder` go on from `EventLog.wait_for_release`."""
+    """Let the ranks whose logs are in `folder` go on from `Events.wait_for_release`."""
     (folder / _GO).touch()
 
 
-class Events(Protocol):
-    """Where a rank tells what happens."""
+@final
+class Events:
+    """Where a rank tells what happens.
+
+    Args:
+        put: Takes each event.
+        folder: Where `release` lets training begin; None where it may at once.
+    """
+
+    def __init__(self, put: Callable[[dict[str, Any]], object], folder: Path | None = None) -> None:
+        self._put, self._folder, self._last_s = put, folder, 0.0
 
     def write(self, event: str, **fields: Any) -> None:
         """Tell of one event at once."""
+        self._put({"event": event, "unix_s": time.time(), **fields})
 
     def write_sometimes(self, event: str, **fields: Any) -> None:
-        """Tell of one of many events, or leave it out."""
-
-    def wait_for_release(self) -> None:
-        """Return when training may begin."""
-
-
-@final
-class EventLog:
-    """The writing end, in a worker that the command has started."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.folder = folder
-        self.file = _file_of(folder, rank).open("a", encoding="utf-8", buffering=1)
-        self.last_s = 0.0
-
-    def write(self, event: str, **fields: Any) -> None:
-        """Append one line at once."""
-        self.file.write(json.dumps({"event": event, "unix_s": time.time(), **fields}) + "\n")
-
-    def write_sometimes(self, event: str, **fields: Any) -> None:
-        """Append a line unless the last such one is younger than a fifth of a second."""
-        if time.monotonic() - self.last_s >= _SECONDS_BETWEEN_EVENTS:
-            self.last_s = time.monotonic()
+        """Tell of it unless the last such one is younger than a fifth of a second."""
+        if time.monotonic() - self._last_s >= _SECONDS_BETWEEN_EVENTS:
+            self._last_s = time.monotonic()
             self.write(event, **fields)
 
     def wait_for_release(self) -> None:
-        """Return when the command has called `release`."""
-        while not (self.folder / _GO).exists():
+        """Return when training may begin."""
+        while self._folder is not None and not (self._folder / _GO).exists():
             time.sleep(_RELEASE_POLL_S)
+
+
+def event_log(folder: Path, rank: int) -> Events:
+    """Events as lines of JSON in a file of this rank, which the command reads while it grows."""
+    file = _file_of(folder, rank).open("a", encoding="utf-8", buffering=1)
+    return Events(lambda event: file.write(json.dumps(event) + "\n"), folder)
 
 
 @dataclass
@@ -407,23 +383,6 @@ def by_first(check: Callable[[], None]) -> None:
         raise ValueError(told[0])
 
 
-@final
-class _Told:
-    """Events of this rank, for the thread that shows them; see `Events`."""
-
-    def __init__(self) -> None:
-        self.heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-
-    def write(self, event: str, **fields: Any) -> None:
-        """Hand the event over at once."""
-        self.heard.put({"event": event, "unix_s": time.time(), **fields})
-
-    write_sometimes = write
-
-    def wait_for_release(self) -> None:
-        """Go on: there is no link to limit."""
-
-
 def run_here(job: Job) -> Generator[dict[str, Any], None, None]:
     """Do one job as this rank of the process group, and yield its events as they come; the last one
     is the result.
@@ -432,7 +391,8 @@ def run_here(job: Job) -> Generator[dict[str, Any], None, None]:
         TaskRefused: The job's task is the user's, and cannot be trained.
         WorkerError: With this rank's error.
     """
-    told = _Told()
+    heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    told = Events(heard.put)
 
     def work() -> None:
         try:
@@ -443,7 +403,7 @@ def run_here(job: Job) -> Generator[dict[str, Any], None, None]:
 
     threading.Thread(target=work, name="thinwire-training", daemon=True).start()
     while True:
-        event = told.heard.get()
+        event = heard.get()
         if event["event"] == "error":
             if event["kind"] == "TaskError":
                 raise TaskRefused(event["message"])

@@ -18,8 +18,6 @@ import torch.distributed as dist
 from thinwire.tools.run.compute import STEPS_S, step_of_built_in, step_of_task
 from thinwire.tools.run.config import ModelSize
 
-__all__ = ["probe"]
-
 _MOST_BYTES, _MOST_S = 32 * 2**20, 10.0
 _PAIRS_BYTES, _TOGETHER_BYTES, _COLLECTIVES_BYTES = 12 * 2**20, 12 * 2**20, 8 * 2**20
 _PAIRS_S, _TOGETHER_S, _COLLECTIVES_S = 3.5, 4.0, 2.0

@@ -22,19 +22,6 @@ from thinwire.task import Task
 from thinwire.tools.run.built_in import Digits, NextByte, Pair, seed_of
 from thinwire.tools.run.config import ConvolutionSize, RunConfig
 
-__all__ = [
-    "OwnTask",
-    "TaskError",
-    "Work",
-    "called",
-    "device_of",
-    "made",
-    "require_gpu",
-    "together",
-    "untouched",
-    "work_of",
-]
-
 R = TypeVar("R")
 
 

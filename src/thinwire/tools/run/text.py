@@ -6,18 +6,6 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "CLASSES",
-    "PIXELS",
-    "SIDE",
-    "WHITE",
-    "Corpus",
-    "read_digits",
-    "read_folder",
-    "read_standard_library",
-    "require_digits",
-]
-
 _SKIPPED_FOLDERS = {
     "site-packages", "dist-packages", "__pycache__",  # not the standard library
     "test", "tests", "idlelib",  # left out by some distributions of Python

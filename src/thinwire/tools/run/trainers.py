@@ -20,16 +20,6 @@ from thinwire.tools.run.built_in import loss_of, muon_numel
 from thinwire.tools.run.config import RunConfig, imported
 from thinwire.tools.run.task import Work, called
 
-__all__ = [
-    "DDPTrainer",
-    "Prepared",
-    "Setup",
-    "Trainer",
-    "bare_step",
-    "build_trainer",
-    "gradient_bytes",
-]
-
 # buckets leave while backward goes on; one bucket of everything would wait for its end
 _BUCKET_CAP_MB = 4
 _ONE_BUCKET_MB = 10_000

@@ -21,19 +21,6 @@ from thinwire.tools.run.launch import Events
 from thinwire.tools.run.task import Work, untouched, work_of
 from thinwire.tools.run.trainers import Setup, bare_step, build_trainer, gradient_bytes
 
-__all__ = [
-    "BareStep",
-    "Budget",
-    "ByClock",
-    "BySteps",
-    "Check",
-    "TrainingRun",
-    "kernel_bytes",
-    "rate_factor",
-    "rehearse",
-    "shortened",
-]
-
 _WARM_UP_SHARE, _LAST_FACTOR = 0.1, 0.1
 _CONTROLS_PER_EVALUATION, _MOST_STEPS_BETWEEN_CONTROLS = 4, 50
 

@@ -8,21 +8,6 @@ from numpy.typing import NDArray
 
 from thinwire.tools.planning.network import Network, crowding, reduce_pairs
 
-__all__ = [
-    "Broadcast",
-    "Collective",
-    "Deal",
-    "Edges",
-    "Gather",
-    "Jitter",
-    "Lines",
-    "Reduce",
-    "finished",
-    "homes",
-    "sites",
-    "switch",
-]
-
 Times = NDArray[np.float64]
 Ranks = NDArray[np.int64]
 

@@ -21,8 +21,6 @@ from thinwire.tools.simulation.lines import (
     finished,
 )
 
-__all__ = ["AGREEMENT", "Entries", "Method", "Outcome", "Trouble", "Whole", "dense_sum", "simulate"]
-
 AGREEMENT = Gather(24)
 """A vote in which all ranks say the same: length and digest of a report."""
 Rounds = list[list[Collective]]
@@ -44,35 +42,22 @@ class Entries:
     exchange: str = "auto"
     sketch: bool = False
 
-    def __post_init__(self) -> None:
-        _require_exchange(self.exchange)
-
-    def rounds(self, numels: Sequence[int], sources: int) -> Rounds:
-        """One after the other, as `compress.entries.send_entries` yields them."""
-        layout = Layout.of(numels, self.sparsity, self.value_bits)
-        return _rounds(layout, self.exchange, sources)
+    def layout(self, numels: Sequence[int]) -> Layout:
+        """Of a message."""
+        return Layout.of(numels, self.sparsity, self.value_bits)
 
 
 @dataclass(frozen=True)
 class Whole:
-    """Every entry in a few bits, as `Quantized` sends them.
-
-    Attributes:
-        value_bits: What one entry costs.
-        exchange: "auto", "gather" or "split".
-        sketch: As in `Entries`; with `Quantized` at a decay below 1.
-    """
+    """Every entry in a few bits, as `Quantized` sends them; fields as in `Entries`."""
 
     value_bits: int = 4
     exchange: str = "auto"
     sketch: bool = False
 
-    def __post_init__(self) -> None:
-        _require_exchange(self.exchange)
-
-    def rounds(self, numels: Sequence[int], sources: int) -> Rounds:
-        """One after the other, as `compress.quantized_change.Quantized` yields them."""
-        return _rounds(WholeLayout(tuple(numels), self.value_bits), self.exchange, sources)
+    def layout(self, numels: Sequence[int]) -> WholeLayout:
+        """Of a message."""
+        return WholeLayout(tuple(numels), self.value_bits)
 
 
 @dataclass(frozen=True)
@@ -98,6 +83,10 @@ class Method:
     delay: int = 0
 
     def __post_init__(self) -> None:
+        if self.compression is not None and self.compression.exchange not in EXCHANGES:
+            raise ValueError(
+                f"exchange must be one of {EXCHANGES}, got {self.compression.exchange!r}"
+            )
         if self.node_size < 1:
             raise ValueError(f"node_size is {self.node_size}; it must be at least 1")
         if self.k_steps and not 0 <= self.delay < self.between:
@@ -129,9 +118,10 @@ class Method:
         mine = [] if self.compression is None else [n for n in numels if n >= self.min_numel]
         words = sum(numels) - sum(mine) + (SKETCH_NUMEL if self._sketched(numels) else 0)
         found: Rounds = []
-        if mine:
-            assert self.compression is not None, "something is compressed"
-            found = self.compression.rounds(mine, sources)
+        if mine and self.compression is not None:
+            layout, exchange = self.compression.layout(mine), self.compression.exchange
+            first, row_bytes = messages(layout, exchange, sources)
+            found = [[Deal(first)], [Gather(row_bytes)]] if first else [[Gather(row_bytes)]]
         if words:
             found = found or [[]]
             found[0].append(dense_sum(4 * words, sources))
@@ -143,16 +133,6 @@ class Method:
             and self.compression.sketch
             and any(n >= self.min_numel for n in numels)
         )
-
-
-def _rounds(layout: Layout | WholeLayout, exchange: str, sources: int) -> Rounds:
-    first, row_bytes = messages(layout, exchange, sources)
-    return [[Deal(first)], [Gather(row_bytes)]] if first else [[Gather(row_bytes)]]
-
-
-def _require_exchange(exchange: str) -> None:
-    if exchange not in EXCHANGES:
-        raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
 
 
 def dense_sum(nbytes: int, sources: int) -> Collective:
