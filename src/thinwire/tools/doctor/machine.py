@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
@@ -114,10 +114,6 @@ class Machine:
             outward=outward,
             naming_s=_naming_s(gloo[0] if gloo else "127.0.0.1"),
         )
-
-    def as_row(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Self:

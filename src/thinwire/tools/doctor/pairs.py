@@ -9,9 +9,9 @@ import struct
 import threading
 import time
 from collections.abc import Mapping, Set
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Self, final
 
 from thinwire.tools.doctor.alone import why_not
 
@@ -42,10 +42,6 @@ class Reach:
     latency_s: float | None = None
     large: bool | None = None
     fitting_mtu: int = 0
-
-    def as_row(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
 
 
 @final

@@ -6,9 +6,9 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -120,17 +120,13 @@ _NUMBERS = 16 * 1024
 Report = Callable[[str, tuple[Finding, ...]], None]
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a rank ends.
-
-    Attributes:
-        status: The exit status.
-        stuck: Whether a thread is left behind in torch, which keeps the interpreter from ending.
-    """
+class Ended(NamedTuple):
+    """How a rank ends."""
 
     status: int
+    """The exit status."""
     stuck: bool
+    """Whether a thread is left behind in torch, which keeps the interpreter from ending."""
 
 
 @final
@@ -172,7 +168,7 @@ class Examination:
             if answering is not None:
                 stack.enter_context(answering)
             port = answering.port if answering is not None else 0
-            board.tell("facts", [self._machine.as_row(), port, no_socket])
+            board.tell("facts", [asdict(self._machine), port, no_socket])
             together, stuck = self._examined(board, bytes.fromhex(token))
         return self._concluded(board, together, stuck=stuck)
 
@@ -191,7 +187,7 @@ class Examination:
         first = {min(ranks) for ranks in Together(self._size, seen, strangers).machines}
         large = first if self._rank in first else set()
         reaches = reach_all(places, large, token, self._wait_s)
-        board.tell("pairs", [skew, [reach.as_row() for reach in reaches]])
+        board.tell("pairs", [skew, [asdict(reach) for reach in reaches]])
         pairs = board.hear_all("pairs", self._by(_PAIRS))
         self._show("forming a gloo group")
         if self._rank == 0:

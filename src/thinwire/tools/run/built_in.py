@@ -150,23 +150,44 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs.float().flatten(0, -2), targets.flatten())
 
 
-@final
-class NextByte:
-    """Predict the next byte of a text."""
+class _BuiltIn:
+    """A task on one rank.
+
+    Attributes:
+        model: Equal on all ranks; on the device of the run.
+        loss_fn: `loss_fn(model(inputs), targets)` is the mean loss.
+        make_optimizer: From parameters to the task's own optimizer; None for that of the command.
+        alike: Whether all ranks have begun with the very same batch.
+    """
 
     make_optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None = None
     alike = False
+    loss_fn: Callable[[Any, Any], Tensor] = staticmethod(loss_of)
+
+    def __init__(self, config: RunConfig, rank: int, device: torch.device) -> None:
+        torch.manual_seed(config.seed)
+        self.device, self.batch = device, config.batch
+        self.random = torch.Generator().manual_seed(seed_of(config.seed, rank))
+        self.held_out_batches: list[Pair] = []
+
+    def evaluate(self, model: nn.Module) -> float:
+        """Held-out loss, the same on all ranks, of which each has its share; mean per byte or
+        digit, in nats. Running statistics of batches are those that the model holds on each rank.
+        """
+        return _mean_loss(model, self.held_out_batches)
+
+
+@final
+class NextByte(_BuiltIn):
+    """Predict the next byte of a text."""
 
     def __init__(
         self, config: RunConfig, size: ModelSize, rank: int, world: int, device: torch.device
     ) -> None:
-        torch.manual_seed(config.seed)
+        super().__init__(config, rank, device)
         self.model: nn.Module = ByteTransformer(size).to(device)
-        self.loss_fn: Callable[[Any, Any], Tensor] = loss_of
-        self.device = device
         self.train, self.held_out = _bytes_of(config.train_file), _bytes_of(config.held_out_file)
-        self.context, self.batch = size.context, config.batch
-        self.random = _random_of(config.seed, rank)
+        self.context = size.context
         fixed = torch.Generator().manual_seed(config.seed)
         starts = self._starts(self.held_out, config.held_out_sequences, fixed)[rank::world]
         self.held_out_batches = [
@@ -184,39 +205,30 @@ class NextByte:
         return pieces[:, :-1], pieces[:, 1:]
 
     def next_batch(self) -> Pair:
-        """See `Work`; each of shape (batch, context)."""
+        """Inputs and targets of this rank's next step, each of shape (batch, context)."""
         return self._take(self.train, self._starts(self.train, self.batch, self.random))
 
     def some_batch(self, seed: int) -> Pair:
+        """Inputs and targets of a step that means nothing: it is warmed up or timed with."""
         size = (2, self.batch, self.context)
         made = torch.randint(256, size, generator=torch.Generator().manual_seed(seed))
         inputs, targets = made.to(self.device)
         return inputs, targets
 
-    def evaluate(self, model: nn.Module) -> float:
-        """See `Work`: mean loss per byte over all ranks, in nats; every rank has its share."""
-        return _mean_loss(model, self.held_out_batches)
-
 
 @final
-class Digits:
+class Digits(_BuiltIn):
     """Tell scanned digits apart."""
-
-    make_optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None = None
-    alike = False
 
     def __init__(
         self, config: RunConfig, size: ConvolutionSize, rank: int, world: int, device: torch.device
     ) -> None:
-        torch.manual_seed(config.seed)
+        super().__init__(config, rank, device)
         self.model: nn.Module = ConvolutionalNet(size).to(device)
-        self.loss_fn: Callable[[Any, Any], Tensor] = loss_of
-        self.device, self.batch = device, config.batch
         self.train, held_out = (
             _bytes_of(path).view(-1, PIXELS + 1)
             for path in (config.train_file, config.held_out_file)
         )
-        self.random = _random_of(config.seed, rank)
         share = torch.arange(rank, len(held_out), world)
         self.held_out_batches = [self._take(held_out[part]) for part in _split(share, self.batch)]
 
@@ -225,7 +237,7 @@ class Digits:
         return images.to(self.device), records[:, PIXELS].long().to(self.device)
 
     def next_batch(self) -> Pair:
-        """See `Work`; images of shape (batch, 1, 8, 8) from 0 to 1, and classes of (batch,)."""
+        """Images of shape (batch, 1, 8, 8) from 0 to 1, and classes of (batch,)."""
         chosen = torch.randint(len(self.train), (self.batch,), generator=self.random)
         return self._take(self.train[chosen])
 
@@ -234,13 +246,6 @@ class Digits:
         images = torch.rand(self.batch, 1, SIDE, SIDE, generator=random)
         classes = torch.randint(CLASSES, (self.batch,), generator=random)
         return images.to(self.device), classes.to(self.device)
-
-    def evaluate(self, model: nn.Module) -> float:
-        """See `Work`: mean loss per digit over all ranks, in nats; every rank has its share.
-
-        The running statistics of the batches are those that the model holds on each rank.
-        """
-        return _mean_loss(model, self.held_out_batches)
 
 
 def _mean_loss(model: nn.Module, batches: Sequence[Pair]) -> float:
@@ -258,10 +263,6 @@ def _mean_loss(model: nn.Module, batches: Sequence[Pair]) -> float:
 def seed_of(seed: int, rank: int) -> int:
     """The seed of the batches of one rank."""
     return (seed * 1_000_003 + rank) % 2**63
-
-
-def _random_of(seed: int, rank: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed_of(seed, rank))
 
 
 def _split(chosen: Tensor, batch: int) -> Sequence[Tensor]:

@@ -9,13 +9,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from thinwire.errors import ThinwireError
 from thinwire.task import Task
@@ -29,32 +28,7 @@ class TaskError(ThinwireError):
     """A task of the user's cannot be trained; says what to change, in one line."""
 
 
-class Work(Protocol):
-    """One task on one rank.
-
-    Attributes:
-        model: Equal on all ranks; on the device of the run.
-        loss_fn: `loss_fn(model(inputs), targets)` is the mean loss.
-        make_optimizer: From parameters to the task's own optimizer; None for that of the command.
-        alike: Whether all ranks have begun with the very same batch.
-    """
-
-    model: nn.Module
-    loss_fn: Callable[[Any, Any], Tensor]
-    make_optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None
-    alike: bool
-
-    def next_batch(self) -> Pair:
-        """Inputs and targets of this rank's next training step."""
-
-    def some_batch(self, seed: int) -> Pair:
-        """Inputs and targets of a step that means nothing: it is warmed up or timed with."""
-
-    def evaluate(self, model: nn.Module) -> float:
-        """Held-out loss, the same on all ranks; on all of them at the same time."""
-
-
-def work_of(config: RunConfig) -> Work:
+def work_of(config: RunConfig) -> "Work":
     """The task of a run on this rank; on all ranks at the same time.
 
     Raises:
@@ -178,7 +152,7 @@ class OwnTask:
         return self.left.pop() if self.left else self._drawn()
 
     def some_batch(self, seed: int) -> Pair:
-        """See `Work`: the first one of this rank."""
+        """See `NextByte`: the first one of this rank."""
         return self.first
 
     def _loss(self, outputs: Any, targets: Any) -> Tensor:
@@ -289,6 +263,10 @@ class OwnTask:
 
     def _error(self, problem: str) -> TaskError:
         return TaskError(f"task={self.word!r}: {problem}")
+
+
+Work = NextByte | Digits | OwnTask
+"""One task on one rank."""
 
 
 def made(word: str, seed: int) -> Task:

@@ -5,7 +5,7 @@ themselves, and the engine that `prepare` makes.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self, final
+from typing import Any, Self, final
 
 import torch
 import torch.distributed as dist
@@ -76,45 +76,9 @@ class Setup:
         return self.loss_fn(called(model, inputs), targets)
 
 
-class Trainer(Protocol):
-    """One strategy at work.
-
-    Attributes:
-        module: The bare module, to be evaluated.
-        optimizer: Whose `param_groups` take the learning rate before each step.
-        steady_from_step: The update from which on every round of steps costs the same.
-        round_steps: Steps after which the costs repeat: 1, or the interval of local updates.
-        finish_s: Seconds that `finish` is going to take, as far as is known.
-        agreed: Whether all ranks hold the same parameters at present.
-        settings: What was chosen for this strategy, for the report.
-    """
-
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
-    steady_from_step: int
-    round_steps: int
-    finish_s: float
-    agreed: bool
-    settings: Mapping[str, Any]
-
-    def train_step(self, inputs: Any, targets: Any) -> Tensor:
-        """Forward, backward, exchange and update; return this rank's mean loss, detached."""
-
-    def sent_bytes(self) -> float:
-        """Bytes that this rank has put on the wire so far, without what TCP and IP add."""
-
-    def finish(self) -> None:
-        """Exchange what has not been exchanged yet; afterwards all ranks hold the same
-        parameters.
-        """
-
-    def close(self) -> None:
-        """Take every hook off."""
-
-
 def build_trainer(
     trainer: str, options: Mapping[str, Any], model: nn.Module, setup: Setup
-) -> Trainer:
+) -> "Trainer":
     """Import a trainer, given as "module:Class", and wrap the model; on every rank at the same
     time.
     """
@@ -150,6 +114,15 @@ class DDPTrainer:
 
     PowerSGD travels in a single bucket: with two in flight, torch's hook waits inside a callback,
     which gloo never returns from.
+
+    Attributes:
+        module: The bare module, to be evaluated.
+        optimizer: Whose `param_groups` take the learning rate before each step.
+        steady_from_step: The update from which on every round of steps costs the same.
+        round_steps: Steps after which the costs repeat: 1, or the interval of local updates.
+        finish_s: Seconds that `finish` is going to take, as far as is known.
+        agreed: Whether all ranks hold the same parameters at present.
+        settings: What was chosen for this strategy, for the report.
     """
 
     round_steps, finish_s, agreed = 1, 0.0, True
@@ -174,10 +147,12 @@ class DDPTrainer:
         self.optimizer = setup.optimizer_of(model)
 
     def train_step(self, inputs: Any, targets: Any) -> Tensor:
+        """Forward, backward, exchange and update; return this rank's mean loss, detached."""
         self.steps += 1
         return bare_step(self.setup, self.ddp, self.optimizer, inputs, targets)
 
     def sent_bytes(self) -> float:
+        """Bytes that this rank has put on the wire so far, without what TCP and IP add."""
         dense = gradient_bytes(self.module)
         if self.hook == "fp16":
             return self.steps * ring_bytes(gradient_bytes(self.module, 2))
@@ -198,7 +173,7 @@ class DDPTrainer:
 @final
 class Prepared:
     """The optimizer, or the one that LARS or LAMB takes over, under any strategy without a
-    pipeline.
+    pipeline; attributes as of `DDPTrainer`.
 
     Args:
         model: To be trained.
@@ -237,7 +212,7 @@ class Prepared:
         self.local_step_s = self.exchanging_step_s = self.finish_s = 0.0
 
     def train_step(self, inputs: Any, targets: Any) -> Tensor:
-        """See `Trainer`; under a gradient merge only every k-th one updates."""
+        """See `DDPTrainer`; under a gradient merge only every k-th one updates."""
         begin_s = time.perf_counter()
         loss = self.engine.train_step(inputs, targets)
         step_s = time.perf_counter() - begin_s
@@ -264,6 +239,10 @@ class Prepared:
 
     def close(self) -> None:
         self.engine.close()
+
+
+Trainer = DDPTrainer | Prepared
+"""One strategy at work."""
 
 
 def _optimizer(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from statistics import fmean, median
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -35,23 +35,6 @@ def rate_factor(progress: float) -> float:
     return _LAST_FACTOR + (1 - _LAST_FACTOR) * 0.5 * (1 + math.cos(math.pi * x))
 
 
-class Budget(Protocol):
-    """Progress of a run; every rank gets the same answers."""
-
-    def progress(self, step: int) -> float:
-        """Share of the run that is over when `step` updates are done, in [0, 1]."""
-
-    def advance(self, step: int, elapsed_s: float, reserve_s: float) -> tuple[bool, bool]:
-        """After `step` updates: whether to evaluate now, and whether the run is over. Called on
-        every rank.
-
-        Args:
-            step: Updates done.
-            elapsed_s: Training time until now.
-            reserve_s: Training time that the end of the run will take on top.
-        """
-
-
 @final
 class BySteps:
     """A fixed number of updates."""
@@ -61,10 +44,18 @@ class BySteps:
         self.marks = {round(steps * (i + 1) / evaluations) for i in range(evaluations)} | {steps}
 
     def progress(self, step: int) -> float:
+        """Share of the run that is over when `step` updates are done, in [0, 1]."""
         return min(1.0, step / self.steps)
 
     def advance(self, step: int, elapsed_s: float, reserve_s: float) -> tuple[bool, bool]:
-        """See `Budget`; needs no communication."""
+        """After `step` updates: whether to evaluate now, and whether the run is over. Called on
+        every rank, each of which gets the same answers.
+
+        Args:
+            step: Updates done.
+            elapsed_s: Training time until now.
+            reserve_s: Training time that the end of the run will take on top.
+        """
         return step in self.marks, step >= self.steps
 
 
@@ -84,7 +75,7 @@ class ByClock:
         self.next_control_step, self.evaluated, self.planned_s = 1, 0, 0.0
 
     def progress(self, step: int) -> float:
-        """See `Budget`; between two broadcasts extrapolated from the last one."""
+        """See `BySteps`; between two broadcasts extrapolated from the last one."""
         return min(1.0, self.known_progress + (step - self.known_step) * self.progress_per_step)
 
     def advance(self, step: int, elapsed_s: float, reserve_s: float) -> tuple[bool, bool]:
@@ -194,15 +185,6 @@ class Check:
 
 
 _LR = 1e-4
-
-
-def kernel_bytes(interface: str | None) -> tuple[int, int]:
-    """Bytes (sent, received) by an interface of this process's own network namespace; (0, 0)
-    without interface.
-    """
-    if interface is None:
-        return 0, 0
-    return interface_bytes(interface)
 
 
 @final
@@ -315,7 +297,7 @@ class TrainingRun:
         self.events.wait_for_release()
         self.preparation_s = time.time() - self.config.launched_unix_s
 
-    def _budget(self) -> Budget:
+    def _budget(self) -> BySteps | ByClock:
         config = self.config
         if config.steps is not None:
             return BySteps(config.steps, config.evaluations)
@@ -324,7 +306,7 @@ class TrainingRun:
 
     def _start_clock(self) -> None:
         dist.barrier()
-        self.mark_bytes = kernel_bytes(self.config.interface)
+        self.mark_bytes = self._kernel_bytes()
         self.mark_s = time.perf_counter()
 
     def _stop_clock(self) -> None:
@@ -348,8 +330,14 @@ class TrainingRun:
         self.library_bytes[-1] = self.trainer.sent_bytes()
         self._count_kernel_bytes()
 
+    def _kernel_bytes(self) -> tuple[int, int]:
+        """Bytes (sent, received) by the interface of this rank's network namespace, if it has
+        one.
+        """
+        return interface_bytes(self.config.interface) if self.config.interface else (0, 0)
+
     def _count_kernel_bytes(self) -> None:
-        sent, received = kernel_bytes(self.config.interface)
+        sent, received = self._kernel_bytes()
         self.kernel_sent[-1] += sent - self.mark_bytes[0]
         self.kernel_received[-1] += received - self.mark_bytes[1]
         self.mark_bytes = (sent, received)
