@@ -2,6 +2,7 @@
 
 import json
 import socket
+from dataclasses import asdict
 
 import pytest
 

@@ -42,11 +42,7 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> R
         settings: What to compare.
         display: Told about the progress.
         keep: Called with the results so far after each strategy but the last one, and when SIGTERM
-            or Ctrl-C arrives (`SystemExit`, `KeyboardInterrupt`), if a strategy has finished by
-            then; `interrupted` says what is missing.
-
-    Returns:
-        The record.
+            or Ctrl-C arrives, if a strategy has finished by then.
 
     Raises:
         ValueError: The text, the size or the device cannot be used, or a strategy does not go with

@@ -179,18 +179,8 @@ def _strategy_text(run: Run) -> str:
 
 
 def loss_plots(results: Results, axis: str, label: str) -> str:
-    """Held-out loss against time, bytes or steps, one line per strategy: two `<svg>` elements, of
-    which one is shown.
-
-    Args:
-        results: Of the comparison.
-        axis: Field of a `Point` for the horizontal axis: "seconds", "library_bytes" (logarithmic)
-            or "step".
-        label: Name of that axis.
-
-    Returns:
-        The elements; their colours are CSS variables: `--ink`, `--soft`, `--line`, `--series-0`,
-        `--series-1`, ... Empty where there is nothing to draw.
+    """Held-out loss against a field of `Point`: "seconds", "step" or "library_bytes" (logarithmic),
+    one line per strategy: two `<svg>`, of which one is shown; empty where there is nothing to draw.
     """
 
     def curve(points: Sequence[Point]) -> list[Point]:
@@ -338,10 +328,7 @@ def to_use(results: Results, winner: str | None) -> ToUse | None:
 
 
 def write_best(results: Results, winner: str | None, folder: Path) -> Path | None:
-    """Write the winner's strategy file into `folder`, in one piece, and return its path.
-
-    Where there is none, one that an earlier comparison has left there is taken away.
-    """
+    """Write the winner's strategy file, or take that of an earlier comparison away; its path."""
     path = folder / BEST
     use = to_use(results, winner)
     if use is not None and use.is_file:

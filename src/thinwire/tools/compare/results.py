@@ -62,12 +62,7 @@ class Ledger:
     """The strategies that have finished, that failed, and the one that is at work.
 
     Attributes:
-        settings: What is compared.
-        corpus: What is trained on; None for a task of the user's.
-        emulated: Whether the link is emulated; why not, in `reason`.
-        started_s: Unix time of the start.
         common: Settings of all strategies, for the report.
-        runs: What was measured of those that finished.
         current: The one at work; `progress` is the share of it that is over, in [0, 1].
     """
 
@@ -105,11 +100,7 @@ class Ledger:
         self.current = None
 
     def results(self, by: str | None = None) -> Results:
-        """The record, with what follows from the runs, of which there is one.
-
-        Args:
-            by: What interrupts the comparison; None where nothing does.
-        """
+        """The record, with what follows from the runs, of which there is one; `by` ends it."""
         settings, runs, task = self.settings, self.runs, self.settings.task
         joined = settings.joined_rank is not None
         target = common_loss([run.evaluations for run in runs])

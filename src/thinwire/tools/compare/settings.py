@@ -32,14 +32,9 @@ class Settings(Training):
     """One comparison; its `seed` is the first one of several.
 
     Attributes:
-        workers: Ranks, 1 to 64.
-        link: What each of them may send and receive.
-        strategies: By name or from files, each name once.
         size: Of the model, as it was typed.
         text: Folder with text; None is Python's own standard library.
         out: Folder for the report.
-        seeds: Runs of every strategy, each with the next seed.
-        tune: Whether the loss is that of the validation part instead of the held-out one.
         joined_rank: This process's rank among those that torchrun or another launcher has started,
             which train over the network between them; None where the command starts its workers.
         timeout: Seconds that a rank waits for another one, and that nothing may be heard of all;
@@ -81,11 +76,7 @@ class Settings(Training):
         model: str = "transformer",
         timeout: float | None = None,
     ) -> Self:
-        """Settings from what was typed.
-
-        Raises:
-            ValueError: The first argument that cannot be used, with what came and what is allowed.
-        """
+        """Settings from what was typed, or a ValueError for the first that cannot be used."""
         place = place_among_ranks(os.environ)
         if place is not None:
             workers = _workers_of_launcher(workers, place[1], link, latency)

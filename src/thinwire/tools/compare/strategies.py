@@ -22,12 +22,7 @@ _LARS_RATES, _LAMB_RATES = dict.fromkeys(_RATES, 4.0), dict.fromkeys(_RATES, 0.0
 
 
 def choose(words: Iterable[str]) -> tuple[Recipe, ...]:
-    """The strategies that are meant, by name or as files, if all of them are known and no name
-    comes twice.
-
-    Raises:
-        ValueError: Names the first wrong one, with the nearest that exists.
-    """
+    """The strategies meant by names or files; a ValueError for the first wrong one."""
     chosen: dict[str, Recipe] = {}
     for word in words:
         recipe = _recipe_of_file(word) if _is_file_name(word) else _by_name(word)
@@ -63,10 +58,6 @@ def _is_file_name(word: str) -> bool:
 def _recipe_of_file(word: str) -> Recipe:
     """The strategy in a file, called by the file's stem, or by its name where a strategy that comes
     with the command has that.
-
-    Raises:
-        ValueError: The file cannot be read, is no strategy, or is one that `compare` cannot
-            measure.
     """
     from thinwire.strategy.distributed_strategy import DistributedStrategy
 

@@ -16,14 +16,8 @@ _BYTE_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 
 @dataclass(frozen=True)
 class Column:
-    """One measure of all strategies.
-
-    Attributes:
-        label: The measure, in the terms of the field.
-        unit: Of every number in it; empty for counts and ratios.
-        texts: One per strategy; "-" where nothing was measured or the loss was never reached.
-        best: Rows that hold the best value, as it is shown; empty where none is better than
-            another.
+    """One measure of all strategies: a text for each, "-" where there is none, and the rows with
+    the best value, as it is shown.
     """
 
     label: str
@@ -39,12 +33,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns that are read together.
-
-    Attributes:
-        title: What they are about.
-        columns: At least one.
-    """
+    """Columns that are read together."""
 
     title: str
     columns: tuple[Column, ...]

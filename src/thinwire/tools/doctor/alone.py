@@ -60,13 +60,7 @@ def status_of(findings: Iterable[Finding]) -> int:
 
 
 def as_text(findings: Iterable[Finding], *, quiet: bool, width: int = 100) -> str:
-    """Lines for the terminal.
-
-    Args:
-        findings: In the order in which they are shown.
-        quiet: Only what is wrong.
-        width: Of a line, in characters; at least 60.
-    """
+    """Lines for the terminal; quiet ones tell what is wrong only."""
     shown = [finding for finding in findings if not quiet or finding.level == "wrong"]
     return "\n".join(_lines(finding, max(width, _LEAST_WIDTH)) for finding in shown)
 
@@ -104,13 +98,8 @@ _BY_TORCHRUN = "in the environment of torchrun on this machine"
 def machine_findings(
     machine: Machine, *, ranks: int = 1, ranks_here: int = 1, others: bool | None = None
 ) -> Iterator[Finding]:
-    """The findings on a machine, in the order in which they are shown.
-
-    Args:
-        machine: What is known of it.
-        ranks: All ranks.
-        ranks_here: Those on this machine.
-        others: Whether ranks are on other machines too; None where that is not known.
+    """The findings on a machine, in the order in which they are shown; `others` says whether ranks
+    are on other machines too.
     """
     yield _host(machine)
     yield from _naming(machine)

@@ -43,13 +43,8 @@ _SOMEWHERE = "203.0.113.1"
 
 @dataclass(frozen=True)
 class Interface:
-    """One network interface.
-
-    Attributes:
-        name: Such as eth0.
-        mtu: Bytes of the largest packet; 0 where it cannot be seen.
-        up: Whether it is switched on.
-        addresses: Of IPv4 and IPv6, without those of a link.
+    """One network interface; its MTU is 0 where it cannot be seen, addresses of a link are left
+    out.
     """
 
     name: str
@@ -97,10 +92,8 @@ def is_loopback(address: str) -> bool:
 
 
 def source_towards(host: str = "") -> str:
-    """The address of this machine that packets to `host` leave from; empty where there is no way.
-
-    Args:
-        host: Name or address; empty for whatever is outside. Nothing is sent to it.
+    """The address of this machine that packets to a host, or to whatever is outside, leave from;
+    empty where there is no way. Nothing is sent.
     """
     for address in resolved(host or _SOMEWHERE).addresses[:1]:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET

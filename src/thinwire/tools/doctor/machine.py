@@ -47,18 +47,11 @@ class Machine:
     """One rank's machine.
 
     Attributes:
-        host: Its name.
         place: The same for two ranks that share a network stack, and for no others.
         names: Addresses that the name of the host resolves to; why not, in `names_error`.
-        interfaces: Those of this network stack.
         gloo: Addresses that gloo announces; why none, in `gloo_error`.
         route: Address from which this machine reaches the meeting point, or the outside.
-        cores: Those that this process may use.
-        open_files: How many it may have open.
         ports: First and last port that the kernel gives to connections; (0, 0) where unseen.
-        ports_used: Number of TCP ports in use.
-        environment: Variables that change how ranks talk, where they are set.
-        versions: Of what takes part.
         clock_kept: Whether a time service keeps the clock; None where unseen.
         listeners: Torch processes of this user that listen on all addresses.
         outward: Those that listen on one address that is not loopback.
@@ -117,11 +110,7 @@ class Machine:
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Self:
-        """The machine that another rank has told.
-
-        Raises:
-            TypeError: It was told in another form than this version's.
-        """
+        """The machine that another rank has told; a TypeError where it has another form."""
         told: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
         told["interfaces"] = tuple(
             Interface(**{**entry, "addresses": tuple(entry["addresses"])})

@@ -30,7 +30,6 @@ class Reach:
     """How one rank reaches another.
 
     Attributes:
-        to: The other rank.
         error: Why no connection came about, in a word or two; empty where one did.
         latency_s: The shortest round trip of 4 bytes.
         large: Whether 32 KiB arrive; None where that was not tried.

@@ -37,12 +37,7 @@ _SHORTEST_S = 0.01
 
 
 def find_store(rank: int, size: int, patience_s: float) -> Store:
-    """The store that the environment names.
-
-    Raises:
-        Late, RuntimeError: It is not found.
-        ValueError: The environment names none that can be.
-    """
+    """The store that the environment names; `Late` or a RuntimeError where it is not found."""
     limit = timedelta(seconds=patience_s)
 
     def find() -> Store:

@@ -17,7 +17,6 @@ class Seen:
     """What one rank has told.
 
     Attributes:
-        machine: Its own.
         skew: By how much its clock is ahead of rank 0's and how far off that may be, in seconds;
             None where that was not measured.
         reaches: How it reaches each other rank; None where it has not told.
@@ -35,13 +34,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class Together:
-    """What all ranks have told.
-
-    Attributes:
-        size: Number of ranks.
-        seen: By rank.
-        strangers: thinwire's version on ranks that told it in another form.
-        tried: Whether a gloo group was tried.
+    """What all ranks have told: `seen` by rank, `strangers` thinwire's version on ranks that told
+    it in another form; whether a gloo group was `tried`.
     """
 
     size: int

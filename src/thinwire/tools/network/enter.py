@@ -25,9 +25,6 @@ _CLONE_NEWNET = 0x40000000
 def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to kill this process when its parent ends; end at once where that has
     happened already.
-
-    Args:
-        parent_pid: The process that must still be the parent.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -59,11 +56,7 @@ def take_group_along() -> None:
 
 
 def enter_network(namespace_fd: int) -> None:
-    """Move the calling thread into the network namespace behind an open file descriptor.
-
-    Raises:
-        OSError: The kernel refused.
-    """
+    """Move the calling thread into the network namespace behind an open file descriptor."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(namespace_fd, _CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns: " + os.strerror(ctypes.get_errno()))

@@ -31,15 +31,8 @@ class Link:
 
     @classmethod
     def parse(cls, text: str, latency: str = "0ms", *, at_most: float = FASTEST_BIT_S) -> Self:
-        """Read a link as the command line writes it.
-
-        Args:
-            text: A rate ("100mbit"), "none" (emulated, but as fast as the machine) or "loopback".
-            latency: One-way delay ("10ms").
-            at_most: The fastest rate that is allowed, in bits per second.
-
-        Raises:
-            ValueError: The text is not a rate or a delay, or is out of range.
+        """Read a link as the command line writes it: a rate ("100mbit"), "none" (emulated, but as
+        fast as the machine) or "loopback", and a one-way delay ("10ms").
         """
         word = text.strip().lower()
         latency_s = parse_latency(latency)
@@ -70,11 +63,7 @@ class Link:
 
 
 def parse_rate(text: str, at_most: float = FASTEST_BIT_S) -> float:
-    """Bits per second from text such as "100mbit".
-
-    Raises:
-        ValueError: Not a number with a unit, zero, or outside 10kbit to `at_most`.
-    """
+    """Bits per second from text such as "100mbit", 10kbit at least."""
     rate = _number_with_unit(text, _UNITS_BIT_S)
     if rate is None:
         raise ValueError(f"link={text!r} is not a rate: {_EXAMPLES}, or none, or loopback")
@@ -87,11 +76,7 @@ def parse_rate(text: str, at_most: float = FASTEST_BIT_S) -> float:
 
 
 def parse_latency(text: str) -> float:
-    """Seconds from text such as "10ms".
-
-    Raises:
-        ValueError: Not a number with a unit, or above 5s.
-    """
+    """Seconds from text such as "10ms", 5s at most."""
     delay = 0.0 if text.strip() == "0" else _number_with_unit(text, _UNITS_S)
     if delay is None:
         raise ValueError(

@@ -37,11 +37,7 @@ _SMALLEST_BURST_BYTES, _LARGEST_BURST_BYTES = 4_000, 4_000_000
 
 
 def new_namespace() -> int:
-    """A fresh network namespace, held by the open descriptor that is returned and by nothing else.
-
-    Raises:
-        OSError: Not permitted.
-    """
+    """A fresh network namespace, held by the open descriptor that is returned alone."""
 
     def make() -> int:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -96,9 +92,6 @@ def limit_rate(ip: Any, index: int, link: Link, command: str = "add") -> None:
 def interface_bytes(interface: str) -> tuple[int, int]:
     """Bytes (sent, received) by an interface of the calling thread's network namespace, headers
     included.
-
-    Raises:
-        RuntimeError: There is no such interface.
     """
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
@@ -126,11 +119,7 @@ _QUEUE_PACKETS = 10_000
 def delayed_links(
     hub_fd: int, worker_fds: tuple[int, ...], addresses: tuple[str, ...], link: Link
 ) -> Iterator[None]:
-    """Build the links and run the forwarder; the devices vanish with it.
-
-    Raises:
-        OSError: The kernel refused, for example because it has no TUN devices.
-    """
+    """Build the links and run the forwarder; the devices vanish with it."""
     with contextlib.ExitStack() as stack:
         ends: list[int] = []
         for rank, (fd, address) in enumerate(zip(worker_fds, addresses, strict=True)):
@@ -207,7 +196,6 @@ class Network:
 
     Attributes:
         namespace_fds: One open descriptor per worker, for `enter_network`.
-        addresses: IPv4 address of each worker.
         hub_fd: Namespace in which the far ends of the links are.
         link: What the links are limited to; their limits can be lifted for a while.
         interface: Name of the interface inside every worker's namespace.
@@ -260,13 +248,8 @@ def why_unavailable() -> str | None:
 
 @contextlib.contextmanager
 def network(workers: int, link: Link) -> Iterator[Network]:
-    """Namespaces for `workers`, joined and limited both ways; they vanish with their last user.
-
-    Yields:
-        The network, ready for use.
-
-    Raises:
-        OSError: The kernel refused; `why_unavailable` tells beforehand.
+    """Namespaces for `workers`, joined and limited both ways; they vanish with their last user. An
+    OSError where the kernel refuses, which `why_unavailable` tells beforehand.
     """
     with contextlib.ExitStack() as stack:
         fds = []

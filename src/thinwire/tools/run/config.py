@@ -165,8 +165,6 @@ class Recipe:
     """One strategy that can be compared, as plain data.
 
     Attributes:
-        name: What the command line calls it.
-        summary: One line for the help and the report.
         trainer: Where its class is, as "module:Class"; imported in the workers only.
         rates: By optimizer its peak learning rate, the best of the same grid for every strategy.
         counted_by: How the bytes of the library's column come about.
@@ -176,10 +174,8 @@ class Recipe:
         ramp: Setting of that field which gets the updates during which it may start gently.
         code: Lines of Python that do the same without the comparison, for what is no strategy of
             ours.
-        file: The strategy file, as the command line names it; None for those that come with the
-            command.
-        optimizer: The optimizer that belongs to the strategy, whatever the others train with; None
-            for that of the command or of the task.
+        file: The strategy file, as the command line names it.
+        optimizer: The one that belongs to the strategy, whatever the others train with.
     """
 
     name: str
@@ -218,11 +214,9 @@ class Training:
         model: Which model that comes with the command, and its size.
         steps: Updates; None where `seconds`, a budget of training time, is given.
         batch: Sequences, or digits, per rank and step.
-        seed: Of parameters and data order.
         optimizer: "adamw", "muon" or "sgd"; a strategy may have one of its own.
         lr: Peak learning rate; None for that of the strategy, or those of the task's own optimizer.
         task: "FILE.py:NAME" of the user's own task; None for the one that comes with the command.
-        device: "auto", "cpu" or "cuda".
         evaluations: How often the loss is taken, at most.
     """
 
@@ -248,13 +242,9 @@ class RunConfig(Training):
     """Configuration of one training, the same on every rank.
 
     Attributes:
-        recipe: The strategy.
         ramp_steps: Updates during which methods that start gently may do so.
-        train_file: Bytes to train on.
-        held_out_file: Bytes to evaluate on.
-        held_out_sequences: How many sequences of those; of digits it is all.
+        held_out_sequences: How many sequences of `held_out_file`; of digits it is all.
         interface: The network interface whose bytes the kernel counts; None counts none.
-        launched_unix_s: When the command started the workers.
     """
 
     recipe: Recipe
@@ -274,13 +264,8 @@ class RunConfig(Training):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Task of the workers of one launch.
-
-    Attributes:
-        task: "module:Class", called with `config` and the rank's `Events`; its `train()` returns
-            the result.
-        config: For the task, as JSON knows it.
-        timeout_s: How long a rank waits for a message of another one.
+    """Task of the workers of one launch: "module:Class", called with `config` and the rank's
+    `Events`; its `train()` returns the result. A rank waits `timeout_s` for a message.
     """
 
     task: str

@@ -39,11 +39,8 @@ def release(folder: Path) -> None:
 
 @final
 class Events:
-    """Where a rank tells what happens.
-
-    Args:
-        put: Takes each event.
-        folder: Where `release` lets training begin; None where it may at once.
+    """Where a rank tells what happens: `put` takes each event, and `release` of the folder lets
+    training begin; it may at once without.
     """
 
     def __init__(self, put: Callable[[dict[str, Any]], object], folder: Path | None = None) -> None:
@@ -144,9 +141,6 @@ def threads_of(workers: int) -> int:
 def free_port() -> int:
     """A port that nobody listens on. The kernel gives none of this range to a connection, so it is
     still free when a rank takes it seconds later.
-
-    Raises:
-        OSError: A thousand of them could not be listened on.
     """
     for _ in range(_PORTS_TRIED):
         port = random.randrange(15_000, 32_000)
@@ -341,10 +335,8 @@ def _logs(work: Path) -> str:
 
 @contextlib.contextmanager
 def joined(said: Mapping[str, Any], timeout_s: float) -> Iterator[None]:
-    """Belong to the process group of all ranks.
-
-    Raises:
-        ValueError: It differs; on all ranks.
+    """Belong to the process group of all ranks; a ValueError on all where they were told different
+    things.
     """
     import torch.distributed as dist
 
@@ -365,11 +357,7 @@ def joined(said: Mapping[str, Any], timeout_s: float) -> Iterator[None]:
 
 
 def by_first(check: Callable[[], None]) -> None:
-    """Run a check on rank 0 alone.
-
-    Raises:
-        ValueError: What it raised; on all ranks.
-    """
+    """Run a check on rank 0 alone; its ValueError is raised on all ranks."""
     import torch.distributed as dist
 
     told: list[str | None] = [None]
@@ -384,13 +372,7 @@ def by_first(check: Callable[[], None]) -> None:
 
 
 def run_here(job: Job) -> Generator[dict[str, Any], None, None]:
-    """Do one job as this rank of the process group, and yield its events as they come; the last one
-    is the result.
-
-    Raises:
-        TaskRefused: The job's task is the user's, and cannot be trained.
-        WorkerError: With this rank's error.
-    """
+    """Do one job as this rank of the process group; yields and raises as `run_workers` does."""
     heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     told = Events(heard.put)
 

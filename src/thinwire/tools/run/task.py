@@ -29,11 +29,7 @@ class TaskError(ThinwireError):
 
 
 def work_of(config: RunConfig) -> "Work":
-    """The task of a run on this rank; on all ranks at the same time.
-
-    Raises:
-        TaskError: It is the user's own and cannot be trained.
-    """
+    """The task of a run on this rank; on all ranks at the same time."""
     rank, world = dist.get_rank(), dist.get_world_size()
     device = device_of(config.device, rank)
     if config.task is not None:
@@ -44,11 +40,7 @@ def work_of(config: RunConfig) -> "Work":
 
 
 def device_of(choice: str, rank: int) -> torch.device:
-    """Where a rank computes: its GPU, or the CPU.
-
-    Raises:
-        TaskError: "cuda" was asked for, and torch sees none.
-    """
+    """Where a rank computes: its GPU, or the CPU."""
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     require_gpu()
@@ -58,11 +50,7 @@ def device_of(choice: str, rank: int) -> torch.device:
 
 
 def require_gpu() -> None:
-    """Look for a GPU, and begin nothing on it.
-
-    Raises:
-        TaskError: Torch sees none.
-    """
+    """Raise a TaskError where torch sees no GPU; nothing is begun on one."""
     if not torch.cuda.is_available():
         raise TaskError(
             "device='cuda', but torch sees no GPU here: use --device cpu, or leave it out"
@@ -70,14 +58,8 @@ def require_gpu() -> None:
 
 
 def together(work: Callable[[], R], word: str | None) -> R:
-    """A piece of work that ends on all ranks alike.
-
-    Args:
-        work: That of this rank.
-        word: The user's own task, "FILE.py:NAME"; None for the one that comes with the command.
-
-    Raises:
-        TaskError: On all ranks, where it fails on any of them; names the rank unless all failed.
+    """A piece of work that ends on all ranks alike: a TaskError on all where it fails on any, which
+    names the rank unless all failed, and the user's own task `word`.
     """
     result: list[R] = []
     told: list[str | None] = [None] * dist.get_world_size()
@@ -270,11 +252,7 @@ Work = NextByte | Digits | OwnTask
 
 
 def made(word: str, seed: int) -> Task:
-    """Import the file and call the function in it.
-
-    Raises:
-        TaskError: It cannot be imported, has no such function, or that gives no task.
-    """
+    """Import the file and call the function in it; a TaskError where that gives no task."""
     path, _, name = word.rpartition(":")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:

@@ -21,7 +21,6 @@ class Corpus:
     """Text split once and for all.
 
     Attributes:
-        train: Bytes to train on.
         validation: Bytes to choose settings by: the last but one twentieth of the whole, file order
             below.
         held_out: Bytes to report on, by which nothing has been chosen: the last twentieth.
@@ -42,11 +41,7 @@ class Corpus:
 
 
 def read_standard_library() -> Corpus:
-    """The source files of the running Python's own standard library.
-
-    Raises:
-        ValueError: They are not there (an embedded Python).
-    """
+    """The source files of the running Python's own standard library."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [
         path
@@ -65,12 +60,6 @@ def read_standard_library() -> Corpus:
 def read_folder(folder: Path) -> Corpus:
     """Every text file below a folder: valid UTF-8 without NUL; hidden files and folders are left
     out.
-
-    Args:
-        folder: Where to look.
-
-    Raises:
-        ValueError: Not a folder, or too little text in it.
     """
     if not folder.is_dir():
         raise ValueError(f"text={str(folder)!r} is not a folder; name a folder with text files")
@@ -127,11 +116,7 @@ _PERIOD = 7
 
 
 def require_digits() -> None:
-    """Look for the package that has them, and import nothing.
-
-    Raises:
-        ValueError: It is not installed; says how to get it.
-    """
+    """Look for the package that has them, and import nothing."""
     if importlib.util.find_spec("sklearn") is None:
         raise ValueError(
             "model='convolution' trains on the digits of scikit-learn, which is not installed: "

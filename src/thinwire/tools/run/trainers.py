@@ -173,13 +173,7 @@ class DDPTrainer:
 @final
 class Prepared:
     """The optimizer, or the one that LARS or LAMB takes over, under any strategy without a
-    pipeline; attributes as of `DDPTrainer`.
-
-    Args:
-        model: To be trained.
-        setup: What all strategies share.
-        document: Content of the strategy file.
-        field: The one field of it whose settings are reported by themselves.
+    pipeline; attributes as of `DDPTrainer`. Settings of `field` are reported by themselves.
     """
 
     def __init__(

@@ -14,11 +14,8 @@ Ranks = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Edges:
-    """What lies between each member of a ring and the next one.
-
-    Attributes:
-        kinds: The pairs of ranks that there are, each as a network of two.
-        which: Which of them, by group and member.
+    """What lies between each member of a ring and the next one: the pairs of ranks that there are,
+    each as a network of two, and which of them, by group and member.
     """
 
     kinds: tuple[Network, ...]
@@ -244,9 +241,6 @@ def finished(
         jitter: On top of latencies.
         idle_s: For how long the lines were silent.
         event_by_event: Also where all are alike and a closed form is known.
-
-    Returns:
-        Same shape.
     """
     if members.shape[1] == 1:
         return begin_s
