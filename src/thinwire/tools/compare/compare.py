@@ -261,23 +261,19 @@ def _started(
     return run_workers(job, settings.workers, emulated, work)
 
 
-@contextlib.contextmanager
-def _joined(settings: Settings, corpus: Corpus | None) -> Iterator[None]:
+def _joined(settings: Settings, corpus: Corpus | None) -> contextlib.AbstractContextManager[None]:
     if settings.joined_rank is None:
-        yield
-        return
+        return contextlib.nullcontext()
     said = {"the command": settings.command, "text": None if corpus is None else corpus.digest}
-    with joined(said, _timeout_s(settings)):
-        yield
+    return joined(said, _timeout_s(settings))
 
 
-@contextlib.contextmanager
-def _network(settings: Settings, reason: str | None) -> Iterator[Network | None]:
+def _network(
+    settings: Settings, reason: str | None
+) -> contextlib.AbstractContextManager[Network | None]:
     if not settings.link.emulated or reason is not None:
-        yield None
-    else:
-        with network(settings.workers, settings.link) as emulated:
-            yield emulated
+        return contextlib.nullcontext()
+    return network(settings.workers, settings.link)
 
 
 @contextlib.contextmanager

@@ -157,20 +157,14 @@ def _gloo(machine: Machine, others: bool | None) -> Iterator[Finding]:
     for address in machine.gloo:
         one = machine.interface_of(address)
         told = f"gloo announces {address}{f' of {one.name}' if one else ''}, {by}"
-        if is_loopback(address) and others is not False:
+        why = ""
+        if is_loopback(address):
+            why = "ranks on other machines cannot reach that"
+        elif one is not None and one.internal:
+            why = "a bridge inside this machine, which others cannot reach"
+        if why and others is not False:
             level = wrong if others else note
-            yield level(
-                "gloo",
-                f"{told}: ranks on other machines cannot reach that",
-                f"for several machines: {_cure(machine)}",
-            )
-        elif one is not None and one.internal and others is not False:
-            level = wrong if others else note
-            yield level(
-                "gloo",
-                f"{told}: a bridge inside this machine, which others cannot reach",
-                f"for several machines: {_cure(machine)}",
-            )
+            yield level("gloo", f"{told}: {why}", f"for several machines: {_cure(machine)}")
         else:
             yield ok("gloo", told)
     if "TP_SOCKET_IFNAME" in machine.environment and not named:

@@ -145,16 +145,8 @@ def _start_forwarder(ends: list[int], latency_s: float) -> subprocess.Popen[byte
 
 
 def _worker_end(address: str, link: Link) -> int:
-    from pyroute2 import IPRoute
-
-    quiet_ipv6()
     end = _open_tun("eth0")
-    with IPRoute() as ip:
-        ip.link("set", index=ip.link_lookup(ifname="lo")[0], state="up")
-        wire = ip.link_lookup(ifname="eth0")[0]
-        ip.addr("add", index=wire, address=address, prefixlen=24)
-        ip.link("set", index=wire, state="up", mtu=_mtu(link), txqlen=_QUEUE_PACKETS)
-        limit_rate(ip, wire, link)
+    _build_worker_side(address, link, mtu=_mtu(link), txqlen=_QUEUE_PACKETS)
     return end
 
 
@@ -294,7 +286,7 @@ def _build_bridge(worker_fds: tuple[int, ...], link: Link) -> None:
             limit_rate(ip, port, link)
 
 
-def _build_worker_side(address: str, link: Link) -> None:
+def _build_worker_side(address: str, link: Link, **wire_settings: int) -> None:
     from pyroute2 import IPRoute
 
     quiet_ipv6()
@@ -302,5 +294,5 @@ def _build_worker_side(address: str, link: Link) -> None:
         loopback, wire = ip.link_lookup(ifname="lo")[0], ip.link_lookup(ifname="eth0")[0]
         ip.link("set", index=loopback, state="up")
         ip.addr("add", index=wire, address=address, prefixlen=24)
-        ip.link("set", index=wire, state="up")
+        ip.link("set", index=wire, state="up", **wire_settings)
         limit_rate(ip, wire, link)

@@ -34,11 +34,8 @@ def candidates(workers: int, node_size: int = 1) -> Iterator[Candidate]:
     """Every strategy as `thinwire compare` has it, each followed by other settings of it.
 
     No density and no rank is below those whose progress is known: with their progress it would
-    win by that assumption.
-
-    Args:
-        workers: Ranks; three or more can share sums out.
-        node_size: Of them that share a machine; 1 where nothing is known of that.
+    win by that assumption. Three or more workers can share sums out; `node_size` of them share a
+    machine.
     """
     for name, recipe in STRATEGIES.items():
         if name in LEFT_OUT:
@@ -135,23 +132,11 @@ def _density(sparsity: float) -> str:
 
 
 _Pair = tuple[Mapping[str, Any], Mapping[str, Any]]
-_WORDS = {
-    "k_steps": "k_steps",
-    "sent": "density",
-    "value_bits": "value_bits",
-    "rank": "rank",
-    "delay": "delay",
-    "fragments": "fragments",
-}
+_TOLD = ("k_steps", "sent", "value_bits", "rank", "delay", "fragments")
 
 
 class Progress(NamedTuple):
-    """What is expected of a step.
-
-    Attributes:
-        share: Steps of dense that one step is worth, until dense's last loss.
-        source: The runs that it is from.
-    """
+    """Steps of dense that one step is worth, until dense's last loss, and the runs this is from."""
 
     share: float
     source: str
@@ -198,8 +183,8 @@ def progress_of(method: str, document: Mapping[str, Any], workers: int) -> Progr
         if factor < 1:
             share, told = share * factor, f"{told}; times {factor:.2g} for the ranks, from {source}"
     others = [
-        f"{words}={known[key]:g}"
-        for key, words in _WORDS.items()
+        f"{'density' if key == 'sent' else key}={known[key]:g}"
+        for key in _TOLD
         if known[key] != asked[key] and not (later and key == "delay")
     ]
     if known["exchange"] != asked["exchange"]:

@@ -24,13 +24,8 @@ _MOST_OWNERS = 64
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step costs, as the mean over a round of steps.
-
-    Attributes:
-        step_s: Seconds of a step.
-        bytes: What a rank sends in a step.
-        state_bytes: What a rank keeps for the method, beside parameters, gradients and the
-            optimizer's state.
+    """What a step costs, as the mean over a round of steps: seconds, bytes that a rank sends, and
+    bytes that it keeps for the method beside parameters, gradients and the optimizer's state.
     """
 
     step_s: float

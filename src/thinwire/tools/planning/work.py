@@ -110,13 +110,8 @@ _SMALL_BYTES = 256
 
 @dataclass(frozen=True)
 class Probe:
-    """The network between ranks and the step of a model.
-
-    Attributes:
-        network: With the largest latency of a pair, and the rate of the slowest rank while all
-            send.
-        work: Of the slowest rank.
-        task: Whose step it is, "FILE.py:NAME"; None for the model that comes with the command.
+    """The network between ranks, with the largest latency of a pair and the rate of the slowest
+    rank while all send; the work of the slowest rank; and the task whose step it is.
     """
 
     network: Network
@@ -125,11 +120,7 @@ class Probe:
 
     @classmethod
     def read(cls, path: Path) -> "Probe":
-        """Read the file that the command has written.
-
-        Raises:
-            ValueError: It is no probe, one of another version, or of a single rank.
-        """
+        """Read the file that the command has written; a ValueError where it is none."""
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:

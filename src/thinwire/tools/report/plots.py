@@ -16,14 +16,8 @@ _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 @dataclass(frozen=True)
 class Axis:
-    """A range of values along a range of the drawing.
-
-    Attributes:
-        low: Value at `begin`; positive where `logarithmic`.
-        high: Value at `end`, above `low`.
-        begin: Place in the drawing, in its units.
-        end: Likewise.
-        logarithmic: Whether equal factors, not equal differences, are equally long.
+    """A range of values along a range of the drawing; where it is logarithmic, equal factors are
+    equally long.
     """
 
     low: float

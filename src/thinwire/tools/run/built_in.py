@@ -51,9 +51,6 @@ class ByteTransformer(nn.Module):
     """Predicts the next byte: learned positions, pre-normalised blocks, no biases, a separate
     output layer.
 
-    Args:
-        size: Width, layers and context.
-
     Source: the usual decoder of Radford et al. 2019, with residual branches that start small by the
     depth.
     """
@@ -85,9 +82,6 @@ class ByteTransformer(nn.Module):
 class ConvolutionalNet(nn.Module):
     """Tells ten classes of images apart: four convolutions, each with batch normalisation, the mean
     over all places, and a linear layer; no residual branches.
-
-    Args:
-        size: Width.
     """
 
     def __init__(self, size: ConvolutionSize) -> None:
@@ -141,12 +135,7 @@ Pair = tuple[Any, Any]
 
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of each prediction, in nats.
-
-    Args:
-        outputs: Logits of shape (..., classes), of any floating type.
-        targets: Classes of shape (...).
-    """
+    """Mean cross-entropy of each prediction, in nats, for logits of shape (..., classes)."""
     return nn.functional.cross_entropy(outputs.float().flatten(0, -2), targets.flatten())
 
 

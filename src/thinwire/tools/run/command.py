@@ -54,13 +54,7 @@ class Ranks:
             self._output.close()
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], fd: int) -> None:
-        """Start the next rank.
-
-        Args:
-            command: The program and its arguments.
-            environment: All of its variables.
-            fd: Descriptor of its network namespace; -1 for that of this process.
-        """
+        """Start the next rank in the namespace behind `fd`; -1 for that of this process."""
         process = start(command, environment, fd, subprocess.PIPE, subprocess.PIPE)
         rank, self._started = self._started, self._started + 1
         self._running[rank] = process
@@ -69,11 +63,8 @@ class Ranks:
             self._output.add(rank, pipe, to.buffer)
 
     def wait(self) -> tuple[int, int] | None:
-        """Pass on what they print until all have ended, or one has failed.
-
-        Returns:
-            The rank that failed first and its exit status, minus the signal's number where one has
-            killed it; None where none failed.
+        """Pass on what they print until all have ended, or one has failed: that rank and its exit
+        status, minus the signal's number where one has killed it.
         """
         while self._running:
             self._output.pass_on(_POLL_S)
@@ -113,14 +104,7 @@ class Prefixed:
         self._selector.register(pipe, selectors.EVENT_READ, _Speaker(number, pipe, to))
 
     def pass_on(self, patience_s: float) -> bool:
-        """Pass on what there is, waiting so long for the first of it.
-
-        Returns:
-            Whether there was something.
-
-        Raises:
-            OSError: What is written here can go nowhere.
-        """
+        """Pass on what comes within this time; whether there was something."""
         ready = self._selector.select(patience_s)
         for key, _ in ready:
             chunk = os.read(key.fd, _CHUNK_BYTES)

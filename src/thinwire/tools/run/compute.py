@@ -27,13 +27,8 @@ _LR = 1e-4
 def step_of_built_in(
     size: ModelSize, batch: int, device: str, most_s: float = STEPS_S
 ) -> dict[str, Any]:
-    """Measure a step of the model that comes with the command; on all ranks at the same time.
-
-    Args:
-        size: Of the model.
-        batch: Sequences of a step.
-        device: "auto", "cpu" or "cuda".
-        most_s: Seconds for the steps, but for one step that takes longer.
+    """Measure a step of the model that comes with the command; on all ranks at the same time, in
+    `most_s`, but for one step that takes longer.
 
     Returns:
         Of this rank: `device`, `forward_s`, `backward_end_s` and `step_s`, seconds since the
@@ -41,9 +36,6 @@ def step_of_built_in(
         gradient is there; `gradient_bytes` of all; `muon_parameters`, how many numbers Muon would
         train; `muon_s`, what an update by Muon takes longer, None where there is no
         time for it or Muon cannot train the model. Medians of up to five steps.
-
-    Raises:
-        TaskError: On all ranks, where it fails on any of them.
     """
     place = together(lambda: device_of(device, dist.get_rank()), None)
     model = ByteTransformer(size).to(place)
@@ -53,13 +45,8 @@ def step_of_built_in(
 
 
 def step_of_task(task: str, device: str, workers: int, most_s: float = STEPS_S) -> dict[str, Any]:
-    """The same of a task of the user's, with its own optimizer.
-
-    Args:
-        task: "FILE.py:NAME".
-        device: "auto", "cpu" or "cuda".
-        workers: Ranks that are to train; those of the process group may be fewer.
-        most_s: As there.
+    """The same of a task of the user's, with its own optimizer, for so many workers; ranks of the
+    process group may be fewer.
     """
     rank = dist.get_rank()
     place = together(lambda: device_of(device, rank), task)
@@ -78,9 +65,6 @@ def step_of_task_alone(task: str, device: str, workers: int) -> dict[str, Any]:
 def model_of(task: str) -> dict[str, Any]:
     """What is said of the model of a task of the user's, of which nothing is computed:
     `parameters`, `shapes`, `gradient_bytes` and `muon_parameters`, as a step's.
-
-    Raises:
-        TaskError: It cannot be made, or trains nothing.
     """
     with _alone():
         model = made(task, 0).model

@@ -58,14 +58,7 @@ _SMALLEST, _LARGEST = 20_000, 200_000_000
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Size of the transformer.
-
-    Attributes:
-        width: Features per position, a multiple of 32.
-        layers: Blocks of attention and feed-forward.
-        context: Positions that the model sees, in bytes.
-        kind: Which model it is.
-    """
+    """Size of the transformer: features per position, a multiple of 32, blocks, and positions."""
 
     width: int
     layers: int
@@ -80,11 +73,8 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class ConvolutionSize:
-    """Size of the convolutional net.
-
-    Attributes:
-        width: Channels of its first layer; the others have twice and four times as many.
-        kind: Which model it is.
+    """Size of the convolutional net: channels of its first layer; others have twice and four times
+    as many.
     """
 
     width: int
@@ -103,11 +93,7 @@ MODELS: dict[str, type[ModelSize] | type[ConvolutionSize]] = {
 
 
 def size_of(model: str, text: str) -> ModelSize | ConvolutionSize:
-    """The size of a model of `MODELS` for what `parse_size` takes.
-
-    Raises:
-        ValueError: See `parse_size`.
-    """
+    """The size of a model of `MODELS` for what `parse_size` takes."""
     if model == "transformer":
         return parse_size(text)
     word = text.strip().lower()
@@ -118,12 +104,8 @@ def size_of(model: str, text: str) -> ModelSize | ConvolutionSize:
 
 def parse_size(text: str) -> ModelSize:
     """The shape for a name ("tiny", "small", "medium", "large") or a number of parameters ("3M",
-    "500k", "1000000").
-
-    A number is met as closely as four layers and a width that is a multiple of 32 allow.
-
-    Raises:
-        ValueError: Neither a name nor a number, or outside 20k to 200M.
+    "500k", "1000000"), which is met as closely as four layers and a width that is a multiple of 32
+    allow.
     """
     word = text.strip().lower()
     if word in _NAMED_SIZES:

@@ -97,6 +97,7 @@ def environments(workers: int, network: Network | None) -> list[dict[str, str]]:
 
     In a network of its own every rank is a machine: its LOCAL_RANK is 0 and its LOCAL_WORLD_SIZE 1.
     """
+    loopback = "lo" if sys.platform == "linux" else "lo0"
     default = {"OMP_NUM_THREADS": threads_of(workers), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     common = {
         "WORLD_SIZE": workers,
@@ -104,7 +105,7 @@ def environments(workers: int, network: Network | None) -> list[dict[str, str]]:
         "GROUP_WORLD_SIZE": 1 if network is None else workers,
         "MASTER_ADDR": "127.0.0.1" if network is None else network.addresses[0],
         "MASTER_PORT": free_port() if network is None else _PORT,
-        "GLOO_SOCKET_IFNAME": _loopback_name() if network is None else network.interface,
+        "GLOO_SOCKET_IFNAME": loopback if network is None else network.interface,
         "TORCHELASTIC_RUN_ID": "thinwire",  # for torch.distributed.is_torchelastic_launched()
         "PYTHONUNBUFFERED": 1,
     }
@@ -121,11 +122,6 @@ def environments(workers: int, network: Network | None) -> list[dict[str, str]]:
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
     return {key: str(value) for key, value in values.items()}
-
-
-def _loopback_name() -> str:
-    """The interface by which the processes of this machine reach each other."""
-    return "lo" if sys.platform == "linux" else "lo0"
 
 
 def cores() -> int:

@@ -50,9 +50,6 @@ def probe(
         What was measured, the same on all ranks: `ranks`, `hosts`, `idle_restarts` (whether each
         kernel lets idle connections begin anew), `task`, `pairs`, `together`, `collectives`,
         `compute`, `not_measured`, `seconds` and `bytes`, the most that a rank has sent.
-
-    Raises:
-        TaskError: On all ranks, where the task fails on any of them.
     """
     begin_s = time.perf_counter()
     line = _Line()

@@ -48,13 +48,8 @@ class BySteps:
         return min(1.0, step / self.steps)
 
     def advance(self, step: int, elapsed_s: float, reserve_s: float) -> tuple[bool, bool]:
-        """After `step` updates: whether to evaluate now, and whether the run is over. Called on
-        every rank, each of which gets the same answers.
-
-        Args:
-            step: Updates done.
-            elapsed_s: Training time until now.
-            reserve_s: Training time that the end of the run will take on top.
+        """After `step` updates in `elapsed_s`: whether to evaluate now, and whether the run is
+        over, whose end will take `reserve_s` on top. Called on every rank, with the same answers.
         """
         return step in self.marks, step >= self.steps
 

@@ -121,15 +121,8 @@ def sites(
     site_bit_s: float,
     far_s: float,
 ) -> Lines:
-    """Consecutive ranks at `count` sites, or at one each where they are fewer.
-
-    Args:
-        ranks: W.
-        count: Sites.
-        bit_s: Of each rank's line inside its site.
-        near_s: Latency inside a site.
-        site_bit_s: Of the line of a site to the others, each way.
-        far_s: Latency between sites.
+    """Consecutive ranks at `count` sites, or at one each where they are fewer; each site shares a
+    line to the others.
     """
     if count < 1:
         raise ValueError(f"count is {count}; there must be at least 1 site")
