@@ -30,8 +30,7 @@ from typing import Any
 
 from benchmarks.common import AnyCell, Results
 from thinwire.tools.compare.strategies import STRATEGIES
-from thinwire.tools.network.link import Link
-from thinwire.tools.network.netns import network
+from thinwire.tools.network.netns import Link, network
 from thinwire.tools.run.config import Job, Recipe, RunConfig, parse_size
 from thinwire.tools.run.launch import WorkerError, release, run_workers
 from thinwire.tools.run.text import read_standard_library

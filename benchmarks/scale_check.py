@@ -28,8 +28,7 @@ import torch.distributed as dist
 import thinwire as tw
 from benchmarks.common import parser_for, save, surroundings
 from thinwire.tools.network.enter import enter_network
-from thinwire.tools.network.link import Link
-from thinwire.tools.network.netns import Network, inside, network, tbf_settings
+from thinwire.tools.network.netns import Link, Network, inside, network, tbf_settings
 from thinwire.tools.simulation.lines import switch
 from thinwire.tools.simulation.run import Entries, Method, Whole, simulate
 

@@ -147,18 +147,17 @@ _NAMES = {
     "thinwire.tools.doctor.together": "Seen Together findings_together named",
     "thinwire.tools.network": "enter netns",
     "thinwire.tools.network.enter": "enter_network",
-    "thinwire.tools.network.link": "Link parse_latency parse_rate",
     "thinwire.tools.network.netns": (
-        "inside netns_Network=Network network tbf_settings why_unavailable"
+        "Link inside netns_Network=Network network parse_latency parse_rate tbf_settings "
+        "why_unavailable"
     ),
     "thinwire.tools.planning": "command",
     "thinwire.tools.planning.grid": "Candidate LEFT_OUT candidates",
     "thinwire.tools.planning.methods": "MOST_PARAMS cost_by_number cost_of grown",
     "thinwire.tools.planning.network": "FRAMES crowding network_Network=Network reduce_pairs",
-    "thinwire.tools.planning.page": "plan_page=render",
+    "thinwire.tools.planning.command": "plan_page=render",
     "thinwire.tools.planning.work": "Probe matrices work_Work=Work",
-    "thinwire.tools.report.page": "bytes_text loss_text",
-    "thinwire.tools.report.plots": "Axis PALETTE sample",
+    "thinwire.tools.report.page": "Axis PALETTE bytes_text loss_text sample",
     "thinwire.tools.report.progress": "Display",
     "thinwire.tools.run": "run_command=command worker",
     "thinwire.tools.run.training": "BareStep ByClock BySteps rate_factor rehearse shortened",

@@ -14,27 +14,25 @@ from thinwire.tools.compare.record import Point, Results, Run
 from thinwire.tools.compare.strategies import strategy_text
 from thinwire.tools.compare.tables import Table, tables
 from thinwire.tools.report.page import (
+    FRAMES,
+    Axis,
+    Frame,
     bytes_text,
     cell,
     copied,
     definitions,
-    loss_text,
-    page_of,
-    table_of,
-    table_row,
-    value_text,
-    write_page,
-)
-from thinwire.tools.report.plots import (
-    FRAMES,
-    Axis,
-    Frame,
     grid,
+    loss_text,
     mark,
+    page_of,
     sample,
     stroke,
     svg,
+    table_of,
+    table_row,
     text_at,
+    value_text,
+    write_page,
 )
 
 _ABOVE = "Lines that come in over the upper edge begin at the loss before the first step."

@@ -10,7 +10,7 @@ from typing import Self
 
 from thinwire._launched import place_among_ranks
 from thinwire.tools.compare.strategies import USUAL, choose
-from thinwire.tools.network.link import Link
+from thinwire.tools.network.netns import Link
 from thinwire.tools.run.config import (
     DEVICES,
     MODELS,

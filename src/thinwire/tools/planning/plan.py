@@ -7,7 +7,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from thinwire.tools.network.link import Link
+from thinwire.tools.network.netns import Link
 from thinwire.tools.planning.grid import candidates, progress_of
 from thinwire.tools.planning.methods import MOST_PARAMS, Cost, cost_by_number, cost_of
 from thinwire.tools.planning.network import Network

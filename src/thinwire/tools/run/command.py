@@ -16,8 +16,7 @@ from cyclopts import Parameter
 
 from thinwire._launched import place_among_ranks
 from thinwire.tools.app import Count
-from thinwire.tools.network.link import Link
-from thinwire.tools.network.netns import Network, network, why_unavailable
+from thinwire.tools.network.netns import Link, Network, network, why_unavailable
 from thinwire.tools.run.config import MOST_WORKERS, require_within
 from thinwire.tools.run.launch import environments, signal_group, start
 
