@@ -393,7 +393,7 @@ def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
         assert refused.stderr.count("\n") == 1
         assert "is in use by another comparison: wait for it, or name another" in refused.stderr
         assert (work / "mine").exists()
-    assert compare(settings(tmp_path, link="loopback", steps=4), Display())["strategies"]
+    assert compare(settings(tmp_path, link="loopback", steps=4), Display()).strategies
 
 
 @pytest.mark.slow

@@ -173,7 +173,10 @@ def test_settings_are_chosen_on_other_digits_than_are_reported_on(tmp_path: Path
     starts = [
         compare(
             settings(tmp_path, link="loopback", model="convolution", steps=2, tune=tune), Display()
-        )["strategies"][0]["evaluations"][0]["loss"]
+        )
+        .strategies[0]
+        .evaluations[0]
+        .loss
         for tune in (False, True)
     ]
     assert starts[0] != starts[1]

@@ -111,11 +111,18 @@ def _runs_text(results: Results) -> str:
 
 
 def _table(table: Table, results: Results) -> str:
-    heads = [f"{escape(column.label)}{_unit(column.unit)}" for column in table.columns]
-    rows = [
-        table_row(f"{sample(row)}{escape(run.strategy)}", _cells(table, row))
-        for row, run in enumerate(results.strategies)
+    heads = [
+        escape(column.label)
+        + (f', <span class="unit">{escape(column.unit)}</span>' if column.unit else "")
+        for column in table.columns
     ]
+    rows = []
+    for row, run in enumerate(results.strategies):
+        cells = [
+            cell(column.whole_label, column.texts[row], _BEST if row in column.best else "")
+            for column in table.columns
+        ]
+        rows.append(table_row(f"{sample(row)}{escape(run.strategy)}", "".join(cells)))
     note = _STEP_NOTE
     if table.title == "Result":
         note = _RESULT_NOTE
@@ -130,21 +137,6 @@ def _table(table: Table, results: Results) -> str:
         ]
     whole = table_of(table.title, heads, rows)
     return f'<h2>{table.title}</h2>\n{whole}\n<p class="note">{note}</p>'
-
-
-def _cells(table: Table, row: int) -> str:
-    return "".join(
-        cell(column.whole_label, column.texts[row], _best(row in column.best))
-        for column in table.columns
-    )
-
-
-def _best(best: bool) -> str:
-    return ' class="best" title="the best of its column"' if best else ""
-
-
-def _unit(unit: str) -> str:
-    return f', <span class="unit">{escape(unit)}</span>' if unit else ""
 
 
 def _plot(results: Results, title: str, axis: str, label: str, caption: str) -> str:
@@ -284,6 +276,7 @@ def _values(name: str, point: Point) -> str:
 
 
 BEST = "best-strategy.yaml"
+_BEST = ' class="best" title="the best of its column"'
 _FIRST_LINE = "# Written by thinwire compare: "
 
 

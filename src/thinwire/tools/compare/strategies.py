@@ -25,7 +25,8 @@ def choose(words: Iterable[str]) -> tuple[Recipe, ...]:
     """The strategies meant by names or files; a ValueError for the first wrong one."""
     chosen: dict[str, Recipe] = {}
     for word in words:
-        recipe = _recipe_of_file(word) if _is_file_name(word) else _by_name(word)
+        is_file = Path(word).suffix.lower() in (".yaml", ".yml")
+        recipe = _recipe_of_file(word) if is_file else _by_name(word)
         if recipe.name in chosen:
             raise ValueError(
                 f"strategies={word!r}: {recipe.name!r} is given twice; name every strategy once, "
@@ -48,11 +49,6 @@ def _by_name(word: str) -> Recipe:
         f"strategies={word!r} is unknown; {hint}choose from {', '.join(STRATEGIES)}, or name a "
         "strategy file (.yaml)"
     )
-
-
-def _is_file_name(word: str) -> bool:
-    """Whether a word of the command line means a file, not a strategy by name."""
-    return Path(word).suffix.lower() in (".yaml", ".yml")
 
 
 def _recipe_of_file(word: str) -> Recipe:

@@ -163,7 +163,9 @@ def print_table(results: Results) -> None:
     names = [run.strategy for run in results.strategies]
     for group in tables(results):
         for columns in _side_by_side(names, group.columns, console.width):
-            table = Table("", *(_heading(column) for column in columns), box=box.SIMPLE_HEAD)
+            table = Table(
+                "", *("\n".join(_heading_lines(column)) for column in columns), box=box.SIMPLE_HEAD
+            )
             for heading in table.columns[1:]:
                 heading.justify = "right"
             for row, name in enumerate(names):
@@ -172,10 +174,6 @@ def print_table(results: Results) -> None:
     console.print("* the best of its column", markup=False)
     for failure in results.failures:
         console.print(f"{failure.strategy} failed: {failure.error}", markup=False)
-
-
-def _heading(column: Column) -> str:
-    return "\n".join(_heading_lines(column))
 
 
 def _heading_lines(column: Column) -> list[str]:

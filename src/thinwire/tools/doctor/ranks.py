@@ -186,7 +186,8 @@ class Examination:
         pairs = board.hear_all("pairs", self._by(_PAIRS))
         self._show("forming a gloo group")
         if self._rank == 0:
-            board.tell("plan", _all_can(seen, self._size))
+            able = [rank for rank, row in seen.items() if not row.machine.gloo_error]
+            board.tell("plan", len(able) == self._size)
         plan = bool(board.hear("plan", 0, self._by(_GLOO)))
         error, stuck = self._group_error(board) if plan else ("", False)
         if plan:
@@ -286,7 +287,3 @@ def _read(rows: Mapping[int, Any]) -> tuple[dict[int, Seen], dict[int, str]]:
         except TypeError:
             strangers[rank] = str(row.get("versions", {}).get("thinwire", "of another form"))
     return seen, strangers
-
-
-def _all_can(seen: Mapping[int, Seen], size: int) -> bool:
-    return len(seen) == size and not any(row.machine.gloo_error for row in seen.values())

@@ -89,6 +89,7 @@ def render(plan: Plan, command: str) -> str:
     """The whole page."""
     rows = plan.best()
     first, _, rest = plan.reason.partition(": ")
+    legend = "".join(f"<li>{sample(i)}{escape(row.name)}</li>" for i, row in enumerate(rows))
     return page_of(
         f"thinwire plan: {plan.recommended}",
         len(rows),
@@ -105,7 +106,7 @@ def render(plan: Plan, command: str) -> str:
             "<h2>Time of a step, by part</h2>",
             "<figure>" + "\n".join(_bars(frame, rows) for frame in FRAMES) + "</figure>",
             "<h2>Time to a loss against bytes</h2>",
-            f'<figure><ul class="legend">{_legend(rows)}</ul>\n'
+            f'<figure><ul class="legend">{legend}</ul>\n'
             + "\n".join(_points(frame, rows, plan.strategies) for frame in FRAMES)
             + "\n<figcaption>Dense is at 1 on the vertical axis; both axes are logarithmic. Small "
             "dots are the other settings. Heights rest on the prior.</figcaption></figure>",
@@ -154,10 +155,6 @@ def cells(row: Row) -> list[str]:
         f"{row.progress:.2f}",
         row.times_sooner,
     ]
-
-
-def _legend(rows: Sequence[Row]) -> str:
-    return "".join(f"<li>{sample(i)}{escape(row.name)}</li>" for i, row in enumerate(rows))
 
 
 def _bars(frame: Frame, rows: Sequence[Row]) -> str:

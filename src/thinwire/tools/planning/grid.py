@@ -84,17 +84,12 @@ def _local(own: Mapping[str, Any], workers: int) -> Iterator[tuple[str, Document
                         + (f" d{delay}" if delay else "")
                         + (f" f{fragments}" if fragments > 1 else "")
                         + words,
-                        {"localsgd": _with(changed, k_steps, delay, fragments)},
+                        {
+                            "localsgd": {**changed, "k_steps": k_steps}
+                            | ({"delay": delay} if delay else {})
+                            | ({"fragments": fragments} if fragments > 1 else {})
+                        },
                     )
-
-
-def _with(own: Mapping[str, Any], k_steps: int, delay: int, fragments: int) -> Document:
-    made = {**own, "k_steps": k_steps}
-    if delay:
-        made["delay"] = delay
-    if fragments > 1:
-        made["fragments"] = fragments
-    return made
 
 
 def _compressions(
@@ -106,19 +101,20 @@ def _compressions(
     yield "", None
     if base is None:
         return
-    if "quantized" in base:
-        for bits in _BITS:
-            for word, more in _exchanges(workers):
-                quantized = {**base["quantized"], "value_bits": bits, **more}
-                if quantized != base["quantized"]:
-                    yield f" b{bits}{word}", {"quantized": quantized}
-        return
-    for sparsity in _SPARSITIES:
-        for bits in _SPARSE_BITS:
-            for word, more in _exchanges(workers):
-                made = {**base, "sparsity": sparsity, "value_bits": bits, **more}
-                if made != base:
-                    yield f" {_density(sparsity)} b{bits}{word}", made
+    quantized = "quantized" in base
+    own = base.get("quantized", base)
+    choices: list[tuple[str, dict[str, float]]] = [
+        (f" {_density(sparsity)} b{bits}", {"sparsity": sparsity, "value_bits": bits})
+        for sparsity in _SPARSITIES
+        for bits in _SPARSE_BITS
+    ]
+    if quantized:
+        choices = [(f" b{bits}", {"value_bits": bits}) for bits in _BITS]
+    for words, choice in choices:
+        for word, more in _exchanges(workers):
+            made = {**own, **choice, **more}
+            if made != own:
+                yield f"{words}{word}", {"quantized": made} if quantized else made
 
 
 def _exchanges(workers: int) -> Iterator[tuple[str, Mapping[str, str]]]:

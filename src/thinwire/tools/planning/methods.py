@@ -53,7 +53,11 @@ def cost_of(document: Mapping[str, Any], hook: str, work: Work, network: Network
         return _dgc(document["dgc"], work, network)
     if "low_rank" in document:
         return _low_rank(document["low_rank"], work, network)
-    return {"dense": _dense, "fp16": _fp16, "powersgd": _powersgd}[hook](work, network)
+    if hook == "powersgd":
+        return _powersgd(work, network)
+    if hook == "fp16":
+        return _reduced(work, network, width=2, passes=3)
+    return _reduced(work, network, width=work.width, passes=1)
 
 
 def _overlapped(
@@ -97,14 +101,6 @@ def _reduced(work: Work, network: Network, *, width: float, passes: float) -> Co
             buckets.append(_Bucket(ready_s, _passes(work, numel, passes), wire_s, taken_s, 0.0))
         costs.append(_overlapped(work, buckets, 0.0, 0, sent))
     return min(costs, key=lambda cost: cost.step_s)
-
-
-def _dense(work: Work, network: Network) -> Cost:
-    return _reduced(work, network, width=work.width, passes=1)
-
-
-def _fp16(work: Work, network: Network) -> Cost:
-    return _reduced(work, network, width=2, passes=3)
 
 
 def _powersgd(work: Work, network: Network) -> Cost:

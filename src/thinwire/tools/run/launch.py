@@ -276,13 +276,8 @@ def failure_of(
 
 
 def explain(errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None], work: Path) -> str:
-    """The cause, and not its consequences on the other ranks, as far as that can be told.
-
-    Args:
-        errors: The `error` events of all ranks, each with its `rank`.
-        statuses: Of each rank, what it ended with, minus a signal's number where one has killed
-            it; None where it had not.
-        work: Folder with the workers' logs.
+    """The cause, and not its consequences on the other ranks, as far as `error` events, each with
+    its `rank`, exit statuses by rank and the logs in a folder tell it.
     """
     # a rank that dies after an error of its own died of that
     spoke = {error["rank"] for error in errors}
@@ -318,15 +313,11 @@ def _log_tail(work: Path) -> str:
     """The last lines of the workers' logs that speak of an error."""
     found = [
         line.strip()[:_LONGEST_LINE]
-        for line in _logs(work).splitlines()
+        for log in sorted(work.glob("worker*.log"))
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
         if re.search(r"Error|error:", line)
     ]
     return "\n".join(f"  {line}" for line in found[-_MOST_LINES:])
-
-
-def _logs(work: Path) -> str:
-    logs = sorted(work.glob("worker*.log"))
-    return "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
 
 
 @contextlib.contextmanager

@@ -134,15 +134,6 @@ def _largest(own: float) -> float:
     return float(value)
 
 
-def _of_each(own: float) -> list[float]:
-    """By rank."""
-    found = torch.zeros(dist.get_world_size(), dtype=torch.float64)
-    found[dist.get_rank()] = own
-    dist.all_reduce(found)
-    values: list[float] = found.tolist()
-    return values
-
-
 def _slowest(computes: list[dict[str, Any]]) -> dict[str, Any]:
     """The step of the rank that takes longest, since the others wait for it."""
     slowest = max(range(len(computes)), key=lambda rank: computes[rank]["step_s"])
@@ -260,7 +251,7 @@ class _Line:
                 break
             nbytes *= 4
         own_s = min(own_s, self._both_ways(to, source, nbytes))
-        return _of_each(_rate_of(nbytes, own_s, self.latency_s))
+        return _everyones(_rate_of(nbytes, own_s, self.latency_s))
 
     def collectives(self, rate: float) -> list[dict[str, Any]]:
         """Seconds of all-reduce and all-gather, small and as large as the time allows."""

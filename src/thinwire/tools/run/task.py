@@ -198,8 +198,8 @@ class OwnTask:
             )
         if not isfinite(found := float(loss.detach())):
             raise self._error(f"the loss of the first batch is {found}")
-        if self.make_optimizer is not None:
-            made = self._own("optimizer(params)", lambda: self._optimizer_of(model))
+        if (make := self.make_optimizer) is not None:
+            made = self._own("optimizer(params)", lambda: make(list(model.parameters())))
             if not isinstance(made, torch.optim.Optimizer):
                 raise self._error(f"optimizer(params) must be a torch optimizer, got {made!r}")
             if getattr(made, "has_schedule", False):
@@ -207,10 +207,6 @@ class OwnTask:
                     "optimizer(params) has a schedule as learning rate, and all strategies follow "
                     "that of the command: give a number, which is taken for the peak"
                 )
-
-    def _optimizer_of(self, model: nn.Module) -> object:
-        assert self.make_optimizer is not None, "asked only where there is one"
-        return self.make_optimizer(list(model.parameters()))
 
     def _compared(self) -> None:
         looks = [

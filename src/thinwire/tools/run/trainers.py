@@ -217,12 +217,10 @@ class Prepared:
             self.exchanging_step_s = step_s
         if self.local_step_s and self.exchanging_step_s:
             self.finish_s = max(0.0, self.exchanging_step_s - self.local_step_s)
-        self.agreed = self._nothing_on_its_way() if self.drifting else not waiting
+        # an averaging that is under way would go on while the clock stands still
+        sync = self.engine.sync if self.drifting else None
+        self.agreed = not waiting if sync is None else sync.pending is None
         return loss
-
-    def _nothing_on_its_way(self) -> bool:
-        """Whether no averaging is under way, which would go on while the clock stands still."""
-        return self.engine.sync is None or self.engine.sync.pending is None
 
     def sent_bytes(self) -> float:
         return Group.on_the_wire - self.bytes_before

@@ -214,9 +214,6 @@ def simulate(
         steps: How many, the last one ending with an exchange: a multiple of `method.between`.
         trouble: What is not as it should be.
         event_by_event: Also where all ranks are alike and a closed form is known.
-
-    Raises:
-        ValueError: Ranks that do not fall into nodes, or steps into exchanges.
     """
     if lines.ranks % method.node_size:
         raise ValueError(
