@@ -137,10 +137,7 @@ def _in_common(config: RunConfig, settings: Settings) -> dict[str, Any]:
     """What all strategies share, for the report."""
     common = {"ramp_steps": config.ramp_steps, "timeout_s": _timeout_s(settings)}
     if isinstance(config.model, ModelSize) and config.task is None:
-        common |= {
-            "context": config.model.context,
-            "held_out_sequences": config.held_out_sequences,
-        }
+        common |= {"context": config.model.context, "held_out_sequences": config.held_out_sequences}
     return common
 
 

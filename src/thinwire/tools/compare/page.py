@@ -298,10 +298,7 @@ def to_use(results: Results, winner: str | None) -> ToUse | None:
     if run is None:
         return None
     optimizer = run.settings.get("optimizer", results.settings.optimizer.split(";")[0])
-    name, rate = (
-        run.strategy,
-        f"{optimizer} and a peak learning rate of {run.settings['lr']:g}",
-    )
+    name, rate = (run.strategy, f"{optimizer} and a peak learning rate of {run.settings['lr']:g}")
     if run.document is not None:
         how = (
             f"The strategy file, also beside this report as {BEST}: "

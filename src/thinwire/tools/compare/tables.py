@@ -59,14 +59,7 @@ def tables(results: Results) -> tuple[Table, ...]:
             min if by_steps else None,
         ),
         _fixed(f"{loss} at the end", told.loss_unit or "", runs, "final_loss", digits, min),
-        _fixed(
-            f"its range over {told.seeds} seeds",
-            "",
-            runs,
-            "final_loss_range",
-            digits,
-            None,
-        ),
+        _fixed(f"its range over {told.seeds} seeds", "", runs, "final_loss_range", digits, None),
         *(_until("dense", f"dense's loss ({loss_text(dense)})", runs) if dense is not None else ()),
         *(
             ()

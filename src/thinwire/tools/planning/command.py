@@ -135,10 +135,7 @@ def _about(plan: Plan) -> str:
 
 def _table(rows: Sequence[Row]) -> str:
     body = [
-        table_row(
-            f"{sample(number)}{escape(row.name)}",
-            "".join(map(cell, _HEADS, cells(row))),
-        )
+        table_row(f"{sample(number)}{escape(row.name)}", "".join(map(cell, _HEADS, cells(row))))
         for number, row in enumerate(rows)
     ]
     return table_of("The best setting of every strategy", list(map(escape, _HEADS)), body)

@@ -113,13 +113,7 @@ def homes(ranks: int, up_bit_s: float, latency_s: float, *, down: float = 5.0) -
 
 
 def sites(
-    ranks: int,
-    count: int,
-    *,
-    bit_s: float,
-    near_s: float,
-    site_bit_s: float,
-    far_s: float,
+    ranks: int, count: int, *, bit_s: float, near_s: float, site_bit_s: float, far_s: float
 ) -> Lines:
     """Consecutive ranks at `count` sites, or at one each where they are fewer; each site shares a
     line to the others.
