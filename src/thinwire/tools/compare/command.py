@@ -111,7 +111,6 @@ def _run(settings: Settings, quiet: bool) -> None:
     from thinwire.tools.run.launch import WorkerError
 
     kept: list[Results] = []
-
     speaks = settings.joined_rank in (None, 0)
 
     def keep(results: Results) -> None:

@@ -27,8 +27,6 @@ _TASK_TIMEOUT_S = 600.0
 """Nothing is known of its size, nor of how long it evaluates."""
 _TRAINING = "thinwire.tools.run.training:TrainingRun"
 _CHECK = "thinwire.tools.run.training:Check"
-
-
 Keep = Callable[[Results], None]
 
 
@@ -94,9 +92,7 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> R
 
 
 def _require_gpu(settings: Settings) -> None:
-    """Refuse cuda where torch sees none; ranks of torchrun agree on that later, each for its own
-    machine.
-    """
+    """Refuse cuda where torch sees none; ranks of torchrun agree on that later."""
     if settings.device != "cuda" or settings.joined_rank is not None:
         return
     from thinwire.tools.run.task import TaskError, require_gpu
@@ -154,9 +150,7 @@ def _timeout_s(settings: Settings) -> float:
 
 
 def _check(configs: Sequence[RunConfig], settings: Settings, work: Path, display: Display) -> None:
-    """Try the strategy files on the model; those that come with the command are known to go with
-    it.
-    """
+    """Try the strategy files on the model; strategies of the command go with it."""
     files = {run.recipe.name: run for run in configs if run.recipe.file is not None}
     if not files:
         return
@@ -215,9 +209,7 @@ def _run(
     display: Display,
     ledger: Ledger,
 ) -> dict[str, Any]:
-    """Train one strategy; it prepares itself over links without a limit, and trains over limited
-    ones.
-    """
+    """Train one strategy, which prepares itself over links without a limit."""
     name = config.recipe.name
     if settings.seeds > 1:
         name += f", seed {config.seed}"

@@ -291,9 +291,7 @@ class ToUse:
 
 
 def to_use(results: Results, winner: str | None) -> ToUse | None:
-    """The text to copy for the strategy `winner`; None where there is none, or nothing is known
-    of it.
-    """
+    """Return the text to copy for a strategy; None where nothing is known of it."""
     run = results.run_of(winner)
     if run is None:
         return None

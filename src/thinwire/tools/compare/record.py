@@ -170,11 +170,8 @@ class Interruption:
 
     def __str__(self) -> str:
         """A sentence."""
-        by = (
-            f"was interrupted by {self.by}"
-            if self.by
-            else "had not come to its end when this was written"
-        )
+        not_over = "had not come to its end when this was written"
+        by = f"was interrupted by {self.by}" if self.by else not_over
         during = f" during {self.during} (at {self.progress:.0%})" if self.during else ""
         later = f"; {', '.join(self.not_begun)} had not begun" if self.not_begun else ""
         return f"The comparison {by}{during}{later}."
@@ -253,9 +250,7 @@ class Results:
 
 
 def first_reached(curve: Iterable[tuple[float, float]], loss: float) -> float | None:
-    """Where a curve of places and losses first reaches a loss, by straight lines between its
-    points; None where it never does.
-    """
+    """Where a curve first reaches a loss, by straight lines between its points, if it does."""
     points = list(curve)
     for (begin, before), (end, after) in pairwise(points):
         if after <= loss < before:
@@ -280,9 +275,7 @@ _MEANS = (
 
 
 def mean_of(runs: Sequence[Run]) -> Run:
-    """The first run, with means over all of them in its figures and its curve, and each run's own
-    curve under `seeds`.
-    """
+    """Return the first run with means over all; each run's own curve is under `seeds`."""
     figures: dict[str, Any] = {
         key: fmean(float(getattr(run, key)) for run in runs)
         for key in _MEANS

@@ -105,9 +105,8 @@ class Ledger:
         joined = settings.joined_rank is not None
         target = common_loss([run.evaluations for run in runs])
         dense = next((run.evaluations[-1].loss for run in runs if run.strategy == "dense"), None)
-        optimizer = ("" if task is None else "the task's own, else ") + OPTIMIZERS[
-            settings.optimizer
-        ]
+        own = "" if task is None else "the task's own, else "
+        optimizer = own + OPTIMIZERS[settings.optimizer]
         results = Results(
             started=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.started_s)),
             headline=_headline(settings, self.emulated, self.reason),
@@ -174,9 +173,8 @@ class Ledger:
             exchange_share=max(0.0, 1 - run.median_bare_step_ms / run.median_step_ms),
         )
         if not self.emulated and link.rate_bit_s is not None:
-            run.seconds_on_asked_link = run.seconds + link.seconds(
-                run.evaluations[-1].library_bytes
-            )
+            sent_s = link.seconds(run.evaluations[-1].library_bytes)
+            run.seconds_on_asked_link = run.seconds + sent_s
         return run
 
 

@@ -52,9 +52,7 @@ def _by_name(word: str) -> Recipe:
 
 
 def _recipe_of_file(word: str) -> Recipe:
-    """The strategy in a file, called by the file's stem, or by its name where a strategy that comes
-    with the command has that.
-    """
+    """The strategy in a file, called by its stem, or its name where the stem is taken."""
     from thinwire.strategy.distributed_strategy import DistributedStrategy
 
     try:

@@ -16,9 +16,7 @@ _BYTE_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 
 @dataclass(frozen=True)
 class Column:
-    """One measure of all strategies: a text for each, "-" where there is none, and the rows with
-    the best value, as it is shown.
-    """
+    """A measure: a text for each strategy, "-" where there is none, and which are the best."""
 
     label: str
     unit: str
@@ -100,9 +98,7 @@ def _seconds(label: str, runs: Sequence[Run], key: str, choice: Choice) -> Colum
 
 
 def _bytes(label: str, runs: Sequence[Run], key: str) -> Column:
-    """In the largest unit that leaves the smallest number at 1 or more; about three digits of that
-    one are shown.
-    """
+    """In the largest unit that leaves the smallest number, with three digits, at 1 or more."""
     values = [getattr(run, key) for run in runs]
     smallest = min((value for value in values if value), default=1.0)
     unit, size = next(((unit, size) for unit, size in _BYTE_UNITS if smallest >= size), ("B", 1.0))
@@ -141,9 +137,7 @@ _HEADING = 11
 
 
 def print_table(results: Results) -> None:
-    """Print verdict, circumstances and tables to standard output; columns that do not fit come
-    below the others.
-    """
+    """Print verdict, headline and tables; columns that do not fit come below the others."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -185,9 +179,7 @@ def _cell(column: Column, row: int) -> str:
 def _side_by_side(
     names: Sequence[str], columns: Sequence[Column], width: int
 ) -> list[list[Column]]:
-    """Columns in groups whose tables fit the width, at least one a group; each column has two
-    blanks around it.
-    """
+    """Split columns, each with two blanks around it, into tables that fit the width."""
     room = width - _EDGES - _BLANKS - max(len(name) for name in names)
     groups: list[list[Column]] = []
     left = 0

@@ -236,9 +236,7 @@ def _reservations(results: Results) -> list[str]:
 
 
 def _bytes(reference: Run, run: Run, which: str) -> str:
-    """By how many times the bytes of `run` differ from those of `reference`, beginning with a comma
-    or a blank.
-    """
+    """Say how many times more or fewer bytes `run` sent; begins with a comma."""
     (_, mine), (_, others) = _until(run, which), _until(reference, which)
     if not mine or not others:
         return ""

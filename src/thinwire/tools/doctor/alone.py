@@ -39,19 +39,9 @@ class Finding:
     advice: str = ""
 
 
-def ok(check: str, found: str) -> Finding:
-    """A finding that is as it should be."""
-    return Finding("ok", check, found)
-
-
-def note(check: str, found: str, advice: str) -> Finding:
-    """A finding with which ranks train all the same."""
-    return Finding("note", check, found, advice)
-
-
-def wrong(check: str, found: str, advice: str) -> Finding:
-    """A finding that has to be mended."""
-    return Finding("wrong", check, found, advice)
+ok, note = partial(Finding, "ok"), partial(Finding, "note")
+wrong = partial(Finding, "wrong")
+"""Findings that are as they should be, with which ranks train all the same, and to be mended."""
 
 
 def status_of(findings: Iterable[Finding]) -> int:
@@ -98,9 +88,7 @@ _BY_TORCHRUN = "in the environment of torchrun on this machine"
 def machine_findings(
     machine: Machine, *, ranks: int = 1, ranks_here: int = 1, others: bool | None = None
 ) -> Iterator[Finding]:
-    """The findings on a machine, in the order in which they are shown; `others` says whether ranks
-    are on other machines too.
-    """
+    """The findings on a machine; `others` says whether ranks are on other machines too."""
     yield _host(machine)
     yield from _naming(machine)
     yield _interfaces(machine)

@@ -43,9 +43,7 @@ _SOMEWHERE = "203.0.113.1"
 
 @dataclass(frozen=True)
 class Interface:
-    """One network interface; its MTU is 0 where it cannot be seen, addresses of a link are left
-    out.
-    """
+    """One network interface; its MTU is 0 where unseen, addresses of a link are left out."""
 
     name: str
     mtu: int
@@ -59,9 +57,7 @@ class Interface:
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """The interfaces of this network namespace; without addresses where there is no Linux, or no
-    pyroute2.
-    """
+    """Interfaces of this network namespace; their addresses on Linux with pyroute2."""
     if sys.platform != "linux" or importlib.util.find_spec("pyroute2") is None:
         return tuple(Interface(name, 0, True, ()) for _, name in socket.if_nameindex())
     from pyroute2 import IPRoute

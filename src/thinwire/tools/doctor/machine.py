@@ -96,7 +96,7 @@ class Machine:
             gloo=gloo,
             gloo_error=gloo_error,
             route=_route(),
-            cores=_cores(),
+            cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             ports=_port_range(),
             ports_used=ports_in_use(),
@@ -120,9 +120,7 @@ class Machine:
 
     @property
     def address(self) -> str:
-        """Where other ranks are to reach this one: what gloo announces, else where its packets
-        leave; empty where there is neither.
-        """
+        """Where other ranks reach this one: what gloo announces, else where packets leave."""
         return self.gloo[0] if self.gloo else self.route
 
     def interface_of(self, address: str) -> Interface | None:
@@ -161,10 +159,6 @@ def _place(host: str) -> str:
 def _route() -> str:
     towards = source_towards(os.environ.get("MASTER_ADDR", ""))
     return source_towards() if is_loopback(towards) else towards
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _port_range() -> tuple[int, int]:
@@ -217,12 +211,8 @@ def named_interfaces() -> list[str]:
 
 
 def announced_addresses() -> tuple[str, ...]:
-    """The addresses on which a gloo group of this process listens, made by gloo for a moment.
-
-    Linux shows them; elsewhere the result is empty.
-
-    Raises:
-        RuntimeError: With gloo's own words, such as those for an interface that is not there.
+    """The addresses on which a gloo group of this process listens, made by gloo for a moment, as
+    Linux shows them; a RuntimeError in gloo's own words where it finds none.
     """
     before = listeners()
     names = named_interfaces()

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self, final
 
 from thinwire.tools.doctor.alone import why_not
@@ -56,12 +55,7 @@ class Answering:
         threading.Thread(target=self._accept, name="thinwire-doctor", daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):  # wakes `accept`, and is refused where none waits
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

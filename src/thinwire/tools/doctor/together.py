@@ -289,9 +289,7 @@ def _versions(all_of: Together) -> Iterator[Finding]:
 
 
 def _version_level(name: str, ours: str, theirs: str) -> Level:
-    """Builds of one release train together (`torch 2.13.0+cpu` and `+cu128`), and so do versions
-    of thinwire that speak the same over the wire.
-    """
+    """Builds of a release train together (`+cpu`, `+cu128`), as does one wire version."""
     if name == "torch":
         return "note" if ours.partition("+")[0] == theirs.partition("+")[0] else "wrong"
     return "wrong" if name == "wire" else "note"

@@ -23,9 +23,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when its parent ends; end at once where that has
-    happened already.
-    """
+    """Ask the kernel to kill this process when its parent ends, or end at once."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
@@ -63,9 +61,7 @@ def enter_network(namespace_fd: int) -> None:
 
 
 def forward(latency_s: float, pairs: list[tuple[int, int]]) -> None:
-    """Carry packets between pairs of TUN devices for ever; those from the first to the second of
-    a pair come late.
-    """
+    """Carry packets of pairs of TUN devices; from the first to the second they come late."""
     to_hub = dict(pairs)
     to_worker = {hub: worker for worker, hub in pairs}
     readable = [*to_hub, *to_worker]
@@ -98,9 +94,7 @@ def _send(end: int, packet: bytes) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Enter, then become the command; the wish to die with the parent survives the change of
-    program.
-    """
+    """Enter, then become the command; the wish to die with the parent survives that."""
     if arguments[0] == "forward":
         ends = list(map(int, arguments[2:]))
         forward(float(arguments[1]), list(zip(ends[::2], ends[1::2], strict=True)))

@@ -179,17 +179,13 @@ def tbf_settings(rate_bit_s: float) -> dict[str, int]:
 
 
 def limit_rate(ip: Any, index: int, link: Link, command: str = "add") -> None:
-    """Limit what interface `index` sends by a token bucket; the command "change" replaces the one
-    that is there.
-    """
+    """Limit what an interface sends by a token bucket; "change" replaces its limit."""
     if link.rate_bit_s is not None:
         ip.tc(command, "tbf", index, handle=0x10000, **tbf_settings(link.rate_bit_s))
 
 
 def interface_bytes(interface: str) -> tuple[int, int]:
-    """Bytes (sent, received) by an interface of the calling thread's network namespace, headers
-    included.
-    """
+    """Bytes (sent, received) by an interface of this thread's namespace, with headers."""
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == interface:

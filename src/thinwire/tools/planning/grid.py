@@ -95,9 +95,7 @@ def _local(own: Mapping[str, Any], workers: int) -> Iterator[tuple[str, Document
 def _compressions(
     base: Mapping[str, Any] | None, workers: int
 ) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
-    """What is told of one that differs from the base, and the content of a file; the base itself
-    first.
-    """
+    """Words and content of each compression that differs; the base itself first."""
     yield "", None
     if base is None:
         return

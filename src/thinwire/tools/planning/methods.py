@@ -236,9 +236,7 @@ def _dealt(layout: Layout | WholeLayout, exchange: str, ranks: int) -> _Dealt:
 def _end_of_step(
     dense_bytes: float, work: Work, network: Network, node: Network | None, sources: Network
 ) -> tuple[list[_Bucket], float]:
-    """What travels densely at the end of the backward pass, beside what is on its way, and the
-    seconds of the vote that all were there.
-    """
+    """What travels densely at the end of the backward pass, and seconds of the vote."""
     if network.ranks == 1:
         return [], 0.0
     found = []
@@ -285,9 +283,7 @@ def _local(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
 def _change(
     compression: Mapping[str, Any], work: Work, network: Network, fragments: int, idle_s: float
 ) -> tuple[float, float, int, int]:
-    """Seconds on the wire of one fragment, bytes that a rank sends of a whole change, passes over
-    it, and words kept for a number.
-    """
+    """Seconds of a fragment, bytes of a whole change, passes over it, words kept a number."""
     if "sparse" in compression or "sparsity" in compression:
         own = compression.get("sparse", compression)
         dealt = _sparse_dealt(
@@ -319,10 +315,7 @@ _NEAR = 1.2
 
 
 def cost_by_number(document: Mapping[str, Any], hook: str, work: Work, network: Network) -> Cost:
-    """As `cost_of`, for shapes that are assumed; seconds of a step never fall as the number grows.
-
-    Bytes and state are those of the assumed shapes.
-    """
+    """As `cost_of`, for assumed shapes; seconds of a step never fall as their number grows."""
     step_s = [cost_of(document, hook, each, network).step_s for each in _works(work)]
     return replace(
         cost_of(document, hook, work, network),

@@ -64,10 +64,7 @@ class Work:
         return self.step_s * _FORWARD_SHARE if self.forward is None else self.forward
 
     def buckets(self, first_bytes: int, bucket_bytes: int) -> Iterator[tuple[float, list[Shape]]]:
-        """The tensors that leave together, and the second of the step at which they are ready.
-
-        Gradients come from the last parameter to the first.
-        """
+        """Tensors that leave together, last first, and when in the step they are ready."""
         limit, mine, nbytes, latest = first_bytes, list[Shape](), 0, 0.0
         backward = zip(
             reversed(self.shapes), reversed(self.numels), reversed(self._ready()), strict=True
@@ -94,10 +91,7 @@ class Work:
 
 
 def matrices(params: int) -> tuple[Shape, ...]:
-    """Shapes of a model of which only the number of parameters is known: up to 48 equal matrices.
-
-    More parameters never make fewer or smaller ones.
-    """
+    """Up to 48 equal matrices for a number of parameters; more never make fewer or smaller ones."""
     count = min(_MOST_MATRICES, max(1, params // _LEAST_NUMEL))
     columns = max(1, isqrt(params // count))
     rows, over = divmod(params // columns, count)

@@ -21,9 +21,7 @@ _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 @dataclass(frozen=True)
 class Axis:
-    """A range of values along a range of the drawing; where it is logarithmic, equal factors are
-    equally long.
-    """
+    """A range of values along a range of the drawing, by factors where logarithmic."""
 
     low: float
     high: float
@@ -41,9 +39,7 @@ class Axis:
         logarithmic: bool = False,
         margin: float = 0.03,
     ) -> Self:
-        """An axis on which all values lie, with a little room on both sides, and never of no
-        length.
-        """
+        """An axis on which all values lie, with a little room on both sides."""
         low, high = min(values), max(values)
         if logarithmic:
             factor = (high / low if high > low else 10.0) ** margin
@@ -123,9 +119,7 @@ FRAMES = (Frame("wide", 920, 380), Frame("narrow", 380, 320, x_ticks=4, y_ticks=
 
 
 def sample(number: int) -> str:
-    """A piece of the line of strategy `number` with its mark, for legends; hidden from screen
-    readers.
-    """
+    """A piece of the line of strategy `number` with its mark, for legends."""
     line = f'<path d="M1 7H27"{stroke(number)}/>'
     mark = (
         f'<g transform="translate(14 7)" fill="var(--series-{number})">{_SHAPES[_look(number)]}</g>'
@@ -209,9 +203,7 @@ def bytes_text(count: float) -> str:
 
 
 def loss_text(loss: float) -> str:
-    """With three digits behind the point, and more where these were not three that say
-    something.
-    """
+    """With three digits behind the point, or more where these say nothing."""
     return f"{loss:.{loss_digits([loss])}f}"
 
 

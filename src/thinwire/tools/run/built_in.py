@@ -80,9 +80,7 @@ class ByteTransformer(nn.Module):
 
 
 class ConvolutionalNet(nn.Module):
-    """Tells ten classes of images apart: four convolutions, each with batch normalisation, the mean
-    over all places, and a linear layer; no residual branches.
-    """
+    """Tells ten classes of images apart: four convolutions with batch norm, and their mean."""
 
     def __init__(self, size: ConvolutionSize) -> None:
         super().__init__()

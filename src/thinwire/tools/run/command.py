@@ -25,10 +25,7 @@ _POLL_S, _GRACE_S = 0.02, 3.0
 
 @final
 class Ranks:
-    """The processes of one run, as a context that none of them outlives, nor what they start.
-
-    They end where this process is killed, too.
-    """
+    """The processes of one run: none outlives the context or this process, nor what they start."""
 
     def __init__(self) -> None:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
@@ -62,9 +59,7 @@ class Ranks:
             self._output.add(rank, pipe, to.buffer)
 
     def wait(self) -> tuple[int, int] | None:
-        """Pass on what they print until all have ended, or one has failed: that rank and its exit
-        status, minus the signal's number where one has killed it.
-        """
+        """Pass on what they print until all have ended, or a rank failed: that and its status."""
         while self._running:
             self._output.pass_on(_POLL_S)
             for rank, status in self._ended():
@@ -96,9 +91,7 @@ class Prefixed:
         self._selector = selectors.DefaultSelector()
 
     def add(self, number: int, pipe: IO[bytes], to: IO[bytes]) -> None:
-        """Read from `pipe` too, whose lines get this number and go to `to`, until it ends or
-        `close`.
-        """
+        """Read from `pipe` too; its lines go to `to` with this number in front."""
         os.set_blocking(pipe.fileno(), False)
         self._selector.register(pipe, selectors.EVENT_READ, _Speaker(number, pipe, to))
 

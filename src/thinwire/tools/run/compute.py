@@ -45,9 +45,7 @@ def step_of_built_in(
 
 
 def step_of_task(task: str, device: str, workers: int, most_s: float = STEPS_S) -> dict[str, Any]:
-    """The same of a task of the user's, with its own optimizer, for so many workers; ranks of the
-    process group may be fewer.
-    """
+    """The same of a task of the user's, with its own optimizer, for so many workers."""
     rank = dist.get_rank()
     place = together(lambda: device_of(device, rank), task)
     own = OwnTask(task, 0, rank, workers, place)
@@ -75,9 +73,7 @@ def model_of(task: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """A process group of this process, for tasks that ask which rank they are; random numbers go on
-    as if they had not been there.
-    """
+    """A group of this process alone; random numbers go on as if it had not been."""
     if dist.is_initialized():
         raise ValueError(
             "task is measured in a process by itself, and this one belongs to a process group: use "
@@ -136,9 +132,7 @@ def _timed(
 
 
 def _longer_by_muon(clock: "_Clock", timed: list[dict[str, Any]], most_s: float) -> float | None:
-    """Seconds that an update by Muon takes beyond the one that was timed; None where Muon cannot
-    train the model, or three such steps take more than `most_s`.
-    """
+    """Seconds that an update by Muon takes longer; None without time, or where it cannot."""
     if (_UNTIMED_STEPS + 1) * timed[-1]["end"] > most_s:
         return None
     try:

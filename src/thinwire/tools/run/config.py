@@ -73,9 +73,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class ConvolutionSize:
-    """Size of the convolutional net: channels of its first layer; others have twice and four times
-    as many.
-    """
+    """Channels of the first layer of the convolutional net; others have 2 and 4 times as many."""
 
     width: int
     kind: Literal["convolution"] = "convolution"

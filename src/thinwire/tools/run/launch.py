@@ -39,9 +39,7 @@ def release(folder: Path) -> None:
 
 @final
 class Events:
-    """Where a rank tells what happens: `put` takes each event, and `release` of the folder lets
-    training begin; it may at once without.
-    """
+    """Where a rank tells what happens: to `put`; `release` of a folder lets training begin."""
 
     def __init__(self, put: Callable[[dict[str, Any]], object], folder: Path | None = None) -> None:
         self._put, self._folder, self._last_s = put, folder, 0.0
@@ -192,11 +190,7 @@ def run_workers(
     """Run one job and yield rank 0's events as they come; the last one is the result.
 
     The workers end with the generator, and with the thread that runs it: the kernel kills them when
-    it is gone.
-
-    Raises:
-        TaskRefused: The job's task is the user's, and a worker refuses it.
-        WorkerError: With the first failing worker's error.
+    it is gone. A `TaskRefused` where they refuse the user's task, else a `WorkerError`.
     """
     work.mkdir(parents=True, exist_ok=True)
     path = work / "job.json"
@@ -322,9 +316,7 @@ def _log_tail(work: Path) -> str:
 
 @contextlib.contextmanager
 def joined(said: Mapping[str, Any], timeout_s: float) -> Iterator[None]:
-    """Belong to the process group of all ranks; a ValueError on all where they were told different
-    things.
-    """
+    """Belong to the group of all ranks; a ValueError where they were told different things."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))

@@ -121,9 +121,7 @@ def _everyones(own: Any) -> list[Any]:
 
 
 def _rate_of(nbytes: int, taken_s: float, latency_s: float) -> float:
-    """Bytes in a second once they flow: a receiver says that it is ready, and the first arrives,
-    each a latency later.
-    """
+    """Bytes in a second once they flow: "ready" and the first one take a latency each."""
     return nbytes / max(taken_s - 2 * latency_s, taken_s / 8)
 
 
@@ -151,9 +149,7 @@ class _Line:
         self.not_measured: list[str] = []
 
     def pairs(self) -> list[dict[str, Any]]:
-        """Latency and rate to every rank of a larger number, both directions at once; no rank is
-        in two pairs at a time.
-        """
+        """Latency and rate to each rank of a larger number; no rank is in two pairs at a time."""
         found = []
         rounds = list(_tournament(self.size))
         share_s = _PAIRS_S / max(1, len(rounds))

@@ -95,9 +95,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def called(model: nn.Module, inputs: Any) -> Any:
-    """What the model makes of a batch: a tuple is its arguments, a mapping its keyword
-    arguments.
-    """
+    """What the model makes of a batch; a tuple is its arguments, a mapping its keywords."""
     if isinstance(inputs, tuple):
         return model(*inputs)
     return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
@@ -180,10 +178,7 @@ class OwnTask:
         return len(firsts) > 1 and len(set(firsts)) == 1
 
     def _tried(self) -> None:
-        """The model, the loss and the optimizer, on the first batch.
-
-        On a copy, with random numbers put back: a forward pass changes buffers and draws.
-        """
+        """The first batch on a copy, random numbers put back: passes draw and change buffers."""
         inputs, targets = self.first
         model = copy.deepcopy(self.model)
         with torch.random.fork_rng(devices=[]):

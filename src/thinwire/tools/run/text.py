@@ -48,19 +48,12 @@ def read_standard_library() -> Corpus:
         for path in root.rglob("*.py")
         if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts)
     ]
-    version = f"{sysconfig.get_python_version()}"
-    return _corpus(
-        root,
-        files,
-        f"source files of the Python {version} standard library",
-        advice="name a folder",
-    )
+    source = f"source files of the Python {sysconfig.get_python_version()} standard library"
+    return _corpus(root, files, source, advice="name a folder")
 
 
 def read_folder(folder: Path) -> Corpus:
-    """Every text file below a folder: valid UTF-8 without NUL; hidden files and folders are left
-    out.
-    """
+    """Every visible text file below a folder: valid UTF-8 without NUL."""
     if not folder.is_dir():
         raise ValueError(f"text={str(folder)!r} is not a folder; name a folder with text files")
     visible = [
@@ -69,12 +62,8 @@ def read_folder(folder: Path) -> Corpus:
         if path.is_file()
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     ]
-    return _corpus(
-        folder,
-        visible,
-        f"text files of {folder.name or folder}",
-        advice="name a folder with more text",
-    )
+    source = f"text files of {folder.name or folder}"
+    return _corpus(folder, visible, source, advice="name a folder with more text")
 
 
 def _corpus(root: Path, files: list[Path], source: str, advice: str) -> Corpus:

@@ -79,9 +79,7 @@ class Setup:
 def build_trainer(
     trainer: str, options: Mapping[str, Any], model: nn.Module, setup: Setup
 ) -> "Trainer":
-    """Import a trainer, given as "module:Class", and wrap the model; on every rank at the same
-    time.
-    """
+    """Import a trainer, "module:Class", and wrap the model; on all ranks at once."""
     built: Trainer = imported(trainer)(model, setup, **options)
     return built
 

@@ -26,9 +26,7 @@ _CONTROLS_PER_EVALUATION, _MOST_STEPS_BETWEEN_CONTROLS = 4, 50
 
 
 def rate_factor(progress: float) -> float:
-    """Share of the peak learning rate at `progress` in [0, 1]: linear warm-up over a tenth, then
-    cosine to a tenth.
-    """
+    """Share of the peak rate: linear warm-up over a tenth, then cosine to a tenth."""
     if progress < _WARM_UP_SHARE:
         return max(progress, 0.01) / _WARM_UP_SHARE
     x = min(1.0, (progress - _WARM_UP_SHARE) / (1 - _WARM_UP_SHARE))
@@ -109,9 +107,7 @@ _MOST: dict[str, float] = {
 
 
 def shortened(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The same methods at intervals of a few steps: what is done does not change, only how soon it
-    is done first.
-    """
+    """The same methods at intervals of a few steps: only how soon things are done changes."""
     return {key: _short(key, value) for key, value in options.items()}
 
 
@@ -152,9 +148,7 @@ def rehearse(config: RunConfig, work: Work) -> None:
 
 @final
 class Check:
-    """Rehearse one strategy after the other on all ranks, before the first one trains: a job of the
-    workers.
-    """
+    """Rehearse one strategy after the other, before the first one trains: a job."""
 
     def __init__(self, config: Mapping[str, Any], events: Events) -> None:
         self.runs = [RunConfig.from_dict(run) for run in config["runs"]]
@@ -193,9 +187,7 @@ class BareStep:
         self.seconds: list[float] = []
 
     def measure(self, steps: int) -> None:
-        """Take `steps` steps on every rank at once, since the ranks share the cores during
-        training too.
-        """
+        """Take steps on every rank at once: ranks share the cores during training too."""
         dist.barrier()
         with untouched(self.work.model):
             for _ in range(steps):
@@ -210,9 +202,7 @@ _FEWEST_STEADY_STEPS = 5
 
 @final
 class TrainingRun:
-    """One training with its measurements; clock and kernel's counters stand still while it
-    evaluates.
-    """
+    """One training, measured; clock and counters stand still while it evaluates."""
 
     def __init__(self, config: Mapping[str, Any], events: Events) -> None:
         self.config, self.events = RunConfig.from_dict(config), events
@@ -284,9 +274,7 @@ class TrainingRun:
         return [rate] * len(groups)
 
     def _wait_for_the_link(self) -> None:
-        """Preparation is over on all ranks; the command puts the limits of the link in force and
-        then says so.
-        """
+        """All ranks are prepared; the command puts the limits of the link in force."""
         dist.barrier()
         self.events.write("prepared")
         self.events.wait_for_release()
@@ -326,9 +314,7 @@ class TrainingRun:
         self._count_kernel_bytes()
 
     def _kernel_bytes(self) -> tuple[int, int]:
-        """Bytes (sent, received) by the interface of this rank's network namespace, if it has
-        one.
-        """
+        """Bytes (sent, received) by the interface of this rank, if it has one of its own."""
         return interface_bytes(self.config.interface) if self.config.interface else (0, 0)
 
     def _count_kernel_bytes(self) -> None:
@@ -403,9 +389,7 @@ class TrainingRun:
 
 
 def _round_means(step_s: Sequence[float], round_steps: int) -> list[float]:
-    """Mean seconds of a step in every whole round, in which each cost occurs once; of all where
-    there is none.
-    """
+    """Mean seconds of a step in every whole round; of all where there is none."""
     rounds = len(step_s) // round_steps
     if rounds == 0:
         return [fmean(step_s)]

@@ -14,9 +14,7 @@ Ranks = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Edges:
-    """What lies between each member of a ring and the next one: the pairs of ranks that there are,
-    each as a network of two, and which of them, by group and member.
-    """
+    """Between each member of a ring and the next: the kinds of pairs, and which is where."""
 
     kinds: tuple[Network, ...]
     which: NDArray[np.int64]
@@ -115,9 +113,7 @@ def homes(ranks: int, up_bit_s: float, latency_s: float, *, down: float = 5.0) -
 def sites(
     ranks: int, count: int, *, bit_s: float, near_s: float, site_bit_s: float, far_s: float
 ) -> Lines:
-    """Consecutive ranks at `count` sites, or at one each where they are fewer; each site shares a
-    line to the others.
-    """
+    """Consecutive ranks at `count` sites at most; each shares a line to the others."""
     if count < 1:
         raise ValueError(f"count is {count}; there must be at least 1 site")
     count = min(count, ranks)
