@@ -158,7 +158,7 @@ _NAMES = {
     "thinwire.tools.planning.command": "plan_page=render",
     "thinwire.tools.planning.work": "Probe matrices work_Work=Work",
     "thinwire.tools.report.page": "Axis PALETTE bytes_text loss_text sample",
-    "thinwire.tools.report.progress": "Display",
+    "thinwire.tools.report.progress": "Bar Display",
     "thinwire.tools.run": "run_command=command worker",
     "thinwire.tools.run.training": "BareStep ByClock BySteps rate_factor rehearse shortened",
     "thinwire.tools.run.built_in": "ByteTransformer ConvolutionalNet seed_of",

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.api import (
+    Bar,
     Corpus,
     Display,
     Failure,
@@ -450,10 +451,9 @@ def test_a_silent_worker_is_not_waited_for_for_ever(
             stopped.append(workers_below(os.getpid())[-1])
             os.kill(stopped[0], signal.SIGSTOP)
 
-    display = Display()
-    monkeypatch.setattr(display, "update", stop_one)
+    monkeypatch.setattr(Bar, "update", stop_one)
     with pytest.raises(WorkerError, match=r"worker \d failed: .*\n?.*Timed out"):
-        compare(settings(tmp_path, link="loopback", steps=100_000), display)
+        compare(settings(tmp_path, link="loopback", steps=100_000), Display())
     until(lambda: not alive(stopped[0]))
 
 

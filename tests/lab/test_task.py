@@ -448,7 +448,7 @@ PENALTY = (
 def prepared(rank: int, size: int, word: str) -> list[bool]:
     settled = config(task=word)
     work = work_of(settled)
-    BareStep(Setup.of(settled, work, 1), work).measure(2)
+    BareStep(Setup.of(settled, work), work).measure(2)
     rehearse(settled, work)
     return [p.grad is None and p.requires_grad for p in work.model.parameters()]
 
