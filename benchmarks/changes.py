@@ -22,8 +22,8 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire.compress.figures import decay_of
 from thinwire.compress.protocol import ERRORS, ChangeCompression, Context
-from thinwire.tools.run.model import ByteTransformer
-from thinwire.tools.run.size import parse_size
+from thinwire.tools.run.built_in import ByteTransformer
+from thinwire.tools.run.config import parse_size
 from thinwire.tools.run.text import read_standard_library
 
 CONTENDERS: dict[str, ChangeCompression | None] = {

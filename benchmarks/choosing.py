@@ -18,9 +18,9 @@ from benchmarks import lag
 from benchmarks.common import json_lines
 from benchmarks.evidence import LINKS, NAMES, RESULTS, STEPS, as_it_is
 from benchmarks.plan_check import LINES, SIZE
-from thinwire.tools.compare.results import seconds_to_loss
+from thinwire.tools.compare.record import first_reached
 from thinwire.tools.compare.strategies import STRATEGIES
-from thinwire.tools.report.measures import bytes_text
+from thinwire.tools.report.page import bytes_text
 
 ROOT = Path(__file__).parent.parent
 PAGES = tuple(ROOT / name for name in ("README.md", "docs/choosing.md", "docs/notes/dgc.md"))
@@ -56,10 +56,7 @@ class Row:
 
     def steps_to(self, loss: float) -> float | None:
         """Mean over the seeds; None where one of them never has this loss."""
-        found = [
-            seconds_to_loss([{"step": step, "loss": at} for step, at in curve], loss, "step")
-            for curve in self.curves
-        ]
+        found = [first_reached(curve, loss) for curve in self.curves]
         return None if None in found else fmean(step for step in found if step is not None)
 
 
@@ -191,8 +188,7 @@ def _until(line: Mapping[str, Any], measure: str, dense: Mapping[str, Any] | Non
     if dense is None:
         return None
     losses = [loss for _, loss in line["losses"]]
-    points = [{"loss": loss, measure: at} for loss, at in zip(losses, line[measure], strict=True)]
-    return seconds_to_loss(points, dense["loss"], measure)
+    return first_reached(zip(line[measure], losses, strict=True), dense["loss"])
 
 
 def settings(lines: Iterable[Mapping[str, Any]], place: Place) -> list[str]:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from thinwire.tools.compare.results import common_loss, seconds_to_loss
-from thinwire.tools.report.measures import bytes_text
+from thinwire.tools.compare.record import Point, common_loss, first_reached
+from thinwire.tools.report.page import bytes_text
 
 RESULTS = Path(__file__).parent / "results"
 SINGLE_STEPS = ("step_ms", "bare_step_ms")
@@ -51,13 +51,16 @@ def joined(parts: Sequence[Any]) -> Any:
         run["strategy"] for run in first["strategies"]
     }:
         first["failed"] = None
-    first["common_loss"] = common_loss(first["strategies"])
-    for run in first["strategies"]:
+    curves = [[Point(**point) for point in run["evaluations"]] for run in first["strategies"]]
+    first["common_loss"] = common_loss(curves)
+    for run, curve in zip(first["strategies"], curves, strict=True):
         for kind in ("dense", "common"):
             loss = first[f"{kind}_loss"]
-            run[f"seconds_to_{kind}_loss"] = seconds_to_loss(run["evaluations"], loss)
-            run[f"bytes_to_{kind}_loss"] = seconds_to_loss(
-                run["evaluations"], loss, "library_bytes"
+            run[f"seconds_to_{kind}_loss"] = first_reached(
+                ((point.seconds, point.loss) for point in curve), loss
+            )
+            run[f"bytes_to_{kind}_loss"] = first_reached(
+                ((point.library_bytes, point.loss) for point in curve), loss
             )
     return first
 

@@ -30,12 +30,9 @@ from typing import Any
 
 from benchmarks.common import AnyCell, Results
 from thinwire.tools.compare.strategies import STRATEGIES
-from thinwire.tools.network.link import Link
-from thinwire.tools.network.netns import network
-from thinwire.tools.run.config import Job, Recipe, RunConfig
-from thinwire.tools.run.events import release
-from thinwire.tools.run.launch import WorkerError, run_workers
-from thinwire.tools.run.size import parse_size
+from thinwire.tools.network.netns import Link, network
+from thinwire.tools.run.config import Job, Recipe, RunConfig, parse_size
+from thinwire.tools.run.launch import WorkerError, release, run_workers
 from thinwire.tools.run.text import read_standard_library
 
 RESULTS = Path(__file__).parent / "results" / "evidence.jsonl"
@@ -172,7 +169,7 @@ def _trained(cell: Cell) -> dict[str, Any]:
         config = configured(cell, work, None if emulated is None else emulated.interface)
         job = Job(
             task="thinwire.tools.run.training:TrainingRun",
-            config=config.to_dict(),
+            config=asdict(config),
             timeout_s=_TIMEOUT_S,
         )
         result: dict[str, Any] = {}

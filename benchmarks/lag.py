@@ -29,9 +29,9 @@ from torch import Tensor
 from benchmarks import evidence
 from benchmarks.common import Results
 from benchmarks.evidence import SEEDS, TUNING_SEED, as_it_is, configured, tuned
-from thinwire.tools.run.budget import BySteps, rate_factor
 from thinwire.tools.run.built_in import NextByte
-from thinwire.tools.run.size import ModelSize
+from thinwire.tools.run.config import ModelSize
+from thinwire.tools.run.training import BySteps, rate_factor
 
 RESULTS = Path(__file__).parent / "results" / "lag.jsonl"
 RATES = (0.8, 1.6)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.tools.run.events import Events
+from thinwire.tools.run.launch import Events
 
 UPDATES, AVERAGINGS, INTERVAL = 20, 2, 2
 

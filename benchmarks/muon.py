@@ -29,8 +29,8 @@ import thinwire as tw
 from benchmarks.common import parser_for, save, surroundings
 from thinwire.core import muon
 from thinwire.core.muon import MuonRule, newton_schulz
-from thinwire.tools.run.model import ByteTransformer
-from thinwire.tools.run.size import parse_size
+from thinwire.tools.run.built_in import ByteTransformer
+from thinwire.tools.run.config import parse_size
 
 RULE = MuonRule(
     weight_decay=0.0,

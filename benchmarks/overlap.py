@@ -21,8 +21,7 @@ from typing import Any
 
 from benchmarks.common import parser_for, save, surroundings
 from benchmarks.overlap_run import WITHOUT
-from thinwire.tools.network.link import Link
-from thinwire.tools.network.netns import network, why_unavailable
+from thinwire.tools.network.netns import Link, network, why_unavailable
 from thinwire.tools.run.config import Job
 from thinwire.tools.run.launch import run_workers
 

@@ -18,7 +18,7 @@ import thinwire as tw
 from thinwire.comm import Group
 from thinwire.exchange.overlap import Overlap
 from thinwire.optim import DGCMomentum
-from thinwire.tools.run.events import Events
+from thinwire.tools.run.launch import Events
 
 __all__ = ["DEFAULT_MB", "WITHOUT", "Turns", "build_model"]
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.choosing import evidence
 from benchmarks.evidence import RESULTS, STEPS
-from thinwire.tools.compare.results import seconds_to_loss
+from thinwire.tools.compare.record import first_reached
 from thinwire.tools.compare.strategies import STRATEGIES
 from thinwire.tools.planning.grid import LEFT_OUT
 
@@ -132,7 +132,7 @@ def _share(own: Curve, dense: Curve) -> float:
 
 
 def _steps_to(curve: Curve, loss: float) -> float | None:
-    return seconds_to_loss([{"step": step, "loss": at} for step, at in curve], loss, "step")
+    return first_reached(curve, loss)
 
 
 def _settings(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,14 +11,14 @@ matplotlib.
 import json
 import time
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import parser_for, save, surroundings
-from thinwire.tools.planning.work import matrices, numel_of
+from thinwire.tools.planning.work import matrices
 from thinwire.tools.simulation.lines import Lines, homes, sites, switch
-from thinwire.tools.simulation.methods import Entries, Method, Whole
-from thinwire.tools.simulation.run import simulate
+from thinwire.tools.simulation.run import Entries, Method, Whole, simulate
 
 PARAMS, STEP_S, K_STEPS = 124_000_000, 0.35, 32
 SITES, NODE_SIZE = 100, 10
@@ -61,7 +61,7 @@ def methods(numels: tuple[int, ...]) -> dict[str, Method]:
 
 
 def measure(sizes: tuple[int, ...]) -> dict[str, Any]:
-    numels = tuple(map(numel_of, matrices(PARAMS)))
+    numels = tuple(map(prod, matrices(PARAMS)))
     rows = []
     for network, (_, lines_of) in NETWORKS.items():
         for ranks in sizes:

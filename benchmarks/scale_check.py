@@ -28,12 +28,9 @@ import torch.distributed as dist
 import thinwire as tw
 from benchmarks.common import parser_for, save, surroundings
 from thinwire.tools.network.enter import enter_network
-from thinwire.tools.network.link import Link
-from thinwire.tools.network.namespaces import inside, tbf_settings
-from thinwire.tools.network.netns import Network, network
+from thinwire.tools.network.netns import Link, Network, inside, network, tbf_settings
 from thinwire.tools.simulation.lines import switch
-from thinwire.tools.simulation.methods import Entries, Method, Whole
-from thinwire.tools.simulation.run import simulate
+from thinwire.tools.simulation.run import Entries, Method, Whole, simulate
 
 SHAPES = ((250, 1000),) * 4
 NUMELS = (250_000,) * 4

@@ -22,14 +22,8 @@ from thinwire.compress.protocol import together
 from thinwire.core.feedback import Proposal
 from thinwire.exchange.round import Round
 from thinwire.layout.message import Layout, Slot, count_sent
-from thinwire.layout.traffic import (
-    GATHER,
-    SPLIT,
-    Traffic,
-    between_sources,
-    busiest,
-    chosen_split,
-)
+from thinwire.layout.shares import split_plan
+from thinwire.layout.traffic import GATHER, SPLIT, Messages, chosen_split, messages
 
 TENSORS = 160
 NODE_SIZE = 8
@@ -99,13 +93,11 @@ def measured(ranks: int, layout: Layout) -> list[dict[str, Any]]:
 def row(ranks: int, way: tuple[str, int], layout: Layout, found: list[Any]) -> dict[str, Any]:
     exchange, node_size = way
     sources = ranks // node_size
-    counted = [between_sources(layout, sources, exchange, source) for source in range(sources)]
+    counted = messages(layout, exchange, sources)
     leaders = found[::node_size]
     for source, (sent, received) in enumerate(leaders):
-        assert (sent, received) == (counted[source].bytes_sent, counted[source].bytes_received), (
-            way,
-            source,
-        )
+        as_counted = counted.sent(source), counted.received(source, sources)
+        assert (sent, received) == as_counted, (way, source)
     assert all(answer is None for rank, answer in enumerate(found) if rank % node_size)
     most = max(sent + received for sent, received in leaders)
     return {
@@ -121,20 +113,38 @@ def _auto(layout: Layout, sources: int) -> str:
     return GATHER if chosen_split("auto", layout, sources) is None else SPLIT
 
 
+def busiest(layout: Layout, sources: int, exchange: str) -> dict[str, int]:
+    """Entries, each room for one, and bytes that the source which moves most sends and receives."""
+    each = messages(layout, exchange, sources)
+    owner = each.to_owners.index(max(each.to_owners)) if each.to_owners else 0
+    if each.to_owners:
+        plan = split_plan(layout, sources)
+        first, second = ([_entries(part) for part in parts] for parts in (plan.first, plan.second))
+        entries = Messages(tuple(first), second[owner])
+        received = (sources - 1) * first[owner] + sum(second) - second[owner]
+    else:
+        entries = Messages((), _entries(layout))
+        received = entries.received(owner, sources)
+    return {
+        "entries": entries.sent(owner) + received,
+        "bytes": each.sent(owner) + each.received(owner, sources),
+    }
+
+
+def _entries(layout: Layout) -> int:
+    return sum(slot.k for slot in layout.slots)
+
+
 def counted(ranks: int, layout: Layout) -> dict[str, Any]:
-    ways: dict[str, Traffic] = {way: busiest(layout, ranks, way) for way in (GATHER, SPLIT)}
     nodes = ranks // NODE_SIZE
     between = _auto(layout, nodes) if nodes > 1 else None
     return {
         "sources": ranks,
-        **{
-            way: {"entries": traffic.entries, "bytes": traffic.bytes}
-            for way, traffic in ways.items()
-        },
+        **{way: busiest(layout, ranks, way) for way in (GATHER, SPLIT)},
         "auto": _auto(layout, ranks),
         "nodes": None
         if between is None
-        else {"auto": between, "bytes": busiest(layout, nodes, between).bytes},
+        else {"auto": between, "bytes": busiest(layout, nodes, between)["bytes"]},
     }
 
 
@@ -145,7 +155,7 @@ def measure(numel: int, density: float, ranks: tuple[int, ...]) -> dict[str, obj
         "tensors": TENSORS,
         "density": density,
         "node_size": NODE_SIZE,
-        "k": sum(slot.k for slot in layout.slots),
+        "k": _entries(layout),
         "message_bytes": layout.nbytes,
         **surroundings(1),
         "measured": [row for size in ranks for row in measured(size, layout)],

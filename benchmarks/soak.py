@@ -35,9 +35,7 @@ from benchmarks.soak_replay import Trace, compiled, replay, undisturbed
 from thinwire.members.board import Board
 from thinwire.members.meeting import connect
 from thinwire.tools.network import enter
-from thinwire.tools.network.link import Link
-from thinwire.tools.network.namespaces import inside
-from thinwire.tools.network.netns import Network, network, why_unavailable
+from thinwire.tools.network.netns import Link, Network, inside, network, why_unavailable
 
 __all__ = ["Process", "Soak", "generations_of", "soak"]
 

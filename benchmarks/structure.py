@@ -27,7 +27,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.compress import protocol
-from thinwire.tools.run.ranks import free_port
+from thinwire.tools.run.launch import free_port
 
 SOURCE = Path(tw.__file__).parent
 TESTS = SOURCE.parents[1] / "tests"

@@ -17,7 +17,7 @@ from typing import Any
 from thinwire.tools.compare.compare import compare
 from thinwire.tools.compare.settings import Settings
 from thinwire.tools.compare.strategies import STRATEGIES
-from thinwire.tools.report.progress import Silent
+from thinwire.tools.report.progress import Display
 
 SEED = 1  # the reported runs take another
 EVALUATIONS = 4
@@ -138,10 +138,9 @@ def measure(run: Run, folder: Path) -> dict[str, Any]:
     }
     settings = Settings.check(**typed, **rest, strategies=[run.strategy], steps=run.steps)
     varied = (replace(recipe, options=options),)
-    (one,) = compare(replace(settings, strategies=varied, evaluations=EVALUATIONS), Silent())[
-        "strategies"
-    ]
-    losses = {str(point["step"]): round(point["loss"], 4) for point in one["evaluations"]}
+    measured = compare(replace(settings, strategies=varied, evaluations=EVALUATIONS), Display())
+    (one,) = measured.strategies
+    losses = {str(point.step): round(point.loss, 4) for point in one.evaluations}
     kept = {
         "strategy": run.strategy,
         "size": run.size,
@@ -150,7 +149,7 @@ def measure(run: Run, folder: Path) -> dict[str, Any]:
         "options": dict(options),
         "losses": losses,
     }
-    return {**kept, "library_bytes_per_step": one["library_bytes_per_step"]}
+    return {**kept, "library_bytes_per_step": one.library_bytes_per_step}
 
 
 if __name__ == "__main__":

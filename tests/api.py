@@ -84,7 +84,7 @@ _NAMES = {
     "thinwire.layout.owners": "dealt",
     "thinwire.layout.shares": "split_plan whole_split",
     "thinwire.layout.traffic": (
-        "GATHER begin_step between_sources busiest chosen_split first_split travels_sealed"
+        "GATHER begin_step chosen_split first_split messages travels_sealed"
     ),
     "thinwire.local": "updates work",
     "thinwire.local.averager": "Averager",
@@ -123,60 +123,61 @@ _NAMES = {
     "thinwire.strategy.replace": "adopt",
     "thinwire.strategy.rules": "FIELDS RULES page rule_of rules_among",
     "thinwire.tools.app": "app",
-    "thinwire.tools.compare": "comparison=compare strategies",
-    "thinwire.tools.compare.command": "print_table",
+    "thinwire.tools.compare": "comparison=compare",
     "thinwire.tools.compare.compare": "compare",
-    "thinwire.tools.compare.results": "KEYS Ledger common_loss seconds_to_loss write_json",
+    "thinwire.tools.compare.page": (
+        "BEST page_render=render to_use write_best write_json write_report"
+    ),
+    "thinwire.tools.compare.record": (
+        "Asked Failure Interruption KEYS Point Results Run common_loss first_reached"
+    ),
+    "thinwire.tools.compare.results": "Ledger",
     "thinwire.tools.compare.settings": "Settings",
-    "thinwire.tools.compare.strategies": "STRATEGIES choose register",
+    "thinwire.tools.compare.strategies": "STRATEGIES choose",
+    "thinwire.tools.compare.tables": "Column print_table tables",
+    "thinwire.tools.compare.verdict": "Verdict verdict",
     "thinwire.tools.doctor": "doctor_ranks=ranks",
-    "thinwire.tools.doctor.alone": "elsewhere machine_findings",
-    "thinwire.tools.doctor.findings": "Finding as_text document note ok wrong",
-    "thinwire.tools.doctor.interfaces": "Interface is_loopback source_towards",
-    "thinwire.tools.doctor.listening": "listening program_of",
+    "thinwire.tools.doctor.alone": (
+        "Finding as_text document elsewhere machine_findings meeting_point note ok wrong"
+    ),
+    "thinwire.tools.doctor.interfaces": "Interface is_loopback listening program_of source_towards",
     "thinwire.tools.doctor.machine": "Machine",
-    "thinwire.tools.doctor.meeting": "meeting_point",
     "thinwire.tools.doctor.pairs": "Answering Reach TOKEN_BYTES reach reach_all",
     "thinwire.tools.doctor.ranks": "store_Board=Board",
     "thinwire.tools.doctor.together": "Seen Together findings_together named",
     "thinwire.tools.network": "enter netns",
     "thinwire.tools.network.enter": "enter_network",
-    "thinwire.tools.network.link": "Link parse_latency parse_rate",
-    "thinwire.tools.network.namespaces": "inside tbf_settings",
-    "thinwire.tools.network.netns": "netns_Network=Network network why_unavailable",
+    "thinwire.tools.network.netns": (
+        "Link inside netns_Network=Network network parse_latency parse_rate tbf_settings "
+        "why_unavailable"
+    ),
     "thinwire.tools.planning": "command",
     "thinwire.tools.planning.grid": "Candidate LEFT_OUT candidates",
     "thinwire.tools.planning.methods": "MOST_PARAMS cost_by_number cost_of grown",
     "thinwire.tools.planning.network": "FRAMES crowding network_Network=Network reduce_pairs",
-    "thinwire.tools.planning.page": "plan_page=render",
-    "thinwire.tools.planning.probed": "Probe",
-    "thinwire.tools.planning.work": "matrices numel_of work_Work=Work",
-    "thinwire.tools.report.measures": "Column bytes_text loss_text tables",
-    "thinwire.tools.report.page": "page_render=render write_report",
-    "thinwire.tools.report.plots": "Axis PALETTE sample",
-    "thinwire.tools.report.progress": "Silent",
-    "thinwire.tools.report.verdict": "Verdict verdict",
-    "thinwire.tools.report.winner": "BEST document_of to_use write_best",
+    "thinwire.tools.planning.command": "plan_page=render",
+    "thinwire.tools.planning.work": "Probe matrices work_Work=Work",
+    "thinwire.tools.report.page": "Axis PALETTE bytes_text loss_text sample",
+    "thinwire.tools.report.progress": "Bar Display",
     "thinwire.tools.run": "run_command=command worker",
-    "thinwire.tools.run.budget": "ByClock BySteps rate_factor",
-    "thinwire.tools.run.built_in": "seed_of",
-    "thinwire.tools.run.config": "Job Recipe RunConfig",
-    "thinwire.tools.run.events": "EventLog EventReader release",
-    "thinwire.tools.run.launch": "TaskRefused WorkerError explain failure_of run_workers",
-    "thinwire.tools.run.model": "ByteTransformer ConvolutionalNet",
+    "thinwire.tools.run.training": "BareStep ByClock BySteps rate_factor rehearse shortened",
+    "thinwire.tools.run.built_in": "ByteTransformer ConvolutionalNet seed_of",
+    "thinwire.tools.run.config": (
+        "ConvolutionSize Job ModelSize Recipe RunConfig parse_size size_of"
+    ),
+    "thinwire.tools.run.launch": (
+        "Events EventReader TaskRefused WorkerError explain failure_of free_port "
+        "release run_workers"
+    ),
     "thinwire.tools.run.probe": "idle_restarts probe",
-    "thinwire.tools.run.ranks": "free_port",
-    "thinwire.tools.run.rehearsal": "rehearse shortened",
-    "thinwire.tools.run.script": "Prefixed",
-    "thinwire.tools.run.size": "ConvolutionSize ModelSize parse_size size_of",
+    "thinwire.tools.run.command": "Prefixed",
     "thinwire.tools.run.task": "TaskError called work_of",
     "thinwire.tools.run.text": "Corpus read_digits read_folder read_standard_library",
-    "thinwire.tools.run.trainers": "DDPTrainer Local Prepared Setup build_trainer",
-    "thinwire.tools.run.training": "BareStep",
-    "thinwire.tools.simulation.collectives": "Broadcast Deal Gather Jitter Reduce finished",
-    "thinwire.tools.simulation.lines": "Lines homes sites switch",
-    "thinwire.tools.simulation.methods": "Entries Method Whole dense_sum",
-    "thinwire.tools.simulation.run": "Trouble simulate",
+    "thinwire.tools.run.trainers": "DDPTrainer Prepared Setup build_trainer",
+    "thinwire.tools.simulation.lines": (
+        "Broadcast Deal Gather Jitter Lines Reduce finished homes sites switch"
+    ),
+    "thinwire.tools.simulation.run": "Entries Method Trouble Whole dense_sum simulate",
     "thinwire.wire": "device_message message",
     "thinwire.wire.message": "message_pack=pack message_unpack=unpack pack_nonfinite",
     "thinwire.wire.positions": "decode_positions encode_positions",

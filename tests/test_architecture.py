@@ -58,12 +58,11 @@ MAY_IMPORT = {
 TOOLS = {
     # commands and what they share
     "app": set(),
-    "options": set(),
     "network": set(),
-    "run": {"app", "options", "network"},
+    "run": {"app", "network"},
     "report": {"run"},
-    "compare": {"app", "options", "network", "run", "report"},
-    "planning": {"app", "options", "network", "run", "report", "compare"},
+    "compare": {"app", "network", "run", "report"},
+    "planning": {"app", "network", "run", "report", "compare"},
     # steps of many ranks, on the network of the plan
     "simulation": {"planning"},
     # looks at what is between machines before anything of the library is made

@@ -2,6 +2,7 @@
 
 import json
 import socket
+from dataclasses import asdict
 
 import pytest
 
@@ -106,7 +107,7 @@ def test_time_outs_in_the_environment_are_told() -> None:
 
 def test_a_machine_travels_as_json() -> None:
     machine = Machine.look()
-    assert Machine.of_row(json.loads(json.dumps(machine.as_row()))) == machine
+    assert Machine.of_row(json.loads(json.dumps(asdict(machine)))) == machine
     with pytest.raises(TypeError):
         Machine.of_row({"host": "vm"})
 

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 
 from tests.api import (
+    Bar,
     Corpus,
+    Display,
+    Failure,
     Job,
     Recipe,
     RunConfig,
     Settings,
-    Silent,
     WorkerError,
     choose,
     compare,
@@ -99,10 +101,10 @@ def test_the_command_trains_over_a_shaped_link_and_reports(tmp_path: Path) -> No
 @pytest.mark.parametrize("strategy", ["fp16", "powersgd"])
 @pytest.mark.usefixtures("pooled")
 def test_torchs_own_hooks_run_without_hanging(strategy: str, tmp_path: Path) -> None:
-    results = compare(settings(tmp_path, link="loopback", strategies=[strategy]), Silent())
-    run = results["strategies"][0]
-    assert run["final_loss"] < run["evaluations"][0]["loss"]
-    assert run["library_bytes_per_step"] <= 2 * run["parameters"]
+    results = compare(settings(tmp_path, link="loopback", strategies=[strategy]), Display())
+    run = results.strategies[0]
+    assert run.final_loss < run.evaluations[0].loss
+    assert run.library_bytes_per_step <= 2 * run.parameters
 
 
 @pytest.mark.usefixtures("pooled")
@@ -113,40 +115,40 @@ def test_without_permission_the_first_line_says_so(
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(netns, "new_namespace", refuse)
-    results = compare(settings(tmp_path, link="20mbit", steps=6), Silent())
-    assert "NOT emulated" in results["headline"]
-    assert "Operation not permitted" in results["headline"] or sys.platform != "linux"
-    run = results["strategies"][0]
-    on_the_wire_s = 8 * 4 * run["parameters"] * 6 / 20e6
-    assert run["seconds_on_asked_link"] == pytest.approx(run["seconds"] + on_the_wire_s)
-    assert run["kernel_sent_bytes_per_step"] is None
+    results = compare(settings(tmp_path, link="20mbit", steps=6), Display())
+    assert "NOT emulated" in results.headline
+    assert "Operation not permitted" in results.headline or sys.platform != "linux"
+    run = results.strategies[0]
+    on_the_wire_s = 8 * 4 * run.parameters * 6 / 20e6
+    assert run.seconds_on_asked_link == pytest.approx(run.seconds + on_the_wire_s)
+    assert run.kernel_sent_bytes_per_step is None
 
 
 @pytest.mark.usefixtures("pooled")
 def test_a_budget_of_seconds_is_used_up(tmp_path: Path) -> None:
-    results = compare(settings(tmp_path, link="loopback", steps=None, seconds=2.0), Silent())
-    run = results["strategies"][0]
-    assert run["seconds"] >= 2.0
-    assert run["steps"] == len(run["step_ms"])
+    results = compare(settings(tmp_path, link="loopback", steps=None, seconds=2.0), Display())
+    run = results.strategies[0]
+    assert run.seconds >= 2.0
+    assert run.steps == len(run.step_ms)
 
 
 @pytest.mark.usefixtures("pooled")
 def test_local_updates_are_evaluated_where_all_ranks_are_equal(tmp_path: Path) -> None:
     results = compare(
         settings(tmp_path, link="loopback", strategies=["sparse-local"], steps=None, seconds=3.0),
-        Silent(),
+        Display(),
     )
-    run = results["strategies"][0]
-    k_steps = run["settings"]["k_steps"]
-    assert run["settings"]["value_bits"] == 2
-    assert all(point["step"] % k_steps == 1 for point in run["evaluations"][1:-1])
-    assert run["final_loss"] < run["evaluations"][0]["loss"]
+    run = results.strategies[0]
+    k_steps = run.settings["k_steps"]
+    assert run.settings["value_bits"] == 2
+    assert all(point.step % k_steps == 1 for point in run.evaluations[1:-1])
+    assert run.final_loss < run.evaluations[0].loss
     averagings = (
-        2 + (run["steps"] - 2) // k_steps
+        2 + (run.steps - 2) // k_steps
     )  # after step 1, every k_steps-th from there, and the last one
     elsewhere = 2 * averagings * 24  # agreements
-    dense = 4 * run["parameters"]
-    sent = run["evaluations"][-1]["library_bytes"] - elsewhere
+    dense = 4 * run.parameters
+    sent = run.evaluations[-1].library_bytes - elsewhere
     assert dense / 100 < sent / averagings < dense / 10
 
 
@@ -158,17 +160,17 @@ def test_strategy_files_take_part(tmp_path: Path) -> None:
         "{k_steps: 2}\n"
     )
     results = compare(
-        settings(tmp_path / "out", link="loopback", strategies=[str(plan)], steps=30), Silent()
+        settings(tmp_path / "out", link="loopback", strategies=[str(plan)], steps=30), Display()
     )
-    run = results["strategies"][0]
-    assert run["strategy"] == "plan"
-    assert run["settings"]["localsgd"]["k_steps"] == 4
-    assert run["settings"]["lr"] > 0
-    assert "once for every rank" in run["library_bytes_counted_by"]
+    run = results.strategies[0]
+    assert run.strategy == "plan"
+    assert run.settings["localsgd"]["k_steps"] == 4
+    assert run.settings["lr"] > 0
+    assert "once for every rank" in run.library_bytes_counted_by
     # an averaging after the first update of two microsteps, then every fourth update
-    assert {point["step"] for point in run["evaluations"]} == {0, 2, 10, 18, 26, 30}
-    assert run["final_loss"] < run["evaluations"][0]["loss"]
-    assert 0 < run["library_bytes_per_step"] < 4 * run["parameters"] / 20
+    assert {point.step for point in run.evaluations} == {0, 2, 10, 18, 26, 30}
+    assert run.final_loss < run.evaluations[0].loss
+    assert 0 < run.library_bytes_per_step < 4 * run.parameters / 20
 
 
 def test_settings_are_chosen_on_other_text_than_is_reported_on(tmp_path: Path) -> None:
@@ -206,11 +208,11 @@ def test_what_was_measured_before_a_failure_is_kept(
 
     monkeypatch.setattr(comparison, "_run", first_fails)
     results = compare(
-        settings(tmp_path, link="loopback", strategies=["dgc", "dense"], steps=5), Silent()
+        settings(tmp_path, link="loopback", strategies=["dgc", "dense"], steps=5), Display()
     )
-    assert [run["strategy"] for run in results["strategies"]] == ["dense"]
-    assert results["failed"] == {"strategy": "dgc", "error": "worker 1 failed: it was a test"}
-    assert results["interrupted"] is None
+    assert [run.strategy for run in results.strategies] == ["dense"]
+    assert results.failed == Failure("dgc", "worker 1 failed: it was a test")
+    assert results.interrupted is None
 
 
 @pytest.mark.slow
@@ -232,10 +234,10 @@ def test_a_strategy_that_raises_diverges_or_dies_does_not_stop_the_others(
     ]
     asked = replace(settings(tmp_path, link="loopback", steps=12), strategies=(*bad, good))
     kept: list[dict[str, Any]] = []
-    results = compare(asked, Silent(), kept.append)
+    results = compare(asked, Display(), kept.append)
     assert kept == []  # nothing had finished before the last one
-    assert [run["strategy"] for run in results["strategies"]] == ["dense"]
-    why = {failure["strategy"]: failure["error"] for failure in results["failures"]}
+    assert [run.strategy for run in results.strategies] == ["dense"]
+    why = {failure.strategy: failure.error for failure in results.failures}
     assert why.keys() == set(BAD)
     assert "worker 1 failed: RuntimeError: of the tests" in why["Raises"]
     assert "the training diverged: held-out loss nan" in why["Diverges"]
@@ -265,19 +267,19 @@ def test_a_file_that_does_not_go_with_the_model_is_refused_before_anything_train
 def test_every_strategy_that_is_shipped_as_an_example_runs(tmp_path: Path) -> None:
     files = [str(path) for path in sorted(EXAMPLES.glob("*.yaml"))]
     assert len(files) >= 3
-    results = compare(settings(tmp_path, link="loopback", strategies=files, steps=8), Silent())
-    assert [run["strategy"] for run in results["strategies"]] == [Path(file).stem for file in files]
+    results = compare(settings(tmp_path, link="loopback", strategies=files, steps=8), Display())
+    assert [run.strategy for run in results.strategies] == [Path(file).stem for file in files]
 
 
 @pytest.mark.slow  # numba compiles every kernel of DGC
 def test_no_strategy_compiles_on_its_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
     results = compare(
-        settings(tmp_path / "out", link="loopback", strategies=["dgc"], steps=8), Silent()
+        settings(tmp_path / "out", link="loopback", strategies=["dgc"], steps=8), Display()
     )
-    run = results["strategies"][0]
-    assert run["preparation_seconds"] > run["seconds"]
-    assert max(run["step_ms"]) < 1000
+    run = results.strategies[0]
+    assert run.preparation_seconds > run.seconds
+    assert max(run.step_ms) < 1000
 
 
 @pytest.mark.slow
@@ -392,7 +394,7 @@ def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
         assert refused.stderr.count("\n") == 1
         assert "is in use by another comparison: wait for it, or name another" in refused.stderr
         assert (work / "mine").exists()
-    assert compare(settings(tmp_path, link="loopback", steps=4), Silent())["strategies"]
+    assert compare(settings(tmp_path, link="loopback", steps=4), Display()).strategies
 
 
 @pytest.mark.slow
@@ -449,10 +451,9 @@ def test_a_silent_worker_is_not_waited_for_for_ever(
             stopped.append(workers_below(os.getpid())[-1])
             os.kill(stopped[0], signal.SIGSTOP)
 
-    display = Silent()
-    monkeypatch.setattr(display, "update", stop_one)
+    monkeypatch.setattr(Bar, "update", stop_one)
     with pytest.raises(WorkerError, match=r"worker \d failed: .*\n?.*Timed out"):
-        compare(settings(tmp_path, link="loopback", steps=100_000), display)
+        compare(settings(tmp_path, link="loopback", steps=100_000), Display())
     until(lambda: not alive(stopped[0]))
 
 

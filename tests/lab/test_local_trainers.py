@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.api import STRATEGIES, Local, Prepared, Setup, build_trainer
+from tests.api import STRATEGIES, Prepared, Setup, build_trainer
 from tests.ranks import Pool
 
 LOCAL = ["localsgd", "adaptive-localsgd", "diloco", "sparse-local"]
@@ -23,8 +23,8 @@ def parameters(module: nn.Module) -> list[float]:
 
 def run(rank: int, size: int, name: str, steps: int) -> list[tuple[bool, list[float], float]]:
     recipe = STRATEGIES[name]
-    trainer = build_trainer(recipe.trainer, recipe.arguments, model(), Setup("sgd", ramp_steps=10))
-    assert isinstance(trainer, Local)
+    trainer = build_trainer(recipe.trainer, recipe.arguments(10), model(), Setup("sgd"))
+    assert isinstance(trainer, Prepared)
     for group in trainer.optimizer.param_groups:
         group["lr"] = 0.1
     random = torch.Generator().manual_seed(rank)
@@ -55,7 +55,7 @@ def test_agreed_is_where_all_ranks_are_equal_and_bytes_grow_there_alone(
 
 def settings_of(rank: int, size: int, name: str) -> tuple[dict[str, Any], int, int]:
     recipe = STRATEGIES[name]
-    trainer = build_trainer(recipe.trainer, recipe.arguments, model(), Setup("sgd", 10))
+    trainer = build_trainer(recipe.trainer, recipe.arguments(10), model(), Setup("sgd"))
     trainer.close()
     return dict(trainer.settings), trainer.round_steps, trainer.steady_from_step
 
@@ -73,7 +73,7 @@ def test_the_report_names_what_was_chosen(ranks: Pool) -> None:
 
 def agreed_with_delay(rank: int, size: int) -> list[tuple[bool, bool]]:
     local = {"k_steps": 8, "delay": 3, "compression": {"quantized": {"value_bits": 4}}}
-    setup = Setup("sgd", ramp_steps=10)
+    setup = Setup("sgd")
     trainer = Prepared(model(), setup, document={"localsgd": local})
     seen = []
     for step in range(40):

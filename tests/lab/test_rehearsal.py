@@ -68,8 +68,8 @@ def losses(
         rehearse(run, work)
         assert torch.equal(torch.get_rng_state(), random)
         assert all(p.grad is None for p in work.model.parameters())
-    setup = Setup(run.optimizer, 10)
-    trainer = build_trainer(run.recipe.trainer, run.recipe.arguments, work.model, setup)
+    setup = Setup(run.optimizer)
+    trainer = build_trainer(run.recipe.trainer, run.recipe.arguments(10), work.model, setup)
     text = torch.Generator().manual_seed(rank)
     found = []
     for _ in range(STEPS):

@@ -3,6 +3,7 @@ nothing else."""
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,17 @@ from tests.api import (
     Column,
     Corpus,
     DistributedStrategy,
+    Failure,
     Ledger,
     Link,
+    Results,
+    Run,
     Settings,
     bytes_text,
-    document_of,
+    first_reached,
     loss_text,
     print_table,
     sample,
-    seconds_to_loss,
     tables,
     write_best,
     write_json,
@@ -36,7 +39,7 @@ from tests.api import (
 from tests.api import page_render as render
 
 
-def run(strategy: str, losses: list[float], step_s: float, sent: float) -> dict[str, Any]:
+def run(strategy: str, losses: list[float], step_s: float, sent: float) -> Run:
     points = [
         {
             "step": 10 * i,
@@ -47,16 +50,14 @@ def run(strategy: str, losses: list[float], step_s: float, sent: float) -> dict[
         }
         for i, loss in enumerate(losses)
     ]
-    return {
+    told = {
         "strategy": strategy,
         "steps": points[-1]["step"],
         "seconds": points[-1]["seconds"],
         "parameters": 1000,
         "gradient_bytes": 4000.0,
         "evaluations": points,
-        "seed": 0,
         "alike": False,
-        "seeds": [{"seed": 0, "evaluations": points}],
         "steady_from_step": 2,
         "step_ms": [1e3 * step_s] * 3,
         "bare_step_ms": [250.0] * 3,
@@ -68,11 +69,12 @@ def run(strategy: str, losses: list[float], step_s: float, sent: float) -> dict[
         "preparation_seconds": 5.1,
         "settings": {"lr": 0.1, "sparsity": [0.75, 0.999]},
     }
+    return Run.of(0, told)
 
 
 def results(
     *, emulated: bool = True, failed: dict[str, str] | None = None, tune: bool = False
-) -> dict[str, Any]:
+) -> Results:
     typed: dict[str, Any] = {
         "link": "100mbit",
         "latency": "0ms",
@@ -91,7 +93,7 @@ def results(
     runs = [run("dense", [5.0, 4.0, 3.0], 1.0, 4000), run("dgc", [5.0, 4.5, 3.5], 0.3, 10)]
     if not emulated:
         for one in runs:
-            one["kernel_sent_bytes_per_step"] = None
+            one.kernel_sent_bytes_per_step = None
     ledger = Ledger(
         runs=runs,
         settings=settings,
@@ -99,7 +101,7 @@ def results(
         machine={"cores": 2},
         emulated=emulated,
         reason=None if emulated else "needs root",
-        failures=[failed] if failed else [],
+        failures=[Failure(**failed)] if failed else [],
         started_s=0.0,
         common={"ramp_steps": 20},
     )
@@ -108,35 +110,31 @@ def results(
 
 def test_derived_figures() -> None:
     measured = results()
-    dense, dgc = measured["strategies"]
-    assert measured["common_loss"] == 3.5
-    assert (dense["final_loss"], dgc["final_loss"]) == (3.0, 3.5)
-    assert dense["seconds_to_common_loss"] == pytest.approx(15.0)  # half-way between 10 s and 20 s
-    assert dgc["seconds_to_common_loss"] == pytest.approx(6.0)
-    assert dense["bytes_to_common_loss"] == pytest.approx(60_000)
-    assert measured["dense_loss"] == 3.0
-    assert (dense["seconds_to_dense_loss"], dense["bytes_to_dense_loss"]) == (20.0, 80_000)
-    assert dgc["seconds_to_dense_loss"] is dgc["bytes_to_dense_loss"] is None
-    assert dense["ratio_to_dense"] == 1.0  # 2 (W - 1) / W = 1 for two workers, four bytes each
-    assert dgc["ratio_to_dense"] == 400.0
-    assert dense["step_ratio_to_bare"] == 4.0
-    assert dense["exchange_share"] == 0.75
-    assert dgc["exchange_share"] == pytest.approx(1 - 0.25 / 0.3)
+    dense, dgc = measured.strategies
+    assert measured.common_loss == 3.5
+    assert (dense.final_loss, dgc.final_loss) == (3.0, 3.5)
+    assert dense.seconds_to_common_loss == pytest.approx(15.0)  # half-way between 10 s and 20 s
+    assert dgc.seconds_to_common_loss == pytest.approx(6.0)
+    assert dense.bytes_to_common_loss == pytest.approx(60_000)
+    assert measured.dense_loss == 3.0
+    assert (dense.seconds_to_dense_loss, dense.bytes_to_dense_loss) == (20.0, 80_000)
+    assert dgc.seconds_to_dense_loss is dgc.bytes_to_dense_loss is None
+    assert dense.ratio_to_dense == 1.0  # 2 (W - 1) / W = 1 for two workers, four bytes each
+    assert dgc.ratio_to_dense == 400.0
+    assert dense.step_ratio_to_bare == 4.0
+    assert dense.exchange_share == 0.75
+    assert dgc.exchange_share == pytest.approx(1 - 0.25 / 0.3)
 
 
 def test_a_loss_that_is_never_reached_has_no_time() -> None:
-    points = [
-        {"loss": 5.0, "seconds": 0.0},
-        {"loss": 4.0, "seconds": 1.0},
-        {"loss": 4.5, "seconds": 2.0},
-    ]
-    assert seconds_to_loss(points, 3.9) is None
-    assert seconds_to_loss(points, 4.25) == pytest.approx(0.75)
-    assert seconds_to_loss(points, 6.0) == 0.0
+    points = [(0.0, 5.0), (1.0, 4.0), (2.0, 4.5)]
+    assert first_reached(points, 3.9) is None
+    assert first_reached(points, 4.25) == pytest.approx(0.75)
+    assert first_reached(points, 6.0) == 0.0
 
 
 def test_every_key_is_described_and_every_description_has_its_key() -> None:
-    measured = results(emulated=False)
+    measured = results(emulated=False).to_dict()
     described = {re.sub(r".*\.|\[\]", "", key) for key in KEYS}
     for key in measured.keys() - {"thinwire", "started", "keys"}:
         assert key in described
@@ -158,11 +156,13 @@ def test_every_key_is_described_and_every_description_has_its_key() -> None:
 
 def test_json_comes_back_as_it_was(tmp_path: Path) -> None:
     write_json(results(), tmp_path / "results.json")
-    assert json.loads((tmp_path / "results.json").read_text()) == json.loads(json.dumps(results()))
+    assert json.loads((tmp_path / "results.json").read_text()) == json.loads(
+        json.dumps(results().to_dict())
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
-def columns(measured: dict[str, Any]) -> dict[str, Column]:
+def columns(measured: Results) -> dict[str, Column]:
     return {column.whole_label: column for table in tables(measured) for column in table.columns}
 
 
@@ -194,8 +194,8 @@ def test_a_column_has_one_unit_and_one_precision_and_marks_its_best() -> None:
     assert found["compute-only step, ms"].best == frozenset()  # the same work for all
     assert found["steps"].best == frozenset()  # as many for all, as asked
     by_time = results()
-    by_time["settings"]["seconds"] = 20.0
-    by_time["strategies"][1]["steps"] += 5
+    by_time.settings.seconds = 20.0
+    by_time.strategies[1].steps += 5
     assert columns(by_time)["steps"].best == frozenset()  # more of them are not better
     assert found["preparation, s"].texts == ("5.1", "5.1")
     assert render(results()).count('data-label="preparation, s"') == 2
@@ -203,9 +203,9 @@ def test_a_column_has_one_unit_and_one_precision_and_marks_its_best() -> None:
 
 def test_small_losses_are_told_apart() -> None:
     measured = results()
-    for entry, loss in zip(measured["strategies"], (0.00212, 0.00231), strict=True):
-        entry["final_loss"] = loss
-    found = columns({**measured, "dense_loss": 0.00212})
+    for entry, loss in zip(measured.strategies, (0.00212, 0.00231), strict=True):
+        entry.final_loss = loss
+    found = columns(replace(measured, dense_loss=0.00212))
     assert found["held-out loss at the end, nats per byte"].texts == ("0.00212", "0.00231")
     assert found["held-out loss at the end, nats per byte"].best == {0}
     assert "time to dense's loss (0.00212), s" in found
@@ -232,10 +232,10 @@ def test_the_loss_that_all_reached_is_shown_where_it_says_something() -> None:
     measured = results()
     assert label in columns(measured)
     assert label not in columns(
-        {**measured, "strategies": measured["strategies"][1:], "dense_loss": None}
+        replace(measured, strategies=measured.strategies[1:], dense_loss=None)
     )
-    reached = [{**run, "seconds_to_dense_loss": 1.0} for run in measured["strategies"]]
-    assert label not in columns({**measured, "strategies": reached})
+    reached = [replace(run, seconds_to_dense_loss=1.0) for run in measured.strategies]
+    assert label not in columns(replace(measured, strategies=reached))
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -244,10 +244,10 @@ def test_the_table_fits_a_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     measured = results()
-    measured["strategies"] = [
-        {**measured["strategies"][0], "strategy": f"adaptive-local[{i}]"} for i in range(6)
+    measured.strategies = [
+        replace(measured.strategies[0], strategy=f"adaptive-local[{i}]") for i in range(6)
     ]
-    measured["strategies"][3]["final_loss"] = 2.5
+    measured.strategies[3].final_loss = 2.5
     print_table(measured)
     printed = capsys.readouterr().out
     assert "…" not in printed
@@ -262,7 +262,7 @@ def test_the_command_prints_the_verdict_first(capsys: pytest.CaptureFixture[str]
     measured = results(failed={"strategy": "powersgd", "error": "it [broke]"})
     print_table(measured)
     printed = capsys.readouterr().out
-    assert " ".join(printed.split()).startswith(measured["verdict"])
+    assert " ".join(printed.split()).startswith(measured.verdict)
     assert "powersgd failed: it [broke]" in printed
 
 
@@ -363,13 +363,13 @@ def test_the_report_suits_light_and_dark_and_escapes_what_it_shows() -> None:
 
 def test_the_report_says_how_to_make_it_again_and_how_to_use_what_won(tmp_path: Path) -> None:
     measured = results()
-    assert measured["command"] == (
+    assert measured.command == (
         "thinwire compare --workers 2 --link 100mbit --strategies dense dgc --steps 20 --optimizer "
         "adamw --size tiny --batch 2 --seed 0"
     )
-    measured["winner"] = "dgc"
+    measured.winner = "dgc"
     page = render(measured)
-    assert measured["command"] in page
+    assert measured.command in page
     assert "sparsity: [0.75, 0.9375, 0.984375, 0.996, 0.999]" in page
     assert write_best(measured, "dgc", tmp_path) == tmp_path / BEST
     strategy = DistributedStrategy.load(tmp_path / BEST)
@@ -388,7 +388,7 @@ def test_the_report_says_how_to_make_it_again_and_how_to_use_what_won(tmp_path: 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_can_be_used_elsewhere(name: str) -> None:
     recipe = STRATEGIES[name]
-    document = document_of(recipe, 20)
+    document = recipe.document(20)
     if document is None:
         assert recipe.code is not None
         compile(recipe.code, name, "exec")
@@ -401,9 +401,9 @@ def test_every_strategy_can_be_used_elsewhere(name: str) -> None:
 
 def test_no_text_of_a_plot_leaves_its_drawing() -> None:
     measured = results()
-    for entry in measured["strategies"]:
-        for point, sent in zip(entry["evaluations"], (0.0, 3e7, 9.8e7), strict=True):
-            point["library_bytes"] = sent
+    for entry in measured.strategies:
+        for point, sent in zip(entry.evaluations, (0.0, 3e7, 9.8e7), strict=True):
+            point.library_bytes = sent
     plots = re.findall(r'<svg class="plot.*?</svg>', render(measured), flags=re.DOTALL)
     assert len(plots) == 6
     ends = 0
@@ -451,8 +451,8 @@ def test_the_report_says_first_that_nothing_was_emulated() -> None:
 def test_losses_that_settings_were_chosen_by_are_named_as_such() -> None:
     assert "held-out loss at the end, nats per byte" in columns(results())
     assert "loss on the validation part at the end, nats per byte" in columns(results(tune=True))
-    assert "kept for choosing settings" in results(tune=True)["headline"]
-    assert "kept for choosing settings" in results(tune=True, emulated=False)["headline"]
+    assert "kept for choosing settings" in results(tune=True).headline
+    assert "kept for choosing settings" in results(tune=True, emulated=False).headline
 
 
 def test_the_report_names_a_failure() -> None:
@@ -463,7 +463,7 @@ def test_the_report_names_a_failure() -> None:
 
 
 def test_links_are_described_as_asked() -> None:
-    assert results()["link"]["asked"] == str(Link.parse("100mbit"))
+    assert results().link.asked == str(Link.parse("100mbit"))
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:

@@ -5,14 +5,8 @@ import pytest
 from tests.api import (
     STRATEGIES,
     DistributedStrategy,
-    Recipe,
     choose,
-    document_of,
-    register,
-    strategies,
 )
-
-DENSE = "thinwire.tools.run.trainers:DDPTrainer"
 
 
 def names(*words: str) -> list[str]:
@@ -29,14 +23,6 @@ def test_all_are_there() -> None:
     assert {"dense", "fp16", "powersgd", "dgc"} <= set(STRATEGIES)
     assert {"localsgd", "adaptive-localsgd", "diloco", "sparse-local"} <= set(STRATEGIES)
     assert names("dgc", "dense") == ["dgc", "dense"]
-
-
-def test_later_strategies_register_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategies, "STRATEGIES", dict(STRATEGIES))
-    register(Recipe("other", "another one", DENSE, {"sgd": 0.1}, "nobody"))
-    assert names("other") == ["other"]
-    with pytest.raises(ValueError, match="registered already"):
-        register(Recipe("other", "again", DENSE, {"sgd": 0.1}, "nobody"))
 
 
 def test_the_nearest_name_is_suggested() -> None:
@@ -65,7 +51,7 @@ def test_a_file_is_called_by_its_stem_and_carries_the_whole_strategy(tmp_path: P
 def test_a_file_trains_at_the_rates_of_the_strategy_that_it_holds(
     name: str, tmp_path: Path
 ) -> None:
-    document = document_of(STRATEGIES[name], 20)
+    document = STRATEGIES[name].document(20)
     assert document is not None
     DistributedStrategy.from_dict(document).save(tmp_path / "winner.yaml")
     (again,) = choose([str(tmp_path / "winner.yaml")])

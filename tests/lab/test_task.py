@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from tests.api import (
     BareStep,
+    Display,
     Setup,
-    Silent,
     TaskError,
     TaskRefused,
     called,
@@ -83,14 +83,14 @@ def test_it_trains_under_several_strategies_with_its_own_optimizer(
     task = file(tmp_path, ('os.environ.get("TASK_LOG")', f'"{log}"'))
     results = compare(
         settings(tmp_path / "out", link="loopback", strategies=names, task=task, steps=40, seed=3),
-        Silent(),
+        Display(),
     )
-    for run in results["strategies"]:
-        assert run["parameters"] == 6 * 16 + 16 + 16 + 1
-        assert run["settings"]["lr"] == 0.02
-        assert run["final_loss"] < 0.7 * run["evaluations"][0]["loss"], run["strategy"]
-    assert results["model"]["task"] == task
-    assert results["settings"]["optimizer"].startswith("the task's own")
+    for run in results.strategies:
+        assert run.parameters == 6 * 16 + 16 + 16 + 1
+        assert run.settings["lr"] == 0.02
+        assert run.final_loss < 0.7 * run.evaluations[0].loss, run.strategy
+    assert results.model["task"] == task
+    assert results.settings.optimizer.startswith("the task's own")
     for name in names:
         use = to_use(results, name)
         assert use is not None
@@ -103,13 +103,13 @@ def test_it_trains_under_several_strategies_with_its_own_optimizer(
 def test_seeds_are_means_with_a_range(tmp_path: Path) -> None:
     task = file(tmp_path)
     results = compare(
-        settings(tmp_path / "out", link="loopback", task=task, steps=6, seeds=2), Silent()
+        settings(tmp_path / "out", link="loopback", task=task, steps=6, seeds=2), Display()
     )
-    (run,) = results["strategies"]
-    ends = [seed["evaluations"][-1]["loss"] for seed in run["seeds"]]
-    assert [seed["seed"] for seed in run["seeds"]] == [0, 1]
-    assert run["final_loss"] == pytest.approx(sum(ends) / 2)
-    assert run["final_loss_range"] == pytest.approx(max(ends) - min(ends))
+    (run,) = results.strategies
+    ends = [seed.evaluations[-1].loss for seed in run.seeds]
+    assert [seed.seed for seed in run.seeds] == [0, 1]
+    assert run.final_loss == pytest.approx(sum(ends) / 2)
+    assert run.final_loss_range == pytest.approx(max(ends) - min(ends))
     assert ends[0] != ends[1]
 
 
@@ -194,7 +194,7 @@ def test_what_is_wrong_with_it_is_one_line_and_nothing_trains(case: str, tmp_pat
         tmp_path / "out", link="loopback", strategies=["dense", "dgc"], task=task, steps=6
     )
     with pytest.raises(TaskRefused) as refusal:
-        compare(out, Silent())
+        compare(out, Display())
     text = str(refusal.value)
     assert told in text
     assert text.startswith(f"task={task!r}: ")
@@ -292,9 +292,9 @@ def test_strategies_begin_alike_where_a_task_seeds_nothing(tmp_path: Path) -> No
     task = file(tmp_path, ("    torch.manual_seed(seed)\n", ""))
     results = compare(
         settings(tmp_path / "out", link="loopback", strategies=["dense", "dgc"], task=task),
-        Silent(),
+        Display(),
     )
-    first, second = (run["evaluations"][0]["loss"] for run in results["strategies"])
+    first, second = (run.evaluations[0].loss for run in results.strategies)
     assert first == second
 
 
@@ -319,13 +319,13 @@ def test_bytes_are_those_of_what_is_trained(kind: str, tmp_path: Path) -> None:
         settings(
             tmp_path / "out", link="loopback", strategies=["dense", "fp16"], task=f"{path}:task"
         ),
-        Silent(),
+        Display(),
     )
     entries = {"frozen": 17, "double": 6 * 16 + 16 + 17}[kind]
-    dense, half = results["strategies"]
-    assert dense["library_bytes_per_step"] == entries * {"frozen": 4, "double": 8}[kind]
-    assert half["library_bytes_per_step"] == entries * 2
-    assert dense["ratio_to_dense"] == 1
+    dense, half = results.strategies
+    assert dense.library_bytes_per_step == entries * {"frozen": 4, "double": 8}[kind]
+    assert half.library_bytes_per_step == entries * 2
+    assert dense.ratio_to_dense == 1
 
 
 def modes(rank: int, size: int, word: str) -> tuple[list[bool], str]:
@@ -382,10 +382,10 @@ def test_the_example_learns_its_digits(tmp_path: Path) -> None:
             task=f"{example}:task",
             steps=60,
         ),
-        Silent(),
+        Display(),
     )
-    for run in results["strategies"]:
-        assert run["final_loss"] < 0.5 * run["evaluations"][0]["loss"]
+    for run in results.strategies:
+        assert run.final_loss < 0.5 * run.evaluations[0].loss
 
 
 def buffers_of(rank: int, size: int, word: str) -> tuple[list[float], int]:
@@ -430,9 +430,9 @@ def test_ranks_draw_batches_of_their_own_where_a_task_seeds_nothing(
 def test_the_verdict_says_that_all_ranks_have_the_same_batches(tmp_path: Path) -> None:
     for own, expected in (("manual_seed(rank)", False), ("manual_seed(5)", True)):
         task = file(tmp_path, ("manual_seed(rank)", own))
-        results = compare(settings(tmp_path / own, link="loopback", task=task, steps=2), Silent())
-        assert ("the very same batch" in results["verdict"]) == expected
-        assert results["strategies"][0]["alike"] == expected
+        results = compare(settings(tmp_path / own, link="loopback", task=task, steps=2), Display())
+        assert ("the very same batch" in results.verdict) == expected
+        assert results.strategies[0].alike == expected
 
 
 PENALTY = (
@@ -448,7 +448,7 @@ PENALTY = (
 def prepared(rank: int, size: int, word: str) -> list[bool]:
     settled = config(task=word)
     work = work_of(settled)
-    BareStep(Setup.of(settled, work, 1), work).measure(2)
+    BareStep(Setup.of(settled, work), work).measure(2)
     rehearse(settled, work)
     return [p.grad is None and p.requires_grad for p in work.model.parameters()]
 
@@ -475,10 +475,10 @@ def test_muon_that_would_train_nothing_fails_alone(tmp_path: Path) -> None:
         task=file(tmp_path, *changes),
         steps=4,
     )
-    results = compare(out, Silent())
-    assert [run["strategy"] for run in results["strategies"]] == ["dense"]
-    (failure,) = results["failures"]
-    assert "Muon trains hidden matrices, and this model has none" in failure["error"]
+    results = compare(out, Display())
+    assert [run.strategy for run in results.strategies] == ["dense"]
+    (failure,) = results.failures
+    assert "Muon trains hidden matrices, and this model has none" in failure.error
 
 
 def test_a_task_has_more_time_and_timeout_says_how_much(tmp_path: Path) -> None:

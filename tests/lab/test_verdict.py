@@ -1,45 +1,31 @@
 """The verdict is true in all cases: who won, who did not finish, and that nothing was emulated."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.api import Verdict, common_loss, seconds_to_loss, verdict
+from tests.api import Asked, Failure, Interruption, Run, Verdict, common_loss, verdict
 from tests.lab.test_results import results, run
 
 
-def judged(*runs: dict[str, Any], seconds: float | None = 20.0, **changes: Any) -> Verdict:
+def judged(*runs: Run, seconds: float | None = 20.0, **changes: Any) -> Verdict:
     """The verdict on runs, whose times to a loss are worked out as in `Ledger`."""
-    dense = next(
-        (one["evaluations"][-1]["loss"] for one in runs if one["strategy"] == "dense"), None
-    )
-    common = common_loss(runs)
-    for one in runs:
-        points = one["evaluations"]
-        one["final_loss"], one["best_loss"] = (
-            points[-1]["loss"],
-            min(point["loss"] for point in points),
-        )
-        for which, loss in (("dense", dense), ("common", common)):
-            one[f"seconds_to_{which}_loss"] = (
-                None if loss is None else seconds_to_loss(points, loss)
-            )
-            one[f"bytes_to_{which}_loss"] = (
-                None if loss is None else seconds_to_loss(points, loss, "library_bytes")
-            )
-    whole = {
-        **results(),
-        "strategies": list(runs),
-        "dense_loss": dense,
-        "common_loss": common,
+    dense = next((one.evaluations[-1].loss for one in runs if one.strategy == "dense"), None)
+    common = common_loss([one.evaluations for one in runs])
+    whole = replace(
+        results(),
+        strategies=[one.reaching(common, dense) for one in runs],
+        dense_loss=dense,
+        common_loss=common,
         **changes,
-    }
-    whole["settings"] = {**whole["settings"], "seconds": seconds, "steps": None if seconds else 20}
+    )
+    whole.settings = replace(whole.settings, seconds=seconds, steps=None if seconds else 20)
     return verdict(whole)
 
 
-def dense(*losses: float) -> dict[str, Any]:
+def dense(*losses: float) -> Run:
     return run("dense", list(losses or (5.0, 4.0, 3.0)), 1.0, 4000)
 
 
@@ -64,7 +50,7 @@ def test_who_did_not_begin_alike_is_not_compared() -> None:
 
 
 def test_ranks_of_torchrun_have_a_network_between_them() -> None:
-    link = {**results()["link"], "emulated": False, "reason": None, "joined": True}
+    link = replace(results().link, emulated=False, reason=None, joined=True)
     found = judged(dense(), run("dgc", [5.0, 3.5, 2.5, 2.0], 0.5, 80), link=link)
     assert found.text.startswith("Over the network between the ranks dgc reached dense's loss")
 
@@ -136,29 +122,23 @@ def test_a_run_that_learned_nothing_is_no_measure() -> None:
 
 
 def test_what_is_missing_is_said() -> None:
-    failures = [{"strategy": name, "error": "it broke"} for name in ("dgc", "fp16")]
+    failures = [Failure(name, "it broke") for name in ("dgc", "fp16")]
     assert judged(dense(), failures=failures).text.endswith("dgc and fp16 failed and are left out.")
-    told = {"by": "Ctrl-C", "during": "dgc", "progress": 0.4, "not_begun": ["fp16"]}
+    told = Interruption("Ctrl-C", "dgc", 0.4, ["fp16"])
     assert judged(dense(), interrupted=told).text.endswith(
         "The comparison is not complete: dgc and fp16 are missing."
     )
 
 
 def test_a_link_that_was_not_emulated_is_only_estimated() -> None:
-    link = {**results(emulated=False)["link"], "rate_bit_s": 8000.0, "asked": "8kbit"}
+    link = replace(results(emulated=False).link, rate_bit_s=8000.0, asked="8kbit")
     found = judged(dense(), run("dgc", [5.0, 4.0, 3.0], 2.0, 80), link=link)
     # dense: 20 s of training and 80 s for 80 kB; dgc: 40 s and 1.6 s
     assert found.text.startswith(
         "By an estimate for a link of 8kbit, which was NOT emulated, dgc reached dense's loss "
         "(3.000) in 41.6 s instead of 100.0 s (2.4 times as fast)"
     )
-    asked = {
-        "asked": "loopback",
-        "rate_bit_s": None,
-        "latency_s": 0.0,
-        "emulated": False,
-        "reason": None,
-    }
+    asked = Asked("loopback", None, 0.0, emulated=False, reason=None, joined=False)
     assert judged(dense(), run("dgc", [5.0, 4.0, 3.0], 2.0, 80), link=asked).text.startswith(
         "Over this machine's loopback dense was the fastest"
     )

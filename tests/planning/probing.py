@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tests.api import EventLog, parse_size, probe
+from tests.api import Events, parse_size, probe
 
 
 class Probing:
-    def __init__(self, config: Mapping[str, Any], events: EventLog) -> None:
+    def __init__(self, config: Mapping[str, Any], events: Events) -> None:
         events.write("prepared")
         events.wait_for_release()
 

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from tests.api import EventLog
+from tests.api import Events
 
 STEPS = 12
 
 
 class Pacing:
-    def __init__(self, config: Mapping[str, Any], events: EventLog) -> None:
+    def __init__(self, config: Mapping[str, Any], events: Events) -> None:
         model = nn.Linear(256, 512)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         self.engine = tw.DistributedStrategy().prepare(model, optimizer, nn.functional.mse_loss)

@@ -16,9 +16,8 @@ from tests.api import (
     Proposed,
     Round,
     Slot,
-    between_sources,
+    messages,
     sources_of,
-    split_plan,
 )
 from tests.ranks import Pool
 from tests.reference.split_exchange import split_exchange
@@ -192,20 +191,20 @@ def count(rank: int, size: int, exchange: str, width: int) -> list[tuple[int, ..
     )
     one_round.finish()
     layout = Layout(tuple(Slot(n, k) for n, k in zip(NUMELS, COUNTS, strict=True)), 1)
-    expected = between_sources(layout, size // width, exchange, source)
-    plan = split_plan(layout, size // width)
-    each = plan.first[source].nbytes + plan.row_bytes if exchange == "split" else layout.nbytes
-    passed_on = size // width * each
+    each = messages(layout, exchange, size // width)
+    expected = each.sent(source), each.received(source, size // width)
+    owned = each.to_owners[source] if exchange == "split" else 0
+    passed_on = size // width * (owned + each.to_all)
     inside = (passed_on, 0) if rank % width == 0 else (0, passed_on)
     if width == 1:
         return [
             (group.bytes_sent, group.bytes_received),
-            (expected.bytes_sent, expected.bytes_received),
+            expected,
         ]
     leaders, node = sources.leaders, sources.node  # type: ignore[union-attr]
     between = (0, 0) if leaders is None else (leaders.bytes_sent, leaders.bytes_received)
     own = (node.bytes_sent, node.bytes_received)
-    counted = (expected.bytes_sent, expected.bytes_received) if rank % width == 0 else (0, 0)
+    counted = expected if rank % width == 0 else (0, 0)
     return [(*between, *own), (*counted, *inside)]
 
 

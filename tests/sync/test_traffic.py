@@ -7,10 +7,10 @@ import pytest
 from tests.api import (
     Layout,
     Slot,
-    between_sources,
-    busiest,
     chosen_split,
     first_split,
+    messages,
+    split_plan,
 )
 
 MILLION = 1_000_000
@@ -28,7 +28,8 @@ def elias_fano_bytes(n: int, k: int) -> int:
 def test_a_gathered_message_is_given_once_and_got_from_all_others() -> None:
     layout = layout_of(MILLION, 4)
     nbytes = 32 + 4 * (elias_fano_bytes(250_000, 250) + 4 + math.ceil(250 / 8))
-    assert between_sources(layout, 7, "gather", 3) == (1000, 6000, nbytes, 6 * nbytes)
+    each = messages(layout, "gather", 7)
+    assert (each.sent(3), each.received(3, 7)) == (nbytes, 6 * nbytes)
 
 
 def test_two_sources_deal_each_other_a_half() -> None:
@@ -37,18 +38,22 @@ def test_two_sources_deal_each_other_a_half() -> None:
     layout = Layout((Slot(1000, 100),), 32)
     part, sums = (32 + elias_fano_bytes(500, k) + 4 * k for k in (100, 50))
     for source in (0, 1):
-        assert between_sources(layout, 2, "split", source) == (150, 150, part + sums, part + sums)
+        each = messages(layout, "split", 2)
+        assert (each.sent(source), each.received(source, 2)) == (part + sums, part + sums)
 
 
 @pytest.mark.parametrize("sources", [2, 16, 128, 1024])
 @pytest.mark.parametrize("tensors", [1, 160])
 def test_split_stays_within_six_k_entries_however_many_sources(sources: int, tensors: int) -> None:
     layout = layout_of(25 * MILLION, tensors)
-    k = sum(slot.k for slot in layout.slots)
-    assert all(
-        between_sources(layout, sources, "split", s).entries <= 6 * k for s in range(0, sources, 7)
+    plan = split_plan(layout, sources)
+    k, first, second = (
+        [sum(slot.k for slot in part.slots) for part in parts]
+        for parts in ([layout], plan.first, plan.second)
     )
-    assert busiest(layout, sources, "gather").entries == sources * k
+    for dealt in first[::7]:
+        sent_and_received = sum(first) + (sources - 2) * dealt + sum(second)
+        assert sent_and_received <= 6 * k[0]
 
 
 def test_auto_gathers_up_to_eight_and_splits_from_nine_sources() -> None:
@@ -57,14 +62,18 @@ def test_auto_gathers_up_to_eight_and_splits_from_nine_sources() -> None:
     assert split == [False] * 3 + [True] * 2
     assert first_split(layout) == 9
     for sources in (8, 9):
-        ratio = busiest(layout, sources, "gather").bytes / busiest(layout, sources, "split").bytes
+        gather, split = (
+            max(each.sent(source) + each.received(source, sources) for source in range(sources))
+            for each in (messages(layout, way, sources) for way in ("gather", "split"))
+        )
+        ratio = gather / split
         assert (ratio >= 2) == (sources == 9)
 
 
 def test_one_source_gathers_whatever_is_asked_for() -> None:
     layout = layout_of(1000, 1, 0.1)
     assert chosen_split("split", layout, 1) is None
-    assert between_sources(layout, 1, "split", 0) == between_sources(layout, 1, "gather", 0)
+    assert messages(layout, "split", 1) == messages(layout, "gather", 1) == ((), layout.nbytes)
 
 
 def test_a_short_message_is_not_split_for_its_headers() -> None:

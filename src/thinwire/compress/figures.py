@@ -13,8 +13,8 @@ from torch import Tensor
 
 from thinwire.compress.protocol import Config
 from thinwire.kernels.needs import Need, Work, needs_of
-from thinwire.layout.message import Layout, Slot, WholeLayout, count_sent
-from thinwire.layout.traffic import GATHER, chosen_split
+from thinwire.layout.message import Layout, WholeLayout, factor_numels
+from thinwire.layout.traffic import GATHER, messages
 
 __all__ = [
     "conserves",
@@ -75,15 +75,13 @@ def sent_bytes(
     changes, exactly, headers included.
     """
     if hasattr(config, "rank"):
-        return sum(4 * config.rank * (shape[0] + shape[1:].numel()) for shape in shapes)
+        return sum(4 * sum(factor_numels(shape, config.rank)) for shape in shapes)
     numels, bits = tuple(shape.numel() for shape in shapes), config.value_bits
     layout: Layout | WholeLayout = WholeLayout(numels, bits)
     if hasattr(config, "sparsity"):
-        kept = left_out(config, step - 1)
-        layout = Layout(tuple(Slot(numel, count_sent(numel, kept)) for numel in numels), bits)
+        layout = Layout.of(numels, left_out(config, step - 1), bits)
     asked = config.exchange if getattr(config, "clip_sources", None) is None else GATHER
-    plan = chosen_split(asked, layout, sources)
-    return layout.nbytes if plan is None else plan.bytes_sent(source)
+    return messages(layout, asked, sources).sent(source)
 
 
 def loops_of(config: Any, params: Iterable[Tensor], *, of_gradients: bool) -> frozenset[Need]:

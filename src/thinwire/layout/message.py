@@ -2,9 +2,11 @@
 
 import hashlib
 import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from math import prod
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,7 @@ __all__ = [
     "Slot",
     "WholeLayout",
     "count_sent",
+    "factor_numels",
     "position_bytes",
     "position_parts",
     "value_bytes",
@@ -148,6 +151,11 @@ class Layout:
     so that at 1 bit
     their scale is the mean of the values that came."""
 
+    @classmethod
+    def of(cls, numels: Iterable[int], sparsity: float, value_bits: int) -> Self:
+        """Tensors of which all but the fraction `sparsity` of the entries is sent."""
+        return cls(tuple(Slot(numel, count_sent(numel, sparsity)) for numel in numels), value_bits)
+
     @cached_property
     def nbytes(self) -> int:
         """Length of a message, header included; a function of the layout only."""
@@ -213,3 +221,8 @@ class WholeLayout:
 def whole_bytes(numel: int, bits: int) -> int:
     """Length of the code of a whole tensor, in bytes; at 1 bit each sign has a scale."""
     return value_bytes(numel, bits) + (SCALE_BYTES if bits == 1 else 0)
+
+
+def factor_numels(shape: Sequence[int], rank: int) -> tuple[int, int]:
+    """Entries of the two factors of `rank` columns that stand for a matrix."""
+    return rank * prod(shape[:1]), rank * prod(shape[1:])

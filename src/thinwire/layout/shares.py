@@ -56,14 +56,6 @@ class SplitPlan(Generic[_Form]):
         """Length to which all messages of round two are filled up."""
         return max(layout.nbytes for layout in self.second)
 
-    def bytes_sent(self, source: int) -> int:
-        """What one source gives to the two rounds; the row of round two counts once."""
-        return self._dealt_bytes - self.first[source].nbytes + self.row_bytes
-
-    @cached_property
-    def _dealt_bytes(self) -> int:
-        return sum(layout.nbytes for layout in self.first)
-
 
 @lru_cache(maxsize=64)
 def split_plan(layout: Layout, sources: int) -> SplitPlan[Layout]:

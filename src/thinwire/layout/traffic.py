@@ -15,12 +15,11 @@ __all__ = [
     "FIRST_BUCKET_BYTES",
     "GATHER",
     "SPLIT",
-    "Traffic",
+    "Messages",
     "begin_step",
-    "between_sources",
-    "busiest",
     "chosen_split",
     "first_split",
+    "messages",
     "settled_step",
     "travels_sealed",
 ]
@@ -36,17 +35,13 @@ begins."""
 BUCKETS = {
     None: (FIRST_BUCKET_BYTES, 5 * 2**20),  # the backward pass cannot hide the last bucket
     "dgc": (FIRST_BUCKET_BYTES, BUCKET_BYTES),
-    "low_rank": (
-        BUCKET_BYTES,
-        BUCKET_BYTES,
-    ),  # a small first one does not pay in two rounds
+    "low_rank": (BUCKET_BYTES, BUCKET_BYTES),  # a small first one does not pay in two rounds
 }
 """Gradient bytes that travel together in the first bucket of an update and in the others, by the
 field of the compression; None for dense ones, measured at 1 Gbit/s."""
 _WORTH = 2
 """How many times fewer bytes the split exchange must move to be chosen: it passes on k sums, where
-a gather passes on
-the entries of all, and waits for the wire twice."""
+a gather passes on the entries of all, and waits for the wire twice."""
 _MOST_SEALED_BYTES = 64 << 10
 """That a rank receives from all others: beyond it an all-reduce, which needs 2 / N of the bytes, is
 worth more."""
@@ -67,54 +62,32 @@ def settled_step(config: object) -> int:
     return 1 + begin_step(config) - (-length * (levels - 1) // levels)
 
 
-class Traffic(NamedTuple):
-    """What one rank gives to exchanges and gets from them; own messages are given, and not
-    received.
+class Messages(NamedTuple):
+    """Bytes of what one source gives to an exchange; agreements and dense tensors aside."""
 
-    An entry is room for one, which is what travels. A gathered message is given once, whoever
-    carries it to whom.
-    """
+    to_owners: tuple[int, ...]
+    """By owner of sums, which gets it; empty where messages are gathered."""
+    to_all: int
+    """Given once, whoever carries it to whom."""
 
-    entries_sent: int
-    entries_received: int
-    bytes_sent: int
-    bytes_received: int
+    def sent(self, source: int) -> int:
+        """What a source gives; what it deals to itself is not given."""
+        return sum(self.to_owners) - self._own(source) + self.to_all
 
-    @property
-    def entries(self) -> int:
-        """In both directions."""
-        return self.entries_sent + self.entries_received
+    def received(self, source: int, sources: int) -> int:
+        """What it gets from the others."""
+        return (sources - 1) * (self._own(source) + self.to_all)
 
-    @property
-    def bytes(self) -> int:
-        """In both directions."""
-        return self.bytes_sent + self.bytes_received
+    def _own(self, source: int) -> int:
+        return self.to_owners[source] if self.to_owners else 0
 
 
-def between_sources(layout: Layout, sources: int, exchange: str, source: int) -> Traffic:
-    """What one source sends and receives for one message of this layout.
-
-    Args:
-        layout: Of the message, as every source would send it to all.
-        sources: W, at least 1.
-        exchange: "gather" or "split"; one source alone gathers.
-        source: Which of the sources, from 0; with "split" they differ a little.
-
-    Returns:
-        Agreements and dense tensors aside.
-    """
-    if exchange == GATHER or sources == 1:
-        k, others = _entries(layout), sources - 1
-        return Traffic(k, others * k, layout.nbytes, others * layout.nbytes)
-    return _split(layout, sources)[source]
-
-
-@lru_cache(maxsize=256)
-def busiest(layout: Layout, sources: int, exchange: str) -> Traffic:
-    """The traffic of the source that moves most bytes."""
-    if exchange == GATHER or sources == 1:
-        return between_sources(layout, sources, GATHER, 0)
-    return max(_split(layout, sources), key=lambda traffic: traffic.bytes)
+def messages(layout: Layout | WholeLayout, exchange: str, sources: int) -> Messages:
+    """What each of `sources` gives for messages of this layout; arguments as in `chosen_split`."""
+    plan = chosen_split(exchange, layout, sources)
+    if plan is None:
+        return Messages((), layout.nbytes)
+    return Messages(tuple(part.nbytes for part in plan.first), plan.row_bytes)
 
 
 @overload
@@ -147,10 +120,9 @@ def _plan(
     plan = whole_split(layout, sources) if whole else split_plan(layout, sources)
     if plan is None or exchange == SPLIT:
         return plan
-    moved = max(
-        plan.bytes_sent(source) + (sources - 1) * (plan.first[source].nbytes + plan.row_bytes)
-        for source in range(sources)
-    )
+    dealt = [part.nbytes for part in plan.first]
+    # sent and received by the source that moves most
+    moved = sum(dealt) + sources * plan.row_bytes + (sources - 2) * max(dealt)
     return plan if sources * layout.nbytes >= _WORTH * moved else None
 
 
@@ -168,23 +140,3 @@ def first_split(layout: Layout, *, up_to: int = 256) -> int | None:
     return next(
         (w for w in range(2, up_to + 1) if chosen_split("auto", layout, w) is not None), None
     )
-
-
-def _entries(layout: Layout) -> int:
-    return sum(slot.k for slot in layout.slots)
-
-
-@lru_cache(maxsize=64)
-def _split(layout: Layout, sources: int) -> list[Traffic]:
-    plan, others = split_plan(layout, sources), sources - 1
-    first, second = list(map(_entries, plan.first)), list(map(_entries, plan.second))
-    all_first, all_second = sum(first), sum(second)
-    return [
-        Traffic(
-            all_first - mine + passed_on,
-            others * mine + all_second - passed_on,
-            plan.bytes_sent(source),
-            others * (plan.first[source].nbytes + plan.row_bytes),
-        )
-        for source, (mine, passed_on) in enumerate(zip(first, second, strict=True))
-    ]

@@ -7,8 +7,6 @@ from cyclopts import App, Parameter, Token
 
 from thinwire._version import __version__
 
-__all__ = ["Count", "app"]
-
 app = App(
     name="thinwire",
     version=__version__,

@@ -10,7 +10,7 @@ from thinwire.compress.figures import sent_bytes
 from thinwire.compress.low_rank import LowRank
 from thinwire.compress.quantized_change import Quantized
 from thinwire.compress.sparse_change import Sparse
-from thinwire.layout.message import Layout, Slot, count_sent
+from thinwire.layout.message import Layout
 from thinwire.layout.traffic import first_split
 
 __all__ = ["TEXTS", "Texts", "local_clip", "plural"]
@@ -89,9 +89,8 @@ def _dgc_change(dgc: DGC) -> str:
 
 
 def _dgc_message(dgc: DGC, params: Sequence[Tensor]) -> str:
-    slots = tuple(Slot(p.numel(), count_sent(p.numel(), dgc.sparsity[-1])) for p in params)
-    layout = Layout(slots, dgc.value_bits)
-    entries = sum(slot.k for slot in slots)
+    layout = Layout.of((p.numel() for p in params), dgc.sparsity[-1], dgc.value_bits)
+    entries = sum(slot.k for slot in layout.slots)
     text = f"a whole message has {entries:,} entries in {layout.nbytes:,} bytes"
     if dgc.exchange != "auto":
         return text

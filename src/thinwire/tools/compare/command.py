@@ -3,21 +3,18 @@
 Torch is imported after the arguments have been checked.
 """
 
-import textwrap
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from thinwire.tools.app import Count
+from thinwire.tools.compare.page import BEST, write
+from thinwire.tools.compare.record import Results
 from thinwire.tools.compare.settings import Settings
 from thinwire.tools.compare.strategies import STRATEGIES, USUAL
-from thinwire.tools.report.measures import Column, tables
-from thinwire.tools.report.verdict import interruption
-
-__all__ = ["EXAMPLES", "compare", "print_table"]
+from thinwire.tools.compare.tables import print_table
 
 EXAMPLES = """Examples:
 
@@ -113,13 +110,12 @@ def _run(settings: Settings, quiet: bool) -> None:
     from thinwire.tools.report.progress import display_for
     from thinwire.tools.run.launch import WorkerError
 
-    kept: list[dict[str, Any]] = []
-
+    kept: list[Results] = []
     speaks = settings.joined_rank in (None, 0)
 
-    def keep(results: dict[str, Any]) -> None:
+    def keep(results: Results) -> None:
         if speaks:
-            _write(results, settings.out)
+            write(results, settings.out)
             kept.append(results)
 
     try:
@@ -131,29 +127,15 @@ def _run(settings: Settings, quiet: bool) -> None:
     if not kept:  # rank 0 has written the report
         return
     _print(kept[-1], settings.out)
-    if failures := kept[-1]["failures"]:
-        raise WorkerError(
-            "\n".join(f"{failure['strategy']}: {failure['error']}" for failure in failures)
-        )
+    if failures := kept[-1].failures:
+        raise WorkerError("\n".join(f"{failure.strategy}: {failure.error}" for failure in failures))
 
 
-def _write(results: Mapping[str, Any], out: Path) -> None:
-    from thinwire.tools.compare.results import write_json
-    from thinwire.tools.report.page import write_report
-    from thinwire.tools.report.winner import write_best
-
-    write_json(results, out / "results.json")
-    write_report(results, out / "report.html")
-    write_best(results, results["winner"], out)
-
-
-def _print(results: Mapping[str, Any], out: Path) -> None:
-    from thinwire.tools.report.winner import BEST
-
+def _print(results: Results, out: Path) -> None:
     print_table(results)
     print(f"report: {out / 'report.html'}")
     if (out / BEST).exists():
-        print(f"strategy file of {results['winner']}: {out / BEST}")
+        print(f"strategy file of {results.winner}: {out / BEST}")
 
 
 compare.__doc__ = (compare.__doc__ or "").replace(
@@ -161,71 +143,3 @@ compare.__doc__ = (compare.__doc__ or "").replace(
     f"strategies: What to compare, {', '.join(STRATEGIES)}, or strategy files (.yaml); "
     f"{' '.join(USUAL)} unless it is given, the last of them for the transformer only.",
 )
-
-
-_BLANKS, _EDGES = 3, 2
-_HEADING = 11
-
-
-def print_table(results: Mapping[str, Any]) -> None:
-    """Print verdict, circumstances and tables to standard output; columns that do not fit come
-    below the others.
-    """
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    for text in (results["verdict"], results["headline"], interruption(results)):
-        if text:
-            console.print(text, markup=False)
-    names = [run["strategy"] for run in results["strategies"]]
-    for group in tables(results):
-        for columns in _side_by_side(names, group.columns, console.width):
-            table = Table("", *(_heading(column) for column in columns), box=box.SIMPLE_HEAD)
-            for heading in table.columns[1:]:
-                heading.justify = "right"
-            for row, name in enumerate(names):
-                table.add_row(Text(name), *(_cell(column, row) for column in columns))
-            console.print(table)
-    console.print("* the best of its column", markup=False)
-    for failure in results["failures"]:
-        console.print(f"{failure['strategy']} failed: {failure['error']}", markup=False)
-
-
-def _heading(column: Column) -> str:
-    return "\n".join(_heading_lines(column))
-
-
-def _heading_lines(column: Column) -> list[str]:
-    whole = column.whole_label
-    # each number has a place for a star behind it, and so has the heading
-    return [
-        f"{line} "
-        for line in textwrap.wrap(whole, _HEADING, break_long_words=False, break_on_hyphens=False)
-    ]
-
-
-def _cell(column: Column, row: int) -> str:
-    return column.texts[row] + ("*" if row in column.best else " ")
-
-
-def _side_by_side(
-    names: Sequence[str], columns: Sequence[Column], width: int
-) -> list[list[Column]]:
-    """Columns in groups whose tables fit the width, at least one a group; each column has two
-    blanks around it.
-    """
-    room = width - _EDGES - _BLANKS - max(len(name) for name in names)
-    groups: list[list[Column]] = []
-    left = 0
-    for column in columns:
-        cells = [_cell(column, row) for row in range(len(names))]
-        needed = _BLANKS + max(len(text) for text in (*_heading_lines(column), *cells))
-        if not groups or needed > left:
-            groups.append([])
-            left = room
-        groups[-1].append(column)
-        left -= needed
-    return groups

@@ -7,21 +7,18 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.tools.compare.results import Ledger, mean_of
+from thinwire.tools.compare.record import Results, Run, mean_of
+from thinwire.tools.compare.results import Ledger
 from thinwire.tools.compare.settings import Settings
 from thinwire.tools.network.netns import Network, network, why_unavailable
 from thinwire.tools.report.progress import Display
-from thinwire.tools.run.config import Job, Recipe, RunConfig
-from thinwire.tools.run.events import release
-from thinwire.tools.run.launch import WorkerError, joined, run_here, run_workers
-from thinwire.tools.run.size import ModelSize
+from thinwire.tools.run.config import Job, ModelSize, Recipe, RunConfig
+from thinwire.tools.run.launch import WorkerError, joined, release, run_here, run_workers
 from thinwire.tools.run.text import Corpus, read_digits, read_folder, read_standard_library
-
-__all__ = ["compare"]
 
 _FEWEST_EVALUATIONS, _HELD_OUT_SEQUENCES = 8, 64
 _LONGEST_RAMP_STEPS, _RAMP_STEPS_BY_CLOCK = 100, 60
@@ -29,13 +26,11 @@ _SHORTEST_TIMEOUT_S = 60.0
 _TASK_TIMEOUT_S = 600.0
 """Nothing is known of its size, nor of how long it evaluates."""
 _TRAINING = "thinwire.tools.run.training:TrainingRun"
-_CHECK = "thinwire.tools.run.rehearsal:Check"
+_CHECK = "thinwire.tools.run.training:Check"
+Keep = Callable[[Results], None]
 
 
-Keep = Callable[[dict[str, Any]], None]
-
-
-def compare(settings: Settings, display: Display, keep: Keep | None = None) -> dict[str, Any]:
+def compare(settings: Settings, display: Display, keep: Keep | None = None) -> Results:
     """Train every strategy in turn over the same link and return what was measured.
 
     A strategy that fails is named under `failures`, with the reason, and the others are trained all
@@ -45,11 +40,7 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> d
         settings: What to compare.
         display: Told about the progress.
         keep: Called with the results so far after each strategy but the last one, and when SIGTERM
-            or Ctrl-C arrives (`SystemExit`, `KeyboardInterrupt`), if a strategy has finished by
-            then; `interrupted` says what is missing.
-
-    Returns:
-        The content of `results.json`; the keys are described in `thinwire.tools.compare.results`.
+            or Ctrl-C arrives, if a strategy has finished by then.
 
     Raises:
         ValueError: The text, the size or the device cannot be used, or a strategy does not go with
@@ -95,15 +86,13 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> d
             raise
     if not ledger.runs:
         raise WorkerError(
-            "\n".join(f"{failure['strategy']}: {failure['error']}" for failure in ledger.failures)
+            "\n".join(f"{failure.strategy}: {failure.error}" for failure in ledger.failures)
         )
     return ledger.results()
 
 
 def _require_gpu(settings: Settings) -> None:
-    """Refuse cuda where torch sees none; ranks of torchrun agree on that later, each for its own
-    machine.
-    """
+    """Refuse cuda where torch sees none; ranks of torchrun agree on that later."""
     if settings.device != "cuda" or settings.joined_rank is not None:
         return
     from thinwire.tools.run.task import TaskError, require_gpu
@@ -127,24 +116,14 @@ def _config(
     recipe: Recipe, settings: Settings, emulated: Network | None, files: Mapping[str, str]
 ) -> RunConfig:
     steps = settings.steps
+    ramp_steps = max(1, min(_LONGEST_RAMP_STEPS, (steps or 0) // 4))
     return RunConfig(
+        **settings.shared | {"evaluations": _evaluations(settings)},
         recipe=recipe,
-        optimizer=settings.optimizer,
-        lr=settings.lr,
-        task=settings.task,
-        device=settings.device,
-        model=settings.model,
-        seed=settings.seed,
-        steps=steps,
-        seconds=settings.seconds,
-        evaluations=_evaluations(settings),
-        ramp_steps=_RAMP_STEPS_BY_CLOCK
-        if steps is None
-        else max(1, min(_LONGEST_RAMP_STEPS, steps // 4)),
+        ramp_steps=_RAMP_STEPS_BY_CLOCK if steps is None else ramp_steps,
         train_file=files.get("train_file", ""),
         held_out_file=files.get("held_out_file", ""),
         held_out_sequences=_HELD_OUT_SEQUENCES,
-        batch=settings.batch,
         interface=emulated.interface if emulated else None,
         launched_unix_s=time.time(),
     )
@@ -154,10 +133,7 @@ def _in_common(config: RunConfig, settings: Settings) -> dict[str, Any]:
     """What all strategies share, for the report."""
     common = {"ramp_steps": config.ramp_steps, "timeout_s": _timeout_s(settings)}
     if isinstance(config.model, ModelSize) and config.task is None:
-        common |= {
-            "context": config.model.context,
-            "held_out_sequences": config.held_out_sequences,
-        }
+        common |= {"context": config.model.context, "held_out_sequences": config.held_out_sequences}
     return common
 
 
@@ -174,13 +150,11 @@ def _timeout_s(settings: Settings) -> float:
 
 
 def _check(configs: Sequence[RunConfig], settings: Settings, work: Path, display: Display) -> None:
-    """Try the strategy files on the model; those that come with the command are known to go with
-    it.
-    """
+    """Try the strategy files on the model; strategies of the command go with it."""
     files = {run.recipe.name: run for run in configs if run.recipe.file is not None}
     if not files:
         return
-    runs = [run.to_dict() for run in files.values()]
+    runs = [asdict(run) for run in files.values()]
     job = Job(task=_CHECK, config={"runs": runs}, timeout_s=_timeout_s(settings))
     refused: dict[str, str] = {}
     name = "a strategy file"
@@ -214,7 +188,7 @@ def _runs(
     work: Path,
     display: Display,
     ledger: Ledger,
-) -> dict[str, Any]:
+) -> Run:
     """Train one strategy once for every seed."""
     runs = []
     for number in range(settings.seeds):
@@ -222,8 +196,8 @@ def _runs(
         folder = work / config.recipe.name
         if settings.seeds > 1:
             folder = folder.with_name(f"{folder.name}-{seeded.seed}")
-        run = _run(seeded, settings, emulated, folder, display, ledger)
-        runs.append({**run, "seed": seeded.seed})
+        told = _run(seeded, settings, emulated, folder, display, ledger)
+        runs.append(Run.of(seeded.seed, told))
     return mean_of(runs)
 
 
@@ -235,9 +209,7 @@ def _run(
     display: Display,
     ledger: Ledger,
 ) -> dict[str, Any]:
-    """Train one strategy; it prepares itself over links without a limit, and trains over limited
-    ones.
-    """
+    """Train one strategy, which prepares itself over links without a limit."""
     name = config.recipe.name
     if settings.seeds > 1:
         name += f", seed {config.seed}"
@@ -245,7 +217,7 @@ def _run(
     if emulated:
         emulated.lift()
     config = replace(config, launched_unix_s=time.time())
-    job = Job(task=_TRAINING, config=config.to_dict(), timeout_s=_timeout_s(settings))
+    job = Job(task=_TRAINING, config=asdict(config), timeout_s=_timeout_s(settings))
     with (
         display.strategy(name) as bar,
         contextlib.closing(_started(job, settings, emulated, work)) as news,
@@ -278,23 +250,19 @@ def _started(
     return run_workers(job, settings.workers, emulated, work)
 
 
-@contextlib.contextmanager
-def _joined(settings: Settings, corpus: Corpus | None) -> Iterator[None]:
+def _joined(settings: Settings, corpus: Corpus | None) -> contextlib.AbstractContextManager[None]:
     if settings.joined_rank is None:
-        yield
-        return
+        return contextlib.nullcontext()
     said = {"the command": settings.command, "text": None if corpus is None else corpus.digest}
-    with joined(said, _timeout_s(settings)):
-        yield
+    return joined(said, _timeout_s(settings))
 
 
-@contextlib.contextmanager
-def _network(settings: Settings, reason: str | None) -> Iterator[Network | None]:
+def _network(
+    settings: Settings, reason: str | None
+) -> contextlib.AbstractContextManager[Network | None]:
     if not settings.link.emulated or reason is not None:
-        yield None
-    else:
-        with network(settings.workers, settings.link) as emulated:
-            yield emulated
+        return contextlib.nullcontext()
+    return network(settings.workers, settings.link)
 
 
 @contextlib.contextmanager

@@ -10,47 +10,33 @@ from typing import Self
 
 from thinwire._launched import place_among_ranks
 from thinwire.tools.compare.strategies import USUAL, choose
-from thinwire.tools.network.link import Link
-from thinwire.tools.options import (
-    require_device,
+from thinwire.tools.network.netns import Link
+from thinwire.tools.run.config import (
+    DEVICES,
+    MODELS,
+    MOST_WORKERS,
+    OPTIMIZERS,
+    Recipe,
+    Training,
     require_nothing_beside,
     require_one_of,
     require_task,
     require_within,
-    require_workers,
+    size_of,
 )
-from thinwire.tools.run.config import OPTIMIZERS, Recipe
-from thinwire.tools.run.size import MODELS, ConvolutionSize, ModelSize, size_of
 from thinwire.tools.run.text import require_digits
-
-__all__ = ["Settings"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """One comparison.
+class Settings(Training):
+    """One comparison; its `seed` is the first one of several.
 
     Attributes:
-        workers: Ranks, 1 to 64.
-        link: What each of them may send and receive.
-        strategies: By name or from files, each name once.
-        steps: Updates per strategy; None where `seconds` is given.
-        seconds: Budget of training time per strategy; None where `steps` is given.
         size: Of the model, as it was typed.
-        model: Which one it is, and its size in numbers.
         text: Folder with text; None is Python's own standard library.
         out: Folder for the report.
-        batch: Sequences, or digits, per worker and step.
-        seed: Of parameters and data order; the first one of several.
-        seeds: Runs of every strategy, each with the next seed.
-        lr: Peak learning rate for all strategies instead of each one's own.
-        optimizer: "adamw" or "sgd".
-        task: "FILE.py:NAME" of a task of the user's; None for the one that comes with the command.
-        device: "auto", "cpu" or "cuda".
-        tune: Whether the loss is that of the validation part instead of the held-out one.
         joined_rank: This process's rank among those that torchrun or another launcher has started,
             which train over the network between them; None where the command starts its workers.
-        evaluations: How often the loss is taken, at most.
         timeout: Seconds that a rank waits for another one, and that nothing may be heard of all;
             None for what the model and the link need, if they are known.
     """
@@ -58,22 +44,12 @@ class Settings:
     workers: int
     link: Link
     strategies: tuple[Recipe, ...]
-    steps: int | None
-    seconds: float | None
     size: str
-    model: ModelSize | ConvolutionSize
     text: Path | None
     out: Path
-    batch: int
-    seed: int
     seeds: int
-    lr: float | None
-    optimizer: str
-    task: str | None
-    device: str
     tune: bool
     joined_rank: int | None = None
-    evaluations: int = 16
     timeout: float | None = None
 
     @classmethod
@@ -100,11 +76,7 @@ class Settings:
         model: str = "transformer",
         timeout: float | None = None,
     ) -> Self:
-        """Settings from what was typed.
-
-        Raises:
-            ValueError: The first argument that cannot be used, with what came and what is allowed.
-        """
+        """Settings from what was typed, or a ValueError for the first that cannot be used."""
         place = place_among_ranks(os.environ)
         if place is not None:
             workers = _workers_of_launcher(workers, place[1], link, latency)
@@ -112,7 +84,7 @@ class Settings:
         workers = 2 if workers is None else workers
         link = "100mbit" if link is None else link
         if place is None:
-            require_workers(workers)
+            require_within("workers", workers, 1, MOST_WORKERS)
         given = {"text": text, "tune": tune, "size": size, "batch": batch}
         size, batch = "medium" if size is None else size, 8 if batch is None else batch
         require_within("batch", batch, 1, 4096)
@@ -132,7 +104,7 @@ class Settings:
         if lr is not None and not (isfinite(lr) and lr > 0):
             raise ValueError(f"lr={lr:g} is not allowed: a positive number")
         require_one_of("optimizer", optimizer, tuple(OPTIMIZERS))
-        require_device(device)
+        require_one_of("device", device, DEVICES)
         require_one_of("model", model, tuple(MODELS))
         if model == "convolution":
             _require_no_data(task, text)

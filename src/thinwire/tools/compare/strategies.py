@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from thinwire._wording import near
@@ -9,8 +10,6 @@ from thinwire.tools.run.config import Recipe
 
 if TYPE_CHECKING:
     from thinwire.strategy.distributed_strategy import DistributedStrategy
-
-__all__ = ["STRATEGIES", "USUAL", "choose", "register"]
 
 USUAL = ("dense", "quantized-local", "muon-local")
 """What is compared where nothing is named."""
@@ -21,30 +20,13 @@ USUAL = ("dense", "quantized-local", "muon-local")
 _RATES = {"adamw": 0.006, "muon": 0.012, "sgd": 0.1}
 _LARS_RATES, _LAMB_RATES = dict.fromkeys(_RATES, 4.0), dict.fromkeys(_RATES, 0.03)
 
-STRATEGIES: dict[str, Recipe] = {}
-
-
-def register(recipe: Recipe) -> None:
-    """Add a strategy.
-
-    Raises:
-        ValueError: The name is taken.
-    """
-    if recipe.name in STRATEGIES:
-        raise ValueError(f"strategy {recipe.name!r} is registered already; choose another name")
-    STRATEGIES[recipe.name] = recipe
-
 
 def choose(words: Iterable[str]) -> tuple[Recipe, ...]:
-    """The strategies that are meant, by name or as files, if all of them are known and no name
-    comes twice.
-
-    Raises:
-        ValueError: Names the first wrong one, with the nearest that exists.
-    """
+    """The strategies meant by names or files; a ValueError for the first wrong one."""
     chosen: dict[str, Recipe] = {}
     for word in words:
-        recipe = _recipe_of_file(word) if _is_file_name(word) else _by_name(word)
+        is_file = Path(word).suffix.lower() in (".yaml", ".yml")
+        recipe = _recipe_of_file(word) if is_file else _by_name(word)
         if recipe.name in chosen:
             raise ValueError(
                 f"strategies={word!r}: {recipe.name!r} is given twice; name every strategy once, "
@@ -69,19 +51,8 @@ def _by_name(word: str) -> Recipe:
     )
 
 
-def _is_file_name(word: str) -> bool:
-    """Whether a word of the command line means a file, not a strategy by name."""
-    return Path(word).suffix.lower() in (".yaml", ".yml")
-
-
 def _recipe_of_file(word: str) -> Recipe:
-    """The strategy in a file, called by the file's stem, or by its name where a strategy that comes
-    with the command has that.
-
-    Raises:
-        ValueError: The file cannot be read, is no strategy, or is one that `compare` cannot
-            measure.
-    """
+    """The strategy in a file, called by its stem, or its name where the stem is taken."""
     from thinwire.strategy.distributed_strategy import DistributedStrategy
 
     try:
@@ -150,101 +121,108 @@ ddp.register_comm_hook(state, powersgd.powerSGD_hook)
 _CODE = {"fp16": _FP16_CODE, "powersgd": _POWERSGD_CODE}
 
 
-def _ddp(name: str, summary: str, hook: str | None = None, sgd: float = 0.1) -> None:
-    """Add DDP with one of torch's hooks, or as it comes; with Muon where the name says so."""
-    recipe = Recipe(
+def _ddp(name: str, summary: str, hook: str = "", sgd: float = 0.1) -> Recipe:
+    """DDP with one of torch's hooks, or as it comes; with Muon where the name says so."""
+    return Recipe(
         name,
         summary,
-        f"{_TRAINERS}:{'PowerSGD' if hook == 'powersgd' else 'DDPTrainer'}",
+        f"{_TRAINERS}:DDPTrainer",
         {**_RATES, "sgd": sgd},
         _RING,
-        {"half": True} if hook == "fp16" else {},
-        field="" if hook is None else None,
-        code=None if hook is None else _CODE[hook],
+        {"hook": hook} if hook else {},
+        field=None if hook else "",
+        code=_CODE.get(hook),
         optimizer="muon" if name.endswith("-muon") else None,
     )
-    register(recipe)
 
 
-def _local(
+def _own(
     name: str,
     summary: str,
     options: Mapping[str, Any],
-    rates: Mapping[str, float] | None = None,
+    field: str | None = "localsgd",
     *,
-    field: str = "localsgd",
+    ramp: str | None = None,
     optimizer: str | None = None,
-) -> None:
-    """Add local updates: what `field` of a strategy file would be."""
-    rates = {**_RATES, **(rates or {})}
-    trainer = f"{_TRAINERS}:Local"
-    register(Recipe(name, summary, trainer, rates, _OWN, options, field=field, optimizer=optimizer))
+    **rates: float,
+) -> Recipe:
+    """What `field` of a strategy file would be, at dense's rates where none are given."""
+    every = {**_RATES, **rates}
+    return Recipe(name, summary, _PREPARED, every, _OWN, options, field, ramp, optimizer=optimizer)
 
 
+_OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}
+_RAMP = (0.75, 0.9375, 0.984375, 0.996, 0.999)
 # Of AdamW the rates are the best of 0.003, 0.006 and 0.012 in 100 steps of the small model on the
 # validation part, one seed (`--link loopback --tune --size small --steps 100 --lr`).
 # Of SGD the rates of fp16, powersgd and dgc are the better of 0.07 and 0.15, at as many steps as 90
 # s over 100 Mbit/s allow. Those of dense and of the local ones were chosen at what 20 Mbit/s
 # allows: the grid is in benchmarks/README.md.
-_ddp("dense", "DDP, every gradient in float32")
-_ddp("dense-muon", "DDP, every gradient in float32, with Muon for the hidden matrices")
-_ddp("fp16", "DDP with torch's hook, gradients in float16", "fp16", sgd=0.07)
-_ddp(
-    "fp16-muon",
-    "DDP with torch's hook, gradients in float16, with Muon for the hidden matrices",
-    "fp16",
-)
-_ddp("powersgd", "DDP with torch's PowerSGD hook, rank 2", "powersgd", sgd=0.15)
-register(
-    Recipe(
+_RECIPES = (
+    _ddp("dense", "DDP, every gradient in float32"),
+    _ddp("dense-muon", "DDP, every gradient in float32, with Muon for the hidden matrices"),
+    _ddp("fp16", "DDP with torch's hook, gradients in float16", "fp16", sgd=0.07),
+    _ddp(
+        "fp16-muon",
+        "DDP with torch's hook, gradients in float16, with Muon for the hidden matrices",
+        "fp16",
+    ),
+    _ddp("powersgd", "DDP with torch's PowerSGD hook, rank 2", "powersgd", sgd=0.15),
+    _own(
         "dgc",
         "deep gradient compression, 0.1 % of the entries at one bit",
-        f"{_TRAINERS}:Ramped",
-        {**_RATES, "sgd": 0.15},
-        _OWN,
-        {"sparsity": [0.75, 0.9375, 0.984375, 0.996, 0.999], "value_bits": 1},
-        field="dgc",
+        {"sparsity": [*_RAMP], "value_bits": 1},
+        "dgc",
         ramp="rampup_step",
-    )
-)
-register(
-    Recipe(
+        sgd=0.15,
+    ),
+    _own(
         "low-rank",
         "gradients as two factors of 2 columns (PowerSGD), in buckets that leave early",
-        _PREPARED,
-        {**_RATES, "sgd": 0.15},
-        _OWN,
         {"document": {"low_rank": {"rank": 2, "begin_step": 5}}},
-    )
+        None,
+        sgd=0.15,
+    ),
+    _own("localsgd", "local SGD: 32 local steps, then the mean of all parameters", {"k_steps": 32}),
+    _own(
+        "adaptive-localsgd",
+        "local SGD whose interval follows loss and learning rate",
+        {"init_k_steps": 64, "max_k_steps": 64},
+        "adaptive_localsgd",
+    ),
+    _own(
+        "diloco",
+        "32 local steps, then an outer step with Nesterov momentum on the mean change",
+        {"k_steps": 32, "begin_step": 0, **_OUTER},
+    ),
+    _own(
+        "sparse-local",
+        "16 local steps, then the largest tenth of the change, at two bits",
+        {"k_steps": 16, "compression": {"sparsity": 0.9, "value_bits": 2}},
+        adamw=0.003,
+    ),
+    _own(
+        "muon-local",
+        "16 local steps with Muon, then the whole change, at one bit",
+        {"k_steps": 16, "compression": {"quantized": {"value_bits": 1}}},
+        muon=0.024,
+        optimizer="muon",
+    ),
+    _own(
+        "quantized-local",
+        "16 local steps, then the whole change, at four bits",
+        {"k_steps": 16, "compression": {"quantized": {"value_bits": 4}}},
+    ),
 )
-_local("localsgd", "local SGD: 32 local steps, then the mean of all parameters", {"k_steps": 32})
-_local(
-    "adaptive-localsgd",
-    "local SGD whose interval follows loss and learning rate",
-    {"init_k_steps": 64, "max_k_steps": 64},
-    field="adaptive_localsgd",
-)
-_OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}
-_local(
-    "diloco",
-    "32 local steps, then an outer step with Nesterov momentum on the mean change",
-    {"k_steps": 32, "begin_step": 0, **_OUTER},
-)
-_local(
-    "sparse-local",
-    "16 local steps, then the largest tenth of the change, at two bits",
-    {"k_steps": 16, "compression": {"sparsity": 0.9, "value_bits": 2}},
-    {"adamw": 0.003},
-)
-_local(
-    "muon-local",
-    "16 local steps with Muon, then the whole change, at one bit",
-    {"k_steps": 16, "compression": {"quantized": {"value_bits": 1}}},
-    {"muon": 0.024},
-    optimizer="muon",
-)
-_local(
-    "quantized-local",
-    "16 local steps, then the whole change, at four bits",
-    {"k_steps": 16, "compression": {"quantized": {"value_bits": 4}}},
-)
+STRATEGIES = {recipe.name: recipe for recipe in _RECIPES}
+"""The strategies that come with the command."""
+
+
+def strategy_text(document: Mapping[str, Any]) -> str:
+    """Return the strategy file of a document, as `DistributedStrategy.save` writes it."""
+    from thinwire.strategy.distributed_strategy import DistributedStrategy
+
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "strategy.yaml"
+        DistributedStrategy.from_dict(document).save(path)
+        return path.read_text(encoding="utf-8")

@@ -1,14 +1,83 @@
-"""What is found on one machine by itself."""
+"""Findings, and what is found on one machine by itself; without torch."""
 
+from __future__ import annotations
+
+import contextlib
 import difflib
+import errno
 import ipaddress
-from collections.abc import Iterator
+import socket
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
-from thinwire.tools.doctor.findings import Finding, note, ok, wrong
 from thinwire.tools.doctor.interfaces import is_loopback, resolved
-from thinwire.tools.doctor.machine import Machine
 
-__all__ = ["elsewhere", "machine_findings"]
+if TYPE_CHECKING:
+    from thinwire.tools.doctor.machine import Machine
+
+Level = Literal["ok", "note", "wrong"]
+_LEVEL_WIDTH, _CHECK_WIDTH, _LEAST_WIDTH = 7, 13, 60
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check has found.
+
+    Attributes:
+        level: "wrong" keeps ranks from training, "note" may surprise.
+        check: What was looked at, in one word.
+        found: What was found, with the values.
+        advice: What to do; empty where nothing is to be done.
+    """
+
+    level: Level
+    check: str
+    found: str
+    advice: str = ""
+
+
+ok, note = partial(Finding, "ok"), partial(Finding, "note")
+wrong = partial(Finding, "wrong")
+"""Findings that are as they should be, with which ranks train all the same, and to be mended."""
+
+
+def status_of(findings: Iterable[Finding]) -> int:
+    """The exit status: 1 where something is wrong, else 0."""
+    return int(any(finding.level == "wrong" for finding in findings))
+
+
+def as_text(findings: Iterable[Finding], *, quiet: bool, width: int = 100) -> str:
+    """Lines for the terminal; quiet ones tell what is wrong only."""
+    shown = [finding for finding in findings if not quiet or finding.level == "wrong"]
+    return "\n".join(_lines(finding, max(width, _LEAST_WIDTH)) for finding in shown)
+
+
+def document(title: str, findings: Iterable[Finding], seconds: float) -> dict[str, Any]:
+    """The findings as data, for JSON."""
+    rows = list(findings)
+    return {
+        "title": title,
+        "status": status_of(rows),
+        "seconds": round(seconds, 2),
+        "findings": [asdict(finding) for finding in rows],
+    }
+
+
+def _lines(finding: Finding, width: int) -> str:
+    head = f"{finding.level:<{_LEVEL_WIDTH}}{finding.check:<{_CHECK_WIDTH}}"
+    blank = " " * len(head)
+    # names, ports and commands stay in one piece
+    wrap = partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
+    parts = wrap(finding.found, initial_indent=head, subsequent_indent=blank)
+    if finding.advice:
+        advice = f"-> {finding.advice}"
+        further = f"{blank}   "
+        parts += wrap(advice, initial_indent=blank, subsequent_indent=further)
+    return "\n".join(parts)
+
 
 _FEWEST_FILES, _FILES_PER_RANK = 1024, 16
 _FEWEST_PORTS = 1000
@@ -19,14 +88,7 @@ _BY_TORCHRUN = "in the environment of torchrun on this machine"
 def machine_findings(
     machine: Machine, *, ranks: int = 1, ranks_here: int = 1, others: bool | None = None
 ) -> Iterator[Finding]:
-    """The findings on a machine, in the order in which they are shown.
-
-    Args:
-        machine: What is known of it.
-        ranks: All ranks.
-        ranks_here: Those on this machine.
-        others: Whether ranks are on other machines too; None where that is not known.
-    """
+    """The findings on a machine; `others` says whether ranks are on other machines too."""
     yield _host(machine)
     yield from _naming(machine)
     yield _interfaces(machine)
@@ -83,20 +145,14 @@ def _gloo(machine: Machine, others: bool | None) -> Iterator[Finding]:
     for address in machine.gloo:
         one = machine.interface_of(address)
         told = f"gloo announces {address}{f' of {one.name}' if one else ''}, {by}"
-        if is_loopback(address) and others is not False:
+        why = ""
+        if is_loopback(address):
+            why = "ranks on other machines cannot reach that"
+        elif one is not None and one.internal:
+            why = "a bridge inside this machine, which others cannot reach"
+        if why and others is not False:
             level = wrong if others else note
-            yield level(
-                "gloo",
-                f"{told}: ranks on other machines cannot reach that",
-                f"for several machines: {_cure(machine)}",
-            )
-        elif one is not None and one.internal and others is not False:
-            level = wrong if others else note
-            yield level(
-                "gloo",
-                f"{told}: a bridge inside this machine, which others cannot reach",
-                f"for several machines: {_cure(machine)}",
-            )
+            yield level("gloo", f"{told}: {why}", f"for several machines: {_cure(machine)}")
         else:
             yield ok("gloo", told)
     if "TP_SOCKET_IFNAME" in machine.environment and not named:
@@ -210,3 +266,91 @@ def _clock(machine: Machine) -> Finding:
             "start chrony or systemd-timesyncd; training needs no clock, logs and certificates do",
         )
     return ok("clock", "a time service keeps it" if machine.clock_kept else "cannot be seen here")
+
+
+_CHECK = "store"
+_REASONS = {
+    errno.ECONNREFUSED: "refused",
+    errno.ETIMEDOUT: "time-out",
+    errno.EHOSTUNREACH: "no route",
+    errno.ENETUNREACH: "no route",
+    errno.EADDRNOTAVAIL: "no route",
+    errno.EINVAL: "no route",  # what a blackhole route answers
+    errno.EACCES: "forbidden by this machine",
+    errno.EPERM: "forbidden by this machine",
+}
+
+
+def one_wait_s(limit_s: float) -> float:
+    """Seconds for one connection, where everything together may take `limit_s`."""
+    return min(0.1 * limit_s, 5.0)
+
+
+def why_not(error: OSError) -> str:
+    """Why a connection did not come about, in a word or two."""
+    if isinstance(error, TimeoutError):
+        return "time-out"
+    return _REASONS.get(error.errno or 0) or error.strerror or str(error)
+
+
+def meeting_point(
+    environment: Mapping[str, str], own: tuple[str, ...], patience_s: float, *, started: bool
+) -> Finding:
+    """Whether the store of the ranks can be where the environment says.
+
+    Args:
+        environment: Of this process.
+        own: Addresses of this machine.
+        patience_s: For one connection.
+        started: Whether the store must be there by now, as under torchrun.
+    """
+    host, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+    if not host and not port:
+        return ok(_CHECK, "MASTER_ADDR and MASTER_PORT are not set; torchrun sets them")
+    if not host or not port:
+        there, away = ("MASTER_ADDR", "MASTER_PORT") if host else ("MASTER_PORT", "MASTER_ADDR")
+        return wrong(_CHECK, f"{there} is set and {away} is not", f"set {away} or let torchrun do")
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        return wrong(_CHECK, f"MASTER_PORT is {port!r}", "a number from 1 to 65535 is required")
+    addresses, why_not_found = resolved(host)
+    if not addresses:
+        return wrong(
+            _CHECK,
+            f"MASTER_ADDR={host} does not resolve: {why_not_found}",
+            "give the address of rank 0's machine, or a name that every machine resolves",
+        )
+    address = addresses[0]
+    where = f"{host}:{port}" if host == address else f"{host}:{port} ({address})"
+    return _tried(where, address, int(port), own, patience_s, started=started)
+
+
+def _tried(
+    where: str, address: str, port: int, own: tuple[str, ...], patience_s: float, *, started: bool
+) -> Finding:
+    try:
+        with socket.create_connection((address, port), timeout=patience_s):
+            return ok(_CHECK, f"{where} answers")
+    except OSError as error:
+        reason = why_not(error)
+    here = address in own or is_loopback(address)
+    if here and reason == "refused" and not started:
+        with contextlib.suppress(OSError), socket.create_server((address, port)):
+            return ok(_CHECK, f"{where} is this machine, and the port is free")
+        return wrong(_CHECK, f"{where} is this machine, and the port cannot be had", "take another")
+    if reason == "refused" and not started:
+        return note(
+            _CHECK,
+            f"{where} refuses connections: nothing listens there yet",
+            "where torchrun runs there already, its firewall refuses: let it accept this port",
+        )
+    return wrong(
+        _CHECK, f"{where} cannot be reached from this machine: {reason}", _cure_of_store(reason)
+    )
+
+
+def _cure_of_store(reason: str) -> str:
+    if reason == "no route":
+        return "`ip route get` with that address says why; give an address that has a route"
+    if reason == "refused":
+        return "torchrun on rank 0's machine has ended, or a firewall there refuses this port"
+    return "let the firewalls between accept TCP on this port at rank 0's machine"

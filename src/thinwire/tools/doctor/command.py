@@ -7,15 +7,19 @@ import sys
 import time
 from collections.abc import Callable
 from math import isfinite
-from typing import Annotated, Self, final
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from thinwire._launched import named_place
-from thinwire.tools.doctor.findings import Finding, as_text, document, status_of
-from thinwire.tools.doctor.meeting import meeting_point, one_wait_s
-
-__all__ = ["EXAMPLES", "doctor"]
+from thinwire.tools.doctor.alone import (
+    Finding,
+    as_text,
+    document,
+    meeting_point,
+    one_wait_s,
+    status_of,
+)
 
 EXAMPLES = """Examples:
 
@@ -62,13 +66,15 @@ def doctor(*, timeout: float = 30.0, json: _Flag = False, quiet: _Flag = False) 
                 print(part, file=out, flush=True)
 
     shown = not quiet and (place is None or place[0] == 0)
-    with _Progress(shown=shown) as line:
-        line.show("loading torch")
+    from rich.console import Console
+
+    # a line on a terminal that says what comes next, until findings are printed
+    with Console(stderr=True, quiet=not shown).status("loading torch") as line:
         if place is None:
             sys.exit(_alone(timeout, report))
         from thinwire.tools.doctor.ranks import Examination
 
-        ended = Examination(*place, begun, timeout, line.show, report).run()
+        ended = Examination(*place, begun, timeout, line.update, report).run()
     if ended.stuck:
         # a thread that torch does not let go of would keep the interpreter from ending
         sys.stdout.flush()
@@ -88,30 +94,3 @@ def _alone(timeout: float, report: Callable[[str, tuple[Finding, ...]], None]) -
     )
     report("this machine alone; started by torchrun, all ranks look at what is between", findings)
     return status_of(findings)
-
-
-@final
-class _Progress:
-    """A line on a terminal that says what comes next, until findings are printed."""
-
-    def __init__(self, *, shown: bool) -> None:
-        from rich.console import Console
-
-        console = Console(stderr=True)
-        self._status = console.status("") if shown and console.is_terminal else None
-
-    def __enter__(self) -> Self:
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def show(self, text: str) -> None:
-        if self._status is not None:
-            self._status.update(text)
-
-    def stop(self) -> None:
-        if self._status is not None:
-            self._status.stop()

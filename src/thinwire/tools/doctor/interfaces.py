@@ -1,26 +1,19 @@
-"""The network interfaces of this machine, their addresses, and which one leads to another."""
+"""What this machine's network looks like: interfaces, addresses, and who listens where."""
 
 import contextlib
 import functools
 import importlib.util
 import ipaddress
+import os
 import re
 import socket
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from thinwire._aside import addresses_of
-
-__all__ = [
-    "LOOK_UP_S",
-    "Interface",
-    "Resolved",
-    "interfaces",
-    "is_loopback",
-    "resolved",
-    "source_towards",
-]
 
 LOOK_UP_S = 4.0
 """For one name. Resolvers begin again with the next server after 5 s, where nobody says else."""
@@ -50,14 +43,7 @@ _SOMEWHERE = "203.0.113.1"
 
 @dataclass(frozen=True)
 class Interface:
-    """One network interface.
-
-    Attributes:
-        name: Such as eth0.
-        mtu: Bytes of the largest packet; 0 where it cannot be seen.
-        up: Whether it is switched on.
-        addresses: Of IPv4 and IPv6, without those of a link.
-    """
+    """One network interface; its MTU is 0 where unseen, addresses of a link are left out."""
 
     name: str
     mtu: int
@@ -71,9 +57,7 @@ class Interface:
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """The interfaces of this network namespace; without addresses where there is no Linux, or no
-    pyroute2.
-    """
+    """Interfaces of this network namespace; their addresses on Linux with pyroute2."""
     if sys.platform != "linux" or importlib.util.find_spec("pyroute2") is None:
         return tuple(Interface(name, 0, True, ()) for _, name in socket.if_nameindex())
     from pyroute2 import IPRoute
@@ -104,10 +88,8 @@ def is_loopback(address: str) -> bool:
 
 
 def source_towards(host: str = "") -> str:
-    """The address of this machine that packets to `host` leave from; empty where there is no way.
-
-    Args:
-        host: Name or address; empty for whatever is outside. Nothing is sent to it.
+    """The address of this machine that packets to a host, or to whatever is outside, leave from;
+    empty where there is no way. Nothing is sent.
     """
     for address in resolved(host or _SOMEWHERE).addresses[:1]:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -115,3 +97,105 @@ def source_towards(host: str = "") -> str:
             probe.connect((address, 9))
             return str(probe.getsockname()[0])
     return ""
+
+
+_LISTEN = "0A"
+_PROC = Path("/proc")
+
+
+class Listening(NamedTuple):
+    """Processes that have torch loaded and listen."""
+
+    everywhere: tuple[str, ...]
+    """On every address, such as "port 29500: pid 7 (torchrun train.py)"."""
+    outward: tuple[str, ...]
+    """On one that is not loopback, such as "10.0.0.1:29400: pid 7 (thinwire host ...)"."""
+
+
+def listening() -> Listening:
+    """The processes of this user, this one aside."""
+    places = {
+        inode: (_as_text(address), port)
+        for address, port, state, inode in _sockets()
+        if state == _LISTEN
+    }
+    found: list[tuple[str, int, str]] = []
+    for folder in _PROC.glob("[0-9]*"):
+        try:
+            found += _of_process(folder, places)
+        except OSError:  # it has ended meanwhile, or does not let itself be looked at
+            continue
+    everywhere: dict[str, set[int]] = {}
+    outward = set()
+    for address, port, who in found:
+        if ipaddress.ip_address(address).is_unspecified:
+            everywhere.setdefault(who, set()).add(port)
+        elif not is_loopback(address):
+            where = f"[{address}]" if ":" in address else address
+            outward.add(f"{where}:{port}: {who}")
+    return Listening(
+        tuple(
+            sorted(
+                f"port {', '.join(map(str, sorted(ports)))}: {who}"
+                for who, ports in everywhere.items()
+            )
+        ),
+        tuple(sorted(outward)),
+    )
+
+
+def _of_process(folder: Path, places: Mapping[str, tuple[str, int]]) -> list[tuple[str, int, str]]:
+    """Address, port and name of each place where a process of ours listens with torch."""
+    if folder.stat().st_uid != os.getuid() or folder.name == str(os.getpid()):
+        return []
+    links = {str(link.readlink()) for link in (folder / "fd").iterdir()}
+    mine = {place for inode, place in places.items() if f"socket:[{inode}]" in links}
+    if not mine or "libtorch" not in (folder / "maps").read_text():
+        return []
+    said = program_of((folder / "cmdline").read_bytes().decode(errors="replace").split("\0"))
+    return [(*place, f"pid {folder.name} ({said})") for place in mine]
+
+
+def program_of(command: Sequence[str]) -> str:
+    """Program, and script or module, of a command line; the rest may be secret."""
+    words = iter(command)
+    program = next(words, "").partition(" ")[0]  # of some that name themselves, options follow
+    told = Path(program).name
+    if not told.startswith("python"):
+        return told
+    for word in words:
+        if word in ("-X", "-W"):
+            next(words, None)
+        elif word == "-m":
+            return f"{told} -m {next(words, '')}"
+        elif word == "-c":
+            return f"{told} -c"
+        elif not word.startswith("-"):
+            script = Path(word).name
+            return f"{script} {next(words, '')}" if script == "thinwire" else f"{told} {script}"
+    return told
+
+
+def _as_text(address: str) -> str:
+    """An address as /proc/net has it: words of 32 bits in the machine's order, in hexadecimal."""
+    raw = bytes.fromhex(address)
+    words = [int.from_bytes(raw[at : at + 4], "big") for at in range(0, len(raw), 4)]
+    packed = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
+    family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
+    return socket.inet_ntop(family, packed)
+
+
+def ports_in_use() -> int:
+    """The number of TCP ports that some socket of this machine has."""
+    return len({port for _, port, _, _ in _sockets()})
+
+
+def _sockets() -> Iterator[tuple[str, int, str, str]]:
+    """Local address and port, state and inode of every TCP socket."""
+    for name in ("tcp", "tcp6"):
+        path = _PROC / "net" / name
+        if path.exists():
+            for line in path.read_text().splitlines()[1:]:
+                words = line.split()
+                address, _, port = words[1].partition(":")
+                yield address, int(port, 16), words[3], words[9]

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
@@ -25,13 +25,12 @@ from thinwire.tools.doctor.interfaces import (
     Interface,
     interfaces,
     is_loopback,
+    listening,
+    ports_in_use,
     resolved,
     source_towards,
 )
-from thinwire.tools.doctor.listening import listening, ports_in_use
 from thinwire.wire.message import WIRE_VERSION
-
-__all__ = ["Machine", "announced_addresses", "follows_a_time_server", "named_interfaces"]
 
 _LOOKED_AT = re.compile(
     r"(GLOO|TP|NCCL)_SOCKET_IFNAME|GLOO_DEVICE_TRANSPORT|TORCH_GLOO_LAZY_INIT"
@@ -48,18 +47,11 @@ class Machine:
     """One rank's machine.
 
     Attributes:
-        host: Its name.
         place: The same for two ranks that share a network stack, and for no others.
         names: Addresses that the name of the host resolves to; why not, in `names_error`.
-        interfaces: Those of this network stack.
         gloo: Addresses that gloo announces; why none, in `gloo_error`.
         route: Address from which this machine reaches the meeting point, or the outside.
-        cores: Those that this process may use.
-        open_files: How many it may have open.
         ports: First and last port that the kernel gives to connections; (0, 0) where unseen.
-        ports_used: Number of TCP ports in use.
-        environment: Variables that change how ranks talk, where they are set.
-        versions: Of what takes part.
         clock_kept: Whether a time service keeps the clock; None where unseen.
         listeners: Torch processes of this user that listen on all addresses.
         outward: Those that listen on one address that is not loopback.
@@ -104,7 +96,7 @@ class Machine:
             gloo=gloo,
             gloo_error=gloo_error,
             route=_route(),
-            cores=_cores(),
+            cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             ports=_port_range(),
             ports_used=ports_in_use(),
@@ -116,17 +108,9 @@ class Machine:
             naming_s=_naming_s(gloo[0] if gloo else "127.0.0.1"),
         )
 
-    def as_row(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
-
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Self:
-        """The machine that another rank has told.
-
-        Raises:
-            TypeError: It was told in another form than this version's.
-        """
+        """The machine that another rank has told; a TypeError where it has another form."""
         told: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
         told["interfaces"] = tuple(
             Interface(**{**entry, "addresses": tuple(entry["addresses"])})
@@ -136,9 +120,7 @@ class Machine:
 
     @property
     def address(self) -> str:
-        """Where other ranks are to reach this one: what gloo announces, else where its packets
-        leave; empty where there is neither.
-        """
+        """Where other ranks reach this one: what gloo announces, else where packets leave."""
         return self.gloo[0] if self.gloo else self.route
 
     def interface_of(self, address: str) -> Interface | None:
@@ -177,10 +159,6 @@ def _place(host: str) -> str:
 def _route() -> str:
     towards = source_towards(os.environ.get("MASTER_ADDR", ""))
     return source_towards() if is_loopback(towards) else towards
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _port_range() -> tuple[int, int]:
@@ -233,12 +211,8 @@ def named_interfaces() -> list[str]:
 
 
 def announced_addresses() -> tuple[str, ...]:
-    """The addresses on which a gloo group of this process listens, made by gloo for a moment.
-
-    Linux shows them; elsewhere the result is empty.
-
-    Raises:
-        RuntimeError: With gloo's own words, such as those for an interface that is not there.
+    """The addresses on which a gloo group of this process listens, made by gloo for a moment, as
+    Linux shows them; a RuntimeError in gloo's own words where it finds none.
     """
     before = listeners()
     names = named_interfaces()

@@ -9,13 +9,10 @@ import struct
 import threading
 import time
 from collections.abc import Mapping, Set
-from dataclasses import asdict, dataclass
-from types import TracebackType
-from typing import Any, Self, final
+from dataclasses import dataclass
+from typing import Self, final
 
-from thinwire.tools.doctor.meeting import why_not
-
-__all__ = ["Answering", "Reach", "reach", "reach_all"]
+from thinwire.tools.doctor.alone import why_not
 
 TOKEN_BYTES = 16
 _RANK, _LENGTH = struct.Struct("!I"), struct.Struct("!I")
@@ -32,7 +29,6 @@ class Reach:
     """How one rank reaches another.
 
     Attributes:
-        to: The other rank.
         error: Why no connection came about, in a word or two; empty where one did.
         latency_s: The shortest round trip of 4 bytes.
         large: Whether 32 KiB arrive; None where that was not tried.
@@ -44,10 +40,6 @@ class Reach:
     latency_s: float | None = None
     large: bool | None = None
     fitting_mtu: int = 0
-
-    def as_row(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
 
 
 @final
@@ -63,12 +55,7 @@ class Answering:
         threading.Thread(target=self._accept, name="thinwire-doctor", daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):  # wakes `accept`, and is refused where none waits
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

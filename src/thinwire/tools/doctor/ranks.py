@@ -6,9 +6,9 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,17 @@ from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
 from thinwire._aside import Late, within
-from thinwire.tools.doctor.alone import machine_findings
-from thinwire.tools.doctor.findings import Finding, status_of, wrong
+from thinwire.tools.doctor.alone import (
+    Finding,
+    machine_findings,
+    meeting_point,
+    one_wait_s,
+    status_of,
+    wrong,
+)
 from thinwire.tools.doctor.machine import Machine
-from thinwire.tools.doctor.meeting import meeting_point, one_wait_s
 from thinwire.tools.doctor.pairs import TOKEN_BYTES, Answering, Reach, reach_all
 from thinwire.tools.doctor.together import Seen, Together, findings_together
-
-__all__ = ["THREAD", "Board", "Ended", "Examination", "find_store"]
 
 THREAD = "thinwire-doctor"
 """Name of the threads that wait for others."""
@@ -34,12 +37,7 @@ _SHORTEST_S = 0.01
 
 
 def find_store(rank: int, size: int, patience_s: float) -> Store:
-    """The store that the environment names.
-
-    Raises:
-        Late, RuntimeError: It is not found.
-        ValueError: The environment names none that can be.
-    """
+    """The store that the environment names; `Late` or a RuntimeError where it is not found."""
     limit = timedelta(seconds=patience_s)
 
     def find() -> Store:
@@ -117,17 +115,13 @@ _NUMBERS = 16 * 1024
 Report = Callable[[str, tuple[Finding, ...]], None]
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a rank ends.
-
-    Attributes:
-        status: The exit status.
-        stuck: Whether a thread is left behind in torch, which keeps the interpreter from ending.
-    """
+class Ended(NamedTuple):
+    """How a rank ends."""
 
     status: int
+    """The exit status."""
     stuck: bool
+    """Whether a thread is left behind in torch, which keeps the interpreter from ending."""
 
 
 @final
@@ -169,7 +163,7 @@ class Examination:
             if answering is not None:
                 stack.enter_context(answering)
             port = answering.port if answering is not None else 0
-            board.tell("facts", [self._machine.as_row(), port, no_socket])
+            board.tell("facts", [asdict(self._machine), port, no_socket])
             together, stuck = self._examined(board, bytes.fromhex(token))
         return self._concluded(board, together, stuck=stuck)
 
@@ -188,11 +182,12 @@ class Examination:
         first = {min(ranks) for ranks in Together(self._size, seen, strangers).machines}
         large = first if self._rank in first else set()
         reaches = reach_all(places, large, token, self._wait_s)
-        board.tell("pairs", [skew, [reach.as_row() for reach in reaches]])
+        board.tell("pairs", [skew, [asdict(reach) for reach in reaches]])
         pairs = board.hear_all("pairs", self._by(_PAIRS))
         self._show("forming a gloo group")
         if self._rank == 0:
-            board.tell("plan", _all_can(seen, self._size))
+            able = [rank for rank, row in seen.items() if not row.machine.gloo_error]
+            board.tell("plan", len(able) == self._size)
         plan = bool(board.hear("plan", 0, self._by(_GLOO)))
         error, stuck = self._group_error(board) if plan else ("", False)
         if plan:
@@ -292,7 +287,3 @@ def _read(rows: Mapping[int, Any]) -> tuple[dict[int, Seen], dict[int, str]]:
         except TypeError:
             strangers[rank] = str(row.get("versions", {}).get("thinwire", "of another form"))
     return seen, strangers
-
-
-def _all_can(seen: Mapping[int, Seen], size: int) -> bool:
-    return len(seen) == size and not any(row.machine.gloo_error for row in seen.values())

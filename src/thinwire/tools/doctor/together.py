@@ -3,13 +3,10 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from thinwire.tools.doctor.alone import machine_findings
-from thinwire.tools.doctor.findings import Finding, Level, note, ok, wrong
+from thinwire.tools.doctor.alone import Finding, Level, machine_findings, note, ok, wrong
 from thinwire.tools.doctor.interfaces import is_loopback
 from thinwire.tools.doctor.machine import Machine
 from thinwire.tools.doctor.pairs import Reach
-
-__all__ = ["Seen", "Together", "findings_together", "named"]
 
 _LARGEST_SKEW_S = 1.0
 _MAY_DIFFER = {"GLOO_SOCKET_IFNAME": "right where the interfaces have other names there"}
@@ -20,7 +17,6 @@ class Seen:
     """What one rank has told.
 
     Attributes:
-        machine: Its own.
         skew: By how much its clock is ahead of rank 0's and how far off that may be, in seconds;
             None where that was not measured.
         reaches: How it reaches each other rank; None where it has not told.
@@ -38,13 +34,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class Together:
-    """What all ranks have told.
-
-    Attributes:
-        size: Number of ranks.
-        seen: By rank.
-        strangers: thinwire's version on ranks that told it in another form.
-        tried: Whether a gloo group was tried.
+    """What all ranks have told: `seen` by rank, `strangers` thinwire's version on ranks that told
+    it in another form; whether a gloo group was `tried`.
     """
 
     size: int
@@ -298,9 +289,7 @@ def _versions(all_of: Together) -> Iterator[Finding]:
 
 
 def _version_level(name: str, ours: str, theirs: str) -> Level:
-    """Builds of one release train together (`torch 2.13.0+cpu` and `+cu128`), and so do versions
-    of thinwire that speak the same over the wire.
-    """
+    """Builds of a release train together (`+cpu`, `+cu128`), as does one wire version."""
     if name == "torch":
         return "note" if ours.partition("+")[0] == theirs.partition("+")[0] else "wrong"
     return "wrong" if name == "wire" else "note"

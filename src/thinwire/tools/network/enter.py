@@ -1,30 +1,29 @@
 """Run a command inside a network namespace, it and its children for no longer than the process that
-asked for it lives.
+asked for it lives; or carry packets between TUN devices.
 
 Started by file name and made of the standard library alone, so that it costs milliseconds:
 `python enter.py NAMESPACE_FD PARENT_PID COMMAND ...`; a NAMESPACE_FD of -1 stays in the namespace
-of the caller.
+of the caller. `python enter.py forward LATENCY_SECONDS WORKER_FD HUB_FD ...` carries packets.
 """
 
+import contextlib
 import ctypes
 import os
 import select
 import signal
 import sys
+import time
+from collections import deque
 
-__all__ = ["die_with_parent", "enter_network"]
+_LARGEST_PACKET_BYTES = 65_536
+_PACKETS_AT_A_TIME = 64
 
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when its parent ends; end at once where that has
-    happened already.
-
-    Args:
-        parent_pid: The process that must still be the parent.
-    """
+    """Ask the kernel to kill this process when its parent ends, or end at once."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
@@ -55,20 +54,50 @@ def take_group_along() -> None:
 
 
 def enter_network(namespace_fd: int) -> None:
-    """Move the calling thread into the network namespace behind an open file descriptor.
-
-    Raises:
-        OSError: The kernel refused.
-    """
+    """Move the calling thread into the network namespace behind an open file descriptor."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(namespace_fd, _CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns: " + os.strerror(ctypes.get_errno()))
 
 
+def forward(latency_s: float, pairs: list[tuple[int, int]]) -> None:
+    """Carry packets of pairs of TUN devices; from the first to the second they come late."""
+    to_hub = dict(pairs)
+    to_worker = {hub: worker for worker, hub in pairs}
+    readable = [*to_hub, *to_worker]
+    # one latency for all: the first to come is the first to go
+    waiting: deque[tuple[float, int, bytes]] = deque()
+    while True:
+        patience_s = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
+        for end in select.select(readable, [], [], patience_s)[0]:
+            for packet in _packets(end):
+                if end in to_hub:
+                    waiting.append((time.monotonic() + latency_s, to_hub[end], packet))
+                else:
+                    _send(to_worker[end], packet)
+        while waiting and waiting[0][0] <= time.monotonic():
+            _, end, packet = waiting.popleft()
+            _send(end, packet)
+
+
+def _packets(end: int) -> list[bytes]:
+    packets: list[bytes] = []
+    with contextlib.suppress(BlockingIOError):
+        for _ in range(_PACKETS_AT_A_TIME):
+            packets.append(os.read(end, _LARGEST_PACKET_BYTES))
+    return packets
+
+
+def _send(end: int, packet: bytes) -> None:
+    with contextlib.suppress(OSError):  # a full or closed device loses packets, as networks do
+        os.write(end, packet)
+
+
 def main(arguments: list[str]) -> None:
-    """Enter, then become the command; the wish to die with the parent survives the change of
-    program.
-    """
+    """Enter, then become the command; the wish to die with the parent survives that."""
+    if arguments[0] == "forward":
+        ends = list(map(int, arguments[2:]))
+        forward(float(arguments[1]), list(zip(ends[::2], ends[1::2], strict=True)))
     namespace_fd, parent_pid = int(arguments[0]), int(arguments[1])
     die_with_parent(parent_pid)
     take_group_along()

@@ -6,24 +6,270 @@ the kernel takes the namespace away and with it every interface inside. The netw
 never touched, so nothing can be left behind in it.
 
     worker 0  eth0 [tbf] ------ port0 [tbf]  bridge  port1 [tbf] ------ [tbf] eth0  worker 1
+
+Kernels without `netem` cannot delay packets. With a latency each worker's interface is a TUN device
+whose other end is a file; so is its port at the hub, which routes between the ports. `enter.py`
+moves packets between the two ends and holds those on their way to the hub for the latency.
 """
 
 import contextlib
+import ctypes
+import fcntl
 import os
+import re
+import struct
+import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
-from thinwire.tools.network.link import FASTEST_BIT_S, Link
-from thinwire.tools.network.namespaces import (
-    inside,
-    interface_bytes,
-    limit_rate,
-    new_namespace,
-    quiet_ipv6,
-)
+from thinwire.tools.network import enter
+from thinwire.tools.network.enter import enter_network
 
-__all__ = ["Network", "network", "why_unavailable"]
+_UNITS_BIT_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_SLOWEST_BIT_S = 1e4
+FASTEST_BIT_S = 3e10  # the kernel's rate field ends at 2**32 bytes a second
+_LATEST_S = 5.0
+_EXAMPLES = "write a number and a unit, such as 500kbit, 100mbit or 1gbit"
+
+
+@dataclass(frozen=True)
+class Link:
+    """Limits of what one worker sends and receives over the emulated network.
+
+    Attributes:
+        rate_bit_s: Bits per second in each direction; None leaves the link unshaped.
+        latency_s: One-way delay in seconds, added to every packet.
+        emulated: False asks for the machine's own loopback, without any emulation.
+    """
+
+    rate_bit_s: float | None
+    latency_s: float = 0.0
+    emulated: bool = True
+
+    @classmethod
+    def parse(cls, text: str, latency: str = "0ms", *, at_most: float = FASTEST_BIT_S) -> Self:
+        """Read a link as the command line writes it: a rate ("100mbit"), "none" (emulated, but as
+        fast as the machine) or "loopback", and a one-way delay ("10ms").
+        """
+        word = text.strip().lower()
+        latency_s = parse_latency(latency)
+        if word == "loopback":
+            if latency_s:
+                raise ValueError(
+                    f"latency={latency!r} cannot be added to the link 'loopback'; use 'none' or a "
+                    "rate"
+                )
+            return cls(None, emulated=False)
+        return cls(None if word == "none" else parse_rate(text, at_most), latency_s)
+
+    def seconds(self, sent_bytes: float) -> float:
+        """Seconds that `sent_bytes` take on this link at the full rate, without latency."""
+        return 0.0 if self.rate_bit_s is None else 8 * sent_bytes / self.rate_bit_s
+
+    def __str__(self) -> str:
+        """The link as the command line writes it."""
+        delay = f" + {self.latency_s * 1e3:g}ms" if self.latency_s else ""
+        if not self.emulated:
+            return "loopback"
+        return self.rate_text + delay
+
+    @property
+    def rate_text(self) -> str:
+        """The rate as the command line writes it."""
+        return "none" if self.rate_bit_s is None else _rate_text(self.rate_bit_s)
+
+
+def parse_rate(text: str, at_most: float = FASTEST_BIT_S) -> float:
+    """Bits per second from text such as "100mbit", 10kbit at least."""
+    rate = _number_with_unit(text, _UNITS_BIT_S)
+    if rate is None:
+        raise ValueError(f"link={text!r} is not a rate: {_EXAMPLES}, or none, or loopback")
+    if not _SLOWEST_BIT_S <= rate <= at_most:
+        raise ValueError(
+            f"link={text!r} is out of range: a rate from 10kbit to {_rate_text(at_most)} is "
+            f"allowed; {_EXAMPLES}"
+        )
+    return rate
+
+
+def parse_latency(text: str) -> float:
+    """Seconds from text such as "10ms", 5s at most."""
+    delay = 0.0 if text.strip() == "0" else _number_with_unit(text, _UNITS_S)
+    if delay is None:
+        raise ValueError(
+            f"latency={text!r} is not a delay: write a number and a unit, such as 500us, 10ms or "
+            "0.1s"
+        )
+    if delay > _LATEST_S:
+        raise ValueError(f"latency={text!r} is out of range: 0ms to 5s is allowed")
+    return delay
+
+
+def _number_with_unit(text: str, units: dict[str, float]) -> float | None:
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)", text.strip().lower())
+    if match is None or match[2] not in units:
+        return None
+    value = float(match[1]) * units[match[2]]
+    return value if isfinite(value) else inf
+
+
+def _rate_text(rate_bit_s: float) -> str:
+    for unit, factor in reversed(_UNITS_BIT_S.items()):
+        if rate_bit_s >= factor:
+            return f"{rate_bit_s / factor:g}{unit}"
+    return f"{rate_bit_s / 1e3:g}kbit"
+
+
+T = TypeVar("T")
+_CLONE_NEWNET = 0x40000000
+_BURST_S, _QUEUE_S = 0.01, 0.1
+_SMALLEST_BURST_BYTES, _LARGEST_BURST_BYTES = 4_000, 4_000_000
+
+
+def new_namespace() -> int:
+    """A fresh network namespace, held by the open descriptor that is returned alone."""
+
+    def make() -> int:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.unshare(_CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+    return _in_thread(make)
+
+
+def inside(namespace_fd: int, work: Callable[[], T]) -> T:
+    """Run `work` inside a namespace, on a thread of its own, and return its result."""
+
+    def enter_and_work() -> T:
+        enter_network(namespace_fd)
+        return work()
+
+    return _in_thread(enter_and_work)
+
+
+def _in_thread(work: Callable[[], T]) -> T:
+    # A namespace belongs to a thread: a thread that changes its own and ends leaves the process
+    # where it was.
+    with ThreadPoolExecutor(1, thread_name_prefix="thinwire-netns") as thread:
+        return thread.submit(work).result()
+
+
+def tbf_settings(rate_bit_s: float) -> dict[str, int]:
+    """Arguments of pyroute2's `tbf` for a rate.
+
+    The burst is ten milliseconds of the rate: large enough for the kernel's timer at 1 Gbit/s, and
+    small enough at slow rates not to let a whole message through for free. The queue holds a tenth
+    of a second.
+    """
+    rate_byte_s = rate_bit_s / 8
+    burst = round(min(max(rate_byte_s * _BURST_S, _SMALLEST_BURST_BYTES), _LARGEST_BURST_BYTES))
+    return {
+        "rate": round(rate_byte_s),
+        "burst": burst,
+        "limit": burst + max(round(rate_byte_s * _QUEUE_S), 30_000),
+    }
+
+
+def limit_rate(ip: Any, index: int, link: Link, command: str = "add") -> None:
+    """Limit what an interface sends by a token bucket; "change" replaces its limit."""
+    if link.rate_bit_s is not None:
+        ip.tc(command, "tbf", index, handle=0x10000, **tbf_settings(link.rate_bit_s))
+
+
+def interface_bytes(interface: str) -> tuple[int, int]:
+    """Bytes (sent, received) by an interface of this thread's namespace, with headers."""
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            fields = numbers.split()
+            return int(fields[8]), int(fields[0])
+    raise RuntimeError(f"the interface {interface!r} is not in this network namespace")
+
+
+def quiet_ipv6() -> None:
+    """Keep the kernel's own IPv6 chatter out of the counters of this thread's namespace."""
+    for scope in ("all", "default"):
+        with contextlib.suppress(OSError):  # a kernel without IPv6 has no such file
+            Path(f"/proc/sys/net/ipv6/conf/{scope}/disable_ipv6").write_text("1")
+
+
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+# Large packets, since a process that moves every one of them must not become the bottleneck; small
+# ones on slow links, whose token bucket would never let a large one through.
+_MTU, _SLOW_MTU, _SLOW_BIT_S = 9000, 1500, 2e7
+_QUEUE_PACKETS = 10_000
+
+
+@contextlib.contextmanager
+def delayed_links(
+    hub_fd: int, worker_fds: tuple[int, ...], addresses: tuple[str, ...], link: Link
+) -> Iterator[None]:
+    """Build the links and run the forwarder; the devices vanish with it."""
+    with contextlib.ExitStack() as stack:
+        ends: list[int] = []
+        for rank, (fd, address) in enumerate(zip(worker_fds, addresses, strict=True)):
+            ends.append(inside(fd, partial(_worker_end, address, link)))
+            stack.callback(os.close, ends[-1])
+            ends.append(inside(hub_fd, partial(_hub_end, rank, address, link)))
+            stack.callback(os.close, ends[-1])
+        forwarder = _start_forwarder(ends, link.latency_s)
+        stack.callback(forwarder.wait)
+        stack.callback(forwarder.kill)
+        yield
+
+
+def _start_forwarder(ends: list[int], latency_s: float) -> subprocess.Popen[bytes]:
+    program = [sys.executable, "-P", enter.__file__]
+    carry = [*program, "forward", repr(latency_s), *map(str, ends)]
+    return subprocess.Popen(
+        [*program, "-1", str(os.getpid()), *carry],
+        stdin=subprocess.DEVNULL,
+        pass_fds=ends,
+        start_new_session=True,
+    )
+
+
+def _worker_end(address: str, link: Link) -> int:
+    end = _open_tun("eth0")
+    _build_worker_side(address, link, mtu=_mtu(link), txqlen=_QUEUE_PACKETS)
+    return end
+
+
+def _hub_end(rank: int, address: str, link: Link) -> int:
+    from pyroute2 import IPRoute
+
+    quiet_ipv6()
+    Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+    end = _open_tun(f"port{rank}")
+    with IPRoute() as ip:
+        port = ip.link_lookup(ifname=f"port{rank}")[0]
+        ip.link("set", index=port, state="up", mtu=_mtu(link), txqlen=_QUEUE_PACKETS)
+        ip.route("add", dst=f"{address}/32", oif=port)
+        limit_rate(ip, port, link)
+    return end
+
+
+def _mtu(link: Link) -> int:
+    return _SLOW_MTU if link.rate_bit_s is not None and link.rate_bit_s < _SLOW_BIT_S else _MTU
+
+
+def _open_tun(name: str) -> int:
+    end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI))
+    except OSError:
+        os.close(end)
+        raise
+    return end
+
 
 _PREFIX = "10.77.0."
 _DELAYED_BIT_S = 1e8  # what the process that delays packets carries without losing any
@@ -35,7 +281,6 @@ class Network:
 
     Attributes:
         namespace_fds: One open descriptor per worker, for `enter_network`.
-        addresses: IPv4 address of each worker.
         hub_fd: Namespace in which the far ends of the links are.
         link: What the links are limited to; their limits can be lifted for a while.
         interface: Name of the interface inside every worker's namespace.
@@ -88,13 +333,8 @@ def why_unavailable() -> str | None:
 
 @contextlib.contextmanager
 def network(workers: int, link: Link) -> Iterator[Network]:
-    """Namespaces for `workers`, joined and limited both ways; they vanish with their last user.
-
-    Yields:
-        The network, ready for use.
-
-    Raises:
-        OSError: The kernel refused; `why_unavailable` tells beforehand.
+    """Namespaces for `workers`, joined and limited both ways; they vanish with their last user. An
+    OSError where the kernel refuses, which `why_unavailable` tells beforehand.
     """
     with contextlib.ExitStack() as stack:
         fds = []
@@ -104,7 +344,7 @@ def network(workers: int, link: Link) -> Iterator[Network]:
         hub_fd, worker_fds = fds[0], tuple(fds[1:])
         addresses = tuple(f"{_PREFIX}{rank + 1}" for rank in range(workers))
         if link.latency_s:
-            from thinwire.tools.network.delay import delayed_links
+            from thinwire.tools.network.netns import delayed_links
 
             stack.enter_context(delayed_links(hub_fd, worker_fds, addresses, link))
         else:
@@ -139,7 +379,7 @@ def _build_bridge(worker_fds: tuple[int, ...], link: Link) -> None:
             limit_rate(ip, port, link)
 
 
-def _build_worker_side(address: str, link: Link) -> None:
+def _build_worker_side(address: str, link: Link, **wire_settings: int) -> None:
     from pyroute2 import IPRoute
 
     quiet_ipv6()
@@ -147,5 +387,5 @@ def _build_worker_side(address: str, link: Link) -> None:
         loopback, wire = ip.link_lookup(ifname="lo")[0], ip.link_lookup(ifname="eth0")[0]
         ip.link("set", index=loopback, state="up")
         ip.addr("add", index=wire, address=address, prefixlen=24)
-        ip.link("set", index=wire, state="up")
+        ip.link("set", index=wire, state="up", **wire_settings)
         limit_rate(ip, wire, link)

@@ -1,14 +1,16 @@
-"""Which settings of the strategies a plan compares."""
+"""Which settings of the strategies a plan compares, and what a step of each is worth."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from functools import cache
+from importlib.resources import files
+from itertools import product
+from json import loads
+from math import log
+from typing import Any, NamedTuple
 
 from thinwire.layout.traffic import GATHER, SPLIT
 from thinwire.tools.compare.strategies import STRATEGIES
-from thinwire.tools.report.winner import document_of
 from thinwire.tools.run.config import Recipe
-
-__all__ = ["LEFT_OUT", "Candidate", "candidates"]
 
 Document = Mapping[str, Any]
 Candidate = tuple[str, Recipe, Document | None]
@@ -32,16 +34,13 @@ def candidates(workers: int, node_size: int = 1) -> Iterator[Candidate]:
     """Every strategy as `thinwire compare` has it, each followed by other settings of it.
 
     No density and no rank is below those whose progress is known: with their progress it would
-    win by that assumption.
-
-    Args:
-        workers: Ranks; three or more can share sums out.
-        node_size: Of them that share a machine; 1 where nothing is known of that.
+    win by that assumption. Three or more workers can share sums out; `node_size` of them share a
+    machine.
     """
     for name, recipe in STRATEGIES.items():
         if name in LEFT_OUT:
             continue
-        base = document_of(recipe, _RAMP_STEPS)
+        base = recipe.document(_RAMP_STEPS)
         yield name, recipe, base
         for words, document in _variants(base or {}, workers, node_size):
             if document != base:
@@ -85,41 +84,35 @@ def _local(own: Mapping[str, Any], workers: int) -> Iterator[tuple[str, Document
                         + (f" d{delay}" if delay else "")
                         + (f" f{fragments}" if fragments > 1 else "")
                         + words,
-                        {"localsgd": _with(changed, k_steps, delay, fragments)},
+                        {
+                            "localsgd": {**changed, "k_steps": k_steps}
+                            | ({"delay": delay} if delay else {})
+                            | ({"fragments": fragments} if fragments > 1 else {})
+                        },
                     )
-
-
-def _with(own: Mapping[str, Any], k_steps: int, delay: int, fragments: int) -> Document:
-    made = {**own, "k_steps": k_steps}
-    if delay:
-        made["delay"] = delay
-    if fragments > 1:
-        made["fragments"] = fragments
-    return made
 
 
 def _compressions(
     base: Mapping[str, Any] | None, workers: int
 ) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
-    """What is told of one that differs from the base, and the content of a file; the base itself
-    first.
-    """
+    """Words and content of each compression that differs; the base itself first."""
     yield "", None
     if base is None:
         return
-    if "quantized" in base:
-        for bits in _BITS:
-            for word, more in _exchanges(workers):
-                quantized = {**base["quantized"], "value_bits": bits, **more}
-                if quantized != base["quantized"]:
-                    yield f" b{bits}{word}", {"quantized": quantized}
-        return
-    for sparsity in _SPARSITIES:
-        for bits in _SPARSE_BITS:
-            for word, more in _exchanges(workers):
-                made = {**base, "sparsity": sparsity, "value_bits": bits, **more}
-                if made != base:
-                    yield f" {_density(sparsity)} b{bits}{word}", made
+    quantized = "quantized" in base
+    own = base.get("quantized", base)
+    choices: list[tuple[str, dict[str, float]]] = [
+        (f" {_density(sparsity)} b{bits}", {"sparsity": sparsity, "value_bits": bits})
+        for sparsity in _SPARSITIES
+        for bits in _SPARSE_BITS
+    ]
+    if quantized:
+        choices = [(f" b{bits}", {"value_bits": bits}) for bits in _BITS]
+    for words, choice in choices:
+        for word, more in _exchanges(workers):
+            made = {**own, **choice, **more}
+            if made != own:
+                yield f"{words}{word}", {"quantized": made} if quantized else made
 
 
 def _exchanges(workers: int) -> Iterator[tuple[str, Mapping[str, str]]]:
@@ -130,3 +123,150 @@ def _exchanges(workers: int) -> Iterator[tuple[str, Mapping[str, str]]]:
 
 def _density(sparsity: float) -> str:
     return f"{100 * (1 - sparsity):.3g}%"
+
+
+_Pair = tuple[Mapping[str, Any], Mapping[str, Any]]
+_TOLD = ("k_steps", "sent", "value_bits", "rank", "delay", "fragments")
+
+
+class Progress(NamedTuple):
+    """Steps of dense that one step is worth, until dense's last loss, and the runs this is from."""
+
+    share: float
+    source: str
+
+
+@cache
+def _measured() -> list[dict[str, Any]]:
+    text = files("thinwire.tools.planning").joinpath("progress.json").read_text(encoding="utf-8")
+    found: list[dict[str, Any]] = loads(text)
+    return found
+
+
+def progress_of(method: str, document: Mapping[str, Any], workers: int) -> Progress:
+    """That of the nearest known settings of the same method: in the interval first, then in how
+    much is sent, then in the number of workers; less for a delay and for more workers than it is
+    known for, by what these have cost where they were measured.
+
+    The source says which settings are meant where they are not those of the document.
+    """
+    if method == "dense":
+        return Progress(1.0, "by definition")
+    asked = _settings(document)
+
+    def distance(run: Mapping[str, Any]) -> tuple[float, ...]:
+        known = {**_known(method), **run}
+        return (
+            abs(log(known["k_steps"] / asked["k_steps"])),
+            abs(_lateness(known) - _lateness(asked)),
+            *(abs(log(known[key] / asked[key])) for key in ("sent", "value_bits", "rank")),
+            abs(log(run["workers"] / workers)),
+        )
+
+    nearest = min((run for run in _measured() if run["method"] == method), key=distance)
+    known = {**_known(method), **nearest}
+    share, told = nearest["progress"], ""
+    local = "localsgd" in document
+    later = local and _lateness(asked) > _lateness(known)
+    if later:
+        late, loses, source = _loss_by_lateness()
+        factor = 1 - min(1.0, loses * (_lateness(asked) - _lateness(known)) / late)
+        share, told = share * factor, f"; times {factor:.2g} for the delay, from {source}"
+    if local:
+        factor, source = _loss_by_workers(method, known["k_steps"], nearest["workers"], workers)
+        if factor < 1:
+            share, told = share * factor, f"{told}; times {factor:.2g} for the ranks, from {source}"
+    others = [
+        f"{'density' if key == 'sent' else key}={known[key]:g}"
+        for key in _TOLD
+        if known[key] != asked[key] and not (later and key == "delay")
+    ]
+    if known["exchange"] != asked["exchange"]:
+        others.append(f"exchange={known['exchange']}")
+    known_for = f"; known for {', '.join(others)}" if others else ""
+    return Progress(share, nearest["source"] + told + known_for)
+
+
+def _lateness(settings: Mapping[str, Any]) -> float:
+    """A delay as a part of the interval."""
+    return float(settings["delay"] / settings["k_steps"])
+
+
+@cache
+def _alike_but(key: str) -> list[_Pair]:
+    """Pairs of measured runs that differ in this setting and in no other."""
+
+    def rest(run: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: run[name] for name in run if name not in (key, "progress", "source")}
+
+    pairs = product(_measured(), repeat=2)
+    return [(a, b) for a, b in pairs if rest(a) == rest(b) and a.get(key) != b.get(key)]
+
+
+@cache
+def _loss_by_lateness() -> tuple[float, float, str]:
+    """A delay that was measured, as a part of the interval; the part of the progress that it cost
+    beside the same setting without; and where that is from.
+    """
+    for run, other in _alike_but("delay"):
+        if "delay" in run and "delay" not in other:
+            lost = max(0.0, 1 - run["progress"] / other["progress"])
+            name = f"{run['method']} k{run['k_steps']} d{run['delay']}"
+            return run["delay"] / run["k_steps"], lost, name
+    raise LookupError("progress.json has no setting with a delay beside the same without")
+
+
+@cache
+def _loss_by_workers(method: str, k_steps: int, known: int, asked: int) -> tuple[float, str]:
+    """What is left of a progress that was measured with `known` ranks where there are as many as
+    come nearest to `asked`, and where that is from: of the settings that were measured with both,
+    one of this method if there is any, else of a local method with the same optimizer, and of those
+    the one with the nearest interval; (1.0, "") if none was.
+    """
+
+    def distance(pair: _Pair) -> tuple[float, ...]:
+        run, other = pair
+        return (
+            abs(log(other["workers"] / asked)),
+            run["method"] != method,
+            (run["method"] == "muon-local") != (method == "muon-local"),
+            abs(log(run["k_steps"] / k_steps)),
+        )
+
+    pairs = [
+        pair
+        for pair in _alike_but("workers")
+        if pair[0]["workers"] == known
+        and pair[0]["k_steps"] > 1
+        and distance(pair)[0] < abs(log(known / asked))
+    ]
+    if not pairs:
+        return 1.0, ""
+    run, other = min(pairs, key=distance)
+    name = f"{run['method']} k{run['k_steps']} with {other['workers']}"
+    return min(1.0, other["progress"] / run["progress"]), name
+
+
+def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What a progress may depend on; 1 or 0 where a document has no such setting."""
+    local = document.get("localsgd", {})
+    compression = local.get("compression") or {}
+    # of gradients a field by itself says what is sent
+    of_gradients = next((own for field, own in document.items() if field != "localsgd"), None)
+    own = of_gradients or compression.get("quantized") or compression
+    sparsity = own.get("sparsity", 0.0)
+    return {
+        "k_steps": local.get("k_steps", 1),
+        "sent": round(1 - (sparsity if isinstance(sparsity, float) else sparsity[-1]), 6),
+        "value_bits": own.get("value_bits", 32),
+        "rank": document.get("low_rank", {}).get("rank", 1),
+        "delay": local.get("delay", 0),
+        "fragments": local.get("fragments", 1),
+        "exchange": own.get("exchange", "auto"),
+    }
+
+
+@cache
+def _known(method: str) -> dict[str, Any]:
+    """The settings of a strategy as `thinwire compare` has it."""
+    return _settings(STRATEGIES[method].document(1) or {})

@@ -3,19 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil, inf, isqrt, log2
+from math import ceil, inf, isqrt, log2, prod
 from typing import Any
 
-from thinwire.layout.message import HEADER_BYTES, Layout, Slot, WholeLayout, count_sent
-from thinwire.layout.traffic import (
-    BUCKETS,
-    chosen_split,
-    travels_sealed,
-)
+from thinwire.layout.message import HEADER_BYTES, Layout, WholeLayout, factor_numels
+from thinwire.layout.traffic import BUCKETS, messages, travels_sealed
 from thinwire.tools.planning.network import Network
-from thinwire.tools.planning.work import Shape, Work, matrices, numel_of
-
-__all__ = ["MOST_PARAMS", "Cost", "cost_by_number", "cost_of", "grown", "messages"]
+from thinwire.tools.planning.work import Work, matrices
 
 _PASS_S = {False: 0.8e-9, True: 3e-12}
 """Seconds to read and write a number once, on a core and on a GPU."""
@@ -30,13 +24,8 @@ _MOST_OWNERS = 64
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step costs, as the mean over a round of steps.
-
-    Attributes:
-        step_s: Seconds of a step.
-        bytes: What a rank sends in a step.
-        state_bytes: What a rank keeps for the method, beside parameters, gradients and the
-            optimizer's state.
+    """What a step costs, as the mean over a round of steps: seconds, bytes that a rank sends, and
+    bytes that it keeps for the method beside parameters, gradients and the optimizer's state.
     """
 
     step_s: float
@@ -64,7 +53,11 @@ def cost_of(document: Mapping[str, Any], hook: str, work: Work, network: Network
         return _dgc(document["dgc"], work, network)
     if "low_rank" in document:
         return _low_rank(document["low_rank"], work, network)
-    return {"dense": _dense, "fp16": _fp16, "powersgd": _powersgd}[hook](work, network)
+    if hook == "powersgd":
+        return _powersgd(work, network)
+    if hook == "fp16":
+        return _reduced(work, network, width=2, passes=3)
+    return _reduced(work, network, width=work.width, passes=1)
 
 
 def _overlapped(
@@ -102,7 +95,7 @@ def _reduced(work: Work, network: Network, *, width: float, passes: float) -> Co
     for bucket_bytes in DDP_BUCKETS:
         buckets = []
         for ready_s, shapes in work.buckets(2**20, bucket_bytes):
-            numel = sum(map(numel_of, shapes))
+            numel = sum(map(prod, shapes))
             wire_s = network.all_reduce_s(width * numel)
             taken_s = network.transfer_s(_ring_bytes(network, width * numel))
             buckets.append(_Bucket(ready_s, _passes(work, numel, passes), wire_s, taken_s, 0.0))
@@ -110,22 +103,14 @@ def _reduced(work: Work, network: Network, *, width: float, passes: float) -> Co
     return min(costs, key=lambda cost: cost.step_s)
 
 
-def _dense(work: Work, network: Network) -> Cost:
-    return _reduced(work, network, width=work.width, passes=1)
-
-
-def _fp16(work: Work, network: Network) -> Cost:
-    return _reduced(work, network, width=2, passes=3)
-
-
 def _powersgd(work: Work, network: Network) -> Cost:
     """Torch's hook, rank 2: in one bucket, so after the backward pass."""
     rank, left, right, rest, kept = 2, 0, 0, 0, 0
     for shape in work.shapes:
-        numel = numel_of(shape)
-        rows, columns = _sides(shape)
-        if len(shape) > 1 and (rows + columns) * rank * 2 < numel:
-            left, right, kept = left + rank * rows, right + rank * columns, kept + numel
+        numel = prod(shape)
+        rows, columns = factor_numels(shape, rank)
+        if len(shape) > 1 and (rows + columns) * 2 < numel:
+            left, right, kept = left + rows, right + columns, kept + numel
         else:
             rest += numel
     sent = work.width * (left + right + rest)
@@ -139,11 +124,11 @@ def _low_rank(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
     rank, least = own.get("rank", 2), own.get("min_numel", 16384)
     buckets, kept, rest, all_right = [], 0, 0, 0
     for ready_s, shapes in work.buckets(*BUCKETS["low_rank"]):
-        mine = [shape for shape in shapes if len(shape) > 1 and numel_of(shape) >= least]
-        numel = sum(map(numel_of, mine))
-        left = sum(4 * rank * _sides(shape)[0] for shape in mine)
-        right = sum(4 * rank * _sides(shape)[1] for shape in mine)
-        rest += sum(map(numel_of, shapes)) - numel
+        mine = [shape for shape in shapes if len(shape) > 1 and prod(shape) >= least]
+        numel = sum(map(prod, mine))
+        factors = [factor_numels(shape, rank) for shape in mine]
+        left, right = (4 * sum(each[i] for each in factors) for i in (0, 1))
+        rest += sum(map(prod, shapes)) - numel
         kept += numel
         all_right += right
         if left:
@@ -165,8 +150,8 @@ def _dgc(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
     node, sources = _nodes(own, network)
     buckets, kept, rest = [], 0, 0
     for ready_s, shapes in work.buckets(*BUCKETS["dgc"]):
-        mine = [n for n in map(numel_of, shapes) if n >= least]
-        rest += sum(map(numel_of, shapes)) - sum(mine)
+        mine = [n for n in map(prod, shapes) if n >= least]
+        rest += sum(map(prod, shapes)) - sum(mine)
         kept += sum(mine)
         if not mine:
             continue
@@ -229,8 +214,7 @@ def _dealt_s(first_bytes: float, row_bytes: float, network: Network, idle_s: flo
 def _sparse_dealt(
     numels: tuple[int, ...], sparsity: float, value_bits: int, exchange: str, ranks: int
 ) -> _Dealt:
-    slots = tuple(Slot(n, count_sent(n, sparsity)) for n in numels)
-    return _dealt(Layout(slots, value_bits), exchange, ranks)
+    return _dealt(Layout.of(numels, sparsity, value_bits), exchange, ranks)
 
 
 @lru_cache(maxsize=1024)
@@ -241,35 +225,18 @@ def _dealt(layout: Layout | WholeLayout, exchange: str, ranks: int) -> _Dealt:
         return _Dealt(0, row_bytes)
     # entries count for the source that moves most, whole tensors for the first one
     busiest = first[0] if few == 2 or isinstance(layout, WholeLayout) else max(first)
-    return _among(sum(first) - busiest, row_bytes, few, ranks)
-
-
-def messages(
-    layout: Layout | WholeLayout, exchange: str, sources: int
-) -> tuple[tuple[int, ...], int]:
-    """Return the bytes that a source sends to each owner of sums, if there are owners, and to
-    all others.
-    """
-    plan = chosen_split(exchange, layout, sources)
-    if plan is None:
-        return (), layout.nbytes
-    return tuple(part.nbytes for part in plan.first), plan.row_bytes
-
-
-def _among(first_bytes: int, row_bytes: int, few: int, ranks: int) -> _Dealt:
-    """What `few` owners have, for more ranks: equal shares of it, each message with its header."""
+    dealt = sum(first) - busiest
     if few == ranks:
-        return _Dealt(first_bytes, row_bytes)
+        return _Dealt(dealt, row_bytes)
+    # for more ranks equal shares of what a few owners have, each message with its header
     share = HEADER_BYTES + (row_bytes - HEADER_BYTES) * few / ranks
-    return _Dealt(first_bytes + (ranks - few) * HEADER_BYTES, share)
+    return _Dealt(dealt + (ranks - few) * HEADER_BYTES, share)
 
 
 def _end_of_step(
     dense_bytes: float, work: Work, network: Network, node: Network | None, sources: Network
 ) -> tuple[list[_Bucket], float]:
-    """What travels densely at the end of the backward pass, beside what is on its way, and the
-    seconds of the vote that all were there.
-    """
+    """What travels densely at the end of the backward pass, and seconds of the vote."""
     if network.ranks == 1:
         return [], 0.0
     found = []
@@ -316,9 +283,7 @@ def _local(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
 def _change(
     compression: Mapping[str, Any], work: Work, network: Network, fragments: int, idle_s: float
 ) -> tuple[float, float, int, int]:
-    """Seconds on the wire of one fragment, bytes that a rank sends of a whole change, passes over
-    it, and words kept for a number.
-    """
+    """Seconds of a fragment, bytes of a whole change, passes over it, words kept a number."""
     if "sparse" in compression or "sparsity" in compression:
         own = compression.get("sparse", compression)
         dealt = _sparse_dealt(
@@ -336,17 +301,12 @@ def _change(
         return dealt.seconds(network, fragments, idle_s), dealt.sent(network), 16, 2
     if "low_rank" in compression:
         rank = compression["low_rank"].get("rank", 2)
-        nbytes = sum(4 * rank * sum(_sides(shape)) for shape in work.shapes)
+        nbytes = sum(4 * sum(factor_numels(shape, rank)) for shape in work.shapes)
         passes, kept = 14, 2
     else:
         nbytes, passes, kept = 4 * work.numel, 6, 1
     wire_s = network.all_reduce_s(nbytes / fragments, idle_s)
     return wire_s, _ring_bytes(network, nbytes), passes, kept
-
-
-def _sides(shape: Shape) -> tuple[int, int]:
-    rows = shape[0] if shape else 1
-    return rows, numel_of(shape) // rows
 
 
 MOST_PARAMS = 10**13
@@ -355,10 +315,7 @@ _NEAR = 1.2
 
 
 def cost_by_number(document: Mapping[str, Any], hook: str, work: Work, network: Network) -> Cost:
-    """As `cost_of`, for shapes that are assumed; seconds of a step never fall as the number grows.
-
-    Bytes and state are those of the assumed shapes.
-    """
+    """As `cost_of`, for assumed shapes; seconds of a step never fall as their number grows."""
     step_s = [cost_of(document, hook, each, network).step_s for each in _works(work)]
     return replace(
         cost_of(document, hook, work, network),

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from math import ceil, log, log2, sqrt
 
-__all__ = ["FRAMES", "Network", "crowding", "reduce_pairs"]
-
 _FIRST_WINDOW_BYTES = 14_600
 FRAMES = 1448 / 1514
 """The part of what travels over Ethernet that is payload."""
@@ -14,9 +12,7 @@ _LN2 = log(2)
 
 
 def reduce_pairs(ranks: int, nbytes: float) -> int:
-    """How many pairs of pieces a rank sends in an all-reduce of `nbytes`: of what a rank owns at
-    least two pieces, of 1 MiB at most.
-    """
+    """Pairs of pieces that a rank sends: two at least of what it owns, of 1 MiB at most."""
     return (ranks - 1) * max(2, ceil(nbytes / ranks / _PIECE_BYTES))
 
 
@@ -78,15 +74,11 @@ class Network:
         return self._ring_s(reduce_pairs(self.ranks, nbytes), sent, idle_s)
 
     def all_gather_s(self, nbytes: float, idle_s: float = 0.0) -> float:
-        """A ring: each rank passes on W-1 messages of `nbytes`, after `idle_s` seconds of
-        silence.
-        """
+        """A ring: each rank passes on W-1 messages, after `idle_s` seconds of silence."""
         return self._ring_s(self.ranks - 1, (self.ranks - 1) * nbytes, idle_s)
 
     def all_to_all_s(self, nbytes: float, idle_s: float = 0.0) -> float:
-        """Each rank sends `nbytes` in all, to the others at once, after `idle_s` seconds of
-        silence.
-        """
+        """Each rank sends `nbytes` in all, at once, after `idle_s` seconds of silence."""
         if self.ranks == 1:
             return 0.0
         sending_s = self.transfer_s(nbytes, idle_s)
@@ -94,9 +86,7 @@ class Network:
         return self.call_s + 2 * self.latency_s + sending_s + crowded_s
 
     def broadcast_s(self, nbytes: float) -> float:
-        """A tree: in each round all who have it pass it on; the last round may need a little
-        less.
-        """
+        """A tree: in each round all who have it pass it on; the last may need a little less."""
         if self.ranks == 1:
             return 0.0
         once_s, more = self.transfer_s(nbytes), ceil(log2(self.ranks)) - 1

@@ -7,17 +7,12 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from thinwire.tools.network.link import Link
-from thinwire.tools.options import require_task
-from thinwire.tools.planning.grid import candidates
+from thinwire.tools.network.netns import Link
+from thinwire.tools.planning.grid import candidates, progress_of
 from thinwire.tools.planning.methods import MOST_PARAMS, Cost, cost_by_number, cost_of
 from thinwire.tools.planning.network import Network
-from thinwire.tools.planning.probed import Probe, work_of
-from thinwire.tools.planning.progress import progress_of
-from thinwire.tools.planning.work import Work, matrices
-from thinwire.tools.run.config import OPTIMIZERS, Recipe
-
-__all__ = ["Plan", "Row", "plan", "seconds_text"]
+from thinwire.tools.planning.work import Probe, Work, matrices, work_of
+from thinwire.tools.run.config import OPTIMIZERS, Recipe, require_one_of, require_task
 
 _FASTEST_BIT_S, _UNLIMITED_BIT_S = 4e11, 2e10
 """The fastest line that can be named, and what none and loopback are taken for."""
@@ -257,7 +252,7 @@ def _assumed_work(params: int | str | None, step_seconds: float | None, device: 
             f"{missing} is missing: give params and step_seconds, or a task of yours "
             "(FILE.py:NAME), or a probe, which has measured both"
         )
-    _require_one_device(device)
+    require_one_of("device", device, ("cpu", "cuda"))
     numel = _parsed_params(params)
     return Work(numel, matrices(numel), float(step_seconds), device == "cuda", assumed=True)
 
@@ -266,7 +261,7 @@ def _of_task(task: str, step_seconds: float | None, device: str | None, workers:
     """The shapes of a task's model, and its step, measured here where it is not given."""
     require_task(task)
     if device is not None:
-        _require_one_device(device)
+        require_one_of("device", device, ("cpu", "cuda"))
     from thinwire.tools.run.compute import model_of, step_of_task_alone
     from thinwire.tools.run.task import TaskError
 
@@ -284,11 +279,6 @@ def _of_task(task: str, step_seconds: float | None, device: str | None, workers:
         muon_numel=told["muon_parameters"],
         width=told["gradient_bytes"] / told["parameters"],
     )
-
-
-def _require_one_device(device: str) -> None:
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device={device!r} is unknown; choose from cpu, cuda")
 
 
 def _require_seconds(seconds: float) -> None:

@@ -1,108 +1,237 @@
-"""The report as one HTML file that needs nothing else: style and script are inside, and nothing is
-loaded.
+"""The parts of pages, each one HTML file that needs nothing else: style and script are inside, and
+nothing is loaded.
+
+Drawings are SVG in the colours of the page, made here and not by a library: a few charts do not
+need one. Each is drawn twice, for wide and for narrow pages, so that text keeps its size. The
+values of a point are in its `<title>`, which `report.js` shows at the pointer.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from thinwire._files import replace_file
-from thinwire.tools.report.measures import Table, tables
-from thinwire.tools.report.plots import PALETTE, loss_plots, sample
-from thinwire.tools.report.verdict import interruption
-from thinwire.tools.report.winner import to_use
 
-__all__ = [
-    "cell",
-    "copied",
-    "definitions",
-    "render",
-    "resource",
-    "series_colours",
-    "table_of",
-    "table_row",
-    "write_page",
-    "write_report",
-]
-
-_ABOVE = "Lines that come in over the upper edge begin at the loss before the first step."
-_PLOTS = (
-    ("Loss against time", "seconds", "training time in seconds, evaluation not counted", _ABOVE),
-    (
-        "Loss against bytes",
-        "library_bytes",
-        "bytes sent per worker, logarithmic",
-        "Counted by the library; the evaluation before the first step is left out.",
-    ),
-    ("Loss against steps", "step", "steps", _ABOVE),
-)
-_STEP_NOTE = (
-    "A steady step is one after the ramp of the method. The compute-only step is the same step "
-    "without any exchange, on a copy of the model, measured in between. The communication share is "
-    "the part of a steady step beyond it: waiting for the wire, and coding what is sent."
-)
-_RESULT_NOTE = (
-    "★ marks the best of its column. Times to a loss are read off the curves by straight lines "
-    "between evaluations, for all strategies alike; evaluation and preparation are not part of "
-    "them. Preparation is what comes before the clock starts: processes, imports, compilation of "
-    "kernels, and each part of the strategy used once on a copy of the model."
-)
+_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
-def render(results: Mapping[str, Any]) -> str:
-    """The whole page for the content of `results.json`."""
-    runs = results["strategies"]
-    result, *others = tables(results)
-    first, _, rest = results["verdict"].partition(". ")
-    warn = "" if results["link"]["emulated"] or results["link"]["reason"] is None else " warn"
-    missing = interruption(results)
-    summaries = {run["strategy"]: _strategy_text(run) for run in runs}
+@dataclass(frozen=True)
+class Axis:
+    """A range of values along a range of the drawing, by factors where logarithmic."""
+
+    low: float
+    high: float
+    begin: float
+    end: float
+    logarithmic: bool = False
+
+    @classmethod
+    def around(
+        cls,
+        values: Sequence[float],
+        begin: float,
+        end: float,
+        *,
+        logarithmic: bool = False,
+        margin: float = 0.03,
+    ) -> Self:
+        """An axis on which all values lie, with a little room on both sides."""
+        low, high = min(values), max(values)
+        if logarithmic:
+            factor = (high / low if high > low else 10.0) ** margin
+            return cls(low / factor, high * factor if high > low else low * 10, begin, end, True)
+        room = (high - low or abs(high) or 1.0) * margin
+        return cls(low - room, high + room, begin, end)
+
+    def place(self, value: float) -> float:
+        """Where a value lies in the drawing."""
+        low, high, at = self.low, self.high, value
+        if self.logarithmic:
+            low, high, at = math.log(low), math.log(high), math.log(at)
+        return self.begin + (at - low) / (high - low) * (self.end - self.begin)
+
+    def ticks(self, count: int) -> list[float]:
+        """Round values inside the range, about `count` of them."""
+        return self._decades(count) if self.logarithmic else self._even(count)
+
+    def _even(self, count: int) -> list[float]:
+        rough = (self.high - self.low) / count
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = power * min(_STEPS, key=lambda factor: abs(math.log(factor * power / rough)))
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [i * step for i in range(first, last + 1)]
+
+    def _decades(self, count: int) -> list[float]:
+        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        decades = [10.0**i for i in range(first, last + 1)]
+        # few decades are divided by 1-2-5, many are thinned out
+        factors = (1.0, 2.0, 5.0) if len(decades) <= count / 2 else (1.0,)
+        found = [
+            factor * decade
+            for decade in decades
+            for factor in factors
+            if self.low <= factor * decade <= self.high
+        ]
+        stride = max(1, -(-len(found) // count))
+        return found[::stride]
+
+
+PALETTE = (
+    ("#0067a5", "#56b4e9"), ("#b34700", "#ff9e4a"), ("#00704d", "#4fd1a1"), ("#96348a", "#ee9fdd"),
+    ("#785a00", "#f0e04a"), ("#3b3fb5", "#a9b1ff"), ("#ad1235", "#ff8fa0"), ("#4b5563", "#c6cdd8"),
+)  # fmt: skip
+"""Colour of each strategy on a light and on a dark page; each has a contrast of at least 4.5 to it.
+"""
+
+_SHAPES = (
+    '<circle r="3.6"/>', '<path d="M-3.4-3.4H3.4V3.4H-3.4Z"/>', '<path d="M0-4.4 4.2 3.4H-4.2Z"/>',
+    '<path d="M0-4.8 4.4 0 0 4.8-4.4 '
+    '0Z"/>', '<path d="M0 4.4 4.2-3.4H-4.2Z"/>', '<path d="M-4-1.5H4V1.5H-4Z"/>',
+    '<path d="M-4.2-2.4-2.4-4.2 0-1.8 2.4-4.2 4.2-2.4 1.8 0 4.2 2.4 2.4 4.2 0 1.8-2.4 4.2-4.2 '
+    '2.4-1.8 0Z"/>',
+    '<path d="M-1.4-4.4H1.4V4.4H-1.4Z"/>',
+)  # fmt: skip
+_WIDE = 7.5
+"""Room for a letter of a tick's text, in units of the drawing."""
+_DASHES = ("", "", "", "", "7 3", "2 3", "9 3 2 3", "4 2")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Size of a drawing and where its axes are, in its own units, which are about pixels."""
+
+    kind: str
+    width: float
+    height: float
+    left: float = 52
+    right: float = 14
+    top: float = 26
+    bottom: float = 44
+    x_ticks: int = 8
+    y_ticks: int = 6
+
+
+FRAMES = (Frame("wide", 920, 380), Frame("narrow", 380, 320, x_ticks=4, y_ticks=5))
+
+
+def sample(number: int) -> str:
+    """A piece of the line of strategy `number` with its mark, for legends."""
+    line = f'<path d="M1 7H27"{stroke(number)}/>'
+    mark = (
+        f'<g transform="translate(14 7)" fill="var(--series-{number})">{_SHAPES[_look(number)]}</g>'
+    )
+    return f'<svg class="sample" viewBox="0 0 28 14" aria-hidden="true">{line}{mark}</svg>'
+
+
+def mark(number: int, x: float, y: float, values: str) -> str:
+    """The mark of strategy `number` at a place of the drawing, with what is said of it."""
+    return (
+        f'<g class="pt" transform="translate({x:.1f} {y:.1f})">{_SHAPES[_look(number)]}'
+        f"<title>{escape(values)}</title></g>"
+    )
+
+
+def _look(number: int) -> int:
+    """Which mark and dash; those who share a colour have others."""
+    again, place = divmod(number, len(PALETTE))
+    return (place + len(PALETTE) // 2 * again) % len(PALETTE)
+
+
+def stroke(number: int) -> str:
+    """Attributes of the line of strategy `number`."""
+    dash = _DASHES[_look(number)]
+    dashes = f' stroke-dasharray="{dash}"' if dash else ""
+    return f' fill="none" stroke="var(--series-{number})" stroke-width="1.8"{dashes}'
+
+
+def svg(frame: Frame, title: str, parts: Sequence[str]) -> str:
+    """The whole drawing; its points are shown at the pointer and by the arrow keys."""
+    return (
+        f'<svg class="plot {frame.kind}" viewBox="0 0 {frame.width:g} {frame.height:g}" role="img" '
+        'tabindex="0" '
+        f'aria-label="{escape(title)}">\n' + "\n".join(parts) + "\n</svg>"
+    )
+
+
+def grid(frame: Frame, x: Axis, y: Axis, form: Callable[[float], str]) -> list[str]:
+    """Lines and texts of both axes; `form` writes the values of the horizontal one."""
+    right, bottom = frame.width - frame.right, frame.height - frame.bottom
+    rules = [f"M{frame.left:g} {y.place(tick):.1f}H{right:g}" for tick in y.ticks(frame.y_ticks)]
+    rules += [f"M{x.place(tick):.1f} {frame.top:g}V{bottom:g}" for tick in x.ticks(frame.x_ticks)]
+    texts = [
+        *(
+            text_at(frame.left - 6, y.place(tick) + 4, f"{tick:.3g}", "end")
+            for tick in y.ticks(frame.y_ticks)
+        ),
+        *(_under(frame, x.place(tick), form(tick)) for tick in x.ticks(frame.x_ticks)),
+    ]
+    edge = f"M{frame.left:g} {frame.top:g}V{bottom:g}H{right:g}"
+    return [
+        f'<path class="grid" d="{"".join(rules)}"/>',
+        f'<path class="edge" d="{edge}"/>',
+        *texts,
+    ]
+
+
+def _under(frame: Frame, x: float, text: str) -> str:
+    """A tick's text below the frame, moved to the left where it would leave the drawing."""
+    y = frame.height - frame.bottom + 17
+    if x + _WIDE * len(text) / 2 > frame.width:
+        return text_at(frame.width - 1, y, text, "end")
+    return text_at(x, y, text, "middle")
+
+
+def text_at(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> str:
+    """A text at a place of the drawing; `anchor` is start, middle or end, `kind` tick or name."""
+    return (
+        f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+    )
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes for people, in powers of 1000."""
+    size = count
+    for unit in ("B", "kB", "MB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"
+
+
+def loss_text(loss: float) -> str:
+    """With three digits behind the point, or more where these say nothing."""
+    return f"{loss:.{loss_digits([loss])}f}"
+
+
+def loss_digits(losses: Sequence[float]) -> int:
+    """Digits behind the point that tell these losses apart."""
+    smallest = min((abs(loss) for loss in losses if loss), default=1.0)
+    return min(9, max(3, 2 - math.floor(math.log10(smallest))))
+
+
+def number(value: float, digits: int) -> str:
+    """With commas between thousands; a share that vanishes has no sign."""
+    text = f"{value:,.{digits}f}"
+    return text.removeprefix("-") if float(text.replace(",", "")) == 0 else text
+
+
+def page_of(title: str, colours: int, body: Iterable[str]) -> str:
+    """A whole page of these lines, with style and script inside."""
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            "<title>thinwire compare: "
-            f"{escape(', '.join(run['strategy'] for run in runs))}</title>",
-            f"<style>{series_colours(len(runs))}{resource('report.css')}</style>\n</head>\n<body>\n<main>",
-            f"<h1>{escape(first if not rest else first + '.')}</h1>",
-            f'<p class="lead">{escape(rest)}</p>' if rest else "",
-            f'<p class="headline{warn}">{escape(results["headline"])} {_runs_text(results)}</p>',
-            f'<p class="headline warn">{escape(missing)}</p>' if missing else "",
-            _table(result, results),
-            *(_plot(results, *plot) for plot in _PLOTS),
-            *_to_use(results, results["winner"]),
-            "<h2>Make it again</h2>",
-            copied("command", results["command"]),
-            *(_table(table, results) for table in others),
-            "<h2>Strategies</h2>",
-            definitions(summaries),
-            *(
-                f"<details><summary>{key.capitalize()}</summary>\n{definitions(results[key])}</details>"
-                for key in ("settings", "model", "text", "link", "machine")
-            ),
-            f'<p class="note">thinwire {escape(results["thinwire"])}, '
-            f"{escape(results['started'])}. Every figure and every evaluation is in results.json "
-            "beside this file.</p>\n</main>",
-            f"<script>{resource('report.js')}</script>\n</body>\n</html>\n",
+            f"<title>{escape(title)}</title>",
+            f"<style>{_series_colours(colours)}{_resource('report.css')}</style>\n</head>\n<body>",
+            "<main>",
+            *body,
+            f"</main>\n<script>{_resource('report.js')}</script>\n</body>\n</html>\n",
         ]
     )
-
-
-def _runs_text(results: Mapping[str, Any]) -> str:
-    first, count = results["settings"]["seed"], results["settings"].get("seeds", 1)
-    if count == 1:
-        return f"One run of each strategy, seed {first}."
-    return (
-        f"Means over {count} runs of each strategy, seeds {first} to {first + count - 1}; thin "
-        "lines are single runs."
-    )
-
-
-def write_report(results: Mapping[str, Any], path: Path) -> None:
-    """Write the page in one piece."""
-    write_page(render(results), path)
 
 
 def write_page(page: str, path: Path) -> None:
@@ -111,12 +240,12 @@ def write_page(page: str, path: Path) -> None:
     replace_file(path, page.encode("utf-8", "backslashreplace"))
 
 
-def resource(name: str) -> str:
+def _resource(name: str) -> str:
     """The style `report.css` or the script `report.js`."""
     return "\n" + files("thinwire.tools.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def series_colours(count: int) -> str:
+def _series_colours(count: int) -> str:
     """CSS variables `--series-0`, `--series-1`, ... for light and dark pages."""
     light, dark = (
         " ".join(
@@ -126,28 +255,6 @@ def series_colours(count: int) -> str:
         for shade in (0, 1)
     )
     return f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
-
-
-def _table(table: Table, results: Mapping[str, Any]) -> str:
-    heads = [f"{escape(column.label)}{_unit(column.unit)}" for column in table.columns]
-    rows = [
-        table_row(f"{sample(row)}{escape(run['strategy'])}", _cells(table, row))
-        for row, run in enumerate(results["strategies"])
-    ]
-    note = _STEP_NOTE
-    if table.title == "Result":
-        note = _RESULT_NOTE
-        rows += [
-            table_row(
-                escape(failure["strategy"]),
-                f'<td role="cell" class="failure" colspan="{len(table.columns)}">failed: '
-                f"{escape(failure['error'])}</td>",
-                ' class="failed"',
-            )
-            for failure in results["failures"]
-        ]
-    whole = table_of(table.title, heads, rows)
-    return f'<h2>{table.title}</h2>\n{whole}\n<p class="note">{note}</p>'
 
 
 # the roles are those of the elements, which narrow pages lay out as blocks and thereby take from
@@ -181,69 +288,26 @@ def table_row(head: str, cells: str, more: str = "") -> str:
     return f'<tr role="row"{more}><th scope="row" role="rowheader">{head}</th>{cells}</tr>'
 
 
-def _cells(table: Table, row: int) -> str:
-    return "".join(
-        cell(column.whole_label, column.texts[row], _best(row in column.best))
-        for column in table.columns
-    )
-
-
-def _best(best: bool) -> str:
-    return ' class="best" title="the best of its column"' if best else ""
-
-
-def _unit(unit: str) -> str:
-    return f', <span class="unit">{escape(unit)}</span>' if unit else ""
-
-
-def _plot(results: Mapping[str, Any], title: str, axis: str, label: str, caption: str) -> str:
-    drawings = loss_plots(results, axis, label)
-    if not drawings:
-        return ""
-    names = "".join(
-        f"<li>{sample(number)}{escape(run['strategy'])}</li>"
-        for number, run in enumerate(results["strategies"])
-    )
-    note = f"<figcaption>{caption}</figcaption>" if caption else ""
-    return f'<h2>{title}</h2>\n<figure><ul class="legend">{names}</ul>\n{drawings}\n{note}</figure>'
-
-
-def _to_use(results: Mapping[str, Any], winner: str | None) -> list[str]:
-    """The winner's strategy file, or the lines of torch that make it."""
-    use = to_use(results, winner)
-    if use is None:
-        return []
-    return [
-        f"<h2>To train with {escape(use.strategy)}</h2>",
-        f"<p>{escape(use.how)}</p>",
-        copied("use", use.text),
-    ]
-
-
 def copied(name: str, text: str) -> str:
     """A text with a button that copies it."""
     button = f'<button type="button" data-copy="{name}">copy</button>'
     return f'{button}\n<pre id="{name}">{escape(text)}</pre>'
 
 
-def _strategy_text(run: Mapping[str, Any]) -> str:
-    settings = ", ".join(f"{key} {_value_text(value)}" for key, value in run["settings"].items())
-    return f"{run['summary']}. {settings}. Bytes counted by: {run['library_bytes_counted_by']}."
-
-
 def definitions(entries: Mapping[str, Any]) -> str:
     """Names and values below each other; without those that are None."""
     items = "\n".join(
-        f"<dt>{escape(key.replace('_', ' '))}</dt><dd>{escape(_value_text(value))}</dd>"
+        f"<dt>{escape(key.replace('_', ' '))}</dt><dd>{escape(value_text(value))}</dd>"
         for key, value in entries.items()
         if value is not None
     )
     return f"<dl>\n{items}\n</dl>"
 
 
-def _value_text(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """A setting for people."""
     if isinstance(value, list | tuple):
-        return " ".join(map(_value_text, value))
+        return " ".join(map(value_text, value))
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_value_text(entry)}" for key, entry in value.items())
+        return ", ".join(f"{key} {value_text(entry)}" for key, entry in value.items())
     return f"{value:g}" if isinstance(value, float) else str(value)

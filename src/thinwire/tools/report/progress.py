@@ -6,18 +6,12 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol, final
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
-__all__ = ["Bar", "Display", "Plain", "Rich", "Silent", "display_for"]
 
 _SECONDS_BETWEEN_LINES = 10.0
 
 
-class Bar(Protocol):
-    """Progress of one strategy."""
+class Bar:
+    """Progress of one strategy; this one shows nothing."""
 
     def note(self, text: str) -> None:
         """Show what goes on before the first step."""
@@ -29,39 +23,26 @@ class Bar(Protocol):
         """Show that the run is over."""
 
 
-class Display(Protocol):
-    """Progress of a comparison."""
-
-    def strategy(self, name: str) -> contextlib.AbstractContextManager[Bar]:
-        """A bar for the strategy that begins now."""
-
-
-@final
-class Silent:
-    """No display."""
+class Display:
+    """Progress of a comparison; this one shows nothing."""
 
     @contextlib.contextmanager
     def strategy(self, name: str) -> Iterator[Bar]:
-        yield self
-
-    def note(self, text: str) -> None:
-        """See `Bar`."""
-
-    def update(self, progress: float, step: int, loss: float) -> None:
-        """See `Bar`."""
-
-    def done(self) -> None:
-        """See `Bar`."""
+        """A bar for the strategy that begins now."""
+        yield Bar()
 
 
-@final
-class Plain:
+class _Plain(Display):
+    @contextlib.contextmanager
+    def strategy(self, name: str) -> Iterator[Bar]:
+        yield _Lines(name)
+
+
+class _Lines(Bar):
     """A line every ten seconds, for logs and pipes."""
 
-    @contextlib.contextmanager
-    def strategy(self, name: str) -> Iterator[Bar]:
+    def __init__(self, name: str) -> None:
         self.name, self.begin_s, self.last_s = name, time.monotonic(), time.monotonic()
-        yield self
 
     def note(self, text: str) -> None:
         print(f"{self.name}: {text}", file=sys.stderr, flush=True)
@@ -69,64 +50,41 @@ class Plain:
     def update(self, progress: float, step: int, loss: float) -> None:
         if time.monotonic() - self.last_s >= _SECONDS_BETWEEN_LINES:
             self.last_s = time.monotonic()
-            print(
-                f"{self.name}: {progress:.0%}, step {step}, loss {loss:.3f}",
-                file=sys.stderr,
-                flush=True,
-            )
+            self.note(f"{progress:.0%}, step {step}, loss {loss:.3f}")
 
     def done(self) -> None:
-        print(
-            f"{self.name}: done in {time.monotonic() - self.begin_s:.0f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+        self.note(f"done in {time.monotonic() - self.begin_s:.0f} s")
 
 
-@final
-class Rich:
-    """A bar per strategy on the terminal."""
-
+class _Rich(Display):
     @contextlib.contextmanager
     def strategy(self, name: str) -> Iterator[Bar]:
+        from rich import progress as rich
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            Progress,
-            TaskProgressColumn,
-            TextColumn,
-            TimeRemainingColumn,
-        )
 
         columns = (
-            TextColumn("{task.description:<12}", markup=False),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            TextColumn("{task.fields[note]}", markup=False),
+            rich.TextColumn("{task.description:<12}", markup=False),
+            rich.BarColumn(),
+            rich.TaskProgressColumn(),
+            rich.TimeRemainingColumn(elapsed_when_finished=True),
+            rich.TextColumn("{task.fields[note]}", markup=False),
         )
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            task = progress.add_task(name, total=1.0, note="starting the workers")
-            yield _RichBar(progress, task)
+        with rich.Progress(*columns, console=Console(stderr=True)) as shown:
+            task = shown.add_task(name, total=1.0, note="starting the workers")
 
+            class OnTerminal(Bar):
+                def note(self, text: str) -> None:
+                    shown.update(task, note=text)
 
-@final
-class _RichBar:
-    def __init__(self, progress: "Progress", task: "TaskID") -> None:
-        self.progress, self.task = progress, task
+                def update(self, progress: float, step: int, loss: float) -> None:
+                    shown.update(task, completed=progress, note=f"step {step}, loss {loss:.3f}")
 
-    def note(self, text: str) -> None:
-        self.progress.update(self.task, note=text)
+                def done(self) -> None:
+                    shown.update(task, completed=1.0)
 
-    def update(self, progress: float, step: int, loss: float) -> None:
-        self.progress.update(self.task, completed=progress, note=f"step {step}, loss {loss:.3f}")
-
-    def done(self) -> None:
-        self.progress.update(self.task, completed=1.0)
+            yield OnTerminal()
 
 
 def display_for(*, quiet: bool) -> Display:
     """The display that suits where standard error goes."""
-    if quiet:
-        return Silent()
-    return Rich() if sys.stderr.isatty() else Plain()
+    return Display() if quiet else _Rich() if sys.stderr.isatty() else _Plain()

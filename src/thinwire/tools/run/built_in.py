@@ -3,6 +3,7 @@
 Batches are the same for every strategy, different on every rank.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -10,45 +11,170 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import Parameter
+from torch.nn import Parameter, functional
 
-from thinwire.tools.run.config import RunConfig
-from thinwire.tools.run.model import ByteTransformer, ConvolutionalNet
-from thinwire.tools.run.size import ConvolutionSize, ModelSize
+from thinwire.optim import muon_groups
+from thinwire.tools.run.config import HEAD_WIDTH, ConvolutionSize, ModelSize, RunConfig
 from thinwire.tools.run.text import CLASSES, PIXELS, SIDE, WHITE
 
-__all__ = ["Digits", "NextByte", "Pair", "loss_of", "seed_of"]
+VOCABULARY = 256
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each on the normalised input and added to it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
+        self.qkv, self.merge = (
+            nn.Linear(width, 3 * width, bias=False),
+            nn.Linear(width, width, bias=False),
+        )
+        self.widen, self.narrow = (
+            nn.Linear(width, 4 * width, bias=False),
+            nn.Linear(4 * width, width, bias=False),
+        )
+        self.heads = width // HEAD_WIDTH
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, context, width) to the same."""
+        batch, context, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, context, 3, self.heads, HEAD_WIDTH)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.merge(seen.transpose(1, 2).reshape(batch, context, width))
+        fed: Tensor = self.narrow(functional.gelu(self.widen(self.norm2(x))))
+        return x + fed
+
+
+class ByteTransformer(nn.Module):
+    """Predicts the next byte: learned positions, pre-normalised blocks, no biases, a separate
+    output layer.
+
+    Source: the usual decoder of Radford et al. 2019, with residual branches that start small by the
+    depth.
+    """
+
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(VOCABULARY, size.width)
+        self.positions = nn.Embedding(size.context, size.width)
+        self.blocks = nn.ModuleList(Block(size.width) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width, bias=False)
+        self.out = nn.Linear(size.width, VOCABULARY, bias=False)
+        self._initialise(size)
+
+    def _initialise(self, size: ModelSize) -> None:
+        for name, p in self.named_parameters():
+            if p.ndim == 1:
+                continue
+            nn.init.normal_(p, std=_spread(name, p.shape[1], size.layers))
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Logits of shape (batch, context, 256) for integer bytes of shape (batch, context)."""
+        x = self.bytes(text) + self.positions(torch.arange(text.shape[1], device=text.device))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.out(self.norm(x))
+        return logits
+
+
+class ConvolutionalNet(nn.Module):
+    """Tells ten classes of images apart: four convolutions with batch norm, and their mean."""
+
+    def __init__(self, size: ConvolutionSize) -> None:
+        super().__init__()
+        width = size.width
+        self.features = nn.Sequential(
+            *_convolution(1, width, stride=1),
+            *_convolution(width, 2 * width, stride=2),
+            *_convolution(2 * width, 2 * width, stride=1),
+            *_convolution(2 * width, 4 * width, stride=2),
+        )
+        self.out = nn.Linear(4 * width, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of shape (batch, 10) for images of shape (batch, 1, height, width)."""
+        logits: Tensor = self.out(self.features(images).mean(dim=(2, 3)))
+        return logits
+
+
+def _convolution(inputs: int, outputs: int, *, stride: int) -> list[nn.Module]:
+    return [
+        nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(),
+    ]
+
+
+def _spread(name: str, inputs: int, layers: int) -> float:
+    if name.startswith(("bytes.", "positions.")):
+        # the first norm divides by it, and their gradient with it: small ones learn in leaps under
+        # SGD
+        return 1.0
+    if name == "out.weight":
+        return 0.02
+    return 1 / math.sqrt(
+        inputs * (2 * layers if name.endswith(("merge.weight", "narrow.weight")) else 1)
+    )
+
+
+def muon_numel(model: nn.Module) -> int:
+    """Count the trainable numbers that Muon would train with `muon_groups`; AdamW has the rest."""
+    return sum(
+        p.numel()
+        for group in muon_groups(model)
+        for _, p in group["params"]
+        if group["muon"] and p.requires_grad and p.ndim == 2 and not p.is_complex()
+    )
+
 
 Pair = tuple[Any, Any]
 
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of each prediction, in nats.
-
-    Args:
-        outputs: Logits of shape (..., classes), of any floating type.
-        targets: Classes of shape (...).
-    """
+    """Mean cross-entropy of each prediction, in nats, for logits of shape (..., classes)."""
     return nn.functional.cross_entropy(outputs.float().flatten(0, -2), targets.flatten())
 
 
-@final
-class NextByte:
-    """Predict the next byte of a text."""
+class _BuiltIn:
+    """A task on one rank.
+
+    Attributes:
+        model: Equal on all ranks; on the device of the run.
+        loss_fn: `loss_fn(model(inputs), targets)` is the mean loss.
+        make_optimizer: From parameters to the task's own optimizer; None for that of the command.
+        alike: Whether all ranks have begun with the very same batch.
+    """
 
     make_optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None = None
     alike = False
+    loss_fn: Callable[[Any, Any], Tensor] = staticmethod(loss_of)
+
+    def __init__(self, config: RunConfig, rank: int, device: torch.device) -> None:
+        torch.manual_seed(config.seed)
+        self.device, self.batch = device, config.batch
+        self.random = torch.Generator().manual_seed(seed_of(config.seed, rank))
+        self.held_out_batches: list[Pair] = []
+
+    def evaluate(self, model: nn.Module) -> float:
+        """Held-out loss, the same on all ranks, of which each has its share; mean per byte or
+        digit, in nats. Running statistics of batches are those that the model holds on each rank.
+        """
+        return _mean_loss(model, self.held_out_batches)
+
+
+@final
+class NextByte(_BuiltIn):
+    """Predict the next byte of a text."""
 
     def __init__(
         self, config: RunConfig, size: ModelSize, rank: int, world: int, device: torch.device
     ) -> None:
-        torch.manual_seed(config.seed)
+        super().__init__(config, rank, device)
         self.model: nn.Module = ByteTransformer(size).to(device)
-        self.loss_fn: Callable[[Any, Any], Tensor] = loss_of
-        self.device = device
         self.train, self.held_out = _bytes_of(config.train_file), _bytes_of(config.held_out_file)
-        self.context, self.batch = size.context, config.batch
-        self.random = _random_of(config.seed, rank)
+        self.context = size.context
         fixed = torch.Generator().manual_seed(config.seed)
         starts = self._starts(self.held_out, config.held_out_sequences, fixed)[rank::world]
         self.held_out_batches = [
@@ -66,39 +192,30 @@ class NextByte:
         return pieces[:, :-1], pieces[:, 1:]
 
     def next_batch(self) -> Pair:
-        """See `Work`; each of shape (batch, context)."""
+        """Inputs and targets of this rank's next step, each of shape (batch, context)."""
         return self._take(self.train, self._starts(self.train, self.batch, self.random))
 
     def some_batch(self, seed: int) -> Pair:
+        """Inputs and targets of a step that means nothing: it is warmed up or timed with."""
         size = (2, self.batch, self.context)
         made = torch.randint(256, size, generator=torch.Generator().manual_seed(seed))
         inputs, targets = made.to(self.device)
         return inputs, targets
 
-    def evaluate(self, model: nn.Module) -> float:
-        """See `Work`: mean loss per byte over all ranks, in nats; every rank has its share."""
-        return _mean_loss(model, self.held_out_batches)
-
 
 @final
-class Digits:
+class Digits(_BuiltIn):
     """Tell scanned digits apart."""
-
-    make_optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None = None
-    alike = False
 
     def __init__(
         self, config: RunConfig, size: ConvolutionSize, rank: int, world: int, device: torch.device
     ) -> None:
-        torch.manual_seed(config.seed)
+        super().__init__(config, rank, device)
         self.model: nn.Module = ConvolutionalNet(size).to(device)
-        self.loss_fn: Callable[[Any, Any], Tensor] = loss_of
-        self.device, self.batch = device, config.batch
         self.train, held_out = (
             _bytes_of(path).view(-1, PIXELS + 1)
             for path in (config.train_file, config.held_out_file)
         )
-        self.random = _random_of(config.seed, rank)
         share = torch.arange(rank, len(held_out), world)
         self.held_out_batches = [self._take(held_out[part]) for part in _split(share, self.batch)]
 
@@ -107,7 +224,7 @@ class Digits:
         return images.to(self.device), records[:, PIXELS].long().to(self.device)
 
     def next_batch(self) -> Pair:
-        """See `Work`; images of shape (batch, 1, 8, 8) from 0 to 1, and classes of (batch,)."""
+        """Images of shape (batch, 1, 8, 8) from 0 to 1, and classes of (batch,)."""
         chosen = torch.randint(len(self.train), (self.batch,), generator=self.random)
         return self._take(self.train[chosen])
 
@@ -116,13 +233,6 @@ class Digits:
         images = torch.rand(self.batch, 1, SIDE, SIDE, generator=random)
         classes = torch.randint(CLASSES, (self.batch,), generator=random)
         return images.to(self.device), classes.to(self.device)
-
-    def evaluate(self, model: nn.Module) -> float:
-        """See `Work`: mean loss per digit over all ranks, in nats; every rank has its share.
-
-        The running statistics of the batches are those that the model holds on each rank.
-        """
-        return _mean_loss(model, self.held_out_batches)
 
 
 def _mean_loss(model: nn.Module, batches: Sequence[Pair]) -> float:
@@ -140,10 +250,6 @@ def _mean_loss(model: nn.Module, batches: Sequence[Pair]) -> float:
 def seed_of(seed: int, rank: int) -> int:
     """The seed of the batches of one rank."""
     return (seed * 1_000_003 + rank) % 2**63
-
-
-def _random_of(seed: int, rank: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed_of(seed, rank))
 
 
 def _split(chosen: Tensor, batch: int) -> Sequence[Tensor]:

@@ -14,12 +14,9 @@ from torch import Tensor, nn
 
 from thinwire.checkpoint import random_state, set_random_state
 from thinwire.optim import Muon, muon_groups
-from thinwire.tools.run.built_in import Pair, loss_of
-from thinwire.tools.run.model import ByteTransformer, muon_numel
-from thinwire.tools.run.size import ModelSize
+from thinwire.tools.run.built_in import ByteTransformer, Pair, loss_of, muon_numel
+from thinwire.tools.run.config import ModelSize
 from thinwire.tools.run.task import OwnTask, TaskError, called, device_of, made, together
-
-__all__ = ["model_of", "step_of_built_in", "step_of_task", "step_of_task_alone"]
 
 STEPS_S = 4.0
 """Seconds for a model's steps, half of them for Muon's; each is made at least once."""
@@ -30,13 +27,8 @@ _LR = 1e-4
 def step_of_built_in(
     size: ModelSize, batch: int, device: str, most_s: float = STEPS_S
 ) -> dict[str, Any]:
-    """Measure a step of the model that comes with the command; on all ranks at the same time.
-
-    Args:
-        size: Of the model.
-        batch: Sequences of a step.
-        device: "auto", "cpu" or "cuda".
-        most_s: Seconds for the steps, but for one step that takes longer.
+    """Measure a step of the model that comes with the command; on all ranks at the same time, in
+    `most_s`, but for one step that takes longer.
 
     Returns:
         Of this rank: `device`, `forward_s`, `backward_end_s` and `step_s`, seconds since the
@@ -44,9 +36,6 @@ def step_of_built_in(
         gradient is there; `gradient_bytes` of all; `muon_parameters`, how many numbers Muon would
         train; `muon_s`, what an update by Muon takes longer, None where there is no
         time for it or Muon cannot train the model. Medians of up to five steps.
-
-    Raises:
-        TaskError: On all ranks, where it fails on any of them.
     """
     place = together(lambda: device_of(device, dist.get_rank()), None)
     model = ByteTransformer(size).to(place)
@@ -56,14 +45,7 @@ def step_of_built_in(
 
 
 def step_of_task(task: str, device: str, workers: int, most_s: float = STEPS_S) -> dict[str, Any]:
-    """The same of a task of the user's, with its own optimizer.
-
-    Args:
-        task: "FILE.py:NAME".
-        device: "auto", "cpu" or "cuda".
-        workers: Ranks that are to train; those of the process group may be fewer.
-        most_s: As there.
-    """
+    """The same of a task of the user's, with its own optimizer, for so many workers."""
     rank = dist.get_rank()
     place = together(lambda: device_of(device, rank), task)
     own = OwnTask(task, 0, rank, workers, place)
@@ -81,9 +63,6 @@ def step_of_task_alone(task: str, device: str, workers: int) -> dict[str, Any]:
 def model_of(task: str) -> dict[str, Any]:
     """What is said of the model of a task of the user's, of which nothing is computed:
     `parameters`, `shapes`, `gradient_bytes` and `muon_parameters`, as a step's.
-
-    Raises:
-        TaskError: It cannot be made, or trains nothing.
     """
     with _alone():
         model = made(task, 0).model
@@ -94,9 +73,7 @@ def model_of(task: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """A process group of this process, for tasks that ask which rank they are; random numbers go on
-    as if they had not been there.
-    """
+    """A group of this process alone; random numbers go on as if it had not been."""
     if dist.is_initialized():
         raise ValueError(
             "task is measured in a process by itself, and this one belongs to a process group: use "
@@ -155,9 +132,7 @@ def _timed(
 
 
 def _longer_by_muon(clock: "_Clock", timed: list[dict[str, Any]], most_s: float) -> float | None:
-    """Seconds that an update by Muon takes beyond the one that was timed; None where Muon cannot
-    train the model, or three such steps take more than `most_s`.
-    """
+    """Seconds that an update by Muon takes longer; None without time, or where it cannot."""
     if (_UNTIMED_STEPS + 1) * timed[-1]["end"] > most_s:
         return None
     try:

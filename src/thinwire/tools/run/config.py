@@ -5,18 +5,125 @@ Made of the standard library alone: a bad name is refused before torch is import
 
 import importlib
 import json
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from dataclasses import field as with_default
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self
 
-from thinwire.tools.run.size import MODELS, ConvolutionSize, ModelSize
+DEVICES = ("auto", "cpu", "cuda")
+MOST_WORKERS = 64
 
-__all__ = ["OPTIMIZERS", "Job", "Recipe", "RunConfig", "imported"]
+
+def require_task(task: str) -> None:
+    """Raise ValueError where no file can be meant by a task."""
+    file, _, name = task.rpartition(":")
+    if not file.endswith(".py") or not name.isidentifier():
+        raise ValueError(
+            f"task={task!r} is not FILE.py:NAME; name the file and the function that makes the task"
+        )
+    if not Path(file).is_file():
+        raise ValueError(f"task={task!r}: there is no file {file}")
 
 
-T = TypeVar("T")
+def require_nothing_beside(task: str, **options: object) -> None:
+    """Refuse options that a task of the user's would ignore."""
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise ValueError(
+                f"--{name} is for the task that comes with the command, and task={task!r} has a "
+                "model and data of its own: leave one of them out"
+            )
+
+
+def require_within(name: str, value: int, least: int, most: int) -> None:
+    """Refuse a number of the command line that cannot be used."""
+    if not least <= value <= most:
+        raise ValueError(f"{name}={value} is out of range: {least} to {most} is allowed")
+
+
+def require_one_of(name: str, value: str, allowed: Sequence[str]) -> None:
+    """Raise ValueError for a word that is not among those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(allowed)}")
+
+
+HEAD_WIDTH = 32
+_NAMED_SIZES = {"tiny": (64, 2), "small": (128, 4), "medium": (256, 4), "large": (512, 6)}
+_NAMED_WIDTHS = {"tiny": 28, "small": 84, "medium": 160, "large": 388}
+_SMALLEST, _LARGEST = 20_000, 200_000_000
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Size of the transformer: features per position, a multiple of 32, blocks, and positions."""
+
+    width: int
+    layers: int
+    context: int = 128
+    kind: Literal["transformer"] = "transformer"
+
+    @property
+    def about_parameters(self) -> int:
+        """Parameters of the blocks, which are most of them."""
+        return 12 * self.layers * self.width**2
+
+
+@dataclass(frozen=True)
+class ConvolutionSize:
+    """Channels of the first layer of the convolutional net; others have 2 and 4 times as many."""
+
+    width: int
+    kind: Literal["convolution"] = "convolution"
+
+    @property
+    def about_parameters(self) -> int:
+        """Parameters of the wide convolutions, which are most of them."""
+        return 126 * self.width**2
+
+
+MODELS: dict[str, type[ModelSize] | type[ConvolutionSize]] = {
+    "transformer": ModelSize,
+    "convolution": ConvolutionSize,
+}
+
+
+def size_of(model: str, text: str) -> ModelSize | ConvolutionSize:
+    """The size of a model of `MODELS` for what `parse_size` takes."""
+    if model == "transformer":
+        return parse_size(text)
+    word = text.strip().lower()
+    if word in _NAMED_WIDTHS:
+        return ConvolutionSize(_NAMED_WIDTHS[word])
+    return ConvolutionSize(max(4, round(math.sqrt(_parameters(text) / 126) / 4) * 4))
+
+
+def parse_size(text: str) -> ModelSize:
+    """The shape for a name ("tiny", "small", "medium", "large") or a number of parameters ("3M",
+    "500k", "1000000"), which is met as closely as four layers and a width that is a multiple of 32
+    allow.
+    """
+    word = text.strip().lower()
+    if word in _NAMED_SIZES:
+        return ModelSize(*_NAMED_SIZES[word])
+    width = round(math.sqrt(_parameters(text) / (12 * 4)) / HEAD_WIDTH) * HEAD_WIDTH
+    return ModelSize(max(width, HEAD_WIDTH), 4)
+
+
+def _parameters(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.strip().lower())
+    if match is None:
+        raise ValueError(
+            f"size={text!r} is not a size: {', '.join(_NAMED_SIZES)}, or a number of parameters "
+            "such as 3M"
+        )
+    count = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6}[match[2]]
+    if not _SMALLEST <= count <= _LARGEST:
+        raise ValueError(f"size={text!r} is out of range: 20k to 200M parameters are allowed")
+    return count
+
 
 OPTIMIZERS = {
     "adamw": "AdamW (betas 0.9 and 0.95, weight decay 0.1)",
@@ -25,23 +132,6 @@ OPTIMIZERS = {
     "sgd": "SGD with momentum 0.9",
 }
 """What a strategy trains with, by name."""
-
-
-def _read(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Take every field of a dataclass from the key of its name.
-
-    Raises:
-        ValueError: A key is unknown or missing; all of them are named.
-    """
-    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-    wrong = [f"{key!r} is unknown" for key in values if key not in names]
-    wrong += [f"{name!r} is missing" for name in names if name not in values]
-    if wrong:
-        raise ValueError(
-            f"{cls.__name__}: {', '.join(wrong)}; its keys are {', '.join(names)}; "
-            "the command and its workers must be of one version of thinwire"
-        )
-    return cls(**values)
 
 
 def imported(name: str) -> Any:
@@ -55,21 +145,17 @@ class Recipe:
     """One strategy that can be compared, as plain data.
 
     Attributes:
-        name: What the command line calls it.
-        summary: One line for the help and the report.
         trainer: Where its class is, as "module:Class"; imported in the workers only.
         rates: By optimizer its peak learning rate, the best of the same grid for every strategy.
         counted_by: How the bytes of the library's column come about.
-        options: Keyword arguments of that class, as JSON knows them, but for those of `arguments`.
+        options: Settings of the field; without one, keyword arguments of that class.
         field: Which field of a strategy the options are; "" where it has none, None where they are
             no such field.
         ramp: Setting of that field which gets the updates during which it may start gently.
         code: Lines of Python that do the same without the comparison, for what is no strategy of
             ours.
-        file: The strategy file, as the command line names it; None for those that come with the
-            command.
-        optimizer: The optimizer that belongs to the strategy, whatever the others train with; None
-            for that of the command or of the task.
+        file: The strategy file, as the command line names it.
+        optimizer: The one that belongs to the strategy, whatever the others train with.
     """
 
     name: str
@@ -84,85 +170,82 @@ class Recipe:
     file: str | None = None
     optimizer: str | None = None
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Of the class: the options, and where those of a field with a ramp belong."""
-        place = {"field": self.field, "ramp": self.ramp} if self.ramp else {}
-        return {**place, **self.options}
+    def document(self, ramp_steps: int) -> dict[str, Any] | None:
+        """The content of its strategy file; None for torch's own hooks."""
+        if self.field is None:
+            return dict(self.options["document"]) if "document" in self.options else None
+        if not self.field:
+            return {}
+        ramp = {self.ramp: ramp_steps} if self.ramp else {}
+        return {self.field: {**self.options, **ramp}}
+
+    def arguments(self, ramp_steps: int) -> dict[str, Any]:
+        """Keyword arguments of the trainer."""
+        if self.field:
+            return {"document": self.document(ramp_steps), "field": self.field}
+        return dict(self.options)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """Configuration of one training, the same on every rank.
+class Training:
+    """What a comparison and each of its runs are told alike.
 
     Attributes:
-        recipe: The strategy.
+        model: Which model that comes with the command, and its size.
+        steps: Updates; None where `seconds`, a budget of training time, is given.
+        batch: Sequences, or digits, per rank and step.
         optimizer: "adamw", "muon" or "sgd"; a strategy may have one of its own.
         lr: Peak learning rate; None for that of the strategy, or those of the task's own optimizer.
         task: "FILE.py:NAME" of the user's own task; None for the one that comes with the command.
-        device: "auto", "cpu" or "cuda".
-        model: Which model that comes with the command, and its size.
-        seed: Of parameters and data order.
-        steps: Updates; None where `seconds` is given.
-        seconds: Budget of training time; None where `steps` is given.
         evaluations: How often the loss is taken, at most.
-        ramp_steps: Updates during which methods that start gently may do so.
-        train_file: Bytes to train on.
-        held_out_file: Bytes to evaluate on.
-        held_out_sequences: How many sequences of those; of digits it is all.
-        batch: Sequences, or digits, per rank and step.
-        interface: The network interface whose bytes the kernel counts; None counts none.
-        launched_unix_s: When the command started the workers.
     """
 
-    recipe: Recipe
+    model: ModelSize | ConvolutionSize
+    steps: int | None
+    seconds: float | None
+    batch: int
+    seed: int
     optimizer: str
     lr: float | None
     task: str | None
     device: str
-    model: ModelSize | ConvolutionSize
-    seed: int
-    steps: int | None
-    seconds: float | None
-    evaluations: int
+    evaluations: int = 16
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """These fields by name."""
+        return {each.name: getattr(self, each.name) for each in fields(Training)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Training):
+    """Configuration of one training, the same on every rank.
+
+    Attributes:
+        ramp_steps: Updates during which methods that start gently may do so.
+        held_out_sequences: How many sequences of `held_out_file`; of digits it is all.
+        interface: The network interface whose bytes the kernel counts; None counts none.
+    """
+
+    recipe: Recipe
     ramp_steps: int
     train_file: str
     held_out_file: str
     held_out_sequences: int
-    batch: int
     interface: str | None
     launched_unix_s: float
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `to_dict` has written.
-
-        Raises:
-            ValueError: A key is unknown or missing; all of them are named.
-        """
-        read: dict[str, Callable[[Any], Any]] = {
-            "recipe": lambda value: _read(Recipe, value),
-            "model": lambda value: _read(MODELS[value["kind"]], value),
-        }
-        return _read(
-            cls,
-            {key: read[key](value) if key in read else value for key, value in values.items()},
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Write every field under the key of its name, as JSON knows it."""
-        return asdict(self)
+        """Read what `asdict` has written."""
+        model = MODELS[values["model"]["kind"]](**values["model"])
+        return cls(**{**values, "recipe": Recipe(**values["recipe"]), "model": model})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Task of the workers of one launch.
-
-    Attributes:
-        task: "module:Class", called with `config` and the rank's `Events`; its `train()` returns
-            the result.
-        config: For the task, as JSON knows it.
-        timeout_s: How long a rank waits for a message of another one.
+    """Task of the workers of one launch: "module:Class", called with `config` and the rank's
+    `Events`; its `train()` returns the result. A rank waits `timeout_s` for a message.
     """
 
     task: str
@@ -171,12 +254,8 @@ class Job:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read what `write` has written.
-
-        Raises:
-            ValueError: A key is unknown or missing; all of them are named.
-        """
-        return _read(cls, json.loads(path.read_text(encoding="utf-8")))
+        """Read what `write` has written."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def write(self, path: Path) -> None:
         """Write the job as JSON."""

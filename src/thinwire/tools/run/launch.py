@@ -1,34 +1,175 @@
 """Start the workers of one strategy, watch over them, and end them whatever happens."""
 
 import contextlib
+import json
+import os
 import queue
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, final
+from typing import IO, Any, final
 
 from thinwire.errors import ThinwireError
+from thinwire.tools.network import enter
 from thinwire.tools.network.netns import Network
 from thinwire.tools.run.config import Job, imported
-from thinwire.tools.run.events import EventReader
-from thinwire.tools.run.ranks import environments, signal_group, start, threads_of
 
-__all__ = [
-    "TaskRefused",
-    "WorkerError",
-    "by_first",
-    "explain",
-    "failure_of",
-    "joined",
-    "run_here",
-    "run_workers",
-]
+_GO = "go"
+_SECONDS_BETWEEN_EVENTS = 0.2
+_RELEASE_POLL_S = 0.02
+
+
+def _file_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.jsonl"
+
+
+def release(folder: Path) -> None:
+    """Let the ranks whose logs are in `folder` go on from `Events.wait_for_release`."""
+    (folder / _GO).touch()
+
+
+@final
+class Events:
+    """Where a rank tells what happens: to `put`; `release` of a folder lets training begin."""
+
+    def __init__(self, put: Callable[[dict[str, Any]], object], folder: Path | None = None) -> None:
+        self._put, self._folder, self._last_s = put, folder, 0.0
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Tell of one event at once."""
+        self._put({"event": event, "unix_s": time.time(), **fields})
+
+    def write_sometimes(self, event: str, **fields: Any) -> None:
+        """Tell of it unless the last such one is younger than a fifth of a second."""
+        if time.monotonic() - self._last_s >= _SECONDS_BETWEEN_EVENTS:
+            self._last_s = time.monotonic()
+            self.write(event, **fields)
+
+    def wait_for_release(self) -> None:
+        """Return when training may begin."""
+        while self._folder is not None and not (self._folder / _GO).exists():
+            time.sleep(_RELEASE_POLL_S)
+
+
+def event_log(folder: Path, rank: int) -> Events:
+    """Events as lines of JSON in a file of this rank, which the command reads while it grows."""
+    file = _file_of(folder, rank).open("a", encoding="utf-8", buffering=1)
+    return Events(lambda event: file.write(json.dumps(event) + "\n"), folder)
+
+
+@dataclass
+class EventReader:
+    """The reading end, in the command."""
+
+    folder: Path
+    rank: int
+    offset: int = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Read the whole lines that have been appended since the last call."""
+        path = _file_of(self.folder, self.rank)
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            file.seek(self.offset)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+_PORT, _PORTS_TRIED = 29500, 1000
+
+
+def environments(workers: int, network: Network | None) -> list[dict[str, str]]:
+    """The environment of each rank: that of this process, and what torchrun would set.
+
+    In a network of its own every rank is a machine: its LOCAL_RANK is 0 and its LOCAL_WORLD_SIZE 1.
+    """
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    default = {"OMP_NUM_THREADS": threads_of(workers), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    common = {
+        "WORLD_SIZE": workers,
+        "LOCAL_WORLD_SIZE": workers if network is None else 1,
+        "GROUP_WORLD_SIZE": 1 if network is None else workers,
+        "MASTER_ADDR": "127.0.0.1" if network is None else network.addresses[0],
+        "MASTER_PORT": free_port() if network is None else _PORT,
+        "GLOO_SOCKET_IFNAME": loopback if network is None else network.interface,
+        "TORCHELASTIC_RUN_ID": "thinwire",  # for torch.distributed.is_torchelastic_launched()
+        "PYTHONUNBUFFERED": 1,
+    }
+    places: list[dict[str, Any]] = [
+        {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
+        if network is None
+        else {"RANK": rank, "LOCAL_RANK": 0, "GROUP_RANK": rank}
+        for rank in range(workers)
+    ]
+    return [
+        {**_texts(default), **os.environ, **_texts(common), **_texts(place)} for place in places
+    ]
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+    return {key: str(value) for key, value in values.items()}
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def threads_of(workers: int) -> int:
+    """How many threads each of as many ranks on this machine gets."""
+    return max(1, cores() // workers)
+
+
+def free_port() -> int:
+    """A port that nobody listens on. The kernel gives none of this range to a connection, so it is
+    still free when a rank takes it seconds later.
+    """
+    for _ in range(_PORTS_TRIED):
+        port = random.randrange(15_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError("no port of this machine between 15,000 and 32,000 could be listened on")
+
+
+def start(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    fd: int,
+    stdout: IO[bytes] | int,
+    stderr: int,
+) -> "subprocess.Popen[bytes]":
+    """Start a rank as the leader of a group of processes; the kernel ends it with this thread."""
+    return subprocess.Popen(
+        [sys.executable, "-P", str(Path(enter.__file__)), str(fd), str(os.getpid()), *command],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=[fd] if fd >= 0 else [],
+        env=dict(environment),
+        # Ctrl-C is for the command, which then ends the ranks in order
+        start_new_session=True,
+    )
+
+
+def signal_group(leader: int, number: signal.Signals) -> None:
+    """Send a signal to a rank and what it has started, where any of it still runs."""
+    try:
+        os.killpg(leader, number)
+    except ProcessLookupError:  # all of them have ended
+        return
+
 
 _POLL_S, _GRACE_S = 0.1, 3.0
 _START_UP_S = 90.0
@@ -49,11 +190,7 @@ def run_workers(
     """Run one job and yield rank 0's events as they come; the last one is the result.
 
     The workers end with the generator, and with the thread that runs it: the kernel kills them when
-    it is gone.
-
-    Raises:
-        TaskRefused: The job's task is the user's, and a worker refuses it.
-        WorkerError: With the first failing worker's error.
+    it is gone. A `TaskRefused` where they refuse the user's task, else a `WorkerError`.
     """
     work.mkdir(parents=True, exist_ok=True)
     path = work / "job.json"
@@ -133,13 +270,8 @@ def failure_of(
 
 
 def explain(errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None], work: Path) -> str:
-    """The cause, and not its consequences on the other ranks, as far as that can be told.
-
-    Args:
-        errors: The `error` events of all ranks, each with its `rank`.
-        statuses: Of each rank, what it ended with, minus a signal's number where one has killed
-            it; None where it had not.
-        work: Folder with the workers' logs.
+    """The cause, and not its consequences on the other ranks, as far as `error` events, each with
+    its `rank`, exit statuses by rank and the logs in a folder tell it.
     """
     # a rank that dies after an error of its own died of that
     spoke = {error["rank"] for error in errors}
@@ -175,24 +307,16 @@ def _log_tail(work: Path) -> str:
     """The last lines of the workers' logs that speak of an error."""
     found = [
         line.strip()[:_LONGEST_LINE]
-        for line in _logs(work).splitlines()
+        for log in sorted(work.glob("worker*.log"))
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
         if re.search(r"Error|error:", line)
     ]
     return "\n".join(f"  {line}" for line in found[-_MOST_LINES:])
 
 
-def _logs(work: Path) -> str:
-    logs = sorted(work.glob("worker*.log"))
-    return "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
-
-
 @contextlib.contextmanager
 def joined(said: Mapping[str, Any], timeout_s: float) -> Iterator[None]:
-    """Belong to the process group of all ranks.
-
-    Raises:
-        ValueError: It differs; on all ranks.
-    """
+    """Belong to the group of all ranks; a ValueError where they were told different things."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
@@ -212,11 +336,7 @@ def joined(said: Mapping[str, Any], timeout_s: float) -> Iterator[None]:
 
 
 def by_first(check: Callable[[], None]) -> None:
-    """Run a check on rank 0 alone.
-
-    Raises:
-        ValueError: What it raised; on all ranks.
-    """
+    """Run a check on rank 0 alone; its ValueError is raised on all ranks."""
     import torch.distributed as dist
 
     told: list[str | None] = [None]
@@ -230,32 +350,10 @@ def by_first(check: Callable[[], None]) -> None:
         raise ValueError(told[0])
 
 
-@final
-class _Told:
-    """Events of this rank, for the thread that shows them; see `Events`."""
-
-    def __init__(self) -> None:
-        self.heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-
-    def write(self, event: str, **fields: Any) -> None:
-        """Hand the event over at once."""
-        self.heard.put({"event": event, "unix_s": time.time(), **fields})
-
-    write_sometimes = write
-
-    def wait_for_release(self) -> None:
-        """Go on: there is no link to limit."""
-
-
 def run_here(job: Job) -> Generator[dict[str, Any], None, None]:
-    """Do one job as this rank of the process group, and yield its events as they come; the last one
-    is the result.
-
-    Raises:
-        TaskRefused: The job's task is the user's, and cannot be trained.
-        WorkerError: With this rank's error.
-    """
-    told = _Told()
+    """Do one job as this rank of the process group; yields and raises as `run_workers` does."""
+    heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    told = Events(heard.put)
 
     def work() -> None:
         try:
@@ -266,7 +364,7 @@ def run_here(job: Job) -> Generator[dict[str, Any], None, None]:
 
     threading.Thread(target=work, name="thinwire-training", daemon=True).start()
     while True:
-        event = told.heard.get()
+        event = heard.get()
         if event["event"] == "error":
             if event["kind"] == "TaskError":
                 raise TaskRefused(event["message"])

@@ -16,9 +16,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.tools.run.compute import STEPS_S, step_of_built_in, step_of_task
-from thinwire.tools.run.size import ModelSize
-
-__all__ = ["probe"]
+from thinwire.tools.run.config import ModelSize
 
 _MOST_BYTES, _MOST_S = 32 * 2**20, 10.0
 _PAIRS_BYTES, _TOGETHER_BYTES, _COLLECTIVES_BYTES = 12 * 2**20, 12 * 2**20, 8 * 2**20
@@ -52,9 +50,6 @@ def probe(
         What was measured, the same on all ranks: `ranks`, `hosts`, `idle_restarts` (whether each
         kernel lets idle connections begin anew), `task`, `pairs`, `together`, `collectives`,
         `compute`, `not_measured`, `seconds` and `bytes`, the most that a rank has sent.
-
-    Raises:
-        TaskError: On all ranks, where the task fails on any of them.
     """
     begin_s = time.perf_counter()
     line = _Line()
@@ -126,9 +121,7 @@ def _everyones(own: Any) -> list[Any]:
 
 
 def _rate_of(nbytes: int, taken_s: float, latency_s: float) -> float:
-    """Bytes in a second once they flow: a receiver says that it is ready, and the first arrives,
-    each a latency later.
-    """
+    """Bytes in a second once they flow: "ready" and the first one take a latency each."""
     return nbytes / max(taken_s - 2 * latency_s, taken_s / 8)
 
 
@@ -137,15 +130,6 @@ def _largest(own: float) -> float:
     value = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value)
-
-
-def _of_each(own: float) -> list[float]:
-    """By rank."""
-    found = torch.zeros(dist.get_world_size(), dtype=torch.float64)
-    found[dist.get_rank()] = own
-    dist.all_reduce(found)
-    values: list[float] = found.tolist()
-    return values
 
 
 def _slowest(computes: list[dict[str, Any]]) -> dict[str, Any]:
@@ -165,9 +149,7 @@ class _Line:
         self.not_measured: list[str] = []
 
     def pairs(self) -> list[dict[str, Any]]:
-        """Latency and rate to every rank of a larger number, both directions at once; no rank is
-        in two pairs at a time.
-        """
+        """Latency and rate to each rank of a larger number; no rank is in two pairs at a time."""
         found = []
         rounds = list(_tournament(self.size))
         share_s = _PAIRS_S / max(1, len(rounds))
@@ -265,7 +247,7 @@ class _Line:
                 break
             nbytes *= 4
         own_s = min(own_s, self._both_ways(to, source, nbytes))
-        return _of_each(_rate_of(nbytes, own_s, self.latency_s))
+        return _everyones(_rate_of(nbytes, own_s, self.latency_s))
 
     def collectives(self, rate: float) -> list[dict[str, Any]]:
         """Seconds of all-reduce and all-gather, small and as large as the time allows."""

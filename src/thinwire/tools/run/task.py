@@ -9,32 +9,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from thinwire.errors import ThinwireError
 from thinwire.task import Task
 from thinwire.tools.run.built_in import Digits, NextByte, Pair, seed_of
-from thinwire.tools.run.config import RunConfig
-from thinwire.tools.run.size import ConvolutionSize
-
-__all__ = [
-    "OwnTask",
-    "TaskError",
-    "Work",
-    "called",
-    "device_of",
-    "made",
-    "require_gpu",
-    "together",
-    "untouched",
-    "work_of",
-]
+from thinwire.tools.run.config import ConvolutionSize, RunConfig
 
 R = TypeVar("R")
 
@@ -43,37 +28,8 @@ class TaskError(ThinwireError):
     """A task of the user's cannot be trained; says what to change, in one line."""
 
 
-class Work(Protocol):
-    """One task on one rank.
-
-    Attributes:
-        model: Equal on all ranks; on the device of the run.
-        loss_fn: `loss_fn(model(inputs), targets)` is the mean loss.
-        make_optimizer: From parameters to the task's own optimizer; None for that of the command.
-        alike: Whether all ranks have begun with the very same batch.
-    """
-
-    model: nn.Module
-    loss_fn: Callable[[Any, Any], Tensor]
-    make_optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None
-    alike: bool
-
-    def next_batch(self) -> Pair:
-        """Inputs and targets of this rank's next training step."""
-
-    def some_batch(self, seed: int) -> Pair:
-        """Inputs and targets of a step that means nothing: it is warmed up or timed with."""
-
-    def evaluate(self, model: nn.Module) -> float:
-        """Held-out loss, the same on all ranks; on all of them at the same time."""
-
-
-def work_of(config: RunConfig) -> Work:
-    """The task of a run on this rank; on all ranks at the same time.
-
-    Raises:
-        TaskError: It is the user's own and cannot be trained.
-    """
+def work_of(config: RunConfig) -> "Work":
+    """The task of a run on this rank; on all ranks at the same time."""
     rank, world = dist.get_rank(), dist.get_world_size()
     device = device_of(config.device, rank)
     if config.task is not None:
@@ -84,11 +40,7 @@ def work_of(config: RunConfig) -> Work:
 
 
 def device_of(choice: str, rank: int) -> torch.device:
-    """Where a rank computes: its GPU, or the CPU.
-
-    Raises:
-        TaskError: "cuda" was asked for, and torch sees none.
-    """
+    """Where a rank computes: its GPU, or the CPU."""
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     require_gpu()
@@ -98,11 +50,7 @@ def device_of(choice: str, rank: int) -> torch.device:
 
 
 def require_gpu() -> None:
-    """Look for a GPU, and begin nothing on it.
-
-    Raises:
-        TaskError: Torch sees none.
-    """
+    """Raise a TaskError where torch sees no GPU; nothing is begun on one."""
     if not torch.cuda.is_available():
         raise TaskError(
             "device='cuda', but torch sees no GPU here: use --device cpu, or leave it out"
@@ -110,14 +58,8 @@ def require_gpu() -> None:
 
 
 def together(work: Callable[[], R], word: str | None) -> R:
-    """A piece of work that ends on all ranks alike.
-
-    Args:
-        work: That of this rank.
-        word: The user's own task, "FILE.py:NAME"; None for the one that comes with the command.
-
-    Raises:
-        TaskError: On all ranks, where it fails on any of them; names the rank unless all failed.
+    """A piece of work that ends on all ranks alike: a TaskError on all where it fails on any, which
+    names the rank unless all failed, and the user's own task `word`.
     """
     result: list[R] = []
     told: list[str | None] = [None] * dist.get_world_size()
@@ -153,9 +95,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def called(model: nn.Module, inputs: Any) -> Any:
-    """What the model makes of a batch: a tuple is its arguments, a mapping its keyword
-    arguments.
-    """
+    """What the model makes of a batch; a tuple is its arguments, a mapping its keywords."""
     if isinstance(inputs, tuple):
         return model(*inputs)
     return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
@@ -192,7 +132,7 @@ class OwnTask:
         return self.left.pop() if self.left else self._drawn()
 
     def some_batch(self, seed: int) -> Pair:
-        """See `Work`: the first one of this rank."""
+        """See `NextByte`: the first one of this rank."""
         return self.first
 
     def _loss(self, outputs: Any, targets: Any) -> Tensor:
@@ -238,10 +178,7 @@ class OwnTask:
         return len(firsts) > 1 and len(set(firsts)) == 1
 
     def _tried(self) -> None:
-        """The model, the loss and the optimizer, on the first batch.
-
-        On a copy, with random numbers put back: a forward pass changes buffers and draws.
-        """
+        """The first batch on a copy, random numbers put back: passes draw and change buffers."""
         inputs, targets = self.first
         model = copy.deepcopy(self.model)
         with torch.random.fork_rng(devices=[]):
@@ -256,8 +193,8 @@ class OwnTask:
             )
         if not isfinite(found := float(loss.detach())):
             raise self._error(f"the loss of the first batch is {found}")
-        if self.make_optimizer is not None:
-            made = self._own("optimizer(params)", lambda: self._optimizer_of(model))
+        if (make := self.make_optimizer) is not None:
+            made = self._own("optimizer(params)", lambda: make(list(model.parameters())))
             if not isinstance(made, torch.optim.Optimizer):
                 raise self._error(f"optimizer(params) must be a torch optimizer, got {made!r}")
             if getattr(made, "has_schedule", False):
@@ -265,10 +202,6 @@ class OwnTask:
                     "optimizer(params) has a schedule as learning rate, and all strategies follow "
                     "that of the command: give a number, which is taken for the peak"
                 )
-
-    def _optimizer_of(self, model: nn.Module) -> object:
-        assert self.make_optimizer is not None, "asked only where there is one"
-        return self.make_optimizer(list(model.parameters()))
 
     def _compared(self) -> None:
         looks = [
@@ -305,12 +238,12 @@ class OwnTask:
         return TaskError(f"task={self.word!r}: {problem}")
 
 
-def made(word: str, seed: int) -> Task:
-    """Import the file and call the function in it.
+Work = NextByte | Digits | OwnTask
+"""One task on one rank."""
 
-    Raises:
-        TaskError: It cannot be imported, has no such function, or that gives no task.
-    """
+
+def made(word: str, seed: int) -> Task:
+    """Import the file and call the function in it; a TaskError where that gives no task."""
     path, _, name = word.rpartition(":")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:

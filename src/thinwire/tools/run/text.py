@@ -6,18 +6,6 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "CLASSES",
-    "PIXELS",
-    "SIDE",
-    "WHITE",
-    "Corpus",
-    "read_digits",
-    "read_folder",
-    "read_standard_library",
-    "require_digits",
-]
-
 _SKIPPED_FOLDERS = {
     "site-packages", "dist-packages", "__pycache__",  # not the standard library
     "test", "tests", "idlelib",  # left out by some distributions of Python
@@ -33,7 +21,6 @@ class Corpus:
     """Text split once and for all.
 
     Attributes:
-        train: Bytes to train on.
         validation: Bytes to choose settings by: the last but one twentieth of the whole, file order
             below.
         held_out: Bytes to report on, by which nothing has been chosen: the last twentieth.
@@ -54,36 +41,19 @@ class Corpus:
 
 
 def read_standard_library() -> Corpus:
-    """The source files of the running Python's own standard library.
-
-    Raises:
-        ValueError: They are not there (an embedded Python).
-    """
+    """The source files of the running Python's own standard library."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [
         path
         for path in root.rglob("*.py")
         if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts)
     ]
-    version = f"{sysconfig.get_python_version()}"
-    return _corpus(
-        root,
-        files,
-        f"source files of the Python {version} standard library",
-        advice="name a folder",
-    )
+    source = f"source files of the Python {sysconfig.get_python_version()} standard library"
+    return _corpus(root, files, source, advice="name a folder")
 
 
 def read_folder(folder: Path) -> Corpus:
-    """Every text file below a folder: valid UTF-8 without NUL; hidden files and folders are left
-    out.
-
-    Args:
-        folder: Where to look.
-
-    Raises:
-        ValueError: Not a folder, or too little text in it.
-    """
+    """Every visible text file below a folder: valid UTF-8 without NUL."""
     if not folder.is_dir():
         raise ValueError(f"text={str(folder)!r} is not a folder; name a folder with text files")
     visible = [
@@ -92,12 +62,8 @@ def read_folder(folder: Path) -> Corpus:
         if path.is_file()
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     ]
-    return _corpus(
-        folder,
-        visible,
-        f"text files of {folder.name or folder}",
-        advice="name a folder with more text",
-    )
+    source = f"text files of {folder.name or folder}"
+    return _corpus(folder, visible, source, advice="name a folder with more text")
 
 
 def _corpus(root: Path, files: list[Path], source: str, advice: str) -> Corpus:
@@ -139,11 +105,7 @@ _PERIOD = 7
 
 
 def require_digits() -> None:
-    """Look for the package that has them, and import nothing.
-
-    Raises:
-        ValueError: It is not installed; says how to get it.
-    """
+    """Look for the package that has them, and import nothing."""
     if importlib.util.find_spec("sklearn") is None:
         raise ValueError(
             "model='convolution' trains on the digits of scikit-learn, which is not installed: "

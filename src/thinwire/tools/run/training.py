@@ -1,8 +1,12 @@
 """One strategy from the first step to the last, on every rank."""
 
 import copy
+import gc
+import math
+import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import isfinite
 from statistics import fmean, median
 from typing import Any, final
@@ -10,27 +14,166 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from thinwire.errors import ThinwireError
-from thinwire.tools.network.namespaces import interface_bytes
-from thinwire.tools.run.budget import Budget, ByClock, BySteps, rate_factor
+from thinwire.errors import Mismatch, NonFinite, ThinwireError
+from thinwire.tools.network.netns import interface_bytes
 from thinwire.tools.run.config import OPTIMIZERS, RunConfig
-from thinwire.tools.run.events import Events
-from thinwire.tools.run.rehearsal import rehearse
+from thinwire.tools.run.launch import Events
 from thinwire.tools.run.task import Work, untouched, work_of
 from thinwire.tools.run.trainers import Setup, bare_step, build_trainer, gradient_bytes
 
-__all__ = ["BareStep", "TrainingRun", "kernel_bytes"]
+_WARM_UP_SHARE, _LAST_FACTOR = 0.1, 0.1
+_CONTROLS_PER_EVALUATION, _MOST_STEPS_BETWEEN_CONTROLS = 4, 50
+
+
+def rate_factor(progress: float) -> float:
+    """Share of the peak rate: linear warm-up over a tenth, then cosine to a tenth."""
+    if progress < _WARM_UP_SHARE:
+        return max(progress, 0.01) / _WARM_UP_SHARE
+    x = min(1.0, (progress - _WARM_UP_SHARE) / (1 - _WARM_UP_SHARE))
+    return _LAST_FACTOR + (1 - _LAST_FACTOR) * 0.5 * (1 + math.cos(math.pi * x))
+
+
+@final
+class BySteps:
+    """A fixed number of updates."""
+
+    def __init__(self, steps: int, evaluations: int) -> None:
+        self.steps = steps
+        self.marks = {round(steps * (i + 1) / evaluations) for i in range(evaluations)} | {steps}
+
+    def progress(self, step: int) -> float:
+        """Share of the run that is over when `step` updates are done, in [0, 1]."""
+        return min(1.0, step / self.steps)
+
+    def advance(self, step: int, elapsed_s: float, reserve_s: float) -> tuple[bool, bool]:
+        """After `step` updates in `elapsed_s`: whether to evaluate now, and whether the run is
+        over, whose end will take `reserve_s` on top. Called on every rank, with the same answers.
+        """
+        return step in self.marks, step >= self.steps
+
+
+@final
+class ByClock:
+    """A budget of seconds, measured on rank 0.
+
+    **Communication**: one broadcast of five numbers from rank 0, four times between two evaluations
+    and a few times more shortly before the end. Ranks that train on their own wait for nothing
+    else.
+    """
+
+    def __init__(self, seconds: float, evaluations: int) -> None:
+        self.seconds, self.evaluations = seconds, evaluations
+        self.control_s = seconds / (_CONTROLS_PER_EVALUATION * evaluations)
+        self.known_step, self.known_progress, self.progress_per_step = 0, 0.0, 0.0
+        self.next_control_step, self.evaluated, self.planned_s = 1, 0, 0.0
+
+    def progress(self, step: int) -> float:
+        """See `BySteps`; between two broadcasts extrapolated from the last one."""
+        return min(1.0, self.known_progress + (step - self.known_step) * self.progress_per_step)
+
+    def advance(self, step: int, elapsed_s: float, reserve_s: float) -> tuple[bool, bool]:
+        if step < self.next_control_step:
+            return False, False
+        message = torch.tensor(self._plan(step, elapsed_s, reserve_s), dtype=torch.float64)
+        dist.broadcast(message, src=0)
+        progress, per_step, wait, evaluate, stop = message.tolist()
+        self.known_step, self.known_progress, self.progress_per_step = step, progress, per_step
+        self.next_control_step = step + int(wait)
+        return bool(evaluate), bool(stop)
+
+    def _plan(self, step: int, elapsed_s: float, reserve_s: float) -> list[float]:
+        usable_s = max(self.seconds - reserve_s, 1e-6)
+        progress = elapsed_s / usable_s
+        step_s = max((elapsed_s - self.planned_s) / max(1, step - self.known_step), 1e-6)
+        self.planned_s = elapsed_s
+        due = math.floor(progress * self.evaluations)
+        evaluate = due > self.evaluated or progress >= 1
+        self.evaluated = max(self.evaluated, due)
+        # half of what is left at most: the end is met to a step, however long the steps between
+        # have been
+        wait = round(min(self.control_s, (usable_s - elapsed_s) / 2) / step_s)
+        wait = max(1, min(_MOST_STEPS_BETWEEN_CONTROLS, wait))
+        return [min(1.0, progress), step_s / usable_s, wait, evaluate, progress >= 1]
+
 
 _LR = 1e-4
+_RAMP_STEPS = 5
+# settings that only say when something happens, not what; every one of them is kept where it is
+# smaller
+_MOST: dict[str, float] = {
+    "k_steps": 4, "init_k_steps": 4, "max_k_steps": 4, "fragments": 2, "delay": 1, "begin_step": 1,
+    "rampup_begin_step": 1, "rampup_step": _RAMP_STEPS, "init_loss_scale": 1024.0,
+}  # fmt: skip
 
 
-def kernel_bytes(interface: str | None) -> tuple[int, int]:
-    """Bytes (sent, received) by an interface of this process's own network namespace; (0, 0)
-    without interface.
+def shortened(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same methods at intervals of a few steps: only how soon things are done changes."""
+    return {key: _short(key, value) for key, value in options.items()}
+
+
+def _short(key: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return shortened(value)
+    if key in _MOST and value is not None:
+        return min(value, type(value)(_MOST[key]))
+    if key == "average_state":  # a number means at every so many averagings
+        return bool(value)
+    return value
+
+
+def rehearse(config: RunConfig, work: Work) -> None:
+    """Train a copy of the task's model until every part of the strategy has been used; on every
+    rank at the same time.
+
+    The model and torch's random numbers are afterwards as they were.
     """
-    if interface is None:
-        return 0, 0
-    return interface_bytes(interface)
+    recipe = config.recipe
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        setup = Setup.of(config, work)
+        options = shortened(recipe.arguments(config.ramp_steps))
+        trainer = build_trainer(recipe.trainer, options, copy.deepcopy(work.model), setup)
+        # ranks that bring the same would be told so
+        inputs, targets = work.some_batch(seed=os.getpid())
+        with untouched(work.model):
+            for _ in range(trainer.steady_from_step + trainer.round_steps + 1):
+                for group in trainer.optimizer.param_groups:
+                    group["lr"] = _LR
+                trainer.train_step(inputs, targets)
+            trainer.finish()
+        trainer.close()
+    del trainer
+    gc.collect()  # DDP and its hooks know each other; their buffers are as large as the model
+
+
+@final
+class Check:
+    """Rehearse one strategy after the other, before the first one trains: a job."""
+
+    def __init__(self, config: Mapping[str, Any], events: Events) -> None:
+        self.runs = [RunConfig.from_dict(run) for run in config["runs"]]
+        self.events = events
+
+    def train(self) -> dict[str, Any]:
+        """Name and error of every strategy that does not go with the model."""
+        work = work_of(replace(self.runs[0], batch=1))
+        refused: dict[str, str] = {}
+        for run in self.runs:
+            name = run.recipe.name
+            self.events.write("checking", strategy=name)
+            try:
+                rehearse(run, work)
+            except (TypeError, ValueError, Mismatch) as error:
+                # of `prepare`, which raises on all ranks or on none
+                refused[name] = f"{type(error).__name__}: {error}"
+            except NonFinite:
+                # on all ranks too, and a matter of rates, not of the model: the training will tell
+                continue
+            dist.barrier()
+        return {"refused": refused}
+
+
+_LR = 1e-4
 
 
 @final
@@ -44,9 +187,7 @@ class BareStep:
         self.seconds: list[float] = []
 
     def measure(self, steps: int) -> None:
-        """Take `steps` steps on every rank at once, since the ranks share the cores during
-        training too.
-        """
+        """Take steps on every rank at once: ranks share the cores during training too."""
         dist.barrier()
         with untouched(self.work.model):
             for _ in range(steps):
@@ -61,21 +202,21 @@ _FEWEST_STEADY_STEPS = 5
 
 @final
 class TrainingRun:
-    """One training with its measurements; clock and kernel's counters stand still while it
-    evaluates.
-    """
+    """One training, measured; clock and counters stand still while it evaluates."""
 
     def __init__(self, config: Mapping[str, Any], events: Events) -> None:
         self.config, self.events = RunConfig.from_dict(config), events
         recipe = self.config.recipe
         self.work = work_of(self.config)
-        self.setup = setup = Setup.of(self.config, self.work, self.config.ramp_steps)
+        self.setup = setup = Setup.of(self.config, self.work)
         self.bare = BareStep(setup, self.work)
         self.bare.measure(_BARE_STEPS_UNTIMED)
         self.bare.seconds.clear()  # those paid for memory and caches
         self.bare.measure(_BARE_STEPS_AT_START)
         rehearse(self.config, self.work)
-        self.trainer = build_trainer(recipe.trainer, recipe.arguments, self.work.model, setup)
+        self.trainer = build_trainer(
+            recipe.trainer, recipe.arguments(self.config.ramp_steps), self.work.model, setup
+        )
         self.peaks = self._peaks()
         self.step_s: list[float] = []
         self.library_bytes = [0.0]
@@ -133,15 +274,13 @@ class TrainingRun:
         return [rate] * len(groups)
 
     def _wait_for_the_link(self) -> None:
-        """Preparation is over on all ranks; the command puts the limits of the link in force and
-        then says so.
-        """
+        """All ranks are prepared; the command puts the limits of the link in force."""
         dist.barrier()
         self.events.write("prepared")
         self.events.wait_for_release()
         self.preparation_s = time.time() - self.config.launched_unix_s
 
-    def _budget(self) -> Budget:
+    def _budget(self) -> BySteps | ByClock:
         config = self.config
         if config.steps is not None:
             return BySteps(config.steps, config.evaluations)
@@ -150,7 +289,7 @@ class TrainingRun:
 
     def _start_clock(self) -> None:
         dist.barrier()
-        self.mark_bytes = kernel_bytes(self.config.interface)
+        self.mark_bytes = self._kernel_bytes()
         self.mark_s = time.perf_counter()
 
     def _stop_clock(self) -> None:
@@ -174,8 +313,12 @@ class TrainingRun:
         self.library_bytes[-1] = self.trainer.sent_bytes()
         self._count_kernel_bytes()
 
+    def _kernel_bytes(self) -> tuple[int, int]:
+        """Bytes (sent, received) by the interface of this rank, if it has one of its own."""
+        return interface_bytes(self.config.interface) if self.config.interface else (0, 0)
+
     def _count_kernel_bytes(self) -> None:
-        sent, received = kernel_bytes(self.config.interface)
+        sent, received = self._kernel_bytes()
         self.kernel_sent[-1] += sent - self.mark_bytes[0]
         self.kernel_received[-1] += received - self.mark_bytes[1]
         self.mark_bytes = (sent, received)
@@ -246,9 +389,7 @@ class TrainingRun:
 
 
 def _round_means(step_s: Sequence[float], round_steps: int) -> list[float]:
-    """Mean seconds of a step in every whole round, in which each cost occurs once; of all where
-    there is none.
-    """
+    """Mean seconds of a step in every whole round; of all where there is none."""
     rounds = len(step_s) // round_steps
     if rounds == 0:
         return [fmean(step_s)]

@@ -8,15 +8,13 @@ from datetime import timedelta
 from pathlib import Path
 
 from thinwire.tools.run.config import Job, imported
-from thinwire.tools.run.events import EventLog
-
-__all__ = ["main"]
+from thinwire.tools.run.launch import event_log
 
 
 def main(job_path: str) -> None:
     """Join the group, do the job, and write its result, or the error, into this rank's log."""
     path = Path(job_path)
-    events = EventLog(path.parent, int(os.environ["RANK"]))
+    events = event_log(path.parent, int(os.environ["RANK"]))
     try:
         import torch.distributed as dist
 

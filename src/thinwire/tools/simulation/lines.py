@@ -1,26 +1,20 @@
-"""Who is connected to whom, how fast and how far: the lines of all ranks."""
+"""Who is connected to whom, and when a collective is over on every rank."""
 
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf, log2
 
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.tools.planning.network import Network
+from thinwire.tools.planning.network import Network, crowding, reduce_pairs
 
-__all__ = ["Edges", "Lines", "homes", "sites", "switch"]
-
+Times = NDArray[np.float64]
 Ranks = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Edges:
-    """What lies between each member of a ring and the next one.
-
-    Attributes:
-        kinds: The pairs of ranks that there are, each as a network of two.
-        which: Which of them, by group and member.
-    """
+    """Between each member of a ring and the next: the kinds of pairs, and which is where."""
 
     kinds: tuple[Network, ...]
     which: NDArray[np.int64]
@@ -117,24 +111,9 @@ def homes(ranks: int, up_bit_s: float, latency_s: float, *, down: float = 5.0) -
 
 
 def sites(
-    ranks: int,
-    count: int,
-    *,
-    bit_s: float,
-    near_s: float,
-    site_bit_s: float,
-    far_s: float,
+    ranks: int, count: int, *, bit_s: float, near_s: float, site_bit_s: float, far_s: float
 ) -> Lines:
-    """Consecutive ranks at `count` sites, or at one each where they are fewer.
-
-    Args:
-        ranks: W.
-        count: Sites.
-        bit_s: Of each rank's line inside its site.
-        near_s: Latency inside a site.
-        site_bit_s: Of the line of a site to the others, each way.
-        far_s: Latency between sites.
-    """
+    """Consecutive ranks at `count` sites at most; each shares a line to the others."""
     if count < 1:
         raise ValueError(f"count is {count}; there must be at least 1 site")
     count = min(count, ranks)
@@ -148,3 +127,255 @@ def _of(
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; it must be at least 1")
     return Lines(np.full(ranks, up), np.full(ranks, down), site, site_bit_s, near_s, far_s)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Each gives `nbytes` to all: an all-gather, by a ring."""
+
+    nbytes: int
+
+    def given(self, size: int) -> Ranks:
+        """What each of `size` gives, as `stats()` counts it."""
+        return np.full(size, self.nbytes)
+
+    def sent(self, size: int) -> Times:
+        """What each of `size` puts on its line: a ring passes on what others gave."""
+        return np.full(size, (size - 1) * self.nbytes, np.float64)
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """The sum of `nbytes` of each: an all-reduce, by a ring."""
+
+    nbytes: int
+
+    def given(self, size: int) -> Ranks:
+        return np.full(size, self.nbytes)
+
+    def sent(self, size: int) -> Times:
+        return np.full(size, 2 * (size - 1) / size * self.nbytes)
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Each gives each other one a string, of `lengths` bytes by receiver: an all-to-all."""
+
+    lengths: tuple[int, ...]
+
+    def given(self, size: int) -> Ranks:
+        """See `Gather`; one's own string is not given."""
+        total = sum(self.lengths)
+        return np.array([total - length for length in self.lengths], np.int64)
+
+    def sent(self, size: int) -> Times:
+        return self.given(size).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """The first gives `nbytes` to all others: a tree."""
+
+    nbytes: int
+
+    def given(self, size: int) -> Ranks:
+        return np.array([self.nbytes] + [0] * (size - 1), np.int64)
+
+    def sent(self, size: int) -> Times:
+        rounds, place = _depth(size), np.arange(size)
+        children = [
+            sum(r < 2**i and r + 2**i < size for i in range(rounds)) for r in place.tolist()
+        ]
+        return self.nbytes * np.array(children, np.float64)
+
+
+Collective = Gather | Reduce | Deal | Broadcast
+
+
+@dataclass(frozen=True)
+class Jitter:
+    """What latency has on top, exponentially distributed, for each message between neighbours."""
+
+    mean_s: float
+    random: np.random.Generator
+
+    def of(self, shape: tuple[int, ...]) -> Times | float:
+        """Seconds for each of them."""
+        return self.random.exponential(self.mean_s, shape) if self.mean_s else 0.0
+
+
+def finished(
+    collective: Collective,
+    lines: Lines,
+    members: Ranks,
+    begin_s: Times,
+    *,
+    jitter: Jitter,
+    idle_s: float = 0.0,
+    event_by_event: bool = False,
+) -> Times:
+    """When a collective is over on each member of several groups, which run it at once.
+
+    Args:
+        collective: What.
+        lines: Between all ranks.
+        members: The ranks of each group, shape (groups, members).
+        begin_s: When each member comes to it, same shape.
+        jitter: On top of latencies.
+        idle_s: For how long the lines were silent.
+        event_by_event: Also where all are alike and a closed form is known.
+    """
+    if members.shape[1] == 1:
+        return begin_s
+    if not event_by_event and not jitter.mean_s and float(np.ptp(begin_s)) == 0:
+        closed_s = _closed_s(collective, lines, members, idle_s)
+        if closed_s is not None:
+            return begin_s + closed_s
+    begin_s = begin_s + lines.call_s
+    if isinstance(collective, Deal):
+        return _dealt(collective, lines, members, begin_s, jitter, idle_s)
+    if isinstance(collective, Broadcast):
+        return _broadcast(collective, lines, members, begin_s, jitter, idle_s)
+    size = members.shape[1]
+    pairs = size - 1
+    if isinstance(collective, Reduce):
+        pairs = reduce_pairs(size, collective.nbytes)
+    piece = float(collective.sent(size)[0]) / (2 * pairs)
+    return _ring(lines.edges(members), pairs, piece, begin_s, jitter, idle_s)
+
+
+def _closed_s(collective: Collective, lines: Lines, members: Ranks, idle_s: float) -> float | None:
+    """The formula for members that are all alike."""
+    network = lines.alike(members)
+    if network is None or isinstance(collective, Broadcast):
+        return None
+    if isinstance(collective, Gather):
+        return network.all_gather_s(collective.nbytes, idle_s)
+    if isinstance(collective, Reduce):
+        return network.all_reduce_s(collective.nbytes, idle_s)
+    if len(set(collective.lengths)) > 1 or bool((lines.up_bit_s != lines.down_bit_s).any()):
+        return None
+    return network.all_to_all_s(float(collective.given(network.ranks)[0]), idle_s)
+
+
+def _ring(
+    edges: Edges, pairs: int, nbytes: float, begin_s: Times, jitter: Jitter, idle_s: float
+) -> Times:
+    """A piece goes on when it is there, the line is free and the receiver has said it is ready.
+
+    Two pieces are on their way at a time. The receiver has room for the next one when that of the
+    pair before is there, and to say so takes a latency.
+    """
+    latency_s, free = edges.latency_s, begin_s
+    over = [begin_s, begin_s]
+    steady = [kind.transfer_s(nbytes) for kind in edges.kinds]
+    took, growing = np.array(steady)[edges.which], True
+    for turn in range(2 * pairs):
+        if growing:  # windows are still opening
+            now, before = ((turn + 1) * nbytes, turn * nbytes)
+            each = [k.transfer_s(now, idle_s) - k.transfer_s(before, idle_s) for k in edges.kinds]
+            growing = bool(np.abs(np.array(each) - steady).max() > 1e-12)
+            took = np.array(each)[edges.which]
+        mine = over[turn % 2]
+        ready = np.roll(mine, -1, axis=1) + latency_s
+        free = np.maximum(np.maximum(mine, free), ready) + took
+        there = np.roll(free + latency_s + jitter.of(free.shape), 1, axis=1)
+        over[turn % 2] = np.maximum(there, free)
+    return np.maximum(*over)
+
+
+def _dealt(
+    deal: Deal, lines: Lines, members: Ranks, begin_s: Times, jitter: Jitter, idle_s: float
+) -> Times:
+    """The strings of a rank share its line; those that leave or reach a site, the site's.
+
+    Those that reach a line crowd there, since senders do not agree on an order.
+    """
+    size, lengths = members.shape[1], np.array(deal.lengths, np.float64)
+    out, into = lengths.sum() - lengths, (size - 1) * lengths
+    found = np.empty_like(begin_s)
+    for group, ranks in enumerate(members):
+        begin, (_, site) = begin_s[group], np.unique(lines.site[ranks], return_inverse=True)
+        count = np.bincount(site)
+        far = count.max() < size
+        latency_s = lines.far_s if far else lines.near_s
+        up_s = _transfers(lines, lines.up_bit_s[ranks], latency_s, out, idle_s)
+        down_s = _transfers(lines, lines.down_bit_s[ranks], latency_s, into, idle_s)
+        dealt = min(max(np.count_nonzero(lengths), 1), size - 1)
+        # those that receive are those that a sender deals to, and itself
+        down_s = _received(_last_other(up_s), down_s, crowding(dealt + 1, size - 1))
+        begin = begin + latency_s  # which it takes to hear that the others are ready
+        gone = begin + up_s
+        if far and np.isfinite(lines.site_bit_s):
+            kept = np.bincount(site, lengths)
+            leaves = count * lengths.sum() - count * kept
+            comes = (size - count) * kept
+            shared = np.full(len(count), lines.site_bit_s)
+            leaves_s, comes_s = (
+                _transfers(lines, shared, latency_s, each, idle_s) for each in (leaves, comes)
+            )
+            crowded = crowding(len(count), int((count * (size - count)).min()))
+            comes_s = _received(_last_other(leaves_s), comes_s, crowded)
+            down_s = np.maximum(down_s, comes_s[site])
+            gone = np.maximum(gone, begin + leaves_s[site])
+        found[group] = np.maximum(gone.max(), begin + down_s) + latency_s + jitter.of(begin.shape)
+    return found
+
+
+def _received(sent_s: Times, down_s: Times, excess: float) -> Times:
+    """Until all has reached each line, whose bytes take it `down_s`.
+
+    `excess` is what `crowding` says: the share that it takes longer where both are equal.
+
+    Where nobody sends after `sent_s`, what is queued then is the highest point of a Brownian bridge
+    over a line whose slope is the rate that the receiver has to spare. A line that is slower than
+    its senders pauses in the beginning at most.
+    """
+    spare_s = sent_s - down_s
+    spread = 4 * excess**2 * down_s * np.minimum(down_s, sent_s)
+    over_s: Times = sent_s + (np.sqrt(spare_s**2 + spread) - spare_s) / 2
+    return over_s
+
+
+def _last_other(each: Times) -> Times:
+    """For each the largest of all the others."""
+    first = int(each.argmax())
+    found = np.full(each.shape, each[first])
+    found[first] = np.delete(each, first).max(initial=0.0)
+    return found
+
+
+def _broadcast(
+    given: Broadcast, lines: Lines, members: Ranks, begin_s: Times, jitter: Jitter, idle_s: float
+) -> Times:
+    """In round i the first 2^i members pass it on to as many others."""
+    there, free = begin_s.copy(), begin_s.copy()
+    size = members.shape[1]
+    for i in range(_depth(size)):
+        to = np.arange(2**i, min(2 ** (i + 1), size))
+        source = to - 2**i
+        one, other = members[:, source], members[:, to]
+        crosses = lines.site[one] != lines.site[other]
+        rate = np.minimum(lines.up_bit_s[one], lines.down_bit_s[other])
+        rate = np.where(crosses, np.minimum(rate, lines.site_bit_s), rate)
+        latency_s = np.where(crosses, lines.far_s, lines.near_s)
+        took = _transfers(lines, rate, latency_s, np.full(rate.shape, given.nbytes), idle_s)
+        begun = np.maximum(there[:, source], free[:, source])
+        gone = np.maximum(begun, there[:, to] + latency_s) + took
+        free[:, source] = gone
+        there[:, to] = gone + latency_s + jitter.of(gone.shape)
+    return np.maximum(there, free)
+
+
+def _transfers(
+    lines: Lines, rate: Times, latency_s: Times | float, nbytes: Times, idle_s: float
+) -> Times:
+    """One transfer each, of which few are different."""
+    facts = np.stack([rate.ravel(), np.broadcast_to(latency_s, rate.shape).ravel(), nbytes.ravel()])
+    kinds, which = np.unique(facts, axis=1, return_inverse=True)
+    each = [lines.pair(bit_s, late).transfer_s(n, idle_s) for bit_s, late, n in kinds.T.tolist()]
+    return np.array(each)[which].reshape(rate.shape)
+
+
+def _depth(size: int) -> int:
+    return ceil(log2(size)) if size > 1 else 0

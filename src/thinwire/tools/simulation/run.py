@@ -1,25 +1,146 @@
 """Steps of all ranks, one after the other: compute, agree, exchange, agree."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.tools.simulation.collectives import (
+from thinwire.layout.fragments import partition
+from thinwire.layout.message import SEAL_BYTES, SKETCH_NUMEL, Layout, WholeLayout
+from thinwire.layout.traffic import EXCHANGES, messages, travels_sealed
+from thinwire.tools.simulation.lines import (
     Broadcast,
     Collective,
     Deal,
     Gather,
     Jitter,
+    Lines,
     Reduce,
     finished,
 )
-from thinwire.tools.simulation.lines import Lines
-from thinwire.tools.simulation.methods import AGREEMENT, Method
 
-__all__ = ["Outcome", "Trouble", "simulate"]
+AGREEMENT = Gather(24)
+"""A vote in which all ranks say the same: length and digest of a report."""
+Rounds = list[list[Collective]]
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The largest entries of each tensor, as `compress.entries` sends them.
+
+    Attributes:
+        sparsity: Fraction that is not sent.
+        value_bits: What one value costs.
+        exchange: "auto", "gather" or "split".
+        sketch: Whether sums that stand for the change go beside it, as with `Sparse` at a decay.
+    """
+
+    sparsity: float
+    value_bits: int
+    exchange: str = "auto"
+    sketch: bool = False
+
+    def layout(self, numels: Sequence[int]) -> Layout:
+        """Of a message."""
+        return Layout.of(numels, self.sparsity, self.value_bits)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Every entry in a few bits, as `Quantized` sends them; fields as in `Entries`."""
+
+    value_bits: int = 4
+    exchange: str = "auto"
+    sketch: bool = False
+
+    def layout(self, numels: Sequence[int]) -> WholeLayout:
+        """Of a message."""
+        return WholeLayout(tuple(numels), self.value_bits)
+
+
+@dataclass(frozen=True)
+class Method:
+    """How ranks exchange: gradients after every step, or changes after several.
+
+    Attributes:
+        numels: Entries of each tensor, float32.
+        compression: What is sent of them; None sends all.
+        min_numel: Smaller tensors travel densely.
+        node_size: Ranks that average densely first and count as one source.
+        k_steps: Local steps between two averagings of the same tensor; 0 exchanges gradients.
+        fragments: Parts that take turns in local updates.
+        delay: Local steps that go on while an averaging is on its way.
+    """
+
+    numels: tuple[int, ...]
+    compression: Entries | Whole | None = None
+    min_numel: int = 1
+    node_size: int = 1
+    k_steps: int = 0
+    fragments: int = 1
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        if self.compression is not None and self.compression.exchange not in EXCHANGES:
+            raise ValueError(
+                f"exchange must be one of {EXCHANGES}, got {self.compression.exchange!r}"
+            )
+        if self.node_size < 1:
+            raise ValueError(f"node_size is {self.node_size}; it must be at least 1")
+        if self.k_steps and not 0 <= self.delay < self.between:
+            raise ValueError(
+                f"delay={self.delay} must be below {self.between}, the steps between two averagings"
+            )
+        if self.delay and not self.k_steps:
+            raise ValueError(f"delay={self.delay} needs k_steps: gradients are not exchanged late")
+
+    @property
+    def between(self) -> int:
+        """Steps from one exchange to the next."""
+        return max(1, self.k_steps // self.fragments)
+
+    def parts(self) -> list[tuple[int, ...]]:
+        """The tensors of each turn."""
+        cuts = partition(self.numels, self.fragments)
+        return [tuple(self.numels[i] for i in cut) for cut in cuts]
+
+    def inside(self, numels: Sequence[int]) -> list[Collective]:
+        """What the ranks of a node yield before, as `exchange.nodes.in_nodes` does."""
+        if self.node_size == 1:
+            return []
+        words = sum(numels) + (SKETCH_NUMEL if self._sketched(numels) else 0)
+        return [dense_sum(4 * words, self.node_size)]
+
+    def rounds(self, numels: Sequence[int], sources: int) -> Rounds:
+        """What a source yields for these tensors; all of a round is launched together."""
+        mine = [] if self.compression is None else [n for n in numels if n >= self.min_numel]
+        words = sum(numels) - sum(mine) + (SKETCH_NUMEL if self._sketched(numels) else 0)
+        found: Rounds = []
+        if mine and self.compression is not None:
+            layout, exchange = self.compression.layout(mine), self.compression.exchange
+            first, row_bytes = messages(layout, exchange, sources)
+            found = [[Deal(first)], [Gather(row_bytes)]] if first else [[Gather(row_bytes)]]
+        if words:
+            found = found or [[]]
+            found[0].append(dense_sum(4 * words, sources))
+        return found
+
+    def _sketched(self, numels: Sequence[int]) -> bool:
+        return (
+            self.compression is not None
+            and self.compression.sketch
+            and any(n >= self.min_numel for n in numels)
+        )
+
+
+def dense_sum(nbytes: int, sources: int) -> Collective:
+    """How a dense sum of so many bytes travels, as `compress.dense.sum_of` decides it."""
+    if travels_sealed(nbytes, sources):
+        return Gather(nbytes + SEAL_BYTES)
+    return Reduce(nbytes)
+
 
 Times = NDArray[np.float64]
 Ranks = NDArray[np.int64]
@@ -93,9 +214,6 @@ def simulate(
         steps: How many, the last one ending with an exchange: a multiple of `method.between`.
         trouble: What is not as it should be.
         event_by_event: Also where all ranks are alike and a closed form is known.
-
-    Raises:
-        ValueError: Ranks that do not fall into nodes, or steps into exchanges.
     """
     if lines.ranks % method.node_size:
         raise ValueError(

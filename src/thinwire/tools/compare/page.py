@@ -1,0 +1,350 @@
+"""What a comparison leaves in its folder: `results.json`, `report.html` and the winner's strategy
+file.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from thinwire._files import replace_file
+from thinwire.tools.compare.record import Point, Results, Run
+from thinwire.tools.compare.strategies import strategy_text
+from thinwire.tools.compare.tables import Table, tables
+from thinwire.tools.report.page import (
+    FRAMES,
+    Axis,
+    Frame,
+    bytes_text,
+    cell,
+    copied,
+    definitions,
+    grid,
+    loss_text,
+    mark,
+    page_of,
+    sample,
+    stroke,
+    svg,
+    table_of,
+    table_row,
+    text_at,
+    value_text,
+    write_page,
+)
+
+_ABOVE = "Lines that come in over the upper edge begin at the loss before the first step."
+_PLOTS = (
+    ("Loss against time", "seconds", "training time in seconds, evaluation not counted", _ABOVE),
+    (
+        "Loss against bytes",
+        "library_bytes",
+        "bytes sent per worker, logarithmic",
+        "Counted by the library; the evaluation before the first step is left out.",
+    ),
+    ("Loss against steps", "step", "steps", _ABOVE),
+)
+_STEP_NOTE = (
+    "A steady step is one after the ramp of the method. The compute-only step is the same step "
+    "without any exchange, on a copy of the model, measured in between. The communication share is "
+    "the part of a steady step beyond it: waiting for the wire, and coding what is sent."
+)
+_RESULT_NOTE = (
+    "★ marks the best of its column. Times to a loss are read off the curves by straight lines "
+    "between evaluations, for all strategies alike; evaluation and preparation are not part of "
+    "them. Preparation is what comes before the clock starts: processes, imports, compilation of "
+    "kernels, and each part of the strategy used once on a copy of the model."
+)
+
+
+def render(results: Results) -> str:
+    """The whole page."""
+    runs = results.strategies
+    result, *others = tables(results)
+    first, _, rest = results.verdict.partition(". ")
+    warn = "" if results.link.emulated or results.link.reason is None else " warn"
+    missing = results.interrupted
+    about = {
+        "settings": results.settings.to_dict(),
+        "model": results.model,
+        "text": results.text,
+        "link": vars(results.link),
+        "machine": results.machine,
+    }
+    return page_of(
+        f"thinwire compare: {', '.join(run.strategy for run in runs)}",
+        len(runs),
+        [
+            f"<h1>{escape(first if not rest else first + '.')}</h1>",
+            f'<p class="lead">{escape(rest)}</p>' if rest else "",
+            f'<p class="headline{warn}">{escape(results.headline)} {_runs_text(results)}</p>',
+            f'<p class="headline warn">{escape(str(missing))}</p>' if missing else "",
+            _table(result, results),
+            *(_plot(results, *plot) for plot in _PLOTS),
+            *_to_use(results),
+            "<h2>Make it again</h2>",
+            copied("command", results.command),
+            *(_table(table, results) for table in others),
+            "<h2>Strategies</h2>",
+            definitions({run.strategy: _strategy_text(run) for run in runs}),
+            *(
+                f"<details><summary>{key.capitalize()}</summary>\n{definitions(entries)}</details>"
+                for key, entries in about.items()
+            ),
+            f'<p class="note">thinwire {escape(results.thinwire)}, '
+            f"{escape(results.started)}. Every figure and every evaluation is in results.json "
+            "beside this file.</p>",
+        ],
+    )
+
+
+def _runs_text(results: Results) -> str:
+    first, count = results.settings.seed, results.settings.seeds
+    if count == 1:
+        return f"One run of each strategy, seed {first}."
+    return (
+        f"Means over {count} runs of each strategy, seeds {first} to {first + count - 1}; thin "
+        "lines are single runs."
+    )
+
+
+def _table(table: Table, results: Results) -> str:
+    heads = [
+        escape(column.label)
+        + (f', <span class="unit">{escape(column.unit)}</span>' if column.unit else "")
+        for column in table.columns
+    ]
+    rows = []
+    for row, run in enumerate(results.strategies):
+        cells = [
+            cell(column.whole_label, column.texts[row], _BEST if row in column.best else "")
+            for column in table.columns
+        ]
+        rows.append(table_row(f"{sample(row)}{escape(run.strategy)}", "".join(cells)))
+    note = _STEP_NOTE
+    if table.title == "Result":
+        note = _RESULT_NOTE
+        rows += [
+            table_row(
+                escape(failure.strategy),
+                f'<td role="cell" class="failure" colspan="{len(table.columns)}">failed: '
+                f"{escape(failure.error)}</td>",
+                ' class="failed"',
+            )
+            for failure in results.failures
+        ]
+    whole = table_of(table.title, heads, rows)
+    return f'<h2>{table.title}</h2>\n{whole}\n<p class="note">{note}</p>'
+
+
+def _plot(results: Results, title: str, axis: str, label: str, caption: str) -> str:
+    drawings = loss_plots(results, axis, label)
+    if not drawings:
+        return ""
+    names = "".join(
+        f"<li>{sample(number)}{escape(run.strategy)}</li>"
+        for number, run in enumerate(results.strategies)
+    )
+    note = f"<figcaption>{caption}</figcaption>" if caption else ""
+    return f'<h2>{title}</h2>\n<figure><ul class="legend">{names}</ul>\n{drawings}\n{note}</figure>'
+
+
+def _to_use(results: Results) -> list[str]:
+    """The winner's strategy file, or the lines of torch that make it."""
+    use = to_use(results, results.winner)
+    if use is None:
+        return []
+    return [
+        f"<h2>To train with {escape(use.strategy)}</h2>",
+        f"<p>{escape(use.how)}</p>",
+        copied("use", use.text),
+    ]
+
+
+def _strategy_text(run: Run) -> str:
+    settings = ", ".join(f"{key} {value_text(value)}" for key, value in run.settings.items())
+    return f"{run.summary}. {settings}. Bytes counted by: {run.library_bytes_counted_by}."
+
+
+def loss_plots(results: Results, axis: str, label: str) -> str:
+    """Held-out loss against a field of `Point`: "seconds", "step" or "library_bytes" (logarithmic),
+    one line per strategy: two `<svg>`, of which one is shown; empty where there is nothing to draw.
+    """
+
+    def curve(points: Sequence[Point]) -> list[Point]:
+        return [p for p in points if axis != "library_bytes" or p.library_bytes > 0]
+
+    lines = {run.strategy: curve(run.evaluations) for run in results.strategies}
+    single = [
+        [curve(seed.evaluations) for seed in run.seeds] if len(run.seeds) > 1 else []
+        for run in results.strategies
+    ]
+    if not any(lines.values()):
+        return ""
+    unit = results.settings.loss_unit
+    loss = f"held-out loss, {unit}" if unit else "held-out loss"
+    return "\n".join(_drawing(frame, lines, single, axis, label, loss) for frame in FRAMES)
+
+
+def _drawing(
+    frame: Frame,
+    lines: Mapping[str, Sequence[Point]],
+    single: Sequence[Sequence[Sequence[Point]]],
+    axis: str,
+    label: str,
+    loss: str,
+) -> str:
+    drawn = [*lines.values(), *(curve for curves in single for curve in curves)]
+    points = [point for line in drawn for point in line]
+    logarithmic = axis == "library_bytes"
+    x = Axis.around(
+        [getattr(point, axis) for point in points],
+        frame.left,
+        frame.width - frame.right,
+        logarithmic=logarithmic,
+    )
+    # the loss before training is far above the rest: lines come in over the upper edge
+    later = [point.loss for line in lines.values() for point in line if point.step > 0]
+    losses = later or [point.loss for point in points]
+    y = Axis.around(losses, frame.height - frame.bottom, frame.top, margin=0.06)
+
+    def placed(line: Sequence[Point]) -> list[tuple[float, float]]:
+        return [(x.place(getattr(point, axis)), y.place(point.loss)) for point in line]
+
+    form: Callable[[float], str] = bytes_text if logarithmic else "{:,g}".format
+    parts = [
+        *grid(frame, x, y, form),
+        *(
+            _thin(number, placed(line), y.end)
+            for number, curves in enumerate(single)
+            for line in curves
+        ),
+        *(
+            _series(number, name, line, placed(line), y.end)
+            for number, (name, line) in enumerate(lines.items())
+        ),
+        text_at(frame.left - 6, 14, loss, "start", "name"),
+        text_at(
+            (frame.left + frame.width - frame.right) / 2, frame.height - 6, label, "middle", "name"
+        ),
+    ]
+    title = f"Held-out loss against {label}, one line per strategy: {', '.join(lines)}"
+    return svg(frame, title, parts)
+
+
+def _series(
+    number: int, name: str, line: Sequence[Point], places: list[tuple[float, float]], top: float
+) -> str:
+    if not places:
+        return ""
+    path = "L".join(f"{px:.1f} {py:.1f}" for px, py in _below(places, top))
+    marks = "".join(
+        mark(number, px, py, _values(name, point))
+        for (px, py), point in zip(places, line, strict=True)
+        if py >= top
+    )
+    return f'<path d="M{path}"{stroke(number)}/><g fill="var(--series-{number})">{marks}</g>'
+
+
+def _thin(number: int, places: list[tuple[float, float]], top: float) -> str:
+    """The curve of one seed."""
+    inside = [(px, py) for px, py in _below(places, top) if py >= top]
+    path = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in inside)
+    return (
+        f'<path d="{path}" fill="none" stroke="var(--series-{number})" stroke-width="0.8" '
+        'stroke-opacity="0.45"/>'
+        if inside
+        else ""
+    )
+
+
+def _below(line: list[tuple[float, float]], top: float) -> list[tuple[float, float]]:
+    """The line, cut where its first piece comes in over the upper edge."""
+    if len(line) > 1 and line[0][1] < top <= line[1][1]:
+        (x0, y0), (x1, y1) = line[:2]
+        return [(x0 + (top - y0) / (y1 - y0) * (x1 - x0), top), *line[1:]]
+    return line
+
+
+def _values(name: str, point: Point) -> str:
+    return (
+        f"{name}: loss {loss_text(point.loss)} at {point.seconds:,.1f} s, "
+        f"step {point.step:,}, {bytes_text(point.library_bytes)} sent per worker"
+    )
+
+
+BEST = "best-strategy.yaml"
+_BEST = ' class="best" title="the best of its column"'
+_FIRST_LINE = "# Written by thinwire compare: "
+
+
+@dataclass(frozen=True)
+class ToUse:
+    """The text to copy, and its use."""
+
+    strategy: str
+    how: str
+    text: str
+    is_file: bool
+
+
+def to_use(results: Results, winner: str | None) -> ToUse | None:
+    """Return the text to copy for a strategy; None where nothing is known of it."""
+    run = results.run_of(winner)
+    if run is None:
+        return None
+    optimizer = run.settings.get("optimizer", results.settings.optimizer.split(";")[0])
+    name, rate = (run.strategy, f"{optimizer} and a peak learning rate of {run.settings['lr']:g}")
+    if run.document is not None:
+        how = (
+            f"The strategy file, also beside this report as {BEST}: "
+            "thinwire.DistributedStrategy.load(path) reads it, prepare(model, optimizer, loss_fn) "
+            f"makes the engine. Here it trained with {rate}."
+        )
+        return ToUse(name, how, _file_text(run.document, rate, results), True)
+    if run.code is not None:
+        how = (
+            "It is a communication hook of torch for DistributedDataParallel. Here it trained "
+            f"with {rate}."
+        )
+        return ToUse(name, how, run.code, False)
+    return None
+
+
+def write_best(results: Results, winner: str | None, folder: Path) -> Path | None:
+    """Write the winner's strategy file, or take that of an earlier comparison away; its path."""
+    path = folder / BEST
+    use = to_use(results, winner)
+    if use is not None and use.is_file:
+        replace_file(path, use.text.encode())
+        return path
+    if path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(
+        _FIRST_LINE
+    ):
+        path.unlink()
+    return None
+
+
+def _file_text(document: Mapping[str, Any], rate: str, results: Results) -> str:
+    text = strategy_text(document)
+    return f"{_FIRST_LINE}{results.headline}\n# It trained with {rate}.\n{text}"
+
+
+def write_json(results: Results, path: Path) -> None:
+    """Write the record in one piece: readers see the old file or the new one."""
+    text = json.dumps(results.to_dict(), indent=1, allow_nan=False) + "\n"
+    replace_file(path, text.encode())
+
+
+def write_report(results: Results, path: Path) -> None:
+    """Write the page in one piece."""
+    write_page(render(results), path)
+
+
+def write(results: Results, folder: Path) -> None:
+    """Write the record, the page and the winner's strategy file."""
+    write_json(results, folder / "results.json")
+    write_report(results, folder / "report.html")
+    write_best(results, results.winner, folder)

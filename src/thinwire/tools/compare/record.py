@@ -1,0 +1,302 @@
+"""The record of a comparison, which tables, verdict, page and `results.json` are made of."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, Self
+
+from thinwire._version import __version__
+
+KEYS = {
+    "format": "version of this file's layout",
+    "headline": "where the run took place; says first of all if the link was not emulated",
+    "verdict": "what the comparison has shown, in a sentence or a few",
+    "winner": "the strategy to take on this link, as far as the comparison shows it, or null",
+    "command": "the command line that makes the comparison again",
+    "link": "the link asked for, whether it was emulated, and why not",
+    "settings": "what the command was told, and what all strategies share",
+    "model": "which one, its shape and number of parameters",
+    "text": "source, size and SHA-256 of the data that come with the command",
+    "machine": "processor, cores, memory, versions",
+    "failed": "the first strategy that failed and its error, or null",
+    "failures": "every strategy that failed, and its error",
+    "interrupted": "null, or what interrupted the comparison ('by'; null while it runs, or where "
+    "it was killed), the strategy that was at work and its progress, and those that had not begun",
+    "common_loss": "the lowest held-out loss that every strategy reached, in settings.loss_unit",
+    "dense_loss": "the held-out loss that dense ended with; null where dense was not compared",
+    "strategies[]": "one entry per strategy, in the order of the command line, with the keys below",
+    "strategies[].final_loss": "held-out loss at the end, of the same data for every strategy",
+    "strategies[].final_loss_range": "highest less lowest of these over the seeds; null with one",
+    "strategies[].seeds[]": "seed and evaluations of every run; the other keys are means over them",
+    "strategies[].best_loss": "lowest held-out loss of all evaluations",
+    "strategies[].seconds": "training time; evaluation and preparation are not part of it",
+    "strategies[].preparation_seconds": "from the start of the processes until the clock of the "
+    "training started: imports, compilation of kernels, and every part of the strategy used once "
+    "on a copy of the model",
+    "strategies[].seconds_to_common_loss": "training time until the common loss, interpolated "
+    "between evaluations",
+    "strategies[].seconds_to_dense_loss": "likewise until the loss that dense ended with; null if "
+    "never",
+    "strategies[].bytes_to_dense_loss": "bytes that a worker had sent by then, as the library "
+    "counts them",
+    "strategies[].library_bytes_per_step": "bytes that a worker sends in a steady step, as the "
+    "library counts them: a message once for every worker that it goes to",
+    "strategies[].library_bytes_counted_by": "how that count comes about",
+    "strategies[].kernel_sent_bytes_per_step": "the same by the kernel's interface counters, mean "
+    "over the workers; null on loopback, whose counters are shared with everything else on the "
+    "machine",
+    "strategies[].kernel_received_bytes_per_step": "bytes received, likewise",
+    "strategies[].ratio_to_dense": "bytes of a dense ring all-reduce over library_bytes_per_step",
+    "strategies[].median_step_ms": "median over the steady steps, from steady_from_step on; for "
+    "local updates over the means of steps that hold one averaging each",
+    "strategies[].median_bare_step_ms": "median of the same step without any exchange, measured in "
+    "the same run",
+    "strategies[].step_ratio_to_bare": "median_step_ms over median_bare_step_ms",
+    "strategies[].exchange_share": "1 - median_bare_step_ms / median_step_ms: the share of a "
+    "steady step that goes into waiting for the wire, and into coding what is sent",
+    "strategies[].seconds_on_asked_link": "only on loopback: training time plus the time that the "
+    "bytes would have taken on the asked link, without any overlap and without latency",
+    "strategies[].evaluations[]": "step, seconds, loss, and the bytes that one worker has sent so "
+    "far by both counts",
+    "strategies[].step_ms[]": "every step of rank 0, in milliseconds",
+    "strategies[].alike": "whether all ranks of a task began with the very same batch",
+    "strategies[].settings": "learning rate and the method's own settings",
+    "strategies[].document": "the content of its strategy file; null for torch's own hooks",
+    "strategies[].code": "lines of Python that set up torch's own hook; null for strategies of "
+    "thinwire",
+}
+
+
+@dataclass
+class Point:
+    """One evaluation, and what one worker has sent by then by both counts."""
+
+    step: float
+    seconds: float
+    loss: float
+    library_bytes: float
+    kernel_bytes: float
+
+
+@dataclass
+class Seed:
+    """One of several runs of a strategy."""
+
+    seed: int
+    evaluations: list[Point]
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One strategy; `KEYS` says what each field is. The second half follows from the first."""
+
+    strategy: str
+    steps: int
+    seconds: float
+    preparation_seconds: float
+    parameters: int
+    gradient_bytes: float
+    evaluations: list[Point]
+    alike: bool
+    steady_from_step: int
+    step_ms: list[float]
+    bare_step_ms: list[float]
+    median_step_ms: float
+    median_bare_step_ms: float
+    library_bytes_per_step: float
+    kernel_sent_bytes_per_step: float | None
+    kernel_received_bytes_per_step: float | None
+    settings: Mapping[str, Any]
+    seed: int
+    seeds: list[Seed] = field(default_factory=list)
+    summary: str = ""
+    document: dict[str, Any] | None = None
+    code: str | None = None
+    final_loss: float = 0.0
+    final_loss_range: float | None = None
+    best_loss: float = 0.0
+    seconds_to_common_loss: float | None = None
+    bytes_to_common_loss: float | None = None
+    seconds_to_dense_loss: float | None = None
+    bytes_to_dense_loss: float | None = None
+    library_bytes_counted_by: str = ""
+    ratio_to_dense: float | None = None
+    step_ratio_to_bare: float = 0.0
+    exchange_share: float = 0.0
+    seconds_on_asked_link: float | None = None
+
+    @classmethod
+    def of(cls, seed: int, told: Mapping[str, Any]) -> Self:
+        """What a worker has told of its run."""
+        points = [Point(**point) for point in told["evaluations"]]
+        return cls(**{**told, "evaluations": points}, seed=seed, seeds=[Seed(seed, points)])
+
+    def reaching(self, common: float, dense: float | None) -> "Run":
+        """With its losses, and times and bytes until these two."""
+        points = self.evaluations
+        losses = [point.loss for point in points]
+        finals = [each.evaluations[-1].loss for each in self.seeds]
+        by_time = [(point.seconds, point.loss) for point in points]
+        by_bytes = [(point.library_bytes, point.loss) for point in points]
+        return replace(
+            self,
+            final_loss=losses[-1],
+            final_loss_range=max(finals) - min(finals) if len(finals) > 1 else None,
+            best_loss=min(losses),
+            seconds_to_common_loss=first_reached(by_time, common),
+            bytes_to_common_loss=first_reached(by_bytes, common),
+            seconds_to_dense_loss=None if dense is None else first_reached(by_time, dense),
+            bytes_to_dense_loss=None if dense is None else first_reached(by_bytes, dense),
+        )
+
+
+@dataclass
+class Failure:
+    """A strategy that failed."""
+
+    strategy: str
+    error: str
+
+
+@dataclass
+class Interruption:
+    """What ended a comparison before its end, and what is missing."""
+
+    by: str | None
+    during: str | None
+    progress: float | None
+    not_begun: list[str]
+
+    def __str__(self) -> str:
+        """A sentence."""
+        not_over = "had not come to its end when this was written"
+        by = f"was interrupted by {self.by}" if self.by else not_over
+        during = f" during {self.during} (at {self.progress:.0%})" if self.during else ""
+        later = f"; {', '.join(self.not_begun)} had not begun" if self.not_begun else ""
+        return f"The comparison {by}{during}{later}."
+
+
+@dataclass
+class Asked:
+    """The link."""
+
+    asked: str
+    rate_bit_s: float | None
+    latency_s: float
+    emulated: bool
+    reason: str | None
+    joined: bool
+
+
+@dataclass
+class Told:
+    """What the command was told, and what all strategies share."""
+
+    workers: int
+    steps: int | None
+    seconds: float | None
+    batch_per_worker: int | None
+    seed: int
+    seeds: int
+    loss_of: str
+    optimizer: str
+    task: str | None
+    loss_unit: str | None
+    device: str
+    more: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        whole = {**vars(self), **self.more}
+        del whole["more"]
+        return whole
+
+
+@dataclass(kw_only=True)
+class Results:
+    """One comparison; `KEYS` says what each field is."""
+
+    format: int = 1
+    thinwire: str = __version__
+    started: str
+    headline: str
+    verdict: str = ""
+    winner: str | None = None
+    command: str
+    link: Asked
+    settings: Told
+    model: Mapping[str, Any]
+    text: Mapping[str, Any]
+    machine: Mapping[str, Any]
+    failed: Failure | None
+    failures: list[Failure]
+    interrupted: Interruption | None
+    common_loss: float
+    dense_loss: float | None
+    strategies: list[Run]
+
+    def run_of(self, name: str | None) -> Run | None:
+        """The run of a strategy; None where there is none."""
+        return next((run for run in self.strategies if run.strategy == name), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of `results.json`."""
+        whole = asdict(self) | {"settings": self.settings.to_dict(), "keys": KEYS}
+        for run in whole["strategies"]:
+            if run["seconds_on_asked_link"] is None:
+                del run["seconds_on_asked_link"]
+        return whole
+
+
+def first_reached(curve: Iterable[tuple[float, float]], loss: float) -> float | None:
+    """Where a curve first reaches a loss, by straight lines between its points, if it does."""
+    points = list(curve)
+    for (begin, before), (end, after) in pairwise(points):
+        if after <= loss < before:
+            return begin + (before - loss) / (before - after) * (end - begin)
+    return 0.0 if points and points[0][1] <= loss else None
+
+
+def common_loss(curves: Sequence[Sequence[Point]]) -> float:
+    """The lowest loss that every curve reached."""
+    return max(min(point.loss for point in curve) for curve in curves)
+
+
+_MEANS = (
+    "seconds",
+    "preparation_seconds",
+    "median_step_ms",
+    "median_bare_step_ms",
+    "library_bytes_per_step",
+    "kernel_sent_bytes_per_step",
+    "kernel_received_bytes_per_step",
+)
+
+
+def mean_of(runs: Sequence[Run]) -> Run:
+    """Return the first run with means over all; each run's own curve is under `seeds`."""
+    figures: dict[str, Any] = {
+        key: fmean(float(getattr(run, key)) for run in runs)
+        for key in _MEANS
+        if getattr(runs[0], key) is not None
+    }
+    return replace(
+        runs[0],
+        **figures,
+        steps=round(fmean(run.steps for run in runs)),
+        evaluations=_mean_curve([run.evaluations for run in runs]),
+        seeds=[seed for run in runs for seed in run.seeds],
+    )
+
+
+def _mean_curve(curves: Sequence[Sequence[Point]]) -> list[Point]:
+    """Point by point; a curve with more points than another one keeps its last."""
+    length = min(len(curve) for curve in curves)
+    rows = [[*curve[: length - 1], curve[-1]] for curve in curves]
+    return [
+        Point(
+            **{key: fmean(float(vars(point)[key]) for point in points) for key in vars(points[0])}
+        )
+        for points in zip(*rows, strict=True)
+    ]
