@@ -233,7 +233,6 @@ def wrong(rank: int, size: int, case: str) -> str:
         "group": lambda: momentum(model, mesh, process_group=dist.group.WORLD),
         "clip": lambda: momentum(model, mesh, grad_clip=tw.ClipByNorm(1.0)),
         "nodes, local": lambda: local(model, mesh, config={"node_size": 2}),
-        "by time": lambda: local(model, mesh, config={"round_seconds": 1.0}),
         "group, local": lambda: local(model, mesh, process_group=dist.group.WORLD),
     }
     try:
@@ -260,7 +259,6 @@ def wrong(rank: int, size: int, case: str) -> str:
         ("node_size", "leave node_size out"),
         ("clip of an engine", "use local_grad_clip_norm"),
         ("muon of torch", "give thinwire.optim.Muon"),
-        ("by time", "round_seconds=1.0 does not work with mesh="),
         ("group", "leave process_group out"),
         ("clip", "use local_grad_clip_norm"),
         ("nodes, local", "leave node_size out"),

@@ -21,7 +21,7 @@ from thinwire.local.config import LocalConfig
 from thinwire.local.fragments import fragments_of
 from thinwire.local.interval import Interval
 from thinwire.local.model import LocalModel, refuse_scaler
-from thinwire.local.work import RoundWork, weights_of
+from thinwire.local.work import RoundWork, of_site, weights_of
 
 __all__ = [
     "Averager",
@@ -233,8 +233,19 @@ class Averager(Synchronizer):
         work.step()
         if self.counting_only:
             return
-        if self.counters.step < self.config.begin_step or work.over(self.interval.k_steps):
+        if self.counters.step < self.config.begin_step or self._over(work):
             self.end_round()
+
+    def _over(self, work: RoundWork) -> bool:
+        """Whether it is time to average. The ranks of a site make their steps together, so the
+        clock of its first one counts.
+
+        Communication: of a site, 1 byte a rank inside it.
+        """
+        over, shards = work.over(self.interval.k_steps), self.group.shards
+        if shards is None or work.steps >= self.interval.k_steps:
+            return over
+        return shards.gather_now(bytes([over]), "asking whether a round is over")[0] == b"\x01"
 
     def end_round(self) -> None:
         """Average what this rank has done in a round that ends by time, however little."""
@@ -373,7 +384,12 @@ class Averager(Synchronizer):
     def _weigh(self, pending: PendingAveraging, answers: Answers) -> None:
         """Let this rank's part count by what it did, and go on to the step that all agree on."""
         works = [(steps, tokens) for _, (steps, tokens) in answers.of("work")]
-        self._weight = weights_of(works)[self.group.rank]
+        weights, width = weights_of(works), 1
+        if self.group.shards is not None:
+            width = self.group.shards.size
+            sites = [of_site(works[at : at + width]) for at in range(0, len(works), width)]
+            weights = weights_of(sites)
+        self._weight = weights[self.group.place // width]
         self.averaging.weigh_(pending, self._weight)
         pending.step += max(steps for steps, _ in works)
 

@@ -104,8 +104,8 @@ class LocalSGD(_Common):
             them. Each change counts by what the rank did: steps, or tokens where
             `observe(tokens=)` tells them; by w the mean is sum(w change) / sum(w). `sync.step`
             moves at averagings alone, by the most steps that a rank made. Not with fragments,
-            delay, nodes, a mean over senders, a pipeline or a mesh. None: all make `k_steps`, and
-            count alike.
+            delay, nodes, a mean over senders or a pipeline. The ranks of a site (`mesh=`) end a
+            round by the clock of the first of them. None: all make `k_steps`, and count alike.
 
     Raises:
         TypeError, ValueError: A wrong value.

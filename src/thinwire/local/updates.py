@@ -179,11 +179,6 @@ class LocalUpdates:
             process_group, timeout=timeout, mesh=mesh, members=members, node_size=config.node_size
         )
         self._members = members
-        if mesh is not None and config.by_time:
-            raise ValueError(
-                f"round_seconds={config.round_seconds} does not work with mesh=: the ranks of a "
-                "site make their steps together. Leave round_seconds out, k_steps says it alone"
-            )
         if compression is not None:
             check.instance("compression", compression, tuple(COMPRESSIONS.values()))
             if config.compression is not None:

@@ -7,7 +7,7 @@ from thinwire import _validate as check
 from thinwire.errors import ThinwireError
 from thinwire.local.config import LocalConfig
 
-__all__ = ["RoundWork", "require_tokens", "weights_of"]
+__all__ = ["RoundWork", "of_site", "require_tokens", "weights_of"]
 
 Work = tuple[int, int | None]
 """Steps, and tokens where all of them told some."""
@@ -75,8 +75,14 @@ class RoundWork:
         return self.steps, self._tokens if self._told_steps else None
 
 
+def of_site(works: Sequence[Work]) -> Work:
+    """The work of a site, whose ranks make the same steps: these, and the tokens of all of them."""
+    told = [tokens for _, tokens in works if tokens is not None]
+    return works[0][0], sum(told) if len(told) == len(works) else None
+
+
 def weights_of(works: Sequence[Work]) -> list[float]:
-    """By rank how much its change counts, so that they are 1 on average.
+    """By rank, or site, how much its change counts, so that they are 1 on average.
 
     w_r n / sum(w) for n ranks, where w is a rank's tokens if all ranks told some, else its steps;
     equal ones are exactly 1.
