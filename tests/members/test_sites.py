@@ -420,11 +420,8 @@ def refused(rank: int, size: int, address: str, folder: str, what: str) -> str:
             Path(folder, "joined").touch()
             net = net_of(0, mesh)
             optimizer = torch.optim.SGD(net.parameters(), 0.1)
-            config = SPARSE
-            if what == "time":
-                config = tw.LocalSGD(4, round_seconds=2.0)
             given = None if what == "no mesh" else mesh
-            with tw.local_sgd(net, optimizer, config, members=members, mesh=given):
+            with tw.local_sgd(net, optimizer, SPARSE, members=members, mesh=given):
                 pass
         return "no error"
     except (ThinwireError, ValueError) as error:
@@ -445,7 +442,6 @@ def test_what_does_not_fit_is_one_clear_error(ranks: Pool, tmp_path: Path) -> No
 
     assert all("a member is one" in each for each in said("sites"))
     assert all("no mesh was given with members" in each for each in said("no mesh"))
-    assert all("round_seconds=2.0 does not work with mesh=" in each for each in said("time"))
     found = said("other shards", 3)
     assert found[:2] == ["no error"] * 2
     assert found[2].startswith("Mismatch: ")
