@@ -7,7 +7,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.layout.fragments import partition
+from thinwire.layout.shares import partition
 from thinwire.layout.message import SEAL_BYTES, SKETCH_NUMEL, Layout, WholeLayout
 from thinwire.layout.traffic import EXCHANGES, messages, travels_sealed
 from thinwire.tools.simulation.lines import (
