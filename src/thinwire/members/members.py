@@ -167,8 +167,8 @@ class Members:
     @property
     def place(self) -> tuple[int, int]:
         """The number of this rank among the ranks of all members, and how many they are."""
-        rank, size, site = max(self.rank, 0), max(self.size, 1), self.site
-        return (rank, size) if site is None else (rank * site.size + site.rank, size * site.size)
+        rank, size, site = max(self.rank, 0), max(self.size, 1), self._site
+        return rank * site.size + site.rank, size * site.size
 
     @property
     def generation(self) -> int:
