@@ -104,9 +104,7 @@ def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[Proposal]:
 
 
 def commit_list_(
-    folds: Sequence[Fold],
-    sent: Sequence[tuple[Tensor, Tensor]],
-    seeds: Sequence[int | None],
+    folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int | None]
 ) -> None:
     """Fold gradients for good, take off what was sent and mask the momentum; changes u and v in
     place.
