@@ -416,7 +416,7 @@ class Group:
     def _gathered(
         self, payload: bytes, common: bytes, parts: Sequence[int], what: str
     ) -> list[bytes | None]:
-        mine = _HEAD.pack(len(payload), _digest(payload), _digest(common))
+        mine = _head(payload, common)
         heads = self.gather_now(mine, what)
         if all(head == mine for head in heads):
             return [payload] * self.size
@@ -565,6 +565,10 @@ class Group:
         told = explain_failure(error, what=what, within=within, courier=courier, **place)
         self.abandon(str(told))
         return told
+
+
+def _head(payload: bytes, common: bytes) -> bytes:
+    return _HEAD.pack(len(payload), _digest(payload), _digest(common))
 
 
 def _digest(content: bytes) -> bytes:
