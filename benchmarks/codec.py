@@ -18,20 +18,17 @@ from torch import Tensor
 from benchmarks.common import parser_for, save, summary, surroundings, turns_ms
 from thinwire.core.feedback import (
     Fold,
-    FoldRule,
-    commit_,
     commit_list_,
-    propose,
     propose_list,
     rounding_seed,
     sum_sparse,
+    top_k,
 )
-from thinwire.core.select import top_k
 from thinwire.kernels import for_device
 from thinwire.layout.message import Layout, Slot, count_sent
 from thinwire.wire.message import pack, unpack
 
-RULE = FoldRule(momentum=0.9)
+MOMENTUM = 0.9
 SOURCES = 2
 TENSORS = 160
 
@@ -49,9 +46,9 @@ def fold_ours(grad: Tensor, k: int, dtype: torch.dtype) -> Callable[[], object]:
     steps = count()
 
     def run() -> None:
-        proposal = propose(grad, residual, buffer, k, RULE)
-        seed = rounding_seed(next(steps), 0)
-        commit_(grad, residual, buffer, proposal.indices, proposal.values, RULE, seed=seed)
+        folds = [Fold(grad, residual, buffer, MOMENTUM, False)]
+        [proposal] = propose_list(folds, [k])
+        commit_list_(folds, [proposal[:2]], [rounding_seed(next(steps), 0)])
 
     return run
 
@@ -61,7 +58,7 @@ def fold_list(grad: Tensor, density: float) -> Callable[[], object]:
     grads = [part.contiguous() for part in grad.chunk(TENSORS)]
     ks = [count_sent(part.numel(), 1 - density) for part in grads]
     folds = [
-        Fold(part, torch.zeros_like(part), torch.zeros_like(part), RULE.momentum, RULE.nesterov)
+        Fold(part, torch.zeros_like(part), torch.zeros_like(part), MOMENTUM, False)
         for part in grads
     ]
 
@@ -77,7 +74,7 @@ def fold_eager(grad: Tensor, k: int) -> Callable[[], object]:
     residual, buffer = torch.zeros_like(grad), torch.zeros_like(grad)
 
     def run() -> tuple[Tensor, Tensor]:
-        buffer.mul_(RULE.momentum).add_(grad)
+        buffer.mul_(MOMENTUM).add_(grad)
         residual.add_(buffer)
         if not torch.isfinite(residual).all():
             raise RuntimeError("not finite")

@@ -22,7 +22,7 @@ from thinwire.comm.group import Rate
 from thinwire.compress import compression_of
 from thinwire.compress.figures import loops_of
 from thinwire.core.outer import OuterRule
-from thinwire.kernels.needs import needs_of
+from thinwire.kernels.rules import needs_of
 from thinwire.kernels.warm import warm_up
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.model import LocalModel

@@ -62,7 +62,7 @@ import collections, json, time
 import numba
 import torch
 from numba.core import event
-from thinwire.kernels.needs import needs_of
+from thinwire.kernels.rules import needs_of
 from thinwire.kernels.warm import warm_up
 
 class Own(event.Listener):

@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 _NAMES = {
+    "tests.one_tensor": "FoldRule commit_ propose",
     "thinwire._aside": "Late within",
     "thinwire._launched": "is_launched place_among_ranks",
     "thinwire._names": "named_parameters names_matches=matches plain_name plain_names",
@@ -14,17 +15,17 @@ _NAMES = {
         "combine export files load plan random_state save saving set_random_state tensor_file "
         "write_rank_file"
     ),
-    "thinwire.checkpoint.all_ranks": "on_all_ranks",
     "thinwire.checkpoint.combine": "Rule",
+    "thinwire.checkpoint.files": "on_all_ranks",
     "thinwire.cli": "main",
     "thinwire.comm": (
         "Group Nodes Pending group node_size_of nodes private replicate require_agreement "
         "sources_of while_busy"
     ),
-    "thinwire.comm.courier": "_connections_to",
     "thinwire.comm.direct": "Direct Line between",
-    "thinwire.comm.grid": "Grid",
+    "thinwire.comm.failures": "_connections_to",
     "thinwire.comm.group": "Rate",
+    "thinwire.comm.nodes": "Grid",
     "thinwire.comm.private": "next_identity warn_of_restarts",
     "thinwire.comm.proofs": "ALL_RANKS PROOF_BYTES Proofs",
     "thinwire.comm.replicate": "make_equal_",
@@ -35,32 +36,27 @@ _NAMES = {
     "thinwire.compress.dgc": "DGC locally_clipped",
     "thinwire.compress.entries": "ArrivedEntries Proposed send_entries",
     "thinwire.compress.figures": "conserves decay_of loops_of sent_bytes steady_share",
-    "thinwire.compress.low_rank": "LowRank",
+    "thinwire.compress.low_rank": "LowRank orthonormal",
     "thinwire.compress.protocol": (
         "AllGather AllReduce AllToAll Collective Compression Context ERRORS ErrorsOnly Kept "
         "MeanChange Sending together"
     ),
+    "thinwire.compress.sparse_change": "source_factors squared_norms",
     "thinwire.compress.split": "add_up joined shares",
-    "thinwire.core.centralize": "centralized",
     "thinwire.core.checksum": "checked_mean_ checksum",
-    "thinwire.core.clip": "ClipByGlobalNorm ClipByNorm ClipByValue clipped",
-    "thinwire.core.decay": "L1Decay L2Decay decayed",
     "thinwire.core.feedback": (
-        "Fold FoldRule Proposal commit_ commit_list_ propose propose_list rounding_seed store_ "
-        "sum_sparse"
+        "Fold Proposal commit_list_ propose_list rounding_seed store_ sum_sparse top_k"
+    ),
+    "thinwire.core.gradients": (
+        "ClipByGlobalNorm ClipByNorm ClipByValue clipped L1Decay L2Decay decayed centralized"
     ),
     "thinwire.core.lamb": "LambRule lamb_ lamb_list_",
     "thinwire.core.lars": "LarsRule lars_ lars_list_",
     "thinwire.core.loss_scale": "any_non_finite initial_scale next_scale",
-    "thinwire.core.norms": "global_norm norm",
-    "thinwire.core.orthonormal": "orthonormal",
+    "thinwire.core.norms": "global_norm norm TrustRule trust_ratio",
     "thinwire.core.outer": "OuterRule outer_list_ outer_step_",
-    "thinwire.core.precision": "narrowed",
-    "thinwire.core.select": "top_k",
-    "thinwire.core.sources": "source_factors squared_norms",
     "thinwire.core.stats": "Pace planned_row",
-    "thinwire.core.storage": "with_own_storage",
-    "thinwire.core.trust_ratio": "TrustRule trust_ratio",
+    "thinwire.core.tensors": "with_own_storage narrowed",
     "thinwire.exchange": "ranks",
     "thinwire.exchange.gradients": "GradientExchange gradients_of",
     "thinwire.exchange.overlap": "Overlap Readiness cut_into_buckets",
@@ -68,21 +64,19 @@ _NAMES = {
     "thinwire.exchange.round": "Round",
     "thinwire.kernels": "Kernels compiled_steps reference warm",
     "thinwire.kernels.cpu": "cpu_select=select numba_body numba_steps threads",
-    "thinwire.kernels.cuda": "codes crc cuda_select=select device_steps launching triton_body",
-    "thinwire.kernels.cuda.crc": "crc32",
+    "thinwire.kernels.cuda": "codes device_steps launching triton_body",
+    "thinwire.kernels.cuda.codes": "crc32",
     "thinwire.kernels.cuda.launching": "launch",
-    "thinwire.kernels.memory": "has_address share_memory",
-    "thinwire.kernels.needs": "Need needs_Work=Work needs_of",
     "thinwire.kernels.reference": "mixed",
+    "thinwire.kernels.rules": "Need needs_Work=Work needs_of has_address share_memory",
     "thinwire.kernels.warm": "warm_up",
     "thinwire.layout": "traffic",
-    "thinwire.layout.fragments": "fragments_partition=partition strided",
     "thinwire.layout.message": (
         "HEADER_BYTES Layout SEAL_BYTES SKETCH_NUMEL Slot VALUE_BITS WHOLE_BITS WholeLayout "
         "count_sent position_bytes position_parts value_bytes"
     ),
     "thinwire.layout.owners": "dealt",
-    "thinwire.layout.shares": "split_plan whole_split",
+    "thinwire.layout.shares": "split_plan whole_split fragments_partition=contiguous strided",
     "thinwire.layout.traffic": (
         "GATHER begin_step chosen_split first_split messages travels_sealed"
     ),
@@ -96,32 +90,29 @@ _NAMES = {
     "thinwire.local.updates": "LocalUpdates",
     "thinwire.local.work": "RoundWork weights_of",
     "thinwire.members": "giving keeper meeting",
-    "thinwire.members.address": "Address parse_address",
-    "thinwire.members.board": "board_Board=Board",
+    "thinwire.members.board": "board_Board=Board SealedStore",
+    "thinwire.members.credentials": "derived_key new_token read_token Address parse_address",
     "thinwire.members.generation": "Decision",
-    "thinwire.members.giving": "Given Giver Taker",
+    "thinwire.members.giving": "Given Giver Taker Way",
     "thinwire.members.group": "ElasticGroup",
-    "thinwire.members.host": "serve",
     "thinwire.members.keeper": "Keeper",
-    "thinwire.members.meeting": "connect require_same run_store",
+    "thinwire.members.meeting": "connect require_same run_store serve",
     "thinwire.members.members": "Members",
-    "thinwire.members.sealed": "SealedStore",
-    "thinwire.members.token": "derived_key new_token read_token",
+    "thinwire.optim": "dgc_synchronizer owners",
     "thinwire.pipeline.runner": "PipelineRunner",
     "thinwire.pipeline.split": "split_model split_partition=partition",
-    "thinwire.step.autocast": "autocast_forward",
+    "thinwire.step.forwarding": "autocast_forward=Autocast",
     "thinwire.step.merge": "GradientSum",
     "thinwire.step.recompute": "recompute recompute_matches=matches",
-    "thinwire.optim": "dgc_synchronizer owners",
     "thinwire.strategy": "distributed_strategy facts=fitting prepare",
     "thinwire.strategy.clipping": "take_clip_",
-    "thinwire.strategy.user_state": "schedulers_of",
     "thinwire.strategy.distributed_strategy": "DistributedStrategy",
     "thinwire.strategy.documents": "text_of",
     "thinwire.strategy.engine": "Engine",
     "thinwire.strategy.fleet.names": "NOTED_FLAGS",
     "thinwire.strategy.replace": "adopt",
     "thinwire.strategy.rules": "FIELDS RULES page rule_of rules_among",
+    "thinwire.strategy.user_state": "schedulers_of",
     "thinwire.tools.app": "app",
     "thinwire.tools.compare": "comparison=compare",
     "thinwire.tools.compare.compare": "compare",
@@ -179,10 +170,11 @@ _NAMES = {
     ),
     "thinwire.tools.simulation.run": "Entries Method Trouble Whole dense_sum simulate",
     "thinwire.wire": "device_message message",
-    "thinwire.wire.message": "message_pack=pack message_unpack=unpack pack_nonfinite",
-    "thinwire.wire.positions": "decode_positions encode_positions",
-    "thinwire.wire.values": "decode_values encode_values",
-    "thinwire.wire.whole_message": "decode whole_message_pack=pack whole_message_unpack=unpack",
+    "thinwire.wire.codes": "decode_values encode_values decode_positions encode_positions",
+    "thinwire.wire.message": (
+        "message_pack=pack message_unpack=unpack pack_nonfinite decode_whole pack_whole "
+        "unpack_whole"
+    ),
 }
 """By module its names, or `name here=name there` where two modules have the same."""
 _HOMES = {

@@ -8,13 +8,12 @@ from thinwire._version import __version__
 
 if TYPE_CHECKING:
     from thinwire import amp, checkpoint, errors, integrations, optim, schedules
-    from thinwire.comm.busy import busy
+    from thinwire.comm.handshake import busy
     from thinwire.compress.dgc import DGC
     from thinwire.compress.low_rank import LowRank
     from thinwire.compress.quantized_change import Quantized
     from thinwire.compress.sparse_change import Sparse
-    from thinwire.core.clip import ClipByGlobalNorm, ClipByNorm, ClipByValue
-    from thinwire.core.decay import L1Decay, L2Decay
+    from thinwire.core.gradients import ClipByGlobalNorm, ClipByNorm, ClipByValue, L1Decay, L2Decay
     from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale
     from thinwire.errors import Diverged, StrategyError
     from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
@@ -82,9 +81,9 @@ _HOMES = {
     "AMP": "thinwire.step.config",
     "AdaptiveLocalSGD": "thinwire.local.config",
     "Attached": "thinwire.optim.dgc_momentum",
-    "ClipByGlobalNorm": "thinwire.core.clip",
-    "ClipByNorm": "thinwire.core.clip",
-    "ClipByValue": "thinwire.core.clip",
+    "ClipByGlobalNorm": "thinwire.core.gradients",
+    "ClipByNorm": "thinwire.core.gradients",
+    "ClipByValue": "thinwire.core.gradients",
     "DGC": "thinwire.compress.dgc",
     "DistributedStrategy": "thinwire.strategy.distributed_strategy",
     "Diverged": "thinwire.errors",
@@ -92,8 +91,8 @@ _HOMES = {
     "Engine": "thinwire.strategy.engine",
     "FixedLossScale": "thinwire.core.loss_scale",
     "GradientMerge": "thinwire.step.config",
-    "L1Decay": "thinwire.core.decay",
-    "L2Decay": "thinwire.core.decay",
+    "L1Decay": "thinwire.core.gradients",
+    "L2Decay": "thinwire.core.gradients",
     "LAMB": "thinwire.optim.config",
     "LARS": "thinwire.optim.config",
     "LocalSGD": "thinwire.local.config",
@@ -108,7 +107,7 @@ _HOMES = {
     "Sparse": "thinwire.compress.sparse_change",
     "StrategyError": "thinwire.errors",
     "Task": "thinwire.task",
-    "busy": "thinwire.comm.busy",
+    "busy": "thinwire.comm.handshake",
     "join": "thinwire.members.members",
     "local_sgd": "thinwire.local.updates",
     "log_stats": "thinwire.logs",

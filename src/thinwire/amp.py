@@ -21,7 +21,7 @@ from thinwire.core.loss_scale import (
     initial_scale,
     next_scale,
 )
-from thinwire.core.storage import with_own_storage
+from thinwire.core.tensors import with_own_storage
 
 __all__ = ["DynamicLossScale", "FixedLossScale", "LossScaler"]
 

@@ -245,7 +245,7 @@ _real_new_group = dist.new_group
 
 
 def refused_group(rank: int, size: int) -> None:
-    def broken(**kwargs: object) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
         raise RuntimeError(
             "Gloo connectFullMesh failed with pair.cc:553 Connection closed by peer [127.0.0.1]:707"
         )

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.api import VALUE_BITS, decode_positions, numba_body, position_bytes, reference, threads
+from tests.api import (
+    VALUE_BITS,
+    Fold,
+    decode_positions,
+    numba_body,
+    position_bytes,
+    reference,
+    threads,
+)
 from tests.api import cpu_select as select
 from thinwire import kernels
 from thinwire.errors import PayloadCorrupt
@@ -94,10 +102,10 @@ def test_the_fast_fold_gives_the_bits_of_the_readable_one(kind, dtype, grad_dtyp
         for k, (has_buffer, nesterov) in zip(
             counts(numel), [(1, 0), (1, 1), (0, 0), (1, 0), (1, 1)], strict=False
         ):
-            rule = {"momentum": 0.9, "nesterov": bool(nesterov)}
+            rule = (0.9, bool(nesterov))
             u = buffer if has_buffer else None
             fast, slow = (
-                body.propose(grad, residual, u, k, **rule) for body in (numba_body, reference)
+                body.propose(Fold(grad, residual, u, *rule), k) for body in (numba_body, reference)
             )
             assert fast[2] is slow[2] is True
             assert_same_bits(fast[0], slow[0])
@@ -105,7 +113,8 @@ def test_the_fast_fold_gives_the_bits_of_the_readable_one(kind, dtype, grad_dtyp
             ends = []
             for body in (numba_body, reference):
                 v, u = residual.clone(), buffer.clone() if has_buffer else None
-                body.commit_(grad, v, u, fast[0], (fast[1] * 0.7).float(), **rule, seed=numel + k)
+                fold = Fold(grad, v, u, *rule)
+                body.commit_(fold, fast[0], (fast[1] * 0.7).float(), numel + k)
                 ends.append((v, u))
             assert_same_bits(ends[0][0], ends[1][0])
             if has_buffer:
@@ -199,7 +208,7 @@ def test_the_number_of_threads_changes_nothing(monkeypatch):
     results = []
     for count in (1, 2, 3, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
-        proposal = numba_body.propose(grad, residual, buffer, 150_000, momentum=0.9, nesterov=False)
+        proposal = numba_body.propose(Fold(grad, residual, buffer, 0.9, False), 150_000)
         code = numba_body.encode_values(proposal[1], 4, 150_000)
         results.append((*proposal[:2], *code, numba_body.decode_values(code[0], 150_000, 4)))
     for result in results[1:]:
@@ -214,8 +223,9 @@ def test_the_number_of_threads_changes_no_random_bit(monkeypatch, nesterov):
     for count in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
         v, u = inputs("tied", 300_003, torch.bfloat16), inputs("random", 300_003, torch.bfloat16)
-        at, values, _ = numba_body.propose(grad, v, u, 300, momentum=0.9, nesterov=nesterov)
-        numba_body.commit_(grad, v, u, at, values / 2, momentum=0.9, nesterov=nesterov, seed=7)
+        fold = Fold(grad, v, u, 0.9, nesterov)
+        at, values, _ = numba_body.propose(fold, 300)
+        numba_body.commit_(fold, at, values / 2, 7)
         ends.append((v, u))
     for end in ends[1:]:
         for a, b in zip(end, ends[0], strict=True):
@@ -280,16 +290,8 @@ assert {archive!r} in jit_entries.__file__
 
 def test_loops_tell_autograd_of_what_they_change():
     grad, residual, buffer = torch.ones(100), torch.zeros(100), torch.zeros(100)
-    numba_body.commit_(
-        grad,
-        residual,
-        buffer,
-        torch.tensor([3]),
-        torch.ones(1),
-        momentum=0.9,
-        nesterov=False,
-        seed=0,
-    )
+    fold = Fold(grad, residual, buffer, 0.9, False)
+    numba_body.commit_(fold, torch.tensor([3]), torch.ones(1), 0)
     assert (grad._version, residual._version, buffer._version) == (0, 1, 1)
     target = torch.zeros(100, dtype=torch.bfloat16)
     numba_body.store_(target, grad, 0)
@@ -324,7 +326,7 @@ def test_numba_is_not_imported_before_it_is_needed():
 
 TOP_K = """
 import torch
-from thinwire.core.select import top_k
+from thinwire.core.feedback import top_k
 x = torch.arange(300_000.).flip(0)
 assert top_k(x, 3).tolist() == [0, 1, 2]
 """
@@ -395,8 +397,8 @@ def test_no_byte_is_read_or_written_out_of_bounds_whatever_came(tmp_path):
     code = """
 import torch
 from thinwire.layout.message import position_bytes, value_bytes
-from thinwire.wire.positions import decode_positions
-from thinwire.wire.values import decode_values
+from thinwire.wire.codes import decode_positions
+from thinwire.wire.codes import decode_values
 from thinwire.errors import PayloadCorrupt
 generator = torch.Generator().manual_seed(0)
 for numel, k in [(1, 1), (7, 3), (100, 3), (100, 100), (1000, 9), (513, 256)] * 60:
@@ -424,6 +426,7 @@ def test_a_selection_stays_in_its_memory_whatever_it_is_from(tmp_path):
 import torch
 from thinwire.kernels import reference
 from thinwire.kernels.cpu import numba_body, select, threads
+from thinwire.kernels.rules import Fold
 threads.SMALLEST_PART, select._SMALLEST_ROOM, select._FEW = 64, 1, 10
 torch.get_num_threads = lambda: 3
 generator = torch.Generator().manual_seed(0)
@@ -436,11 +439,8 @@ for dtype in (torch.float32, torch.float64):
                 at = torch.rand(numel, generator=generator) < share
                 v = v if fill is None else torch.where(at, fill, v)
                 for k in {1, numel // 1000 + 1, numel // 4 + 1, numel}:
-                    given = (torch.zeros(numel), v.to(dtype), None, k)
-                    own, other = (
-                        body.propose(*given, momentum=0.0, nesterov=False)
-                        for body in (numba_body, reference)
-                    )
+                    fold = Fold(torch.zeros(numel), v.to(dtype), None, 0.0, False)
+                    own, other = (body.propose(fold, k) for body in (numba_body, reference))
                     assert own[2] == other[2], (dtype, numel, fill, share, k)
                     assert torch.equal(own[0], other[0]) and torch.equal(own[1], other[1])
 """

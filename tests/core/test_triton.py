@@ -17,6 +17,7 @@ require_triton()
 
 from tests.api import (  # noqa: E402
     VALUE_BITS,
+    Fold,
     crc32,
     launch,
     position_parts,
@@ -53,17 +54,17 @@ def test_fold_and_selection(kind, dtype):
     for i, numel in enumerate(SIZES):
         has_buffer, nesterov = rules[(i + turn) % 3]
         k = [1, numel, max(1, numel // 3), max(1, numel - 1)][(i + turn) % 4]
-        rule = {"momentum": 0.9, "nesterov": nesterov}
+        rule = (0.9, nesterov)
         residual = inputs(kind, numel, dtype)
         grad, buffer = residual.flip(0), residual.roll(3) if has_buffer else None
-        indices, values, finite = reference.propose(grad, residual, buffer, k, **rule)
-        proposed = triton_body.propose(*there(grad, residual, buffer), k, **rule)
+        indices, values, finite = reference.propose(Fold(grad, residual, buffer, *rule), k)
+        proposed = triton_body.propose(Fold(*there(grad, residual, buffer), *rule), k)
         assert_same(proposed[:2], (indices, values))
         assert bool(proposed[2]) is finite is True
         sent = (values * 0.7).float()
         g, v, u = there(grad, residual.clone(), None if buffer is None else buffer.clone())
-        triton_body.commit_(g, v, u, *there(indices, sent), seed=numel, **rule)
-        reference.commit_(grad, residual, buffer, indices, sent, seed=numel, **rule)
+        triton_body.commit_(Fold(g, v, u, *rule), *there(indices, sent), numel)
+        reference.commit_(Fold(grad, residual, buffer, *rule), indices, sent, numel)
         assert_same([v], [residual])
         if buffer is not None:
             assert_same([u], [buffer])
@@ -74,9 +75,9 @@ def test_fold_and_selection(kind, dtype):
 def test_gradients_and_values_of_half_precision(dtype):
     grad = inputs("random", 70, torch.float32).to(dtype)
     residual = inputs("tied", 70, torch.float32)
-    rule = {"momentum": 0.9, "nesterov": False}
-    expected = reference.propose(grad, residual, residual, 9, **rule)
-    assert_same(triton_body.propose(*there(grad, residual, residual), 9, **rule)[:2], expected[:2])
+    expected = reference.propose(Fold(grad, residual, residual, 0.9, False), 9)
+    proposed = triton_body.propose(Fold(*there(grad, residual, residual), 0.9, False), 9)
+    assert_same(proposed[:2], expected[:2])
     assert_same([triton_body.top_k(grad.to(DEVICE), 9)], [reference.top_k(grad, 9)])
 
 
@@ -97,16 +98,15 @@ def test_state_in_bfloat16_is_rounded_alike(kind):
         )
         residual[5:7] = torch.tensor([float("inf"), float("nan")])
         buffer = residual.roll(3) if has_buffer else None
-        rule = {"momentum": 0.9, "nesterov": nesterov}
+        rule = (0.9, nesterov)
         indices = torch.tensor([0, 3, 7, numel - 1])
         sent = torch.tensor([0.3, -0.01, 1e-40, 2e37])
         g, v, u = there(grad, residual.clone(), None if buffer is None else buffer.clone())
-        wide = reference._folded_residual(
-            grad, residual.float(), buffer if buffer is None else buffer.float(), 0.9, nesterov
-        )
-        assert_same(triton_body.propose(g, v, u, numel, **rule)[:2], (torch.arange(numel), wide))
-        triton_body.commit_(g, v, u, *there(indices, sent), seed=seed, **rule)
-        reference.commit_(grad, residual, buffer, indices, sent, seed=seed, **rule)
+        wide = reference._folded_residual(Fold(grad, residual, buffer, *rule))
+        fold = Fold(g, v, u, *rule)
+        assert_same(triton_body.propose(fold, numel)[:2], (torch.arange(numel), wide))
+        triton_body.commit_(fold, *there(indices, sent), seed)
+        reference.commit_(Fold(grad, residual, buffer, *rule), indices, sent, seed)
         for made, expected in ((v, residual), (u, buffer)):
             if expected is not None:
                 assert torch.equal(made.cpu().view(torch.int16), expected.view(torch.int16))
@@ -124,9 +124,7 @@ def test_what_is_not_finite_is_told(bad):
     x[77] = bad
     zeros = torch.zeros_like(x)
     for grad, residual in ((x, zeros), (zeros, x)):
-        assert not bool(
-            triton_body.propose(grad, residual, zeros, 1, momentum=0.9, nesterov=False)[2]
-        )
+        assert not bool(triton_body.propose(Fold(grad, residual, zeros, 0.9, False), 1)[2])
 
 
 @pytest.mark.parametrize("kind", ["random", "tied", "denormal", "huge", "equal", "ascending"])
@@ -234,11 +232,12 @@ COMPILE_ALL = """
 import re, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from thinwire.kernels.cuda import codes, crc, device_steps, select
+from thinwire.kernels.cuda import codes, device_steps, triton_body as select
 from thinwire.core.lamb import LambRule
+from thinwire.kernels.rules import Fold
 from thinwire.core.lars import LarsRule
 from thinwire.core.outer import OuterRule
-from thinwire.core.trust_ratio import TrustRule
+from thinwire.core.norms import TrustRule
 TYPES = {torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
          torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
 compiled = set()
@@ -255,28 +254,29 @@ def compile_only(kernel, grid, like, *arguments, **constants):
                          options={"enable_fp_fusion": False}).asm["ptx"]
     found = re.findall(r"fma[.]|[.]full|[.]approx|[.]ftz", ptx)
     assert not found, (kernel.fn.__name__, found)
-for module in (codes, crc, select, device_steps):
+for module in (codes, select, device_steps):
     module.launch = compile_only
 zeros = lambda dtype: torch.zeros(3000, dtype=dtype)
 for dtype in (torch.float32, torch.float64):
     x, at = zeros(dtype), torch.arange(5)
     for buffer, nesterov in ((x, False), (x, True), (None, False)):
-        rule = {"momentum": 0.9, "nesterov": nesterov}
-        select.commit_(x, x, buffer, at, torch.zeros(5), seed=7, **rule)
-        select.propose(x, x, buffer, 5, **rule)
+        rule = (0.9, nesterov)
+        select.commit_(Fold(x, x, buffer, *rule), at, torch.zeros(5), 7)
+        select.propose(Fold(x, x, buffer, *rule), 5)
     select.top_k(x, 5)
-    select.propose(x.bfloat16(), x, x, 5, momentum=0.9, nesterov=False)
+    select.propose(Fold(x.bfloat16(), x, x, 0.9, False), 5)
     codes.sum_rows(at.view(1, 5), torch.zeros(1, 5), torch.tensor([5]), 10, dtype)
 narrow = zeros(torch.bfloat16)
-select.commit_(x, narrow, narrow, at, torch.zeros(5), seed=7, **rule)
-select.propose(x, narrow, narrow, 5, **rule)
+fold = Fold(x, narrow, narrow, *rule)
+select.commit_(fold, at, torch.zeros(5), 7)
+select.propose(fold, 5)
 select.store_(narrow, zeros(torch.float32), 7)
 for bits in (1, 4, 16):
     code, _ = codes.encode_values(zeros(torch.float32), torch.tensor(5), bits)
     codes.decode_values(code.unsqueeze(0), torch.tensor([5]), bits, 3000)
 code = codes.encode_positions(torch.arange(5), torch.tensor(5), 7, 5, 3)
 codes.decode_positions(code.unsqueeze(0), 5, 7, 5)
-crc.crc32(torch.zeros(1, 99, dtype=torch.uint8))
+codes.crc32(torch.zeros(1, 99, dtype=torch.uint8))
 for dtype in (torch.float32, torch.float64):
     lists = [[zeros(dtype)] for _ in range(4)]
     device_steps.lamb_(*lists, LambRule(0.1, 0.9, 0.99, 1e-6, 0.01, 3, TrustRule()))

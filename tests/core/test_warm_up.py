@@ -18,7 +18,7 @@ pytest.importorskip("numba")
 WARM = """
 import logging, sys
 import torch
-from thinwire.kernels.needs import needs_of
+from thinwire.kernels.rules import needs_of
 from thinwire.kernels.warm import warm_up
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
 def warm(work, dtype=torch.float32, **settings):
@@ -158,7 +158,7 @@ from numba.core import event
 from thinwire import optim
 from thinwire.core import outer
 from thinwire.kernels.cpu import jit_cache
-from thinwire.core.select import top_k
+from thinwire.core.feedback import top_k
 
 def train(optimizer, params):
     for _ in range(3):

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api import HEADER_BYTES, WHOLE_BITS, WholeLayout, decode
-from tests.api import whole_message_pack as pack
-from tests.api import whole_message_unpack as unpack
+from tests.api import HEADER_BYTES, WHOLE_BITS, WholeLayout
+from tests.api import decode_whole as decode
+from tests.api import pack_whole as pack
+from tests.api import unpack_whole as unpack
 from tests.reference import whole_codes
 from thinwire.errors import PayloadCorrupt
 

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from tests.integrations.task import STRATEGIES, adamw, own_batches, task
 from tests.ranks import Pool
 from thinwire.integrations import EngineState
-from thinwire.integrations.engine_state import as_made_
+from thinwire.integrations.per_rank import as_made_
 
 
 def trained(rank: int, steps: int) -> Any:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from tests.api import Given, Giver, SealedStore, Taker, giving
+from tests.api import Given, Giver, SealedStore, Taker, Way, giving
 from tests.api import board_Board as Board
 from thinwire.errors import PayloadCorrupt
 
@@ -35,11 +35,11 @@ def taken(
     board = Board(SealedStore(store, b"s" * 32))
     monkeypatch.setattr(giving, "Line", Tapped)
     Tapped.change = staticmethod(change)
-    place: dict[str, Any] = {"address": "127.0.0.1", "timeout_s": LIMIT_S}
-    giver = Giver(board, 4, "ann", me="bob", key=b"k" * 32, **place)
+    way = Way(board, "127.0.0.1", LIMIT_S, b"k" * 32)
+    giver = Giver(way, 4, "ann", me="bob")
     for message in MESSAGES:
         giver.give(message)
-    taker = Taker(board.clone(), 4, key=key, **place)
+    taker = Taker(way.cloned()._replace(key=key), 4)
     if number != 4:
         taker._marks = giving._Marks(key, number)
     try:

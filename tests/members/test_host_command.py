@@ -328,7 +328,7 @@ def test_it_goes_on_where_what_it_says_cannot_be_written(log: str, tmp_path: Pat
 def test_a_token_that_could_not_be_written_leaves_no_file(tmp_path: Path) -> None:
     path = tmp_path / "token"
     no_room = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); " + (
-        f"from thinwire.members.token import new_token; new_token({str(path)!r})"
+        f"from thinwire.members.credentials import new_token; new_token({str(path)!r})"
     )
     ended = subprocess.run(
         [sys.executable, "-c", no_room], capture_output=True, text=True, check=False

@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 import thinwire as tw
-from tests.api import Given, Giver, NewcomersWork, SealedStore, Taker, giving, next_identity
+from tests.api import Given, Giver, NewcomersWork, SealedStore, Taker, Way, giving, next_identity
 from tests.api import board_Board as Board
 from tests.members.places import TOKEN, meeting_place
 from tests.members.training import MOST_STEPS, TIMEOUT_S, member, wait_for
@@ -25,9 +25,9 @@ EVERY_4 = tw.LocalSGD(4, begin_step=0)
 def both_ends(timeout_s: float) -> tuple[Giver, Taker]:
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
     board = Board(SealedStore(store, b"s" * 32))
-    about: dict[str, Any] = {"address": "127.0.0.1", "timeout_s": timeout_s, "key": b"k" * 32}
-    giver = Giver(board, 0, "ann", me="bob", **about)
-    return giver, Taker(board.clone(), 0, **about)
+    way = Way(board, "127.0.0.1", timeout_s, b"k" * 32)
+    giver = Giver(way, 0, "ann", me="bob")
+    return giver, Taker(way.cloned(), 0)
 
 
 def state(value: float) -> Given:

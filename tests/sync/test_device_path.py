@@ -210,8 +210,8 @@ class HostReads(TorchDispatchMode):
     @contextmanager
     def watching(self) -> Iterator[Counter[str]]:
         """Not inside a kernel: what its interpreter does is none of the library's."""
-        from tests.api import codes, crc, launching
-        from tests.api import cuda_select as select
+        from tests.api import codes, launching
+        from tests.api import triton_body as select
 
         def uncounted(*arguments: Any, **constants: Any) -> None:
             self.paused = True
@@ -227,7 +227,7 @@ class HostReads(TorchDispatchMode):
 
         launch = launching.launch
         with ExitStack() as stack:
-            for module in (codes, crc, select):
+            for module in (codes, select):
                 stack.enter_context(patch.object(module, "launch", uncounted))
             for name in self.METHODS:
                 stack.enter_context(patch.object(Tensor, name, counted(getattr(Tensor, name))))

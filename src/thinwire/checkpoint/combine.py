@@ -172,7 +172,6 @@ def _number(rule: str, values: list[int | float], zeros: int) -> int | float:
 
 
 def _equal(values: list[int | float]) -> bool:
-    """Whether all are the same, sign of zero included; NaN is NaN."""
     return len({repr(float(value)) for value in values}) == 1
 
 
@@ -191,9 +190,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _has_mean(dtype: torch.dtype) -> bool:
-    """Whether it stands for real or complex numbers by itself; scales of other tensors and packed
-    pairs do not.
-    """
+    """Whether it stands for numbers by itself, as scales and packed pairs do not."""
     return (dtype.is_floating_point or dtype.is_complex) and dtype not in _ONLY_STORAGE
 
 

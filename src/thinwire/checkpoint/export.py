@@ -14,9 +14,8 @@ from torch import Tensor
 from thinwire._files import replacing
 from thinwire.checkpoint.combine import combine
 from thinwire.checkpoint.files import sync_directory
-from thinwire.checkpoint.folder import Found, found, found_at
-from thinwire.checkpoint.manifest import MANIFEST
-from thinwire.checkpoint.reader import CheckpointReader
+from thinwire.checkpoint.loading import CheckpointReader
+from thinwire.checkpoint.manifest import MANIFEST, found, found_at
 from thinwire.checkpoint.tensor_file import PLAIN, TensorReader, bytes_of, write_tensors
 from thinwire.checkpoint.tree import decoded
 from thinwire.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
@@ -101,7 +100,10 @@ def export(
         "thinwire_step": str(first.manifest.step),
         "tied": json.dumps(tied),
     }
-    size_bytes = _write(target, {key: values[name] for key, name in names.items()}, metadata)
+    with replacing(target) as aside:
+        named = {key: values[name] for key, name in names.items()}
+        size_bytes, _ = write_tensors(aside, named, metadata)
+    sync_directory(target.parent)
     return Exported(
         file=target,
         checkpoint=first.path,
@@ -137,12 +139,11 @@ def _verified(source: Path) -> list[CheckpointReader]:
         if entry.problem and not isinstance(entry.problem, CheckpointCorrupt):
             raise entry.problem  # of a newer format: an older one would not be what was asked for
     problems = [str(entry.problem) for entry in entries if entry.problem]
-    for entry in sorted(entries, key=_serial, reverse=True):
-        if entry.manifest is None:
-            continue
-        parts = sorted(set(entry.manifest.parts))
+    whole = [(entry.path, entry.manifest) for entry in entries if entry.manifest is not None]
+    for path, manifest in sorted(whole, key=lambda each: each[1].serial, reverse=True):
+        parts = sorted(set(manifest.parts))
         stages = [
-            CheckpointReader(entry.path, entry.manifest, parts, place, combined=True)
+            CheckpointReader(path, manifest, parts, place, combined=True)
             for place in range(len(parts))
         ]
         try:
@@ -153,7 +154,7 @@ def _verified(source: Path) -> list[CheckpointReader]:
             continue
         if problems:
             warnings.warn(
-                f"exporting {entry.path}; others are damaged: {'; '.join(problems)}",
+                f"exporting {path}; others are damaged: {'; '.join(problems)}",
                 UserWarning,
                 stacklevel=3,
             )
@@ -166,16 +167,8 @@ def _verified(source: Path) -> list[CheckpointReader]:
     )
 
 
-def _serial(entry: Found) -> int:
-    return -1 if entry.manifest is None else entry.manifest.serial
-
-
 def _whole(stages: list[CheckpointReader]) -> tuple[dict[str, Tensor], set[str]]:
-    """Every parameter and buffer by name, and the names of those on which ranks differ.
-
-    All ranks of a stage hold a replica of the same tensors; those of a shard some rows of each
-    parameter, which are joined.
-    """
+    """Every parameter and buffer by name, shards joined, and the names where ranks differ."""
     values: dict[str, Tensor] = {}
     averaged: set[str] = set()
     shards: dict[str, list[Tensor]] = {}
@@ -201,7 +194,6 @@ def _whole(stages: list[CheckpointReader]) -> tuple[dict[str, Tensor], set[str]]
 
 
 def _are_shards(stages: list[CheckpointReader]) -> bool:
-    """Whether the parts of a checkpoint are shards; else they are stages of a pipeline."""
     facts = decoded(stages[0].manifest.facts, dict[str, Any]().__getitem__)
     strategy = facts.get("strategy")
     pipeline = strategy.get("pipeline") if isinstance(strategy, Mapping) else None
@@ -237,10 +229,3 @@ def _names(
                 "convert the model before it is saved"
             )
     return names, tuple(key for key, name in by_key.items() if name is None)
-
-
-def _write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
-    with replacing(file) as aside:
-        size_bytes, _ = write_tensors(aside, tensors, metadata)
-    sync_directory(file.parent)
-    return size_bytes

@@ -1,24 +1,33 @@
-"""Files and folders that are on the disk when a function returns."""
+"""Files and folders that are on the disk when a function returns; work with them that counts only
+if it succeeded on all ranks.
+"""
 
 import errno
 import hashlib
 import os
 import shutil
 import stat
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
+
+from thinwire.comm import Group, by_rank, while_busy
+from thinwire.errors import CheckpointError
 
 __all__ = [
+    "by_rank",
     "checksum",
+    "clean_up",
     "discard",
     "is_regular",
     "last_progress",
     "make_directory",
     "note_progress",
+    "on_all_ranks",
     "remove",
     "sync_directory",
-    "write_file",
     "write_pieces",
 ]
 
@@ -46,8 +55,8 @@ def make_directory(path: Path) -> None:
         sync_directory(folder.parent)
 
 
-def write_file(path: Path, content: bytes) -> tuple[int, str]:
-    """Write a new file and force it to the disk.
+def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Write a new file and force it to the disk; pieces are made when they are asked for.
 
     Returns:
         Its size in bytes and its SHA-256 in hex.
@@ -55,11 +64,6 @@ def write_file(path: Path, content: bytes) -> tuple[int, str]:
     Raises:
         OSError: Of the file system; also when it exists.
     """
-    return write_pieces(path, [content])
-
-
-def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """`write_file` of content that comes in pieces, each made when it is asked for."""
     hasher, size, waiting = hashlib.sha256(), 0, 0
     with path.open("xb") as file:
         for piece in pieces:
@@ -101,9 +105,7 @@ def checksum(path: Path) -> str:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether it is a plain file, which a link, a folder or a pipe is not (reading a pipe may never
-    end).
-    """
+    """Whether it is a plain file: no link, folder or pipe, whose reading may never end."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
@@ -111,9 +113,7 @@ def is_regular(path: Path) -> bool:
 
 
 def discard(folder: Path, aside: Path) -> None:
-    """Delete a folder so that no reader ever sees half of it under its name: it is renamed
-    first.
-    """
+    """Delete a folder, renamed first, so that no reader sees half of it under its name."""
     if folder != aside:
         folder.rename(aside)
     remove(aside)
@@ -125,3 +125,30 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+_T = TypeVar("_T")
+_PATIENCE_S = 1.0
+
+
+def on_all_ranks(group: Group, what: str, act: Callable[[], _T]) -> list[_T]:
+    """Run `act` on every rank and wait for all of them, as `while_busy` does, as long as it goes
+    on.
+
+    Raises:
+        CheckpointError: On every rank with the same text, when it failed on any, or read and wrote
+            nothing for the time-out of the group; of the kind of its own that all ranks that failed
+            agree on, if there is one.
+        Mismatch: A rank is at other work than this.
+        PeerLost, PeerStalled: A rank died or stopped.
+    """
+    return while_busy(
+        group, what, act, limit_s=group.timeout_s, moved=last_progress, error=CheckpointError
+    )
+
+
+def clean_up(act: Callable[[], None]) -> None:
+    """Clean up; what takes longer than a second, on a disk that hangs, goes on alone."""
+    thread = threading.Thread(target=act, name="thinwire-cleanup", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE_S)

@@ -1,5 +1,5 @@
-"""The manifest of a checkpoint: the file that makes it whole, and that covers every byte of the
-others.
+"""The manifest of a checkpoint, the file that makes it whole and covers every byte of the others;
+and the checkpoints that a directory has.
 """
 
 import hashlib
@@ -7,12 +7,30 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from thinwire.checkpoint.tree import decoded
+from thinwire._files import read_regular
+from thinwire.checkpoint.files import is_regular
+from thinwire.checkpoint.tree import UNREADABLE, decoded
 from thinwire.errors import CheckpointCorrupt, CheckpointError
 
-__all__ = ["FORMAT", "MANIFEST", "Manifest", "files_of", "plain_file", "tensor_file"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "Found",
+    "Manifest",
+    "files_of",
+    "found",
+    "found_at",
+    "leftovers",
+    "missing_file",
+    "name_of",
+    "plain_file",
+    "staging_name",
+    "tensor_file",
+    "token_name",
+]
 
 FORMAT = 1
 """Goes up with every change after which an older version of this library could not read a
@@ -39,9 +57,7 @@ def files_of(ranks: Iterable[int]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """Everything about a checkpoint but the state itself; the same bytes in every directory that
-    holds a part of it.
-    """
+    """All about a checkpoint but the state; the same bytes in every directory of it."""
 
     thinwire: str
     """Version that wrote it."""
@@ -90,9 +106,7 @@ class Manifest:
         return manifest
 
     def _check(self) -> None:
-        """The checksum is no secret: bytes of a stranger must not lead out of the folder, nor into
-        odd errors.
-        """
+        """Its checksum is no secret: bytes of a stranger must not lead out of the folder."""
         integers = (self.step, self.serial, *_flat(self.parts), *_flat(_flat(self.places)))
         if not all(type(number) is int and number >= 0 for number in integers):
             raise CheckpointCorrupt("its numbers are not what a checkpoint has")
@@ -124,7 +138,7 @@ def _verified(raw: bytes) -> dict[str, Any]:
         content = json.loads(raw)
         del content["sha256"]
         intact = _sealed(content) == raw
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise CheckpointCorrupt(f"it is not readable ({type(error).__name__}: {error})") from error
     if not intact:
         raise CheckpointCorrupt("its checksum is not that of its bytes")
@@ -132,9 +146,7 @@ def _verified(raw: bytes) -> dict[str, Any]:
 
 
 def _sealed(content: dict[str, Any]) -> bytes:
-    """The one way to write this content, its checksum as the last entry: any other byte is
-    damage.
-    """
+    """The one way to write this content, its checksum last: any other byte is damage."""
     lines = ",\n".join(
         f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items()
     )
@@ -150,3 +162,93 @@ def _flat(lists: Any) -> list[Any]:
 
 def _no_tensor(name: str) -> Any:
     raise ValueError(f"the tensor {name!r} among them")
+
+
+_NAME = re.compile(r"step_([0-9]{10,18})(?:_[0-9]{1,9})?")
+_MOST_BYTES = 1 << 27
+"""Of a manifest, which has about 200 bytes for each rank and for each parameter."""
+_LEFTOVER = re.compile(r"\.step_[0-9_]+\.tmp-[0-9a-f]+|\.rank_[0-9]+\.token-[0-9a-f]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A folder with the name of a checkpoint, and its manifest or the reason why there is none to
+    go by.
+
+    A reason that is no `CheckpointCorrupt` is a newer format.
+    """
+
+    path: Path
+    step: int
+    manifest: Manifest | None
+    key: str
+    """Tells it from other checkpoints, on all ranks alike: SHA-256 in hex of the manifest's bytes.
+    """
+    problem: CheckpointError | None
+
+
+def name_of(step: int, taken: Iterable[str]) -> str:
+    """Name for a new checkpoint beside those that exist, some of the same step maybe."""
+    base, used = f"step_{step:010d}", set(taken)
+    return (
+        base
+        if base not in used
+        else next(n for i in range(2, len(used) + 3) if (n := f"{base}_{i}") not in used)
+    )
+
+
+def staging_name(name: str, token: str) -> str:
+    """Name of a checkpoint that is being written or deleted; no reader looks at it."""
+    return f".{name}.tmp-{token}"
+
+
+def token_name(rank: int, token: str) -> str:
+    """Name of the file by which other ranks see that they share the directory with this one."""
+    return f".rank_{rank:05d}.token-{token}"
+
+
+def found(directory: Path) -> list[Found]:
+    """Every folder with the name of a checkpoint; the content of its files is not looked at.
+
+    Raises:
+        OSError: The directory cannot be read; one that is not there is empty.
+    """
+    try:
+        paths = sorted(directory.iterdir())
+    except FileNotFoundError:
+        return []
+    return [_read(path, int(match[1])) for path in paths if (match := _NAME.fullmatch(path.name))]
+
+
+def found_at(path: Path) -> Found:
+    """One checkpoint by its own folder, whatever that is named; its files are not looked at."""
+    return _read(path, None)
+
+
+def leftovers(directory: Path) -> list[Path]:
+    """Leftovers of saves that were interrupted."""
+    return [path for path in directory.iterdir() if _LEFTOVER.fullmatch(path.name)]
+
+
+def missing_file(folder: Path, manifest: Manifest, names: Iterable[str]) -> str | None:
+    """The first of the files that is not there in the right size."""
+    for name in names:
+        path = folder / name
+        if not is_regular(path) or path.stat().st_size != manifest.files[name][0]:
+            return name
+    return None
+
+
+def _read(path: Path, step: int | None) -> Found:
+    manifest_path = path / MANIFEST
+    try:
+        if not is_regular(manifest_path):
+            raise CheckpointCorrupt("it is not there")
+        raw = read_regular(manifest_path, _MOST_BYTES)
+        manifest = Manifest.from_bytes(raw)
+        if step not in (None, manifest.step):
+            raise CheckpointCorrupt(f"it is of step {manifest.step}")
+        return Found(path, manifest.step, manifest, hashlib.sha256(raw).hexdigest(), None)
+    except (CheckpointError, OSError, ValueError) as error:
+        kind = type(error) if isinstance(error, CheckpointError) else CheckpointCorrupt
+        return Found(path, step or 0, None, "", kind(f"{manifest_path}: {error}"))

@@ -33,11 +33,8 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Let all global generators go on from `state`. States of CUDA devices that are not here are
-    left out.
-
-    Args:
-        state: What `random_state` returned.
+    """Let all global generators go on from what `random_state` returned. States of CUDA devices
+    that are not here are left out.
 
     Raises:
         TypeError: It is something else.
@@ -58,14 +55,8 @@ def is_random_state(value: object) -> bool:
 
 
 def derived(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """The state of streams of their own for a rank that had none, made from those of another rank.
-
-    Args:
-        state: What `random_state` returned; read only.
-        rank: The rank that is to have it; each gets other streams, and the same ones every time.
-
-    Returns:
-        A tree as `random_state` returns it.
+    """The state of streams of their own for a rank that had none, the same ones every time, made
+    from those of another rank, which are read only.
     """
     origin = hashlib.sha256(f"{_KIND} {rank} ".encode())
     origin.update(repr(state["python"]).encode())

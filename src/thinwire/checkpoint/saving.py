@@ -1,23 +1,33 @@
 """Writing a checkpoint into a staging folder, agreeing that it is whole, and only then giving it
-its name.
+its name; and deleting those that it has made superfluous.
 """
 
+import logging
 import secrets
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from thinwire._validate import integer
-from thinwire.checkpoint.all_ranks import clean_up, on_all_ranks
-from thinwire.checkpoint.plan import Plan, places_of
-from thinwire.checkpoint.pruning import prune
-from thinwire.checkpoint.writer import RankWriter
+from thinwire.checkpoint.files import checksum, clean_up, discard, on_all_ranks
+from thinwire.checkpoint.manifest import (
+    Found,
+    Manifest,
+    files_of,
+    found,
+    found_at,
+    missing_file,
+    staging_name,
+)
+from thinwire.checkpoint.plan import Plan, RankWriter, places_of
 from thinwire.comm import Group, require_agreement
 from thinwire.errors import CheckpointError
 
-__all__ = ["save"]
+__all__ = ["prune", "save"]
 
 
 def save(
@@ -73,7 +83,18 @@ def save(
     keep = None if keep is None else integer("keep", keep, at_least=1)
     root = Path(directory)
     writer = RankWriter(root, group.rank, secrets.token_hex(8))
-    plan = _planned(writer, root, state, facts, group=group, step=step, part=part, keep=keep)
+    try:
+        surveys = on_all_ranks(
+            group, "preparing a checkpoint", lambda: writer.survey(state, facts, part)
+        )
+        common = {"step": step, "keep": keep, "facts": writer.facts}
+        require_agreement(group, common, what="saving a checkpoint")
+        seen = on_all_ranks(
+            group, "looking for the other ranks of a directory", lambda: writer.neighbours(surveys)
+        )
+    finally:
+        clean_up(writer.close)
+    plan = Plan(root, group.rank, step, places_of(seen), surveys, writer.facts)
     try:
         stuck = on_all_ranks(group, "making room for a checkpoint", plan.make_room)[group.rank]
         written = on_all_ranks(
@@ -90,27 +111,129 @@ def save(
     return plan.path
 
 
-def _planned(
-    writer: RankWriter,
-    root: Path,
-    state: Any,
-    facts: Mapping[str, Any],
-    *,
-    group: Group,
-    step: int,
-    part: int,
-    keep: int | None,
-) -> Plan:
-    """Plan of all ranks, from what each of them has; nothing is left in the directory."""
+_READERS = 4
+"""Files that are read at a time; SHA-256 of one of them keeps a core busy."""
+_log = logging.getLogger("thinwire")
+_ELSEWHERE = "it is not in the directories of all ranks"
+_Older = dict[str, Found]
+"""Checkpoints of a directory that were saved before, by the key of the manifest."""
+
+
+def prune(group: Group, plan: Plan, keep: int | None) -> list[str]:
+    """Delete what the new checkpoint has made superfluous; all ranks call it. What this one could
+    not delete, in words: the new one is whole, so a failure here is no error.
+
+    `keep` whole ones stay, the new one included. One is whole that has all files in the right sizes
+    in the directories of all ranks. Before one is deleted, every byte of the newest that stays
+    beside the new one is read and compared with its checksums; a damaged one does not count, so
+    that the last good one stays. With `keep` 1 only the new one stays, and nothing is read; with
+    None none is deleted but an older one of the same step. What was saved later than the new one,
+    by another run, is left alone.
+
+    Raises:
+        CheckpointError: A disk hangs.
+
+    Communication: two rounds, and one for each checkpoint that is read.
+    """
+    older: _Older = {}
+    rows = on_all_ranks(group, "looking for older checkpoints", partial(_look, plan, older))
+    stuck = [rows[group.rank]["problem"]] if rows[group.rank]["problem"] else []
+    leaders = [row["older"] for row in rows if row["leads"]]
+    gone = {key for row in leaders for key, entry in row.items() if entry["step"] == plan.step}
+    known = {(entry["serial"], key) for row in leaders for key, entry in row.items()}
+    order = [key for _, key in sorted(known, reverse=True) if key not in gone]
+    whole, verified = 1, keep == 1
+    for key in order if keep is not None and len(order) >= keep else []:
+        if whole == keep:
+            gone.add(key)
+            continue
+        problem = _first(row[key]["problem"] if key in row else _ELSEWHERE for row in leaders)
+        if problem is None and not verified:
+            damage = partial(_damage, older.get(key))
+            problem = _first(on_all_ranks(group, "reading an older checkpoint", damage))
+            verified = problem is None
+        if problem is None:
+            whole += 1
+        elif key in older:
+            text = "%s is damaged (%s) and does not count as one that is kept"
+            _log.warning(text, older[key].path, problem)
+    superfluous = [entry for key, entry in older.items() if key in gone]
+    delete = partial(_delete, plan, superfluous)
+    return stuck + on_all_ranks(group, "deleting older checkpoints", delete)[group.rank]
+
+
+def _first(problems: Iterable[str | None]) -> str | None:
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _look(plan: Plan, older: _Older) -> dict[str, Any]:
+    """What a leader has, for the others; fill `older` with it."""
+    row: dict[str, Any] = {"leads": plan.leads, "older": {}, "problem": None}
+    if not plan.leads:
+        return row
     try:
-        surveys = on_all_ranks(
-            group, "preparing a checkpoint", lambda: writer.survey(state, facts, part)
+        for entry in found(plan.root):
+            if entry.manifest and entry.manifest.serial < plan.serial:
+                older[entry.key] = entry
+                problem = _missing(entry)
+                told = {"serial": entry.manifest.serial, "step": entry.step, "problem": problem}
+                row["older"][entry.key] = told
+    except OSError as error:
+        older.clear()
+        row |= {"older": {}, "problem": f"older checkpoints could not be looked at: {error}"}
+    return row
+
+
+def _delete(plan: Plan, superfluous: Iterable[Found]) -> list[str]:
+    there = found_at(plan.path).manifest
+    # this process may have stood still, and a run that went on may have deleted the new one
+    if there is None or there.serial != plan.serial:
+        return []
+    stuck = []
+    for entry in superfluous:
+        try:
+            discard(entry.path, plan.root / staging_name(entry.path.name, plan.token))
+        except OSError as error:
+            stuck.append(f"an older checkpoint could not be deleted: {error}")
+    return stuck
+
+
+def _missing(entry: Found) -> str | None:
+    """Say what is wrong if the files of no place are all there in the right sizes."""
+    assert entry.manifest is not None, "only those are looked at"
+    problems = [
+        missing_file(entry.path, entry.manifest, names) for names in _places(entry.manifest)
+    ]
+    return None if None in problems else f"{problems[0]} is not there in the right size"
+
+
+def _damage(entry: Found | None) -> str | None:
+    """Say what is wrong with the files here; None: nothing, or another rank reads them."""
+    if entry is None:
+        return None
+    assert entry.manifest is not None, "only those are looked at"
+    manifest = entry.manifest
+    here = [
+        names for names in _places(manifest) if missing_file(entry.path, manifest, names) is None
+    ]
+    names = [name for place in here for name in place]
+    with ThreadPoolExecutor(_READERS) as pool:
+        problems = pool.map(
+            lambda name: _difference(entry.path / name, manifest.files[name][1]), names
         )
-        common = {"step": step, "keep": keep, "facts": writer.facts}
-        require_agreement(group, common, what="saving a checkpoint")
-        seen = on_all_ranks(
-            group, "looking for the other ranks of a directory", lambda: writer.neighbours(surveys)
+        return next((problem for problem in problems if problem is not None), None)
+
+
+def _difference(path: Path, wanted: str) -> str | None:
+    try:
+        return (
+            None
+            if checksum(path) == wanted
+            else f"the checksum of {path.name} is not that of what was written"
         )
-    finally:
-        clean_up(writer.close)
-    return Plan(root, group.rank, step, places_of(seen), surveys, writer.facts)
+    except OSError as error:
+        return f"{path.name} cannot be read: {error}"
+
+
+def _places(manifest: Manifest) -> list[list[str]]:
+    return [files_of(place) for place in manifest.places]

@@ -76,7 +76,6 @@ class Cut:
         return whole[rows.start : rows.stop].clone()
 
     def _are_rows(self, name: str, nodes: Sequence[Any]) -> bool:
-        """Whether each shard of the old cut holds as many rows of it as of the parameter."""
         return all(
             node is None or tuple(node.shape) == self._shape(name, len(nodes), at)
             for at, node in enumerate(nodes)

@@ -1,5 +1,5 @@
 """Tensors in a file of the safetensors format: written as a stream, hashed on the way, read one by
-one.
+one; and the whole state of a rank in one such file, for checkpoints that somebody else writes.
 """
 
 import hashlib
@@ -17,9 +17,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from thinwire.checkpoint.files import note_progress, write_pieces
+from thinwire.checkpoint.files import (
+    checksum,
+    is_regular,
+    make_directory,
+    note_progress,
+    sync_directory,
+    write_pieces,
+)
 from thinwire.checkpoint.manifest import tensor_file
-from thinwire.checkpoint.tree import TensorRef
+from thinwire.checkpoint.tree import (
+    UNREADABLE,
+    TensorRef,
+    decoded,
+    encoded,
+    parsed_table,
+    table_entry,
+)
 from thinwire.errors import CheckpointCorrupt
 
 __all__ = [
@@ -27,8 +41,10 @@ __all__ = [
     "TensorReader",
     "bytes_of",
     "digest",
+    "read_rank_file",
     "readable",
     "restored",
+    "write_rank_file",
     "write_tensors",
 ]
 
@@ -62,17 +78,12 @@ def write_tensors(
 
     Returns:
         The size in bytes and the SHA-256 in hex of what was written.
-
-    Raises:
-        OSError: Of the file system.
     """
     return write_pieces(path, chain([_header(tensors, metadata)], map(_memory, tensors.values())))
 
 
 class TensorReader:
-    """The tensors of a checkpoint's folder, one by one; each file is opened once, until the context
-    is left.
-    """
+    """The tensors of a checkpoint's folder, one by one; files stay open in the context."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._stack = folder, ExitStack()
@@ -123,9 +134,7 @@ def restored(stored: Tensor, ref: TensorRef, where: str) -> Tensor:
 
 
 def readable(path: Path, stack: ExitStack) -> str | Path:
-    """A name by which safetensors can open a file: it takes text only, and a name on Linux is any
-    bytes.
-    """
+    """A name by which safetensors can open a file: it takes text, and Linux any bytes."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -136,9 +145,7 @@ def readable(path: Path, stack: ExitStack) -> str | Path:
 
 
 def digest(tensor: Tensor) -> str:
-    """SHA-256 in hex of dtype, shape and every byte: equal where two tensors are
-    indistinguishable.
-    """
+    """SHA-256 in hex of dtype, shape and every byte."""
     hasher = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
     content = _memory(tensor)
     for start in range(0, len(content), _HASHED_BYTES):
@@ -148,9 +155,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Its elements in order as bytes on the CPU: uint8, one dimension; shares memory with `tensor`
-    where it can.
-    """
+    """Its elements in order as bytes on the CPU: uint8, one dimension; a view where it can be."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # one element counts as contiguous whatever its stride, and a view as bytes wants 1
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
@@ -173,3 +178,63 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # the format wants the data aligned
     return struct.pack("<Q", len(text)) + text
+
+
+def write_rank_file(path: Path, state: Any) -> str:
+    """Write a state as a safetensors file, plain values in its header, and return its SHA-256 in
+    hex. One that is there is replaced as a whole; missing folders are made.
+
+    Raises:
+        TypeError: The state holds what no checkpoint does.
+        OSError: Of the file system.
+    """
+    tensors: dict[str, Tensor] = {}
+    tree = encoded(state, tensors)
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        # this may be another thread, which knows nothing of the streams of the caller's
+        torch.cuda.synchronize(device)
+    table = {name: table_entry(tensor, 0, name) for name, tensor in tensors.items()}
+    make_directory(path.parent)
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.unlink(missing_ok=True)
+    try:
+        _, sha256 = write_tensors(
+            aside, tensors, {"tree": json.dumps(tree), "tensors": json.dumps(table)}
+        )
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+    return sha256
+
+
+def read_rank_file(path: Path, sha256: str) -> Any:
+    """The state that was written, tensors on the CPU; every byte is compared with the checksum
+    first.
+
+    Raises:
+        CheckpointCorrupt: It is not there, or is not the file with this checksum.
+    """
+    try:
+        if not is_regular(path):
+            raise CheckpointCorrupt(
+                f"{path} is not there: every rank's file must lie beside the checkpoint"
+            )
+        if checksum(path) != sha256:
+            raise CheckpointCorrupt(
+                f"{path} is damaged, or belongs to another checkpoint: its checksum differs"
+            )
+        with ExitStack() as stack:
+            file = stack.enter_context(
+                safe_open(readable(path, stack), framework="pt", device="cpu")
+            )
+            metadata = file.metadata()
+            table = parsed_table(json.loads(metadata["tensors"]), 1)
+
+            def leaf(name: str) -> Tensor:
+                return restored(file.get_tensor(name), table[name], f"{path}, tensor {name!r},")
+
+            return decoded(json.loads(metadata["tree"]), leaf)
+    except (OSError, SafetensorError, *UNREADABLE) as error:
+        raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error

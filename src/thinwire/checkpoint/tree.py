@@ -17,8 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["TensorRef", "decoded", "encoded", "parsed_table", "table_entry", "with_tensors"]
+__all__ = [
+    "UNREADABLE",
+    "TensorRef",
+    "decoded",
+    "encoded",
+    "parsed_table",
+    "table_entry",
+    "with_tensors",
+]
 
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What reading JSON of another form than is written here may raise."""
 _UNFIT = re.compile(r"[^A-Za-z0-9._/-]")
 _ODD_FLOATS = ("inf", "-inf", "nan")
 _KINDS = "None, bool, int, float, str, bytes, tensors, and dicts, lists and tuples of these"
@@ -26,9 +36,7 @@ _KINDS = "None, bool, int, float, str, bytes, tensors, and dicts, lists and tupl
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Where a tensor of a checkpoint lies: in the file of which rank, under which name, and what it
-    is.
-    """
+    """Where a tensor of a checkpoint lies: whose file, under which name, and what it is."""
 
     rank: int
     name: str
@@ -37,9 +45,7 @@ class TensorRef:
 
 
 def table_entry(tensor: Tensor, rank: int, name: str) -> list[Any]:
-    """The description of a tensor in the table of a rank's file: who wrote it under which name, and
-    what it is.
-    """
+    """A tensor in the table of a rank's file: who wrote it under which name, and what it is."""
     return [rank, name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
 

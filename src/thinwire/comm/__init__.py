@@ -1,16 +1,29 @@
-"""What talks to other ranks: the only package that imports `torch.distributed`. Every package that
-needs them imports it.
+"""What talks to other ranks, the one place that calls `torch.distributed`; whatever needs ranks
+imports it.
 """
 
-from thinwire.comm.busy import busy, by_rank, while_busy
 from thinwire.comm.ddp import BucketTap, tap_buckets
 from thinwire.comm.failures import state_told
 from thinwire.comm.group import Group, Pending, Regrouped, require_process_group, time_limit_s
-from thinwire.comm.handshake import elsewhere, mapping_of, require_agreement
-from thinwire.comm.nodes import Nodes, Sources, node_size_of, sources_of
+from thinwire.comm.handshake import (
+    busy,
+    by_rank,
+    elsewhere,
+    mapping_of,
+    require_agreement,
+    while_busy,
+)
+from thinwire.comm.nodes import (
+    Nodes,
+    Replicas,
+    Sites,
+    Sources,
+    node_size_of,
+    require_mesh,
+    sources_of,
+)
 from thinwire.comm.private import is_alone, next_identity, place_in
 from thinwire.comm.proofs import ALL_RANKS, unproven
-from thinwire.comm.sites import Replicas, Sites, require_mesh
 from thinwire.comm.waiting import long_waits_logged, one_deadline, own_deadlines, seconds_of
 
 __all__ = [

@@ -38,9 +38,7 @@ class BucketTap:
         ddp.register_comm_hook(None, self._hook)
 
     def open(self, on_bucket: OnBucket, instead: str) -> None:
-        """From now on call the function, and refuse DDP's `join`, whose idle ranks make backward
-        passes and no step; `instead` says what to do.
-        """
+        """Call the function from now on, and refuse DDP's `join`; `instead` says what to do."""
         self.on_bucket = on_bucket
         if (ddp := self._ddp()) is not None:
             vars(ddp)["join_hook"] = partial(_refuse_join, instead)
@@ -87,18 +85,14 @@ def tap_buckets(
     ddp: DistributedDataParallel, group: Group, on_bucket: OnBucket, *, instead: str
 ) -> BucketTap:
     """Have `on_bucket(index, parameters, gradients)` called in every synchronising backward pass of
-    `ddp`.
+    `ddp`, whose gradients are no longer averaged.
 
-    Args:
-        ddp: The wrapped model; its gradients are no longer averaged.
-        group: The ranks that will exchange them instead.
-        on_bucket: Gets this rank's gradients, views shaped as their parameters; must not block on a
-            collective that other ranks have not launched, and must not change them.
-        instead: What to do instead of DDP's `join`, which is refused.
+    The function gets this rank's gradients, views shaped as their parameters, and must neither
+    change them nor block on a collective that other ranks have not launched.
 
     Raises:
-        ValueError: The model spans other ranks, its buckets are tapped already, or it has a hook of
-            somebody else.
+        ValueError: The model spans other ranks than `group`, its buckets are tapped already, or it
+            has a hook of somebody else.
     """
     if dist.get_world_size(ddp.process_group) != group.size:
         raise ValueError(
@@ -133,8 +127,6 @@ def _refuse_join(instead: str, **_: Any) -> NoReturn:
 
 
 def living(kind: type[_T]) -> list[_T]:
-    """All objects of a kind in this process, which nobody keeps a list of: it looks at all objects,
-    which takes a moment.
-    """
+    """All objects of a kind in this process: it looks at all objects, which takes a moment."""
     # type() and not isinstance, which would ask proxies of others for their class
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]

@@ -64,14 +64,9 @@ class Direct:
             )
         except RuntimeError as error:
             self.hang_up()
-            raise explain_failure(
-                error,
-                what="making a process group",
-                rank=rank,
-                size=size,
-                within=f"{timeout_s:.3g} s ({time.monotonic() - begun:.1f} s taken)",
-                courier=None,
-            ) from error
+            within = f"{timeout_s:.3g} s ({time.monotonic() - begun:.1f} s taken)"
+            what = "making a process group"
+            raise explain_failure(error, what=what, rank=rank, size=size, within=within) from error
         released_at_exit(self)
 
     def _made(
@@ -118,9 +113,7 @@ def between(here: Place, there: Set[Place]) -> list[Connection]:
 
 
 class _Ahead(Store):
-    """A store that asks for the addresses of all ranks at once, where gloo asks for one after
-    another and takes three ways to the store and back for each.
-    """
+    """A store that asks for the addresses of all ranks at once, as gloo does one after another."""
 
     def __init__(self, store: Store, size: int) -> None:
         super().__init__()
@@ -203,14 +196,8 @@ class Line:
             forget(work)
         except RuntimeError as error:
             self.close()
-            told = explain_failure(
-                error,
-                what="copying the state of a member",
-                rank=1 - self._other,
-                size=2,
-                within=f"{self._timeout_s:g} s",
-                courier=None,
-            )
+            what, within = "copying the state of a member", f"{self._timeout_s:g} s"
+            told = explain_failure(error, what=what, rank=1 - self._other, size=2, within=within)
             if isinstance(told, PeerLost | PeerStalled):
                 raise told from error
             raise PeerLost(str(told)) from error
@@ -221,7 +208,6 @@ class Line:
 
 
 def _device(address: str) -> tuple[Any, Place]:
-    """What gloo listens with, and where."""
     kind: Any = ProcessGroupGloo  # torch has it, its stub not
     with _listening:  # the new one is recognised by what was there before
         for _ in range(_DEVICES_TRIED):
@@ -230,10 +216,8 @@ def _device(address: str) -> tuple[Any, Place]:
             places = {place for one, place in listeners().items() if one not in before}
             if len(places) == 1:  # else threads that are not ours have begun to listen meanwhile
                 return device, places.pop()
-    raise RuntimeError(
-        f"{_DEVICES_TRIED} times in a row another thread of this process began to listen while "
-        "this one did"
-    )
+    told = "times in a row another thread of this process began to listen while this one did"
+    raise RuntimeError(f"{_DEVICES_TRIED} {told}")
 
 
 def _gloo(store: Store, rank: int, size: int, timeout_s: float, device: Any) -> ProcessGroup:

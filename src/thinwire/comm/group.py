@@ -108,6 +108,7 @@ class Group:
     """Bytes that all groups of this process have put on the wire, agreements included, without what
     TCP and IP add. By the algorithms of gloo and NCCL for large messages: a gathered one goes W-1
     times, where `bytes_sent` counts it once, a rank's part of an all-reduce 2(W-1)/W times."""
+    rank, size = 0, 1
     stays = True
     """Whether its ranks stay the same; members come and go."""
     node_size = 1
@@ -172,7 +173,6 @@ class Group:
     def _begin(self, timeout_s: float) -> None:
         """One rank that has exchanged nothing yet."""
         self.timeout_s = timeout_s
-        self.rank, self.size = 0, 1
         self.bytes_sent = self.bytes_received = 0
         self.wait_s = 0.0
         self._rate = Rate()
@@ -191,9 +191,7 @@ class Group:
         self._agreement_proofs = Proofs(key, "agreements", self.rank)
 
     def one_deadline(self) -> AbstractContextManager[None]:
-        """Let all that is waited for inside count against one time-out, this group's; see
-        `one_deadline`.
-        """
+        """See `waiting.one_deadline`, with this group's time-out."""
         return one_deadline(self.timeout_s)
 
     def one_attempt(self) -> AbstractContextManager[None]:
@@ -228,9 +226,7 @@ class Group:
     @property
     def _private(self) -> dist.ProcessGroup:
         shared = self._shared
-        if (
-            shared is None or shared.group is None
-        ):  # never go on alone, nor over the user's own group
+        if shared is None or shared.group is None:  # never go on over the user's own group
             raise ThinwireError(
                 "the library's process group has been released: nothing can be exchanged at exit"
             )
@@ -253,9 +249,7 @@ class Group:
         return self._rate.bit_s
 
     def abandon(self, reason: str) -> None:
-        """Refuse all further traffic of the library over these ranks: it would meet what is still
-        on its way.
-        """
+        """Refuse all further traffic over these ranks: it would meet what is on its way."""
         if self._shared is not None:
             self._shared.abandoned = reason
 
@@ -272,14 +266,9 @@ class Group:
         return torch.device("cpu")
 
     def all_gather(self, message: Tensor, *, what: str) -> Pending[Tensor]:
-        """Launch an all-gather of equally long byte strings.
-
-        Args:
-            message: uint8, shape (B,), B the same on every rank; must stay untouched until `wait`.
-            what: The exchange in plain words, for errors.
-
-        Returns:
-            Pending uint8 tensor of shape (size, B), row r from rank r.
+        """Launch an all-gather of equally long byte strings, uint8 of one dimension, which must
+        stay untouched until `wait`; row r of the result is from rank r. `what` is the exchange in
+        plain words.
         """
         return self._gather(message, what, control=False)
 
@@ -299,22 +288,17 @@ class Group:
             launches = [
                 partial(dist.all_gather, to, piece) for to, piece in rows_of(rows, message, limit)
             ]
+        held, wire = [out, message], (self.size - 1) * message.numel()
         return self._launched(
-            launches,
-            lambda: rows,
-            what,
-            [out, message],
-            wire_bytes=(self.size - 1) * message.numel(),
-            rated=not control,
-            control=control,
+            launches, lambda: rows, what, held, wire_bytes=wire, rated=not control, control=control
         )
 
     def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, what: str) -> Pending[Tensor]:
         """Launch an exchange in which every rank gives every rank a byte string of its own.
 
         Args:
-            parts: uint8, one dimension: the strings for rank 0, 1, ..., one after the other; must
-                stay untouched until `wait`.
+            parts: uint8, one dimension: the strings for rank 0, 1, ..., end to end; untouched until
+                `wait`.
             lengths: Of the strings by receiver, in bytes, the same on every rank.
             what: The exchange in plain words, for errors.
 
@@ -384,29 +368,21 @@ class Group:
         """Launch an all-reduce that overwrites `buffer` with its sum over the ranks, bit-identical
         on all of them.
         """
-        self.bytes_sent += buffer.numel() * buffer.element_size()
+        self.bytes_sent += buffer.nbytes
         if self.size == 1:
             return Pending(lambda: buffer)
-        self.bytes_received += buffer.numel() * buffer.element_size()
+        self.bytes_received += buffer.nbytes
         pieces = pieces_of(buffer, piece_bytes(self.timeout_s))
-        return self._launched(
-            [partial(dist.all_reduce, piece) for piece in pieces],
-            lambda: buffer,
-            what,
-            [buffer],
-            wire_bytes=2 * (self.size - 1) / self.size * buffer.nbytes,
-        )
+        launches = [partial(dist.all_reduce, piece) for piece in pieces]
+        share = 2 * (self.size - 1) / self.size * buffer.nbytes
+        return self._launched(launches, lambda: buffer, what, [buffer], wire_bytes=share)
 
     def broadcast_(self, buffer: Tensor, *, what: str, source: int = 0) -> Pending[Tensor]:
-        """Launch a broadcast that overwrites `buffer` with that of rank `source`, whose bytes are
-        counted there.
-        """
+        """Launch a broadcast of rank `source`'s `buffer`, whose bytes are counted there."""
         if self.size == 1:
             return Pending(lambda: buffer)
-        if self.rank == source:
-            self.bytes_sent += buffer.numel() * buffer.element_size()
-        else:
-            self.bytes_received += buffer.numel() * buffer.element_size()
+        self.bytes_sent += buffer.nbytes if self.rank == source else 0
+        self.bytes_received += 0 if self.rank == source else buffer.nbytes
         pieces = pieces_of(buffer, piece_bytes(self.timeout_s))
         launches = [partial(dist.broadcast, piece, group_src=source) for piece in pieces]
         share = (self.size - 1) / self.size * buffer.nbytes  # the mean over the ranks
@@ -430,13 +406,8 @@ class Group:
     def gather_parts(self, payload: bytes, common: bytes, *, what: str) -> list[bytes | None]:
         """As `gather_bytes`, of ranks that hold different parts of a model, see `parts`.
 
-        Where the ranks of each part say the same, and all ranks have the same `common`, there is no
-        second round: None stands for what ranks of other parts have said.
-
-        Args:
-            payload: What this rank says.
-            common: What all ranks say alike, such as the step; `payload` where all must hear it.
-            what: The occasion in plain words, for errors.
+        Where the ranks of each part say the same, and all the same `common`, such as the step,
+        there is no second round: None stands for what ranks of other parts have said.
         """
         if not self.stays or not self.parts:
             return list(self.gather_bytes(payload, what=what))
@@ -466,19 +437,12 @@ class Group:
         answers = [row[:length] for row, length in zip(rows, lengths, strict=True)]
         for rank, (answer, (_, digest, _)) in enumerate(zip(answers, told, strict=True)):
             if _digest(answer) != digest:
-                damage = (
-                    f"{what}: what came from rank {rank} was damaged on its way. "
-                    f"{state_after_failure()}"
-                )
-                raise PayloadCorrupt(damage)
+                damage = f"what came from rank {rank} was damaged on its way"
+                raise PayloadCorrupt(f"{what}: {damage}. {state_after_failure()}")
         return list(answers)
 
     def gather_now(self, payload: bytes, what: str) -> list[bytes]:
-        """Every rank's byte string, equally long on all of them, in rank order.
-
-        Raises:
-            PayloadCorrupt: After `prove`, where a proof is wrong, on the rank that sees it.
-        """
+        """As `gather_bytes`, of strings that are equally long on all ranks, in one round."""
         message = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         proofs = self._agreement_proofs
         number = 0 if proofs is None else proofs.next()
@@ -502,9 +466,7 @@ class Group:
         rated: bool = True,
         control: bool = False,
     ) -> Pending[Tensor]:
-        """Launch all pieces of an exchange; `held` are the tensors that must not go before it has
-        ended, and `wire_bytes` what this rank puts on the wire, which tells its rate if `rated`.
-        """
+        """Launch all pieces; `held` stays until they end, `wire_bytes` is for the rate."""
         group, launched_s = self._private, time.perf_counter()
         Group.on_the_wire += wire_bytes
         if control and self._shared is not None:
@@ -549,7 +511,6 @@ class Group:
                 )
 
     def _wait_for(self, work: dist.Work, what: str) -> None:
-        """Wait for one work, for as long as it may take."""
         assert self._shared is not None, "something was launched"
         limit_s, begun, ended = left_s(self.timeout_s), time.monotonic(), False
         longer = denied = False
@@ -587,12 +548,10 @@ class Group:
                 raise self._explained(error, what, limit_s) from error
 
     def _more_s(self) -> float:
-        """Seconds that ranks which have said that they are busy may still take."""
         courier = None if self._shared is None else self._shared.courier
         return 0.0 if courier is None else courier.more_s(whole_s(self.timeout_s))
 
     def _explained(self, error: RuntimeError, what: str, limit_s: float) -> ThinwireError:
-        """The error to raise; from here on nothing else goes over these ranks."""
         if isinstance(error, ThinwireError):
             return error
         assert self._shared is not None, "something was launched"
@@ -602,14 +561,8 @@ class Group:
             within += " after a rank was last known to be busy"
         elif limit_s < 0.99 * whole:
             within = f"the {limit_s:.1f} s that were left of {within} for the whole call"
-        told = explain_failure(
-            error,
-            what=what,
-            rank=self.rank,
-            size=self.size,
-            within=within,
-            courier=self._shared.courier,
-        )
+        courier, place = self._shared.courier, {"rank": self.rank, "size": self.size}
+        told = explain_failure(error, what=what, within=within, courier=courier, **place)
         self.abandon(str(told))
         return told
 
@@ -635,9 +588,7 @@ def time_limit_s(
     own_s = seconds_of(timeout)
     if own_s is not None:
         return own_s
-    parent = (
-        None if is_alone() else process_group if process_group is not None else dist.group.WORLD
-    )
+    parent = None if is_alone() else process_group or dist.group.WORLD
     return timeout_s_of(parent) if isinstance(parent, dist.ProcessGroup) else _ALONE_S
 
 
@@ -653,9 +604,7 @@ def collective_calls() -> int:
 
 
 def require_process_group(value: object) -> None:
-    """Raise `TypeError` unless `value` is None, for all ranks, or a process group of this
-    rank's.
-    """
+    """Raise `TypeError` unless `value` is None, for all ranks, or a process group."""
     if value is None or (dist.is_available() and isinstance(value, dist.ProcessGroup)):
         return
     if dist.is_available() and value is dist.GroupMember.NON_GROUP_MEMBER:
@@ -667,9 +616,6 @@ def require_process_group(value: object) -> None:
 
 
 def _warn_unless_alone() -> None:
-    """Tell of what would be a training of each rank for itself, although they were started
-    together.
-    """
     rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
     if rank is not None and size.isdigit() and int(size) > 1:
         warnings.warn(
@@ -690,8 +636,8 @@ _KEPT = 0.95
 class Rate:
     """A moving mean of the payload that this rank sends while an exchange is under way.
 
-    Only exchanges whose end this rank has seen count, since it was blocked until then, and only
-    those of 64 KiB and more. Waiting for ranks that come late is in it.
+    Only exchanges of 64 KiB and more whose end this rank was blocked for count; waiting for ranks
+    that come late is in it.
     """
 
     def __init__(self) -> None:
@@ -703,14 +649,7 @@ class Rate:
         return 8 * self._bytes / self._s if self._s else 0.0
 
     def ended(self, nbytes: float, launched_s: float, waits_s: float, now_s: float) -> None:
-        """An exchange is over.
-
-        Args:
-            nbytes: What this rank has put on the wire for it.
-            launched_s: When it was launched, by the clock of the other two.
-            waits_s: When this rank began to wait for its end.
-            now_s: When the wait was over.
-        """
+        """Count an exchange of `nbytes`: when it was launched, first waited for, and over."""
         if nbytes < _LEAST_BYTES or now_s - waits_s < _SEEN_S:
             return
         seconds = now_s - max(launched_s, self._until_s)
@@ -736,7 +675,7 @@ def piece_bytes(timeout_s: float) -> int:
 
 def pieces_of(buffer: Tensor, limit_bytes: int) -> Sequence[Tensor]:
     """Views of `buffer`, one after the other; itself where it is small or not contiguous."""
-    if buffer.numel() * buffer.element_size() <= limit_bytes or not buffer.is_contiguous():
+    if buffer.nbytes <= limit_bytes or not buffer.is_contiguous():
         return [buffer]
     return torch.split(buffer.view(-1), limit_bytes // buffer.element_size())
 

@@ -1,20 +1,194 @@
-"""Ranks that share a node, taken together: only one of them speaks to other nodes."""
+"""Who counts as one source of an exchange where that is not each rank: nodes, of which one rank
+speaks to other nodes; sites side by side, each with a whole model in shards; pipelines that train
+side by side, each with a model in stages.
+"""
 
+import datetime
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from thinwire.comm.failures import explain_failure
 from thinwire.comm.group import Group, Pending
-from thinwire.comm.private import Private, is_alone
-from thinwire.comm.sites import Replicas
+from thinwire.comm.private import Private, is_alone, timeout_s_of
+from thinwire.comm.proofs import Proofs
+from thinwire.comm.waiting import seconds_of
+from thinwire.errors import StrategyError, ThinwireError
 
-__all__ = ["Nodes", "Sources", "job_ranks", "node_size_of", "require_divisor", "sources_of"]
+__all__ = [
+    "DIMENSIONS",
+    "Grid",
+    "Nodes",
+    "Replicas",
+    "Sites",
+    "Sources",
+    "job_ranks",
+    "node_size_of",
+    "require_divisor",
+    "require_mesh",
+    "sources_of",
+]
+
+DIMENSIONS = ("replicate", "shard")
+"""What the dimensions of the mesh are called."""
 
 
-class Nodes:
+def require_mesh(mesh: Any, **besides: object) -> None:
+    """Refuse what is no mesh of sites over all ranks of this job, and what else says who exchanges.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: Its dimensions have other names, it leaves ranks out, or something of `besides`,
+            which may not be given with a mesh, was.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}: "
+            'make it by init_device_mesh("cpu" or "cuda", (sites, shards), '
+            'mesh_dim_names=("replicate", "shard"))'
+        )
+    if mesh.mesh_dim_names != DIMENSIONS:
+        raise ValueError(
+            f"mesh has the dimensions {mesh.mesh_dim_names}, and needs {DIMENSIONS}, in this "
+            "order: sites first, then the shards inside each. A third dimension, as for tensor "
+            "parallelism, is not supported"
+        )
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if ranks != list(range(dist.get_world_size())):
+        raise ValueError(
+            f"mesh has the ranks {ranks}, and the job {dist.get_world_size()}: a mesh must have "
+            "every rank of the job once"
+        )
+    for name, value in besides.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} and mesh were both given: the mesh says who exchanges, each rank its own "
+                f"shards with those that hold the same; leave {name} out"
+            )
+
+
+class Sites:
+    """Where this rank stands in a mesh of sites and shards, and the groups that follow from it.
+
+    Args:
+        job: All ranks of all sites, with `Group.shards` and `Group.replicas`.
+
+    Attributes:
+        job: All ranks, which vote together: a shard's bad message must stop all of them.
+        shards: The ranks of this site, which hold a model together.
+        replicas: The ranks that hold this rank's shard, one at each site; they exchange.
+    """
+
+    def __init__(self, job: Group) -> None:
+        assert job.shards is not None and job.replicas is not None, "of sharded models"
+        self.job, self.shards, self.replicas = job, job.shards, job.replicas
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, timeout: float | datetime.timedelta | None = None) -> "Sites":
+        """The sites of this job.
+
+        Args:
+            mesh: With the dimensions "replicate" (the sites) and "shard"; see `require_mesh`.
+            timeout: As for `Group`.
+
+        Communication: making the first one over a mesh is collective over all ranks.
+        """
+        require_mesh(mesh)
+        job = Group(None, timeout)
+        job.shards = Group(mesh.get_group("shard"), timeout)
+        job.replicas = Group(mesh.get_group("replicate"), timeout)
+        shard_of = {rank: i for site in mesh.mesh.tolist() for i, rank in enumerate(site)}
+        job.parts = [shard_of[rank] for rank in range(job.size)]
+        return cls(job)
+
+    @property
+    def shard(self) -> int:
+        """Which shard this rank holds, from 0."""
+        return self.shards.rank
+
+
+class _Joined:
+    """Sources that exchange over one group and agree over others: counts are those of all.
+
+    Args:
+        exchange: Between the sources; None where this rank takes no part in it.
+        others: All other groups of this rank.
+    """
+
+    def __init__(self, exchange: Group | None, *others: Group) -> None:
+        self._exchange = exchange
+        self._groups = others if exchange is None else (exchange, *others)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank gave to exchanges of all kinds."""
+        return sum(group.bytes_sent for group in self._groups)
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes that came to this rank."""
+        return sum(group.bytes_received for group in self._groups)
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds for which this rank was blocked until an exchange or an agreement was over."""
+        return sum(group.wait_s for group in self._groups)
+
+    @property
+    def rate_bit_s(self) -> float:
+        """Of the line between the sources; 0 where this rank takes no part."""
+        return 0.0 if self._exchange is None else self._exchange.rate_bit_s
+
+    def abandon(self, reason: str) -> None:
+        for group in self._groups:
+            group.abandon(reason)
+
+
+class Replicas(_Joined):
+    """The ranks that hold the same shard, one at each site, as the sources of an exchange."""
+
+    node_size = 1
+
+    def __init__(self, sites: Sites) -> None:
+        super().__init__(sites.replicas, sites.job, sites.shards)
+        self.sites, self._between = sites, sites.replicas
+        self._sent_before = sites.replicas.bytes_sent
+
+    @property
+    def rank(self) -> int:
+        """Which site this is."""
+        return self._between.rank
+
+    @property
+    def size(self) -> int:
+        """Sites."""
+        return self._between.size
+
+    @property
+    def proofs(self) -> Proofs | None:
+        return self._between.proofs
+
+    @property
+    def bytes_between_nodes(self) -> int:
+        """Bytes that this rank gave to exchanges between the sites, agreements aside."""
+        return 0 if self.size == 1 else self._between.bytes_sent - self._sent_before
+
+    def all_gather(self, message: Tensor, *, what: str) -> Pending[Tensor]:
+        return self._between.all_gather(message, what=what)
+
+    def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, what: str) -> Pending[Tensor]:
+        return self._between.all_to_all(parts, lengths, what=what)
+
+    def all_reduce_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
+        return self._between.all_reduce_(buffer, what=what)
+
+
+class Nodes(_Joined):
     """A group whose members are nodes of `node_size` consecutive ranks; `rank` and `size` count
     nodes.
 
@@ -51,44 +225,12 @@ class Nodes:
             self.leaders = Group.alone(all_ranks.timeout_s)
             if leaders is not None:
                 self.leaders = Group.over_private(leaders, all_ranks.timeout_s)
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank gave to exchanges of all kinds, inside its node too."""
-        return self.all_ranks.bytes_sent + self.node.bytes_sent + self.bytes_between_nodes
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes that came to this rank, from its node too."""
-        between = 0 if self.leaders is None else self.leaders.bytes_received
-        return self.all_ranks.bytes_received + self.node.bytes_received + between
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds for which this rank was blocked until an exchange was over, agreements
-        included.
-        """
-        between = 0.0 if self.leaders is None else self.leaders.wait_s
-        return self.all_ranks.wait_s + self.node.wait_s + between
-
-    @property
-    def rate_bit_s(self) -> float:
-        """Of the line between the nodes; 0 where this rank is no leader."""
-        return 0.0 if self.leaders is None else self.leaders.rate_bit_s
+        super().__init__(self.leaders, all_ranks, self.node)
 
     @property
     def bytes_between_nodes(self) -> int:
-        """Bytes that this rank gave to exchanges between the nodes, agreements aside; 0 where it is
-        no leader.
-        """
+        """Bytes that this rank gave to exchanges between the sources, agreements aside."""
         return 0 if self.leaders is None else self.leaders.bytes_sent
-
-    def abandon(self, reason: str) -> None:
-        """See `Group.abandon`."""
-        self.all_ranks.abandon(reason)
-        self.node.abandon(reason)
-        if self.leaders is not None:
-            self.leaders.abandon(reason)
 
     def all_gather(self, message: Tensor, *, what: str) -> Pending[Tensor]:
         """See `Group.all_gather`: shape (size, B), row n from node n."""
@@ -125,8 +267,7 @@ Sources = Group | Nodes | Replicas
 
 def job_ranks() -> list[int]:
     """All ranks of this job, [0] without a process group; no communication."""
-    joined = not is_alone()
-    return list(range(dist.get_world_size())) if joined else [0]
+    return [0] if is_alone() else list(range(dist.get_world_size()))
 
 
 def node_size_of(ranks: Sequence[int], node_size: int | None) -> tuple[int, str]:
@@ -136,9 +277,6 @@ def node_size_of(ranks: Sequence[int], node_size: int | None) -> tuple[int, str]
         ranks: Those that exchange, as the whole job counts them, in the order of the group.
         node_size: What the user said; None to follow the launcher: `LOCAL_WORLD_SIZE`, where the
             group has at least two nodes and every one of them has that many of its ranks, else 1.
-
-    Returns:
-        A divisor of the group's size, and the reason.
 
     Raises:
         ValueError: `node_size` does not divide the size of the group.
@@ -173,44 +311,128 @@ def _launched_size(ranks: Sequence[int]) -> tuple[int, str]:
     if not (said.isascii() and said.isdigit() and int(said) > 1):
         return 1, "LOCAL_WORLD_SIZE, which torchrun sets, names no second rank of a machine"
     local = int(said)
+    size = f"LOCAL_WORLD_SIZE={local}"
     if len(ranks) < 2 * local:
-        return (
-            1,
-            f"the {len(ranks)} ranks do not fill two machines of LOCAL_WORLD_SIZE={local} ranks",
-        )
+        return 1, f"the {len(ranks)} ranks do not fill two machines of {size} ranks"
     agents, job = os.environ.get("GROUP_WORLD_SIZE", ""), os.environ.get("WORLD_SIZE", "")
     if agents.isdigit() and job.isdigit() and int(agents) * local != int(job):
-        return (
-            1,
-            f"the {agents} machines of this job do not all have LOCAL_WORLD_SIZE={local} ranks",
-        )
+        return 1, f"the {agents} machines of this job do not all have {size} ranks"
     machines = [rank // local for rank in ranks]
     blocks = [set(machines[at : at + local]) for at in range(0, len(machines), local)]
     whole = len(machines) % local == 0 and all(len(block) == 1 for block in blocks)
     if not whole or len(set.union(*blocks)) < len(blocks):
-        return (
-            1,
-            f"the ranks that exchange are not whole machines of LOCAL_WORLD_SIZE={local} "
-            "consecutive ranks",
-        )
-    return local, f"LOCAL_WORLD_SIZE={local} and {len(blocks)} machines"
+        return 1, f"the ranks that exchange are not whole machines of {size} consecutive ranks"
+    return local, f"{size} and {len(blocks)} machines"
 
 
 _Made = tuple[Private, Private | None]
-_shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, _Made]]" = (
+_shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, _Made]]" = (
     weakref.WeakKeyDictionary()
 )
 
 
+def made_once(parent: dist.ProcessGroup, key: object, make: Callable[[], _Made]) -> _Made:
+    """Two process groups of ranks of `parent`, made once for each key."""
+    made = _shared.setdefault(parent, {})
+    if key not in made:
+        made[key] = make()
+    return made[key]
+
+
 def _groups_of(nodes: Nodes) -> _Made:
-    """The process groups of this node and of the leaders, made once; the latter on leaders of
-    several nodes.
-    """
+    """The process groups of this node and, on leaders of several, of the leaders, made once."""
     all_ranks, width = nodes.all_ranks, nodes.node_size
-    made = _shared.setdefault(all_ranks._private, {})
-    if width not in made:
+
+    def make() -> _Made:
         ranks, first = all_ranks.global_ranks, nodes.rank * width
         node = Private(ranks[first : first + width], all_ranks.timeout_s)
         leads = nodes.size > 1 and all_ranks.rank == first
-        made[width] = node, Private(ranks[::width], all_ranks.timeout_s) if leads else None
-    return made[width]
+        return node, Private(ranks[::width], all_ranks.timeout_s) if leads else None
+
+    return made_once(all_ranks._private, width, make)
+
+
+class Grid:
+    """Rank = replica · stages + stage: the stages of one replica are consecutive ranks.
+
+    Attributes:
+        stages: Stages of a pipeline.
+        replicas: Pipelines side by side, ranks / stages.
+        stage: Which stage this rank holds, from 0.
+        replica: Which pipeline this rank belongs to, from 0.
+        peers: The stages of this rank's replica, for what they agree on; their traffic is apart
+            from `stage_group`'s.
+        job: All ranks, which agree on every update: a stage must not go on where another cannot.
+
+    Args:
+        stages: Stages of a pipeline.
+        timeout: As for `Group`.
+
+    Communication: making it is collective over all ranks; the groups are made once for each number
+    of stages and each time-out, and they are freed at exit.
+
+    Raises:
+        StrategyError: The number of ranks is no multiple of `stages`.
+    """
+
+    def __init__(self, stages: int, timeout: float | datetime.timedelta | None = None) -> None:
+        joined = not is_alone()
+        rank, size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+        if size % stages:
+            fitting = sorted({stages * max(size // stages, 1), stages * (size // stages + 1)})
+            raise StrategyError(
+                f"a pipeline of {stages} stages needs a multiple of {stages} ranks, there are "
+                f"{size}: start {' or '.join(map(str, fitting))} ranks, or change stages"
+            )
+        self.stages, self.replicas = stages, size // stages
+        self.replica, self.stage = divmod(rank, stages)
+        self._groups: tuple[Private, Private | None] | None = None
+        if joined:
+            self._groups = self._made(seconds_of(timeout))
+        self._joined = joined
+        self.peers = Group(self.stage_group, timeout)
+        self.job = Group(None, timeout)
+        self.job.replicas = Group(self.replica_group, timeout)
+        self.job.parts = [rank % stages for rank in range(size)] if stages > 1 else ()
+
+    def _made(self, own_s: float | None) -> tuple[Private, Private | None]:
+        world = dist.group.WORLD
+        assert world is not None
+        timeout_s = timeout_s_of(world) if own_s is None else own_s
+
+        def make() -> tuple[Private, Private]:
+            first, every = self.replica * self.stages, range(self.replicas)
+            stages = list(range(first, first + self.stages))
+            replicas = [replica * self.stages + self.stage for replica in every]
+            # transfers between stages are torch's own, so the backend has to watch the time
+            return Private(stages, timeout_s, timed=True), Private(replicas, timeout_s, timed=True)
+
+        return made_once(world, (self.stages, timeout_s), make)
+
+    @property
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """The ranks of this replica's pipeline in the order of the stages; None without ranks."""
+        return self._group(0)
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold this stage in the order of the replicas; None without ranks."""
+        return self._group(1)
+
+    def explain(self, error: RuntimeError, *, what: str) -> ThinwireError:
+        """The error for a transfer between stages that failed; ranks count within the replica."""
+        peers, shared = self.peers, self.peers._shared
+        within, courier = f"{peers.timeout_s:g} s", None if shared is None else shared.courier
+        place = {"rank": peers.rank, "size": peers.size}
+        return explain_failure(error, what=what, within=within, courier=courier, **place)
+
+    def _group(self, which: int) -> dist.ProcessGroup | None:
+        if not self._joined:
+            return None
+        private = None if self._groups is None else self._groups[which]
+        group = None if private is None else private.group
+        if group is None:
+            raise ThinwireError(
+                "the pipeline's process groups have been released: nothing can be exchanged at exit"
+            )
+        return group

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire._aside import Late, within
-from thinwire.comm.courier import Courier, stop_all
-from thinwire.comm.failures import explain_failure
+from thinwire.comm.failures import Courier, explain_failure, stop_all
 from thinwire.comm.waiting import left_s, one_deadline, waited
 
 __all__ = [
@@ -87,9 +86,8 @@ class Private:
             for group in (self._group, self.control):
                 # set afterwards: the same value limits the making
                 group._get_backend(torch.device("cpu"))._set_default_timeout(_NEVER)
-        if (
-            gloo and timed
-        ):  # the making was limited by what was left of a deadline, which ranks do not have alike
+        if gloo and timed:
+            # the making was limited by what was left of a deadline, which ranks do not have alike
             backend = self._group._get_backend(torch.device("cpu"))
             backend.options._timeout = datetime.timedelta(seconds=timeout_s)
             backend._set_default_timeout(datetime.timedelta(seconds=timeout_s))
@@ -121,9 +119,8 @@ class Private:
         for group in groups:
             stuck = any(pending[0] is group for pending in _pending.values())
             if not stuck and dist.is_initialized():
-                with contextlib.suppress(
-                    ValueError, AssertionError
-                ):  # of a world that was destroyed before
+                # of a world that was destroyed before
+                with contextlib.suppress(ValueError, AssertionError):
                     dist.destroy_process_group(group)
 
 
@@ -133,9 +130,7 @@ _pending: dict[int, _Pending] = {}
 
 
 def private_group(parent: dist.ProcessGroup, timeout_s: float) -> Private:
-    """The library's own group over the ranks of `parent`, made once for each; `timeout_s` limits
-    the making.
-    """
+    """The library's own group over the ranks of `parent`, made once within `timeout_s`."""
     if parent not in _shared:
         warn_of_restarts()
         with one_deadline(timeout_s):
@@ -215,9 +210,7 @@ def _new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
     timeout = datetime.timedelta(seconds=limit_s)
 
     def make() -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(
-            ranks=ranks, timeout=timeout, use_local_synchronization=True
-        )
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout, use_local_synchronization=True)
         return group
 
     begun = time.monotonic()
@@ -226,13 +219,10 @@ def _new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
         # of its device
         return make() if dist.get_backend() == "nccl" else made_within(limit_s, make)
     except RuntimeError as error:
+        rank, within = ranks.index(dist.get_rank()), f"{limit_s:g} s"
+        what = "making a process group"
         raise explain_failure(
-            error,
-            what="making a process group",
-            rank=ranks.index(dist.get_rank()),
-            size=len(ranks),
-            within=f"{limit_s:g} s",
-            courier=None,
+            error, what=what, rank=rank, size=len(ranks), within=within
         ) from error
     finally:
         waited(time.monotonic() - begun)
@@ -281,15 +271,8 @@ def is_alone() -> bool:
 
 
 def next_identity(process_group: dist.ProcessGroup | None = None) -> int:
-    """The number, from 1, of what is being made over these ranks, which must make the same things
-    in the same order.
-
-    Args:
-        process_group: The ranks; None for all of them.
-
-    Returns:
-        0 where there is no process group yet: such a number is known to this process only, and
-            nothing is compared.
+    """The number, from 1, of what is being made over these ranks, all if None, which must make the
+    same things in the same order; 0 where there is no process group, and nothing is compared.
     """
     if is_alone():
         return 0
@@ -301,9 +284,7 @@ def next_identity(process_group: dist.ProcessGroup | None = None) -> int:
 
 
 def place_in(process_group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    """This rank's number among these ranks, and how many they are; (0, 1) where there is no process
-    group yet.
-    """
+    """This rank's number among these ranks, and how many they are; (0, 1) without a group."""
     if is_alone():
         return 0, 1
     return max(dist.get_rank(process_group), 0), max(dist.get_world_size(process_group), 1)

@@ -45,15 +45,8 @@ class Proofs:
         return self._count - 1
 
     def added(self, message: Tensor, number: int, to: int = ALL_RANKS) -> Tensor:
-        """The message with its proof behind it.
-
-        Args:
-            message: uint8, one dimension; read only.
-            number: Of the exchange.
-            to: The rank that it is for; all by default.
-
-        Returns:
-            Shape (B + 16,), on its device.
+        """The message, uint8 of one dimension, with its proof behind it, on its device: for the
+        rank `to`, for all by default.
         """
         proof = self._proof(message.cpu(), number, self._rank, to)
         end = torch.frombuffer(bytearray(proof), dtype=torch.uint8)
@@ -72,7 +65,7 @@ class Proofs:
 
         Args:
             rows: uint8, shape (ranks, B + 16); read only.
-            number: Of the exchange.
+            number: Of the exchange, as `to`.
             to: As in `added`.
 
         Returns:

@@ -26,13 +26,8 @@ _log = logging.getLogger("thinwire")
 
 @torch.no_grad()
 def copy_from_first_(tensors: Iterable[Tensor], group: Group, *, what: str) -> None:
-    """Overwrite `tensors` with those of rank 0, whatever their dtypes, and whether or not they
-    differ: all, or none.
-
-    Args:
-        tensors: The same shapes, dtypes and order on all ranks; empty ones are passed over.
-        group: The ranks.
-        what: The occasion in plain words, for errors.
+    """Overwrite `tensors`, of the same shapes and dtypes on all ranks, with those of rank 0: all,
+    or none.
 
     Raises:
         PayloadCorrupt: They arrived damaged here, which other ranks have not heard of; nothing was
@@ -120,22 +115,10 @@ def make_equal_(tensors: Mapping[str, Tensor], group: Group, *, what: str, sourc
 
 
 def make_models_equal_(
-    params: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    group: Group,
-    *,
-    source: int = 0,
+    params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], group: Group, *, source: int = 0
 ) -> None:
-    """`make_equal_` of a whole model: that of rank `source`, or of the first site.
-
-    Args:
-        params: By name, whole or this rank's shards.
-        buffers: By name, which all ranks hold whole.
-        group: All ranks.
-        source: The rank whose model counts, where ranks are no sites.
-
-    Raises:
-        PayloadCorrupt, PeerLost, PeerStalled: See `make_equal_`.
+    """`make_equal_` of a model, parameters or this rank's shards of them, and buffers, which all
+    hold whole: those of rank `source`, or of the first site.
     """
     if group.replicas is None or group.shards is None:
         told = f"copying the model of rank {source}"
@@ -150,7 +133,6 @@ def make_models_equal_(
 
 
 def _copy_(buffers: list[Tensor], group: Group, what: str, source: int) -> None:
-    """Overwrite byte tensors, one stream, with those of rank `source`."""
     total, done = sum(buffer.numel() for buffer in buffers), 0
     size = max(min(_FIRST_BYTES, int(group.timeout_s * 8192)), _SMALLEST_BYTES)
     target_s = min(group.timeout_s / 20, _PIECE_S)
@@ -203,9 +185,7 @@ def _write_(tensor: Tensor, content: Tensor) -> None:
 
 
 def overwrite_(tensor: Tensor, values: Tensor) -> None:
-    """As `tensor.copy_(values)`, of a tensor too that shows entries more than once, as `expand`
-    makes it: torch writes to none of these.
-    """
+    """As `tensor.copy_(values)`, also of what `expand` has made, which torch does not write to."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
             tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)

@@ -106,7 +106,6 @@ def _option(descriptor: int, option: int) -> int:
 
 
 def _place(function: str, descriptor: int) -> Place | None:
-    """What `getsockname` or `getpeername` tells; None where that is no internet address."""
     name = ctypes.create_string_buffer(_LONGEST_NAME_BYTES)
     if getattr(_SYSTEM, function)(descriptor, name, ctypes.byref(ctypes.c_uint32(len(name)))) != 0:
         return None

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from thinwire import _validate as check
 
 __all__ = [
-    "busy_until",
+    "busy_for",
     "here",
     "idle_s",
     "left_s",
@@ -21,7 +21,6 @@ __all__ = [
     "one_deadline",
     "own_deadlines",
     "progressed",
-    "say_busy_until",
     "seconds_given",
     "seconds_of",
     "waited",
@@ -40,9 +39,7 @@ _busy_until: list[float | None] = [None]
 
 
 class _Call(threading.local):
-    """The rest of the time-out of the outermost call that this thread is in; None outside of
-    any.
-    """
+    """The rest of the time-out of the outermost call that this thread is in; None outside."""
 
     timeout_s: float | None = None
     left_s: float | None = None
@@ -71,9 +68,7 @@ def one_deadline(timeout_s: float) -> Iterator[None]:
 
 @contextmanager
 def own_deadlines() -> Iterator[None]:
-    """Let every wait in here have the whole time-out for itself: for work that is known to
-    go on.
-    """
+    """Let every wait in here have the whole time-out: for work that is known to go on."""
     outer = _call.timeout_s, _call.left_s
     _call.timeout_s = _call.left_s = None
     try:
@@ -83,16 +78,12 @@ def own_deadlines() -> Iterator[None]:
 
 
 def left_s(timeout_s: float) -> float:
-    """Seconds that one wait may take: what is left of the call that it is in, or `timeout_s`
-    outside of any.
-    """
+    """What is left of the call that a wait is in, or `timeout_s` outside of any."""
     return timeout_s if _call.left_s is None else max(_call.left_s, 0.0)
 
 
 def whole_s(timeout_s: float) -> float:
-    """The time-out of the call that a wait is in, of which `left_s` is left, or `timeout_s` outside
-    of any.
-    """
+    """The time-out of the call that a wait is in, or `timeout_s` outside of any."""
     return timeout_s if _call.timeout_s is None else _call.timeout_s
 
 
@@ -103,9 +94,7 @@ def waited(seconds: float) -> None:
 
 
 def progressed() -> None:
-    """A part of something large has arrived: the time-out of the call, if there is one, begins
-    anew.
-    """
+    """Let the time-out of the call begin anew: a part of something large has arrived."""
     _call.left_s = _call.timeout_s
 
 
@@ -113,8 +102,7 @@ def seconds_of(timeout: float | datetime.timedelta | None) -> float | None:
     """A user's `timeout=` in seconds; None stays None, for the process group's own.
 
     Raises:
-        TypeError: No number and no timedelta.
-        ValueError: Not positive or not finite.
+        TypeError, ValueError: As `seconds_given`.
     """
     return None if timeout is None else seconds_given("timeout", timeout)
 
@@ -132,12 +120,7 @@ def seconds_given(name: str, value: float | datetime.timedelta) -> float:
 
 @contextmanager
 def long_waits_logged(what: str, wait_s: Callable[[], float]) -> Iterator[None]:
-    """Say how long this rank waited in the block, if that was more than `_LONG_S` seconds.
-
-    Args:
-        what: Such as "step 7".
-        wait_s: The seconds waited so far.
-    """
+    """Log how long this rank waited in the block by `wait_s`, if that was more than 10 s."""
     before = wait_s()
     try:
         yield
@@ -152,14 +135,18 @@ def here(what: str, *, waiting: bool) -> None:
     _place[0] = what, waiting, time.monotonic()
 
 
-def say_busy_until(moment: float | None) -> None:
-    """Tell the others, with the next sign of life, that they may wait until then and longer."""
-    _busy_until[0] = moment
-
-
-def busy_until() -> float | None:
-    """The moment until which this rank has said to be busy, on the clock of `time.monotonic`."""
-    return _busy_until[0]
+@contextmanager
+def busy_for(seconds: float) -> Iterator[None]:
+    """Tell the others, with the next sign of life, that they may wait until the block ends, but not
+    for longer than this; of nested blocks the one that ends last counts.
+    """
+    outer, until = _busy_until[0], time.monotonic() + seconds
+    _busy_until[0] = until if outer is None else max(outer, until)
+    try:
+        yield
+    finally:
+        said = min(time.monotonic(), until)
+        _busy_until[0] = said if outer is None else max(outer, said)
 
 
 def idle_s() -> float | None:
@@ -168,9 +155,7 @@ def idle_s() -> float | None:
 
 
 def whereabouts() -> tuple[str, bool, float]:
-    """The exchange that this process is in or has left, whether it waits there, and since when, on
-    the clock of `time.monotonic`.
-    """
+    """The exchange that this process is in or has left, whether it waits there, and since when."""
     return _place[0]
 
 

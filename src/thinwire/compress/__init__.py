@@ -1,5 +1,5 @@
 """Methods of compression, one paper in one file, and the tables in which a new one is entered; none
-speaks to other ranks itself.
+speaks to other ranks, and what exchanges imports them.
 """
 
 from thinwire.compress.dgc import DGC

@@ -10,16 +10,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from thinwire.compress.protocol import (
-    AllGather,
-    AllReduce,
-    Arrived,
-    Collective,
-    Context,
-    Sending,
-)
+from thinwire.compress.protocol import AllGather, AllReduce, Arrived, Collective, Context, Sending
 from thinwire.core.checksum import ODD, checked_mean_, flat_bytes, odd_weights
-from thinwire.core.precision import state_dtype
+from thinwire.core.tensors import state_dtype
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels import is_static
 from thinwire.layout.message import SEAL_BYTES
@@ -55,11 +48,9 @@ class Dense:
         self._check_finite = check_finite
 
     def takes(self, step: int, name: str, grad: Tensor) -> bool:
-        """See `Compressor`."""
         return True
 
     def send(self, context: Context, grads: Mapping[str, Tensor]) -> Sending:
-        """See `send_dense`."""
         dense = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
         return send_dense(context, dense, check_finite=self._check_finite)
 
@@ -67,7 +58,6 @@ class Dense:
         """Nothing: it has no state."""
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """See `Compressor`."""
         return {}
 
 
@@ -118,7 +108,6 @@ class DenseMeans(Arrived):
         """Whether a sum that is not finite matters."""
 
     def refuse(self, checks: Sequence[int]) -> None:
-        """See `Arrived`."""
         at = self.context
         for place, wrong in enumerate(checks):
             if wrong:
@@ -126,15 +115,11 @@ class DenseMeans(Arrived):
                 raise PayloadCorrupt(damaged_text(rank, at))
 
     def first_bad_sum(self) -> str | None:
-        """See `Arrived`."""
         if not self.check_finite:
             return None
-        return next(
-            (name for name, mean in self.means.items() if not bool(mean.isfinite().all())), None
-        )
+        return next((name for name, x in self.means.items() if not bool(x.isfinite().all())), None)
 
     def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
-        """See `Arrived`."""
         mean = self.means[name]
         return mean.to(state_dtype(param)) if param.is_floating_point() else mean
 
@@ -156,14 +141,10 @@ def sum_of(
 def opened(
     collective: Collective, answer: Tensor, dtype: torch.dtype, context: Context
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum that `sum_of` asked for, and which parts of it are damaged, int64, 0 for one that is
-    whole.
-    """
-    return (
-        opened_sum(answer, dtype, _place(context))
-        if isinstance(collective, AllGather)
-        else (answer, None)
-    )
+    """The sum that `sum_of` asked for, and which parts are damaged: int64, 0 for whole ones."""
+    if isinstance(collective, AllGather):
+        return opened_sum(answer, dtype, _place(context))
+    return answer, None
 
 
 def damaged_text(rank: int, context: Context) -> str:
@@ -236,36 +217,24 @@ def _summed_in(group: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def sealed(part: Tensor, place: int) -> Tensor:
-    """The bytes of a tensor and their checksum.
-
-    Args:
-        part: Any dtype and shape; read only.
-        place: Where in the training the message belongs, such as its step; one of another place is
-            refused.
-
-    Returns:
-        uint8, shape (part.nbytes + 8,), on its device; no host synchronization.
+    """The bytes of a tensor and their checksum, which holds for one `place` in the training, such
+    as a step: uint8, shape (part.nbytes + 8,), on its device; no host synchronization.
     """
     content = flat_bytes(part)
     return torch.cat([content, _seals(content.unsqueeze(0), place).view(torch.uint8)])
 
 
 def opened_sum(rows: Tensor, dtype: torch.dtype, place: int) -> tuple[Tensor, Tensor]:
-    """The sum of what several sources sealed, added in their order; the same bits on every rank.
-
-    Args:
-        rows: uint8, shape (sources, bytes), row r as source r sealed it.
-        dtype: Of the parts.
-        place: As in `sealed`.
+    """The sum of what several sources sealed, uint8, a row each, added in their order; the same
+    bits on every rank.
 
     Returns:
         The sum, shape (entries,), in `dtype`; and int64, shape (sources,), 0 for a part that is
         whole. No host synchronization.
     """
     contents, seals = rows[:, :-SEAL_BYTES], rows[:, -SEAL_BYTES:]
-    damaged = (
-        (seals != _seals(contents, place).view(torch.uint8).view(-1, SEAL_BYTES)).any(1).long()
-    )
+    wanted = _seals(contents, place).view(torch.uint8).view(-1, SEAL_BYTES)
+    damaged = (seals != wanted).any(1).long()
     parts = contents.contiguous().view(dtype)
     total = parts[0].clone()
     for part in parts[1:]:

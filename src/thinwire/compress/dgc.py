@@ -33,30 +33,21 @@ from thinwire import _validate as check
 from thinwire.compress.entries import ArrivedEntries, Proposed, send_entries
 from thinwire.compress.protocol import Arrived, Context, ErrorsOnly, Kept, Sending
 from thinwire.compress.sparse_change import send_largest
-from thinwire.core.clip import ClipByNorm, clipped
 from thinwire.core.feedback import Fold, commit_list_, in_chunks, propose_list, rounding_seed
+from thinwire.core.gradients import ClipByNorm, clipped
 from thinwire.core.norms import norms_over_shards
-from thinwire.core.precision import named_dtype, state_dtype, stored_dtype
+from thinwire.core.tensors import named_dtype, state_dtype, stored_dtype
 from thinwire.layout.message import VALUE_BITS, count_sent
 from thinwire.layout.traffic import EXCHANGES
 from thinwire.schedules import sparsity_at
 
-__all__ = [
-    "DGC",
-    "DGCCompressor",
-    "Rule",
-    "compressible",
-    "limited",
-    "locally_clipped",
-]
+__all__ = ["DGC", "DGCCompressor", "Rule", "compressible", "limited", "locally_clipped"]
 
 _COMPRESSIBLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def compressible(param: Tensor, min_numel: int) -> bool:
-    """Whether the gradient of this tensor is ever compressed, with `min_numel` as the smallest size
-    that is.
-    """
+    """Whether the gradient of this tensor is ever compressed; smaller ones are not."""
     return param.dtype in _COMPRESSIBLE and param.numel() >= min_numel
 
 
@@ -135,9 +126,7 @@ class DGC(ErrorsOnly):
         return stored_dtype(param, named_dtype("state_dtype", self.state_dtype))
 
     def sparsity_in_force(self, step: int) -> float:
-        """Fraction of a compressed tensor that update `step` (from 0) does not send; 0 before
-        compression begins.
-        """
+        """Fraction of a tensor that update `step` (from 0) does not send; 0 before it begins."""
         if step < self.rampup_begin_step:
             return 0.0
         return sparsity_at(step, self.rampup_begin_step, self.rampup_step, self.sparsity)
@@ -184,18 +173,14 @@ class DGC(ErrorsOnly):
 
 def limited(grad: Tensor, limit: float, sources: int, dtype: torch.dtype) -> Tensor:
     """One rank's gradient such that its share of the mean, grad / N, has at most the norm C /
-    sqrt(N).
-
-    g <- g * min(1, C * sqrt(N) / ||g||).
+    sqrt(N): g <- g * min(1, C * sqrt(N) / ||g||), a new tensor of `dtype`, without host
+    synchronization.
 
     Args:
         grad: Any shape, dense, not divided by N; read only.
         limit: C > 0, in the gradient's unit.
         sources: N >= 1, those whose shares are summed.
         dtype: In what the norm and the result are computed.
-
-    Returns:
-        A new tensor of `dtype` in the same shape; no host synchronization.
 
     Source: section 3.2. Differs: the limit is put on the share, not on the undivided gradient.
     """
@@ -287,11 +272,9 @@ class DGCCompressor:
         self._num_trainers, self._decayed = num_trainers, decayed
 
     def takes(self, step: int, name: str, grad: Tensor) -> bool:
-        """See `Compressor`."""
         return not grad.is_sparse and self._count(step, name) is not None
 
     def send(self, context: Context, grads: Mapping[str, Tensor]) -> Sending:
-        """See `Compressor`."""
         proposed: dict[str, Proposed] = {}
         for names in in_chunks({name: self._params[name].numel() for name in grads}):
             folds = [self._fold(context, name, grads[name]) for name in names]
@@ -301,7 +284,6 @@ class DGCCompressor:
         return send_entries(context, proposed, value_bits=self._value_bits, exchange=self._exchange)
 
     def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived) -> None:
-        """See `Compressor`."""
         assert isinstance(arrived, ArrivedEntries)
         keys = {name: key for key, name in enumerate(self._params)}
         mine = {name: self._params[name].numel() for name in arrived.names if name in grads}
@@ -319,7 +301,6 @@ class DGCCompressor:
                 arrived.add_kept_(name, fold.residual, keys[name])
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """See `Compressor`."""
         found: dict[str, dict[str, Tensor]] = {}
         for name, param in self._params.items():
             if name in self._state and self._rule(name).config.compresses(param):
@@ -345,7 +326,6 @@ class DGCCompressor:
         return state
 
     def _count(self, step: int, name: str) -> int | None:
-        """Entries of the tensor that are sent; None where it travels densely."""
         config, param = self._rule(name).config, self._params[name]
         return config.count_at(step, param.numel()) if config.compresses(param) else None
 

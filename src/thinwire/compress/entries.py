@@ -24,7 +24,7 @@ from thinwire.compress.protocol import (
 )
 from thinwire.compress.split import Sums, add_up, joined, shares
 from thinwire.core.feedback import Proposal, divided_, rounding_seed, store_, sum_sparse
-from thinwire.core.precision import state_dtype
+from thinwire.core.tensors import state_dtype
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels import is_static
 from thinwire.layout.message import Layout, Slot
@@ -72,7 +72,6 @@ class ArrivedEntries(Arrived):
         """Layout and messages that `checks` are of."""
 
     def first_bad_sum(self) -> str | None:
-        """See `Arrived`."""
         return self.overflowed() if self.rows else self.bad_sum
 
     def overflowed(self) -> str | None:
@@ -83,7 +82,6 @@ class ArrivedEntries(Arrived):
         return None
 
     def refuse(self, checks: Sequence[int]) -> None:
-        """See `Arrived`."""
         from thinwire.wire import device_message
 
         assert self.refused is not None, "there are checks"
@@ -97,7 +95,6 @@ class ArrivedEntries(Arrived):
                 )
 
     def entries(self, name: str, dtype: torch.dtype) -> list[Entries]:
-        """See `Arrived`."""
         if name in self.rows:
             from thinwire.wire import device_message
 
@@ -105,7 +102,6 @@ class ArrivedEntries(Arrived):
         return self.parts[name]
 
     def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
-        """See `Arrived`."""
         indices, values = self.sparse_mean(name, state_dtype(param))
         mean = zeros_for(param, values.dtype, into)
         mean.view(-1)[indices] = values
@@ -327,7 +323,6 @@ def _unpacked(context: Context, layout: Layout, message: Tensor, source: int) ->
 
 
 def _first_bad(proposed: Mapping[str, Proposed]) -> int | None:
-    """Place of the first proposal that is not finite; on the host."""
     places = enumerate(proposed.values())
     return next((place for place, item in places if not item.proposal.finite), None)
 

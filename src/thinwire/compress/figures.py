@@ -1,18 +1,23 @@
-"""What follows from the numbers of a config: what it leaves out, how long its
-messages are, which compiled loops it calls.
+"""What follows from the numbers of a config: which tensors it compresses, what it leaves out, how
+long its messages are, which compiled loops it calls.
 
 A field that a config lacks has no effect: without `sparsity` nothing is left out, without `decay`
 nothing decays.
 """
 
-from collections.abc import Iterable, Sequence
+import logging
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.compress.protocol import Config
-from thinwire.kernels.needs import Need, Work, needs_of
+from thinwire.kernels.rules import Need, Work, needs_of
 from thinwire.layout.message import Layout, WholeLayout, factor_numels
 from thinwire.layout.traffic import GATHER, messages
 
@@ -23,6 +28,8 @@ __all__ = [
     "loops_of",
     "sent_bytes",
     "steady_share",
+    "tell_coverage",
+    "why_dense",
 ]
 
 
@@ -41,9 +48,7 @@ def decay_of(config: Config) -> float:
 
 
 def conserves(config: Config) -> bool:
-    """Whether the mean over the ranks of all that was changed is applied in time: none lost, none
-    counted twice.
-    """
+    """Whether all that was changed is applied in time: none lost, none counted twice."""
     over_all = getattr(config, "mean_over", "all") == "all"
     return decay_of(config) == 1 and over_all and getattr(config, "clip_sources", None) is None
 
@@ -71,9 +76,7 @@ def steady_share(config: Config) -> float | None:
 def sent_bytes(
     config: Any, step: int, shapes: Sequence[torch.Size], sources: int = 2, source: int = 0
 ) -> int:
-    """What rank `source` of `sources` gives to the collectives of one averaging for float32
-    changes, exactly, headers included.
-    """
+    """Bytes that rank `source` gives to one averaging of float32 changes, headers included."""
     if hasattr(config, "rank"):
         return sum(4 * sum(factor_numels(shape, config.rank)) for shape in shapes)
     numels, bits = tuple(shape.numel() for shape in shapes), config.value_bits
@@ -94,3 +97,52 @@ def loops_of(config: Any, params: Iterable[Tensor], *, of_gradients: bool) -> fr
         return needs_of("sparse", mine, state_dtype=state, value_bits=bits)
     work: Work = "changes" if hasattr(config, "sparsity") else "codes"
     return needs_of(work, mine, value_bits=bits)
+
+
+_log = logging.getLogger("thinwire")
+_FEW = 1024
+"""Numbers of a model for which nothing is said: dense, they are a message of 4 kB."""
+
+
+def why_dense(config: Any, param: Tensor) -> str | None:
+    """Why this tensor is never compressed, in words; None where it is."""
+    if config.compresses(param):
+        return None
+    if hasattr(config, "rank") and param.dim() < 2:
+        return "of fewer than two dimensions"
+    if param.numel() < config.min_numel:
+        return f"below min_numel={config.min_numel}"
+    if not param.is_floating_point() or not hasattr(config, "rank"):
+        return f"because of {param.dtype}"
+    return f"because rank={config.rank} is not below its smaller side"
+
+
+def tell_coverage(
+    config: Any, params: Iterable[Tensor], compresses: Callable[[Tensor], bool] | None = None
+) -> None:
+    """Log which part of the numbers is compressed; warn where that is less than half.
+
+    Args:
+        config: `DGC`, `LowRank`, or a compression of changes.
+        params: The trainable parameters, or this rank's shards of them.
+        compresses: Whether one of them is ever compressed; None: as `config` says.
+    """
+    params = list(params)
+    total = sum(p.numel() for p in params)
+    mine = sum(p.numel() for p in params if (compresses or config.compresses)(p))
+    share = f"{100 * mine / max(1, total):.3g} %"
+    said = f"{type(config).__name__} compresses {mine:,} of {total:,} trainable numbers ({share})"
+    if 2 * mine >= total or total < _FEW:
+        _log.info("%s", said)
+        return
+    finer = replace(config, min_numel=1) if hasattr(config, "min_numel") else config
+    able = sorted((p.numel() for p in params if finer.compresses(p)), reverse=True)
+    if 2 * sum(able) >= total:
+        reached = list(accumulate(able))
+        least = able[bisect_left(reached, 0.9 * reached[-1])]
+        more = sum(numel for numel in able if numel >= least)
+        said += f", all others travel whole: with min_numel={least} it would compress {more:,}"
+    else:
+        other = max((p for p in params if not finer.compresses(p)), key=Tensor.numel)
+        said += f", all others travel whole, the largest {why_dense(finer, other)}"
+    warnings.warn(said, UserWarning, stacklevel=2)

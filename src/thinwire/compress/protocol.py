@@ -127,9 +127,7 @@ class Arrived:
         self.sender: Compressor | None = None
 
     def refuse(self, checks: Sequence[int]) -> None:
-        """Raise `PayloadCorrupt` for the first of `checks`, as the host has read them, that is not
-        0.
-        """
+        """Raise `PayloadCorrupt` for the first of `checks`, read by the host, that is not 0."""
 
     def first_bad_sum(self) -> str | None:
         """The first tensor whose sum is not finite, where one may be."""
@@ -156,9 +154,7 @@ class Arrived:
 
 
 def place_for(param: Tensor, dtype: torch.dtype, into: Tensor | None) -> Tensor:
-    """A tensor in the shape of `param`, of any content: `into`, where that is contiguous and of
-    this type.
-    """
+    """A tensor in the shape of `param`, of any content: `into`, where that fits."""
     if into is not None and into.is_contiguous() and into.dtype == dtype:
         return into.detach()
     return torch.empty(param.shape, dtype=dtype, device=param.device)

@@ -25,7 +25,7 @@ from thinwire.errors import PayloadCorrupt
 from thinwire.layout.message import WHOLE_BITS, WholeLayout
 from thinwire.layout.shares import Piece, SplitPlan
 from thinwire.layout.traffic import EXCHANGES, chosen_split
-from thinwire.wire.whole_message import decode, pack, unpack
+from thinwire.wire.message import decode_whole, pack_whole, unpack_whole
 
 __all__ = ["Quantized"]
 
@@ -85,13 +85,13 @@ class Quantized(ErrorsOnly):
         plan = chosen_split(self.exchange, layout, context.sources)
         if plan is not None:
             return (yield from _by_shares(context, folded, plan))
-        message = pack(layout, step, 0, [tensor.view(-1) for tensor in folded.values()])
+        message = pack_whole(layout, step, 0, [tensor.view(-1) for tensor in folded.values()])
         [rows] = yield [AllGather(message, f"gathering changes of step {step}")]
         codes = [
-            unpack(layout, row, step=step, bucket=0, source=source * context.node_size)
+            unpack_whole(layout, row, step=step, bucket=0, source=source * context.node_size)
             for source, row in enumerate(rows)
         ]
-        own = unpack(layout, message, step=step, bucket=0, source=0)
+        own = unpack_whole(layout, message, step=step, bucket=0, source=0)
         made = _Whole(context, list(folded))
         made.value_bits = self.value_bits
         made.own = dict(zip(folded, own, strict=True))
@@ -107,7 +107,6 @@ class _Whole(MeanChange):
     came: Mapping[str, Sequence[Tensor]]
 
     def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
-        """See `MeanChange`."""
         torch.sub(folded, self._decoded(self.own[name], folded), out=kept[ERRORS][name])
         mean = torch.zeros_like(folded)
         for code in self.came[name]:
@@ -115,7 +114,7 @@ class _Whole(MeanChange):
         return divided_(mean, len(self.came[name]))
 
     def _decoded(self, code: Tensor, like: Tensor) -> Tensor:
-        return decode(code, like.numel(), self.value_bits).view_as(like)
+        return decode_whole(code, like.numel(), self.value_bits).view_as(like)
 
 
 def _by_shares(
@@ -128,7 +127,7 @@ def _by_shares(
     """
     me, step, flats = context.source, context.step, [t.view(-1) for t in folded.values()]
     cut = [[_cut(flats, piece) for piece in mine] for mine in plan.pieces]
-    messages = [pack(its, step, 0, parts) for its, parts in zip(plan.first, cut, strict=True)]
+    messages = [pack_whole(its, step, 0, parts) for its, parts in zip(plan.first, cut, strict=True)]
     lengths = [message.numel() for message in messages]
     purpose = f"dealing changes of step {step}"
     [rows] = yield [AllToAll(torch.cat(messages), lengths, purpose)]
@@ -138,12 +137,14 @@ def _by_shares(
     try:
         for source, row in enumerate(rows):
             rank = source * context.node_size
-            codes = unpack(plan.first[me], row, step=step, bucket=0, source=rank)
+            codes = unpack_whole(plan.first[me], row, step=step, bucket=0, source=rank)
             for total, code, own in zip(means, codes, cut[me], strict=True):
                 total.add_(own if source == me else _decoded(plan.first[me], code, own))
     except PayloadCorrupt as found:  # the others wait in round two
         refusal = found
-    message = pack(plan.second[me], step, 0, [divided_(mean, context.sources) for mean in means])
+    message = pack_whole(
+        plan.second[me], step, 0, [divided_(mean, context.sources) for mean in means]
+    )
     row = message.new_zeros(plan.row_bytes)
     row[: message.numel()] = message
     [rows] = yield [AllGather(row, f"gathering means of changes of step {step}")]
@@ -156,8 +157,8 @@ def _by_shares(
     all_means, errors = ([t.view(-1) for t in each.values()] for each in (made.means, made.errors))
     for owner, (its, row) in enumerate(zip(plan.second, rows, strict=True)):
         rank = owner * context.node_size
-        told = unpack(its, row[: its.nbytes], step=step, bucket=0, source=rank)
-        sent = unpack(plan.first[owner], messages[owner], step=step, bucket=0, source=me)
+        told = unpack_whole(its, row[: its.nbytes], step=step, bucket=0, source=rank)
+        sent = unpack_whole(plan.first[owner], messages[owner], step=step, bucket=0, source=me)
         for place, piece in enumerate(plan.pieces[owner]):
             part = cut[owner][place]
             mean = _cut(all_means, piece).copy_(_decoded(its, told[place], part))
@@ -174,16 +175,13 @@ def _cut(flats: Sequence[Tensor], piece: Piece) -> Tensor:
 
 
 def _decoded(layout: WholeLayout, code: Tensor, like: Tensor) -> Tensor:
-    return decode(code, like.numel(), layout.value_bits).to(like.dtype)
+    return decode_whole(code, like.numel(), layout.value_bits).to(like.dtype)
 
 
 class _Means(MeanChange):
-    """The means of the owners, and what this rank keeps."""
-
     means: Mapping[str, Tensor]
     errors: Mapping[str, Tensor]
 
     def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
-        """See `MeanChange`."""
         kept[ERRORS][name].copy_(self.errors[name])
         return self.means[name]

@@ -23,13 +23,11 @@ from thinwire.compress.protocol import (
     Sending,
 )
 from thinwire.compress.split import senders
-from thinwire.core.feedback import Proposal, divided_, sum_sparse
-from thinwire.core.select import top_k
-from thinwire.core.sources import source_factors, squared_norms
+from thinwire.core.feedback import Proposal, divided_, sum_sparse, top_k
 from thinwire.layout.message import VALUE_BITS, count_sent
 from thinwire.layout.traffic import EXCHANGES, GATHER
 
-__all__ = ["Sparse", "send_largest"]
+__all__ = ["Sparse", "send_largest", "source_factors", "squared_norms"]
 
 
 @dataclass(frozen=True)
@@ -119,14 +117,7 @@ def send_largest(
 ) -> Sending:
     """Send the largest entries of each tensor, gathered or by shares; see `ChangeCompression.send`.
 
-    Args:
-        context: As there, and so is `folded`.
-        folded: See there.
-        count: How many entries of a tensor are sent, by its numbers.
-        value_bits: What one sent value costs.
-        exchange: "gather", "split" or "auto".
-        over_senders: Whether an entry's mean is over the ranks that sent it, not over all.
-        clip_sources: See `Sparse`.
+    `count` says how many entries of a tensor are sent, by its numbers; for the others see `Sparse`.
     """
     proposed = {}
     for name, tensor in folded.items():
@@ -158,7 +149,6 @@ class _Largest(ArrivedEntries, MeanChange):
     clip_sources: float | None
 
     def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
-        """See `MeanChange`."""
         indices, values = self.given[name]
         error = kept[ERRORS][name].copy_(folded)
         error.view(-1)[indices] -= values.to(error.dtype)
@@ -198,7 +188,6 @@ class _Largest(ArrivedEntries, MeanChange):
 
     @cached_property
     def _factors(self) -> Tensor | None:
-        """By what each source is scaled down."""
         if self.clip_sources is None:
             return None
         found = []
@@ -210,3 +199,29 @@ class _Largest(ArrivedEntries, MeanChange):
                 values = torch.stack(padded)
             found.append(squared_norms(values))
         return source_factors(sum(found[1:], found[0]), self.clip_sources)
+
+
+def squared_norms(rows: Tensor) -> Tensor:
+    """Sum of the squares in each row, float64, in an order that depends on the shape alone."""
+    squares = rows.double().square()
+    while squares.shape[1] > 1:  # elementwise sums: a reduction's order depends on the threads
+        squares = torch.nn.functional.pad(squares, (0, squares.shape[1] % 2))
+        low, high = squares.chunk(2, dim=1)
+        squares = low + high
+    return squares[:, 0]
+
+
+def source_factors(squares: Tensor, times: float) -> Tensor:
+    """What each source's values are multiplied by, so that no norm is above `times` the median,
+    from squared norms, shape (sources,), float64; no host synchronization.
+
+    The median is over the sources whose norm is not 0; of an even number of them it is the lower
+    one of the two in the middle. With the mean of the two, no one of two sources could be limited
+    at `times` >= 2.
+    """
+    norms = squares.sqrt()
+    ordered = norms.sort().values  # those that sent nothing come first
+    some = (norms > 0).sum()
+    place = norms.numel() - some + torch.div((some - 1).clamp(min=0), 2, rounding_mode="floor")
+    limit = times * ordered.gather(0, place.clamp(max=norms.numel() - 1).view(1))
+    return torch.where(norms > limit, limit / norms, 1.0).float()

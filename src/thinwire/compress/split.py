@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.core.feedback import sum_sparse
-from thinwire.core.select import top_k
+from thinwire.core.feedback import sum_sparse, top_k
 from thinwire.layout.message import Layout
 from thinwire.layout.shares import SplitPlan
 
@@ -55,11 +54,7 @@ class Sums(NamedTuple):
 
 
 def shares(plan: SplitPlan[Layout], parts: Sequence[Entries]) -> list[list[Entries]]:
-    """What one source sends to every owner.
-
-    Args:
-        plan: Of the message.
-        parts: Per tensor (indices, values) that the source proposes.
+    """What one source sends to every owner, of (indices, values) per tensor.
 
     Returns:
         By owner and piece (indices, values), positions counted from the piece's beginning; of more
@@ -137,10 +132,7 @@ def joined(
         for piece, (indices, values) in zip(mine, theirs, strict=False):
             by_slot[piece.slot].append((indices + piece.start, values))
     return [
-        (
-            torch.cat([indices for indices, _ in entries]),
-            torch.cat([values for _, values in entries]),
-        )
+        (torch.cat([i for i, _ in entries]), torch.cat([x for _, x in entries]))
         if entries
         else None
         for entries in by_slot

@@ -59,9 +59,7 @@ def arithmetic(
 
 
 def products_are_exact(like: Tensor) -> bool:
-    """Whether products of matrices of this type, on this device, are computed in this type: not
-    where the user lets torch take fewer bits.
-    """
+    """Whether products of matrices like this are computed in its type, and not with fewer bits."""
     return like.dtype == torch.float64 or (
         like.dtype == torch.float32 and _precision(like.device) == "ieee"
     )

@@ -94,9 +94,7 @@ def odd_weights(count: int, device: torch.device) -> Tensor:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """What the tensor holds, uint8, one dimension, where it can be read as 64-bit words; a copy
-    only if it must be.
-    """
+    """What the tensor holds, uint8, readable as 64-bit words; a copy only if it must be."""
     local = tensor.detach().resolve_neg()
     if local.is_complex():
         local = torch.view_as_real(local.resolve_conj())
@@ -123,5 +121,4 @@ def _word_sum(tensor: Tensor) -> Tensor:
 
 
 def _sums(flat: Tensor) -> Tensor:
-    """Per block the sum of its words, which wraps."""
     return flat.view(torch.int64).view(-1, _WORDS).sum(1)

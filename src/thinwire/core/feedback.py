@@ -21,46 +21,32 @@ there is no generator to save, and the order of the work changes no bit.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from thinwire.kernels import for_device
-from thinwire.kernels.memory import has_address
 from thinwire.kernels.reference import divided_, mixed, step_along_, summed
-from thinwire.kernels.rules import Fold
+from thinwire.kernels.rules import Fold, has_address
 
 __all__ = [
     "Fold",
-    "FoldRule",
     "Proposal",
-    "commit_",
     "commit_list_",
     "divided_",
     "in_chunks",
-    "propose",
     "propose_list",
     "rounding_seed",
     "step_along_list_",
     "store_",
     "sum_sparse",
+    "top_k",
 ]
 
 _CHUNK = 1 << 22
 """Entries of the tensors of one call."""
 _Key = TypeVar("_Key")
-
-
-@dataclass(frozen=True, slots=True)
-class FoldRule:
-    """How a gradient is folded into momentum buffer and residual."""
-
-    momentum: float
-    """m, unitless, at least 0; without a momentum buffer it has no effect."""
-    nesterov: bool = False
-    """Whether the gradient is counted once more, ahead of the momentum."""
 
 
 class Proposal(NamedTuple):
@@ -76,78 +62,9 @@ class Proposal(NamedTuple):
     need not know."""
 
 
-def propose(
-    grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, k: int, rule: FoldRule
-) -> Proposal:
-    """The `k` entries of largest magnitude of the folded residual; nothing is changed.
-
-    v' = v + (m * u + g), with Nesterov u' = m * (u + g) and v' = v + u' + g, without momentum
-    buffer v' = v + g.
-
-    Args:
-        grad: Shape (n,), this rank's gradient; converted to the dtype that is computed in.
-        residual: Shape (n,), v.
-        momentum_buffer: Shape (n,) and the residual's dtype, u; or None.
-        k: Between 1 and n.
-        rule: Momentum and Nesterov.
-
-    Returns:
-        Positions, values and whether all was finite; equal magnitudes by lowest position.
-
-    Raises:
-        ValueError: Shapes, dtypes or `k` do not fit.
-
-    Source: arXiv 1712.01887, algorithms 1 and 4. Differs: exact selection.
-    """
-    _check_state(grad, residual, momentum_buffer)
-    _check_k(k, residual)
-    fold = Fold(grad, residual, momentum_buffer, rule.momentum, rule.nesterov)
-    return Proposal(*for_device(residual.device).propose_list([fold], [k])[0])
-
-
-def commit_(
-    grad: Tensor,
-    residual: Tensor,
-    momentum_buffer: Tensor | None,
-    indices: Tensor,
-    sent: Tensor,
-    rule: FoldRule,
-    *,
-    seed: int | None = None,
-) -> None:
-    """Fold the gradient for good, take off what was sent and mask the momentum; changes u and v in
-    place.
-
-    u and v become u' and v' of `propose`; then v[S] -= sent and u[S] = 0.
-
-    Args:
-        grad: Shape (n,), the gradient of the proposal, unchanged since; read only.
-        residual: Shape (n,), v; changed.
-        momentum_buffer: Shape (n,), u, or None; changed.
-        indices: Shape (j,), int64, strictly ascending from 0 to n - 1 (which is not checked): S.
-        sent: Shape (j,), float32 or float64: what the receivers decode at S.
-        rule: That of the proposal.
-        seed: For u and v in bfloat16, which need one: 0 to 2^32 - 1, another one in every step and
-            for every tensor. It has no effect on wider ones.
-
-    Raises:
-        ValueError: Shapes or dtypes do not fit, or the seed is missing.
-
-    Source: arXiv 1712.01887, algorithm 4. Differs: the rounding error of the values stays in v.
-    """
-    _check_state(grad, residual, momentum_buffer)
-    _check_sent(indices, sent)
-    _check_seed(seed, residual)
-    fold = Fold(grad, residual, momentum_buffer, rule.momentum, rule.nesterov)
-    for_device(residual.device).commit_list_([fold], [(indices, sent)], [seed or 0])
-
-
 def in_chunks(sizes: Mapping[_Key, int]) -> Iterator[list[_Key]]:
-    """Tensors that are worth one call together, so few that what is made for all of them stays
-    small.
-
-    Args:
-        sizes: Entries of every tensor.
+    """Tensors, by their sizes, that are worth one call together, so few that what is made for all
+    of them stays small.
     """
     chunk: list[_Key] = []
     room = _CHUNK
@@ -162,15 +79,22 @@ def in_chunks(sizes: Mapping[_Key, int]) -> Iterator[list[_Key]]:
 
 
 def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[Proposal]:
-    """`propose` for many tensors, in few passes over Python where the loops are compiled; nothing
-    is changed.
+    """Per tensor the `k` entries of largest magnitude of the folded residual; nothing is changed.
+
+    v' = v + (m * u + g), with Nesterov u' = m * (u + g) and v' = v + u' + g, without momentum
+    buffer v' = v + g.
 
     Args:
-        folds: Per tensor its gradient, state and rule, as for `propose`, all on one device.
-        ks: Per tensor k.
+        folds: Per tensor g, v and u or None, shape (n,) each, m and Nesterov; all on one device.
+        ks: Between 1 and n of each.
+
+    Returns:
+        Positions, values and whether all was finite; equal magnitudes by lowest position.
 
     Raises:
-        ValueError: As in `propose`.
+        ValueError: Shapes, dtypes or a `k` do not fit.
+
+    Source: arXiv 1712.01887, algorithms 1 and 4. Differs: exact selection.
     """
     for fold, k in zip(folds, ks, strict=True):
         _check_state(fold.grad, fold.residual, fold.momentum_buffer)
@@ -180,25 +104,33 @@ def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[Proposal]:
 
 
 def commit_list_(
-    folds: Sequence[Fold],
-    sent: Sequence[tuple[Tensor, Tensor]],
-    seeds: Sequence[int | None],
+    folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int | None]
 ) -> None:
-    """`commit_` for many tensors; changes residuals and momentum buffers in place.
+    """Fold gradients for good, take off what was sent and mask the momentum; changes u and v in
+    place.
+
+    u and v become u' and v' of `propose_list`; then v[S] -= sent and u[S] = 0.
 
     Args:
-        folds: Per tensor its gradient, state and rule: those of the proposal.
-        sent: Per tensor (indices, values), as for `commit_`.
-        seeds: Per tensor, as for `commit_`.
+        folds: Those of the proposal, gradients unchanged since.
+        sent: Per tensor S, shape (j,), int64, strictly ascending from 0 to n - 1 (which is not
+            checked), and what the receivers decode at S, float32 or float64.
+        seeds: For u and v in bfloat16, which need one: 0 to 2^32 - 1, another one in every step and
+            for every tensor. It has no effect on wider ones.
 
     Raises:
-        ValueError: As in `commit_`.
+        ValueError: Shapes or dtypes do not fit, or a seed is missing.
+
+    Source: arXiv 1712.01887, algorithm 4. Differs: the rounding error of the values stays in v.
     """
     device = folds[0].residual.device if folds else torch.device("cpu")
     for fold, (indices, values), seed in zip(folds, sent, seeds, strict=True):
         _check_state(fold.grad, fold.residual, fold.momentum_buffer)
         _check_sent(indices, values)
-        _check_seed(seed, fold.residual)
+        if fold.residual.dtype == torch.bfloat16 and seed is None:
+            raise ValueError(
+                "seed is None and the residual bfloat16; give rounding_seed(step, key)"
+            )
     for_device(device).commit_list_(folds, sent, [seed or 0 for seed in seeds])
 
 
@@ -207,11 +139,6 @@ def _check_k(k: int, residual: Tensor) -> None:
         raise ValueError(
             f"k is {k}; it must be between 1 and the {residual.numel()} entries of residual"
         )
-
-
-def _check_seed(seed: int | None, residual: Tensor) -> None:
-    if residual.dtype == torch.bfloat16 and seed is None:
-        raise ValueError("seed is None and the residual bfloat16; give rounding_seed(step, key)")
 
 
 def _check_sent(indices: Tensor, sent: Tensor) -> None:
@@ -232,17 +159,12 @@ def _check_state(grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None)
         raise ValueError(f"residual is {residual.dtype}; float32, float64 or bfloat16 is needed")
     if not grad.is_floating_point():
         raise ValueError(f"grad is {grad.dtype}; a floating-point type is needed")
-    for name, tensor in (
-        ("grad", grad),
-        ("residual", residual),
-        ("momentum_buffer", momentum_buffer),
-    ):
-        if tensor is not None and (
-            tensor.shape != (residual.numel(),) or not tensor.is_contiguous()
-        ):
-            shape = tuple(tensor.shape)
+    length = (residual.numel(),)
+    for name, x in {"grad": grad, "residual": residual, "momentum_buffer": momentum_buffer}.items():
+        if x is not None and (x.shape != length or not x.is_contiguous()):
             raise ValueError(
-                f"{name} has shape {shape}; it must be flat, contiguous and as long as residual"
+                f"{name} has shape {tuple(x.shape)}; it must be flat, contiguous and as long as "
+                "residual"
             )
     if momentum_buffer is not None and momentum_buffer.dtype != residual.dtype:
         raise ValueError(
@@ -252,27 +174,15 @@ def _check_state(grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None)
 
 
 def rounding_seed(step: int, key: int) -> int:
-    """The seed for one tensor in one step, the same on every rank, so that ranks with equal state
-    stay equal.
-
-    Args:
-        step: Completed updates, >= 0.
-        key: The tensor's place among all, >= 0.
-
-    Returns:
-        0 to 2^32 - 1.
+    """The seed, 0 to 2^32 - 1, for the tensor with the place `key` among all in one step, the same
+    on every rank, so that ranks with equal state stay equal.
     """
     return int(mixed(mixed(step) + key))
 
 
 def store_(target: Tensor, values: Tensor, seed: int) -> None:
-    """Put `values` into `target`, stochastically rounded if that is bfloat16, else as torch
-    converts.
-
-    Args:
-        target: Shape (n,), contiguous; changed.
-        values: Shape (n,), contiguous, float32 or float64, on the same device; read only.
-        seed: 0 to 2^32 - 1, another one in every step and for every tensor.
+    """Put `values`, float32 or float64, into `target`, contiguous and (n,) both, stochastically
+    rounded if that is bfloat16, else as torch converts; `seed` as in `commit_list_`.
 
     Raises:
         ValueError: The shapes do not fit.
@@ -299,9 +209,6 @@ def sum_sparse(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tu
 
     Returns:
         Positions, int64, strictly ascending, that occur in any part; and their sums in `dtype`.
-
-    Raises:
-        ValueError: No parts.
     """
     if not parts:
         raise ValueError("parts is empty; at least one (indices, values) is needed")
@@ -324,9 +231,6 @@ def step_along_list_(
         rates: Per tensor.
         sources: What a sum is divided by.
         dtypes: Per tensor in what is computed, float32 or float64.
-
-    Raises:
-        ValueError: As in `sum_sparse`.
     """
     alike: dict[tuple[torch.dtype, int], list[int]] = {}
     for place, (param, own, dtype) in enumerate(zip(params, parts, dtypes, strict=True)):
@@ -341,3 +245,24 @@ def step_along_list_(
 
 def _have_addresses(parts: Sequence[tuple[Tensor, Tensor]]) -> bool:
     return all(has_address(i, torch.int64) and has_address(x, torch.float32) for i, x in parts)
+
+
+def top_k(values: Tensor, k: int) -> Tensor:
+    """Positions, ascending, of the `k` entries of largest magnitude of flat and finite `values`,
+    exactly; of equal magnitudes the lowest positions.
+
+    Raises:
+        ValueError: `values` has another shape, or `k` is out of its range.
+
+    Source: arXiv 1712.01887, algorithm 1. Differs: exact, where the paper estimates a threshold
+    from a sample.
+    """
+    if values.dim() != 1:
+        raise ValueError(
+            f"values has shape {tuple(values.shape)}; one dimension is needed, so flatten it"
+        )
+    if not 1 <= k <= values.numel():
+        raise ValueError(
+            f"k is {k}; it must be between 1 and the {values.numel()} entries of values"
+        )
+    return for_device(values.device).top_k(values, k)

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from thinwire.core.lists import TensorList, cache_sized
-from thinwire.core.norms import norms, whole_norms
-from thinwire.core.trust_ratio import trust_ratio
+from thinwire.core.norms import norms, trust_ratio, whole_norms
+from thinwire.core.tensors import TensorList, cache_sized
 from thinwire.kernels import compiled_steps
 from thinwire.kernels.rules import LambRule
 
@@ -52,14 +51,8 @@ def lamb_list_(
     """Changes `params`, `exp_avgs` and `exp_avg_sqs`: `lamb_` to rounding, in fewer passes over the
     memory.
 
-    Compiled where `compiled_steps` says so, else by torch's list operations.
-
-    Args:
-        params: Contiguous, of one type and device, on a CPU or CUDA.
-        grads: Same shapes, contiguous, read only.
-        exp_avgs: m of each.
-        exp_avg_sqs: v of each.
-        rule: The constants.
+    Compiled where `compiled_steps` says so, else by torch's list operations. All are contiguous, of
+    one type and device, on a CPU or CUDA.
 
     Returns:
         T of each, shape (); no host synchronization.
@@ -82,9 +75,7 @@ def _with_fused_adam_(
     exp_avg_sqs: TensorList,
     rule: LambRule,
 ) -> tuple[Tensor, ...]:
-    """The direction r is what Adam makes of wd p with the rate -1, so torch's fused Adam computes
-    it in one pass.
-    """
+    """The direction r is what torch's fused Adam makes of wd p with the rate -1."""
     directions = torch._foreach_mul(params, rule.weight_decay)
     step = torch.full((), rule.step, dtype=torch.float32, device=params[0].device)
     torch._fused_adam_(

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from thinwire.core.lists import TensorList, cache_sized
-from thinwire.core.norms import norms, whole_norms
-from thinwire.core.trust_ratio import trust_ratio
+from thinwire.core.norms import norms, trust_ratio, whole_norms
+from thinwire.core.tensors import TensorList, cache_sized
 from thinwire.kernels import compiled_steps
 from thinwire.kernels.rules import LarsRule
 
@@ -46,13 +45,8 @@ def lars_list_(
     """Changes `params` and `velocities`: `lars_` to rounding, in fewer passes over the memory and
     no more of it.
 
-    Compiled where `compiled_steps` says so, else by torch's list operations.
-
-    Args:
-        params: Contiguous, of one type and device.
-        grads: Same shapes, read only.
-        velocities: b of each; None without momentum.
-        rule: The constants.
+    Compiled where `compiled_steps` says so, else by torch's list operations. All are contiguous, of
+    one type and device.
 
     Returns:
         The trust ratio of each, shape (); no host synchronization.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.core.rows import coalesced, values_of
+from thinwire.core.tensors import coalesced, values_of
 from thinwire.errors import NonFinite
 
 __all__ = [
@@ -133,14 +133,8 @@ def next_scale(config: LossScale, state: ScaleState, *, overflow: bool) -> Scale
 
 
 def any_non_finite(grads: Iterable[Tensor]) -> Tensor:
-    """Whether any gradient has an entry that is not finite.
-
-    Args:
-        grads: Dense or sparse, of any devices; read only.
-
-    Returns:
-        Shape (), bool, on the first gradient's device; no host synchronization. False without
-        gradients.
+    """Whether any gradient, dense or sparse, has an entry that is not finite: shape (), bool, on
+    the first one's device; no host synchronization.
     """
     flags = [~values_of(coalesced(grad)).isfinite().all() for grad in grads]
     if not flags:

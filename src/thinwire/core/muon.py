@@ -126,9 +126,7 @@ def _iterated(x: Tensor, rule: MuonRule) -> Tensor:
 
 
 def _iterated_by_gram(x: Tensor, iterations: int, rule: MuonRule) -> Tensor:
-    """Several iterations at once: each multiplies x by a polynomial in X Xᵀ, all of which commute,
-    so their product is made of the small square matrices alone.
-    """
+    """Several iterations at once, as polynomials in X Xᵀ, which commute: x is multiplied once."""
     a, b, c = rule.coefficients
     gram = x @ x.T
     product = None

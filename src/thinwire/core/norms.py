@@ -1,20 +1,32 @@
-"""Euclidean norms of whole tensors, on the device, accumulated in float32 or wider.
+"""Euclidean norms of whole tensors, on the device, accumulated in float32 or wider; and the trust
+ratio that LARS and LAMB make of them.
 
 A parameter sharded over ranks (a DTensor) counts with its whole norm: the shards agree by one
 reduction per placement. Such tensors are recognised by their methods, so that nothing here needs to
 know ranks.
 """
 
+import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from thinwire.core.rows import values_of
 from thinwire.core.sharded import is_sharded
+from thinwire.core.tensors import values_of
+from thinwire.kernels.rules import TrustRule
 
-__all__ = ["global_norm", "into_range", "norm", "norms", "norms_over_shards", "whole_norms"]
+__all__ = [
+    "TrustRule",
+    "global_norm",
+    "into_range",
+    "norm",
+    "norms",
+    "norms_over_shards",
+    "trust_ratio",
+    "whole_norms",
+]
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -51,7 +63,6 @@ def into_range(size: Tensor) -> Tensor:
 
 
 def _rough(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Norms by the plain sum of squares."""
     found: list[Tensor] = [
         torch.linalg.vector_norm(x, dtype=torch.float32 if x.dtype in _HALVES else None)
         for x in tensors
@@ -81,14 +92,9 @@ def whole_norms(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
 def norms_over_shards(
     tensors: Mapping[str, Tensor], gather: Callable[[bytes, str], list[bytes]]
 ) -> dict[str, float]:
-    """The norm of each tensor of which every rank has a part.
+    """The norm, in float64, of each tensor of which every rank has a part, which may be empty.
 
-    Args:
-        tensors: This rank's parts by name; the same names on all ranks, parts may be empty.
-        gather: Gives every rank's bytes in the order of the ranks; takes bytes and an occasion.
-
-    Returns:
-        By name, in float64, the same on all ranks.
+    `gather` takes bytes and an occasion, and gives every rank's bytes in the order of the ranks.
 
     Communication: 8 bytes a tensor and rank.
     """
@@ -117,3 +123,32 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 def _widest(parts: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
+
+
+def trust_ratio(param_norm: Tensor, update_norm: Tensor, rule: TrustRule) -> Tensor:
+    """Ratio that gives the update a norm proportional to the parameter's.
+
+    r = coefficient * ||p|| / (||u|| + weight_decay * ||p|| + eps), limited to [low, high]; r = 1,
+    whatever the limits, where one of the norms is zero, so that a tensor of zeros can leave it.
+
+    Args:
+        param_norm: ||p||, any shape: one entry for each tensor.
+        update_norm: ||u||, same shape, dtype and device.
+        rule: The constants.
+
+    Returns:
+        Shape and dtype of the norms, on their device; no host synchronization.
+
+    Source: You et al., arXiv 1708.03888, equation 6 (LARS: u is the gradient, with weight decay in
+    the denominator); arXiv 1904.00962, algorithm 2 (LAMB: u contains the decay). Differs: LAMB's
+    limit is a function phi of ||p|| alone in the paper, here it limits the quotient.
+    """
+    denominator = update_norm + rule.eps if rule.eps else update_norm
+    if rule.weight_decay:
+        denominator = torch.add(denominator, param_norm, alpha=rule.weight_decay)
+    ratio = param_norm / denominator
+    if rule.coefficient != 1:
+        ratio = ratio * rule.coefficient
+    if rule.low > 0 or rule.high < math.inf:
+        ratio = ratio.clamp(rule.low, rule.high)
+    return torch.where(torch.minimum(param_norm, update_norm) > 0, ratio, 1.0)

@@ -42,12 +42,6 @@ def outer_list_(
 ) -> None:
     """Changes `anchors` and `buffers`: anchor <- anchor - outer_step_(change, buffer), bit for bit,
     of each.
-
-    Args:
-        anchors: Any shapes, float32 or float64.
-        changes: Same shapes and types, read only.
-        buffers: b of each; None where the momentum is 0.
-        rule: The constants.
     """
     if not anchors:
         return

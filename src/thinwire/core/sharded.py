@@ -43,9 +43,7 @@ def shard_of(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(shard: Tensor, param: Tensor) -> Tensor:
-    """A sharded tensor whose part on this rank is `shard`, laid out as `param`; `shard` itself
-    where `param` is not sharded.
-    """
+    """A tensor sharded as `param` whose part here is `shard`; `shard` where `param` is whole."""
     if not is_sharded(param) or is_sharded(shard):
         return shard
     whole: Tensor = type(param).from_local(  # type: ignore[attr-defined]

@@ -137,13 +137,7 @@ class Pace:
         return self._mean_wait_s / self._mean_s if self._mean_s else 0.0
 
     def round(
-        self,
-        steps: int,
-        now_s: float,
-        waited_s: float,
-        bit_s: float = 0.0,
-        *,
-        compare: bool = True,
+        self, steps: int, now_s: float, waited_s: float, bit_s: float = 0.0, *, compare: bool = True
     ) -> str | None:
         """A round is over.
 

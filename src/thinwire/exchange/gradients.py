@@ -21,7 +21,7 @@ from thinwire.comm import (
 )
 from thinwire.compress.dense import Dense, all_finite
 from thinwire.compress.protocol import Compression, Compressor, Context, Flags, Sending, together
-from thinwire.core.precision import narrowed
+from thinwire.core.tensors import narrowed
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.exchange.agreement import Among, Answers
 from thinwire.exchange.nodes import in_nodes, make_common_

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.ddp import living
-from thinwire.core.rows import coalesced, values_of
+from thinwire.core.tensors import coalesced, values_of
 from thinwire.exchange.agreement import Answers, Said, Turn
 
 __all__ = ["Likeness"]

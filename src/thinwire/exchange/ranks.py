@@ -29,7 +29,7 @@ from thinwire.comm import (
     while_busy,
 )
 from thinwire.core.arithmetic import CURES
-from thinwire.kernels.needs import Need
+from thinwire.kernels.rules import Need
 from thinwire.kernels.warm import warm_up
 
 __all__ = ["Joined", "Ranks", "agreed_sources", "versions"]

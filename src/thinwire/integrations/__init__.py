@@ -1,6 +1,5 @@
-"""Adapters for training frameworks, which they do not import. Nothing here imports them."""
+"""Adapters for training frameworks, which user code imports, and nothing here."""
 
-from thinwire.integrations.engine_state import EngineState
-from thinwire.integrations.per_rank import PerRankState, Stateful
+from thinwire.integrations.per_rank import EngineState, PerRankState, Stateful
 
 __all__ = ["EngineState", "PerRankState", "Stateful"]

@@ -12,10 +12,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.core.clip import ClipByGlobalNorm, ClipByValue
+from thinwire.core.gradients import ClipByGlobalNorm, ClipByValue
 from thinwire.errors import CheckpointMissing
-from thinwire.integrations.engine_state import EngineState, as_made_, require_fields
-from thinwire.integrations.per_rank import PerRankState
+from thinwire.integrations.per_rank import EngineState, PerRankState, as_made_, require_fields
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, LocalSGD
 from thinwire.local.updates import LocalUpdates, local_sgd
 from thinwire.optim import DGCMomentum
@@ -52,17 +51,11 @@ class _Part(Callback):
         return {"states": []}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remember what was saved: the optimizers are restored after the callbacks, and would undo
-        it.
-        """
+        """Remember it: optimizers are restored after callbacks, and would undo it."""
         self._saved = state_dict["states"]
 
     def _resumes(self, trainer: Trainer) -> bool:
-        """Whether the fit goes on from a checkpoint with the state of the ranks.
-
-        Raises:
-            CheckpointMissing: It goes on from one without.
-        """
+        """Whether the fit goes on from a checkpoint with the state of the ranks."""
         if trainer.ckpt_path is None:  # `validate` and `test` load the state of callbacks too
             self._saved = None
         if self._saved == []:
@@ -109,6 +102,16 @@ class _Part(Callback):
             state.folder, state.name = Path(filepath).parent, _name(filepath, i)
         return [state.state_dict() for state in self._states]
 
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Take off what was put on strategy, model and optimizer; nothing is averaged."""
+        self._let_go()
+        self._leave(trainer)
+
+    def _leave(self, trainer: Trainer) -> None:
+        """End what is made for a fit."""
+
     def _let_go(self) -> None:
         """Take the strategy's methods back; may be called twice."""
         if self._strategy is not None:
@@ -148,17 +151,9 @@ class CompressedExchange(_Part):
         if trainer.world_size > 1:
             self._handle.remove()
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Take off what was put on the strategy."""
-        self._let_go()
-
 
 class UnwrappedDDP(DDPStrategy):
-    """`DDPStrategy` but for the wrapping: ranks, devices and samplers as there, no gradient is
-    averaged.
-    """
+    """`DDPStrategy` without the wrapping: no gradient is averaged."""
 
     def configure_ddp(self) -> None:
         """Leave the model as it is."""
@@ -202,23 +197,15 @@ class LocalAveraging(_Part):
         self._keep(trainer, PerRankState(self.sync), PerRankState(optimizer))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Observe the loss of the whole batch: Lightning has divided it by the batches that it
-        accumulates.
-        """
+        """Observe the loss of a batch, which Lightning has divided by those that it accumulates."""
         self.sync.observe(loss.detach() * trainer.accumulate_grad_batches)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average once more and leave the block; what saves checkpoints stays, for one that is
-        saved after the fit.
-        """
+        """Average once more and end; what saves checkpoints stays, for one after the fit."""
         self._entered = False
         self.sync.__exit__(None, None, None)
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Leave the block without an averaging."""
-        self._let_go()
+    def _leave(self, trainer: Trainer) -> None:
         if self._entered:
             self.sync.close()
 
@@ -269,24 +256,16 @@ class ThinwireCallback(_Part):
         self._keep(trainer, EngineState(self.engine))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Hear the loss of one batch: Lightning has divided it by the batches that it
-        accumulates.
-        """
+        """Observe the loss of a batch, which Lightning has divided by those that it accumulates."""
         self._losses.append(loss.detach() * trainer.accumulate_grad_batches)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average once more and close the engine; what saves checkpoints stays, for one that is
-        saved after the fit.
-        """
+        """Average once more and end; what saves checkpoints stays, for one after the fit."""
         self.engine.flush()
         self.engine.close()
         trainer.gradient_clip_val = self._limit
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Take off what was put on strategy, model and optimizer."""
-        self._let_go()
+    def _leave(self, trainer: Trainer) -> None:
         if hasattr(self, "engine"):
             self.engine.close()
             trainer.gradient_clip_val = self._limit

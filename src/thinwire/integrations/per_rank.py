@@ -1,7 +1,6 @@
-"""One state_dict for what differs from rank to rank, for frameworks that save only what
-rank 0 has.
-"""
+"""State of all ranks in the checkpoints of frameworks that save only what rank 0 has."""
 
+import shutil
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,12 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire import _validate as check
 from thinwire.checkpoint import on_all_ranks, read_rank_file, write_rank_file
+from thinwire.checkpoint.manifest import found_at
 from thinwire.comm import Group
 from thinwire.core.origin import without_origin
-from thinwire.errors import CheckpointCorrupt
+from thinwire.errors import CheckpointCorrupt, StrategyError
+from thinwire.strategy.distributed_strategy import DistributedStrategy
+from thinwire.strategy.engine import Engine
 
-__all__ = ["Accelerates", "PerRankState", "Stateful"]
+__all__ = ["Accelerates", "EngineState", "PerRankState", "Stateful", "as_made_", "require_fields"]
 
 
 class Stateful(Protocol):
@@ -92,28 +95,14 @@ class PerRankState:
         """The file of this rank with what was loaded or saved last."""
 
     def register(self, accelerator: Accelerates) -> "PerRankState":
-        """Let Accelerate save and load it: the files lie in the folder of `save_state` and
-        `load_state`.
-
-        Args:
-            accelerator: Of the loop; several of these may be registered with it.
-
-        Returns:
-            This object.
+        """Let Accelerate save and load it, and return it: the files lie in the folder of
+        `save_state` and `load_state`. Several may be registered with one accelerator.
         """
         number = _registered.get(accelerator, 0)
         _registered[accelerator] = number + 1
         self.name = f"{self.name}_{number}"
 
-        def at_save(_: object, __: object, output_dir: str) -> None:
-            self.folder = output_dir
-
-        def at_load(_: object, input_dir: str) -> None:
-            self.folder = input_dir
-
-        accelerator.register_save_state_pre_hook(at_save)
-        accelerator.register_load_state_pre_hook(at_load)
-        accelerator.register_for_checkpointing(self)
+        _follow_folder(self, accelerator)
         return self
 
     def state_dict(self) -> dict[str, Any]:
@@ -176,11 +165,9 @@ class PerRankState:
                 states.append(state)
                 if rank == group.rank:
                     self._in_use = file
-            own.append(
-                states[0]
-                if len(states) == 1
-                else _mean(without_origin(states), f"{len(states)} ranks")
-            )
+            several = len(states) > 1
+            where = f"{len(states)} ranks"
+            own.append(_mean(without_origin(states), where) if several else states[0])
 
         on_all_ranks(group, "reading the states of all ranks", read)
         self._stateful.load_state_dict(own[0])
@@ -206,16 +193,28 @@ class PerRankState:
         return folder / f"{Path(name).name}.rank_{rank:05d}.safetensors"
 
     def _joined(self) -> Group:
-        if self._group is None:
-            self._group = Group(self._process_group)
+        self._group = self._group or Group(self._process_group)
         return self._group
+
+
+def _follow_folder(state: "PerRankState | EngineState", accelerator: Accelerates) -> None:
+    """Let Accelerate save and load a state, which lies where that saves and loads."""
+
+    def at_save(_: object, __: object, output_dir: str) -> None:
+        state.folder = output_dir
+
+    def at_load(_: object, input_dir: str) -> None:
+        state.folder = input_dir
+
+    accelerator.register_save_state_pre_hook(at_save)
+    accelerator.register_load_state_pre_hook(at_load)
+    accelerator.register_for_checkpointing(state)
 
 
 _registered: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 
 
 def _before(file: Path) -> Path:
-    """Where a rank's file of the save before is."""
     return file.with_name(f".{file.name}.before")
 
 
@@ -259,3 +258,119 @@ def _mean(values: Sequence[Any], where: str) -> Any:
         f"the states of {where} differ in more than floating-point values, so there is no mean of "
         "them: resume on as many ranks as saved them"
     )
+
+
+_taken: "weakref.WeakKeyDictionary[Accelerates, set[str]]" = weakref.WeakKeyDictionary()
+"""The names that each accelerator has."""
+
+
+class EngineState:
+    """What all ranks hold of an engine, in a folder of the checkpoint that a framework writes, by
+    `engine.save` and `engine.load`.
+
+    Frameworks save what rank 0 has. With Accelerate `EngineState(engine).register(accelerator)` is
+    all; Lightning's callback does it by itself.
+
+    Args:
+        engine: Of this rank.
+        folder: Where the folder lies: that of the checkpoint. May be set later, and anew for every
+            checkpoint.
+        name: Of the folder inside it.
+
+    **State**: the name of the folder and the step, in what rank 0 saves; all else in the folder,
+    which keeps the checkpoint before the newest as well where it is saved into again: a framework
+    that is killed before it has written its own file goes on from that.
+    **Communication** and **Failure**: those of `engine.save` and `engine.load`, in `state_dict` and
+    `load_state_dict`, which all ranks must call.
+    """
+
+    def __init__(
+        self, engine: Engine, *, folder: str | Path | None = None, name: str = "thinwire"
+    ) -> None:
+        self.folder = folder
+        self.name = name
+        self._engine = engine
+
+    def register(self, accelerator: Accelerates) -> "EngineState":
+        """Let Accelerate save and load it, and return it: the folder lies in that of `save_state`
+        and `load_state`. Several may be registered with one accelerator; a name that is taken
+        becomes `NAME_1`, and so on.
+        """
+        taken, name = _taken.setdefault(accelerator, set()), self.name
+        for number in range(1, len(taken) + 1):
+            if self.name in taken:
+                self.name = f"{name}_{number}"
+        taken.add(self.name)
+
+        _follow_folder(self, accelerator)
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """Write what all ranks hold; to be called by all of them.
+
+        Returns:
+            What belongs into the checkpoint, the same on all ranks.
+
+        Raises:
+            ValueError: There is no folder yet.
+            ThinwireError: As `engine.save`.
+        """
+        # until the framework has written its own file, that may be one of the checkpoint before
+        path = self._engine.save(self._place(self.name), keep=2)
+        return {"name": self.name, "step": found_at(path).step}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take it back, after the framework has restored what it has; to be called by all ranks.
+
+        Raises:
+            ValueError: It is no such state, or there is no folder yet.
+            CheckpointError: As `engine.load`; `CheckpointMismatch` where the folder has only
+                checkpoints of other steps than the framework's.
+        """
+        name, step = state_dict.get("name"), state_dict.get("step")
+        if not isinstance(name, str) or not isinstance(step, int):
+            raise ValueError(
+                "state_dict must hold the name of the engine's folder and a step, got the keys "
+                f"{sorted(state_dict)}: load what EngineState.state_dict() gave"
+            )
+        self._engine.load(self._place(name), step=step)
+
+    def remove(self, folder: str | Path, name: str) -> None:
+        """Delete the folder of a checkpoint that is deleted; any rank may, no communication."""
+        shutil.rmtree(Path(folder) / Path(name).name, ignore_errors=True)
+
+    def _place(self, name: str) -> Path:
+        if self.folder is None:
+            raise ValueError(
+                "EngineState does not know where the checkpoint is: call "
+                "EngineState(...).register(accelerator) instead of "
+                "accelerator.register_for_checkpointing, or set folder= to that of the checkpoint"
+            )
+        return Path(self.folder) / Path(name).name
+
+
+def require_fields(strategy: object, instead: Mapping[str, str]) -> None:
+    """Raise `StrategyError` where a Trainer has an argument of its own for a field of `strategy`:
+    `instead` says what to use, by field.
+    """
+    check.instance("strategy", strategy, DistributedStrategy)
+    assert isinstance(strategy, DistributedStrategy)
+    refused = [f"{name}: use {text}" for name, text in instead.items() if name in strategy.on]
+    if refused:
+        raise StrategyError(
+            "the Trainer has arguments of its own for fields of this strategy. "
+            + "; ".join(refused)
+        )
+
+
+def as_made_(optimizer: torch.optim.Optimizer) -> None:
+    """Changes `optimizer`, which has loaded the state of what it became before the checkpoint: the
+    engine's has all of it.
+    """
+    optimizer.state.clear()
+    kept = {*optimizer.defaults, "params", "param_names", "initial_lr"}
+    for group in optimizer.param_groups:
+        for key in group.keys() - kept:
+            del group[key]
+        for key in optimizer.defaults.keys() - group.keys():
+            group[key] = optimizer.defaults[key]

@@ -17,9 +17,9 @@ from thinwire.checkpoint import on_all_ranks
 from thinwire.comm import Group
 from thinwire.comm.ddp import living
 from thinwire.core.checksum import checksum
-from thinwire.core.clip import ClipByGlobalNorm
+from thinwire.core.gradients import ClipByGlobalNorm
 from thinwire.errors import CheckpointMismatch, CheckpointMissing, StrategyError
-from thinwire.integrations.engine_state import as_made_, require_fields
+from thinwire.integrations.per_rank import as_made_, require_fields
 from thinwire.local.model import bare_optimizer
 from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.engine import Engine
@@ -86,9 +86,7 @@ class ThinwireCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Prepare the engine, silence DDP, and go on from the checkpoint that the Trainer has
-        loaded.
-        """
+        """Prepare the engine, silence DDP, and go on from the checkpoint that was loaded."""
         self._undo.close()  # of a training that ended by an error
         model, wrapper = kwargs["model"], kwargs["optimizer"]
         _require_arguments(args, state, wrapper)
@@ -100,8 +98,9 @@ class ThinwireCallback(TrainerCallback):
         loaded = _checksum(model)
         self.engine = self._prepared(args, model, optimizer)
         self._undo.callback(self.engine.close)
-        for ddp in _wrapped_around(model):
-            self._undo.enter_context(ddp.no_sync())
+        for ddp in living(DistributedDataParallel):
+            if ddp.module is model:
+                self._undo.enter_context(ddp.no_sync())
         self._losses.clear()
         if self._strategy.adaptive_localsgd is not None:
             hook = model.register_forward_hook(self._hear, with_kwargs=True)
@@ -129,12 +128,7 @@ class ThinwireCallback(TrainerCallback):
         if control.should_training_stop:
             self.engine.flush()
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """The same where another callback has ended the training."""
-        if control.should_training_stop:
-            self.engine.flush()
+    on_epoch_end = on_step_end  # where another callback has ended the training
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -195,7 +189,6 @@ class ThinwireCallback(TrainerCallback):
         on_all_ranks(group, "comparing the checkpoint with that of the Trainer", is_the_same)
 
     def _loss(self, args: TrainingArguments) -> Tensor | None:
-        """Of the update that is due, where the interval follows it."""
         if not self._losses:
             return None
         shares = torch.stack(self._losses)
@@ -247,15 +240,9 @@ def _require_arguments(args: TrainingArguments, state: TrainerState, wrapper: An
         )
 
 
-def _wrapped_around(model: nn.Module) -> list[DistributedDataParallel]:
-    """The wrappers of a model, which nobody tells a callback of."""
-    return [ddp for ddp in living(DistributedDataParallel) if ddp.module is model]
-
-
 def _checksum(model: nn.Module) -> int:
     return checksum(list(model.parameters()))
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:
-    """Where the engine's part of the Trainer's checkpoint of this step lies."""
     return Path(args.output_dir) / f"checkpoint-{state.global_step}" / "thinwire"

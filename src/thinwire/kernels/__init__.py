@@ -1,5 +1,5 @@
-"""The loops behind `core`, in three bodies with one signature: torch for any device, numba for CPU,
-Triton for CUDA.
+"""The loops behind `core` and `wire`, which import them, in three bodies with one signature: torch
+for any device, numba for CPU, Triton for CUDA.
 
 `for_device` chooses: numba for the CPU and Triton for CUDA where they can be imported, torch
 everywhere else. In the environment `THINWIRE_KERNELS=reference` forces torch, and
@@ -19,36 +19,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.kernels import reference
-from thinwire.kernels.memory import has_address, is_plain, share_memory
-from thinwire.kernels.rules import Fold, LambRule, LarsRule, OuterRule
+from thinwire.kernels.rules import (
+    Fold,
+    LambRule,
+    LarsRule,
+    OuterRule,
+    has_address,
+    is_plain,
+    share_memory,
+)
 
-__all__ = [
-    "CompiledSteps",
-    "Kernels",
-    "body_name",
-    "compiled_steps",
-    "for_device",
-    "is_static",
-]
+__all__ = ["CompiledSteps", "Kernels", "body_name", "compiled_steps", "for_device", "is_static"]
 
 
 class Kernels(Protocol):
-    """What all bodies provide.
+    """What all bodies provide, as `core.feedback` and `wire.codes` say, which check arguments."""
 
-    Arguments are checked by the callers; docstrings are in `kernels.reference`.
-    """
+    def top_k(self, values: Tensor, k: int) -> Tensor: ...
 
-    def top_k(self, values: Tensor, k: int) -> Tensor: ...  # noqa: D102
-
-    def propose_list(  # noqa: D102
+    def propose_list(
         self, folds: Sequence[Fold], ks: Sequence[int]
     ) -> list[tuple[Tensor, Tensor, bool | Tensor]]: ...
 
-    def commit_list_(  # noqa: D102
+    def commit_list_(
         self, folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int]
     ) -> None: ...
 
-    def step_along_list_(  # noqa: D102
+    def step_along_list_(
         self,
         params: Sequence[Tensor],
         parts: Sequence[Sequence[tuple[Tensor, Tensor]]],
@@ -56,7 +53,7 @@ class Kernels(Protocol):
         sources: int,
     ) -> None: ...
 
-    def encode_slots(  # noqa: D102
+    def encode_slots(
         self,
         slots: NDArray[np.int64],
         parts: Sequence[tuple[Tensor, Tensor]],
@@ -66,29 +63,29 @@ class Kernels(Protocol):
         code: NDArray[np.uint8],
     ) -> tuple[list[Tensor], int] | None: ...
 
-    def decode_slots(  # noqa: D102
+    def decode_slots(
         self, slots: NDArray[np.int64], code: NDArray[np.uint8], bits: int
     ) -> list[tuple[Tensor, Tensor]] | None: ...
 
-    def store_(self, target: Tensor, values: Tensor, seed: int) -> None: ...  # noqa: D102
+    def store_(self, target: Tensor, values: Tensor, seed: int) -> None: ...
 
-    def count_nonzero(self, values: Tensor) -> int: ...  # noqa: D102
+    def count_nonzero(self, values: Tensor) -> int: ...
 
-    def is_ascending(self, indices: Tensor) -> bool: ...  # noqa: D102
+    def is_ascending(self, indices: Tensor) -> bool: ...
 
-    def encode_positions(  # noqa: D102
+    def encode_positions(
         self, indices: Tensor, low_bits: int, low_bytes: int, high_bytes: int
     ) -> Tensor: ...
 
-    def decode_positions(  # noqa: D102
+    def decode_positions(
         self, code: Tensor, k: int, low_bits: int, low_bytes: int
     ) -> tuple[Tensor, int]: ...
 
-    def encode_values(self, values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]: ...  # noqa: D102
+    def encode_values(self, values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]: ...
 
-    def decode_values(self, code: Tensor, count: int, bits: int) -> Tensor: ...  # noqa: D102
+    def decode_values(self, code: Tensor, count: int, bits: int) -> Tensor: ...
 
-    def sum_sparse(  # noqa: D102
+    def sum_sparse(
         self, indices: list[Tensor], values: list[Tensor], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]: ...
 
@@ -130,9 +127,7 @@ def body_name(device: torch.device) -> str:
 
 
 def is_static(device: torch.device) -> bool:
-    """Whether tensors on `device` are exchanged in static shapes, without a word to the host: where
-    Triton runs.
-    """
+    """Whether exchanges on `device` have static shapes and never ask it: where Triton runs."""
     kernels = for_device(device)
     return kernels is not reference and kernels is not _numba_kernels()
 
@@ -150,11 +145,9 @@ def _demanded_triton(device: torch.device) -> Kernels:
 
 
 class CompiledSteps(Protocol):
-    """Whole steps for lists of tensors; arguments as in `core.lamb`, `core.lars` and
-    `core.outer`.
-    """
+    """Whole steps for lists of tensors, as in `core.lamb`, `core.lars` and `core.outer`."""
 
-    def lamb_(  # noqa: D102
+    def lamb_(
         self,
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
@@ -163,7 +156,7 @@ class CompiledSteps(Protocol):
         rule: LambRule,
     ) -> Tensor: ...
 
-    def lars_(  # noqa: D102
+    def lars_(
         self,
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
@@ -171,7 +164,7 @@ class CompiledSteps(Protocol):
         rule: LarsRule,
     ) -> Tensor: ...
 
-    def outer_(  # noqa: D102
+    def outer_(
         self,
         anchors: Sequence[Tensor],
         changes: Sequence[Tensor],
@@ -224,9 +217,7 @@ _STEP_TYPES = (torch.float32, torch.float64)
 
 @functools.cache
 def _numba_kernels() -> Kernels | None:
-    """The numba body, or None where nothing is compiled; imported at the first use because it takes
-    half a second.
-    """
+    """The numba body, imported at the first use as that takes half a second; None without numba."""
     try:
         import numba
     except ImportError:
@@ -240,9 +231,7 @@ def _numba_kernels() -> Kernels | None:
 
 @functools.cache
 def _triton_kernels() -> Kernels | None:
-    """The Triton body, or None without triton; imported at the first use because it takes a
-    second.
-    """
+    """The Triton body, imported at the first use as that takes a second; None without triton."""
     try:
         import triton  # noqa: F401
     except ImportError:

@@ -13,7 +13,6 @@ from thinwire.layout.message import SCALE_COUNT
 
 __all__ = [
     "commit_",
-    "commit_each_",
     "commit_list_",
     "count_nonzero",
     "decode_positions",
@@ -26,7 +25,6 @@ __all__ = [
     "is_ascending",
     "mixed",
     "propose",
-    "propose_each",
     "propose_list",
     "step_along_",
     "step_along_list_",
@@ -43,7 +41,6 @@ _LARGEST_BFLOAT16 = 0x7F7F0000
 
 
 def top_k(values: Tensor, k: int) -> Tensor:
-    """See `thinwire.core.select.top_k`."""
     magnitudes = values.abs()
     threshold = torch.topk(magnitudes, k, sorted=False).values.amin()
     above = (magnitudes > threshold).nonzero().squeeze(1)
@@ -51,92 +48,46 @@ def top_k(values: Tensor, k: int) -> Tensor:
     return torch.cat((above, tied)).sort().values
 
 
-def propose(
-    grad: Tensor,
-    residual: Tensor,
-    momentum_buffer: Tensor | None,
-    k: int,
-    *,
-    momentum: float,
-    nesterov: bool,
-) -> tuple[Tensor, Tensor, bool]:
-    """See `thinwire.core.feedback.propose`."""
-    u = None if momentum_buffer is None else _widened(momentum_buffer)
-    v = _widened(residual)
-    folded = _folded_residual(grad.to(v.dtype), v, u, momentum, nesterov)
+def propose(fold: Fold, k: int) -> tuple[Tensor, Tensor, bool]:
+    folded = _folded_residual(fold)
     if not bool(torch.isfinite(folded).all()):
         return folded.new_empty(0, dtype=torch.int64), folded.new_empty(0), False
     indices = top_k(folded, k)
     return indices, folded[indices], True
 
 
-def commit_(
-    grad: Tensor,
-    residual: Tensor,
-    momentum_buffer: Tensor | None,
-    indices: Tensor,
-    sent: Tensor,
-    *,
-    momentum: float,
-    nesterov: bool,
-    seed: int,
-) -> None:
-    """See `thinwire.core.feedback.commit_`."""
-    v, u = _widened(residual), None if momentum_buffer is None else _widened(momentum_buffer)
-    g = grad.to(v.dtype)
+def commit_(fold: Fold, indices: Tensor, sent: Tensor, seed: int) -> None:
+    residual, buffer = fold.residual, fold.momentum_buffer
+    v, u = _widened(residual), None if buffer is None else _widened(buffer)
+    g = fold.grad.to(v.dtype)
     if u is None:
         v.add_(g)
-    elif nesterov:
-        u.add_(g).mul_(momentum)
+    elif fold.nesterov:
+        u.add_(g).mul_(fold.momentum)
         v.add_(u).add_(g)
     else:
-        u.mul_(momentum).add_(g)
+        u.mul_(fold.momentum).add_(g)
         v.add_(u)
     v[indices] -= sent.to(v.dtype)
     if u is not None:
         u[indices] = 0
     if residual.dtype == torch.bfloat16:
         residual.copy_(_rounded(v, seed, for_buffer=False))
-        if momentum_buffer is not None and u is not None:
-            momentum_buffer.copy_(_rounded(u, seed, for_buffer=True))
+        if buffer is not None and u is not None:
+            buffer.copy_(_rounded(u, seed, for_buffer=True))
 
 
 def propose_list(
     folds: Sequence[Fold], ks: Sequence[int]
 ) -> list[tuple[Tensor, Tensor, bool | Tensor]]:
-    """`propose` of each tensor."""
-    return propose_each(propose, folds, ks)
+    return [propose(fold, k) for fold, k in zip(folds, ks, strict=True)]
 
 
 def commit_list_(
     folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int]
 ) -> None:
-    """`commit_` of each tensor."""
-    commit_each_(commit_, folds, sent, seeds)
-
-
-def propose_each(
-    propose_one: Callable[..., tuple[Tensor, Tensor, bool | Tensor]],
-    folds: Sequence[Fold],
-    ks: Sequence[int],
-) -> list[tuple[Tensor, Tensor, bool | Tensor]]:
-    """A body's `propose` of one tensor after the other."""
-    return [
-        propose_one(*fold[:3], k, momentum=fold.momentum, nesterov=fold.nesterov)
-        for fold, k in zip(folds, ks, strict=True)
-    ]
-
-
-def commit_each_(
-    commit_one_: Callable[..., object],
-    folds: Sequence[Fold],
-    sent: Sequence[tuple[Tensor, Tensor]],
-    seeds: Sequence[int],
-) -> None:
-    """A body's `commit_` of one tensor after the other."""
     for fold, part, seed in zip(folds, sent, seeds, strict=True):
-        rule = {"momentum": fold.momentum, "nesterov": fold.nesterov, "seed": seed}
-        commit_one_(*fold[:3], *part, **rule)
+        commit_(fold, *part, seed)
 
 
 def step_along_list_(
@@ -193,7 +144,6 @@ def decode_slots(slots: object, code: object, bits: int) -> None:
 
 
 def store_(target: Tensor, values: Tensor, seed: int) -> None:
-    """See `thinwire.core.feedback.store_`."""
     target.copy_(_rounded(values, seed, for_buffer=True))
 
 
@@ -218,9 +168,7 @@ def mixed(x: Any) -> Any:
 
 
 def _rounded(values: Tensor, seed: int, *, for_buffer: bool) -> Tensor:
-    """`values`, float32 of shape (n,), rounded stochastically to bfloat16; see
-    `thinwire.core.feedback`.
-    """
+    """A float32 rounded stochastically to bfloat16; what is not finite stays as it is."""
     noise = mixed(torch.arange(values.numel(), device=values.device) ^ seed)
     noise = noise >> 16 if for_buffer else noise & 0xFFFF
     bits = values.view(torch.int32).long() & _LOW_32
@@ -235,15 +183,16 @@ def _widened(state: Tensor) -> Tensor:
     return state.float() if state.dtype == torch.bfloat16 else state
 
 
-def _folded_residual(
-    g: Tensor, residual: Tensor, momentum_buffer: Tensor | None, momentum: float, nesterov: bool
-) -> Tensor:
-    if momentum_buffer is None:
-        return residual + g
+def _folded_residual(fold: Fold) -> Tensor:
+    v = _widened(fold.residual)
+    g = fold.grad.to(v.dtype)
+    if fold.momentum_buffer is None:
+        return v + g
+    u = _widened(fold.momentum_buffer)
     # Separate operations: one fused multiply-add would round once where `commit_` rounds twice.
-    if nesterov:
-        return (momentum_buffer + g).mul_(momentum).add_(residual).add_(g)
-    return (momentum_buffer * momentum).add_(g).add_(residual)
+    if fold.nesterov:
+        return (u + g).mul_(fold.momentum).add_(v).add_(g)
+    return (u * fold.momentum).add_(g).add_(v)
 
 
 def count_nonzero(values: Tensor) -> int:
@@ -257,7 +206,6 @@ def is_ascending(indices: Tensor) -> bool:
 
 
 def encode_positions(indices: Tensor, low_bits: int, low_bytes: int, high_bytes: int) -> Tensor:
-    """See `thinwire.wire.positions.encode_positions`."""
     low = _pack_fields(indices & ((1 << low_bits) - 1), low_bits, low_bytes)
     ones = (indices >> low_bits) + torch.arange(indices.numel(), device=indices.device)
     bitmap = torch.zeros(8 * high_bytes, dtype=torch.uint8, device=indices.device)
@@ -266,9 +214,7 @@ def encode_positions(indices: Tensor, low_bits: int, low_bytes: int, high_bytes:
 
 
 def decode_positions(code: Tensor, k: int, low_bits: int, low_bytes: int) -> tuple[Tensor, int]:
-    """Positions as the code has them, at most `k` and in no way checked, and how many bits the
-    bitmap has set.
-    """
+    """Positions as the code has them, at most `k` and unchecked, and how many bits are set."""
     ones = _unpack_bits(code[low_bytes:]).nonzero().squeeze(1)
     count = ones.numel()
     ones = ones[:k]
@@ -277,7 +223,6 @@ def decode_positions(code: Tensor, k: int, low_bits: int, low_bytes: int) -> tup
 
 
 def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
-    """See `thinwire.wire.values.encode_values`."""
     if bits == 32:
         sent = values.clamp(-_FLOAT32_MAX, _FLOAT32_MAX).float()
         return _zero_padded(sent.view(torch.uint8), 4 * k), sent
@@ -290,7 +235,6 @@ def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def decode_values(code: Tensor, count: int, bits: int) -> Tensor:
-    """See `thinwire.wire.values.decode_values`."""
     if bits == 32:
         return code[: 4 * count].clone().view(torch.float32)
     scale_bytes = 4 * SCALE_COUNT[bits]
@@ -301,7 +245,6 @@ def decode_values(code: Tensor, count: int, bits: int) -> Tensor:
 def sum_sparse(
     indices: list[Tensor], values: list[Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """See `thinwire.core.feedback.sum_sparse`."""
     union, places = torch.unique(torch.cat(indices), return_inverse=True)
     sums = torch.zeros(union.numel(), dtype=dtype, device=union.device)
     for place, value in zip(places.split([i.numel() for i in indices]), values, strict=True):
@@ -310,9 +253,7 @@ def sum_sparse(
 
 
 def _scales(magnitudes: Tensor, bits: int, k: int) -> Tensor:
-    """The float32 numbers that travel with the fields: the mean, the code book, or the smallest and
-    the largest.
-    """
+    """What travels with the fields: the mean, the code book, or the smallest and the largest."""
     if bits == 1:
         scales = [_halving_sum(magnitudes) / k]
     elif bits <= 4:
@@ -333,9 +274,7 @@ def _split_at_means(magnitudes: Tensor, depth: int, parent_mean: float) -> list[
 
 
 def _halving_sum(x: Tensor) -> float:
-    """Sum by adding the upper half to the lower until one is left: an order that every device can
-    follow exactly.
-    """
+    """Sum by adding the upper half to the lower: an order that every device can follow."""
     n = x.numel()
     while n > 1:
         half = (n + 1) // 2

@@ -1,18 +1,34 @@
-"""What calls over many tensors take: of each tensor, and the constants of a step."""
+"""What calls over many tensors take: of each tensor, and the constants of a step; where the entries
+of tensors are; and what a training is going to ask of the compiled loops.
+"""
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
-__all__ = ["Fold", "LambRule", "LarsRule", "OuterRule", "TrustRule"]
+__all__ = [
+    "Fold",
+    "LambRule",
+    "LarsRule",
+    "Need",
+    "OuterRule",
+    "TrustRule",
+    "Work",
+    "bump_versions",
+    "has_address",
+    "is_plain",
+    "needs_of",
+    "share_memory",
+]
 
 
 class Fold(NamedTuple):
-    """One tensor's gradient, and what it is folded into; see `thinwire.core.feedback` for shapes
-    and types.
-    """
+    """One tensor's gradient, and what it is folded into; see `core.feedback`."""
 
     grad: Tensor
     residual: Tensor
@@ -104,3 +120,88 @@ class OuterRule:
             return self.lr if times else 1.0
         summed = (1 - m * (1 - m**times) / (times * (1 - m))) / (1 - m)
         return self.lr * (1 + m * summed if self.nesterov else summed)
+
+
+Work: TypeAlias = Literal["sparse", "changes", "codes", "lamb", "lars", "outer"]
+"""A sparse exchange of gradients, one of changes of parameters, codes of whole changes, or a
+compiled step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One kind of work on tensors of one type on the CPU."""
+
+    work: Work
+    """Of which kind."""
+    dtype: torch.dtype
+    """Of the state that is worked on: float32 or float64; bfloat16 too for sparse exchange."""
+    grad_dtype: torch.dtype = torch.float32
+    """Of the gradients as the loops read them."""
+    param_dtype: torch.dtype = torch.float32
+    """Of the parameters that a sparse exchange moves."""
+    value_bits: int = 1
+    """What a sent value costs."""
+
+
+def needs_of(
+    work: Work,
+    params: Iterable[Tensor],
+    *,
+    state_dtype: torch.dtype | None = None,
+    value_bits: int = 1,
+) -> frozenset[Need]:
+    """What work of this kind on these parameters will call.
+
+    Args:
+        work: See `Need`.
+        params: The parameters; those on other devices, or of other types than float32, float64 and
+            (for a sparse exchange) bfloat16 and float16, need nothing.
+        state_dtype: In which a sparse exchange keeps its state; None: float64 for float64
+            parameters, else float32.
+        value_bits: What a sent value costs.
+    """
+    needs = set()
+    for device, dtype in {(param.device.type, param.dtype) for param in params}:
+        if device != "cpu" or not dtype.is_floating_point:
+            continue
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        if work not in ("sparse", "changes", "codes"):
+            needs.add(Need(work, wide))
+            continue
+        state = wide if wide == torch.float64 else state_dtype or wide
+        narrow = dtype == torch.bfloat16 and work == "sparse"
+        needs.add(Need(work, state, torch.bfloat16 if narrow else wide, wide, value_bits))
+    return frozenset(needs)
+
+
+_PLAIN_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def has_address(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether its entries of `dtype` lie one after the other in the CPU's memory."""
+    return tensor.is_cpu and is_plain(tensor, dtype)
+
+
+def is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether it is a tensor of torch's own classes, contiguous, that owns memory."""
+    plain = type(tensor) in _PLAIN_CLASSES and tensor.dtype == dtype
+    strided = (
+        plain and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
+    )
+    # a storage that was freed has address 0
+    return strided and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+
+
+def bump_versions(*lists: Sequence[Tensor]) -> None:
+    """Tell autograd that loops have written to these tensors, so that older graphs complain."""
+    torch.autograd.graph.increment_version([tensor for tensors in lists for tensor in tensors])
+
+
+def share_memory(tensors: Sequence[Tensor]) -> bool:
+    """Whether two of these contiguous tensors overlap."""
+    ends = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+        for tensor in tensors
+        if tensor.numel()
+    )
+    return any(following[0] < one[1] for one, following in pairwise(ends))

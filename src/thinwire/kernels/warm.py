@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 import torch
 
 from thinwire.kernels import body_name
-from thinwire.kernels.needs import Need
+from thinwire.kernels.rules import Need
 
 __all__ = ["warm_up", "warm_up_beside"]
 
@@ -48,9 +48,7 @@ def warm_up(needs: Collection[Need]) -> float:
 
 
 def warm_up_beside(needs: Collection[Need]) -> None:
-    """Begin `warm_up` on a thread, where others wait for the caller; the next call of `warm_up`
-    waits for it.
-    """
+    """Begin `warm_up` on a thread; the next call of `warm_up` waits for it."""
 
     def work() -> None:
         with contextlib.suppress(Exception):  # it comes again where it is waited for

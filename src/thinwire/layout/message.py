@@ -48,17 +48,11 @@ SKETCH_NUMEL = 64
 
 
 def count_sent(numel: int, sparsity: float) -> int:
-    """Number of entries that are sent: max(1, round(numel * (1 - sparsity))).
-
-    Args:
-        numel: Entries of the tensor, at least 1.
-        sparsity: Fraction that is not sent, in [0, 1).
-
-    Returns:
-        Between 1 and `numel`; float64 arithmetic and Python's `round` (halves to even).
+    """Number of entries that are sent: max(1, round(numel * (1 - sparsity))), in float64 arithmetic
+    and by Python's `round` (halves to even).
 
     Raises:
-        ValueError: An argument is out of its range.
+        ValueError: `numel` is less than 1, or `sparsity` not in [0, 1).
 
     Source: arXiv 1712.01887. Differs: rounded instead of truncated, at least one.
     """
@@ -83,26 +77,18 @@ class PositionParts(NamedTuple):
 
 
 def position_bytes(numel: int, k: int) -> int:
-    """Length of the code of up to `k` positions out of `numel`, in bytes.
-
-    Args:
-        numel: Entries of the tensor, n.
-        k: Positions that fit, between 1 and n.
-
-    Returns:
-        A function of the two numbers only, so every rank knows it without asking.
+    """Length of the code of up to `k` positions out of `numel`, in bytes: a function of the two
+    numbers only, so every rank knows it without asking.
 
     Raises:
-        ValueError: `k` is out of its range.
+        ValueError: `k` is not between 1 and `numel`.
     """
     parts = position_parts(numel, k)
     return parts.low_bytes + parts.high_bytes
 
 
 def position_parts(numel: int, k: int) -> PositionParts:
-    """How the code of up to `k` positions out of `numel` is divided; arguments and errors as in
-    `position_bytes`.
-    """
+    """How the code of up to `k` positions out of `numel` is divided; see `position_bytes`."""
     if not 1 <= k <= numel:
         raise ValueError(f"k is {k}; it must be between 1 and numel = {numel}")
     low_bits = (numel // k).bit_length() - 1
@@ -111,17 +97,10 @@ def position_parts(numel: int, k: int) -> PositionParts:
 
 
 def value_bytes(k: int, bits: int) -> int:
-    """Length of the code of up to `k` values, scales included, in bytes.
-
-    Args:
-        k: Values for which there is room.
-        bits: Cost of one value, one of 1, 2, 4, 8, 16, 32.
-
-    Returns:
-        A function of the two numbers only.
+    """Length of the code of up to `k` values of so many bits, scales included, in bytes.
 
     Raises:
-        ValueError: Another number of bits.
+        ValueError: Another number of bits than 1, 2, 4, 8, 16, 32.
     """
     if bits not in VALUE_BITS:
         raise ValueError(f"bits is {bits}; it must be one of 1, 2, 4, 8, 16, 32")
@@ -148,8 +127,7 @@ class Layout:
     """Cost of one value: 1, 2, 4, 8, 16 or 32."""
     part: str = ""
     """Which part of a split exchange this is; empty for a whole message. Parts have room to spare,
-    so that at 1 bit
-    their scale is the mean of the values that came."""
+    so that at 1 bit their scale is the mean of the values that came."""
 
     @classmethod
     def of(cls, numels: Iterable[int], sparsity: float, value_bits: int) -> Self:
@@ -187,12 +165,8 @@ class Layout:
     @cached_property
     def digest(self) -> int:
         """64 bits that stand for the layout in the header."""
-        text = (
-            f"elias-fano;{self.value_bits};"
-            + ",".join(f"{s.k}/{s.numel}" for s in self.slots)
-            + self.part
-        )
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+        slots = ",".join(f"{s.k}/{s.numel}" for s in self.slots)
+        return _digest(f"elias-fano;{self.value_bits};{slots}{self.part}")
 
 
 @dataclass(frozen=True)
@@ -214,8 +188,11 @@ class WholeLayout:
     @cached_property
     def digest(self) -> int:
         """64 bits that stand for the layout in the header."""
-        text = f"whole;{self.value_bits};" + ",".join(map(str, self.numels)) + self.part
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+        return _digest(f"whole;{self.value_bits};{','.join(map(str, self.numels))}{self.part}")
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 def whole_bytes(numel: int, bits: int) -> int:

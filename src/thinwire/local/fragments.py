@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from thinwire.layout.fragments import partition, strided
+from thinwire.layout.shares import contiguous, strided
 from thinwire.local.config import LocalConfig
 
 __all__ = ["fragments_of"]
@@ -20,4 +20,4 @@ def fragments_of(params: Mapping[str, Tensor], config: LocalConfig) -> list[list
     if config.fragment_order == "strided":
         return strided(names, config.fragments)
     sizes = [p.numel() for p in params.values()]
-    return [[names[i] for i in part] for part in partition(sizes, config.fragments)]
+    return [[names[i] for i in part] for part in contiguous(sizes, config.fragments)]

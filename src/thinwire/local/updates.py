@@ -24,9 +24,8 @@ from thinwire.comm import (
 )
 from thinwire.comm.private import forget_ended
 from thinwire.compress import COMPRESSIONS, compression_of, field_of
-from thinwire.compress.coverage import tell_coverage
 from thinwire.compress.dgc import DGC
-from thinwire.compress.figures import left_out, loops_of
+from thinwire.compress.figures import left_out, loops_of, tell_coverage
 from thinwire.compress.low_rank import LowRank
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.origin import ORIGIN, Origin, without_origin
@@ -36,7 +35,7 @@ from thinwire.errors import PeerLost
 from thinwire.exchange.digest import DIGEST_EVERY
 from thinwire.exchange.ranks import Ranks
 from thinwire.exchange.synchronizer import NO_TRAFFIC
-from thinwire.kernels.needs import Need, needs_of
+from thinwire.kernels.rules import Need, needs_of
 from thinwire.local import saving
 from thinwire.local.averager import Averager, Counters, OwnScale
 from thinwire.local.averaging import Averaging, PendingAveraging

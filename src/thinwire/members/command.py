@@ -14,9 +14,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from thinwire.members.address import Address, parse_address
-from thinwire.members.token import new_token as make_token
-from thinwire.members.token import read_token
+from thinwire.members.credentials import Address, parse_address, read_token
+from thinwire.members.credentials import new_token as make_token
 
 __all__ = ["EXAMPLES", "host"]
 
@@ -74,7 +73,7 @@ def _hold(listener: socket.socket, where: Address, token: bytes | None, *, quiet
     # else torch tells at length of everybody who says something that is no message, and the store
     # waits for whoever reads that
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from thinwire.members.host import serve  # loads torch
+    from thinwire.members.meeting import serve  # loads torch
 
     def say(line: str) -> None:
         if not quiet:
@@ -141,7 +140,6 @@ def _why(error: OSError) -> str:
 
 
 def _remarks(where: Address, *, with_token: bool) -> Iterator[str]:
-    """What whoever starts it should know."""
     if not with_token:
         yield (
             "no --token-file: whoever reaches this port can join, and write what members read. "

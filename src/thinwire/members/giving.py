@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from thinwire.comm.direct import Line
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.members.board import Board
 
-__all__ = ["Given", "Giver", "Heir", "Taker", "legacy_number"]
+__all__ = ["Given", "Giver", "Heir", "Taker", "Way", "legacy_number"]
 
 _MARK = 16
 _ALIVE, _SIGNS = "alive", 4
@@ -48,6 +48,27 @@ class Given:
     def nbytes(self) -> int:
         """Of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class Way(NamedTuple):
+    """How a member copies state from or to others."""
+
+    board: Board
+    """Of the run; cloned by threads."""
+    address: str
+    """Of this machine."""
+    timeout_s: float
+    key: bytes
+    """Of the checksums; empty where the run has none."""
+
+    def line(self, number: int, *, giver: bool) -> Line:
+        """To the other end of the copy of this number."""
+        store = self.board.store.under(f"copy/{number}")
+        return Line(store, giver=giver, timeout_s=self.timeout_s, address=self.address)
+
+    def cloned(self) -> "Way":
+        """The same for a thread of its own."""
+        return self._replace(board=self.board.clone())
 
 
 class _Marks:
@@ -92,20 +113,9 @@ class Giver:
         newcomer: Its identity.
     """
 
-    def __init__(
-        self,
-        board: Board,
-        number: int,
-        newcomer: str,
-        *,
-        me: str,
-        address: str,
-        timeout_s: float,
-        key: bytes,
-    ) -> None:
+    def __init__(self, way: Way, number: int, newcomer: str, *, me: str) -> None:
         self.number, self.newcomer = number, newcomer
-        self._board, self._me, self._address = board, me, address
-        self._timeout_s, self._marks = timeout_s, _Marks(key, number)
+        self._way, self._me, self._marks = way, me, _Marks(way.key, number)
         self._messages: deque[Given | None] = deque()
         self._news = threading.Condition()
         self._state_bytes = 0
@@ -125,9 +135,7 @@ class Giver:
         return bool(waiting) and sum(message.nbytes for message in waiting) > self._state_bytes
 
     def give(self, message: Given) -> None:
-        """Send when what came before has been sent, or instead of that where it is a state; the
-        tensors must not change any more.
-        """
+        """Send after what came before, or instead of it where it is a state."""
         with self._news:
             if message.kind == "state":
                 self._messages.clear()
@@ -148,21 +156,16 @@ class Giver:
         """
         with self._news:
             if not self._messages:
-                self._news.wait(self._timeout_s / _SIGNS)
+                self._news.wait(self._way.timeout_s / _SIGNS)
             if not self._messages:
                 return Given(_ALIVE, {}, {}), 0
             return self._messages.popleft(), len(self._messages)
 
     def _run(self) -> None:
         try:
-            board = self._board.clone()
-            board.put(f"giver/{self.number}", {"id": self._me})
-            line = Line(
-                board.store.under(f"copy/{self.number}"),
-                giver=True,
-                timeout_s=self._timeout_s,
-                address=self._address,
-            )
+            way = self._way.cloned()
+            way.board.put(f"giver/{self.number}", {"id": self._me})
+            line = way.line(self.number, giver=True)
             try:
                 while True:
                     message, waiting = self._next()
@@ -188,16 +191,8 @@ class Taker:
         PeerLost, PeerStalled: The giver has gone.
     """
 
-    def __init__(
-        self, board: Board, number: int, *, address: str, timeout_s: float, key: bytes
-    ) -> None:
-        self._marks = _Marks(key, number)
-        self._line = Line(
-            board.store.under(f"copy/{number}"),
-            giver=False,
-            timeout_s=timeout_s,
-            address=address,
-        )
+    def __init__(self, way: Way, number: int) -> None:
+        self._marks, self._line = _Marks(way.key, number), way.line(number, giver=False)
 
     def take(self, at_most: int) -> Given:
         """The next message that is no mere sign of life; `at_most` bounds the bytes of its tensors.
@@ -225,20 +220,10 @@ class Heir:
         factor: What it counts for here.
     """
 
-    def __init__(
-        self,
-        board: Board,
-        number: int,
-        factor: float,
-        *,
-        at_most: int,
-        address: str,
-        timeout_s: float,
-        key: bytes,
-    ) -> None:
+    def __init__(self, way: Way, number: int, factor: float, *, at_most: int) -> None:
         self.factor = factor
         self.taken: Given | None = None
-        self._take = (board, number, at_most, address, timeout_s, key)
+        self._take = way, number, at_most
         self._thread = threading.Thread(target=self._run, name="thinwire-heir", daemon=True)
         self._thread.start()
 
@@ -248,9 +233,9 @@ class Heir:
         return self._thread.is_alive()
 
     def _run(self) -> None:
-        board, number, at_most, address, timeout_s, key = self._take
+        way, number, at_most = self._take
         try:
-            taker = Taker(board.clone(), number, address=address, timeout_s=timeout_s, key=key)
+            taker = Taker(way.cloned(), number)
             try:
                 self.taken = taker.take(at_most)
             finally:

@@ -125,11 +125,7 @@ class Keeper:
             raise ThinwireError(f"no first generation came about within {limit_s:g} s")
 
     def _came(self, what: Callable[[], Any], limit_s: float) -> bool:
-        """Wait for the thread to bring something about; False where it did not in time.
-
-        Raises:
-            PeerStalled: The thread waits for the meeting place, for longer than the time-out.
-        """
+        """Wait for the thread to bring something about; False where it did not in time."""
         until = time.monotonic() + limit_s
         with self._news:
             while not self._news.wait_for(what, _POLL_S):
@@ -152,7 +148,12 @@ class Keeper:
 
     def broken(self, number: int, why: str) -> None:
         """Say that nothing can be exchanged in a generation any more."""
-        self._orders.put(lambda: self._leave_behind(number, why))
+
+        def leave_behind() -> None:
+            if self.generation is not None and self.generation.number == number:
+                self._regroup(why)
+
+        self._orders.put(leave_behind)
 
     def change(self, number: int, ids: Sequence[str], settled: Sequence[str]) -> None:
         """Go over from a generation to one of these members, as all its members have agreed."""
@@ -179,9 +180,7 @@ class Keeper:
         return self.current()
 
     def passed(self, number: int, vote: int, answers: Sequence[bytes]) -> bool:
-        """Go along with an agreement of a generation; False where that has been left meanwhile, so
-        that it counts only if another member says so.
-        """
+        """Go along with an agreement; False where its generation has been left meanwhile."""
         with self._news:
             now = self.generation
             if self._frozen or now is None or now.number != number:
@@ -214,9 +213,7 @@ class Keeper:
         return 0.0
 
     def say_hello(self, board: Board, founds: int | None = None) -> int:
-        """Ask to be let in, or to begin with the generation `founds`; the number by which others
-        speak of this request.
-        """
+        """Ask to be let in, or to begin with the generation `founds`; the request's number."""
         number = max(self._hello, board.of_member(_HELLOS) or 0)
         while True:
             key = f"hello/{number}"
@@ -296,10 +293,11 @@ class Keeper:
         self._orders.put(None)
         if self.board.waits_s > self.timeout_s:  # the host does not answer
             self.board.hang_up()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        beside = threading.current_thread() is not self._thread
+        if self._thread.is_alive() and beside:
             self._thread.join(_EXIT_S)
         self.board.hang_up()  # it may still wait for the host
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if self._thread.is_alive() and beside:
             # the process would be aborted at its end by a thread of the backend that still connects
             self._thread.join(_BUILD_S)
         if self.generation is not None and self.generation.groups is not None:
@@ -323,17 +321,12 @@ class Keeper:
         except ThinwireError as error:
             self._ended(error)
         except RuntimeError as error:
-            self._ended(
-                ThinwireError(
-                    f"the meeting place does not answer, and without it no new generation can be "
-                    f"formed: {error}"
-                )
-            )
+            text = "the meeting place does not answer, and without it no new generation can be"
+            self._ended(ThinwireError(f"{text} formed: {error}"))
         except Exception as error:  # who waits for this thread must not wait for ever
             _log.exception("the thread that keeps this member in its run has failed")
-            self._ended(
-                ThinwireError(f"keeping this member in its run: {type(error).__name__}: {error}")
-            )
+            text = f"keeping this member in its run: {type(error).__name__}: {error}"
+            self._ended(ThinwireError(text))
 
     def _ended(self, error: ThinwireError) -> None:
         with self._news:
@@ -391,22 +384,16 @@ class Keeper:
         self._enter(number, Decision.from_dict(self.board.first(f"members/{number}", first)))
 
     def _who_came(self, number: int) -> tuple[str, ...]:
-        """Those who have said hello to begin with this generation and are alive, in the order of
-        their hellos.
-        """
+        """Those alive who have said hello to begin with this generation, in the order of that."""
         self._read_hellos(math.inf)
         hellos = [value for _, value in sorted(self._hellos.items())]
         ids = dict.fromkeys(value["id"] for value in hellos if value.get("founds") == number)
         return tuple(each for each in ids if each == self.me or self._lives(each))
 
     def _look(self, number: int) -> tuple[int, Decision, bool]:
-        """The last generation by now, from this one on, and whether one of its members lives;
-        -1 and nobody before the first.
-        """
+        """The last generation by now, from this one on, and whether one of its members lives."""
         self._beat()
-        before = number
-        while self.board.has(f"members/{number + 1}"):
-            number += 1
+        before, number = number, self._latest_from(number)
         decision = self._decision(number)
         self._awaited = decision.ids
         lives = self._some_live(decision.ids)
@@ -423,15 +410,14 @@ class Keeper:
         return Decision.from_dict(value)
 
     def _is_silent(self) -> bool:
-        """Whether nobody was heard of within the time-out, and the time that connecting may take,
-        in which members give no sign of life.
-        """
+        # members that connect give no sign of life
         return time.monotonic() - self._heard > self._patience_s
 
     def _latest(self) -> int:
-        """The number of the last generation of the run; -1 before the first."""
         hint = self.board.get("gen")
-        number = -1 if hint is None else int(hint)
+        return self._latest_from(-1 if hint is None else int(hint))
+
+    def _latest_from(self, number: int) -> int:
         while self.board.has(f"members/{number + 1}"):
             number += 1
         return number
@@ -495,7 +481,6 @@ class Keeper:
         return self._is_fresh(other)
 
     def _some_live(self, others: Sequence[str]) -> bool:
-        """Look for signs of life of all of them."""
         found = [self._lives(other) for other in others if other != self.me]
         return any(found)
 
@@ -504,7 +489,6 @@ class Keeper:
         return beat is not None and beat[2] and time.monotonic() - beat[1] < _FRESH_S
 
     def _watch(self) -> None:
-        """Look whether the others have left the generation, and who wants to come in."""
         now = self.generation
         assert now is not None, "entered"
         try:
@@ -587,10 +571,6 @@ class Keeper:
         """Those who live go first, then whoever was not looked at for longest."""
         return not self._is_fresh(self._hellos[number]["id"]), self._looked.get(number, 0.0)
 
-    def _leave_behind(self, number: int, why: str) -> None:
-        if self.generation is not None and self.generation.number == number:
-            self._regroup(why)
-
     def _go_over(self, number: int, ids: tuple[str, ...], settled: tuple[str, ...]) -> None:
         old = self.generation
         if old is None or old.number != number:  # another one was formed meanwhile
@@ -605,7 +585,6 @@ class Keeper:
         self._enter(number + 1, Decision.from_dict(value))
 
     def _leave_for(self, decision: Decision) -> None:
-        """Follow the others into the next generation."""
         old = self.generation
         assert old is not None, "entered"
         self._give_up(old)
@@ -619,7 +598,6 @@ class Keeper:
             old.groups.hang_up()
 
     def _regroup(self, why: str) -> None:
-        """Form the next generation, of those who are still there."""
         old = self.generation
         assert old is not None, "entered"
         self.board.put(f"break/{old.number}", {"by": self.me, "why": why})
@@ -628,12 +606,7 @@ class Keeper:
         self._enter(old.number + 1, self._decided(old))
 
     def _decided(self, old: Generation, connecting_s: float | None = None) -> Decision:
-        """The next generation, of those who are still there.
-
-        Args:
-            old: The one that is broken.
-            connecting_s: Where it could not be connected: for how long others may still try.
-        """
+        """The next generation, of those still there; some may connect for `connecting_s` yet."""
         number, begun = old.number + 1, time.monotonic()
         self.board.put(f"alive/{number}/{self.me}", self._announcement(connecting_s))
         while True:
@@ -669,9 +642,7 @@ class Keeper:
             time.sleep(_STEP_S)
 
     def _enter(self, number: int, decision: Decision) -> None:
-        """Form the groups of a generation, or the next one where that fails: without those who have
-        died or, where nobody has, without newcomers, one of whom may not reach all members.
-        """
+        """Form the groups of a generation; where that fails the next one, as `agreed` decides."""
         builds, trouble = 0, "it was not heard of in time, or has left"
         with self._news:
             self._voted = False

@@ -1,12 +1,15 @@
-"""How a newcomer reaches the meeting place and is told at once when it does not belong there."""
+"""The meeting place: a store behind a socket of our own; how a newcomer reaches it, and is told at
+once when it does not belong there.
+"""
 
 import json
 import math
 import re
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final
 
@@ -16,9 +19,8 @@ from torch.distributed import DistError, DistStoreError
 from thinwire._aside import Late, addresses_of, within
 from thinwire._version import __version__
 from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, PeerStalled
-from thinwire.members.address import Address, parse_address
-from thinwire.members.sealed import SealedStore
-from thinwire.members.token import derived_key
+from thinwire.members.board import SealedStore
+from thinwire.members.credentials import Address, derived_key, parse_address
 
 __all__ = [
     "MEETING_VERSION",
@@ -28,6 +30,7 @@ __all__ = [
     "require_run",
     "require_same",
     "run_store",
+    "serve",
 ]
 
 MEETING_VERSION: Final = 1
@@ -97,14 +100,8 @@ def connect(
 
 
 def greet(store: Store, token: bytes | None) -> str:
-    """Leave the greeting by which newcomers know this host, and know that it has their token.
-
-    Args:
-        store: Of the host, new.
-        token: None for a host without.
-
-    Returns:
-        The session, random: keys of runs are made from it too.
+    """Leave the greeting, in the host's new store, by which newcomers know this host, and know that
+    it has their token; return the session, random: keys of runs are made from it too.
     """
     session = secrets.token_hex(_SESSION_BYTES)
     told = {"meeting": MEETING_VERSION, "thinwire": __version__, "session": session}
@@ -134,13 +131,8 @@ def require_run(run: str) -> None:
 def require_same(
     store: SealedStore, facts: Mapping[str, Any], *, cures: Mapping[str, str] | None = None
 ) -> None:
-    """Agree with the run on facts: the first member that comes sets them, every other one compares.
-
-    Args:
-        store: Of the run.
-        facts: What all members must have in common, as JSON holds it; in the order in which
-            differences are looked for.
-        cures: What to do where an entry differs, by its name; sentences.
+    """Agree with the run on facts, as JSON holds them: the first member that comes sets them, every
+    other one compares, in their order. `cures` says what to do where an entry differs, by its name.
 
     Raises:
         Mismatch: On this member alone: the first entry that differs, and both values.
@@ -185,7 +177,6 @@ def reached_from(place: Address, limit_s: float) -> str:
 
 
 def _own_end(place: Address, until: float) -> str:
-    """The address at this end of a connection to a place, made for a moment."""
     addresses = addresses_of(place.host, until - time.monotonic())
     # one after the other: the first may be of a kind that has no route from here
     for tried, address in enumerate(addresses, 1):
@@ -237,3 +228,88 @@ def _place_store(store: Store, token: bytes | None) -> SealedStore:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+_TIMEOUT: Final = timedelta(seconds=5)
+_LOOK_S: Final = 1.0
+_MOST_RUNS: Final = 64
+_LOOPBACKS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def serve(
+    listener: socket.socket,
+    token: bytes | None,
+    *,
+    say: Callable[[str], None],
+    ready: Callable[[], None],
+    stop: threading.Event,
+) -> None:
+    """Hold the store until `stop` is set, and say when the generation of a run changes.
+
+    Args:
+        listener: Listens already; it is the only socket that does, and is closed in the end.
+        token: For the greeting, and to read what runs tell; None without.
+        say: Takes one line.
+        ready: Called once newcomers are admitted.
+        stop: Ends it within a second.
+    """
+    host, port = listener.getsockname()[:2]
+    store = TCPStore(
+        _LOOPBACKS.get(host, host),  # for its own client
+        port,
+        None,
+        True,
+        _TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    session = greet(store, token)
+    ready()
+    told: dict[str, str] = {}
+    while not stop.wait(_LOOK_S):
+        for run in _runs(store):
+            line = _state(store, run, token, session)
+            if line != told.get(run) and (run in told or len(told) < _MOST_RUNS):
+                told[run] = line
+                say(f"run {run}: {line}")
+
+
+def _runs(store: TCPStore) -> list[str]:
+    """Names of runs that have a generation; a stranger may have put anything in there."""
+    found = []
+    try:
+        keys = store.list_keys()
+    except UnicodeDecodeError:  # whoever put it there must not end the host
+        return []
+    for key in keys:
+        parts = key.split("/")
+        if len(parts) == 3 and parts[0] == "run" and parts[2] == "gen":
+            try:
+                require_run(parts[1])
+            except ValueError:
+                continue
+            found.append(parts[1])
+    return sorted(found)
+
+
+def _state(store: TCPStore, run: str, token: bytes | None, session: str) -> str:
+    """The generation of a run and its members, or why they cannot be told."""
+    of_run = run_store(store, run, token, session)
+    try:
+        generation = json.loads(of_run.get("gen"))
+        if type(generation) is not int:
+            raise ValueError(f"it is {_shown(generation)}, no number")
+        key = f"members/{generation}"
+        members = json.loads(of_run.get(key)) if of_run.check([key]) else None
+    except PayloadCorrupt as error:
+        return str(error)
+    except (ValueError, RecursionError, DistError) as error:
+        return f"its generation cannot be read: {error}"
+    ids = members.get("ids") if isinstance(members, dict) else None
+    names = ", ".join(map(_shown, ids)) if isinstance(ids, list) else ""
+    return f"generation {_shown(generation)}, members: {names or 'not told'}"
+
+
+def _shown(value: Any) -> str:
+    """A value as a terminal may be given it, whoever wrote it."""
+    return ascii(value)[:100].strip("'")

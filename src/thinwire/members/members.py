@@ -17,17 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire import _validate as check
 from thinwire.comm import Group
+from thinwire.comm.handshake import leaves
 from thinwire.comm.waiting import seconds_of
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
-from thinwire.members.address import parse_address
 from thinwire.members.board import Board
+from thinwire.members.credentials import parse_address, read_token
 from thinwire.members.generation import Generation
-from thinwire.members.giving import Given, Giver, Heir, Taker, legacy_number
-from thinwire.members.group import ElasticGroup
+from thinwire.members.giving import Given, Giver, Heir, Taker, Way, legacy_number
+from thinwire.members.group import ElasticGroup, OneRank, Site, SiteGroup
 from thinwire.members.keeper import Keeper
 from thinwire.members.meeting import connect, reached_from, require_same
-from thinwire.members.site import Site, SiteGroup
-from thinwire.members.token import read_token
 
 __all__ = ["Members", "Work", "join"]
 
@@ -72,22 +71,20 @@ class Members:
     def __init__(
         self,
         board: Board,
-        *,
         address: str,
-        min_members: int,
-        start_members: int,
         timeout_s: float,
-        site: Site | None = None,
+        site: OneRank,
+        keeper_of: Callable[[Board, str], Keeper],
     ) -> None:
-        self._address = address
-        self._board = board if site is None else board.under(f"shard/{site.rank}")
-        self._key = self._board.store.key_for("state") or b""
-        self.site = site
-        self._min_members, self._start_members = min_members, start_members
-        self.timeout_s = timeout_s
+        self._site, self._keeper_of, self.timeout_s = site, keeper_of, timeout_s
+        self._board = board if self.site is None else board.under(f"shard/{site.rank}")
+        key = self._board.store.key_for("state") or b""
+        self._way = Way(self._board, address, timeout_s, key)
         self._keeper = self._met()
         self.group = ElasticGroup(self._keeper)
-        self.job: Group = self.group if site is None else SiteGroup(site, self.group)
+        self.job: Group = self.group
+        if self.site is not None:
+            self.job = SiteGroup(self.site, self.group)
         self._callbacks: list[Callable[[Members], None]] = []
         self.group.on_rebind.append(self._tell)
         self._givers: list[Giver] = []
@@ -98,24 +95,17 @@ class Members:
         self._step: Callable[[], int] = lambda: 0
         self._goers: tuple[str, ...] = ()
 
+    @property
+    def site(self) -> Site | None:
+        """The ranks that are this member together; None where it is one rank."""
+        return self._site if isinstance(self._site, Site) else None
+
     def _met(self) -> Keeper:
-        site = self.site
         me = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        if site is not None:
-            me = site.first_says("naming the site", me)
-        keeper = Keeper(
-            self._board.clone(),
-            me,
-            address=self._address,
-            min_members=self._min_members,
-            start_members=self._start_members,
-            timeout_s=self.timeout_s,
-        )
+        me = self._site.first_says("naming the site", me)
+        keeper = self._keeper_of(self._board.clone(), me)
         try:
-            if site is None:
-                keeper.meet()
-            else:
-                _meet_as_site(keeper, site)
+            _meet(keeper, self._site)
         except BaseException:  # such as Ctrl-C: the thread would stay as a member without work
             keeper.close()
             self._board.hang_up()
@@ -128,7 +118,7 @@ class Members:
         Raises:
             ValueError: It is another one.
         """
-        mine = None if self.site is None else self.site.mesh
+        mine = self._site.mesh
         if mesh != mine:
             which = "no mesh" if mesh is None else "a mesh" if mine is None else "another mesh"
             raise ValueError(
@@ -177,8 +167,8 @@ class Members:
     @property
     def place(self) -> tuple[int, int]:
         """The number of this rank among the ranks of all members, and how many they are."""
-        rank, size, site = max(self.rank, 0), max(self.size, 1), self.site
-        return (rank, size) if site is None else (rank * site.size + site.rank, size * site.size)
+        rank, size, site = max(self.rank, 0), max(self.size, 1), self._site
+        return rank * site.size + site.rank, size * site.size
 
     @property
     def generation(self) -> int:
@@ -197,9 +187,7 @@ class Members:
 
     @property
     def step(self) -> int:
-        """Local steps that the run has made, as this member counts them; a newcomer's are the
-        others'.
-        """
+        """Local steps of the run as this member counts them; a newcomer's are the others'."""
         return self._step()
 
     def on_change(self, callback: "Callable[[Members], None]") -> None:
@@ -214,20 +202,13 @@ class Members:
         self, work: Work, goers: Sequence[str], stay: Sequence[str], now: Generation, size: int
     ) -> None:
         """What those who leave have kept goes to the first who stays, one of `size` then."""
-        about: dict[str, Any] = {
-            "address": self._address,
-            "timeout_s": self.timeout_s,
-            "key": self._key,
-        }
         for goer in goers:
             number = legacy_number(now.number, now.ids.index(goer))
             if stay[0] == self.id:
                 factor = size / now.size  # of the mean over all it stays what it was
-                self._heirs.append(
-                    Heir(self._board, number, factor, at_most=work.most_bytes, **about)
-                )
+                self._heirs.append(Heir(self._way, number, factor, at_most=work.most_bytes))
             if goer == self.id:
-                self._legacy = Giver(self._board, number, stay[0], me=self.id, **about)
+                self._legacy = Giver(self._way, number, stay[0], me=self.id)
                 own = work.own_state() or Given("own", {}, {})
                 self._legacy.give(replace(own, plain={"of": self.id}))
                 self._legacy.close()
@@ -237,9 +218,7 @@ class Members:
             callback(self)
 
     def close(self) -> None:
-        """End this member's part at once; may be called twice. The others go on without it, however
-        many they are.
-        """
+        """End this member's part at once; may be called twice. The others go on without it."""
         self._close(leaves=True)
 
     def _close(self, *, leaves: bool) -> None:
@@ -272,7 +251,7 @@ class Members:
             PeerLost, PeerStalled: The meeting place has gone, or does not answer.
         """
         board = self._board
-        board.ask(lambda: require_same(board.store.under(what), _flat("", facts)))
+        board.ask(lambda: require_same(board.store.under(what), dict(leaves("", facts))))
 
     def fetch(self, work: Work) -> None:
         """Get the state of the run from a member, and wait to be let in.
@@ -285,8 +264,7 @@ class Members:
         try:
             self._let_in(work)
         except ThinwireError as error:
-            if self.site is not None:
-                self.site.tell_end(error)
+            self._site.tell_end(error)
             raise
         self.group.over = -1
 
@@ -312,10 +290,8 @@ class Members:
 
     def _outcome(self, problem: ThinwireError | None) -> tuple[bool, ThinwireError | None]:
         """Whether a rank of this site counts as ready, and why one of them is not let in."""
-        if self.site is None:
-            return self._is_ready, problem
         mine = None if problem is None else str(problem)
-        told = self.site.all_say("being let in", [self._is_ready, mine, self.step])
+        told = self._site.all_say("being let in", [self._is_ready, mine, self.step])
         texts = [text for _, text, _ in told if text is not None]
         if not texts and len({step for _, _, step in told}) > 1:
             texts = ["the ranks of this site were let in after different rounds"]
@@ -323,29 +299,25 @@ class Members:
         return ready, PeerLost(texts[0]) if texts else None
 
     def _fetched(self, work: Work) -> None:
-        site, problem = self.site, None
-        number = self._keeper.say_hello(self._board) if site is None or site.rank == 0 else 0
-        if site is not None:
-            number = site.first_says("asking to be let in", number)
+        site, problem = self._site, None
+        number = self._keeper.say_hello(self._board) if site.rank == 0 else 0
+        number = site.first_says("asking to be let in", number)
         taker = given = None
         try:
             try:
                 self._wait_for_giver(number)
-                taker = self._taker(number)
+                taker = Taker(self._way, number)
                 given = taker.take(work.most_bytes)
                 work.take(given)
                 while given.waiting > 1:  # the others would wait for all of these
                     given = taker.take(work.most_bytes)
                     work.take(given)
             except (PeerLost, PeerStalled, PayloadCorrupt) as error:
-                if site is None:
-                    raise
                 problem = error
-            if site is not None:  # all of its ranks are ready, or none
-                site.require_none("taking the state", problem)
+            site.require_none("taking the state", problem)  # all of its ranks are ready, or none
             assert taker is not None and given is not None, "taken"
             self._is_ready = True
-            if site is None or site.rank == 0:
+            if site.rank == 0:
                 self._board.put(f"ready/{number}", {"id": self._keeper.me})
             while not given.last:
                 given = taker.take(work.most_bytes)
@@ -355,15 +327,6 @@ class Members:
                 taker.close()
         if not self._keeper.is_let_in():
             raise PeerStalled("the others have changed while this member was let in")
-
-    def _taker(self, number: int) -> Taker:
-        return Taker(
-            self._board,
-            number,
-            address=self._address,
-            timeout_s=self.timeout_s,
-            key=self._key,
-        )
 
     def _wait_for_giver(self, number: int) -> None:
         asked = told = time.monotonic()
@@ -377,7 +340,7 @@ class Members:
     def report(self) -> dict[str, Any]:
         """What this member says in the agreement that ends a round."""
         said: dict[str, Any] = {"leaving": self.id} if self._leaving else {}
-        if self.group.rank == 0 and (self.site is None or self.site.rank == 0):
+        if self.group.rank == self._site.rank == 0:
             said |= {"serve": self._keeper.waiting(), "admit": self._keeper.ready()}
         return said
 
@@ -413,15 +376,7 @@ class Members:
         for number, newcomer in plan.get("serve", []):
             self._keeper.served[number] = time.monotonic()
             if stay and stay[number % len(stay)] == self.id:
-                giver = Giver(
-                    self._board,
-                    number,
-                    newcomer,
-                    me=self.id,
-                    address=self._address,
-                    timeout_s=self.timeout_s,
-                    key=self._key,
-                )
+                giver = Giver(self._way, number, newcomer, me=self.id)
                 giver.give(work.state_for_newcomer())
                 self._givers.append(giver)
         done = [heir for heir in self._heirs if not heir.works]
@@ -445,38 +400,24 @@ class Members:
         return any(giver.works for giver in self._givers)
 
 
-def _meet_as_site(keeper: Keeper, site: Site) -> None:
+def _meet(keeper: Keeper, site: OneRank) -> None:
     """Let the first rank meet the other sites, and then all of them those with the same shard."""
     problem: ThinwireError | None = None
     ids: tuple[str, ...] = ()
-    try:
-        if site.rank == 0:
-            try:
-                keeper.meet()
-                ids = () if keeper.newcomer else keeper.current().ids
-            except ThinwireError as error:
-                problem = error
-        site.require_none("meeting the other sites", problem)
-        ids = tuple(site.first_says("telling of the other sites", ids))
-        if site.rank > 0:
-            try:
-                keeper.meet(ids)
-            except ThinwireError as error:
-                problem = error
-        site.require_none("meeting those with the same shard", problem)
-    except ThinwireError:
-        keeper.close()
-        raise
-
-
-def _flat(path: str, value: Any) -> dict[str, Any]:
-    """The leaves of nested mappings and lists by their dotted paths."""
-    if isinstance(value, dict | list) and value:
-        found: dict[str, Any] = {}
-        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
-            found |= _flat(f"{path}.{key}" if path else str(key), entry)
-        return found
-    return {path: value}
+    if site.rank == 0:
+        try:
+            keeper.meet()
+            ids = () if keeper.newcomer else keeper.current().ids
+        except ThinwireError as error:
+            problem = error
+    site.require_none("meeting the other sites", problem)
+    ids = tuple(site.first_says("telling of the other sites", ids))
+    if site.rank > 0:
+        try:
+            keeper.meet(ids)
+        except ThinwireError as error:
+            problem = error
+    site.require_none("meeting those with the same shard", problem)
 
 
 def join(
@@ -529,15 +470,16 @@ def join(
         check.instance("token_file", token_file, (str, Path))
         token = read_token(token_file)
     limit = datetime.timedelta(seconds=timeout_s)
-    site = None if mesh is None else Site(mesh, timeout_s)
+    site = OneRank() if mesh is None else Site(mesh, timeout_s)
     board = Board.over(partial(connect, address, run, token, limit), place.port, timeout_s)
-    shards = {"shards of a site": 1 if site is None else site.size}
+    shards = {"shards of a site": site.size}
     board.ask(lambda: require_same(board.store.under("site"), shards))
-    return Members(
-        board,
-        address=reached_from(place, timeout_s),
+    here = reached_from(place, timeout_s)
+    keeper_of = partial(
+        Keeper,
+        address=here,
         min_members=min_members,
         start_members=start_members,
         timeout_s=timeout_s,
-        site=site,
     )
+    return Members(board, here, timeout_s, site, keeper_of)

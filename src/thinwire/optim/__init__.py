@@ -2,8 +2,7 @@
 sparse rows. `strategy` and `integrations` import them.
 """
 
-from thinwire.core.clip import ClipByGlobalNorm, ClipByNorm, ClipByValue
-from thinwire.core.decay import L1Decay, L2Decay
+from thinwire.core.gradients import ClipByGlobalNorm, ClipByNorm, ClipByValue, L1Decay, L2Decay
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.ftrl import Ftrl
 from thinwire.optim.lamb import Lamb

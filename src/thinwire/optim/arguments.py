@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from inspect import Parameter, Signature
 from typing import TypedDict
 
-from thinwire.core.clip import Clip
-from thinwire.core.decay import Regularizer
+from thinwire.core.gradients import Clip, Regularizer
 from thinwire.optim.groups import Exclusion
 
 __all__ = ["Common", "CommonOwn", "require_known", "spelled_out"]

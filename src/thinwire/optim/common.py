@@ -15,13 +15,19 @@ from torch._compile import _disable_dynamo
 
 from thinwire import _validate as check
 from thinwire._names import plain_name
-from thinwire.core.centralize import centralized
-from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue, clipped
-from thinwire.core.decay import Regularizer, decayed
-from thinwire.core.precision import state_dtype
-from thinwire.core.rows import coalesced
+from thinwire.core.gradients import (
+    Clip,
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByValue,
+    Regularizer,
+    centralized,
+    clipped,
+    decayed,
+)
 from thinwire.core.sharded import is_sharded, shard_of
-from thinwire.kernels.needs import Need, Work, needs_of
+from thinwire.core.tensors import coalesced, state_dtype
+from thinwire.kernels.rules import Need, Work, needs_of
 from thinwire.kernels.warm import warm_up
 from thinwire.optim import groups as grouping
 from thinwire.optim.arguments import CommonOwn, require_known, spelled_out

@@ -16,17 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
 from thinwire.comm import is_alone
-from thinwire.core.clip import ClipByNorm
-from thinwire.core.decay import Regularizer
+from thinwire.core.gradients import ClipByNorm, Regularizer
 from thinwire.core.origin import ORIGIN, Origin, checksum_of, without_origin
-from thinwire.core.precision import named_dtype
 from thinwire.core.sharded import require_shards, shard_of, sharded_like
 from thinwire.core.stats import numbers
+from thinwire.core.tensors import named_dtype
 from thinwire.exchange.digest import DIGEST_EVERY
 from thinwire.exchange.ranks import Ranks
 from thinwire.exchange.round import Round
 from thinwire.exchange.synchronizer import NO_TRAFFIC
-from thinwire.kernels.needs import Need, needs_of
+from thinwire.kernels.rules import Need, needs_of
 from thinwire.kernels.warm import warm_up, warm_up_beside
 from thinwire.layout.message import VALUE_BITS
 from thinwire.layout.traffic import EXCHANGES

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.compress.dgc import DGC, compressible
-from thinwire.core.precision import narrowed, state_dtype, stored_dtype
 from thinwire.core.sharded import shard_of
+from thinwire.core.tensors import narrowed, state_dtype, stored_dtype
 from thinwire.optim.common import CommonOptimizer
 
 __all__ = ["RAMP", "DGCSettings", "config_of", "wide_dtype"]

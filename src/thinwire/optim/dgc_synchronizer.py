@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import node_size_of
-from thinwire.compress.coverage import tell_coverage
 from thinwire.compress.dgc import DGC, DGCCompressor, Rule, locally_clipped
+from thinwire.compress.figures import tell_coverage
 from thinwire.core.arithmetic import arithmetic
-from thinwire.core.clip import ClipByNorm
-from thinwire.core.precision import state_dtype
+from thinwire.core.gradients import ClipByNorm
 from thinwire.core.sharded import Shards, require_shards, shard_of
+from thinwire.core.tensors import state_dtype
 from thinwire.exchange.agreement import Among
 from thinwire.exchange.digest import RollingDigest
 from thinwire.exchange.gradients import GradientExchange

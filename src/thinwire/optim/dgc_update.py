@@ -8,8 +8,8 @@ from torch import Tensor
 
 from thinwire.compress.entries import ArrivedEntries
 from thinwire.core.checksum import bit_sums
-from thinwire.core.clip import clipped
 from thinwire.core.feedback import in_chunks, rounding_seed, step_along_list_, store_
+from thinwire.core.gradients import clipped
 from thinwire.core.sharded import shard_of
 from thinwire.exchange.gradients import GradientExchange
 from thinwire.exchange.round import Round

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire._names import matches
-from thinwire.core.decay import L1Decay, L2Decay, Regularizer
+from thinwire.core.gradients import L1Decay, L2Decay, Regularizer
 
 __all__ = [
     "Exclusion",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from thinwire.comm import is_alone
-from thinwire.core.lists import TensorList
+from thinwire.core.tensors import TensorList
 from thinwire.kernels.warm import warm_up, warm_up_beside
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.own import counted, widened

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from thinwire import _validate as check
 from thinwire._names import named_parameters
 from thinwire.core.muon import MuonRule
-from thinwire.core.precision import named_dtype, state_dtype
+from thinwire.core.tensors import named_dtype, state_dtype
 from thinwire.optim.arguments import CommonOwn
 from thinwire.optim.owners import Matrix, Owners
 from thinwire.optim.torch_classes import TorchOptimizer, unhooked_step

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.core.precision import state_dtype
+from thinwire.core.tensors import state_dtype
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.pairs import ParamGrad
 

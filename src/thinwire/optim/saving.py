@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.core.decay import L1Decay, L2Decay, Regularizer
-from thinwire.core.precision import state_dtype
+from thinwire.core.gradients import L1Decay, L2Decay, Regularizer
 from thinwire.core.sharded import is_sharded, shard_of
+from thinwire.core.tensors import state_dtype
 from thinwire.optim.by_name import in_order, names_of
 
 __all__ = ["laid_out", "of_params", "packed", "remembered", "restoring"]

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.clip import Clip
-from thinwire.core.decay import Regularizer
+from thinwire.core.gradients import Clip, Regularizer
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.groups import Exclusion
 from thinwire.optim.rates import parse_rate

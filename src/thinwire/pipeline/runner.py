@@ -1,27 +1,28 @@
-"""Forward and backward passes of a mini-batch over the stages of a pipeline."""
+"""Forward and backward passes of a mini-batch over the stages of a pipeline, after a rehearsal from
+which the stages learn what will travel between them.
+"""
 
 import json
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm import Pending, elsewhere, mapping_of
-from thinwire.comm.grid import Grid
+from thinwire.comm import Group, Pending, elsewhere, mapping_of
+from thinwire.comm.nodes import Grid
 from thinwire.errors import Mismatch, ThinwireError
 from thinwire.pipeline.config import Pipeline
-from thinwire.pipeline.rehearsal import failure, rehearse
-from thinwire.pipeline.structure import content, describe, micro_batches
-from thinwire.pipeline.worker import Parcel, StageWorker
+from thinwire.pipeline.worker import Parcel, StageWorker, content, describe, micro_batches
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-__all__ = ["PipelineRunner"]
+__all__ = ["PipelineRunner", "failure", "rehearse"]
 
 _CONCLUSION = struct.Struct("<?Bd")
 _LOSS_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -31,8 +32,6 @@ _TRANSFER = "passing activations and gradients between stages"
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Schedule of the mini-batches of one look."""
-
     source: Parcel | None
     result: Parcel | None
     schedule: "PipelineScheduleSingle | None"
@@ -95,12 +94,7 @@ class PipelineRunner:
         return self._passed_bytes + self._grid.peers.bytes_sent
 
     def step(
-        self,
-        inputs: Any,
-        targets: Any,
-        problem: Exception | None = None,
-        *,
-        concludes: bool = True,
+        self, inputs: Any, targets: Any, problem: Exception | None = None, *, concludes: bool = True
     ) -> Tensor | None:
         """Forward and backward passes of all micro-batches.
 
@@ -145,20 +139,23 @@ class PipelineRunner:
         rank, told = failed
         raise failure(rank % self._grid.stages, self._grid.stages, *told)
 
-    def conclude(self) -> Tensor:
-        """The mean loss of a step that did not wait for it, once all ranks have agreed."""
+    def conclude(self, *, agreed: bool = True) -> Tensor:
+        """The mean loss of a step, from the last stage, once all ranks have agreed on it; else an
+        error where a stage has failed.
+        """
         assert self._ending is not None, "a step was made"
         ending, self._ending = self._ending, None
-        rows = ending.wait().cpu()
+        conclusions = [_CONCLUSION.unpack(row.numpy().tobytes()) for row in ending.wait().cpu()]
+        self._broken = False
+        if not agreed and any(failed for failed, _, _ in conclusions):
+            self._raise_on_all()
         self._worker.begin([], None, None, 1.0)  # frees the mini-batch
-        _, kind, value = _CONCLUSION.unpack(rows[-1].numpy().tobytes())
+        _, kind, value = conclusions[-1]
         return torch.tensor(value, dtype=_LOSS_TYPES[kind], device=self._device)
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> Tensor:
-        """The mean loss without gradients, as `step` returns it; in training or evaluation mode as
-        the modules are.
-        """
+        """The mean loss as `step` returns it, without gradients, in the modules' own mode."""
         loss = self._run(inputs, targets, backward=False)
         assert loss is not None, "it concludes"
         return loss
@@ -191,18 +188,12 @@ class PipelineRunner:
         self._passed_bytes += count * (plan.result.bytes_forth if plan.result else 0)
         self._passed_bytes += count * (plan.source.bytes_back if plan.source and backward else 0)
         self._ending = self._told_ending()
-        if not concludes:
-            return None
-        loss = self._concluded()
-        worker.begin([], None, None, 1.0)  # frees the mini-batch
-        return loss
+        return self.conclude(agreed=False) if concludes else None
 
     def _agreed(
         self, inputs: Any, targets: Any, problem: Exception | None, *, backward: bool
     ) -> tuple[list[tuple[Any, Any]], str, bool]:
-        """The micro-batches, the key of their plan, whether all stages have it; or an error on all
-        stages.
-        """
+        """The micro-batches, the key of their plan, and whether all stages have it."""
         parts: list[tuple[Any, Any]] = []
         facts: dict[str, Any] = {"call": "step" if backward else "evaluate", "problem": None}
         try:
@@ -227,14 +218,8 @@ class PipelineRunner:
             problem = error
         if problem is not None:
             facts["problem"] = f"{type(problem).__name__}: {problem}"
-        key = json.dumps(
-            [
-                facts["call"],
-                describe(parts[0][0] if parts else None),
-                self._stage.training,
-                self._looks(),
-            ]
-        )
+        look = describe(parts[0][0] if parts else None)
+        key = json.dumps([facts["call"], look, self._stage.training, self._looks()])
         known = key in self._plans
         payload = json.dumps({"facts": facts, "known": known}).encode()
         what = "agreeing on a mini-batch"
@@ -248,33 +233,23 @@ class PipelineRunner:
         return parts, key, all(answer["known"] for answer in answers)
 
     def _looks(self) -> list[str]:
-        """Properties of a stage that may change, and with them what it sends."""
         return [f"{p.dtype} {p.requires_grad}" for p in self._stage.parameters()]
 
     def _new_plan(self, inputs: Any, *, backward: bool) -> _Plan:
         grid = self._grid
         try:
-            parcels: list[Parcel | None] = [
-                None,
-                *rehearse(self._worker, inputs, grid.peers, self._device),
-                None,
-            ]
+            learned = rehearse(self._worker, inputs, grid.peers, self._device)
         except Exception:
             self._broken = False  # it was raised on all stages, and nothing is on its way
             raise
-        source, result = parcels[grid.stage], parcels[grid.stage + 1]
+        source, result = [None, *learned, None][grid.stage : grid.stage + 2]
         if grid.stages == 1:
             return _Plan(source, result, None)
         from thinwire.pipeline.schedule import make_schedule
 
+        parcels_of = {"source": source, "result": result}
         schedule = make_schedule(
-            self._worker,
-            self._config,
-            grid,
-            self._device,
-            source=source,
-            result=result,
-            backward=backward,
+            self._worker, self._config, grid, self._device, **parcels_of, backward=backward
         )
         return _Plan(source, result, schedule)
 
@@ -292,9 +267,8 @@ class PipelineRunner:
     def _run_schedule(
         self, schedule: "PipelineScheduleSingle", count: int, *, backward: bool
     ) -> None:
-        target = (
-            torch.zeros(count, device="cpu") if self._grid.stage == self._grid.stages - 1 else None
-        )  # the worker has the real ones
+        is_last = self._grid.stage == self._grid.stages - 1  # whose worker has the real targets
+        target = torch.zeros(count, device="cpu") if is_last else None
         run = schedule.step if backward else schedule.eval
         try:
             run(target=target, return_outputs=False)
@@ -308,20 +282,7 @@ class PipelineRunner:
         message = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(peers.device)
         return peers.all_gather(message, what="concluding a step")
 
-    def _concluded(self) -> Tensor:
-        """The mean loss, from the last stage, if no stage failed."""
-        assert self._ending is not None, "told just now"
-        ending, self._ending = self._ending, None
-        rows = ending.wait().cpu()
-        conclusions = [_CONCLUSION.unpack(row.numpy().tobytes()) for row in rows]
-        self._broken = False
-        if any(failed for failed, _, _ in conclusions):
-            self._raise_on_all()
-        _, kind, value = conclusions[-1]
-        return torch.tensor(value, dtype=_LOSS_TYPES[kind], device=self._device)
-
     def _mean_loss(self) -> tuple[int, float]:
-        """Type and value of the mean loss over the micro-batches, on the last stage."""
         losses = self._worker.losses
         if not losses:
             return 0, 0.0
@@ -329,15 +290,12 @@ class PipelineRunner:
         return _LOSS_TYPES.index(losses[0].dtype), mean.item()
 
     def _raise_on_all(self) -> None:
-        """Raise this stage's own error, or one of the same kind that names the stage which
-        failed.
-        """
+        """Raise this stage's own error, or one of its kind that names the stage which failed."""
         error = self._worker.error
         self._worker.begin([], None, None, 1.0)
         told = [] if error is None else [type(error).__name__, str(error)]
-        answers = self._grid.peers.gather_bytes(
-            json.dumps(told).encode(), what="telling what failed"
-        )
+        mine = json.dumps(told).encode()
+        answers = self._grid.peers.gather_bytes(mine, what="telling what failed")
         if error is not None:
             raise error
         stage = next(i for i, answer in enumerate(answers) if json.loads(answer))
@@ -355,3 +313,81 @@ def _require_equal(facts: list[dict[str, Any]]) -> None:
                     "with the same mini-batches: give the sampler the replica and its seed, not "
                     "the rank"
                 )
+
+
+def rehearse(worker: StageWorker, inputs: Any, peers: Group, device: torch.device) -> list[Parcel]:
+    """Run one micro-batch through all stages but the last, one after another; the parcels between
+    stages 1 and 2, 2 and 3, and so on, the same on all ranks.
+
+    The first stage gets real inputs, the others zeros. Buffers and torch's random numbers are put
+    back afterwards; hooks are called, and other state that a module keeps by itself sees one more
+    micro-batch. `begin` is called on the worker of this rank's stage.
+
+    Raises:
+        Exception: On the rank whose stage failed, its own error.
+        TypeError, ValueError, ThinwireError: On the others, with its text.
+
+    Communication: per stage but the last a gather of the parcel's description.
+    """
+    parcels: list[Parcel] = []
+    for stage in range(peers.size - 1):
+        error: Exception | None = None
+        answer: dict[str, Any] = {}
+        if peers.rank == stage:
+            try:
+                with _undone(worker.stage, device):
+                    answer = _parcel(worker, inputs, parcels[-1] if parcels else None, device)
+            except Exception as problem:  # raised below, once the others know
+                if stage:
+                    problem.add_note(
+                        f"In the rehearsal of stage {stage + 1}, which runs once on zeros of the "
+                        "shapes and types that it will get, to learn what it sends."
+                    )
+                error, answer = problem, {"error": [type(problem).__name__, str(problem)]}
+        mine = json.dumps(answer).encode()
+        answers = peers.gather_bytes(mine, what="describing what stages send")
+        if error is not None:
+            raise error
+        told = json.loads(answers[stage])
+        if "error" in told:
+            raise failure(stage, peers.size, *told["error"])
+        parcels.append(
+            Parcel(told["layout"], tuple((d, tuple(s), g) for d, s, g in told["tensors"]))
+        )
+    return parcels
+
+
+def failure(stage: int, stages: int, kind: str, text: str) -> Exception:
+    """What is raised where another stage had an error: one of its kind, if of arguments."""
+    kinds = {"TypeError": TypeError, "ValueError": ValueError}
+    return kinds.get(kind, ThinwireError)(
+        f"stage {stage + 1} of {stages} failed in this step: {kind}: {text}"
+    )
+
+
+def _parcel(
+    worker: StageWorker, inputs: Any, source: Parcel | None, device: torch.device
+) -> dict[str, Any]:
+    worker.begin([(inputs, None)], source, None, 1.0)
+    value = worker.output(inputs, source.blanks(device) if source else ())
+    parcel, _ = Parcel.of(value, what="the output of a stage")
+    return {"layout": parcel.layout, "tensors": parcel.tensors}
+
+
+@contextmanager
+def _undone(module: nn.Module, device: torch.device) -> Iterator[None]:
+    kept: list[tuple[nn.Module, str, Tensor | None, Tensor | None]] = [
+        (part, name, buffer, None if buffer is None else buffer.detach().clone())
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+    ]
+    devices = [] if device.type == "cpu" else [device]
+    try:
+        with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+            yield
+    finally:
+        with torch.no_grad():
+            for part, name, buffer, value in kept:
+                if buffer is not None and value is not None:
+                    buffer.copy_(value)
+                part._buffers[name] = buffer

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from thinwire.comm.grid import Grid
+from thinwire.comm.nodes import Grid
 from thinwire.pipeline.config import Pipeline
 from thinwire.pipeline.worker import Parcel, StageWorker
 
@@ -25,7 +25,8 @@ def make_schedule(
     result: Parcel | None,
     backward: bool,
 ) -> PipelineScheduleSingle:
-    """The schedule of this rank.
+    """The schedule of this rank, whose `step` (or `eval`) is called without inputs, on the last
+    stage with `micro_batches` targets that are not used. It scales no gradient.
 
     1F1B needs as many micro-batches as stages and has nothing to save with fewer, or without a
     backward pass: the order is GPipe's then, with the same result.
@@ -38,10 +39,6 @@ def make_schedule(
         source: What comes from the stage before; None on the first stage.
         result: What goes to the stage after; None on the last.
         backward: Whether there is a backward pass.
-
-    Returns:
-        A schedule whose `step` (or `eval`) is called without inputs, on the last stage with
-        `micro_batches` targets that are not used. It scales no gradient.
     """
     meta = torch.device("meta")
     stage = _Stage(
@@ -53,18 +50,12 @@ def make_schedule(
     )
     has_gain = backward and config.micro_batches >= config.stages
     kind = Schedule1F1B if config.schedule == "1f1b" and has_gain else ScheduleGPipe
-    return kind(stage, config.micro_batches, loss_fn=_output, scale_grads=False)
-
-
-def _output(output: Tensor, _: Tensor) -> Tensor:
-    """The worker of the last stage computes the loss itself."""
-    return output
+    # the worker of the last stage computes the loss itself
+    return kind(stage, config.micro_batches, lambda output, _: output, scale_grads=False)
 
 
 class _Stage(PipelineStage):
-    """A stage that is told what it receives, instead of running the model on memory that nobody
-    wrote to.
-    """
+    """A stage that is told what it receives, as no memory can be read before it was written."""
 
     def __init__(
         self,
@@ -96,9 +87,7 @@ class _Stage(PipelineStage):
         pass
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """As torch's; an error is kept for the end of the step, and zeros go to the stage
-        before.
-        """
+        """As torch's; an error is kept for the end, and zeros go to the stage before."""
         self.bwd_cache[bwd_chunk_id] = tuple(
             torch.zeros(blank.shape, dtype=blank.dtype, device=self.device)
             if blank.requires_grad

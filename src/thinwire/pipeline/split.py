@@ -1,17 +1,74 @@
-"""Splitting a sequential model into stages."""
+"""Splitting a sequential model, the modules that it calls one after another, into stages."""
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
 
 from torch import nn
 
 from thinwire import _validate as check
 from thinwire._names import plain_name
 from thinwire.errors import StrategyError
-from thinwire.pipeline.chain import ChainModule, assemble, chain, obstacle
 from thinwire.pipeline.config import Pipeline
 
-__all__ = ["partition", "split_model"]
+__all__ = ["ChainModule", "assemble", "chain", "obstacle", "partition", "split_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainModule:
+    """A module of the chain, called once, on what the one before it returned."""
+
+    path: tuple[str, ...]
+    """Its own name and before it those of the containers around it."""
+    module: nn.Module
+
+    @property
+    def name(self) -> str:
+        """As in `named_modules()` of the model."""
+        return ".".join(self.path)
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """The reason why a module cannot be taken apart into those that it calls; None if it can."""
+    if not isinstance(module, nn.Sequential):
+        return "only an nn.Sequential says in which order its modules run"
+    if type(module).forward is not nn.Sequential.forward or "forward" in vars(module):
+        return "it has a forward of its own"
+    if any(module.parameters(recurse=False)) or any(module.buffers(recurse=False)):
+        return "it has parameters or buffers of its own beside its modules"
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    if any(hooks):
+        return "it has hooks, which would never be called (register them on a module inside)"
+    return None if len(module) else "it is empty"
+
+
+def chain(model: nn.Module, path: tuple[str, ...] = ()) -> Iterator[ChainModule]:
+    """The modules that the model calls, in order; what cannot be taken apart is one link."""
+    if obstacle(model) is None:
+        # named_children() skips a module that comes a second time
+        for name, child in model._modules.items():
+            assert child is not None
+            yield from chain(child, (*path, name))
+    else:
+        yield ChainModule(path, model)
+
+
+def assemble(container: nn.Module, links: Sequence[ChainModule], depth: int = 0) -> nn.Sequential:
+    """A container with some consecutive links, under their names; whole ones as they are."""
+    parts: OrderedDict[str, nn.Module] = OrderedDict()
+    for name, group in groupby(links, key=lambda link: link.path[depth]):
+        child, inside = container.get_submodule(name), list(group)
+        whole = len(inside) == sum(1 for _ in chain(child))
+        parts[name] = child if whole else assemble(child, inside, depth + 1)
+    stage = nn.Sequential(parts)
+    stage.training = container.training
+    return stage
 
 
 def split_model(model: nn.Module, config: Pipeline) -> list[nn.Module]:
@@ -63,9 +120,7 @@ def _article(module: nn.Module) -> str:
 
 
 def _balanced(links: Sequence[ChainModule], stages: int) -> list[int]:
-    """Where stages begin; only at modules with parameters, so that an activation stays with what it
-    follows.
-    """
+    """Where stages begin: at modules with parameters, so that activations stay with them."""
     heads = [i for i, link in enumerate(links) if any(True for _ in link.module.parameters())]
     if len(heads) < stages:
         raise StrategyError(
@@ -78,7 +133,6 @@ def _balanced(links: Sequence[ChainModule], stages: int) -> list[int]:
 
 
 def _new(module: nn.Module, seen: set[nn.Parameter]) -> Iterator[nn.Parameter]:
-    """The parameters that no module before had."""
     for p in module.parameters():
         if p not in seen:
             seen.add(p)
@@ -155,13 +209,9 @@ def _require_one_owner(pieces: Sequence[Sequence[ChainModule]]) -> None:
 
 def partition(sizes: Sequence[int], parts: int) -> list[int]:
     """Divide a row of sizes into contiguous parts, the largest as small as it can be; among such
-    divisions, one with the most even parts.
+    divisions, one with the most even parts, by the least sum of squares.
 
-    Exact, by dynamic programming over prefixes, O(parts · n²). Even means the least sum of squares.
-
-    Args:
-        sizes: n sizes, >= 0, in order.
-        parts: 1 to n.
+    Exact, by dynamic programming over prefixes, O(parts · n²).
 
     Returns:
         The index at which each part begins, the first of them 0; no part is empty.
@@ -180,23 +230,17 @@ def partition(sizes: Sequence[int], parts: int) -> list[int]:
 def _prefixes(
     ends: list[int], parts: int, *, limit: float, even: bool
 ) -> list[dict[int, tuple[float, int]]]:
-    """Per number of parts and length of a prefix: the least cost, and where the last part
-    begins.
-    """
+    """By number of parts and length of a prefix: least cost, and where the last part begins."""
     rows: list[dict[int, tuple[float, int]]] = []
     before: dict[int, tuple[float, int]] = {0: (0, 0)}
     for _ in range(parts):
         row = {}
         for end in range(1, len(ends)):
+            sizes = {b: ends[end] - ends[b] for b in before if b < end}
             options = [
-                (
-                    cost + (ends[end] - ends[begin]) ** 2
-                    if even
-                    else max(cost, ends[end] - ends[begin]),
-                    begin,
-                )
-                for begin, (cost, _) in before.items()
-                if begin < end and ends[end] - ends[begin] <= limit
+                (before[b][0] + size**2 if even else max(before[b][0], size), b)
+                for b, size in sizes.items()
+                if size <= limit
             ]
             if options:
                 row[end] = min(options)

@@ -1,11 +1,15 @@
-"""A replacement of a module's forward: an object that can be copied with it and taken off again."""
+"""A replacement of a module's forward, an object that can be copied with it and taken off again;
+and the one for automatic mixed precision.
+"""
 
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["ForwardLayer"]
+from thinwire import _validate as check
+
+__all__ = ["Autocast", "ForwardLayer"]
 
 
 class ForwardLayer:
@@ -64,3 +68,37 @@ class ForwardLayer:
             del self.module.forward
         else:
             self.module.forward = self.inner
+
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Autocast(ForwardLayer):
+    """Lets the forward pass of a model run under autocast, in training and in evaluation, in any
+    loop, until `remove`.
+
+    Parameters, optimizer state and gradients keep their types. Outputs may have the narrow type;
+    the loss belongs under autocast too, which computes it in float32.
+
+    Args:
+        module: Changed: gets a `forward` of its own, which is copied and pickled with it.
+        dtype: `torch.bfloat16` or `torch.float16`.
+
+    Raises:
+        TypeError: No module, or a scripted one.
+        ValueError: Another dtype.
+
+    Source: Micikevicius et al., 2018, arXiv 1710.03740; torch.autocast.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        check.instance("model", module, nn.Module)
+        check.one_of("dtype", dtype, _DTYPES)
+        super().__init__(module)
+        self.dtype = dtype
+
+    def _around(self, *args: Any, **kwargs: Any) -> Any:
+        # asked at every call: the model may have moved
+        param = next(self.module.parameters(), None)
+        with torch.autocast("cpu" if param is None else param.device.type, dtype=self.dtype):
+            return self._inside(*args, **kwargs)

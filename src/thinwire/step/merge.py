@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.core.precision import state_dtype
-from thinwire.core.storage import with_own_storage
+from thinwire.core.tensors import state_dtype, with_own_storage
 
 __all__ = ["GradientSum"]
 
@@ -39,12 +38,8 @@ class GradientSum:
 
     @torch.no_grad()
     def add(self, grads: Mapping[str, Tensor | None], factor: float = 1.0) -> None:
-        """Add the gradients of one more microstep.
-
-        Args:
-            grads: By parameter name, of any dtype, dense or sparse; read only. None is the same as
-                not being there.
-            factor: What they are multiplied by on the way, for instance 1 / loss scale.
+        """Add the gradients of one more microstep, dense or sparse, by parameter name, times a
+        factor such as 1 / loss scale; None is the same as not being there.
 
         Raises:
             ValueError: A gradient has another shape than before; nothing has been added.
@@ -67,14 +62,8 @@ class GradientSum:
     def preview(
         self, name: str, grad: Tensor | None, factor: float = 1.0, avg: bool = True
     ) -> Tensor | None:
-        """The result of `take` for one parameter if `grad` is added and no microstep follows;
-        nothing changes.
-
-        Args:
-            name: Of the parameter.
-            grad: As in `add`; None for no gradient in this microstep.
-            factor: As in `add`.
-            avg: As in `take`.
+        """The result of `take` for one parameter if `grad`, or None, is added and no microstep
+        follows; nothing changes.
 
         Returns:
             A new tensor, or that of the sum itself where nothing is added; None for a parameter
@@ -93,12 +82,9 @@ class GradientSum:
     def take(self, avg: bool = True) -> dict[str, Tensor]:
         """The merged gradients by name; the sum stays as it is until `clear`.
 
-        Args:
-            avg: Whether to divide by the number of microsteps.
-
         Returns:
-            Mean: new tensors. Sum: the tensors of the sum themselves, which are not added to any
-            more after `clear`.
+            With `avg` means, in new tensors; else the tensors of the sum themselves, which are not
+            added to any more after `clear`.
         """
         if not avg or self.microsteps == 1:
             return dict(self._sums)
@@ -116,10 +102,6 @@ class GradientSum:
                 no second set of gradients.
             factor: As in `add`.
             avg: As in `take`.
-
-        Returns:
-            By name; where this microstep has no gradient and the sum is asked for, the tensor of
-            the sum itself.
 
         Raises:
             ValueError: As in `add`; nothing has changed.
@@ -150,9 +132,7 @@ class GradientSum:
         self.microsteps, self.overflowed = 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and copies of tensors: `microsteps`, `overflowed`, and `sums` by parameter
-        name.
-        """
+        """`microsteps`, `overflowed`, and copies of the `sums` by parameter name."""
         sums = {name: total.clone() for name, total in self._sums.items()}
         return {"microsteps": self.microsteps, "overflowed": self.overflowed, "sums": sums}
 
@@ -184,7 +164,6 @@ def _added_into_(grad: Tensor, total: Tensor, factor: float) -> Tensor:
 
 
 def _added(total: Tensor | None, grad: Tensor, factor: float) -> Tensor:
-    """Changes and returns `total`, or begins it."""
     sparse = grad.layout is not torch.strided
     dtype = _sum_dtype(grad)
     if total is None:

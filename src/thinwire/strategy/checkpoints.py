@@ -13,8 +13,8 @@ from thinwire._names import named_parameters
 from thinwire.checkpoint import Loaded, on_all_ranks
 from thinwire.checkpoint import load as load_checkpoint
 from thinwire.checkpoint import save as save_checkpoint
+from thinwire.checkpoint.loading import EXPORTED
 from thinwire.checkpoint.random_state import derived
-from thinwire.checkpoint.reader import EXPORTED
 from thinwire.checkpoint.shards import Cut, words
 from thinwire.core.sharded import is_sharded
 from thinwire.errors import CheckpointMismatch

@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from thinwire.comm import Group, elsewhere
-from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue, clipped, scaled
+from thinwire.core.gradients import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue, clipped, scaled
 from thinwire.core.norms import global_norm, norms_over_shards
-from thinwire.core.rows import coalesced, values_of, with_values
-from thinwire.core.storage import with_own_storage
+from thinwire.core.tensors import coalesced, values_of, with_own_storage, with_values
 from thinwire.errors import StrategyError
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.dgc_momentum import DGCMomentum

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from thinwire.core.clip import Clip
+from thinwire.core.gradients import Clip
 from thinwire.local.model import given_optimizer
 from thinwire.members.members import Members
 from thinwire.strategy import documents

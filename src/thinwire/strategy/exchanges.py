@@ -19,7 +19,7 @@ from thinwire.compress.figures import left_out
 from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.several import all_of
 from thinwire.core.sharded import Shards, shard_of, sharded_like
-from thinwire.core.storage import with_own_storage
+from thinwire.core.tensors import with_own_storage
 from thinwire.exchange.gradients import GradientExchange, Outcome
 from thinwire.exchange.hyperparameters import SameHyperparameters
 from thinwire.exchange.round import Round

@@ -20,9 +20,9 @@ from torch.nn import Parameter
 from thinwire._names import named_buffers, named_parameters
 from thinwire.comm import Group
 from thinwire.comm.replicate import make_models_equal_
-from thinwire.core.rows import coalesced, values_of
 from thinwire.core.several import all_of
 from thinwire.core.sharded import shard_of
+from thinwire.core.tensors import coalesced, values_of
 from thinwire.errors import StrategyError
 
 __all__ = [

@@ -16,7 +16,7 @@ from thinwire.comm import long_waits_logged, state_told
 from thinwire.core.several import all_of
 from thinwire.core.sharded import is_sharded, shard_of, sharded_like
 from thinwire.core.stats import Pace
-from thinwire.core.storage import with_own_storage
+from thinwire.core.tensors import with_own_storage
 from thinwire.errors import Mismatch, PeerLost, PeerStalled
 from thinwire.exchange.verdict import Verdict
 from thinwire.local.updates import LocalUpdates

@@ -15,9 +15,9 @@ from torch.nn import Parameter
 
 from thinwire.amp import LossScaler
 from thinwire.comm import Group, Sites
-from thinwire.comm.grid import Grid
+from thinwire.comm.nodes import Grid
 from thinwire.compress.protocol import Compression
-from thinwire.core.clip import Clip
+from thinwire.core.gradients import Clip
 from thinwire.core.stats import Planned
 from thinwire.exchange.overlap import Overlap
 from thinwire.local.updates import LocalUpdates

@@ -26,12 +26,10 @@ from thinwire.comm import (
     time_limit_s,
     while_busy,
 )
-from thinwire.comm.grid import Grid
-from thinwire.comm.nodes import require_divisor
+from thinwire.comm.nodes import Grid, require_divisor
 from thinwire.comm.replicate import make_models_equal_
-from thinwire.compress.coverage import tell_coverage
 from thinwire.compress.dgc import DGC, locally_clipped
-from thinwire.compress.figures import loops_of
+from thinwire.compress.figures import loops_of, tell_coverage
 from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.several import all_of, kinds_of
@@ -43,7 +41,7 @@ from thinwire.exchange.digest import RollingDigest, optimizer_state
 from thinwire.exchange.gradients import gradients_of
 from thinwire.exchange.overlap import Overlap
 from thinwire.exchange.ranks import versions
-from thinwire.kernels.needs import Need
+from thinwire.kernels.rules import Need
 from thinwire.kernels.warm import warm_up
 from thinwire.layout.traffic import settled_step
 from thinwire.local.model import require_own_params, warn_of_others
@@ -54,7 +52,7 @@ from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.muon import Muon
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.pipeline.split import split_model
-from thinwire.step.autocast import autocast_forward
+from thinwire.step.forwarding import Autocast
 from thinwire.step.merge import GradientSum
 from thinwire.step.recompute import matches, recompute
 from thinwire.strategy.clipping import Clipping, require_clip_of_one, require_one_clip, take_clip_
@@ -341,7 +339,7 @@ def _assembled(setup: Setup, plan: Plan, handles: list[Any]) -> Engine:
         device = next(model.parameters()).device.type
         autocast = partial(torch.autocast, device, dtype=dtype)
         if strategy.pipeline is None:
-            handles.append(autocast_forward(model, dtype))
+            handles.append(Autocast(model, dtype))
     scaler, runner = plan.scaler, None
     if strategy.pipeline is not None:
         assert setup.grid is not None, "made for the pipeline"

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.compress.dgc import DGC
-from thinwire.core.clip import ClipByNorm
-from thinwire.core.precision import state_dtype
+from thinwire.core.gradients import ClipByNorm
+from thinwire.core.tensors import state_dtype
 from thinwire.optim import SGD, Adam, AdamW, DGCMomentum, Lamb, Lars, LazyAdam
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.config import LAMB, LARS

@@ -12,7 +12,7 @@ from thinwire import _validate as check
 from thinwire._names import named_parameters, require_shapes
 from thinwire.comm import require_mesh
 from thinwire.compress import COMPRESSIONS, field_of
-from thinwire.core.clip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from thinwire.core.gradients import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.errors import StrategyError
 from thinwire.members.members import Members
 from thinwire.strategy.explain.texts import TEXTS

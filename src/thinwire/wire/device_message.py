@@ -17,7 +17,7 @@ from torch import Tensor
 from thinwire.core.feedback import Proposal
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels.cuda import codes
-from thinwire.kernels.cuda.crc import crc32
+from thinwire.kernels.cuda.codes import crc32
 from thinwire.layout.message import (
     HEADER_BYTES,
     Layout,
@@ -111,16 +111,13 @@ def pack(
 
 def read(layout: Layout, rows: Tensor, *, step: int, bucket: int) -> Arrived:
     """What the messages of all ranks say, and per message a verdict on everything that
-    `wire.message.unpack` checks.
+    `wire.message.unpack` checks; no host synchronization.
 
     Args:
         layout: That they must have.
         rows: Shape (ranks, layout.nbytes), uint8, contiguous; read only.
         step: Update that they must belong to.
         bucket: Bucket that they must belong to.
-
-    Returns:
-        Parts and verdicts, on `rows.device`; no host synchronization.
 
     Raises:
         PayloadCorrupt: The messages are of another length.
@@ -170,20 +167,12 @@ def explain(
 
 
 def sum_rows(rows: Rows, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The sum over the ranks, added in rank order starting from zero; the bits of
-    `core.feedback.sum_sparse`.
-
-    Args:
-        rows: Of messages whose verdict was 0.
-        numel: Entries of the tensor.
-        dtype: float32 or float64, of the sum.
+    """The sum over the ranks where the verdict was 0; the bits of `core.feedback.sum_sparse`.
 
     Returns:
         Positions, int64, ascending but for repetitions, and sums, shape (ranks * k,) both. What
-        repeats a position
-        repeats its sum: assign, never accumulate. (0, 0.0) everywhere where nothing was carried. No
-            host
-        synchronization.
+        repeats a position repeats its sum: assign, never accumulate. (0, 0.0) everywhere where
+        nothing was carried. No host synchronization.
     """
     return codes.sum_rows(*rows, numel, dtype)
 
@@ -199,9 +188,7 @@ def _flag(finite: bool | Tensor, device: torch.device) -> Tensor:
 def _encoded(
     numel: int, k: int, value_bits: int, indices: Tensor, values: Tensor
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Codes of positions and values that are not 0, what is decoded at all positions, and how many
-    are carried.
-    """
+    """Codes of positions and values that are not 0, what is decoded, and how many are carried."""
     carried = values != 0
     count = carried.sum()
     rank = carried.cumsum(0) - 1
@@ -237,9 +224,7 @@ def _decoded(layout: Layout, rows: Tensor, alarm: Tensor) -> tuple[list[Rows], T
 def _wrong(
     positions: tuple[Tensor, Tensor, Tensor], low: Tensor, numel: int, low_bits_of_all: int
 ) -> Tensor:
-    """Per row: too many positions, not ascending, beyond the tensor, or low bits for more than
-    came.
-    """
+    """Per row: too many positions, not ascending, beyond the tensor, or excess low bits."""
     indices, counts, low_fields = positions
     there = torch.arange(indices.shape[1], device=indices.device) < counts.unsqueeze(1)
     wrong = counts > indices.shape[1]

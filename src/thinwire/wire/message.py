@@ -6,6 +6,13 @@ entries carried (4), CRC-32 (4) of the whole message with this field zero. Flag 
 was not finite; the payload is then the number of the tensor (4 bytes) and zeros. Entries whose
 value is 0 are not carried. The length follows from the layout, so the messages of all ranks are
 equally long and one all-gather moves them.
+
+A message of whole tensors (`pack_whole`) has every entry in few bits and no positions, since none
+is left out; no flag, and no count of entries. At 2, 4, 8 and 16 bits a tensor is the code of
+`wire.codes`. At 1 bit it has two scales in float32, the mean of the entries that are not negative
+and the mean magnitude of the negative ones, and one bit an entry, set where the entry is negative,
+the least significant bit first: each half stands at its own mean, so that what is lost never has a
+larger norm than what was to be sent, however lopsided the entries are.
 """
 
 import struct
@@ -25,26 +32,31 @@ from thinwire.layout.message import (
     CULPRIT,
     HEADER,
     HEADER_BYTES,
+    SCALE_BYTES,
     Layout,
     Slot,
+    WholeLayout,
     position_bytes,
     value_bytes,
+    whole_bytes,
 )
-from thinwire.wire.positions import decode_positions, encode_positions
-from thinwire.wire.values import decode_values, encode_values
+from thinwire.wire.codes import decode_positions, decode_values, encode_positions, encode_values
 
 __all__ = [
     "CHECKSUM",
     "WIRE_VERSION",
     "Form",
     "Unpacked",
+    "decode_whole",
     "header_words",
     "opened",
     "pack",
     "pack_nonfinite",
+    "pack_whole",
     "refused",
     "sealed",
     "unpack",
+    "unpack_whole",
 ]
 
 WIRE_VERSION = 1
@@ -119,16 +131,8 @@ def pack(
 
 
 def pack_nonfinite(layout: Layout, step: int, bucket: int, culprit: int) -> Tensor:
-    """Message that says that a gradient was not finite, as long as any other of this layout.
-
-    Args:
-        layout: Of the message.
-        step: Update this belongs to, in [0, 2^64).
-        bucket: Number of the bucket, in [0, 65536).
-        culprit: Number of the tensor, in [0, 2^32).
-
-    Returns:
-        Shape (layout.nbytes,), uint8, on the CPU.
+    """Message, on the CPU, that says that a gradient was not finite: of the tensor with the number
+    `culprit`, in [0, 2^32). Other arguments as in `pack`.
 
     Raises:
         ValueError: A number does not fit its field.
@@ -177,14 +181,11 @@ def sealed(
 
     Args:
         form: Of the message.
-        step: Update this belongs to, in [0, 2^64).
-        bucket: Number of the bucket, in [0, 65536).
+        step: As in `pack`.
+        bucket: As in `pack`.
         payload: At least one, uint8, one dimension each.
         flags: Of the header.
         carried: Entries carried, in [0, 2^32).
-
-    Raises:
-        ValueError: A number does not fit its field.
     """
     raw = np.concatenate(
         [np.zeros(HEADER_BYTES, np.uint8), *(part.cpu().numpy() for part in payload)]
@@ -228,9 +229,7 @@ def header_words(layout: Layout, step: int, bucket: int) -> tuple[int, int, int]
 def _encoded(
     slot: Slot, layout: Layout, indices: Tensor, values: Tensor
 ) -> tuple[list[Tensor], Tensor, int]:
-    """Codes of positions and values, what is decoded at all of the positions, and how many are
-    carried.
-    """
+    """Codes of positions and values, what is decoded, and how many are carried."""
     if for_device(values.device).count_nonzero(values) == values.numel():
         code, sent = encode_values(
             values, layout.value_bits, max(1, values.numel()) if layout.part else slot.k
@@ -297,5 +296,90 @@ def _check_place(step: int, bucket: int) -> None:
 
 
 def _checksum(header: bytes | memoryview, payload: memoryview) -> int:
-    """CRC-32 of the header up to the checksum, a zero in its place, and the payload."""
     return zlib.crc32(payload, zlib.crc32(bytes(_CRC_BYTES), zlib.crc32(header)))
+
+
+def pack_whole(layout: WholeLayout, step: int, bucket: int, tensors: Sequence[Tensor]) -> Tensor:
+    """Message of tensors, shape (n,) each, n as in the layout, floating-point and finite, on their
+    device. Other arguments as in `pack`.
+
+    Raises:
+        ValueError: Tensors do not fit the layout, or step or bucket their fields.
+    """
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if shapes != [(numel,) for numel in layout.numels] or not shapes:
+        raise ValueError(
+            f"tensors have the shapes {shapes}; the layout has one dimension each, of "
+            f"{layout.numels}"
+        )
+    return sealed(
+        layout, step, bucket, [_encoded_whole(tensor, layout.value_bits) for tensor in tensors]
+    )
+
+
+def unpack_whole(
+    layout: WholeLayout, message: Tensor, *, step: int, bucket: int, source: int
+) -> list[Tensor]:
+    """The codes in a message, once everything about it has been checked; arguments and errors as in
+    `unpack`.
+
+    Returns:
+        One per tensor for `decode_whole`, which refuses none of them; views of the message.
+    """
+    try:
+        _, flags, carried = opened(layout, message, step, bucket)
+        if (flags, carried) != (0, 0):
+            raise PayloadCorrupt(f"flags {flags} and {carried} entries came, expected 0 and 0")
+        lengths = [whole_bytes(numel, layout.value_bits) for numel in layout.numels]
+        codes = list(torch.split(message[HEADER_BYTES:], lengths))
+        scales = torch.cat([code[: _scale_bytes(layout.value_bits)] for code in codes]).view(
+            torch.float32
+        )
+        if not bool(scales.isfinite().all()):
+            raise PayloadCorrupt("scales came that are not finite")
+    except PayloadCorrupt as refusal:
+        raise refused(refusal, step=step, bucket=bucket, source=source) from None
+    return codes
+
+
+def decode_whole(code: Tensor, numel: int, value_bits: int) -> Tensor:
+    """The entries of one tensor.
+
+    Args:
+        code: What `unpack_whole` gave; read only.
+        numel: Entries of the tensor.
+        value_bits: Of the layout.
+
+    Returns:
+        Shape (numel,), float32, finite, on `code.device`; the same bits on every rank and device.
+    """
+    if value_bits != 1:
+        return decode_values(code, numel, value_bits, numel)
+    bitmap = code[2 * SCALE_BYTES :]
+    upper, lower = (
+        decode_values(torch.cat([scale, bitmap]), numel, 1, numel)
+        for scale in torch.split(code[: 2 * SCALE_BYTES], SCALE_BYTES)
+    )
+    return torch.where(torch.signbit(upper), lower, upper)
+
+
+def _scale_bytes(bits: int) -> int:
+    return value_bytes(0, bits) + (SCALE_BYTES if bits == 1 else 0)
+
+
+def _encoded_whole(values: Tensor, bits: int) -> Tensor:
+    if bits != 1:
+        return encode_values(values, bits, values.numel())[0]
+    negative = values < 0
+    lower = values[negative]
+    scales = [
+        _mean(values[values > 0], values.numel() - lower.numel()),
+        _mean(lower, lower.numel()),
+    ]
+    signs = torch.where(negative, -1.0, 1.0).to(values.dtype)
+    return torch.cat([*scales, encode_values(signs, 1, values.numel())[0][SCALE_BYTES:]])
+
+
+def _mean(values: Tensor, count: int) -> Tensor:
+    """The float32 mean magnitude of `count` entries, 0 where not given, as 4 bytes."""
+    return encode_values(values, 1, max(1, count))[0][:SCALE_BYTES]

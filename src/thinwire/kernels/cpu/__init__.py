@@ -1,1 +1,1 @@
-"""The loops for the CPU, compiled by numba."""
+"""The loops for the CPU, compiled by numba; `kernels` alone imports them."""

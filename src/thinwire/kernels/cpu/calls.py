@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from thinwire.kernels.cpu import jit_codes, jit_entries, jit_lists, jit_slots, jit_steps
 from thinwire.kernels.cpu.numba_steps import scratch
 from thinwire.kernels.cpu.select import bits_of, marks
-from thinwire.kernels.needs import Need
+from thinwire.kernels.rules import Need
 
 __all__ = ["calls_for"]
 
@@ -40,7 +40,6 @@ def calls_for(need: Need) -> _Calls:
 
 
 def _state(need: Need) -> tuple[Array, Array, Any]:
-    """Entries of gradient and state, and the momentum."""
     state = np.empty(0, _TYPES[need.dtype])
     wide = np.float64 if need.dtype == torch.float64 else np.float32
     return np.empty(0, _TYPES[need.grad_dtype]), state, wide(0)
@@ -48,11 +47,9 @@ def _state(need: Need) -> tuple[Array, Array, Any]:
 
 def _select(need: Need, values: Array) -> _Calls:
     grad, state, m = _state(need)
-    what, bits, digits = (
-        (grad, state, state, m, jit_entries.PLAIN),
-        bits_of(values),
-        np.empty(jit_entries.DIGITS, np.int64),
-    )
+    what = grad, state, state, m, jit_entries.PLAIN
+    bits = bits_of(values)
+    digits = np.empty(jit_entries.DIGITS, np.int64)
     room = _NUMBERS, values, bits
     return [
         partial(jit_entries.scan, *what, 0, 0, 1, values.dtype.type(0), *room, *marks(), digits),
@@ -67,11 +64,9 @@ def _select(need: Need, values: Array) -> _Calls:
 def _fold(need: Need, values: Array) -> _Calls:
     grad, state, m = _state(need)
     digits, param = np.empty(jit_entries.DIGITS, np.int64), np.empty(0, _TYPES[need.param_dtype])
-    rows, kind, no_flags = (
-        np.empty((0, 6), np.int64),
-        (grad, state, m, jit_entries.PLAIN),
-        np.empty(0, np.bool_),
-    )
+    rows = np.empty((0, 6), np.int64)
+    kind = grad, state, m, jit_entries.PLAIN
+    no_flags = np.empty(0, np.bool_)
     room, part = (_NUMBERS, values, bits_of(values), *marks(), digits), (0, 0, _NUMBERS, values)
     calls: _Calls = [
         partial(jit_lists.propose, rows, rows, 0, 0, *kind, *room, _NUMBERS, values, no_flags)
@@ -165,10 +160,8 @@ def _slots(need: Need, values: Array) -> _Calls:
 
 def _step(need: Need) -> Callable[[], object]:
     rows, floats = np.empty((0, 4), np.int64), np.zeros(9, _TYPES[need.dtype])
-    items, rest = (
-        (rows, _NUMBERS, rows, jit_steps.MOVE),
-        (_WIDE, _NUMBERS, np.empty((0, 2)), floats),
-    )
+    items = rows, _NUMBERS, rows, jit_steps.MOVE
+    rest = (_WIDE, _NUMBERS, np.empty((0, 2)), floats)
     if need.work == "lamb":
         return partial(jit_steps.lamb, *items, floats, *rest, *scratch(0, floats.dtype))
     if need.work == "lars":

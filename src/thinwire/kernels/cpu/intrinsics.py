@@ -24,9 +24,7 @@ _populate_array: Any = arrayobj.populate_array
 
 
 def _array_code(context: Any, address: Any, length: Any, like: Any) -> Any:
-    """A flat array of `length` entries at `address`, of the type of `like`; nobody checks that they
-    are there.
-    """
+    """A flat array of `length` entries at `address`, of the type of `like`, unchecked."""
     flat: Any = types.Array
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -47,9 +45,7 @@ def _array_code(context: Any, address: Any, length: Any, like: Any) -> Any:
 
 
 def _trailing_zeros_code(context: Any, word: Any) -> Any:
-    """How many bits below the lowest one that is set, of an unsigned integer other than zero, where
-    it is undefined.
-    """
+    """Bits below the lowest one that is set, of an unsigned integer other than zero."""
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
@@ -70,8 +66,6 @@ def _wide_code(context: Any, entry: Any) -> Any:
 
 
 def _bits_code(context: Any, number: Any) -> Any:
-    """The bits of a float32, as uint32."""
-
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.IntType(32))
 
@@ -90,16 +84,12 @@ def _magnitude_code(context: Any, key: Any, like: Any) -> Any:
 
 
 def _float_at(target: Any, builder: Any, kind: Any, code: Any, at: Any) -> Any:
-    """Pointer to a float32 at the byte `at` of the array `code`, which may be no multiple of four;
-    nobody checks it.
-    """
+    """Pointer to a float32 at any byte `at` of the array `code`, unchecked."""
     data = _make_array(kind)(target, builder, value=code).data
     return builder.bitcast(builder.gep(data, [at]), ir.FloatType().as_pointer())
 
 
 def _read_code(context: Any, code: Any, at: Any) -> Any:
-    """The float32 in the four bytes of `code`, uint8, from `at` on."""
-
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load(_float_at(target, builder, signature.args[0], *arguments), align=1)
 
@@ -107,8 +97,6 @@ def _read_code(context: Any, code: Any, at: Any) -> Any:
 
 
 def _write_code(context: Any, code: Any, at: Any, number: Any) -> Any:
-    """Write the float32 `number` into the four bytes of `code`, uint8, from `at` on."""
-
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         *place, value = arguments
         builder.store(value, _float_at(target, builder, signature.args[0], *place), align=1)

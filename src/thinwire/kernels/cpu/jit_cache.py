@@ -1,4 +1,11 @@
-"""What was compiled, on disk: one file for a loop with its types, which tells whether it is whole.
+"""How the loops for the CPU are compiled, and what was compiled, on disk: one file for a loop with
+its types, which tells whether it is whole.
+
+Compiling is expensive, and every first user of a machine waits for it. What keeps it cheap: no
+array functions of numba's inside a loop (`np.empty` and a view cost 0.1 s each, a minimum 0.5 s,
+assigning to a slice 2 s, once for each type), so scratch comes as an argument; one type for one
+argument, so counts that a loop passes on are `i64`; and nothing in a loop that is needed rarely,
+such as the codes of several bits in the loop for one.
 
 numba's own cache would do, but for three things: one damaged byte in it ends every later start; a
 folder that cannot be written is passed over without a word; and processes that start together
@@ -20,10 +27,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar, cast
 
 import llvmlite
 import numba
+import numpy as np
 from numba.core import compiler, serialize
 from numba.core.caching import _Cache
 
@@ -31,12 +39,20 @@ from thinwire._files import replacing
 
 try:
     import fcntl
-except (
-    ImportError
-):  # no such locks on Windows: processes that start together compile for themselves
+except ImportError:  # on Windows: processes that start together compile for themselves
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Compilations", "LoopCache", "compilations", "holding_no_lock"]
+__all__ = [
+    "Compilations",
+    "Int",
+    "LoopCache",
+    "compilations",
+    "holding_no_lock",
+    "i64",
+    "jit",
+    "jit_inline",
+    "u64",
+]
 
 _settings: Any = numba.config
 _dumps: Any = serialize.dumps
@@ -75,9 +91,7 @@ class LoopCache(_Cache):
         return None if folder is None else str(folder)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """What was compiled for these types, or None: then the caller compiles and calls
-        `save_overload`.
-        """
+        """What was compiled for these types; None: the caller compiles, and saves."""
         target_context.refresh()
         name = self._file_name(sig, target_context.codegen())
         found = self._found(name, target_context)
@@ -154,9 +168,7 @@ class LoopCache(_Cache):
 
 
 def _danger(status: os.stat_result) -> str | None:
-    """Say why others may have written this file or folder: what lies there runs. None where this
-    user and root alone can.
-    """
+    """Say why others may have written this file or folder, which runs; None: they cannot."""
     if os.name == "nt":  # which has neither such owners nor such modes
         return None
     if status.st_uid not in (0, os.geteuid()):
@@ -186,7 +198,7 @@ def sources_digest() -> str:
     sources = sorted(
         (
             each
-            for each in resources.files("thinwire.kernels").iterdir()
+            for each in resources.files("thinwire.kernels.cpu").iterdir()
             if each.name.endswith(".py")
         ),
         key=lambda each: each.name,
@@ -196,9 +208,7 @@ def sources_digest() -> str:
 
 @functools.cache
 def _folders() -> tuple[Path, ...]:
-    """Where compiled loops may lie: where the environment says, or else beside the sources or in
-    the user's cache.
-    """
+    """Where the environment says, or else beside the sources or in the user's cache."""
     own = hashlib.sha256(str(Path(__file__).parent).encode()).hexdigest()[:12]
     if _settings.CACHE_DIR:
         return (Path(_settings.CACHE_DIR) / f"thinwire-{own}",)
@@ -318,12 +328,36 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def holding_no_lock(*, waiting: bool) -> Iterator[None]:
-    """Compiling that leaves no lock behind; without `waiting` a BlockingIOError says that another
-    process is at it.
-    """
+    """Leave no lock behind; without `waiting` it is a BlockingIOError where others compile."""
     _locks.waits_to = waiting
     try:
         yield
     finally:
         _locks.waits_to = True
         _locks.release_all()
+
+
+Int: TypeAlias = Any
+"""An int64, which Python's and NumPy's integers both become."""
+i64: Any = np.int64
+u64: Any = np.uint64
+"""Indices of arrays are unsigned in hot loops: a signed one might count from the end, which costs a
+comparison."""
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def jit(function: F) -> F:
+    """Compiled by numba without the GIL, cached on disk where a folder for it can be written.
+
+    Division is the processor's: raising an error on zero, as Python does, would keep loops from
+    being vectorised.
+    """
+    compiled: Any = numba.njit(**_OPTIONS)(function)
+    compiled._cache = LoopCache(f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}")
+    return cast("F", compiled)
+
+
+def jit_inline(function: F) -> F:
+    """Compiled into each of its callers, which costs less where there is one."""
+    return cast("F", numba.njit(inline="always", **_OPTIONS)(function))

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.kernels.cpu.intrinsics import trailing_zeros
-from thinwire.kernels.cpu.jit import Int, i64, jit, u64
+from thinwire.kernels.cpu.jit_cache import Int, i64, jit, u64
 
 Array = NDArray[Any]
 
@@ -68,9 +68,7 @@ def set_high_parts(indices: Array, low_bits: Int, code: Array, at: Int) -> None:
 
 @jit
 def find_high_parts(code: Array, at: Int, nbytes: Int, low_bits: Int, indices: Array) -> Int:
-    """High parts, in their place, into `indices` as far as there is room; returns how many bits are
-    set.
-    """
+    """High parts into `indices` as far as there is room; returns how many bits are set."""
     count, room = u64(0), u64(len(indices))
     for byte in range(u64(nbytes)):
         bits = u64(code[u64(at) + byte])
@@ -115,9 +113,7 @@ def capped_magnitudes(values: Array, magnitudes: Array) -> None:
 
 @jit
 def halving_sum(values: Array, start: Int, count: Int) -> Any:
-    """Sum of `count` from `start` on, by adding the upper half to the lower until one is left;
-    overwrites them.
-    """
+    """Sum of `count` from `start` on, upper half to lower until one is left; overwrites them."""
     n, first = u64(count), u64(start)
     while n > u64(1):
         half = (n + u64(1)) >> u64(1)
@@ -129,9 +125,7 @@ def halving_sum(values: Array, start: Int, count: Int) -> Any:
 
 @jit
 def sign_fields(values: Array, scale: Any, code: Array, at: Int, sent: Array) -> None:
-    """One bit a value, set where it is negative; what that stands for, the scale with that sign,
-    into `sent`.
-    """
+    """One bit a value, set where it is negative; the scale with that sign into `sent`."""
     whole = u64(len(values)) >> u64(3)
     for byte in range(whole):
         bits = u64(0)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.kernels.cpu.intrinsics import bits_of, magnitude_of, trailing_zeros, wide
-from thinwire.kernels.cpu.jit import Int, i64, jit, jit_inline, u64
+from thinwire.kernels.cpu.jit_cache import Int, i64, jit, jit_inline, u64
 
 Array = NDArray[Any]
 
@@ -150,18 +150,14 @@ def _fold_bfloat16(
 
 @jit
 def store(target: Array, values: Array, seed: Any, start: Int, stop: Int) -> None:
-    """Round `values` of [start, stop) into `target`, bfloat16, by the random bits of a momentum
-    buffer.
-    """
+    """Round `values` of [start, stop) into `target`, bfloat16, by a buffer's random bits."""
     for i in range(u64(start), u64(stop)):
         target[i] = _rounded(values[i], _for_buffer(_mixed(i, seed)))
 
 
 @jit
 def _mixed(position: Any, seed: Any) -> Any:
-    """See `reference.mixed`; every intermediate result is cut to 32 bits, without which nothing is
-    vectorised.
-    """
+    """See `reference.mixed`; results are cut to 32 bits, without which nothing is vectorised."""
     x = np.uint32(np.uint32(position) ^ seed)
     x = np.uint32(x ^ (x >> np.uint32(16)))
     x = np.uint32(x * np.uint32(0x7FEB352D))
@@ -268,9 +264,7 @@ def _mark(
     floor: Any,
     marks: Array,
 ) -> None:
-    """Set `marks` to whether the folded residual from `first` on reaches `floor`, or is not a
-    number.
-    """
+    """Mark where the folded residual from `first` on reaches `floor`, or is not a number."""
     if mode == VALUES:
         for i in range(length):
             marks[i] = not (abs(wide(residual[first + i])) < floor)

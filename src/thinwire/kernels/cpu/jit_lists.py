@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from thinwire.kernels.cpu import jit_entries
 from thinwire.kernels.cpu.intrinsics import array_at
-from thinwire.kernels.cpu.jit import Int, i64, jit, u64
+from thinwire.kernels.cpu.jit_cache import Int, i64, jit, u64
 from thinwire.kernels.cpu.jit_codes import merge
 from thinwire.kernels.cpu.jit_entries import RUN, keep_largest, sample, scan
 
@@ -166,10 +166,8 @@ def step_along(
     for t in range(first, last):
         param = array_at(rows[t, 0], numbers[t, 0], like)
         count = numbers[t, 1]
-        positions, came = (
-            array_at(rows[t, 1], count, rows),
-            array_at(rows[t, 2], count, like_values),
-        )
+        positions = array_at(rows[t, 1], count, rows)
+        came = array_at(rows[t, 2], count, like_values)
         for i in range(u64(count)):
             union[i] = positions[i]
             sums[i] = like.dtype.type(came[i]) + like.dtype.type(0)

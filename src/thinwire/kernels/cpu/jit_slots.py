@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.kernels.cpu.intrinsics import array_at, read_float, write_float
-from thinwire.kernels.cpu.jit import Int, i64, jit, u64
+from thinwire.kernels.cpu.jit_cache import Int, i64, jit, u64
 from thinwire.kernels.cpu.jit_codes import (
     FLOAT32_MAX,
     add_low_fields,
@@ -45,7 +45,7 @@ def encode_positions(
     """Codes of the positions of the slots [first, last) into the zeroed bytes `code`; whether all
     fit their slots.
 
-    Where not, the checks of `thinwire.wire.positions` say what is wrong. `parts` holds per slot
+    Where not, the checks of `thinwire.wire.codes` say what is wrong. `parts` holds per slot
     the addresses of indices and values and their number. `kept` says how many values are not 0:
     where some are, nothing is written.
     """
@@ -115,9 +115,7 @@ def encode_levels(
     means: Array,
     fields: Array,
 ) -> None:
-    """As `encode_signs` at 2 to 16 bits; `scales`, float32, is scratch for those of one slot, and
-    so are the last.
-    """
+    """As `encode_signs` at 2 to 16 bits; `scales`, float32, and the last ones are scratch."""
     for t in range(first, last):
         count = parts[t, 2]
         values, its_sent = array_at(parts[t, 1], count, like), sent[starts[t] : starts[t] + count]
@@ -178,7 +176,7 @@ def decode_positions(
     writes.
 
     Whatever the bytes are, nothing is read or written out of bounds. Where the answer is False, the
-    checks of `thinwire.wire.positions` say what is wrong.
+    checks of `thinwire.wire.codes` say what is wrong.
     """
     for t in range(first, last):
         k, low_bits, at = slots[t, _K], slots[t, _LOW_BITS], slots[t, _AT]
@@ -207,9 +205,7 @@ def decode_positions(
 def decode_signs(
     slots: Array, first: Int, last: Int, code: Array, starts: Array, values: Array, counts: Array
 ) -> bool:
-    """Values at 1 bit of the positions that `decode_positions` has found; whether the scales are
-    finite.
-    """
+    """Values at 1 bit of the positions that were found; whether the scales are finite."""
     for t in range(first, last):
         at = slots[t, _AT] + slots[t, _LOW_BYTES] + slots[t, _HIGH_BYTES]
         scale = read_float(code, at)

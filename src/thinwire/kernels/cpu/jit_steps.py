@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.kernels.cpu.intrinsics import array_at
-from thinwire.kernels.cpu.jit import jit
+from thinwire.kernels.cpu.jit_cache import jit
 
 __all__ = [
     "BLOCK",
@@ -122,9 +122,7 @@ def _lamb_block(
 def _lamb_move(
     p: Array, m: Array, v: Array, constants: Array, ratio: Any, first: Any, last: Any
 ) -> None:
-    """The directions once more: reading m and v again is no dearer than writing them down and
-    reading them.
-    """
+    """The directions once more: reading m and v again is no dearer than keeping them."""
     rate = constants[0] * ratio
     scale1, scale2, eps, wd = constants[5], constants[6], constants[7], constants[8]
     for i in range(first, last):
@@ -201,9 +199,7 @@ def _lars_move(
 
 @jit
 def outer(table: Array, sizes: Array, items: Array, kind: int, constants: Array) -> None:
-    """The outer step of the anchor s by the change c, with momentum b; changes s and b;
-    `constants`: lr, momentum.
-    """
+    """The outer step of s by the change c, with momentum b; `constants`: lr, momentum."""
     for item in range(len(items)):
         tensor = items[item, 0]
         n = sizes[tensor]
@@ -234,9 +230,7 @@ def _outer_move(
 
 @jit
 def _trust_ratio(sums: Array, first_chunk: int, n: int, trust: Array) -> float:
-    """`core.trust_ratio` from the squared norms of the chunks; `trust`: coefficient, wd, eps, low,
-    high.
-    """
+    """`core.norms.trust_ratio` from squares; `trust`: coefficient, wd, eps, low, high."""
     param, update = 0.0, 0.0
     for chunk in range(first_chunk, first_chunk + (n + CHUNK - 1) // CHUNK):
         param += sums[chunk, 0]
@@ -254,9 +248,7 @@ def _trust_ratio(sums: Array, first_chunk: int, n: int, trust: Array) -> float:
 
 @jit
 def _add_squares(x: Array, first: Any, last: Any, lanes: Array) -> None:
-    """Add the squares of [first, last), at most a block, to the sums `lanes`, float64; each lane
-    takes every 128th.
-    """
+    """Add the squares of [first, last), at most a block, to `lanes`: each takes every 128th."""
     if last - first == BLOCK:
         for j in range(np.uint64(LANES)):
             upper = 0.0

@@ -3,7 +3,7 @@
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,7 @@ from thinwire.kernels.cpu.select import (
 )
 from thinwire.kernels.cpu.slots import decode_slots, encode_slots
 from thinwire.kernels.cpu.threads import SMALLEST_PART, in_parts, in_spans
-from thinwire.kernels.memory import bump_versions, has_address, share_memory
-from thinwire.kernels.rules import Fold
+from thinwire.kernels.rules import Fold, bump_versions, has_address, share_memory
 from thinwire.layout.message import SCALE_COUNT
 
 __all__ = [
@@ -47,27 +46,16 @@ __all__ = [
 
 Array = NDArray[Any]
 Sparse = tuple[Tensor, Tensor]
-_Item = TypeVar("_Item")
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def top_k(values: Tensor, k: int) -> Tensor:
-    """See `thinwire.core.select.top_k`."""
     x = _floats(values)
     return torch.from_numpy(largest(Folding(x, x, x, x.dtype.type(0), jit_entries.VALUES), k)[0])
 
 
-def propose(
-    grad: Tensor,
-    residual: Tensor,
-    momentum_buffer: Tensor | None,
-    k: int,
-    *,
-    momentum: float,
-    nesterov: bool,
-) -> tuple[Tensor, Tensor, bool]:
-    """See `thinwire.core.feedback.propose`."""
-    places, found = largest(folding(grad, residual, momentum_buffer, momentum, nesterov), k)
+def propose(fold: Fold, k: int) -> tuple[Tensor, Tensor, bool]:
+    places, found = largest(folding(fold), k)
     indices, values = torch.from_numpy(places), torch.from_numpy(found)
     # Whatever is not finite counts as larger than all that is, so it is among the k, and no extreme
     # hides it.
@@ -76,19 +64,8 @@ def propose(
     return indices, values, True
 
 
-def commit_(
-    grad: Tensor,
-    residual: Tensor,
-    momentum_buffer: Tensor | None,
-    indices: Tensor,
-    sent: Tensor,
-    *,
-    momentum: float,
-    nesterov: bool,
-    seed: int,
-) -> None:
-    """See `thinwire.core.feedback.commit_`."""
-    what = folding(grad, residual, momentum_buffer, momentum, nesterov)
+def commit_(fold: Fold, indices: Tensor, sent: Tensor, seed: int) -> None:
+    what, residual, buffer = folding(fold), fold.residual, fold.momentum_buffer
     places, values = as_array(indices), as_array(sent).astype(what.dtype, copy=False)
     narrow = residual.dtype == torch.bfloat16
 
@@ -103,31 +80,27 @@ def commit_(
             jit_entries.commit(*what, *part)
 
     in_parts(residual.numel(), work)
-    bump_versions([residual] if momentum_buffer is None else [residual, momentum_buffer])
+    bump_versions([residual] if buffer is None else [residual, buffer])
 
 
 def store_(target: Tensor, values: Tensor, seed: int) -> None:
-    """See `thinwire.core.feedback.store_`."""
     place, x, bits = as_array(target), as_array(values), np.uint32(seed)
     in_parts(len(place), lambda start, stop: jit_entries.store(place, x, bits, start, stop))
     bump_versions([target])
 
 
 def count_nonzero(values: Tensor) -> int:
-    """See `thinwire.kernels.reference.count_nonzero`."""
     # NumPy, since torch would wake all its threads for a count: expensive where several ranks share
     # the cores.
     return int(np.count_nonzero(_floats(values)))
 
 
 def is_ascending(indices: Tensor) -> bool:
-    """See `thinwire.kernels.reference.is_ascending`."""
     x = as_array(indices)
     return bool((x[1:] > x[:-1]).all())
 
 
 def encode_positions(indices: Tensor, low_bits: int, low_bytes: int, high_bytes: int) -> Tensor:
-    """See `thinwire.wire.positions.encode_positions`."""
     code, positions = np.zeros(low_bytes + high_bytes, np.uint8), as_array(indices)
     if low_bits:
         in_parts(
@@ -139,7 +112,6 @@ def encode_positions(indices: Tensor, low_bits: int, low_bytes: int, high_bytes:
 
 
 def decode_positions(code: Tensor, k: int, low_bits: int, low_bytes: int) -> tuple[Tensor, int]:
-    """See `thinwire.kernels.reference.decode_positions`."""
     raw, room = as_array(code), np.empty(k, np.int64)
     count = jit_codes.find_high_parts(raw, low_bytes, len(raw) - low_bytes, low_bits, room)
     indices = room[:count]
@@ -152,7 +124,6 @@ def decode_positions(code: Tensor, k: int, low_bits: int, low_bytes: int) -> tup
 
 
 def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
-    """See `thinwire.wire.values.encode_values`."""
     x = _floats(values)
     scale_bytes = 4 * SCALE_COUNT[bits]
     code = np.zeros(scale_bytes + (k * bits + 7) // 8, np.uint8)
@@ -182,7 +153,6 @@ def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def decode_values(code: Tensor, count: int, bits: int) -> Tensor:
-    """See `thinwire.wire.values.decode_values`."""
     raw, values = as_array(code), np.empty(count, np.float32)
     if bits == 32:
         values.view(np.uint8)[:] = raw[: values.nbytes]
@@ -207,11 +177,8 @@ def decode_values(code: Tensor, count: int, bits: int) -> Tensor:
 def sum_sparse(
     indices: list[Tensor], values: list[Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """See `thinwire.core.feedback.sum_sparse`."""
-    union, sums = (
-        as_array(indices[0]),
-        as_array(values[0].to(dtype) + 0.0),
-    )  # + 0: the sum starts from zero, not minus zero
+    union = as_array(indices[0])
+    sums = as_array(values[0].to(dtype) + 0.0)  # + 0: the sum starts from zero, not minus zero
     for more_indices, more_values in zip(
         map(as_array, indices[1:]), map(as_array, values[1:]), strict=True
     ):
@@ -238,7 +205,6 @@ def _scales(x: Array, bits: int, k: int) -> Array:
 
 
 def _floats(values: Tensor) -> Array:
-    """Values in a type that NumPy knows."""
     return as_array(values if values.dtype in {torch.float32, torch.float64} else values.float())
 
 
@@ -248,10 +214,7 @@ def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor,
     for kind, places in _by_kind(folds).items():
         if kind is None:
             for place in places:
-                fold = folds[place]
-                found[place] = propose(
-                    *fold[:3], ks[place], momentum=fold.momentum, nesterov=fold.nesterov
-                )
+                found[place] = propose(folds[place], ks[place])
         else:
             its_ks = [ks[place] for place in places]
             found.update(
@@ -265,10 +228,7 @@ def commit_list_(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[
     for kind, places in _by_kind(folds, [values.dtype for _, values in sent]).items():
         if kind is None:
             for place in places:
-                fold, seed = folds[place], seeds[place]
-                rule = {"momentum": fold.momentum, "nesterov": fold.nesterov, "seed": seed}
-                # by name
-                commit_(*fold[:3], *sent[place], **rule)  # type: ignore[arg-type]
+                commit_(folds[place], *sent[place], seeds[place])
         else:
             chosen = [folds[place] for place in places]
             _commit_kind(
@@ -318,9 +278,7 @@ def step_along_list_(
 
 
 def _by_kind(folds: Sequence[Fold], more: Sequence[object] | None = None) -> dict[Any, list[int]]:
-    """Places of the tensors that one call can take; None: those that are worth several threads
-    each.
-    """
+    """Places of tensors that one call can take; None: those worth several threads each."""
     total = sum(fold.residual.numel() for fold in folds)
     large = max(2 * SMALLEST_PART, total // (2 * torch.get_num_threads()))
     kinds: dict[Any, list[int]] = {}
@@ -341,9 +299,7 @@ def _by_kind(folds: Sequence[Fold], more: Sequence[object] | None = None) -> dic
 
 
 class _Kind(NamedTuple):
-    """Tensors of one kind as the compiled loops take them; `grads` are there so that their memory
-    stays.
-    """
+    """Tensors of one kind as the loops take them; `grads` keeps their memory."""
 
     grads: list[Tensor]
     rows: list[tuple[int, int, int]]
@@ -354,8 +310,8 @@ class _Kind(NamedTuple):
 
 
 def _kind_of(folds: Sequence[Fold]) -> _Kind:
-    first = folding(*folds[0])
-    dtype = read_as(folds[0].grad, folds[0].residual)
+    first = folding(folds[0])
+    dtype = read_as(folds[0])
     grads = [fold.grad.to(dtype) for fold in folds]
     rows = [
         (
@@ -405,14 +361,10 @@ def _commit_kind(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[
         [(*row, i.data_ptr(), x.data_ptr()) for row, (i, x) in zip(kind.rows, pairs, strict=True)],
         np.int64,
     )
-    sizes, counts = (
-        [fold.residual.numel() for fold in folds],
-        [indices.numel() for indices, _ in pairs],
-    )
-    numbers, all_seeds = (
-        np.column_stack((sizes, counts)).astype(np.int64),
-        np.array(seeds, np.uint32),
-    )
+    sizes = [fold.residual.numel() for fold in folds]
+    counts = [indices.numel() for indices, _ in pairs]
+    numbers = np.column_stack((sizes, counts)).astype(np.int64)
+    all_seeds = np.array(seeds, np.uint32)
 
     def work(first: int, last: int) -> None:
         rest = rows, numbers, first, last, kind.like_grad, kind.like_state, kind.momentum, kind.mode

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.kernels.cpu import jit_steps, threads
-from thinwire.kernels.memory import bump_versions
-from thinwire.kernels.rules import LambRule, LarsRule, OuterRule, TrustRule
+from thinwire.kernels.rules import LambRule, LarsRule, OuterRule, TrustRule, bump_versions
 
 __all__ = ["lamb_", "lars_", "outer_", "scratch"]
 
@@ -86,11 +85,8 @@ def outer_(
     buffers: Sequence[Tensor] | None,
     rule: OuterRule,
 ) -> None:
-    """See `thinwire.core.outer.outer_list_`."""
-    table, kind = (
-        _table(anchors, changes, anchors if buffers is None else buffers),
-        _kind(buffers, rule.nesterov),
-    )
+    table = _table(anchors, changes, anchors if buffers is None else buffers)
+    kind = _kind(buffers, rule.nesterov)
     constants = table.floats(rule.lr, rule.momentum)
     _in_parts(table, lambda items: jit_steps.outer(table.rows, table.sizes, items, kind, constants))
     bump_versions(anchors, buffers or ())
@@ -139,9 +135,7 @@ def _kind(buffers: Sequence[Tensor] | None, nesterov: bool) -> int:
 
 
 def _with_norms(table: _Table, work: Callable[[Array, int], None]) -> None:
-    """Small tensors as wholes, one after the other; large ones in parts, first for the norms and
-    then for the rest.
-    """
+    """Small tensors as wholes; large ones in parts, first for the norms and then for the rest."""
     share, most = _share(table), _KEPT_BYTES // np.dtype(table.dtype).itemsize
     if torch.get_num_threads() > 1:
         most = min(most, max(share * _BUNDLES // 2, 2 * threads.SMALLEST_PART))
@@ -162,7 +156,6 @@ def _with_norms(table: _Table, work: Callable[[Array, int], None]) -> None:
 
 
 def _in_parts(table: _Table, work: Callable[[Array], None]) -> None:
-    """Everything in parts: no entry needs another one."""
     share = _share(table)
     parts = [
         part for i, size in enumerate(table.sizes.tolist()) for part in _partition(i, size, share)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from thinwire.kernels.cpu import jit_entries
 from thinwire.kernels.cpu.threads import in_parts, in_turns
+from thinwire.kernels.rules import Fold
 
 __all__ = [
     "Folding",
@@ -51,32 +52,26 @@ class Folding(NamedTuple):
         return self.momentum.dtype
 
 
-def folding(
-    grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, momentum: float, nesterov: bool
-) -> Folding:
-    """The arguments of `thinwire.core.feedback.propose`."""
-    v = as_array(residual)
-    wide = np.float64 if residual.dtype == torch.float64 else np.float32
-    g = as_array(grad.to(read_as(grad, residual)))
-    if momentum_buffer is None:
+def folding(fold: Fold) -> Folding:
+    """The same as arrays."""
+    v = as_array(fold.residual)
+    wide = np.float64 if fold.residual.dtype == torch.float64 else np.float32
+    g = as_array(fold.grad.to(read_as(fold)))
+    if fold.momentum_buffer is None:
         return Folding(g, v, v, wide(0), jit_entries.PLAIN)
-    mode = jit_entries.NESTEROV if nesterov else jit_entries.MOMENTUM
-    return Folding(g, v, as_array(momentum_buffer), wide(momentum), mode)
+    mode = jit_entries.NESTEROV if fold.nesterov else jit_entries.MOMENTUM
+    return Folding(g, v, as_array(fold.momentum_buffer), wide(fold.momentum), mode)
 
 
-def read_as(grad: Tensor, residual: Tensor) -> torch.dtype:
-    """The type in which the loops read a gradient: bfloat16 as it is, any other in the type that is
-    computed in.
-    """
-    if residual.dtype == torch.float64:
+def read_as(fold: Fold) -> torch.dtype:
+    """The type in which loops read a gradient: bfloat16, or the one that is computed in."""
+    if fold.residual.dtype == torch.float64:
         return torch.float64
-    return torch.bfloat16 if grad.dtype == torch.bfloat16 else torch.float32
+    return torch.bfloat16 if fold.grad.dtype == torch.bfloat16 else torch.float32
 
 
 def largest(what: Folding, k: int) -> _Part:
-    """Positions and values of the `k` largest, ascending: candidates of each part first, then the
-    best of them.
-    """
+    """Positions and values of the `k` largest, ascending: the best of each part's candidates."""
     estimate = _estimated_floor(what, k)
     for floor in (
         estimate,
@@ -141,9 +136,7 @@ def bits_of(values: Array) -> Array:
 
 
 def _estimated_floor(what: Folding, k: int) -> Any:
-    """A magnitude that somewhat more than `k` entries reach, judged by a sample; 0 where a sample
-    is no use.
-    """
+    """A magnitude that somewhat more than `k` reach, by a sample; 0 where a sample is no use."""
     runs, stride, wanted = sampling(len(what.residual), k)
     length = jit_entries.RUN
     values = np.empty(runs * length, what.dtype)
@@ -172,7 +165,6 @@ def _candidates(what: Folding, k: int, floor: Any) -> list[_Part]:
 
 
 def _best(parts: list[_Part], k: int) -> _Part:
-    """The `k` largest of more candidates; of equal magnitudes the first ones."""
     bits = [bits_of(values) for _, values in parts]
     shift = 8 * bits[0].itemsize - 1 - _BINS_BITS
     bins = np.zeros((len(parts), 1 << _BINS_BITS), np.int64)
@@ -206,5 +198,4 @@ def _best(parts: list[_Part], k: int) -> _Part:
 
 
 def _of_all(work: Callable[..., None], *columns: Iterable[Any]) -> None:
-    """`work` of every row, on a few threads."""
     in_turns([partial(work, *row) for row in zip(*columns, strict=True)])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.kernels.cpu import jit_slots
 from thinwire.kernels.cpu.threads import SMALLEST_PART, in_spans
-from thinwire.kernels.memory import has_address
+from thinwire.kernels.rules import has_address
 from thinwire.layout.message import SCALE_COUNT
 
 __all__ = ["decode_slots", "encode_slots"]
@@ -50,15 +50,11 @@ def encode_slots(
     table = np.array([(i.data_ptr(), x.data_ptr(), x.numel()) for i, x in parts], np.int64).reshape(
         -1, 3
     )
-    starts, like = (
-        _starts(table[:, 2]),
-        np.empty(0, np.float64 if dtype == torch.float64 else np.float32),
-    )
-    sent, kept, right = (
-        np.empty(int(table[:, 2].sum()), np.float32),
-        np.zeros(len(slots), np.int64),
-        [],
-    )
+    starts = _starts(table[:, 2])
+    like = np.empty(0, np.float64 if dtype == torch.float64 else np.float32)
+    sent = np.empty(int(table[:, 2].sum()), np.float32)
+    kept = np.zeros(len(slots), np.int64)
+    right = []
     nonzero: dict[int, Tensor] = {}
     compact: list[Parts] = []
 

@@ -95,9 +95,7 @@ def in_turns(works: Sequence[Callable[[], object]]) -> None:
 def in_spans(
     weights: Sequence[int] | NDArray[np.int64], work: Callable[[int, int], object]
 ) -> None:
-    """`work(first, last)` over spans of consecutive items of about equal weight, in entries, on a
-    few threads.
-    """
+    """`work(first, last)` over spans of items of about equal weight, on a few threads."""
     total = np.cumsum(weights)
     spans = min(_parts_of(int(total[-1])), len(total))
     cuts = np.searchsorted(total, total[-1] * np.arange(1, spans) / spans).tolist()
@@ -106,6 +104,5 @@ def in_spans(
 
 
 def _parts_of(entries: int) -> int:
-    """Into how many parts they are cut, at least one."""
     threads = torch.get_num_threads()
     return max(1, min(_SPANS * threads if threads > 1 else 1, entries // SMALLEST_PART))

@@ -1,14 +1,24 @@
-"""Codes of positions and values on the device, of one tensor or of several rows at once, and the
-sum of all rows.
+"""Codes of positions and values on the device, of one tensor or of several rows at once, the sum of
+all rows, and the checksum of rows of bytes, CRC-32.
 
 Shapes are those of `k` entries; how many of them count is a number in device memory, and what lies
 behind it is zero. All divisions are of a tensor by a tensor: torch multiplies by the reciprocal
 where a GPU divides by a plain number, which may round otherwise than the CPU does.
+
+Without its first and last complement the CRC is linear over GF(2): that of a message is the sum of
+what each of its bits contributes, which depends on the bit's distance from the end only. One
+program sums a block with a table of the places in a block, another the blocks with a table of their
+places; the complements add the CRC of as many zero bytes. Source: Sarwate, CACM 1988 (the byte
+table); the linear form is folklore.
 """
 
-from typing import NamedTuple
+import functools
+import zlib
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.kernels.cuda import launching, triton_codes
@@ -17,6 +27,7 @@ from thinwire.layout.message import SCALE_COUNT
 
 __all__ = [
     "PositionRows",
+    "crc32",
     "decode_positions",
     "decode_values",
     "encode_positions",
@@ -43,22 +54,13 @@ class PositionRows(NamedTuple):
 def encode_positions(
     indices: Tensor, count: Tensor, low_bits: int, low_bytes: int, high_bytes: int
 ) -> Tensor:
-    """See `thinwire.wire.positions.encode_positions`, for the first `count` of the indices."""
+    """See `thinwire.wire.codes.encode_positions`, for the first `count` of the indices."""
     block = launching.BLOCK
     code = torch.empty(low_bytes, dtype=torch.uint8, device=indices.device)
     if low_bits:
         grid = (blocks_of(low_bytes, block),)
-        launch(
-            triton_codes.pack_fields,
-            grid,
-            indices,
-            indices,
-            count,
-            code,
-            low_bytes,
-            low_bits,
-            BLOCK=block,
-        )
+        given = (indices, count, code, low_bytes, low_bits)
+        launch(triton_codes.pack_fields, grid, indices, *given, BLOCK=block)
     words = torch.zeros((high_bytes + 3) // 4, dtype=torch.int32, device=indices.device)
     grid = (blocks_of(indices.numel(), block),)
     launch(triton_codes.set_high_parts, grid, indices, indices, count, words, low_bits, BLOCK=block)
@@ -66,9 +68,7 @@ def encode_positions(
 
 
 def decode_positions(codes: Tensor, k: int, low_bits: int, low_bytes: int) -> PositionRows:
-    """Positions of every row of `codes`, shape (rows, bytes), whose rows lie anywhere but are
-    contiguous.
-    """
+    """Positions of every row of `codes`, shape (rows, bytes), contiguous along a row."""
     rows, block = codes.shape[0], launching.BLOCK
     low, high = codes[:, :low_bytes], codes[:, low_bytes:]
     fields = torch.zeros((rows, k), dtype=torch.int64, device=codes.device)
@@ -78,16 +78,8 @@ def decode_positions(codes: Tensor, k: int, low_bits: int, low_bytes: int) -> Po
     bit_count = 8 * high.shape[1]
     blocks = blocks_of(bit_count, block)
     counts = torch.empty((rows, blocks), dtype=torch.int64, device=codes.device)
-    launch(
-        triton_codes.count_bits,
-        (blocks, rows),
-        codes,
-        high,
-        codes.stride(0),
-        counts,
-        bit_count,
-        BLOCK=block,
-    )
+    counted = (high, codes.stride(0), counts, bit_count)
+    launch(triton_codes.count_bits, (blocks, rows), codes, *counted, BLOCK=block)
     until = counts.cumsum(1)
     indices = torch.zeros((rows, k), dtype=torch.int64, device=codes.device)
     found = (high, codes.stride(0), until - counts, indices, bit_count, k, low_bits)
@@ -96,9 +88,7 @@ def decode_positions(codes: Tensor, k: int, low_bits: int, low_bytes: int) -> Po
 
 
 def encode_values(values: Tensor, count: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """See `thinwire.wire.values.encode_values`, for the first `count` of the k values; the
-    others must be zero.
-    """
+    """As `wire.codes.encode_values`, of the first `count` of k values; the others must be zero."""
     if bits == 32:
         sent = values.clamp(-_FLOAT32_MAX, _FLOAT32_MAX).float()
         return sent.view(torch.uint8), sent
@@ -157,22 +147,12 @@ def sum_rows(
     """
     rows, k = indices.shape
     there = torch.arange(k, device=indices.device) < counts.unsqueeze(1)
-    keys, order = (
-        torch.where(there, indices, numel).flatten().sort(stable=True)
-    )  # rows stay in order
+    # rows stay in order
+    keys, order = torch.where(there, indices, numel).flatten().sort(stable=True)
     sums = torch.zeros(rows * k, dtype=dtype, device=indices.device)
     grid, block = (blocks_of(rows * k, launching.BLOCK),), launching.BLOCK
-    launch(
-        triton_codes.sum_runs,
-        grid,
-        keys,
-        keys,
-        values.flatten()[order],
-        sums,
-        rows * k,
-        numel,
-        BLOCK=block,
-    )
+    given = (keys, values.flatten()[order], sums, rows * k, numel)
+    launch(triton_codes.sum_runs, grid, keys, *given, BLOCK=block)
     place = torch.arange(rows * k, device=keys.device)
     begins = torch.cat((place[:1] == 0, keys[1:] != keys[:-1])) & (keys < numel)
     at = torch.where(begins, place, 0).cummax(0).values  # entries behind the last run repeat that
@@ -181,14 +161,11 @@ def sum_rows(
 
 
 def _floats(codes: Tensor) -> Tensor:
-    """Rows of bytes as rows of float32; a copy, since a view must be aligned."""
     return codes.flatten().clone().view(torch.float32).view(codes.shape[0], codes.shape[1] // 4)
 
 
 def _scales(magnitudes: Tensor, count: Tensor, bits: int) -> Tensor:
-    """The float32 numbers that travel with the fields: the mean, the code book, or the smallest and
-    the largest.
-    """
+    """What travels with the fields: the mean, the code book, or the smallest and the largest."""
     k = magnitudes.numel()
     if bits == 1:
         total = _segment_sums(magnitudes, torch.zeros_like(count).view(1), count.view(1))
@@ -201,9 +178,7 @@ def _scales(magnitudes: Tensor, count: Tensor, bits: int) -> Tensor:
 
 
 def _split_at_means(magnitudes: Tensor, count: Tensor, depth: int) -> Tensor:
-    """Means of the 2^depth parts that splitting at the mean gives, ascending; an empty part has its
-    parent's.
-    """
+    """Means of the 2^depth parts, split at means, ascending; an empty part has its parent's."""
     place = torch.arange(magnitudes.numel(), device=magnitudes.device)
     part = (place >= count).long()  # the last part is that of the entries that do not count
     counts, means = count.view(1), torch.zeros(1, dtype=torch.float64, device=magnitudes.device)
@@ -222,9 +197,7 @@ def _split_at_means(magnitudes: Tensor, count: Tensor, depth: int) -> Tensor:
 
 
 def _segment_sums(values: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
-    """Per segment the sum by adding the upper half to the lower until one is left; overwrites
-    `values`.
-    """
+    """Per segment the sum by adding the upper half to the lower; overwrites `values`."""
     block, level = launching.BLOCK, 0
     tail, segments = max(block, _SMALLEST_TAIL), starts.numel()
     longest = values.numel()
@@ -233,15 +206,81 @@ def _segment_sums(values: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
         launch(triton_codes.halve_, grid, values, values, starts, counts, level, BLOCK=block)
         longest, level = (longest + 1) // 2, level + 1
     sums = torch.empty(segments, dtype=torch.float64, device=values.device)
-    launch(
-        triton_codes.halve_to_one,
-        (segments,),
-        values,
-        values,
-        starts,
-        counts,
-        sums,
-        level,
-        BLOCK=tail,
-    )
+    given = (values, starts, counts, sums, level)
+    launch(triton_codes.halve_to_one, (segments,), values, *given, BLOCK=tail)
     return sums
+
+
+_POLYNOMIAL = 0xEDB88320
+Words = NDArray[Any]
+
+
+def crc32(rows: Tensor, hole: tuple[int, int] = (0, 0)) -> Tensor:
+    """`zlib.crc32` of each row, the bytes of the hole counted as zeros.
+
+    Args:
+        rows: Shape (rows, nbytes), uint8, contiguous; read only.
+        hole: First byte that counts as zero, and the one after the last.
+
+    Returns:
+        Shape (rows,), int32: the bits of the checksum. No host synchronization, but for the first
+        row length of a kind, whose tables are copied to the device.
+    """
+    count, nbytes = rows.shape
+    block = launching.BLOCK
+    blocks = blocks_of(nbytes, block)
+    places, ends = _tables(blocks, block, rows.device)
+    parts = torch.empty((count, blocks), dtype=torch.int32, device=rows.device)
+    given = (rows, nbytes, blocks * block - nbytes, *hole, places, parts)
+    launch(triton_codes.reduce_blocks, (blocks, count), rows, *given, BLOCK=block)
+    sums = torch.empty(count, dtype=torch.int32, device=rows.device)
+    launch(triton_codes.combine_blocks, (count,), rows, parts, ends, sums, blocks, BLOCK=block)
+    return sums ^ _signed(_crc_of_zeros(nbytes))
+
+
+@functools.cache
+def _byte_table() -> Words:
+    table: Words = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        table = (table >> 1) ^ (np.uint32(_POLYNOMIAL) * (table & 1))
+    return table
+
+
+def _followed_by_zero(states: Words) -> Words:
+    followed: Words = (states >> 8) ^ _byte_table()[states & 0xFF]
+    return followed
+
+
+def _applied(operator: Words, states: Words) -> Words:
+    bits = (states[:, None] >> np.arange(32, dtype=np.uint32)) & 1
+    applied: Words = np.bitwise_xor.reduce(bits * operator, axis=1)
+    return applied
+
+
+@functools.lru_cache(maxsize=64)
+def _tables(blocks: int, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What bit j contributes at each place in a block, (8, block), and in a sum, (32, blocks)."""
+    places, ends = np.empty((8, block), np.uint32), np.empty((32, blocks), np.uint32)
+    states = _byte_table()[1 << np.arange(8)]
+    for place in range(block - 1, -1, -1):
+        places[:, place] = states
+        states = _followed_by_zero(states)
+    single_bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
+    over_a_block = functools.reduce(
+        lambda bits, _: _followed_by_zero(bits), range(block), single_bits
+    )
+    states = single_bits
+    for end in range(blocks - 1, -1, -1):
+        ends[:, end] = states
+        states = _applied(over_a_block, states)
+    on_device = [torch.from_numpy(table.view(np.int32)).to(device) for table in (places, ends)]
+    return on_device[0], on_device[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _crc_of_zeros(nbytes: int) -> int:
+    return zlib.crc32(bytes(nbytes))
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word

@@ -1,9 +1,9 @@
 """The steps of LAMB, LARS and the outer SGD for whole lists of tensors on the device: the same as
-in `cpu_steps`.
+in `cpu.numba_steps`.
 
 A step is one launch for the whole list, or three where it needs norms: the squares, block by block;
 the ratio of each tensor; the move. The host waits nowhere. Moments, momentum without a ratio and
-the outer step have the bits of `cpu_steps`; a ratio may be a rounding apart, since its squares are
+the outer step have the bits of those; a ratio may be a rounding apart, since its squares are
 added in another order.
 """
 
@@ -19,8 +19,7 @@ from torch import Tensor
 
 from thinwire.kernels.cuda import launching, triton_steps
 from thinwire.kernels.cuda.launching import blocks_of, launch
-from thinwire.kernels.memory import bump_versions
-from thinwire.kernels.rules import LambRule, LarsRule, OuterRule, TrustRule
+from thinwire.kernels.rules import LambRule, LarsRule, OuterRule, TrustRule, bump_versions
 
 __all__ = ["lamb_", "lars_", "outer_"]
 
@@ -75,7 +74,6 @@ def outer_(
     buffers: Sequence[Tensor] | None,
     rule: OuterRule,
 ) -> None:
-    """See `thinwire.core.outer.outer_list_`."""
     columns = (anchors, changes, anchors if buffers is None else buffers)
     table = _table(columns, (rule.lr, rule.momentum), TrustRule())
     table.launch(triton_steps.outer_, table.constants, KIND=_kind(buffers, rule.nesterov))
@@ -103,16 +101,8 @@ class _Table(NamedTuple):
     def launch(self, kernel: Any, *arguments: Tensor, **constants: Any) -> None:
         owners, tensors = self.layout
         constants |= {"BLOCK": launching.BLOCK, "TYPE": _TYPES[self.like.dtype]}
-        launch(
-            kernel,
-            (len(owners),),
-            self.like,
-            self.addresses,
-            owners,
-            tensors,
-            *arguments,
-            **constants,
-        )
+        given = (self.addresses, owners, tensors, *arguments)
+        launch(kernel, (len(owners),), self.like, *given, **constants)
 
     def empty_sums(self) -> Tensor:
         return torch.empty(

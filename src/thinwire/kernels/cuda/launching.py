@@ -31,7 +31,5 @@ def launch(
 
 
 def count_of(number: int, like: Tensor) -> Tensor:
-    """A number as the kernels read counts: shape (), int64, on the device of `like`, written there
-    without a copy.
-    """
+    """A number as kernels read counts: shape (), int64, written on the device of `like`."""
     return torch.full((), number, dtype=torch.int64, device=like.device)

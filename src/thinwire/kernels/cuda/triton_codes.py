@@ -1,4 +1,4 @@
-"""Triton kernels of the codes for positions and values, and of the sparse sum.
+"""Triton kernels of the codes for positions and values, of the sparse sum, and of the CRC-32.
 
 A code is a string of bytes; several of them, one per row, are `stride` bytes apart, and the second
 axis of the grid counts the rows. Counts that depend on data are read from device memory. Whatever
@@ -24,9 +24,7 @@ def _field_at(code_ptr, i, inside, nbytes, width_bits, field_mask):
 
 @triton.jit
 def pack_fields(fields_ptr, count_ptr, code_ptr, nbytes, width_bits, BLOCK: tl.constexpr):
-    """The low `width_bits` of each of the counted fields, least significant bit first; zeros after
-    them.
-    """
+    """The low `width_bits` of each of the counted fields, lowest bit first; then zeros."""
     byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = byte < nbytes
     count = tl.load(count_ptr)
@@ -83,9 +81,7 @@ def count_bits(code_ptr, stride, counts_ptr, bit_count, BLOCK: tl.constexpr):
 def find_high_parts(
     code_ptr, stride, before_ptr, indices_ptr, bit_count, k, low_bits, BLOCK: tl.constexpr
 ):
-    """High parts, in their place, of the first `k` bits that are set; `before_ptr` sums
-    `count_bits` before a block.
-    """
+    """High parts of the first `k` bits set; `before_ptr` sums `count_bits` before a block."""
     block = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     bit = block * BLOCK + tl.arange(0, BLOCK)
@@ -96,9 +92,7 @@ def find_high_parts(
 
 @triton.jit
 def halve_(values_ptr, starts_ptr, counts_ptr, level, BLOCK: tl.constexpr):
-    """Add the upper half of each segment to its lower one, when it has been halved `level` times
-    before.
-    """
+    """Add the upper half of each segment, halved `level` times before, to its lower one."""
     segment = tl.program_id(1)
     length = (tl.load(counts_ptr + segment) + (1 << level) - 1) >> level
     half = (length + 1) // 2
@@ -112,9 +106,7 @@ def halve_(values_ptr, starts_ptr, counts_ptr, level, BLOCK: tl.constexpr):
 
 @triton.jit
 def halve_to_one(values_ptr, starts_ptr, counts_ptr, sums_ptr, level, BLOCK: tl.constexpr):
-    """Halve each segment on, which by now has at most BLOCK entries, until its sum is left; 0 for
-    an empty one.
-    """
+    """Halve each segment of at most BLOCK entries until its sum is left; 0 without entries."""
     segment = tl.program_id(0)
     length = (tl.load(counts_ptr + segment) + (1 << level) - 1) >> level
     i = tl.arange(0, BLOCK)
@@ -229,9 +221,7 @@ def decode_values(
 
 @triton.jit
 def sum_runs(keys_ptr, values_ptr, sums_ptr, length, limit, BLOCK: tl.constexpr):
-    """Where a run of equal keys below `limit` begins, the sum of its values in order, starting from
-    zero.
-    """
+    """Where a run of equal keys below `limit` begins, the sum of its values in order."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < length
     key = tl.load(keys_ptr + i, inside, other=limit)
@@ -246,3 +236,39 @@ def sum_runs(keys_ptr, values_ptr, sums_ptr, length, limit, BLOCK: tl.constexpr)
         going = going & (i + offset < length)
         going = going & (tl.load(keys_ptr + i + offset, going, other=limit) == key)
     tl.store(sums_ptr + i, total, inside)
+
+
+@triton.jit
+def reduce_blocks(
+    rows_ptr, nbytes, lead, hole_start, hole_stop, table_ptr, blocks_ptr, BLOCK: tl.constexpr
+):
+    """Per row and block the sum of what its bits contribute to the block's end.
+
+    `lead` zero bytes are thought before each row, so that the last block ends with it; the bytes of
+    the hole count as zeros. Row j of the table has what bit j contributes at each place of a block.
+    """
+    block = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    at = block * BLOCK + i - lead
+    inside = (at >= 0) & (at < nbytes) & ((at < hole_start) | (at >= hole_stop))
+    byte = tl.load(rows_ptr + row * nbytes + at, inside, other=0).to(tl.int32)
+    total = tl.zeros([BLOCK], tl.int32)
+    for j in tl.static_range(8):
+        total ^= tl.where(((byte >> j) & 1) > 0, tl.load(table_ptr + j * BLOCK + i), 0)
+    tl.store(blocks_ptr + row * tl.num_programs(0) + block, tl.xor_sum(total, 0))
+
+
+@triton.jit
+def combine_blocks(blocks_ptr, table_ptr, sums_ptr, block_count, BLOCK: tl.constexpr):
+    """Per row the sum of what its blocks contribute to its end; row j of the table is for bit j."""
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, block_count, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        inside = i < block_count
+        value = tl.load(blocks_ptr + row * block_count + i, inside, other=0)
+        for j in tl.static_range(32):
+            entry = tl.load(table_ptr + j * block_count + i, inside, other=0)
+            total ^= tl.where(((value >> j) & 1) != 0, entry, 0)
+    tl.store(sums_ptr + row, tl.xor_sum(total, 0))

@@ -42,9 +42,7 @@ def _noise(at, seed):
 
 @triton.jit
 def _store(ptr, at, x, inside, seed, FOR_BUFFER: tl.constexpr):
-    """State from the type that is computed in, rounded stochastically to bfloat16; see
-    `core.rounding`.
-    """
+    """State from the type that is computed in, rounded stochastically to bfloat16."""
     if ptr.dtype.element_ty == tl.int16:
         bits = x.to(tl.uint32, bitcast=True)
         noise = _noise(at, seed)
@@ -62,7 +60,6 @@ def _store(ptr, at, x, inside, seed, FOR_BUFFER: tl.constexpr):
 
 @triton.jit
 def _folded(grad_ptr, residual_ptr, buffer_ptr, momentum_ptr, at, inside, MODE: tl.constexpr):
-    """The folded residual at the positions `at`."""
     x = _widened(tl.load(residual_ptr + at, inside, other=0))
     if MODE != VALUES:
         g = tl.load(grad_ptr + at, inside, other=0.0).to(x.dtype)
@@ -80,7 +77,6 @@ def _folded(grad_ptr, residual_ptr, buffer_ptr, momentum_ptr, at, inside, MODE: 
 
 @triton.jit
 def _key(x):
-    """The bit pattern of |x| as an integer."""
     if x.dtype == tl.float32:
         key = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:
@@ -102,9 +98,7 @@ def count_digits(
     MODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Histogram of the digit above bit `low` over all entries whose higher digits are those of the
-    state.
-    """
+    """Histogram of the digit above bit `low` of entries that share the state's higher digits."""
     prefix = tl.load(state_ptr)
     counts = tl.zeros([1 << DIGIT_BITS], tl.int32)
     first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -123,9 +117,7 @@ def count_digits(
 
 @triton.jit
 def choose_digit(histogram_ptr, state_ptr, DIGIT_BITS: tl.constexpr):
-    """Append the digit at which the entries, counted from the largest, reach the wanted number;
-    clears the counts.
-    """
+    """Append the digit at which entries from the largest reach the wanted number; clear counts."""
     at = tl.arange(0, 1 << DIGIT_BITS)
     counts = tl.load(histogram_ptr + at)
     wanted = tl.load(state_ptr + 1)
@@ -211,9 +203,7 @@ def keep_rest(
     MODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The folded residual less what was sent, where it is sent: to be known before anything is
-    rounded.
-    """
+    """The folded residual less what was sent, where it is sent, before anything is rounded."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     at = tl.load(indices_ptr + i, inside, other=0)

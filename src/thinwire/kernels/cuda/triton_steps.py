@@ -29,7 +29,6 @@ def _place(owners_ptr, tensors_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _array(addresses_ptr, tensor, column, COLUMNS: tl.constexpr, TYPE: tl.constexpr):
-    """Where an array of a tensor begins."""
     return tl.load(addresses_ptr + tensor * COLUMNS + column).to(tl.pointer_type(TYPE))
 
 
@@ -63,7 +62,7 @@ def _store_squares(sums_ptr, x, y):
 
 @triton.jit
 def trust_ratios(tensors_ptr, trust_ptr, sums_ptr, ratios_ptr, BLOCK: tl.constexpr):
-    """`core.trust_ratio` of one tensor for each program; `trust_ptr`: coefficient, wd, eps, low,
+    """`core.norms.trust_ratio`, one tensor a program; `trust_ptr`: coefficient, wd, eps, low,
     high.
     """
     tensor = tl.program_id(0)
@@ -87,7 +86,6 @@ def trust_ratios(tensors_ptr, trust_ptr, sums_ptr, ratios_ptr, BLOCK: tl.constex
 
 @triton.jit
 def _direction(p, m, v, constants_ptr, TYPE: tl.constexpr):
-    """LAMB's r."""
     scale1, scale2 = tl.load(constants_ptr + 5).to(TYPE), tl.load(constants_ptr + 6).to(TYPE)
     eps, wd = tl.load(constants_ptr + 7).to(TYPE), tl.load(constants_ptr + 8).to(TYPE)
     return _quotient(scale1 * m, _root(scale2 * v) + eps) + wd * p
@@ -108,10 +106,8 @@ def lamb_moments_(
     `constants_ptr`: lr, b1, 1 - b1, b2, 1 - b2, 1/(1 - b1^t), 1/(1 - b2^t), eps, wd.
     """
     tensor, at, inside = _place(owners_ptr, tensors_ptr, BLOCK)
-    m_ptr, v_ptr = (
-        _array(addresses_ptr, tensor, 2, 4, TYPE),
-        _array(addresses_ptr, tensor, 3, 4, TYPE),
-    )
+    m_ptr = _array(addresses_ptr, tensor, 2, 4, TYPE)
+    v_ptr = _array(addresses_ptr, tensor, 3, 4, TYPE)
     p = tl.load(_array(addresses_ptr, tensor, 0, 4, TYPE) + at, inside, other=0.0)
     g = tl.load(_array(addresses_ptr, tensor, 1, 4, TYPE) + at, inside, other=0.0)
     b1, rest1 = tl.load(constants_ptr + 1).to(TYPE), tl.load(constants_ptr + 2).to(TYPE)
@@ -181,10 +177,8 @@ def lars_move_(
 ):
     """LARS on p, g and, with momentum, b; `constants_ptr`: lr, momentum, wd."""
     tensor, at, inside = _place(owners_ptr, tensors_ptr, BLOCK)
-    p_ptr, b_ptr = (
-        _array(addresses_ptr, tensor, 0, 3, TYPE),
-        _array(addresses_ptr, tensor, 2, 3, TYPE),
-    )
+    p_ptr = _array(addresses_ptr, tensor, 0, 3, TYPE)
+    b_ptr = _array(addresses_ptr, tensor, 2, 3, TYPE)
     p = tl.load(p_ptr + at, inside, other=0.0)
     g = tl.load(_array(addresses_ptr, tensor, 1, 3, TYPE) + at, inside, other=0.0)
     rate = tl.load(constants_ptr).to(TYPE) * tl.load(ratios_ptr + tensor)
@@ -206,14 +200,10 @@ def outer_(
     BLOCK: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """The outer step of the anchor s by the change c, with momentum b; `constants_ptr`: lr,
-    momentum.
-    """
+    """The outer step of s by the change c, with momentum b; `constants_ptr`: lr, momentum."""
     tensor, at, inside = _place(owners_ptr, tensors_ptr, BLOCK)
-    s_ptr, b_ptr = (
-        _array(addresses_ptr, tensor, 0, 3, TYPE),
-        _array(addresses_ptr, tensor, 2, 3, TYPE),
-    )
+    s_ptr = _array(addresses_ptr, tensor, 0, 3, TYPE)
+    b_ptr = _array(addresses_ptr, tensor, 2, 3, TYPE)
     s = tl.load(s_ptr + at, inside, other=0.0)
     c = tl.load(_array(addresses_ptr, tensor, 1, 3, TYPE) + at, inside, other=0.0)
     rate, momentum = tl.load(constants_ptr).to(TYPE), tl.load(constants_ptr + 1).to(TYPE)

@@ -8,10 +8,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from thinwire._names import named_parameters
-from thinwire.compress.coverage import why_dense
-from thinwire.compress.figures import sent_bytes
+from thinwire.compress.figures import sent_bytes, why_dense
 from thinwire.compress.protocol import Compression
-from thinwire.core.clip import Clip
+from thinwire.core.gradients import Clip
 from thinwire.core.several import all_of
 from thinwire.local.fragments import fragments_of
 from thinwire.pipeline.split import split_model

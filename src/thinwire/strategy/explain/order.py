@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from thinwire.compress import compression_of, field_of
-from thinwire.core.clip import Clip
+from thinwire.core.gradients import Clip
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig
 from thinwire.strategy.explain.texts import TEXTS, local_clip, plural

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from thinwire import _validate as check
-from thinwire.core.clip import Clip
+from thinwire.core.gradients import Clip
 from thinwire.strategy.explain.advice import advice
 from thinwire.strategy.explain.model import about_model, about_optimizer
 from thinwire.strategy.explain.order import step_order

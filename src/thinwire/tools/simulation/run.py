@@ -7,8 +7,8 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.layout.fragments import partition
 from thinwire.layout.message import SEAL_BYTES, SKETCH_NUMEL, Layout, WholeLayout
+from thinwire.layout.shares import contiguous
 from thinwire.layout.traffic import EXCHANGES, messages, travels_sealed
 from thinwire.tools.simulation.lines import (
     Broadcast,
@@ -103,7 +103,7 @@ class Method:
 
     def parts(self) -> list[tuple[int, ...]]:
         """The tensors of each turn."""
-        cuts = partition(self.numels, self.fragments)
+        cuts = contiguous(self.numels, self.fragments)
         return [tuple(self.numels[i] for i in cut) for cut in cuts]
 
     def inside(self, numels: Sequence[int]) -> list[Collective]:

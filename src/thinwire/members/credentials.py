@@ -1,13 +1,17 @@
-"""The secret that the members of a run share, and the keys that are made from it."""
+"""What a member needs to reach a run: the address of the meeting place, as users write it, and the
+secret that the members share, with the keys that are made from it. Without torch.
+"""
 
 import hashlib
 import hmac
 import os
+import re
 import secrets
 import stat
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["derived_key", "new_token", "read_token"]
+__all__ = ["Address", "derived_key", "new_token", "parse_address", "read_token"]
 
 _LEAST_BYTES = 16
 _MOST_BYTES = 1 << 16
@@ -15,13 +19,8 @@ _PURPOSE = b"thinwire members 1"
 
 
 def read_token(path: str | os.PathLike[str]) -> bytes:
-    """The token in a file, without the white space around it.
-
-    Args:
-        path: Of a file that its owner alone can read.
-
-    Returns:
-        At least 16 bytes.
+    """The token, at least 16 bytes, in a file that its owner alone can read, without white space
+    around.
 
     Raises:
         ValueError: The file cannot be read, can be read by others, or holds too little.
@@ -86,3 +85,38 @@ def derived_key(secret: bytes, *purpose: str) -> bytes:
     """
     words = b"".join(len(word.encode()).to_bytes(4, "big") + word.encode() for word in purpose)
     return hmac.digest(secret, _PURPOSE + words, hashlib.sha256)
+
+
+_SCHEME = "tcp://"
+_FORM = re.compile(r"(?:\[(?P<bracketed>[^\[\]]+)\]|(?P<plain>[^:\[\]]+)):(?P<port>[0-9]{1,5})")
+
+
+class Address(NamedTuple):
+    """A host and a port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+def parse_address(name: str, text: str, *, scheme: bool) -> Address:
+    """The address that HOST:PORT names, with an IPv6 address in brackets; `scheme`: tcp:// must
+    come before it. Errors call it `name`.
+
+    Raises:
+        ValueError: It is no such text, or the port is beyond 65535, or 0 where one is to be
+            reached.
+    """
+    example = f"{_SCHEME if scheme else ''}10.0.0.1:29400"
+    rest = text.removeprefix(_SCHEME) if scheme else text
+    found = _FORM.fullmatch(rest)
+    lowest = 1 if scheme else 0  # who listens may take any port that is free
+    if found is None or (scheme and rest == text) or not lowest <= int(found["port"]) <= 0xFFFF:
+        raise ValueError(
+            f"{name}={text!r} is no address such as {example}; IPv6 addresses are in brackets: "
+            f"{_SCHEME if scheme else ''}[fd00::1]:29400"
+        )
+    return Address(found["bracketed"] or found["plain"], int(found["port"]))

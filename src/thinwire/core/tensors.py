@@ -1,0 +1,125 @@
+"""Small facts about tensors: which entries a gradient stores, in which type is computed, whose
+memory it is, how many fit into a cache.
+
+A sparse gradient is a COO tensor here; row-sparse means sparse_dim 1, so that its values are whole
+rows of the parameter. Everything expects it coalesced: duplicates are summed.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor, strided
+
+from thinwire import _validate as check
+
+__all__ = [
+    "TensorList",
+    "cache_sized",
+    "coalesced",
+    "entries_of",
+    "named_dtype",
+    "narrowed",
+    "state_dtype",
+    "stored_dtype",
+    "values_of",
+    "with_own_storage",
+    "with_values",
+]
+
+
+def coalesced(grad: Tensor) -> Tensor:
+    """`grad` with duplicate entries summed; a dense tensor is returned as it is."""
+    return grad.coalesce() if grad.layout is torch.sparse_coo else grad
+
+
+def values_of(grad: Tensor) -> Tensor:
+    """`grad` itself, or the values of a coalesced sparse one; shares memory."""
+    return grad.values() if grad.layout is torch.sparse_coo else grad
+
+
+def with_values(grad: Tensor, values: Tensor) -> Tensor:
+    """A tensor with the layout and the positions of `grad` and other values."""
+    if grad.layout is not torch.sparse_coo:
+        return values
+    return torch.sparse_coo_tensor(
+        grad.indices(), values, grad.shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def entries_of(param: Tensor, grad: Tensor) -> Tensor:
+    """The part of `param` that `grad` stores values for: all of it, or the rows present."""
+    return param[tuple(grad.indices())] if grad.layout is torch.sparse_coo else param
+
+
+_Key = TypeVar("_Key")
+
+
+def with_own_storage(tensors: Mapping[_Key, Tensor]) -> set[_Key]:
+    """The keys of dense tensors that share no storage with another one of these, and may be written
+    to on their own.
+
+    Autograd gives two parameters views of one gradient where both enter a sum through views.
+    """
+    places = {
+        key: x.untyped_storage().data_ptr() for key, x in tensors.items() if x.layout is strided
+    }
+    count = Counter(places.values())
+    return {key for key, place in places.items() if count[place] == 1}
+
+
+_CHOICES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def state_dtype(param: Tensor) -> torch.dtype:
+    """In what state is kept and computed: float32, float64 for float64 parameters."""
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def named_dtype(argument: str, choice: object) -> str | None:
+    """The name of a type that a user gave as `argument`: "float32", "bfloat16", the torch dtype of
+    one of these names, or None.
+
+    Raises:
+        TypeError: Neither a string nor a torch dtype.
+        ValueError: Another type.
+    """
+    if choice is None:
+        return None
+    name = str(choice).removeprefix("torch.") if isinstance(choice, torch.dtype) else choice
+    advice = "write 'float32' or 'bfloat16', or leave it out"
+    check.instance(argument, name, str, advice=advice)
+    check.one_of(argument, name, _CHOICES)
+    return str(name)
+
+
+def stored_dtype(param: Tensor, choice: str | None) -> torch.dtype:
+    """In what momentum and residual of a compressed tensor are stored; None: `state_dtype`."""
+    return state_dtype(param) if choice is None else _CHOICES[choice]
+
+
+def narrowed(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """`value` in another type, rounded to nearest, and finite where it was finite."""
+    limit = torch.finfo(dtype).max
+    if limit < torch.finfo(value.dtype).max:
+        value = torch.where(value.isfinite(), value.clamp(-limit, limit), value)
+    return value.to(dtype)
+
+
+TensorList = list[Tensor] | tuple[Tensor, ...]
+"""What torch's list operations take."""
+
+_CACHED_BYTES = 1 << 21
+"""Of tensors that are worked on together on a CPU: what stays in its cache from one operation to
+the next."""
+
+
+def cache_sized(tensors: TensorList) -> Iterator[slice]:
+    """Slices of the list that are small enough for the cache on a CPU; elsewhere the whole list."""
+    start, size = 0, 0
+    for i, tensor in enumerate(tensors):
+        size += tensor.numel() * tensor.element_size()
+        if (size >= _CACHED_BYTES and tensor.device.type == "cpu") or i == len(tensors) - 1:
+            yield slice(start, i + 1)
+            start, size = i + 1, 0
