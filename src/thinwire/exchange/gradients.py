@@ -23,13 +23,11 @@ from thinwire.compress.dense import Dense, all_finite
 from thinwire.compress.protocol import Compression, Compressor, Context, Flags, Sending, together
 from thinwire.core.tensors import narrowed
 from thinwire.errors import PayloadCorrupt, ThinwireError
-from thinwire.exchange.agreement import Among, Answers
+from thinwire.exchange.agreement import Among, Answers, Drops, Verdict, verdict_of
+from thinwire.exchange.checks import Presence
 from thinwire.exchange.nodes import in_nodes, make_common_
-from thinwire.exchange.presence import Presence
-from thinwire.exchange.ranks import agreed_sources
 from thinwire.exchange.round import Round
-from thinwire.exchange.synchronizer import Synchronizer
-from thinwire.exchange.verdict import Drops, Verdict, verdict_of
+from thinwire.exchange.synchronizer import Synchronizer, agreed_sources
 
 __all__ = ["GradientExchange", "Outcome", "gradients_of"]
 

@@ -33,8 +33,7 @@ from thinwire.core.outer import OuterRule
 from thinwire.core.stats import Pace, numbers, planned_row
 from thinwire.errors import PeerLost
 from thinwire.exchange.digest import DIGEST_EVERY
-from thinwire.exchange.ranks import Ranks
-from thinwire.exchange.synchronizer import NO_TRAFFIC
+from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
 from thinwire.kernels.rules import Need, needs_of
 from thinwire.local import saving
 from thinwire.local.averager import Averager, Counters, OwnScale

@@ -22,17 +22,15 @@ from thinwire.core.sharded import require_shards, shard_of, sharded_like
 from thinwire.core.stats import numbers
 from thinwire.core.tensors import named_dtype
 from thinwire.exchange.digest import DIGEST_EVERY
-from thinwire.exchange.ranks import Ranks
 from thinwire.exchange.round import Round
-from thinwire.exchange.synchronizer import NO_TRAFFIC
+from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
 from thinwire.kernels.rules import Need, needs_of
 from thinwire.kernels.warm import warm_up, warm_up_beside
 from thinwire.layout.message import VALUE_BITS
 from thinwire.layout.traffic import EXCHANGES
 from thinwire.optim.attached import Attached
 from thinwire.optim.dgc_settings import DGCSettings, wide_dtype
-from thinwire.optim.dgc_synchronizer import DGCSynchronizer
-from thinwire.optim.dgc_update import DGCUpdate
+from thinwire.optim.dgc_synchronizer import DGCSynchronizer, DGCUpdate
 from thinwire.optim.pairs import ParamGrad
 from thinwire.optim.saving import of_params
 from thinwire.schedules import Schedule

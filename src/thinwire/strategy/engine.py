@@ -24,18 +24,18 @@ from thinwire.core.several import all_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of
 from thinwire.core.stats import numbers
 from thinwire.errors import CheckpointMissing, ThinwireError
-from thinwire.exchange.verdict import Verdict
+from thinwire.exchange.agreement import Verdict
 from thinwire.local.model import SCALER, refuse_scaler
 from thinwire.local.updates import LocalUpdates
 from thinwire.local.work import require_tokens
 from thinwire.optim import Lamb, Lars
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.strategy import checkpoints, saving
+from thinwire.strategy.engine_checks import Joining
 from thinwire.strategy.holding import (
     step_replaced_,
     taken_off_,
 )
-from thinwire.strategy.joining import Joining
 from thinwire.strategy.microsteps import Microsteps
 from thinwire.strategy.parts import Parts
 from thinwire.strategy.whole_models import load_whole_model

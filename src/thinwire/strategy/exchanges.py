@@ -20,11 +20,11 @@ from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.several import all_of
 from thinwire.core.sharded import Shards, shard_of, sharded_like
 from thinwire.core.tensors import with_own_storage
+from thinwire.exchange.agreement import Drops, Verdict
+from thinwire.exchange.checks import SameHyperparameters
 from thinwire.exchange.gradients import GradientExchange, Outcome
-from thinwire.exchange.hyperparameters import SameHyperparameters
 from thinwire.exchange.round import Round
 from thinwire.exchange.synchronizer import NO_TRAFFIC
-from thinwire.exchange.verdict import Drops, Verdict
 from thinwire.local.updates import LocalUpdates
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.dgc_momentum import DGCMomentum

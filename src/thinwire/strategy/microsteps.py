@@ -18,11 +18,11 @@ from thinwire.core.sharded import is_sharded, shard_of, sharded_like
 from thinwire.core.stats import Pace
 from thinwire.core.tensors import with_own_storage
 from thinwire.errors import Mismatch, PeerLost, PeerStalled
-from thinwire.exchange.verdict import Verdict
+from thinwire.exchange.agreement import Verdict
 from thinwire.local.updates import LocalUpdates
+from thinwire.strategy.engine_checks import Joining
 from thinwire.strategy.exchanges import LocalSteps
 from thinwire.strategy.holding import LeftGradients, ParameterPlaces
-from thinwire.strategy.joining import Joining
 from thinwire.strategy.parts import Parts
 
 __all__ = ["Microsteps"]

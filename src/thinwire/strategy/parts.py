@@ -24,10 +24,9 @@ from thinwire.local.updates import LocalUpdates
 from thinwire.members.members import Members
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.step.merge import GradientSum
+from thinwire.strategy.engine_checks import Batches, MovingBuffers
 from thinwire.strategy.exchanges import Exchange
 from thinwire.strategy.fields import Fields
-from thinwire.strategy.joining import Batches
-from thinwire.strategy.moving_buffers import MovingBuffers
 
 __all__ = ["LossFunction", "Parts", "Plan", "Setup"]
 

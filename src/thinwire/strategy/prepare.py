@@ -40,7 +40,7 @@ from thinwire.exchange.agreement import Among, Check
 from thinwire.exchange.digest import RollingDigest, optimizer_state
 from thinwire.exchange.gradients import gradients_of
 from thinwire.exchange.overlap import Overlap
-from thinwire.exchange.ranks import versions
+from thinwire.exchange.synchronizer import versions
 from thinwire.kernels.rules import Need
 from thinwire.kernels.warm import warm_up
 from thinwire.layout.traffic import settled_step
@@ -57,6 +57,7 @@ from thinwire.step.merge import GradientSum
 from thinwire.step.recompute import matches, recompute
 from thinwire.strategy.clipping import Clipping, require_clip_of_one, require_one_clip, take_clip_
 from thinwire.strategy.engine import Engine
+from thinwire.strategy.engine_checks import Batches, MovingBuffers
 from thinwire.strategy.exchanges import Exchange, ExchangingStep, LocalSteps, MeanThenStep
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.fitting import checkpoint_facts, model_facts, strategy_facts
@@ -70,8 +71,6 @@ from thinwire.strategy.holding import (
     require_free,
     require_trained,
 )
-from thinwire.strategy.joining import Batches
-from thinwire.strategy.moving_buffers import MovingBuffers
 from thinwire.strategy.parts import Parts, Plan, Setup
 from thinwire.strategy.replace import adopt_each
 from thinwire.strategy.requirements import (
