@@ -26,6 +26,7 @@ __all__ = [
     "leftovers",
     "missing_file",
     "name_of",
+    "next_folder",
     "plain_file",
     "staging_name",
     "tensor_file",
@@ -195,6 +196,12 @@ def name_of(step: int, taken: Iterable[str]) -> str:
         if base not in used
         else next(n for i in range(2, len(used) + 3) if (n := f"{base}_{i}") not in used)
     )
+
+
+def next_folder(directory: Path, step: int) -> Path:
+    """The folder that a checkpoint of this step gets, unless others write there."""
+    taken = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    return directory / name_of(step, taken)
 
 
 def staging_name(name: str, token: str) -> str:

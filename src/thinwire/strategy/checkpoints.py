@@ -1,6 +1,6 @@
 """The state of an engine on disk: every rank writes its part, and finds it on other ranks too."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -16,6 +16,7 @@ from thinwire.checkpoint import save as save_checkpoint
 from thinwire.checkpoint.loading import EXPORTED
 from thinwire.checkpoint.random_state import derived
 from thinwire.checkpoint.shards import Cut, words
+from thinwire.comm import Group
 from thinwire.core.sharded import is_sharded
 from thinwire.errors import CheckpointMismatch
 from thinwire.optim.dgc_momentum import DGCMomentum
@@ -44,22 +45,23 @@ def save(
     extra: Any,
     step: int,
     keep: int | None,
-) -> Path:
-    """Write a checkpoint; see `Engine.save`."""
+    *,
+    frozen: bool,
+) -> Callable[[Group], Path]:
+    """What writes a checkpoint of the state as it is now, over these ranks; see `Engine.save`."""
     content: Any
     try:
-        content = saved(parts, counters, extra)
+        content = saved(parts, counters, extra, frozen=frozen)
     except Exception as error:  # the others are about to wait for this rank
         content = error
-    return save_checkpoint(
-        directory,
-        content,
-        step=step,
-        group=parts.savers,
-        facts=parts.facts,
-        part=parts.part,
-        keep=keep,
-    )
+    facts, part = parts.facts, parts.part
+
+    def write(group: Group) -> Path:
+        return save_checkpoint(
+            directory, content, step=step, group=group, facts=facts, part=part, keep=keep
+        )
+
+    return write
 
 
 def load(directory: str | Path, parts: Parts, step: int | None) -> tuple[Path, Restored]:

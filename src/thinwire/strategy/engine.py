@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from thinwire import _validate as check
+from thinwire.checkpoint.manifest import next_folder
 from thinwire.comm import (
     busy,
     elsewhere,
@@ -31,6 +32,7 @@ from thinwire.local.work import require_tokens
 from thinwire.optim import Lamb, Lars
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.strategy import checkpoints, saving
+from thinwire.strategy.beside import SaveBeside
 from thinwire.strategy.engine_checks import Joining
 from thinwire.strategy.holding import (
     step_replaced_,
@@ -65,8 +67,9 @@ class Engine:
         given."""
         self._sharded = any(map(is_sharded, parts.params.values()))
         self._following: Following | None = None
+        self._beside = SaveBeside()
         # the engine's hooks stand on the model and the optimizer, and must not outlive it
-        self._finalizer = weakref.finalize(self, _close, parts)
+        self._finalizer = weakref.finalize(self, _close, parts, self._beside)
 
     @property
     def step(self) -> int:
@@ -519,7 +522,15 @@ class Engine:
         self._require_open()
         self._go_on(saving.load(state, self._parts))
 
-    def save(self, directory: str | Path, extra: Any = None, keep: int | None = 2) -> Path:
+    def save(
+        self,
+        directory: str | Path,
+        extra: Any = None,
+        keep: int | None = 2,
+        *,
+        frozen: bool = True,
+        wait: bool = True,
+    ) -> Path:
         """Write a checkpoint, every rank its part; the folder and its parents are created.
 
         Until the new one is whole, the one before it is what loads.
@@ -545,9 +556,17 @@ class Engine:
             keep: How many checkpoints stay, this one included; at least 1, None for all. The newest
                 that stays beside this one is read before an older one is deleted: one that is
                 damaged does not count.
+            frozen: Whether parameters that do not train are written too. Without them `load` needs
+                them in the model as they are now, and compares digests: for a fine-tuning whose
+                base model is kept elsewhere.
+            wait: Whether to return when the checkpoint is whole. Else the state is copied, and
+                written on a thread beside training. The next `save`, `close` and `wait_for_save`
+                wait for it, and raise what went wrong; a process that is killed before leaves the
+                checkpoint before.
 
         Returns:
-            The folder of this checkpoint.
+            The folder of this checkpoint; without `wait` the one that it gets unless others write
+            there.
 
         Raises:
             CheckpointError: It could not be written, on whichever rank, or `extra`, a scheduler or
@@ -559,8 +578,26 @@ class Engine:
             place = {"place of the checkpoint": self._steps.place()}
             require_agreement(self._parts.group, place, what="saving")
             self._parts.exchange.require_equal(self.step)
-        counters, step = self._counters(), self._steps.place()
-        return checkpoints.save(directory, self._parts, counters, extra, step, keep)
+        check.boolean("frozen", frozen)
+        check.boolean("wait", wait)
+        self.wait_for_save()
+        counters, step, savers = self._counters(), self._steps.place(), self._parts.savers
+        write = checkpoints.save(directory, self._parts, counters, extra, step, keep, frozen=frozen)
+        if wait:
+            return write(savers)
+        self._beside.begin(savers, write)
+        return next_folder(Path(directory), step)
+
+    def wait_for_save(self) -> Path | None:
+        """Wait until what `save(..., wait=False)` writes is whole; on all ranks.
+
+        Returns:
+            The folder of the checkpoint; None where none was being written.
+
+        Raises:
+            CheckpointError: It could not be written, on whichever rank.
+        """
+        return self._beside.finish()
 
     def load(
         self, directory: str | Path, if_any: bool = False, *, step: int | None = None
@@ -756,10 +793,11 @@ class Following:
         self._undo()
 
 
-def _close(parts: Parts) -> None:
+def _close(parts: Parts, beside: SaveBeside) -> None:
     parts.exchange.close()
     for handle in parts.handles:
         handle.remove()
+    beside.finish()
 
 
 def _called(model: nn.Module, inputs: Any) -> Any:

@@ -64,13 +64,17 @@ _OF_MODULES = "module_state"
 """The key of the extra state of modules, where there is any."""
 _NON_PERSISTENT = "non_persistent_buffers"
 """The key of the names of buffers with persistent=False, where there are any."""
-_MAY_LACK = {_OF_MODULES, _NON_PERSISTENT}
+_FROZEN = "frozen"
+"""The key of the digests of parameters that were left out since they do not train, where some
+were."""
+_MAY_LACK = {_OF_MODULES, _NON_PERSISTENT, _FROZEN}
 OF_USER = ("extra", _OF_MODULES)
 """The keys of what is the user's, whose inside is not ours to understand."""
 OF_OTHER_RANKS: dict[str, Rule] = {
     "extra": "first",
     _OF_MODULES: "first",
     _NON_PERSISTENT: "first",
+    _FROZEN: "first",
     "loss_scale/scale": "min",
     "merge/overflowed": "max",
     "merge/sums/*": "mean_zero",
@@ -86,8 +90,11 @@ SAME_EVERYWHERE = {kind for kind, rule in KEPT.items() if rule == "first"}
 """What compression keeps that all ranks hold alike, and that is nothing pending."""
 
 
-def saved(parts: Parts, counters: Mapping[str, int], extra: Any = None) -> dict[str, Any]:
-    """Everything that a later step depends on, copied where the engine would go on to change it.
+def saved(
+    parts: Parts, counters: Mapping[str, int], extra: Any = None, *, frozen: bool = True
+) -> dict[str, Any]:
+    """Everything that a later step depends on, copied where the engine would go on to change it;
+    without `frozen` only a digest of each parameter that does not train.
 
     Raises:
         TypeError: A scheduler's state, the extra state of a module, or something in `extra`, is
@@ -96,9 +103,11 @@ def saved(parts: Parts, counters: Mapping[str, int], extra: Any = None) -> dict[
     _require_dense_state(parts)
     of_modules = _copied(saved_modules(parts.model), sharded=True)
     names = sorted(non_persistent_buffers(parts.model))
+    params = _parameters(parts)
+    left = {} if frozen else {n: p for n, p in params.items() if n not in parts.params}
     return {
         "counters": dict(counters),
-        "parameters": _copied(_parameters(parts)),
+        "parameters": _copied({n: p for n, p in params.items() if n not in left}),
         "buffers": _copied(dict(named_buffers(parts.model))),
         "optimizer": _copied(
             getattr(parts.optimizer, "plain_state_dict", parts.optimizer.state_dict)()
@@ -112,6 +121,7 @@ def saved(parts: Parts, counters: Mapping[str, int], extra: Any = None) -> dict[
         "extra": _copied(plain(extra), sharded=True),
         **({_OF_MODULES: of_modules} if of_modules else {}),
         **({_NON_PERSISTENT: names} if names else {}),
+        **({_FROZEN: _digests(left, parts.part)} if left else {}),
     }
 
 
@@ -253,7 +263,10 @@ def require_shapes(state: Mapping[str, Any], parts: Parts, advice: str) -> froze
     """Refuse other parameters and buffers than those here, but for the buffers that are `_left`,
     which it returns.
     """
-    check.same_shapes("parameters", state["parameters"], _parameters(parts), advice=advice)
+    params = _parameters(parts)
+    out = _require_frozen(state.get(_FROZEN), params, parts.part)
+    here = {name: param for name, param in params.items() if name not in out}
+    check.same_shapes("parameters", state["parameters"], here, advice=advice)
     left = _left(state, parts)
     theirs, ours = (
         {name: buffer for name, buffer in buffers.items() if name not in left}
@@ -261,6 +274,35 @@ def require_shapes(state: Mapping[str, Any], parts: Parts, advice: str) -> froze
     )
     check.same_shapes("buffers", theirs, ours, advice=advice)
     return left
+
+
+def _digests(params: Mapping[str, Tensor], part: int) -> dict[str, Any]:
+    """Of parameters that are left out, with the part of the model that they are of."""
+    digests = {name: [list(p.shape), checksum_of(p)] for name, p in params.items()}
+    return {"part": part, "digests": digests}
+
+
+def _require_frozen(
+    told: Mapping[str, Any] | None, params: Mapping[str, Tensor], part: int
+) -> frozenset[str]:
+    """The parameters that a state leaves out, which must be here as they were: of other shards
+    than here only the names are known.
+    """
+    digests = {} if told is None else told["digests"]
+    for name, (shape, checksum) in digests.items():
+        if name not in params:
+            raise ValueError(
+                f"the state was saved without frozen parameters, and {name} is not in this model: "
+                "prepare the model with the weights that it was trained from"
+            )
+        alike = told is not None and told["part"] == part and list(params[name].shape) == shape
+        if alike and checksum_of(params[name]) != checksum:
+            raise ValueError(
+                f"the state was saved without frozen parameters (frozen=False), and {name} has "
+                "other values here than then: load the weights that training began from into the "
+                "model before this"
+            )
+    return frozenset(digests)
 
 
 def _left(state: Mapping[str, Any], parts: Parts) -> frozenset[str]:
@@ -307,7 +349,7 @@ def take_values_(state: Mapping[str, Any], parts: Parts, left: frozenset[str]) -
     """Changes parameters and buffers to those of a state, but for the buffers that are `left`."""
     for kind, places in (("parameters", _parameters(parts)), ("buffers", _buffers(parts))):
         for name, place in places.items():
-            if kind == "parameters" or name not in left:
+            if name in state[kind] and name not in (left if kind == "buffers" else ()):
                 place.copy_(state[kind][name])
     told = sorted(left & {*state["buffers"], *_buffers(parts)})
     if told:
@@ -334,7 +376,8 @@ def _load_optimizer(state: Mapping[str, Any], parts: Parts, keep: Collection[str
     parts.optimizer.load_state_dict(
         {**state["optimizer"], "state": entries, "param_groups": ordered}
     )
-    same = all(state["parameters"][name].dtype == p.dtype for name, p in _parameters(parts).items())
+    params = _parameters(parts)
+    same = all(value.dtype == params[name].dtype for name, value in state["parameters"].items())
     for each in all_of(parts.optimizer):
         if same and not isinstance(each, CommonOptimizer):  # those take their state as it is
             _put_back_types(each, entries, owners)

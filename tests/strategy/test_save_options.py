@@ -1,0 +1,135 @@
+"""Checkpoints without frozen parameters, and checkpoints that are written beside training."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import thinwire as tw
+from tests.ranks import Lost, Pool
+from tests.strategy.training import FIELDS, batch, digest, make_model, train
+from thinwire.errors import CheckpointError, CheckpointMismatch
+
+
+def tuned(fields: tuple[str, ...] = ()) -> Any:
+    """An engine that trains the last layer only."""
+    model = make_model(plain=True)
+    for param in model[:-1].parameters():
+        param.requires_grad_(False)
+    strategy = tw.DistributedStrategy(**{name: FIELDS[name] for name in fields})
+    optimizer = torch.optim.AdamW(model[-1].parameters(), 0.01)
+    return strategy.prepare(model, optimizer, cross_entropy)
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def without_frozen(rank: int, size: int, folder: str, fields: tuple[str, ...]) -> list[Any]:
+    engine = tuned(fields)
+    train(engine, fields, 0, 4)
+    whole = engine.save(f"{folder}/whole")
+    part = engine.save(f"{folder}/part", frozen=False)
+    train(engine, fields, 4, 8)
+    again = tuned(fields)
+    again.load(f"{folder}/part")
+    train(again, fields, 4, 8)
+    return [digest(engine), digest(again), size_of(whole), size_of(part)]
+
+
+@pytest.mark.parametrize("fields", [(), ("localsgd",)], ids=str)
+def test_frozen_parameters_may_be_left_out(
+    fields: tuple[str, ...], ranks: Pool, tmp_path: Path
+) -> None:
+    for first, second, whole, part in ranks.run(without_frozen, str(tmp_path), fields):
+        assert first == second
+        assert part < whole - 1500
+
+
+def test_frozen_parameters_that_have_changed_are_refused(tmp_path: Path) -> None:
+    engine = tuned()
+    train(engine, (), 0, 2)
+    engine.save(tmp_path, frozen=False)
+    other = tuned()
+    with torch.no_grad():
+        other.model[1][0].weight[3, 4] += 1
+    before = digest(other)
+    with pytest.raises(CheckpointMismatch, match=r"frozen=False.*1\.0\.weight has other values"):
+        other.load(tmp_path)
+    assert digest(other) == before
+    with pytest.raises(CheckpointMismatch, match=r"1\.0\.weight has other values"):
+        other.load_parameters(tmp_path)
+    again = tuned()
+    again.load_parameters(tmp_path)
+    assert digest(again) == digest(engine)
+
+
+def beside(rank: int, size: int, folder: str) -> list[Any]:
+    model = make_model(plain=True)
+    optimizer = torch.optim.SGD(model.named_parameters(), 0.05, momentum=0.9)
+    engine = tw.DistributedStrategy().prepare(model, optimizer, cross_entropy)
+    found = []
+    for step in range(6):
+        engine.train_step(*batch(step, rank))
+        if step % 2 == 1:
+            found.append(engine.save(folder, extra=step, keep=None, wait=False))
+    last = engine.wait_for_save()
+    assert last == found[-1] and engine.wait_for_save() is None
+    told = [digest(engine)]
+    again = tw.DistributedStrategy().prepare(
+        (copy := make_model(plain=True)), torch.optim.SGD(copy.named_parameters(), 0.05, 0.9)
+    )
+    assert again.load(folder) == last and again.extra == 5
+    told.append(digest(again))
+    again.load(folder, step=2)
+    assert again.extra == 1 and again.step == 2
+    engine.save(folder, keep=1, wait=False)
+    engine.close()
+    return [*told, len(list(Path(folder).iterdir()))]
+
+
+def test_a_save_beside_training_is_that_of_its_moment(ranks: Pool, tmp_path: Path) -> None:
+    for saved, loaded, folders in ranks.run(beside, str(tmp_path / "run")):
+        assert saved == loaded
+        assert folders == 1, "closing waits for the last one, which keeps itself only"
+
+
+def refused(rank: int, size: int, folder: str) -> str:
+    engine = tuned()
+    train(engine, (), 0, 1)
+    engine.save(f"{folder}/{'run' if rank == 0 else 'file/run'}", wait=False)
+    try:
+        engine.wait_for_save()
+    except CheckpointError as error:
+        train(engine, (), 1, 2)
+        return str(error)
+    return "nothing"
+
+
+def test_what_went_wrong_is_raised_on_all_ranks(ranks: Pool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    first, second = ranks.run(refused, str(tmp_path))
+    assert first == second
+    assert "rank 1" in first
+
+
+def killed(rank: int, size: int, folder: str) -> None:
+    engine = tuned()
+    train(engine, (), 0, 1)
+    engine.save(folder)
+    train(engine, (), 1, 2)
+    engine.save(folder, extra=torch.zeros(1 << 22), wait=False)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.fault
+def test_a_kill_leaves_the_checkpoint_before(ranks: Pool, tmp_path: Path) -> None:
+    found = ranks.run(killed, str(tmp_path / "run"), expect_errors=True)
+    assert all(isinstance(each, Lost) for each in found)
+    engine = tuned()
+    engine.load(tmp_path / "run")
+    assert engine.step in (1, 2)
