@@ -52,6 +52,7 @@ MAY_IMPORT = {
     | {"comm", "exchange", "local", "members", "optim", "amp", "step", "pipeline", "checkpoint"},
     # members that come and go: who meets, who is admitted
     "members": BASE | {"comm", "exchange"},
+    "sampler": BASE | {"comm", "members"},
     "cli": BASE | {"tools", "strategy", "members"},
     "__main__": {"cli"},
 }

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from thinwire.optim.config import LAMB, LARS
     from thinwire.optim.dgc_momentum import Attached
     from thinwire.pipeline.config import Pipeline
+    from thinwire.sampler import ShardedSampler
     from thinwire.step.config import AMP, GradientMerge, Recompute
     from thinwire.strategy.distributed_strategy import DistributedStrategy
     from thinwire.strategy.engine import Engine
@@ -59,6 +60,7 @@ __all__ = [
     "Plan",
     "Quantized",
     "Recompute",
+    "ShardedSampler",
     "Sparse",
     "StrategyError",
     "Task",
@@ -99,6 +101,7 @@ _HOMES = {
     "LocalUpdates": "thinwire.local.updates",
     "LowRank": "thinwire.compress.low_rank",
     "MemberSampler": "thinwire.members.sampler",
+    "ShardedSampler": "thinwire.sampler",
     "Members": "thinwire.members.members",
     "Pipeline": "thinwire.pipeline.config",
     "Plan": "thinwire.tools.planning.plan",

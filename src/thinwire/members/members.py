@@ -19,7 +19,7 @@ from thinwire import _validate as check
 from thinwire.comm import Group
 from thinwire.comm.handshake import leaves
 from thinwire.comm.waiting import seconds_of
-from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
+from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
 from thinwire.members.board import Board
 from thinwire.members.credentials import parse_address, read_token
 from thinwire.members.generation import Generation
@@ -62,6 +62,23 @@ class Work(Protocol):
         """A bound of the tensors that can be given at once."""
 
 
+class Shared(Protocol):
+    """A sampler whose samples members share; `thinwire.ShardedSampler` is one."""
+
+    @property
+    def taken(self) -> tuple[int, int]:
+        """What this rank has taken since samples were dealt."""
+
+    def deal(self, taken: Sequence[tuple[int, int]], rank: int, ranks: int) -> None:
+        """Deal what is left anew; see there."""
+
+    def state_dict(self) -> Said:
+        """What a newcomer needs, right after `deal`."""
+
+    def join_in(self, state: Said, rank: int, ranks: int) -> None:
+        """Begin as a newcomer."""
+
+
 class Members:
     """What `join` returns: the members of a run, of which this process is one.
 
@@ -94,6 +111,13 @@ class Members:
         self._plan: Said = {}
         self._step: Callable[[], int] = lambda: 0
         self._goers: tuple[str, ...] = ()
+        self._samplers: list[Shared] = []
+        self._sharers: tuple[str, ...] = ()
+        """The members among whom samples are dealt."""
+        self._taken: dict[tuple[str, int], list[Any]] = {}
+        """By member and rank of its site what each sampler has given to it since."""
+        self._dealt: Said = {}
+        """What a newcomer was told of the samplers."""
 
     @property
     def site(self) -> Site | None:
@@ -239,6 +263,49 @@ class Members:
         """Let `step` be what this says."""
         self._step = step
 
+    def deal(self, sampler: Shared) -> None:
+        """Let the samples that are left be dealt anew where others take part."""
+        self._samplers.append(sampler)
+        self._sharers = self._sharers or self.ids
+        if self._dealt:
+            self._join_in(len(self._samplers) - 1)
+
+    def _join_in(self, place: int) -> None:
+        self._sharers = tuple(self._dealt["sharers"])
+        states = self._dealt["states"]
+        if place >= len(states):
+            raise Mismatch(
+                f"this member has made {place + 1} samplers, and the others {len(states)}: make "
+                "the same ones on all members, before local updates begin"
+            )
+        self._samplers[place].join_in(states[place], *self._place_among(self._sharers))
+
+    def _told_of_samplers(self) -> Said:
+        """For a newcomer, right after samples were dealt to it."""
+        if not self._samplers:
+            return {}
+        states = [sampler.state_dict() for sampler in self._samplers]
+        return {"dealt": {"sharers": self._sharers, "states": states}}
+
+    def _place_among(self, ids: Sequence[str]) -> tuple[int, int]:
+        """This rank's number among the ranks of these members, and how many they are."""
+        site = self._site
+        return ids.index(self.id) * site.size + site.rank, len(ids) * site.size
+
+    def _deal_among(self, ids: Sequence[str]) -> None:
+        """After a round: what is left goes to these members. One that was lost took what those took
+        who took most.
+        """
+        if not self._samplers or tuple(ids) == self._sharers or self.id not in ids:
+            return
+        before = [(each, rank) for each in self._sharers for rank in range(self._site.size)]
+        for at, sampler in enumerate(self._samplers):
+            known = [tuple(taken[at]) for taken in self._taken.values()]
+            told = [self._taken.get(each) for each in before]
+            taken = [max(known) if each is None else tuple(each[at]) for each in told]
+            sampler.deal(taken, *self._place_among(ids))
+        self._sharers = tuple(ids)
+
     def begin(self, what: str, facts: Said) -> None:
         """Say what this member is set up for, or compare it with what the run is set up for.
 
@@ -322,6 +389,9 @@ class Members:
             while not given.last:
                 given = taker.take(work.most_bytes)
                 work.take(given)
+            self._dealt = given.plain.get("dealt") or {}
+            for place in range(len(self._samplers)) if self._dealt else ():
+                self._join_in(place)
         finally:
             if taker is not None:
                 taker.close()
@@ -340,6 +410,9 @@ class Members:
     def report(self) -> dict[str, Any]:
         """What this member says in the agreement that ends a round."""
         said: dict[str, Any] = {"leaving": self.id} if self._leaving else {}
+        if self._samplers:
+            taken = [sampler.taken for sampler in self._samplers]
+            said["taken"] = [self.id, self._site.rank, taken]
         if self.group.rank == self._site.rank == 0:
             said |= {"serve": self._keeper.waiting(), "admit": self._keeper.ready()}
         return said
@@ -349,6 +422,8 @@ class Members:
         self._plan = said[0]
         # by name: this may be of a generation that is over by now
         self._goers = tuple(dict.fromkeys(each["leaving"] for each in said if "leaving" in each))
+        told = [each["taken"] for each in said if "taken" in each]
+        self._taken = {(member, rank): taken for member, rank, taken in told}
 
     def end_round(self, work: Work, *, goes_on: bool = False) -> None:
         """Give, let in and let go what was agreed on; all members call it after the same round.
@@ -366,13 +441,17 @@ class Members:
         goers = tuple(each for each in goers if each in now.ids)
         stay = [each for each in now.ids if each not in goers]
         admitted = [each for each in plan.get("admit", []) if each not in now.ids]
+        if not goes_on:
+            self._deal_among([*stay, *admitted])
         self._givers = [giver for giver in self._givers if giver.works]
         if self._givers:
             given = work.last_round() if self.group.size > 1 else work.state_for_newcomer()
             for giver in self._givers:
                 # a line that is slower than the rounds would carry them for ever
                 message = work.state_for_newcomer() if giver.lags else given
-                giver.give(replace(message, last=giver.newcomer in admitted))
+                last = giver.newcomer in admitted
+                plain = {**message.plain, **(self._told_of_samplers() if last else {})}
+                giver.give(replace(message, plain=plain, last=last))
         for number, newcomer in plan.get("serve", []):
             self._keeper.served[number] = time.monotonic()
             if stay and stay[number % len(stay)] == self.id:

@@ -1,0 +1,218 @@
+"""Samples of a dataset, each to one rank."""
+
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from thinwire import _validate as check
+from thinwire.comm import place_in, require_process_group
+from thinwire.members.members import Members
+
+__all__ = ["ShardedSampler"]
+
+Taken = tuple[int, int]
+"""The epoch that a rank is in, and how many samples it has taken since they were dealt."""
+
+
+class ShardedSampler(Sampler[int]):
+    """Deals each sample of an epoch to exactly one rank: `DataLoader(data, 32, sampler=...)`.
+
+    All ranks draw the same order of an epoch from its number and the seed, and take from it in
+    turn. So no sample is seen twice or left out, unlike with `DistributedSampler`, which repeats
+    some to give all ranks equally many: here ranks may differ by one sample, and so by one batch.
+    Train inside `engine.join()`, or give a loader with `drop_last=True` a length that fits.
+
+    Iterating again goes on where the iteration before ended, and begins the next epoch after the
+    end of one. `state_dict` holds how far all ranks are together, where each has taken equally
+    many; another number of ranks goes on from there, in the middle of an epoch too. With workers of
+    the loader samples are taken ahead: what it has drawn and training has not seen counts as taken.
+
+    With members that come and go, what is left of the epoch is dealt anew at the end of each round
+    after which others take part. What a lost member had taken is not dealt again.
+
+    Example::
+
+        sampler = tw.ShardedSampler(data, seed=1)
+        loader = DataLoader(data, batch_size=32, sampler=sampler)
+        ...
+        engine.save("run", extra={"sampler": sampler})
+        engine.load("run")
+        sampler.load_state_dict(engine.extra["sampler"])
+
+    Args:
+        data: What has a length: the same on all ranks.
+        seed: Of the order; the same on all ranks.
+        shuffle: Whether each epoch has an order of its own; else that of the data.
+        group: The ranks that share the data; None for all of them.
+        members: Of a run, instead of `group`: what `thinwire.join` returned. All members make their
+            samplers in the same order, before `local_sgd` or `prepare` is given the members.
+
+    Raises:
+        TypeError, ValueError: An argument of another kind, or data without a sample; `group` and
+            `members` both.
+    """
+
+    def __init__(
+        self,
+        data: Sized,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        group: dist.ProcessGroup | None = None,
+        members: Members | None = None,
+    ) -> None:
+        check.instance("data", data, Sized, advice="with a length")
+        self._length = check.integer("len(data)", len(data), at_least=1)
+        self._seed = check.integer("seed", seed, at_least=0)
+        self._shuffle = check.boolean("shuffle", shuffle)
+        require_process_group(group)
+        self._epoch = self._taken = 0
+        self._orders: dict[int, list[int]] = {}
+        self._lefts: dict[int, list[int]] = {}
+        self._rank, self._ranks = place_in(group)
+        if members is not None:
+            check.instance("members", members, Members)
+            if group is not None:
+                raise ValueError("group and members both say who shares the data: give one")
+            self._rank, self._ranks = members.place
+            members.deal(self)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is being dealt, or is next, from 0."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin this epoch, unless it is being dealt; for loops that call it as they do for
+        `DistributedSampler`.
+        """
+        epoch = check.integer("epoch", epoch, at_least=0)
+        if epoch != self._epoch:
+            self._epoch, self._taken = epoch, 0
+
+    def __len__(self) -> int:
+        """Samples of this rank that are left in the epoch."""
+        return len(range(self._next, len(self._left(self._epoch)), self._ranks))
+
+    def __iter__(self) -> Iterator[int]:
+        epoch = self._epoch
+        while epoch == self._epoch and self._next < len(self._left(epoch)):
+            place = self._left(epoch)[self._next]
+            self._taken += 1
+            yield self._sample(epoch, place)
+        if epoch == self._epoch:
+            self.set_epoch(epoch + 1)
+
+    @property
+    def _next(self) -> int:
+        """Where in what is left this rank's next sample stands."""
+        return self._taken * self._ranks + self._rank
+
+    def _order(self, epoch: int) -> list[int]:
+        if epoch not in self._orders:
+            order = list(range(self._length))
+            if self._shuffle:
+                source = torch.Generator().manual_seed(_mixed(self._seed, epoch))
+                order = torch.randperm(self._length, generator=source, device="cpu").tolist()
+            self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1} | {
+                epoch: order
+            }
+        return self._orders[epoch]
+
+    def _left(self, epoch: int) -> Sequence[int]:
+        """What ranks take in turn in an epoch: places in its order, after `~sample` of each that
+        was left of the epoch before.
+        """
+        return self._lefts.get(epoch, range(self._length))
+
+    def _sample(self, epoch: int, place: int) -> int:
+        return ~place if place < 0 else self._order(epoch)[place]
+
+    @property
+    def taken(self) -> Taken:
+        """What this rank has taken, for the others."""
+        return self._epoch, self._taken
+
+    def deal(self, taken: Sequence[Taken], rank: int, ranks: int) -> None:
+        """Deal what is left anew.
+
+        Args:
+            taken: By each rank that has shared it until now.
+            rank: This one's number from now on.
+            ranks: How many share it from now on.
+        """
+        epoch, left = self._remaining(taken)
+        self._go_on(epoch, left)
+        self._rank, self._ranks = rank, ranks
+
+    def _go_on(self, epoch: int, left: list[int]) -> None:
+        # an epoch of which nothing is left is over
+        self._lefts = {epoch: left} if left else {}
+        self._epoch, self._taken = epoch if left else epoch + 1, 0
+
+    def _remaining(self, taken: Sequence[Taken]) -> tuple[int, list[int]]:
+        """The latest epoch that a rank is in, and what is left of all until then."""
+        top = max(epoch for epoch, _ in taken)
+        left: list[int] = []
+        for epoch in range(min(epoch for epoch, _ in taken), top + 1):
+            for at, place in enumerate(self._left(epoch)):
+                own, count = taken[at % len(taken)]
+                if own < epoch or (own == epoch and at // len(taken) >= count):
+                    left.append(place if epoch == top else ~self._sample(epoch, place))
+        return top, left
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far all ranks are together, if they have taken equally many samples: plain values."""
+        epoch, left = self._remaining([self.taken] * self._ranks)
+        places = [place for place in left if place >= 0]
+        first = min(places, default=self._length)
+        return {
+            "length": self._length,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "epoch": epoch,
+            "dealt": first,
+            "dealt_beyond": sorted(set(range(first, self._length)).difference(places)),
+            "left_before": [~place for place in left if place < 0],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`, of any number of ranks; all ranks load the same one.
+
+        Raises:
+            TypeError: It is no mapping.
+            ValueError: It is of other data, or not one of a sampler; nothing has changed.
+        """
+        check.instance("state", state, Mapping)
+        if state.keys() != self.state_dict().keys():
+            raise ValueError(
+                f"the state of a ShardedSampler has the keys {list(self.state_dict())}, got "
+                f"{list(state)}"
+            )
+        if state["length"] != self._length:
+            raise ValueError(
+                f"the state is of {state['length']} samples, and the data here have "
+                f"{self._length}: give the same data"
+            )
+        seed, epoch, dealt = (
+            check.integer(key, state[key], at_least=0) for key in ("seed", "epoch", "dealt")
+        )
+        gone = set(state["dealt_beyond"])
+        left = [~sample for sample in state["left_before"]]
+        left += [place for place in range(dealt, self._length) if place not in gone]
+        self._shuffle, self._seed = check.boolean("shuffle", state["shuffle"]), seed
+        self._orders = {}
+        self._go_on(epoch, left)
+
+    def join_in(self, state: Mapping[str, Any], rank: int, ranks: int) -> None:
+        """Begin as a new member, with what the others deal."""
+        self.load_state_dict(state)
+        self._rank, self._ranks = rank, ranks
+
+
+def _mixed(seed: int, epoch: int) -> int:
+    """One number of both, of 63 bits, far apart for neighbours."""
+    return (seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03) % (1 << 63)
