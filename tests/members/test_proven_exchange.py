@@ -98,7 +98,7 @@ def train(rank: int, size: int, attacked: int) -> tuple[str, bool, int]:
     config = tw.LocalSGD(k_steps=2, begin_step=0, compression=tw.Quantized(4))
     told, anchors = "", torch.empty(0)
     with tw.local_sgd(model, optimizer, config, digest_every=0) as sync:
-        group = sync._group
+        group = sync._averager.group
         assert group is not None
         group.prove(KEY)
         group.__class__ = Tapped

@@ -1,7 +1,7 @@
 """Several optimizers that train one model, as one."""
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,7 +111,7 @@ def together(optimizers: Any, names: Mapping[Tensor, str]) -> Any:
         TypeError: An entry of the sequence is no optimizer.
         ValueError: The sequence is empty, or a parameter is in two of them.
     """
-    if isinstance(optimizers, torch.optim.Optimizer) or not isinstance(optimizers, Iterable):
+    if isinstance(optimizers, torch.optim.Optimizer) or not isinstance(optimizers, Sequence):
         return optimizers
     listed = list(optimizers)
     if not listed:
