@@ -5,7 +5,7 @@ same; and the optimizer inside what a training framework wraps around it.
 import math
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from traceback import walk_stack
 from typing import Any
 
