@@ -1,5 +1,5 @@
-"""The table of limits and the page benchmarks/performance.md, both made from the JSON of the benchmarks
-and nothing else.
+"""The table of limits and the page benchmarks/performance.md, both made from the JSON of the
+benchmarks and nothing else.
 
 python -m benchmarks.report
 """
