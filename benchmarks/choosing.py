@@ -259,10 +259,18 @@ def evidence(path: Path = RESULTS, steps: Path = LINES) -> list[dict[str, Any]]:
             of = {"kind": "link", "workers": line["workers"], "size": SIZE, "link": line["rate"]}
             found.append({"cell": {**as_it_is(line["kind"]), **of}, "step_ms": line["step_ms"]})
     return found + [
-        line
+        _with_options(line)
         for line in json_lines(path)
         if line["cell"]["optimizer"] != "sgd" and line.get("loss", 0.0) is not None
     ]
+
+
+def _with_options(line: dict[str, Any]) -> dict[str, Any]:
+    """Fill in the options of torch's hooks, which early lines lack; the hooks are the same."""
+    cell = line["cell"]
+    if cell["strategy"] not in {"fp16", "fp16-muon"} or cell["options"]:
+        return line
+    return {**line, "cell": {**cell, "options": as_it_is(cell["strategy"])["options"]}}
 
 
 def main() -> None:
