@@ -82,6 +82,11 @@ def rows(lines: Iterable[Mapping[str, Any]], place: Place) -> list[Row]:
         today = as_it_is(name)
         of_name = [line for line in mine if {key: line["cell"][key] for key in today} == today]
         trained = [line for line in of_name if line["cell"]["kind"] == "training"]
+        if not trained and any(_trained(line["cell"], name) for line in mine):
+            raise ValueError(
+                f"{name} was measured, but not as it is now: {today}. Measure it again, or keep "
+                "its options"
+            )
         if trained:
             found.append(
                 Row(
@@ -98,6 +103,11 @@ def rows(lines: Iterable[Mapping[str, Any]], place: Place) -> list[Row]:
                 )
             )
     return found
+
+
+def _trained(cell: Mapping[str, Any], name: str) -> bool:
+    """Return whether a cell is a training of this strategy, with any options."""
+    return (cell["kind"], cell["strategy"]) == ("training", name)
 
 
 def _counted(lines: Sequence[Mapping[str, Any]]) -> float | None:
@@ -259,18 +269,10 @@ def evidence(path: Path = RESULTS, steps: Path = LINES) -> list[dict[str, Any]]:
             of = {"kind": "link", "workers": line["workers"], "size": SIZE, "link": line["rate"]}
             found.append({"cell": {**as_it_is(line["kind"]), **of}, "step_ms": line["step_ms"]})
     return found + [
-        _with_options(line)
+        line
         for line in json_lines(path)
         if line["cell"]["optimizer"] != "sgd" and line.get("loss", 0.0) is not None
     ]
-
-
-def _with_options(line: dict[str, Any]) -> dict[str, Any]:
-    """Fill in the options of torch's hooks, which early lines lack; the hooks are the same."""
-    cell = line["cell"]
-    if cell["strategy"] not in {"fp16", "fp16-muon"} or cell["options"]:
-        return line
-    return {**line, "cell": {**cell, "options": as_it_is(cell["strategy"])["options"]}}
 
 
 def main() -> None:
