@@ -74,10 +74,11 @@ EVERY ?= 20
 soak: $(INSTALLED)  ## members that are killed, stopped, cut off and joined for 30 minutes (SECONDS_=, SEED=, EVERY=)
 	$(BIN)/python -m benchmarks.soak --seconds $(SECONDS_) --seed $(SEED) --every $(EVERY) --folder runs/soak
 
-check: $(INSTALLED)  ## lint, format, types, and the ceilings of benchmarks/structure.json
+check: $(INSTALLED)  ## lint, format, types, lengths of documents, and the ceilings of benchmarks/structure.json
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.test_lengths
 	$(BIN)/python -m benchmarks.structure --check
 
 format: $(INSTALLED)  ## mend what lint and format can mend
@@ -89,7 +90,7 @@ $(VENV)/.peers: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt timm pytorch_optimizer
 	touch $@
 
-bench: $(VENV)/.peers  ## measure everything (under ten minutes): benchmarks/results and docs/performance.md
+bench: $(VENV)/.peers  ## measure everything (under ten minutes): benchmarks/results and benchmarks/performance.md
 	$(BIN)/python -m benchmarks
 
 docs: $(INSTALLED)  ## print the pages that come from tables in the code

@@ -23,7 +23,7 @@ from thinwire.tools.compare.strategies import STRATEGIES
 from thinwire.tools.report.page import bytes_text
 
 ROOT = Path(__file__).parent.parent
-PAGES = tuple(ROOT / name for name in ("README.md", "docs/choosing.md", "docs/notes/dgc.md"))
+PAGES = tuple(ROOT / name for name in ("docs/choosing.md", "docs/research.md"))
 PLANNED_LINKS = ("5mbit", "20mbit", "100mbit", "1gbit", "10gbit")
 MARK = re.compile(r"(<!-- evidence: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -82,6 +82,11 @@ def rows(lines: Iterable[Mapping[str, Any]], place: Place) -> list[Row]:
         today = as_it_is(name)
         of_name = [line for line in mine if {key: line["cell"][key] for key in today} == today]
         trained = [line for line in of_name if line["cell"]["kind"] == "training"]
+        if not trained and any(_trained(line["cell"], name) for line in mine):
+            raise ValueError(
+                f"{name} was measured, but not as it is now: {today}. Measure it again, or keep "
+                "its options"
+            )
         if trained:
             found.append(
                 Row(
@@ -100,6 +105,11 @@ def rows(lines: Iterable[Mapping[str, Any]], place: Place) -> list[Row]:
     return found
 
 
+def _trained(cell: Mapping[str, Any], name: str) -> bool:
+    """Return whether a cell is a training of this strategy, with any options."""
+    return (cell["kind"], cell["strategy"]) == ("training", name)
+
+
 def _counted(lines: Sequence[Mapping[str, Any]]) -> float | None:
     """Bytes of a step by the kernel, which counts all strategies alike; slow links resend."""
     counted = {
@@ -111,11 +121,11 @@ def _counted(lines: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def table(lines: Iterable[Mapping[str, Any]], place: Place) -> list[str]:
-    """Markdown: loss and bytes at equal steps, and on every link the time to dense's last loss."""
+    """Markdown: losses and bytes at equal steps; on every link the time to dense's last loss."""
     found = rows(lines, place)
     dense = next(row for row in found if row.name == "dense")
     links = [link for link in LINKS if link in dense.step_s]
-    titles = ["", f"loss after {place.steps:,} steps", "over dense"]
+    titles = ["", "peak rate", f"loss after {place.steps:,} steps", "over dense"]
     titles += ["bytes a step", "fewer by"] if dense.bytes_per_step else []
     titles += [f"time at {link}" for link in links]
     text = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
@@ -123,6 +133,7 @@ def table(lines: Iterable[Mapping[str, Any]], place: Place) -> list[str]:
         low, high = min(row.losses), max(row.losses)
         cells = [
             f"`{row.name}`",
+            f"{row.lr:g}",
             f"{row.loss:.3f} ({low:.3f} to {high:.3f})",
             f"{100 * (row.loss / dense.loss - 1):+.1f} %",
         ]
@@ -192,10 +203,10 @@ def _until(line: Mapping[str, Any], measure: str, dense: Mapping[str, Any] | Non
 
 
 def settings(lines: Iterable[Mapping[str, Any]], place: Place) -> list[str]:
-    """Markdown: what each strategy is, and its rate."""
-    text = ["| | what it is | peak rate |", "|---|---|---|"]
+    """Markdown: one line on each strategy."""
+    text = ["| | what it is |", "|---|---|"]
     for row in rows(lines, place):
-        text.append(f"| `{row.name}` | {STRATEGIES[row.name].summary} | {row.lr:g} |")
+        text.append(f"| `{row.name}` | {STRATEGIES[row.name].summary} |")
     return text
 
 

@@ -1,5 +1,5 @@
-"""The table of limits and the page docs/performance.md, both made from the JSON of the benchmarks
-and nothing else.
+"""The table of limits and the page benchmarks/performance.md, both made from the JSON of the
+benchmarks and nothing else.
 
 python -m benchmarks.report
 """
@@ -18,7 +18,7 @@ __all__ = ["RESULTS", "limits_table", "page", "read", "write"]
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TABLE = RESULTS / "limits.md"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "benchmarks" / "performance.md"
 
 SECTIONS = {
     "codec": "Compression: fold, select, encode, decode",
@@ -39,7 +39,7 @@ COMPARISONS = {
 _HEAD = """# Performance
 
 Made by `make bench` from the JSON files in `benchmarks/results`; what is compared and how to read
-it is said in [benchmarks](../benchmarks/README.md). Machines are shared and noisy, so a figure is a
+it is said in [benchmarks](README.md). Machines are shared and noisy, so a figure is a
 ratio within one run: the contenders take turns and medians count. Times are there for orientation.
 """
 

@@ -113,3 +113,22 @@ def test_pages_are_filled_between_their_marks() -> None:
     assert filled.startswith("before\n<!-- evidence: table tiny 2 -->\n")
     assert filled.endswith("<!-- end -->\nafter\n")
     assert choosing.filled(filled, lines()) == filled
+
+
+def test_pages_have_the_tables_of_today() -> None:
+    lines = choosing.evidence()
+    old = [p.name for p in choosing.PAGES if choosing.filled(text := p.read_text(), lines) != text]
+    assert old == [], "run: python -m benchmarks.choosing --write"
+
+
+def test_a_strategy_whose_options_changed_is_not_left_out_silently() -> None:
+    made = lines()
+    made[0]["cell"]["options"] = {"other": 1}
+    with pytest.raises(ValueError, match="dense was measured, but not as it is now"):
+        choosing.table(made, TINY)
+
+
+def test_a_cell_leaves_out_the_hook_that_its_strategy_implies() -> None:
+    cell = replace(CELL, **as_it_is("powersgd"))
+    assert cell.options == {}
+    assert cell.recipe().options == {"hook": "powersgd"}

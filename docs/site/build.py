@@ -26,6 +26,8 @@ ELSEWHERE = {
     ROOT / "CONTRIBUTING.md": "contributing.md",
     ROOT / "SECURITY.md": "reporting.md",
     ROOT / "benchmarks" / "README.md": "benchmarks.md",
+    ROOT / "benchmarks" / "performance.md": "performance.md",
+    ROOT / "tests" / "faults" / "outcomes.md": "faults.md",
     EXAMPLES: "examples/index.md",
 }
 """Pages of the site whose source lies outside docs/."""

@@ -1,1 +1,1 @@
-"""Faults at named points, the table of which is in docs/reliability.md."""
+"""Faults at named points, the table of which is in tests/faults/outcomes.md."""

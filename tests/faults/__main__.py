@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.faults.matrix import MATRIX, Row
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = Path(__file__).with_name("outcomes.md")
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 Outcomes = dict[str, Counter[str]]
 

@@ -1,6 +1,6 @@
 """The faults that training has to stand, and where each of them is made.
 
-python -m tests.faults            # makes all, and writes the table of docs/reliability.md
+python -m tests.faults            # makes all, and writes the table of tests/faults/outcomes.md
 python -m tests.faults 7 17 27    # some, and writes nothing
 """
 
@@ -92,7 +92,7 @@ MATRIX = _numbered(
                 "faults/test_launcher.py::"
                 "test_a_job_that_is_told_to_end_goes_on_later_as_if_it_had_not_been",
             ),
-            "the script does it, as above; the library catches no signal",
+            "the script does it (docs/resume.md); the library catches no signal",
         ),
         (
             PROCESS,
@@ -155,7 +155,7 @@ MATRIX = _numbered(
             "SIGKILL of torchrun",
             "no worker is left after 5 s",
             ("faults/test_launcher.py::test_no_worker_outlives_a_launcher_that_was_killed",),
-            "one line of the script does it, as above; without it workers go on",
+            "one line of the script does it (docs/resume.md); without it workers go on",
         ),
         (
             PROCESS,
@@ -343,7 +343,7 @@ MATRIX = _numbered(
                 "sync/test_round.py::test_a_damaged_message_is_refused_by_name_on_every_rank",
                 "sync/test_digest.py::test_a_bit_that_flips_in_a_dense_sum_is_found_before_it_is_applied",
             ),
-            "a large dense sum that is wrong on all ranks alike is not found (above)",
+            "a large dense sum that is wrong on all ranks alike is not found (docs/reliability.md)",
         ),
         (
             WIRE,

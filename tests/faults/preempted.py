@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(folder: Path, steps: int, step_s: float) -> None:
-    """Train from the newest checkpoint on, as docs/reliability.md says."""
+    """Train from the newest checkpoint on, as docs/resume.md says."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the launcher's end is mine
     told = torch.zeros(1)
     signal.signal(signal.SIGTERM, lambda *_: told.fill_(1))

@@ -78,7 +78,7 @@ def test_a_job_that_is_told_to_end_goes_on_later_as_if_it_had_not_been(tmp_path:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells a process of this end")
 def test_no_worker_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
-    """torchrun's would train on; the line of docs/reliability.md ends them."""
+    """torchrun's would train on; the line of docs/resume.md ends them."""
     folder = tmp_path / "orphans"
     with launched(folder, 0.1) as launcher:
         wait_until_both_train(folder)
