@@ -369,8 +369,9 @@ def given_optimizer(given: object, model: object) -> torch.optim.Optimizer:
     """
     if isinstance(given, SeveralOptimizers):
         return given
-    several = isinstance(given, Sequence)
-    bare = [bare_optimizer(each) for each in given] if several else bare_optimizer(given)
+    bare: object = bare_optimizer(given)
+    if isinstance(given, Sequence):
+        bare = [bare_optimizer(each) for each in given]
     names = dict(named_parameters(model)) if isinstance(model, nn.Module) else {}
     found: torch.optim.Optimizer = together(bare, {p: name for name, p in names.items()})
     return found
