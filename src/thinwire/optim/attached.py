@@ -20,18 +20,7 @@ _INSTEAD_OF_JOIN = "train with DistributedStrategy(dgc=DGC(...)) inside `with en
 
 
 class Attached:
-    """The handle of `DGCMomentum.attach`.
-
-    Args:
-        optimizer: Whose exchange moves.
-        synchronizer: Of it.
-        ddp: See `DGCMomentum.attach`.
-        stats: Of the optimizer.
-        removed: Called once by `remove`.
-
-    Raises:
-        TypeError, ValueError: See `DGCMomentum.attach`.
-    """
+    """The handle of `DGCMomentum.attach`."""
 
     def __init__(
         self,
@@ -42,6 +31,18 @@ class Attached:
         stats: Callable[[], dict[str, float]],
         removed: Callable[[], None],
     ) -> None:
+        """Move the exchange of `optimizer` into the backward pass of `ddp`.
+
+        Args:
+            optimizer: Whose exchange moves.
+            synchronizer: Of it.
+            ddp: See `DGCMomentum.attach`.
+            stats: Of the optimizer.
+            removed: Called once by `remove`.
+
+        Raises:
+            TypeError, ValueError: See `DGCMomentum.attach`.
+        """
         check.instance("ddp", ddp, DistributedDataParallel)
         if synchronizer.ranks.mesh is not None:
             raise ValueError(
