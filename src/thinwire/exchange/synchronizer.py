@@ -213,7 +213,7 @@ class Synchronizer:
         self.bytes_of_others = 0
         """What a DistributedDataParallel model that averages besides has sent, since it was found.
         """
-        self._received_before, self._waited_before = 0, 0.0
+        self._before = (0, 0, 0.0)
         self.count_from(0)
 
     def add_check(self, check: Check) -> None:
@@ -252,52 +252,48 @@ class Synchronizer:
             if self.group.size > 1:
                 self.same.digest.require_equal(self.agreement, step)
 
+    def _totals(self) -> tuple[int, int, float]:
+        """Bytes sent and received, and seconds of waiting, in this process."""
+        sources, votes = self.sources, self._votes
+        sent, received, wait_s = sources.bytes_sent, sources.bytes_received, sources.wait_s
+        if votes is not None:
+            sent, received = sent + votes.bytes_sent, received + votes.bytes_received
+            wait_s += votes.wait_s
+        return sent + self.bytes_of_others, received, wait_s
+
     def count_from(self, bytes_sent: int) -> None:
         """So many bytes were sent until now, in runs before this one."""
-        self._bytes_before = bytes_sent - self._bytes_given
+        self._before = (self._totals()[0] - bytes_sent, *self._before[1:])
 
     def start_counting(self) -> None:
         """What was exchanged until now was for the start."""
-        self.count_from(0)
-        self._received_before, self._waited_before = self._bytes_received, self._wait_s
+        self._before = self._totals()
 
     def count_start(self) -> None:
         """What was exchanged until now counts too."""
-        self._bytes_before = 0
+        self._before = (0, *self._before[1:])
 
     @property
     def bytes_sent(self) -> int:
         """What this rank gave, with headers and agreements; in runs before this one too."""
-        return self._bytes_before + self._bytes_given
+        return self._totals()[0] - self._before[0]
 
     @property
     def wait_s(self) -> float:
         """Seconds for which this rank was blocked by others."""
-        return self._wait_s - self._waited_before
+        return self._totals()[2] - self._before[2]
 
     def traffic(self) -> dict[str, Any]:
         """What this rank has exchanged, under the names of `thinwire.core.stats.numbers`."""
+        sent, received, wait_s = self._totals()
         votes, between = self._votes, None
         if not isinstance(self.sources, Group):
             between = self.sources.bytes_between_nodes + (votes.bytes_sent if votes else 0)
         return {
-            "bytes_sent": self.bytes_sent,
-            "bytes_received": self._bytes_received - self._received_before,
+            "bytes_sent": sent - self._before[0],
+            "bytes_received": received - self._before[1],
             "bytes_between_nodes": between,
-            "wait_s": self.wait_s,
+            "wait_s": wait_s - self._before[2],
             "rate_bit_s": self.sources.rate_bit_s,
             "waiting_share": self.pace.waiting_share,
         }
-
-    @property
-    def _bytes_given(self) -> int:
-        votes = self._votes.bytes_sent if self._votes else 0
-        return self.sources.bytes_sent + votes + self.bytes_of_others
-
-    @property
-    def _bytes_received(self) -> int:
-        return self.sources.bytes_received + (self._votes.bytes_received if self._votes else 0)
-
-    @property
-    def _wait_s(self) -> float:
-        return self.sources.wait_s + (self._votes.wait_s if self._votes else 0.0)

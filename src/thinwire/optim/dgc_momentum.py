@@ -448,7 +448,7 @@ class DGCMomentum(DGCSettings):
                 sync.agreed()
                 if came is None:
                     return False
-                self._update_from(grads, rates, came)
+                self._update_from(exchange, grads, rates, came)
             finally:
                 exchange.forget()
         self._dense_bytes += sum(

@@ -50,7 +50,8 @@ class DGCSynchronizer:
         self._buckets: Sequence[Sequence[str]] = ()
         self._names_of_engine: Mapping[Tensor, str] = {}
         self._params: dict[str, Tensor] | None = None
-        self._names: dict[Tensor, str] = {}
+        self.names: dict[Tensor, str] = {}
+        """The name of each parameter, after `joined`."""
         self._agreed: list[dict[str, Any]] | None = None
         """Per group what says how many entries are sent, as all ranks last agreed on it."""
         self._in_force: list[dict[str, Any]] | None = None
@@ -67,13 +68,8 @@ class DGCSynchronizer:
                 name = self._names_of_engine.get(p) or facts(p).name or f"parameter {key}"
                 name = name if name not in self._params else f"{name} (parameter {key})"
                 self._params[name] = p
-            self._names = {p: name for name, p in self._params.items()}
+            self.names = {p: name for name, p in self._params.items()}
         return self._params
-
-    @property
-    def names(self) -> dict[Tensor, str]:
-        """The name of each parameter."""
-        return self._names if self.params else {}
 
     def list_anew(self) -> None:
         """Parameters have come, or got other names."""
@@ -359,10 +355,17 @@ class DGCUpdate:
         """Momentum was put in from elsewhere."""
         self._apart = None
 
-    def __call__(self, grads: Mapping[str, Tensor], rates: Sequence[float], done: Round) -> None:
+    def __call__(
+        self,
+        exchange: GradientExchange,
+        grads: Mapping[str, Tensor],
+        rates: Sequence[float],
+        done: Round,
+    ) -> None:
         """Make the update; the exchange is committed.
 
         Args:
+            exchange: That `done` came from.
             grads: By name, those that `done` was made from.
             rates: By group.
             done: What has arrived.
@@ -371,8 +374,6 @@ class DGCUpdate:
             `_make_momentum_common`.
         """
         sync = self._synchronizer
-        exchange = sync.last
-        assert exchange is not None, "something has arrived"
         # what decides here must be common to all ranks: one of them may hold a row-sparse gradient,
         # another a dense one
         arrived = {name: done.arrived[name] for name in grads}

@@ -120,17 +120,16 @@ class _EveryStep(Exchange):
     first_bytes: int
     bucket_bytes: int
 
-    def _exchange(self) -> GradientExchange | None:
-        """None before the first update."""
-        raise NotImplementedError
+    gradients: Any
+    """A `GradientExchange`; None before the first update."""
 
     @property
     def dropped_steps(self) -> int:
-        exchange = self._exchange()
+        exchange = self.gradients
         return 0 if exchange is None else exchange.drops.total
 
     def traffic(self) -> dict[str, Any]:
-        exchange = self._exchange()
+        exchange = self.gradients
         return dict(NO_TRAFFIC if exchange is None else exchange.traffic())
 
     @contextlib.contextmanager
@@ -160,7 +159,7 @@ class MeanThenStep(_EveryStep):
         limit: Limit | None = None,
     ) -> None:
         self._limit = limit
-        self.gradients = gradients
+        self.gradients: GradientExchange = gradients
         gradients.add_check(SameHyperparameters(optimizer))
         if clip.over_stages:
             gradients.measure = lambda came, grads: clip.norm(self._means(came, grads))
@@ -168,9 +167,6 @@ class MeanThenStep(_EveryStep):
         self.first_bytes, self.bucket_bytes = buckets_of(compression)
         some = compression is not None and any(map(compression.compresses, Shards(params).values()))
         self._compression = compression if some else None
-
-    def _exchange(self) -> GradientExchange:
-        return self.gradients
 
     def counts(self, step: int) -> dict[str, Any]:
         return self.traffic() | {"sparsity": left_out(self._compression, step)}
@@ -236,9 +232,6 @@ class ExchangingStep(_EveryStep):
     @property
     def gradients(self) -> GradientExchange | None:
         return self._optimizer.synchronizer.gradients
-
-    def _exchange(self) -> GradientExchange | None:
-        return self._optimizer.synchronizer.last
 
     def counts(self, step: int) -> dict[str, Any]:
         return self.traffic() | {"sparsity": self._optimizer.sparsity}

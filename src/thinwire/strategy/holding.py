@@ -93,14 +93,15 @@ _holds: "weakref.WeakKeyDictionary[torch.optim.Optimizer, Hold]" = weakref.WeakK
 @contextmanager
 def passing(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Inside, `step` may be called: by the engine."""
-    holds = [hold for each in all_of(optimizer) if (hold := _holds.get(each)) is not None]
-    before = [hold.passes for hold in holds]
-    for hold in holds:
-        hold.passes = True
+    before: list[tuple[Hold, bool]] = []
+    for each in all_of(optimizer):
+        if (hold := _holds.get(each)) is not None:
+            before.append((hold, hold.passes))
+            hold.passes = True
     try:
         yield
     finally:
-        for hold, passes in zip(holds, before, strict=True):
+        for hold, passes in before:
             hold.passes = passes
 
 
