@@ -36,6 +36,7 @@ NAMES = {
     "wait_s",
     "rate_bit_s",
     "waiting_share",
+    "goodput",
 }
 cross_entropy = nn.functional.cross_entropy
 

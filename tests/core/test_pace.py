@@ -68,3 +68,17 @@ def test_a_rate_is_of_exchanges_whose_end_was_seen() -> None:
     assert rate.bit_s == 8e6
     rate.ended(1e6, 10.0, 11.0, 12.0)  # launched beside it, on the same line
     assert rate.bit_s == pytest.approx(8e6)
+
+
+def test_goodput_counts_what_waiting_saving_and_dropped_steps_cost() -> None:
+    pace = Pace()
+    assert pace.goodput(0, 0) == 1
+    pace.round(1, 10.0, 3.0)
+    assert pace.goodput(1, 0) == 1, "nothing is known after one round"
+    pace.round(1, 14.0, 4.0)
+    assert pace.goodput(2, 0) == pytest.approx(0.75), "one of four seconds was waiting"
+    pace.lose(1.0)
+    assert pace.goodput(2, 0) == pytest.approx(0.5)
+    assert pace.goodput(3, 1) == pytest.approx(0.375), "and one of four steps was dropped"
+    pace.lose(100.0)
+    assert pace.goodput(2, 0) == 0

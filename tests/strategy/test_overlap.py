@@ -216,7 +216,7 @@ def side_by_side(rank: int, size: int, name: str) -> tuple[list[bool], int, str]
         pairs = zip(early.model.parameters(), late.model.parameters(), strict=True)
         same.append(all(torch.equal(a, b) for a, b in pairs))
         traffic = ("bytes_sent", "bytes_received", "bytes_between_nodes", "ratio", "wait_s")
-        traffic += ("rate_bit_s", "waiting_share")
+        traffic += ("rate_bit_s", "waiting_share", "goodput")
         stats = [{**engine.stats(), **dict.fromkeys(traffic, 0)} for engine in (early, late)]
         same.append(stats[0] == stats[1])
     states = [engine.state_dict() for engine in (early, late)]

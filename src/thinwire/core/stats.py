@@ -26,6 +26,7 @@ def numbers(
     applied_share: float = 1.0,
     rate_bit_s: float = 0.0,
     waiting_share: float = 0.0,
+    goodput: float = 1.0,
 ) -> dict[str, float]:
     """The statistics of an engine, of local updates, or of an optimizer that exchanges.
 
@@ -53,6 +54,8 @@ def numbers(
         waiting_share: Part of the time for which this rank was blocked until an exchange was over:
             a moving mean over about the last 20 rounds, each an update or the local steps up to an
             averaging; 0 before the second one. Of this process.
+        goodput: Useful steps over those that the time would have allowed without waiting for
+            others and without saving, in [0, 1]; 1 before the second round. Of this process.
 
     Returns:
         All of these by name, and `ratio`, bytes_dense / bytes_sent: larger is better, infinite
@@ -76,6 +79,7 @@ def numbers(
         "wait_s": wait_s,
         "rate_bit_s": rate_bit_s,
         "waiting_share": waiting_share,
+        "goodput": goodput,
     }
 
 
@@ -129,12 +133,33 @@ class Pace:
         self._now_s: float | None = None
         self._waited_s = 0.0
         self._mean_wait_s = self._mean_s = 0.0
+        self._begun: tuple[float, float] | None = None
+        self._lost_s = 0.0
         self._outside: list[float] = []
 
     @property
     def waiting_share(self) -> float:
         """The part of the time for which this rank was blocked; 0 before the second round."""
         return self._mean_wait_s / self._mean_s if self._mean_s else 0.0
+
+    def lose(self, seconds: float) -> None:
+        """Count time that went to something else than steps, such as saving."""
+        self._lost_s += seconds
+
+    def goodput(self, useful: int, dropped: int) -> float:
+        """The steps that count over those that the time since the first round would have allowed
+        without waiting and other losses.
+
+        Args:
+            useful: Steps that count.
+            dropped: Steps that were made for nothing.
+        """
+        if self._begun is None or self._now_s is None or self._now_s <= self._begun[0]:
+            return 1.0
+        begun_s, waited_s = self._begun
+        lost_s = self._waited_s - waited_s + self._lost_s
+        spent = 1 - lost_s / (self._now_s - begun_s)
+        return max(0.0, min(spent, 1.0)) * useful / max(useful + dropped, 1)
 
     def round(
         self, steps: int, now_s: float, waited_s: float, bit_s: float = 0.0, *, compare: bool = True
@@ -154,6 +179,7 @@ class Pace:
         before_s, self._now_s = self._now_s, now_s
         wait_s, self._waited_s = waited_s - self._waited_s, waited_s
         if before_s is None:
+            self._begun = now_s, waited_s
             return None
         self._mean_s = _KEPT * self._mean_s + now_s - before_s
         self._mean_wait_s = _KEPT * self._mean_wait_s + wait_s

@@ -536,6 +536,11 @@ class LocalUpdates:
         """See `Synchronizer.traffic`."""
         return NO_TRAFFIC if self._averager is None else self._averager.traffic()
 
+    @property
+    def pace(self) -> Pace:
+        """How the time of this rank is spent."""
+        return Pace() if self._averager is None else self._averager.pace
+
     def counts(self) -> dict[str, Any]:
         """`traffic`, and further numbers of `thinwire.core.stats`."""
         changes = self._changes
@@ -572,6 +577,7 @@ class LocalUpdates:
             k_steps=self.k_steps,
             loss_scale=1.0 if self._scaler is None else self._scaler.scale,
             bytes_dense=4 * self._tensors.numel * self.step,
+            goodput=self.pace.goodput(self.step - self._skipped, self._skipped),
             **self.counts(),
         )
 

@@ -324,11 +324,13 @@ class DGCMomentum(DGCSettings):
         forgotten, what it sends counts too.
         """
         exchange = self.synchronizer.last
+        dropped = 0 if exchange is None else exchange.drops.total
         return numbers(
             step=self.position,
-            dropped_steps=0 if exchange is None else exchange.drops.total,
+            dropped_steps=dropped,
             sparsity=self.sparsity,
             bytes_dense=self._dense_bytes,
+            goodput=1.0 if exchange is None else exchange.pace.goodput(self.position, dropped),
             **(NO_TRAFFIC if exchange is None else exchange.traffic()),
         )
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -23,7 +24,7 @@ from thinwire.comm import (
 )
 from thinwire.core.several import all_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of
-from thinwire.core.stats import numbers
+from thinwire.core.stats import Pace, numbers
 from thinwire.errors import CheckpointMissing, ThinwireError
 from thinwire.exchange.agreement import Verdict
 from thinwire.local.model import SCALER, refuse_scaler
@@ -471,6 +472,7 @@ class Engine:
             loss_scale=1.0 if parts.scaler is None else parts.scaler.scale,
             bytes_between_stages=0 if parts.runner is None else parts.runner.bytes_sent,
             bytes_dense=4 * self.step * sum(shard_of(p).numel() for p in parts.params.values()),
+            goodput=self._pace.goodput(*self._useful()),
             **counts,
         )
 
@@ -581,12 +583,16 @@ class Engine:
         check.boolean("frozen", frozen)
         check.boolean("wait", wait)
         self.wait_for_save()
+        begun_s = time.perf_counter()
         counters, step, savers = self._counters(), self._steps.place(), self._parts.savers
         write = checkpoints.save(directory, self._parts, counters, extra, step, keep, frozen=frozen)
+        path = next_folder(Path(directory), step)
         if wait:
-            return write(savers)
-        self._beside.begin(savers, write)
-        return next_folder(Path(directory), step)
+            path = write(savers)
+        else:
+            self._beside.begin(savers, write)
+        self._pace.lose(time.perf_counter() - begun_s)
+        return path
 
     def wait_for_save(self) -> Path | None:
         """Wait until what `save(..., wait=False)` writes is whole; on all ranks.
@@ -719,6 +725,15 @@ class Engine:
         fields goes on with it.
         """
         self._finalizer()
+
+    @property
+    def _pace(self) -> Pace:
+        return self._steps.pace if self.sync is None else self.sync.pace
+
+    def _useful(self) -> tuple[int, int]:
+        """Updates that count, and those that were dropped."""
+        dropped = self._steps.dropped_steps()
+        return (self.step, dropped) if self.sync is None else (self.step - dropped, dropped)
 
     def _go_on(self, restored: Mapping[str, Any]) -> None:
         self._steps.step = restored["step"]
