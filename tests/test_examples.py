@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 OPTIONAL = {
     "accelerate_loop.py": "accelerate",
     "lightning_loop.py": "lightning",
+    "lora.py": "peft",
     "members_resume.py": "torchdata",
     "transformers_trainer.py": "transformers",
 }
