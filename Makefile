@@ -18,7 +18,7 @@ test test-slow test-integrations test-triton: export OMP_WAIT_POLICY := passive
 # the tests start hundreds of processes: where nobody keeps byte code, each would compile all sources
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-slow test-integrations test-triton test-soak soak check format bench docs site package clean
+.PHONY: help demo test test-torch test-slow test-integrations test-triton test-soak soak check format bench docs site package clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -51,6 +51,17 @@ $(EXTRA_VENV)/.installed: pyproject.toml constraints.txt
 test-integrations: AT_ONCE = 2
 test-integrations: $(EXTRA_VENV)/.installed  ## the loops of Accelerate, Lightning and Transformers, with the real packages
 	THINWIRE_INTEGRATIONS=required $(EXTRA_VENV)/bin/python $(PYTEST) -m integrations tests/integrations tests/test_examples.py
+
+TORCH ?= 2.11.0
+OTHER_VENV := .venv-torch-$(TORCH)
+
+# several GB: the builds of torch for CUDA
+test-torch:  ## the tests with another version of torch: make test-torch TORCH=2.11.0
+	$(PYTHON) -m venv $(OTHER_VENV)
+	{ grep -Ev '^(torch|triton)==' constraints.txt; echo torch==$(TORCH); } > $(OTHER_VENV)/constraints.txt
+	$(OTHER_VENV)/bin/python -m pip install --quiet --no-compile -c $(OTHER_VENV)/constraints.txt torch numpy
+	$(OTHER_VENV)/bin/python -m pip install --quiet --no-compile -c $(OTHER_VENV)/constraints.txt -e '.[fast,cli]' --group dev
+	$(OTHER_VENV)/bin/python $(PYTEST) -m "not slow"
 
 PACKAGES := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
@@ -111,4 +122,4 @@ package:  ## wheel and sdist in dist/, installed into a folder of their own and 
 	.ci/package $(PYTHON) dist
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) $(EXTRA_VENV) $(TRITON_VENV) $(SITE_VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* $(EXTRA_VENV) $(TRITON_VENV) $(SITE_VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
