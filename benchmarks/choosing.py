@@ -234,9 +234,13 @@ def planned(params: str, step_seconds: float, workers: int, latency: str) -> lis
     text.append("|" + "---|" * (2 + len(names)))
     for link, plan in plans.items():
         best = {row.strategy: row for row in plan.best()}
-        cells = [_times(1 / best[name].time_to_dense_loss) for name in names]
+        cells = [_planned_times(best[name].times_sooner) for name in names]
         text.append(f"| {link} | `{plan.recommended}` | " + " | ".join(cells) + " |")
     return text
+
+
+def _planned_times(text: str) -> str:
+    return text if text == "never" else f"{text} x"
 
 
 def filled(page: str, lines: Sequence[Mapping[str, Any]]) -> str:

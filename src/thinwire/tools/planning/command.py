@@ -22,7 +22,7 @@ from thinwire._version import __version__
 from thinwire.errors import ThinwireError
 from thinwire.tools.app import Count
 from thinwire.tools.compare.strategies import strategy_text
-from thinwire.tools.planning.plan import Plan, Row, seconds_text
+from thinwire.tools.planning.plan import Plan, Row, gap_text, seconds_text
 from thinwire.tools.planning.plan import plan as predicted
 from thinwire.tools.planning.work import FORMAT
 from thinwire.tools.report.page import (
@@ -64,8 +64,8 @@ _HEADS = (
     "bytes a rank and step",
     "waiting for the wire",
     "memory a rank",
-    "worth, steps of dense (prior)",
-    "times as fast as dense",
+    "loss above dense's, %",
+    "times as fast as dense, to dense's loss",
 )
 _LETTERS = {
     "k": "local steps between two averagings",
@@ -109,8 +109,13 @@ def render(plan: Plan, command: str) -> str:
             f'<figure><ul class="legend">{legend}</ul>\n'
             + "\n".join(_points(frame, rows, plan.strategies) for frame in FRAMES)
             + "\n<figcaption>Dense is at 1 on the vertical axis; both axes are logarithmic. Small "
-            "dots are the other settings. Heights rest on the prior.</figcaption></figure>",
-            "<h2>What a step is worth, and where that is from</h2>",
+            "dots are the other settings. Heights rest on the loss above dense's; for what never "
+            "has dense's loss they are the steps that it would take.</figcaption></figure>",
+            "<h2>How far the loss is above dense's, and where that is from</h2>",
+            definitions(
+                {row.name: f"{gap_text(row.loss_gap)} %: {row.loss_gap_source}" for row in rows}
+            ),
+            "<h2>What a step is worth, until the loss that a strategy itself ends with</h2>",
             definitions({row.name: f"{row.progress:.2f}: {row.progress_source}" for row in rows}),
             "<h2>Make it again</h2>",
             copied("command", command),
@@ -124,13 +129,18 @@ def render(plan: Plan, command: str) -> str:
 def _about(plan: Plan) -> str:
     link, model = plan.link, plan.model
     network = (
-        f"{link['workers']} ranks, {link['rate_bit_s'] / 1e6:,.4g} Mbit/s each, "
+        f"{link['workers']} ranks, {_line(link)} each, "
         f"{1e3 * link['latency_s']:.3g} ms one way, {'measured' if link['measured'] else 'assumed'}"
     )
     return (
         f"{network}. {model['parameters']:,} parameters; a step of {model['step_seconds']:.3g} s "
         f"on {model['device']} with nothing exchanged."
     )
+
+
+def _line(link: Mapping[str, Any]) -> str:
+    up, down = (f"{link[key] / 1e6:,.4g} Mbit/s" for key in ("rate_bit_s", "down_bit_s"))
+    return up if up == down else f"{up} up and {down} down"
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -149,7 +159,7 @@ def cells(row: Row) -> list[str]:
         bytes_text(row.bytes_per_step),
         f"{100 * row.waiting_share:.0f} %",
         bytes_text(row.memory_bytes),
-        f"{row.progress:.2f}",
+        gap_text(row.loss_gap),
         row.times_sooner,
     ]
 
@@ -222,7 +232,7 @@ def _points(frame: Frame, rows: Sequence[Row], others: Sequence[Row]) -> str:
             + "</g>"
             for number, row in enumerate(rows)
         ),
-        text_at(frame.left - 6, 14, "time to the loss it ends with, dense = 1", "start", "name"),
+        text_at(frame.left - 6, 14, "time to dense's loss, dense = 1", "start", "name"),
         text_at(
             (frame.left + frame.width - frame.right) / 2,
             frame.height - 6,
@@ -255,6 +265,8 @@ def plan(
     device: str | None = None,
     probe: Path | None = None,
     task: str | None = None,
+    up: str | None = None,
+    down: str | None = None,
     out: Path | None = None,
     html: Path | None = None,
     all_rows: Annotated[bool, Parameter(name="--all", negative="")] = False,
@@ -263,8 +275,8 @@ def plan(
 ) -> None:
     """Predict a step of every strategy on a network, and say which one to take.
 
-    Seconds and bytes follow from the sizes of messages and the rate of the network. How much of a
-    step of dense each step is worth is a prior; its source is in every row.
+    Seconds and bytes follow from the sizes of messages and the rate of the network. How far each
+    loss is above dense's follows from a law and from measurements; the source is in every row.
 
     Args:
         params: Trainable numbers of the model, such as 124M.
@@ -277,6 +289,8 @@ def plan(
             where there is one.
         probe: The file of thinwire probe, instead of all of these.
         task: A model of your own, FILE.py:NAME, instead of --params.
+        up: What each rank's line sends, such as 10mbit, where its directions differ; with --down.
+        down: What it receives, such as 100mbit.
         out: Writes the recommended strategy as a strategy file; where that is a hook of torch, the
             soonest that is none.
         html: Writes a page with table and plots, which loads nothing from elsewhere.
@@ -303,6 +317,8 @@ def plan(
             device=device,
             probe=probe,
             task=task,
+            up=up,
+            down=down,
         )
         bar.done()
     # files first: whoever reads what is printed may leave early
@@ -328,7 +344,7 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
-    titles = ("s a step", "sent", "waits", "memory", "worth", "sooner")
+    titles = ("s a step", "sent", "waits", "memory", "loss", "sooner")
     table = Table("", *titles, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
@@ -342,10 +358,11 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
         "k: local steps between averagings. d: steps that a result may come late. f: parts of the "
         "model that are averaged in turn. b: bits of a value. %: entries that are sent. r: rank."
         f"{nodes}\n"
-        "sent: by a rank in a step. waits: for the wire. sooner: how many times, than dense at the "
-        "loss that it ends with. worth: steps of dense that one step is worth; not predicted: of "
-        f"{made.strategies[0].name} {made.strategies[0].progress_source}. thinwire compare "
-        "measures it."
+        "sent: by a rank in a step. waits: for the wire. loss: percent above dense's at equal "
+        "steps, low to high. sooner: how many times, than dense to dense's loss; never: not in "
+        "four times its steps. What a step is worth is not predicted; of "
+        f"{made.strategies[0].name} the loss is from {made.strategies[0].loss_gap_source}. "
+        "thinwire compare measures it."
         + (f"\n{hidden} more settings: --all; with the source of each: --json." if hidden else "")
     )
     with console.capture() as captured:  # by itself it would end the process where nobody reads

@@ -37,7 +37,7 @@ class Network:
     """Ranks that each have a line of their own into one network.
 
     Attributes:
-        bit_s: Of each rank's line, in each direction, headers included.
+        bit_s: What each rank's line sends, headers included; and receives, without `down_bit_s`.
         latency_s: One way between any two.
         ranks: W, at least 1.
         call_s: What a collective costs a rank beside its bytes and latency.
@@ -45,6 +45,7 @@ class Network:
             does by itself, but not where BBR controls congestion.
         node: Consecutive ranks that share a machine, as a network of their own; None where each
             has one to itself, or nothing is known of it.
+        down_bit_s: What each rank's line receives; None for as much as it sends.
 
     Source: Thakur, Rabenseifner and Gropp, 2005 (rings); gloo/allreduce.cc and gloo/allgather.cc
     (two pieces on their way at a time); RFC 6928 (the first window); RFC 2861 and Linux,
@@ -57,6 +58,12 @@ class Network:
     call_s: float = 3e-4
     restarts: bool = True
     node: "Network | None" = None
+    down_bit_s: float | None = None
+
+    @property
+    def down(self) -> float:
+        """Bits a second that each rank's line receives."""
+        return self.bit_s if self.down_bit_s is None else self.down_bit_s
 
     @property
     def node_size(self) -> int:
@@ -65,8 +72,10 @@ class Network:
 
     @property
     def bytes_s(self) -> float:
-        """Payload in a second; the rest of each frame is headers."""
-        return self.bit_s / 8 * FRAMES
+        """Payload in a second on the way from one rank to another: by the slower direction. The
+        rest of each frame is headers.
+        """
+        return min(self.bit_s, self.down) / 8 * FRAMES
 
     def all_reduce_s(self, nbytes: float, idle_s: float = 0.0) -> float:
         """A ring: each rank sends 2(W-1)/W of the buffer, after `idle_s` seconds of silence."""
@@ -82,8 +91,10 @@ class Network:
         if self.ranks == 1:
             return 0.0
         sending_s = self.transfer_s(nbytes, idle_s)
-        crowded_s = crowding(self.ranks, self.ranks - 1) * sending_s
-        return self.call_s + 2 * self.latency_s + sending_s + crowded_s
+        # strings meet where they are received: a faster line there has them through sooner
+        faster = max(1.0, self.down / self.bit_s)
+        receiving_s = sending_s * (1 + crowding(self.ranks, self.ranks - 1)) / faster
+        return self.call_s + 2 * self.latency_s + max(sending_s, receiving_s)
 
     def broadcast_s(self, nbytes: float) -> float:
         """A tree: in each round all who have it pass it on; the last may need a little less."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from thinwire.tools.network.netns import Link
 from thinwire.tools.planning.grid import candidates, progress_of
+from thinwire.tools.planning.loss import MOST_STEPS, loss_gap, steps_to_dense_loss
 from thinwire.tools.planning.methods import MOST_PARAMS, Cost, cost_by_number, cost_of
 from thinwire.tools.planning.network import Network
 from thinwire.tools.planning.work import Probe, Work, matrices, work_of
@@ -36,11 +37,15 @@ class Row:
         waiting_share: The part of a step that is not spent on the step itself.
         progress: Steps of dense that a step is worth; a prior.
         progress_source: Where that is from.
-        time_to_dense_loss: Time until the loss that the strategy ends with, over dense's own time
-            until that loss, both with the optimizer of the strategy; smaller is sooner. That loss
-            may be above the one that dense ends with.
+        loss_gap: How far its loss is above dense's, with the same optimizer, at equal steps: low,
+            mid and high; 0.02 is 2 %.
+        loss_gap_source: Where that is from.
+        time_to_dense_loss: Time until the loss that dense ends with, over dense's own, both with
+            the optimizer of the strategy; smaller is sooner. Where it would take more than four
+            times dense's steps: those steps over dense's.
         document: Content of a strategy file; None for a hook of torch.
         optimizer: The optimizer that belongs to the strategy; None for any.
+        reaches_dense_loss: Whether at most four times dense's steps are expected to be enough.
     """
 
     name: str
@@ -50,9 +55,12 @@ class Row:
     waiting_share: float
     progress: float
     progress_source: str
+    loss_gap: tuple[float, float, float]
+    loss_gap_source: str
     time_to_dense_loss: float
     document: Mapping[str, Any] | None
     optimizer: str | None = None
+    reaches_dense_loss: bool = True
 
     @property
     def strategy(self) -> str:
@@ -61,13 +69,19 @@ class Row:
 
     @property
     def times_sooner(self) -> str:
-        """1 / `time_to_dense_loss`, with the two digits that a prior has at most."""
+        """1 / `time_to_dense_loss`, with the two digits that a prior has at most; or "never"."""
+        if not self.reaches_dense_loss:
+            return "never"
         return f"{float(f'{1 / self.time_to_dense_loss:.2g}'):,g}"
 
     def to_dict(self) -> dict[str, Any]:
         """The row as JSON knows it, without the document."""
-        whole = {**vars(self), "step_seconds": list(self.step_seconds)}
-        return {key: value for key, value in whole.items() if key not in ("document", "optimizer")}
+        own = ("document", "optimizer", "reaches_dense_loss")
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in vars(self).items()
+            if key not in own
+        }
 
 
 @dataclass(frozen=True)
@@ -125,11 +139,13 @@ def plan(
     device: str | None = None,
     probe: str | Path | None = None,
     task: str | None = None,
+    up: str | None = None,
+    down: str | None = None,
 ) -> Plan:
     """Predict a step of every strategy on a network, and say which one to take.
 
     The model is known from `params` and `step_seconds`, from `task`, or from `probe`; the network
-    from `workers`, `link` and `latency`, or from `probe`.
+    from `workers`, `link` (or `up` and `down`) and `latency`, or from `probe`.
 
     Args:
         params: Trainable numbers of the model, such as 124_000_000 or "124M".
@@ -144,6 +160,8 @@ def plan(
         probe: The file of `thinwire probe`, which has measured all of these.
         task: "FILE.py:NAME", a function that gives a `thinwire.Task`: the model whose shapes count.
             With a probe the network is that of the probe, and so is the step if it is of this task.
+        up: What each rank's line sends, such as "10mbit", instead of `link`; with `down`.
+        down: What it receives.
 
     Returns:
         The strategies, the soonest first.
@@ -160,6 +178,7 @@ def plan(
         _require_seconds(step_seconds)
     if probe is not None:
         given: dict[str, object] = {"params": params, "link": link, "latency": latency}
+        given |= {"up": up, "down": down}
         if task is None:
             given |= {"step_seconds": step_seconds, "device": device}
         found = _probed(Path(probe), workers, given)
@@ -172,7 +191,7 @@ def plan(
     else:
         network = _assumed_network(
             2 if workers is None else workers,
-            "100mbit" if link is None else link,
+            _directions(link, up, down),
             "0ms" if latency is None else latency,
         )
         if task is None:
@@ -199,6 +218,7 @@ def plan(
     recommended, reason = _recommended(rows)
     about = {
         "rate_bit_s": network.bit_s,
+        "down_bit_s": network.down,
         "latency_s": network.latency_s,
         "workers": network.ranks,
         "node_size": network.node_size,
@@ -233,16 +253,40 @@ def _probed(path: Path, workers: int | None, given: Mapping[str, object]) -> Pro
     return found
 
 
-def _assumed_network(workers: int, link: str, latency: str) -> Network:
+def _directions(link: str | None, up: str | None, down: str | None) -> Mapping[str, str]:
+    """Rates of a line by the name of their argument: of both directions, or up and down."""
+    other = {"up": up, "down": down}
+    if (up is None) != (down is None):
+        given, missing = ("down", "up") if up is None else ("up", "down")
+        raise ValueError(
+            f"{given}={other[given]!r} is given and {missing} is not: give both, or link"
+        )
+    if up is None or down is None:
+        return {"link": "100mbit" if link is None else link}
+    if link is not None:
+        raise ValueError(f"link={link!r} and up={up!r}: link is both directions; leave it out")
+    return {"up": up, "down": down}
+
+
+def _assumed_network(workers: int, rates: Mapping[str, str], latency: str) -> Network:
     if isinstance(workers, bool) or not isinstance(workers, int):
         raise TypeError(f"workers must be a whole number, got {workers!r}")
     if not 2 <= workers <= _MOST_WORKERS:
         raise ValueError(f"workers={workers} is out of range: 2 to {_MOST_WORKERS} is allowed")
-    for name, value, sample in (("link", link, "100mbit"), ("latency", latency, "20ms")):
+    for name, value, sample in (
+        *((name, rate, "100mbit") for name, rate in rates.items()),
+        ("latency", latency, "20ms"),
+    ):
         if not isinstance(value, str):
             raise TypeError(f"{name} must be a text such as {sample!r}, got {value!r}")
-    line = Link.parse(link, latency, at_most=_FASTEST_BIT_S)
-    return Network(line.rate_bit_s or _UNLIMITED_BIT_S, line.latency_s, workers)
+    found = []
+    for name, rate in rates.items():
+        try:
+            line = Link.parse(rate, latency, at_most=_FASTEST_BIT_S)
+        except ValueError as error:
+            raise ValueError(str(error).replace("link=", f"{name}=", 1)) from error
+        found.append(line.rate_bit_s or _UNLIMITED_BIT_S)
+    return Network(found[0], line.latency_s, workers, down_bit_s=found[-1])
 
 
 def _assumed_work(params: int | str | None, step_seconds: float | None, device: str) -> Work:
@@ -314,6 +358,9 @@ def _row(
     work = work.by(recipe.optimizer)
     cost = _cost(document or {}, recipe.name, work, network)
     progress = progress_of(recipe.name, document or {}, network.ranks)
+    gap = loss_gap(recipe.name, document or {}, recipe.optimizer, work.numel, network.ranks)
+    steps = steps_to_dense_loss(gap.mid, work.numel)
+    reaches = steps <= MOST_STEPS
     return Row(
         name,
         _interval(cost, work),
@@ -322,9 +369,12 @@ def _row(
         max(0.0, 1 - work.step_s / cost.step_s),
         progress.share,
         progress.source,
-        1.0 if name == "dense" else cost.step_s / progress.share / dense_s,
+        (gap.low, gap.mid, gap.high),
+        gap.source,
+        cost.step_s / dense_s * steps if reaches else steps,
         document,
         OPTIMIZERS.get(recipe.optimizer or ""),
+        reaches,
     )
 
 
@@ -350,11 +400,16 @@ def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
         )
     return best.name, (
         f"use {best.name}: a step of {seconds_text(best.step_seconds[1])} s instead of dense's "
-        f"{seconds_text(dense.step_seconds[1])} s. If such a step is worth {best.progress:.2f} of "
-        f"dense's, which is a prior, it is about {best.times_sooner} times as fast as dense to the "
-        "loss that it ends with, which may be above dense's"
-        + (f"; with {best.optimizer}" if best.optimizer else "")
+        f"{seconds_text(dense.step_seconds[1])} s. At equal steps its loss is expected "
+        f"{gap_text(best.loss_gap)} % above dense's; it is about {best.times_sooner} times as fast "
+        "as dense to dense's loss" + (f"; with {best.optimizer}" if best.optimizer else "")
     )
+
+
+def gap_text(gap: tuple[float, float, float]) -> str:
+    """Low to high, in percent, with two digits at most."""
+    low, _, high = (f"{float(f'{100 * each:.2g}'):g}" for each in gap)
+    return low if low == high else f"{low} to {high}"
 
 
 def seconds_text(seconds: float) -> str:

@@ -1,0 +1,144 @@
+"""What a plan says of the loss: the law by hand, what was measured, and a line's two directions."""
+
+import json
+from typing import Any
+
+import pytest
+
+import thinwire as tw
+from benchmarks.choosing import Place, evidence, rows
+from tests.api import crowding, law, law_beta, loss_gap, steps_to_dense_loss
+from tests.api import network_Network as Network
+
+SMALL = 869_504
+NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "latency": "20ms"}
+ONE_BIT = {"quantized": {"value_bits": 1}}
+
+
+def local(k_steps: int = 16, **more: Any) -> dict[str, Any]:
+    return {"localsgd": {"k_steps": k_steps, **more}}
+
+
+def test_the_law_by_hand() -> None:
+    assert law_beta("muon", SMALL) == pytest.approx(0.03101, abs=1e-5)
+    assert law_beta("adamw", SMALL) == pytest.approx(0.04325, abs=1e-5)
+    assert law("muon", SMALL, 1) == 0
+    for workers, gap in ((2, 0.0217), (4, 0.0439), (8, 0.0666), (16, 0.0898)):
+        assert law("muon", SMALL, workers) == pytest.approx(gap, abs=1e-4)
+    for workers, gap in ((2, 0.0081), (4, 0.0162), (8, 0.0244), (16, 0.0327)):
+        assert law("muon", 124_000_000, workers) == pytest.approx(gap, abs=3e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "document", "optimizer", "mid"),
+    [
+        ("muon-local", local(compression=ONE_BIT), "muon", 0.0439),  # 0.8 x 1.25
+        ("muon-local", local(), "muon", 0.0439 * 0.8),
+        ("muon-local", local(64, compression=ONE_BIT), "muon", 0.0439 * 2.2974),  # 4^0.6
+        ("muon-local", local(delay=4, compression=ONE_BIT), "muon", 0.0439 * 1.35),
+        ("quantized-local", local(compression={"quantized": {"value_bits": 4}}), None, 0.0772),
+        ("sparse-local", local(compression={"sparsity": 0.9, "value_bits": 2}), None, 0.0888),
+        ("localsgd", local(32), None, 0.0772 * 1.5157),  # 2^0.6
+        ("diloco", local(32, outer_momentum=0.9), None, 0.0772 * 1.5157 * 2.3),
+    ],
+)
+def test_interval_bits_and_delay_multiply_the_law(
+    method: str, document: dict[str, Any], optimizer: str | None, mid: float
+) -> None:
+    gap = loss_gap(method, document, optimizer, SMALL, 4)
+    assert gap.mid == pytest.approx(mid, rel=2e-3)
+    assert gap.low * gap.high == pytest.approx(gap.mid**2)
+    assert "arXiv 2505.23725" in gap.source
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_what_was_measured_lies_inside(workers: int) -> None:
+    """At 0.87 million parameters, where the figures are from."""
+    plan = tw.plan(params=SMALL, step_seconds=0.1, workers=workers)
+    found = {row.name: row.loss for row in rows(evidence(), Place(workers, "small"))}
+    for name in ("muon-local", "quantized-local", "sparse-local", "localsgd", "diloco"):
+        low, _, high = plan[name].loss_gap
+        dense = found["dense-muon" if name == "muon-local" else "dense"]
+        assert low < found[name] / dense - 1 < high, name
+    for name in ("powersgd", "low-rank", "dgc"):
+        assert plan[name].loss_gap[1] == pytest.approx(found[name] / found["dense"] - 1, abs=5e-4)
+    low, mid, high = plan["fp16"].loss_gap
+    assert (mid, low < found["fp16"] / found["dense"] - 1 < high) == (0, True)
+
+
+def test_steps_to_close_a_gap_by_hand() -> None:
+    assert steps_to_dense_loss(0.0, 124_000_000) == 1
+    assert steps_to_dense_loss(0.02, 124_000_000) == pytest.approx(1.281, abs=2e-3)
+    assert steps_to_dense_loss(-0.1, 1) == 1
+    assert steps_to_dense_loss(9.0, 10**13) == 1e6
+
+
+@pytest.mark.parametrize("workers", [2, 8, 64, 100_000])
+def test_every_row_has_a_gap_its_source_and_a_finite_time(workers: int) -> None:
+    made = tw.plan(**NUMBERS, workers=workers, link="20mbit").to_dict()
+    json.dumps(made, allow_nan=False)
+    times = [row["time_to_dense_loss"] for row in made["strategies"]]
+    assert times == sorted(times)
+    for row in made["strategies"]:
+        low, mid, high = row["loss_gap"]
+        assert low <= mid <= high
+        assert row["loss_gap_source"]
+        assert (row["loss_gap"] == [0, 0, 0]) == (row["name"] == "dense")
+
+
+def test_what_cannot_be_closed_is_never_and_after_dense() -> None:
+    plan = tw.plan(**NUMBERS, workers=8, link="5mbit")
+    assert plan["dgc"].times_sooner == plan["powersgd"].times_sooner == "never"
+    assert plan["muon-local"].times_sooner != "never"
+    for row in plan.strategies:
+        if row.times_sooner == "never":
+            assert row.time_to_dense_loss > 4
+    assert plan["low-rank r4"].loss_gap_source.startswith("a guess: rank=4 was not measured")
+
+
+def test_more_workers_and_longer_intervals_cost_more_loss_and_larger_models_less() -> None:
+    gaps = [tw.plan(**NUMBERS, workers=w)["muon-local"].loss_gap[1] for w in (2, 4, 8, 16, 64)]
+    assert gaps == sorted(gaps)
+    plan = tw.plan(**NUMBERS, workers=8)
+    assert plan["muon-local k8"].loss_gap < plan["muon-local"].loss_gap
+    larger = tw.plan(**{**NUMBERS, "params": "3B"}, workers=8)
+    assert larger["muon-local"].loss_gap < plan["muon-local"].loss_gap
+
+
+def test_both_directions_count_by_their_own_rates() -> None:
+    both, slow = (Network(rate, 0.0, 8, call_s=0.0) for rate in (1e8, 1e7))
+    adsl = Network(1e7, 0.0, 8, call_s=0.0, down_bit_s=1e8)
+    reverse = Network(1e8, 0.0, 8, call_s=0.0, down_bit_s=1e7)
+    for nbytes in (1e3, 1e7):
+        for line in (adsl, reverse):
+            assert line.all_reduce_s(nbytes) == slow.all_reduce_s(nbytes)
+        assert adsl.all_gather_s(nbytes) == slow.all_gather_s(nbytes) > both.all_gather_s(nbytes)
+        # strings meet where they are received, and a faster line there does not queue them
+        sent_s = nbytes / slow.bytes_s
+        assert adsl.all_to_all_s(nbytes) == pytest.approx(sent_s)
+        assert reverse.all_to_all_s(nbytes) == slow.all_to_all_s(nbytes)
+        assert slow.all_to_all_s(nbytes) == pytest.approx(sent_s * (1 + crowding(8, 7)))
+
+
+def test_up_and_down_in_a_plan() -> None:
+    one = tw.plan(**NUMBERS, workers=4, link="10mbit")
+    same = tw.plan(**NUMBERS, workers=4, up="10mbit", down="10mbit")
+    adsl = tw.plan(**NUMBERS, workers=4, up="10mbit", down="100mbit")
+    assert same == one
+    assert (adsl.link["rate_bit_s"], adsl.link["down_bit_s"]) == (1e7, 1e8)
+    for row in adsl.strategies:
+        assert row.step_seconds[1] <= one[row.name].step_seconds[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"up": "10mbit"}, "up='10mbit' is given and down is not"),
+        ({"down": "10mbit"}, "down='10mbit' is given and up is not"),
+        ({"up": "1mbit", "down": "2mbit", "link": "3mbit"}, "leave it out"),
+        ({"up": "fast", "down": "2mbit"}, "up='fast' is not a rate"),
+    ],
+)
+def test_directions_that_cannot_be(given: dict[str, str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        tw.plan(**NUMBERS, **given)
