@@ -1,0 +1,419 @@
+"""The loss of K local workers against dense training, by workers, parameters and interval.
+
+python -m benchmarks.law --size 0.87M --workers 1 2 4 8 --interval 16 --bits 1 --seeds 5 6 7
+python -m benchmarks.law fit
+python -m benchmarks.law predict --size 124M
+
+All K workers train in turn in one process, on a CPU or one GPU, with the library's own local
+updates (`benchmarks.lockstep`, to the bit those of real ranks); dense training is one model with
+the mean gradient of as many batches. Tokens, steps, batches and seeds are the same for both. Rates
+are chosen on the validation part with seed 1, each for its own K; the others are held out. A run is
+a line of the results: what is there is not made again.
+"""
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+import thinwire as tw
+from benchmarks.common import Results, json_lines
+from benchmarks.evidence import EVALUATIONS, HELD_OUT_SEQUENCES, TUNING_SEED, tuned
+from benchmarks.lockstep import LocalRanks
+from thinwire.compress import ChangeConfig
+from thinwire.tools.planning.loss import beta, law, loss_gap
+from thinwire.tools.run.built_in import NextByte
+from thinwire.tools.run.config import ModelSize, Recipe, RunConfig
+from thinwire.tools.run.task import OwnTask, device_of
+from thinwire.tools.run.text import Corpus, read_folder, read_standard_library
+from thinwire.tools.run.trainers import Setup
+from thinwire.tools.run.training import rate_factor
+
+RESULTS = Path(__file__).parent / "results" / "law.jsonl"
+SIZES = {
+    "0.14M": ModelSize(64, 2),
+    "0.87M": ModelSize(128, 4),
+    "3.3M": ModelSize(256, 4),
+    "10M": ModelSize(384, 6),
+    "30M": ModelSize(448, 12),
+    "124M": ModelSize(928, 12, context=1024),
+}
+RATES = {"muon": (0.012, 0.024, 0.048), "adamw": (0.003, 0.006, 0.012)}
+PREDICTED = "2026-11-26"
+_FEWEST_ROUNDS = 50
+_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""Of Student's t, by degrees of freedom from 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One training; a line of the results begins with these.
+
+    Attributes:
+        part: "validation", by which rates are chosen, or "held_out".
+        size: A key of `SIZES`, or of the task whatever was named.
+        workers: K.
+        interval: Steps between two averagings; 0 for dense training.
+        bits: Of a value of a change; 32 sends it as it is.
+        optimizer: "muon" or "adamw".
+        steps: Of each worker.
+        batch: Sequences of a worker and step.
+        lr: Peak rate.
+        seed: Of parameters and batches.
+        data: The folder of text or the task; "" for the standard library of Python.
+    """
+
+    part: str
+    size: str
+    workers: int
+    interval: int
+    bits: int
+    optimizer: str
+    steps: int
+    batch: int
+    lr: float
+    seed: int
+    data: str
+
+    def __str__(self) -> str:
+        """For the log."""
+        way = f"every {self.interval} steps, {self.bits} bits" if self.interval else "dense"
+        return (
+            f"{self.part} {self.size} K={self.workers} {way} {self.optimizer} lr {self.lr:g} seed "
+            f"{self.seed}"
+        )
+
+    @property
+    def dense(self) -> "Cell":
+        """Dense training of the same, at any rate."""
+        return replace(self, interval=0, bits=32, lr=0.0)
+
+
+@cache
+def _corpus(data: str) -> Corpus:
+    return read_folder(Path(data)) if data else read_standard_library()
+
+
+def _works(cell: Cell, device: str, folder: Path) -> list[Any]:
+    """What each worker trains; the first one evaluates on all that is held out."""
+    if cell.data.partition(":")[0].endswith(".py"):
+        where = device_of(device, 0)
+        return [OwnTask(cell.data, cell.seed, k, cell.workers, where) for k in range(cell.workers)]
+    corpus = _corpus(cell.data)
+    texts = {"train": corpus.train, "held_out": getattr(corpus, cell.part)}
+    for name, text in texts.items():
+        (folder / name).write_bytes(text)
+    config = RunConfig(
+        recipe=Recipe("law", "", "", {}, ""),
+        optimizer=cell.optimizer,
+        lr=cell.lr,
+        task=None,
+        device=device,
+        model=SIZES[cell.size],
+        seed=cell.seed,
+        steps=cell.steps,
+        seconds=None,
+        batch=cell.batch,
+        ramp_steps=1,
+        train_file=str(folder / "train"),
+        held_out_file=str(folder / "held_out"),
+        held_out_sequences=HELD_OUT_SEQUENCES,
+        interface=None,
+        launched_unix_s=0.0,
+    )
+    where = device_of(device, 0)
+    return [
+        NextByte(config, SIZES[cell.size], k, cell.workers if k else 1, where)
+        for k in range(cell.workers)
+    ]
+
+
+def train(cell: Cell, device: str = "cpu") -> dict[str, Any]:
+    """Losses of one training; None in the place of the last one where it diverges."""
+    begin_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, _alone():
+        works = _works(cell, device, Path(folder))
+        try:
+            losses, rounds = _trained(cell, works)
+        except FloatingPointError as error:
+            return {"loss": None, "error": str(error)}
+    return {
+        "loss": round(losses[-1][1], 5),
+        "losses": [[step, round(loss, 5)] for step, loss in losses],
+        "rounds": rounds,
+        "parameters": sum(p.numel() for p in works[0].model.parameters()),
+        "device": device,
+        "seconds": round(time.monotonic() - begin_s, 1),
+    }
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """A process group of one, in which tasks evaluate."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _trained(cell: Cell, works: Sequence[Any]) -> tuple[list[tuple[int, float]], int]:
+    setup = Setup(cell.optimizer, works[0].loss_fn)
+    models = [work.model for work in works]
+    if not cell.interval:  # one model is trained on the batches of all
+        models = [models[0]] * len(models)
+    optimizers = [setup.optimizer_of(model) for model in dict.fromkeys(models)]
+    sync = None
+    if cell.interval:
+        changes: ChangeConfig | None = tw.Quantized(cell.bits) if cell.bits < 32 else None
+        sync = LocalRanks(models, tw.LocalSGD(cell.interval, compression=changes))
+    losses = [(0, works[0].evaluate(models[0]))]
+    for step in range(1, cell.steps + 1):
+        rate = cell.lr * rate_factor((step - 1) / cell.steps)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        for work, model in zip(works, models, strict=True):
+            loss = setup.forward(model, *work.next_batch())
+            (loss / (cell.workers if sync is None else 1)).backward()  # type: ignore[no-untyped-call]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if sync is not None:
+            sync.step()
+            if step == cell.steps:
+                sync.flush()
+        due = step * EVALUATIONS // cell.steps > losses[-1][0] * EVALUATIONS // cell.steps
+        if (due and (sync is None or sync.synced)) or step == cell.steps:
+            losses.append((step, works[0].evaluate(models[0])))
+            if not math.isfinite(losses[-1][1]):
+                raise FloatingPointError(f"the held-out loss after {step} steps is not finite")
+    return losses, cell.steps if sync is None else sync.rounds
+
+
+class Gaps(NamedTuple):
+    """What was measured of one setting: (workers, loss over dense's - 1) of every seed."""
+
+    numel: int
+    rounds: int
+    points: list[tuple[int, float]]
+
+
+Setting = tuple[str, str, int, int, str]
+"""Size, optimizer, interval, bits, data."""
+
+
+def gaps(lines: Iterable[Mapping[str, Any]]) -> dict[Setting, Gaps]:
+    """By setting the gaps of all K > 1, each against dense training with the same K, tokens and
+    seed.
+    """
+    held_out = [
+        line for line in lines if line["cell"]["part"] == "held_out" and line["loss"] is not None
+    ]
+    dense = {_key(Cell(**line["cell"])): line for line in held_out if not line["cell"]["interval"]}
+    found: dict[Setting, Gaps] = {}
+    for line in held_out:
+        cell = Cell(**line["cell"])
+        other = dense.get(_key(cell.dense))
+        if not cell.interval or cell.workers == 1 or other is None:
+            continue
+        setting = cell.size, cell.optimizer, cell.interval, cell.bits, cell.data
+        before = found.get(setting, Gaps(line["parameters"], line["rounds"], []))
+        points = [*before.points, (cell.workers, line["loss"] / other["loss"] - 1)]
+        found[setting] = Gaps(before.numel, min(before.rounds, line["rounds"]), points)
+    return found
+
+
+def _key(cell: Cell) -> str:
+    return json.dumps(asdict(replace(cell, lr=0.0)), sort_keys=True)
+
+
+def fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Beta of gap = K^beta - 1, and half of its interval of 95 %; infinite for one point.
+
+    Least squares of log(1 + gap) over log K, through 0.
+    """
+    xs, ys = (
+        [math.log(value) for value in values]
+        for values in (
+            [workers for workers, _ in points],
+            [1 + gap for _, gap in points],
+        )
+    )
+    square = sum(x * x for x in xs)
+    slope = sum(x * y for x, y in zip(xs, ys, strict=True)) / square
+    free = len(points) - 1
+    if not free:
+        return slope, math.inf
+    rest = sum((y - slope * x) ** 2 for x, y in zip(xs, ys, strict=True)) / free
+    t = _T95[free - 1] if free <= len(_T95) else 1.96 + 2.5 / free
+    return slope, t * math.sqrt(rest / square)
+
+
+def fit_table(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Markdown: beta of every setting with its interval, beside the published one."""
+    text = [
+        "| parameters | optimizer | steps | bits | rounds | beta | law | gap by workers |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    by_size: dict[tuple[str, int, int], list[tuple[int, float]]] = defaultdict(list)
+    for (_, optimizer, interval, bits, data), found in sorted(gaps(lines).items(), key=str):
+        slope, half = fitted(found.points)
+        by_size[optimizer, interval, bits].append((found.numel, slope))
+        of_k = defaultdict(list)
+        for workers, gap in found.points:
+            of_k[workers].append(gap)
+        few = " (few)" if found.rounds < _FEWEST_ROUNDS else ""
+        told = ", ".join(f"{k}: {fmean(each):+.1%}" for k, each in sorted(of_k.items()))
+        interval_text = (
+            f"{slope:.4f} +- {half:.4f}" if half < math.inf else f"{slope:.4f} (one run)"
+        )
+        cells = [
+            f"{found.numel:,}{f' {data}' if data else ''}",
+            optimizer,
+            str(interval),
+            str(bits),
+            f"{found.rounds}{few}",
+            interval_text,
+            f"{beta(optimizer, found.numel):.4f}",
+            told,
+        ]
+        text.append("| " + " | ".join(cells) + " |")
+    for (optimizer, interval, bits), sizes in by_size.items():
+        positive = [(math.log(numel), math.log(slope)) for numel, slope in sizes if slope > 0]
+        if len({x for x, _ in positive}) > 2:
+            mx, my = (fmean(each) for each in zip(*positive, strict=True))
+            power = sum((x - mx) * (y - my) for x, y in positive)
+            power /= sum((x - mx) ** 2 for x, _ in positive)
+            factor = math.exp(my - power * mx)
+            text.append(
+                f"\n{optimizer}, every {interval} steps, {bits} bits: beta = {factor:.3g} "
+                f"N^{power:.3f}"
+            )
+    return text
+
+
+def prediction(size: str, intervals: Sequence[int], bits: Sequence[int]) -> list[str]:
+    """The gaps that are expected of a size, by the planner's law, with their interval and date."""
+    numel = _numel(size)
+    text = [
+        f"Predicted {PREDICTED}: {numel:,} parameters, Muon inside, 20 tokens a parameter, over "
+        "dense Muon of the same K, tokens and steps.",
+        "",
+        "| steps | bits | K | law | low | mid | high |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for interval in intervals:
+        for value_bits in bits:
+            quantized = {"quantized": {"value_bits": value_bits}} if value_bits < 32 else None
+            document = {"localsgd": {"k_steps": interval, "compression": quantized}}
+            for workers in (2, 4, 8):
+                gap = loss_gap("muon-local", document, "muon", numel, workers)
+                numbers = [law("muon", numel, workers), gap.low, gap.mid, gap.high]
+                cells = [str(interval), str(value_bits), str(workers)]
+                cells += [f"{100 * each:+.2f} %" for each in numbers]
+                text.append("| " + " | ".join(cells) + " |")
+    command = (
+        f"python -m benchmarks.law --size {size} --device cuda --workers 2 4 8 --interval "
+        f"{' '.join(map(str, intervals))} --bits {' '.join(map(str, bits))}"
+    )
+    return [
+        *text,
+        "",
+        "To falsify it, with data of your own (--text FOLDER):",
+        "",
+        f"    {command}",
+    ]
+
+
+def _numel(size: str) -> int:
+    shape = SIZES[size]
+    # embeddings of bytes and positions, blocks of four matrices and two norms, the last norm, the
+    # output
+    block = 12 * shape.width**2 + 2 * shape.width
+    return (2 * 256 + shape.context + 1) * shape.width + shape.layers * block
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="?", choices=("train", "fit", "predict"), default="train")
+    parser.add_argument("--size", nargs="+", default=["0.14M"], help=", ".join(SIZES))
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--interval", type=int, nargs="+", default=[16])
+    parser.add_argument("--bits", type=int, nargs="+", default=[1])
+    parser.add_argument("--optimizer", nargs="+", choices=("muon", "adamw"), default=["muon"])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--task", help="FILE.py:NAME, a function that gives a thinwire.Task")
+    parser.add_argument("--text", help="folder of text, instead of Python's standard library")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[5, 6, 7])
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a worker and step")
+    parser.add_argument("--tokens", type=float, default=20.0, help="a parameter, over all workers")
+    parser.add_argument("--steps", type=int, help="of each worker, instead of --tokens")
+    parser.add_argument("--lr", type=float, nargs="+", help="one is taken; of more the best")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    return parser
+
+
+def steps_of(size: str, workers: int, batch: int, tokens: float) -> int:
+    """Steps of each worker for so many tokens a parameter."""
+    return max(1, round(tokens * _numel(size) / (workers * batch * SIZES[size].context)))
+
+
+def main() -> None:
+    """Make what is missing, or say what follows from it."""
+    parser = _parser()
+    given = parser.parse_args()
+    unknown = [size for size in given.size if size not in SIZES]
+    if unknown and not given.task:
+        parser.error(f"--size {unknown[0]}: choose from {', '.join(SIZES)}")
+    if given.task and given.steps is None:
+        parser.error("--task needs --steps: how many tokens a batch has is known of text alone")
+    if given.what == "fit":
+        print("\n".join(fit_table(json_lines(given.results))))
+        return
+    if given.what == "predict":
+        for size in given.size:
+            print("\n".join(prediction(size, given.interval, given.bits)))
+        return
+    results: Results[Cell] = Results(given.results, lambda cell: train(cell, given.device))
+    ways = [(0, 32), *((interval, bits) for interval in given.interval for bits in given.bits)]
+    for size in given.size:
+        for workers in given.workers:
+            steps = given.steps or steps_of(size, workers, given.batch, given.tokens)
+            for optimizer in given.optimizer:
+                for interval, bits in ways:
+                    base = Cell(
+                        part="validation",
+                        size=size,
+                        workers=workers,
+                        interval=interval,
+                        bits=bits,
+                        optimizer=optimizer,
+                        steps=steps,
+                        batch=given.batch,
+                        lr=0.0,
+                        seed=TUNING_SEED,
+                        data=given.task or given.text or "",
+                    )
+                    rates = given.lr or RATES[optimizer]
+                    rate = rates[0] if len(rates) == 1 else tuned(results, base, rates)
+                    for seed in given.seeds:
+                        results.of(replace(base, part="held_out", lr=rate, seed=seed))
+
+
+if __name__ == "__main__":
+    main()

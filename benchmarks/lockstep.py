@@ -1,0 +1,183 @@
+"""K ranks in one process: local updates with the library's own changes, codes, error feedback and
+outer step, on replicas that take turns.
+
+Each rank's averaging runs in a thread of its own, of which one works at a time: it goes on where
+all have given their part of a collective.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from thinwire._names import named_parameters
+from thinwire.comm import Pending, Sources
+from thinwire.core.outer import OuterRule
+from thinwire.local.averaging import Averaging
+from thinwire.local.config import LocalSGD
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of one process, and what they have given to each collective."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.turn = threading.Condition()
+        self._given: dict[int, list[Tensor | None]] = {}
+        self._left: dict[int, int] = {}
+        self._failed = False
+        self._threads = ThreadPoolExecutor(size)
+
+    def run(self, work: Callable[[int], T]) -> list[T]:
+        """`work(rank)` of every rank, together; the first error that one raises.
+
+        Afterwards nothing is on its way, whatever came of it.
+        """
+        self._failed = False
+        futures = [self._threads.submit(self._worked, work, rank) for rank in range(self.size)]
+        wait(futures)
+        try:
+            return [future.result() for future in futures]
+        finally:
+            self._given.clear()
+            self._left.clear()
+
+    def _worked(self, work: Callable[[int], T], rank: int) -> T:
+        with self.turn, torch.no_grad():
+            try:
+                return work(rank)
+            except BaseException:
+                self._failed = True
+                raise
+            finally:
+                self.turn.notify_all()
+
+    def give(self, number: int, rank: int, part: Tensor) -> None:
+        """This rank's part of a collective."""
+        self._given.setdefault(number, [None] * self.size)[rank] = part.clone()
+        self._left.setdefault(number, self.size)
+        self.turn.notify_all()
+
+    def all_of(self, number: int) -> list[Tensor]:
+        """What all have given, once they have; every rank asks once."""
+        parts = self._given[number]
+        self.turn.wait_for(lambda: self._failed or all(part is not None for part in parts))
+        found = [part for part in parts if part is not None]
+        if len(found) < self.size:
+            raise RuntimeError("another rank of this process has failed")
+        self._left[number] -= 1
+        if not self._left[number]:
+            del self._given[number], self._left[number]
+        return found
+
+
+class Rank:
+    """One of them, in the place of a `Group`."""
+
+    node_size = 1
+    proofs = None
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self.rank, self.size = rank, ranks.size
+        self.bytes_sent = 0
+        self._ranks, self._calls = ranks, 0
+
+    def all_gather(self, message: Tensor, *, what: str) -> Pending[Tensor]:
+        """See `Group`."""
+        return self._given(message, torch.stack)
+
+    def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, what: str) -> Pending[Tensor]:
+        """See `Group`."""
+        begin = sum(lengths[: self.rank])
+        end = begin + lengths[self.rank]
+        return self._given(parts, lambda given: torch.stack([part[begin:end] for part in given]))
+
+    def all_reduce_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
+        """See `Group`; the sum in the order of the ranks."""
+
+        def summed(given: list[Tensor]) -> Tensor:
+            buffer.copy_(given[0])
+            for part in given[1:]:
+                buffer.add_(part)
+            return buffer
+
+        return self._given(buffer, summed)
+
+    def _given(self, part: Tensor, join: Callable[[list[Tensor]], Tensor]) -> Pending[Tensor]:
+        number, self._calls = self._calls, self._calls + 1
+        self.bytes_sent += part.numel() * part.element_size()
+        self._ranks.give(number, self.rank, part)
+        return Pending(lambda: join(self._ranks.all_of(number)))
+
+
+class LocalRanks:
+    """`local_sgd` of K models in one process: call `step` after every rank's local step, `flush`
+    in the end.
+
+    Args:
+        models: Equal in the beginning, one a rank.
+        config: Its interval, first steps, outer rule and compression count; fragments, delay,
+            mixing, optimizer state, nodes and rounds by time are refused.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], config: LocalSGD) -> None:
+        plain = LocalSGD(
+            config.k_steps,
+            config.begin_step,
+            outer_lr=config.outer_lr,
+            outer_momentum=config.outer_momentum,
+            outer_nesterov=config.outer_nesterov,
+            compression=config.compression,
+        )
+        if config != plain:
+            raise ValueError(f"not in one process: {config}")
+        self.config, self.steps, self.rounds, self._last = config, 0, 0, 0
+        self._ranks = Ranks(len(models))
+        outer = OuterRule(config.outer_lr, config.outer_momentum, config.outer_nesterov)
+        self._params = [
+            {name: p for name, p in named_parameters(model) if p.requires_grad} for model in models
+        ]
+        self._buffers = [
+            {f"buffer {name}": b for name, b in model.named_buffers() if b.is_floating_point()}
+            for model in models
+        ]
+        self.ranks = [Rank(self._ranks, rank) for rank in range(len(models))]
+        self.averagings = [
+            Averaging(cast("Sources", rank), params, outer=outer, changes=config.compression)
+            for rank, params in zip(self.ranks, self._params, strict=True)
+        ]
+
+    @property
+    def synced(self) -> bool:
+        """Whether all models are equal."""
+        return self._last == self.steps
+
+    def step(self) -> None:
+        """Every rank has made a local step: average where a turn has come."""
+        self.steps += 1
+        if self.steps <= self.config.begin_step or self.steps - self._last >= self.config.k_steps:
+            self._average()
+
+    def flush(self) -> None:
+        """Average what is left."""
+        if not self.synced:
+            self._average()
+
+    def _average(self) -> None:
+        self._ranks.run(self._averaged)
+        self._last = self.steps
+        self.rounds += 1
+
+    def _averaged(self, rank: int) -> None:
+        averaging, buffers = self.averagings[rank], self._buffers[rank]
+        pending = averaging.measure(self.steps, self._params[rank], buffers)
+        if (bad := pending.first_not_finite({})) is not None:
+            raise FloatingPointError(f"{bad} is not finite at step {self.steps}")
+        averaging.launch(pending)
+        pending.finish()
+        averaging.commit_(pending, buffers)

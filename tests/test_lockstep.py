@@ -1,0 +1,93 @@
+"""K ranks in one process train as real ones do, to the bit."""
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire as tw
+from benchmarks.lockstep import LocalRanks, Ranks
+from tests.ranks import Pool
+
+STEPS = 11
+CONFIGS = {
+    "one bit": tw.LocalSGD(4, compression=tw.Quantized(1)),
+    "split": tw.LocalSGD(4, begin_step=0, compression=tw.Quantized(4, exchange="split")),
+    "sparse": tw.LocalSGD(
+        3,
+        outer_lr=0.7,
+        outer_momentum=0.5,
+        outer_nesterov=True,
+        compression=tw.Sparse(0.9, value_bits=2),
+    ),
+}
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Embedding(11, 16), nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 11))
+    return model, tw.optim.Muon(tw.optim.muon_groups(model), lr=0.02, weight_decay=0.1)
+
+
+def trained(model: nn.Module, step: int, rank: int) -> None:
+    random = torch.Generator().manual_seed(100 * step + rank)
+    inputs, targets = torch.randint(11, (2, 16), generator=random)
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+
+
+def bits_of(model: nn.Module) -> list[bytes]:
+    return [p.detach().numpy().tobytes() for p in model.parameters()]
+
+
+def on_real_ranks(rank: int, size: int, name: str) -> tuple[list[bytes], float]:
+    model, optimizer = made()
+    with tw.local_sgd(model, optimizer, CONFIGS[name]) as sync:
+        for step in range(STEPS):
+            trained(model, step, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+    return bits_of(model), sync.stats()["applied_share"]
+
+
+def in_one_process(_: int, __: int, name: str, size: int) -> list[tuple[list[bytes], float]]:
+    both = [made() for _ in range(size)]
+    sync = LocalRanks([model for model, _ in both], CONFIGS[name])
+    for step in range(STEPS):
+        for rank, (model, optimizer) in enumerate(both):
+            trained(model, step, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        sync.step()
+    sync.flush()
+    return [
+        (bits_of(model), averaging.applied_share(sync.rounds))
+        for (model, _), averaging in zip(both, sync.averagings, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_bits_of_real_ranks(ranks: Pool, name: str, size: int) -> None:
+    real = ranks.run(on_real_ranks, name, size=size)
+    (alone,) = ranks.run(in_one_process, name, size, size=0)
+    assert [bits for bits, _ in alone] == [bits for bits, _ in real]
+    assert alone[0][0] != bits_of(made()[0])
+    for (_, ours), (_, theirs) in zip(alone, real, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_a_rank_that_fails_ends_all() -> None:
+    def work(rank: int) -> None:
+        if rank == 1:
+            raise FloatingPointError("one")
+        several.give(0, rank, torch.zeros(1))
+        several.all_of(0)
+
+    several = Ranks(3)
+    with pytest.raises((FloatingPointError, RuntimeError), match=r"one|another"):
+        several.run(work)
+    assert several.run(lambda rank: rank) == [0, 1, 2]
+
+
+def test_what_cannot_be_done_in_one_process_is_refused() -> None:
+    with pytest.raises(ValueError, match="delay=1"):
+        LocalRanks([made()[0]], tw.LocalSGD(4, delay=1))
