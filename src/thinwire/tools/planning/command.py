@@ -55,9 +55,10 @@ from thinwire.tools.run.config import (
 from thinwire.tools.run.launch import by_first, joined
 
 _PRIOR = (
-    "What a step is worth is a prior: no formula predicts it. Seconds, bytes and memory are "
-    "predicted from the sizes of messages and the network. thinwire compare measures, on this "
-    "model and link, what a step is worth."
+    "What a step is worth is a prior: no formula predicts it. How far a loss is above dense's "
+    "follows from a law and from measurements of small models. Seconds, bytes and memory are "
+    "predicted from the sizes of messages and the network. thinwire compare measures loss and "
+    "seconds on this model and link."
 )
 _HEADS = (
     "seconds a step",
