@@ -8,10 +8,12 @@ All K workers train in turn in one process, on a CPU or one GPU, with the librar
 updates (`benchmarks.lockstep`, to the bit those of real ranks); dense training is one model with
 the mean gradient of as many batches. Tokens, steps, batches and seeds are the same for both. Rates
 are chosen on the validation part with seed 1, each for its own K; the others are held out. A run is
-a line of the results: what is there is not made again.
+a line of the results: what is there is not made again. A run that was interrupted goes on from a
+file in --folder, to the bit. On a GPU models compute in bfloat16.
 """
 
 import argparse
+import hashlib
 import json
 import math
 import tempfile
@@ -25,6 +27,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 import thinwire as tw
@@ -52,6 +55,7 @@ SIZES = {
 RATES = {"muon": (0.012, 0.024, 0.048), "adamw": (0.003, 0.006, 0.012)}
 PREDICTED = "2026-11-26"
 _FEWEST_ROUNDS = 50
+_KEPT_EVERY_S = 600.0
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """Of Student's t, by degrees of freedom from 1."""
 
@@ -139,19 +143,33 @@ def _works(cell: Cell, device: str, folder: Path) -> list[Any]:
     ]
 
 
-def train(cell: Cell, device: str = "cpu") -> dict[str, Any]:
-    """Losses of one training; None in the place of the last one where it diverges."""
+def train(cell: Cell, device: str = "cpu", kept: Path | None = None) -> dict[str, Any]:
+    """Losses of one training; None in the place of the last one where it diverges.
+
+    Args:
+        cell: Which one.
+        device: "cpu" or "cuda".
+        kept: A folder for what an interrupted training goes on from.
+    """
     begin_s = time.monotonic()
+    file = None
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        key = json.dumps([asdict(cell), device], sort_keys=True)
+        file = kept / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.pt"
     with tempfile.TemporaryDirectory() as folder, _alone():
         works = _works(cell, device, Path(folder))
         try:
-            losses, rounds = _trained(cell, works)
+            training = _Training(cell, works)
+            training.run(file)
         except FloatingPointError as error:
             return {"loss": None, "error": str(error)}
+    if file is not None:
+        file.unlink(missing_ok=True)
     return {
-        "loss": round(losses[-1][1], 5),
-        "losses": [[step, round(loss, 5)] for step, loss in losses],
-        "rounds": rounds,
+        "loss": round(training.losses[-1][1], 5),
+        "losses": [[step, round(loss, 5)] for step, loss in training.losses],
+        "rounds": training.sync.rounds if training.sync else cell.steps,
         "parameters": sum(p.numel() for p in works[0].model.parameters()),
         "device": device,
         "seconds": round(time.monotonic() - begin_s, 1),
@@ -169,38 +187,79 @@ def _alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _trained(cell: Cell, works: Sequence[Any]) -> tuple[list[tuple[int, float]], int]:
-    setup = Setup(cell.optimizer, works[0].loss_fn)
-    models = [work.model for work in works]
-    if not cell.interval:  # one model is trained on the batches of all
-        models = [models[0]] * len(models)
-    optimizers = [setup.optimizer_of(model) for model in dict.fromkeys(models)]
-    sync = None
-    if cell.interval:
-        changes: ChangeConfig | None = tw.Quantized(cell.bits) if cell.bits < 32 else None
-        sync = LocalRanks(models, tw.LocalSGD(cell.interval, compression=changes))
-    losses = [(0, works[0].evaluate(models[0]))]
-    for step in range(1, cell.steps + 1):
-        rate = cell.lr * rate_factor((step - 1) / cell.steps)
-        for optimizer in optimizers:
+class _Training:
+    """All workers of a cell: of dense training they share one model."""
+
+    def __init__(self, cell: Cell, works: Sequence[Any]) -> None:
+        self.cell, self.works = cell, works
+        self.setup = Setup(cell.optimizer, works[0].loss_fn)
+        self.models = [work.model if cell.interval else works[0].model for work in works]
+        own = list(dict.fromkeys(self.models))
+        self.optimizers = [self.setup.optimizer_of(model) for model in own]
+        self.sync: LocalRanks | None = None
+        if cell.interval:
+            changes: ChangeConfig | None = tw.Quantized(cell.bits) if cell.bits < 32 else None
+            self.sync = LocalRanks(own, tw.LocalSGD(cell.interval, compression=changes))
+        self._holders = [*own, *self.optimizers, *([self.sync] if self.sync else [])]
+        device = works[0].device.type
+        self._half = torch.autocast(device, torch.bfloat16, device == "cuda")
+        self.done = 0
+        self.losses = [(0, self._loss())]
+
+    def run(self, file: Path | None) -> None:
+        """Take all steps, from those in the file on."""
+        if file is not None and file.exists():
+            self._load(file)
+        kept_s = time.monotonic()
+        while self.done < self.cell.steps:
+            self._step()
+            if file is not None and time.monotonic() - kept_s > _KEPT_EVERY_S:
+                self._save(file)
+                kept_s = time.monotonic()
+
+    def _step(self) -> None:
+        cell, sync = self.cell, self.sync
+        rate = cell.lr * rate_factor(self.done / cell.steps)
+        share = 1 if sync else 1 / cell.workers
+        for work, model in zip(self.works, self.models, strict=True):
+            with self._half:
+                loss = self.setup.forward(model, *work.next_batch()) * share
+            loss.backward()  # type: ignore[no-untyped-call]
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
-        for work, model in zip(works, models, strict=True):
-            loss = setup.forward(model, *work.next_batch())
-            (loss / (cell.workers if sync is None else 1)).backward()  # type: ignore[no-untyped-call]
-        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if sync is not None:
+        self.done += 1
+        ends = self.done == cell.steps
+        if sync:
             sync.step()
-            if step == cell.steps:
+            if ends:
                 sync.flush()
-        due = step * EVALUATIONS // cell.steps > losses[-1][0] * EVALUATIONS // cell.steps
-        if (due and (sync is None or sync.synced)) or step == cell.steps:
-            losses.append((step, works[0].evaluate(models[0])))
-            if not math.isfinite(losses[-1][1]):
-                raise FloatingPointError(f"the held-out loss after {step} steps is not finite")
-    return losses, cell.steps if sync is None else sync.rounds
+        before, now = (step * EVALUATIONS // cell.steps for step in (self.losses[-1][0], self.done))
+        if ends or (now > before and (sync is None or sync.synced)):
+            self.losses.append((self.done, self._loss()))
+
+    def _loss(self) -> float:
+        loss = float(self.works[0].evaluate(self.models[0]))
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the held-out loss after {self.done} steps is not finite")
+        return loss
+
+    def _save(self, file: Path) -> None:
+        states = [holder.state_dict() for holder in self._holders]
+        whole = file.with_suffix(".new")
+        torch.save({"step": self.done, "losses": self.losses, "states": states}, whole)
+        whole.replace(file)
+
+    def _load(self, file: Path) -> None:
+        found = torch.load(file, map_location=self.works[0].device)
+        self.done, self.losses = found["step"], found["losses"]
+        for holder, state in zip(self._holders, found["states"], strict=True):
+            holder.load_state_dict(state)
+        for work in self.works:
+            for _ in range(self.done):
+                work.next_batch()
 
 
 class Gaps(NamedTuple):
@@ -364,6 +423,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=float, default=20.0, help="a parameter, over all workers")
     parser.add_argument("--steps", type=int, help="of each worker, instead of --tokens")
     parser.add_argument("--lr", type=float, nargs="+", help="one is taken; of more the best")
+    parser.add_argument("--folder", type=Path, default=Path("runs/law"))
     parser.add_argument("--results", type=Path, default=RESULTS)
     return parser
 
@@ -389,7 +449,9 @@ def main() -> None:
         for size in given.size:
             print("\n".join(prediction(size, given.interval, given.bits)))
         return
-    results: Results[Cell] = Results(given.results, lambda cell: train(cell, given.device))
+    results: Results[Cell] = Results(
+        given.results, lambda cell: train(cell, given.device, given.folder)
+    )
     ways = [(0, 32), *((interval, bits) for interval in given.interval for bits in given.bits)]
     for size in given.size:
         for workers in given.workers:

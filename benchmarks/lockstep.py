@@ -6,9 +6,9 @@ all have given their part of a collective.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -157,6 +157,22 @@ class LocalRanks:
         """Whether all models are equal."""
         return self._last == self.steps
 
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and what every averaging keeps: the live tensors."""
+        return {
+            "counters": [self.steps, self.rounds, self._last],
+            "ranks": [
+                [each.anchors, each.momentum, each.kept, {"": each.sketches}]
+                for each in self.averagings
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; models are loaded by themselves."""
+        self.steps, self.rounds, self._last = state["counters"]
+        for own, loaded in zip(self.state_dict()["ranks"], state["ranks"], strict=True):
+            _copy_(own, loaded)
+
     def step(self) -> None:
         """Every rank has made a local step: average where a turn has come."""
         self.steps += 1
@@ -181,3 +197,12 @@ class LocalRanks:
         averaging.launch(pending)
         pending.finish()
         averaging.commit_(pending, buffers)
+
+
+def _copy_(own: Any, loaded: Any) -> None:
+    """Copy tensors of nested lists and dictionaries."""
+    if isinstance(own, Tensor):
+        own.copy_(loaded)
+        return
+    for key in own if isinstance(own, dict) else range(len(own)):
+        _copy_(own[key], loaded[key])

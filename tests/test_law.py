@@ -14,6 +14,7 @@ from benchmarks import evidence, law
 from benchmarks.evidence import as_it_is, measured
 from benchmarks.law import SIZES, Cell, fit_table, fitted, gaps, prediction, steps_of, train
 from thinwire.tools.run.built_in import ByteTransformer
+from thinwire.tools.run.training import rate_factor
 
 CELL = Cell(
     part="held_out",
@@ -52,7 +53,7 @@ def line(cell: Cell, loss: float) -> dict[str, Any]:
 
 
 def test_a_fit_by_hand() -> None:
-    assert fitted([(2, 2**0.03 - 1)]) == (pytest.approx(0.03), math.inf)
+    assert fitted([(2, 2**0.03 - 1)]) == pytest.approx((0.03, math.inf))
     slope, half = fitted([(2, 2**0.02 - 1), (2, 2**0.04 - 1)])
     assert slope == pytest.approx(0.03)
     # residuals +-0.01 ln 2, one degree of freedom: t sqrt(2 (0.01)^2 / 2)
@@ -71,7 +72,8 @@ def test_a_gap_is_against_dense_training_with_the_same_workers_and_seed() -> Non
         line(replace(CELL.dense, workers=1), 2.0),
     ]
     (found,) = gaps(lines).values()
-    assert found.points == [(2, pytest.approx(0.05)), (4, pytest.approx(0.2))]
+    assert [workers for workers, _ in found.points] == [2, 4]
+    assert [gap for _, gap in found.points] == pytest.approx([0.05, 0.2])
     assert "| 1,000 | muon | 4 | 1 | 90 | 0." in fit_table(lines)[2]
     assert fit_table([])[2:] == []
 
@@ -115,3 +117,31 @@ def test_a_line_is_made_once(
     capsys.readouterr()
     law.main()
     assert "| 139,584 | muon | 2 | 1 | 2 (few) |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("interval", [0, 4])
+def test_a_run_that_was_interrupted_goes_on_to_the_bit(
+    interval: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = replace(CELL, interval=interval, bits=1 if interval else 32, batch=2)
+    monkeypatch.setattr(law, "HELD_OUT_SEQUENCES", 2)
+    whole = train(cell)
+    factor = rate_factor
+
+    def stopped(progress: float) -> float:
+        if progress > 0.6:
+            raise KeyboardInterrupt
+        return factor(progress)
+
+    monkeypatch.setattr(law, "_KEPT_EVERY_S", -1.0)
+    monkeypatch.setattr(law, "rate_factor", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train(cell, kept=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr(
+        law, "rate_factor", lambda progress: factor(progress) if progress > 0.6 else 0
+    )
+    again = train(cell, kept=tmp_path)
+    assert again["losses"] == whole["losses"]
+    assert again["rounds"] == whole["rounds"]
+    assert not list(tmp_path.iterdir())

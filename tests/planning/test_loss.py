@@ -139,6 +139,6 @@ def test_up_and_down_in_a_plan() -> None:
         ({"up": "fast", "down": "2mbit"}, "up='fast' is not a rate"),
     ],
 )
-def test_directions_that_cannot_be(given: dict[str, str], says: str) -> None:
+def test_directions_that_cannot_be(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         tw.plan(**NUMBERS, **given)
