@@ -75,7 +75,7 @@ class Cell:
         batch: Sequences of a worker and step.
         lr: Peak rate.
         seed: Of parameters and batches.
-        data: The folder of text or the task; "" for the standard library of Python.
+        data: The file or folder of text, or the task; "" for the standard library of Python.
     """
 
     part: str
@@ -106,6 +106,12 @@ class Cell:
 
 @cache
 def _corpus(data: str) -> Corpus:
+    path = Path(data)
+    if data and path.is_file():
+        whole = path.read_bytes()
+        part = len(whole) // 100
+        parts = whole[: -2 * part], whole[-2 * part : -part], whole[-part:]
+        return Corpus(*parts, 1, f"the bytes of {path.name}")
     return read_folder(Path(data)) if data else read_standard_library()
 
 
@@ -391,7 +397,7 @@ def prediction(size: str, intervals: Sequence[int], bits: Sequence[int]) -> list
     return [
         *text,
         "",
-        "To falsify it, with data of your own (--text FOLDER):",
+        "To falsify it, with data of your own (--text FILE):",
         "",
         f"    {command}",
     ]
@@ -417,7 +423,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--optimizer", nargs="+", choices=("muon", "adamw"), default=["muon"])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--task", help="FILE.py:NAME, a function that gives a thinwire.Task")
-    parser.add_argument("--text", help="folder of text, instead of Python's standard library")
+    parser.add_argument(
+        "--text", help="a file, or a folder of up to 64 MB, instead of Python's standard library"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[5, 6, 7])
     parser.add_argument("--batch", type=int, default=8, help="sequences of a worker and step")
     parser.add_argument("--tokens", type=float, default=20.0, help="a parameter, over all workers")

@@ -13,8 +13,7 @@ from torch import nn
 from benchmarks import evidence, law
 from benchmarks.evidence import as_it_is, measured
 from benchmarks.law import SIZES, Cell, fit_table, fitted, gaps, prediction, steps_of, train
-from thinwire.tools.run.built_in import ByteTransformer
-from thinwire.tools.run.training import rate_factor
+from tests.api import ByteTransformer, rate_factor
 
 CELL = Cell(
     part="held_out",
@@ -98,6 +97,14 @@ def test_a_prediction_has_its_date_and_the_command_that_falsifies_it() -> None:
     assert "Predicted 2026-11-26" in text
     assert text.count("\n| 16 | 1 |") == 3
     assert "python -m benchmarks.law --size 124M --device cuda" in text
+
+
+def test_a_file_is_text_whose_end_is_held_out(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(bytes(range(200)) * 10)
+    corpus = law._corpus(str(file))
+    assert corpus.train + corpus.validation + corpus.held_out == file.read_bytes()
+    assert len(corpus.validation) == len(corpus.held_out) == 20
 
 
 def test_a_line_is_made_once(
