@@ -392,12 +392,12 @@ def prediction(size: str, intervals: Sequence[int], bits: Sequence[int]) -> list
                 text.append("| " + " | ".join(cells) + " |")
     command = (
         f"python -m benchmarks.law --size {size} --device cuda --workers 2 4 8 --interval "
-        f"{' '.join(map(str, intervals))} --bits {' '.join(map(str, bits))}"
+        f"{' '.join(map(str, intervals))} --bits {' '.join(map(str, bits))} --text FILE"
     )
     return [
         *text,
         "",
-        "To falsify it, with data of your own (--text FILE):",
+        "To falsify it (--lr 0.012 --seeds 5 for one rate and one seed):",
         "",
         f"    {command}",
     ]
