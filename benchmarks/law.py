@@ -276,8 +276,8 @@ class Gaps(NamedTuple):
     points: list[tuple[int, float]]
 
 
-Setting = tuple[str, str, int, int, str]
-"""Size, optimizer, interval, bits, data."""
+Setting = tuple[str, str, int, int, int, str]
+"""Size, optimizer, interval, bits, batch, data."""
 
 
 def gaps(lines: Iterable[Mapping[str, Any]]) -> dict[Setting, Gaps]:
@@ -294,7 +294,7 @@ def gaps(lines: Iterable[Mapping[str, Any]]) -> dict[Setting, Gaps]:
         other = dense.get(_key(cell.dense))
         if not cell.interval or cell.workers == 1 or other is None:
             continue
-        setting = cell.size, cell.optimizer, cell.interval, cell.bits, cell.data
+        setting = cell.size, cell.optimizer, cell.interval, cell.bits, cell.batch, cell.data
         before = found.get(setting, Gaps(line["parameters"], line["rounds"], []))
         points = [*before.points, (cell.workers, line["loss"] / other["loss"] - 1)]
         found[setting] = Gaps(before.numel, min(before.rounds, line["rounds"]), points)
@@ -330,11 +330,11 @@ def fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 def fit_table(lines: Iterable[Mapping[str, Any]]) -> list[str]:
     """Markdown: beta of every setting with its interval, beside the published one."""
     text = [
-        "| parameters | optimizer | steps | bits | rounds | beta | law | gap by workers |",
-        "|---|---|---|---|---|---|---|---|",
+        "| parameters | optimizer | steps | bits | batch | rounds | beta | law | gap by workers |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     by_size: dict[tuple[str, int, int], list[tuple[int, float]]] = defaultdict(list)
-    for (_, optimizer, interval, bits, data), found in sorted(gaps(lines).items(), key=str):
+    for (_, optimizer, interval, bits, batch, data), found in sorted(gaps(lines).items(), key=str):
         slope, half = fitted(found.points)
         by_size[optimizer, interval, bits].append((found.numel, slope))
         of_k = defaultdict(list)
@@ -350,6 +350,7 @@ def fit_table(lines: Iterable[Mapping[str, Any]]) -> list[str]:
             optimizer,
             str(interval),
             str(bits),
+            str(batch),
             f"{found.rounds}{few}",
             interval_text,
             f"{beta(optimizer, found.numel):.4f}",

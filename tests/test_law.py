@@ -73,7 +73,7 @@ def test_a_gap_is_against_dense_training_with_the_same_workers_and_seed() -> Non
     (found,) = gaps(lines).values()
     assert [workers for workers, _ in found.points] == [2, 4]
     assert [gap for _, gap in found.points] == pytest.approx([0.05, 0.2])
-    assert "| 1,000 | muon | 4 | 1 | 90 | 0." in fit_table(lines)[2]
+    assert "| 1,000 | muon | 4 | 1 | 8 | 90 | 0." in fit_table(lines)[2]
     assert fit_table([])[2:] == []
 
 
@@ -123,7 +123,7 @@ def test_a_line_is_made_once(
     monkeypatch.setattr(sys, "argv", ["law", "fit", "--results", str(results)])
     capsys.readouterr()
     law.main()
-    assert "| 139,584 | muon | 2 | 1 | 2 (few) |" in capsys.readouterr().out
+    assert "| 139,584 | muon | 2 | 1 | 1 | 2 (few) |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("interval", [0, 4])
