@@ -23,7 +23,7 @@ from thinwire.tools.compare.strategies import STRATEGIES
 from thinwire.tools.report.page import bytes_text
 
 ROOT = Path(__file__).parent.parent
-PAGES = tuple(ROOT / name for name in ("docs/choosing.md", "docs/research.md"))
+PAGES = tuple(ROOT / name for name in ("docs/choosing.md", "benchmarks/research.md"))
 PLANNED_LINKS = ("5mbit", "20mbit", "100mbit", "1gbit", "10gbit")
 MARK = re.compile(r"(<!-- evidence: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 

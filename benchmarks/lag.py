@@ -1,7 +1,7 @@
 """How far deep gradient compression stays behind dense training at equal steps, and what helps.
 
 python -m benchmarks.lag --size small --steps 3000 --variants dense "0.1 %" "1 %"
-python -m benchmarks.choosing --write       # the table of docs/research.md
+python -m benchmarks.choosing --write       # the table of benchmarks/research.md
 
 One process plays all ranks, one after the other, with the model, the text, the batches and the rate
 schedule of `thinwire compare`; values travel as they are, in 32 bits. `tests/test_lag.py` compares

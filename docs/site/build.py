@@ -27,6 +27,7 @@ ELSEWHERE = {
     ROOT / "SECURITY.md": "reporting.md",
     ROOT / "benchmarks" / "README.md": "benchmarks.md",
     ROOT / "benchmarks" / "performance.md": "performance.md",
+    ROOT / "benchmarks" / "research.md": "research.md",
     ROOT / "tests" / "faults" / "outcomes.md": "faults.md",
     EXAMPLES: "examples/index.md",
 }
