@@ -536,10 +536,15 @@ class LocalUpdates:
         """See `Synchronizer.traffic`."""
         return NO_TRAFFIC if self._averager is None else self._averager.traffic()
 
-    @property
-    def pace(self) -> Pace:
-        """How the time of this rank is spent."""
-        return Pace() if self._averager is None else self._averager.pace
+    def lose(self, seconds: float) -> None:
+        """Count time that went to something else than steps, such as saving; see `stats`."""
+        if self._averager is not None:
+            self._averager.pace.lose(seconds)
+
+    def _goodput(self) -> float:
+        if self._averager is None:
+            return 1.0
+        return self._averager.pace.goodput(self.step - self._skipped, self._skipped)
 
     def counts(self) -> dict[str, Any]:
         """`traffic`, and further numbers of `thinwire.core.stats`."""
@@ -548,6 +553,7 @@ class LocalUpdates:
             "averagings": self._counters.averagings,
             "sparsity": left_out(changes, self.step) if self._compressed else 0.0,
             "applied_share": self._applied_share,
+            "goodput": self._goodput(),
             **self.traffic(),
         }
 
@@ -577,7 +583,6 @@ class LocalUpdates:
             k_steps=self.k_steps,
             loss_scale=1.0 if self._scaler is None else self._scaler.scale,
             bytes_dense=4 * self._tensors.numel * self.step,
-            goodput=self.pace.goodput(self.step - self._skipped, self._skipped),
             **self.counts(),
         )
 

@@ -24,7 +24,7 @@ from thinwire.comm import (
 )
 from thinwire.core.several import all_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of
-from thinwire.core.stats import Pace, numbers
+from thinwire.core.stats import numbers
 from thinwire.errors import CheckpointMissing, ThinwireError
 from thinwire.exchange.agreement import Verdict
 from thinwire.local.model import SCALER, refuse_scaler
@@ -462,7 +462,9 @@ class Engine:
         if counts["bytes_between_nodes"] is not None and not self._sharded:
             counts["bytes_between_nodes"] += sum(part.bytes_sent for part in votes)
         if not parts.exchange.local:
-            counts["waiting_share"] = self._steps.pace.waiting_share
+            pace, dropped = self._steps.pace, self._steps.dropped_steps()
+            counts["waiting_share"] = pace.waiting_share
+            counts["goodput"] = pace.goodput(self.step, dropped)
         counts |= {"bytes_sent": self._steps.bytes_sent(), "wait_s": self._steps.wait_s()}
         return numbers(
             step=self.step,
@@ -472,7 +474,6 @@ class Engine:
             loss_scale=1.0 if parts.scaler is None else parts.scaler.scale,
             bytes_between_stages=0 if parts.runner is None else parts.runner.bytes_sent,
             bytes_dense=4 * self.step * sum(shard_of(p).numel() for p in parts.params.values()),
-            goodput=self._pace.goodput(*self._useful()),
             **counts,
         )
 
@@ -591,7 +592,8 @@ class Engine:
             path = write(savers)
         else:
             self._beside.begin(savers, write)
-        self._pace.lose(time.perf_counter() - begun_s)
+        lose = self._steps.pace.lose if self.sync is None else self.sync.lose
+        lose(time.perf_counter() - begun_s)
         return path
 
     def wait_for_save(self) -> Path | None:
@@ -725,15 +727,6 @@ class Engine:
         fields goes on with it.
         """
         self._finalizer()
-
-    @property
-    def _pace(self) -> Pace:
-        return self._steps.pace if self.sync is None else self.sync.pace
-
-    def _useful(self) -> tuple[int, int]:
-        """Updates that count, and those that were dropped."""
-        dropped = self._steps.dropped_steps()
-        return (self.step, dropped) if self.sync is None else (self.step - dropped, dropped)
 
     def _go_on(self, restored: Mapping[str, Any]) -> None:
         self._steps.step = restored["step"]
