@@ -29,19 +29,25 @@ _log = logging.getLogger("thinwire")
 
 
 class LossScaler:
-    """Owner of the loss scale: the one place where a loss is multiplied by it and gradients are
-    divided by it.
+    """Owner of the loss scale. Only this class multiplies a loss by the scale and divides gradients
+    by it.
 
     A step is `loss = scaler.scaled(loss)`, the backward pass, then `if scaler.unscale_(parameters):
-    optimizer.step()`, which adapts the scale of the next loss too. Several optimizers have one
-    `unscale_` each, by the scale that the losses had, and then one `update()`. A loop that merges
-    several backward passes into an update takes the parts of `unscale_` instead: `overflowed` after
-    each of them, `inverse_scale` on what is added, `agree` and `update` once per update.
+    optimizer.step()`. `unscale_` also adapts the scale of the next loss. With several optimizers,
+    call `unscale_` once for each, then `update()` once; all use the scale of the losses. A loop
+    that merges several backward passes into an update calls the parts of `unscale_` instead:
+    `overflowed` after each of them, `inverse_scale` on what is added, `agree` and `update` once per
+    update.
 
-    An overflow on one rank drops the step on all, so scales and optimizers never part. Under local
+    An overflow on one rank drops the step on all, so scales and optimizers stay equal. Under local
     updates it concerns its own rank only (`local=True`), and `LocalUpdates(..., scaler=scaler)`
     gives all ranks the smallest scale when they average; adapt the scale before that step, so that
     it counts.
+
+    Example:
+        >>> scaler = LossScaler(FixedLossScale(1024.0))
+        >>> float(scaler.scaled(torch.tensor(0.5)))
+        512.0
 
     **State**: scale and counters, in `state_dict`.
     **Communication**: one flag per step, 24 bytes a rank where all agree; none with a scale that
@@ -51,7 +57,7 @@ class LossScaler:
     Args:
         config: `FixedLossScale` or `DynamicLossScale`.
         process_group: The ranks that agree; None for all of them. One process alone works too.
-        local: Whether every rank decides for itself; then it has no process group.
+        local: True if every rank decides for itself; there is no process group then.
 
     Raises:
         TypeError: Another kind of config.
@@ -76,9 +82,10 @@ class LossScaler:
         self._group: Group | None = None
         self._state = initial_scale(config)
         self._begun: ScaleState | None = None
-        """Of the losses of a step that has begun to be unscaled."""
+        """Scale of the losses in a step whose gradients are being unscaled."""
         self._unscaled: MutableMapping[Tensor, TensorWeakRef] = {}
-        """The gradient of each parameter that was unscaled in this step; itself without one."""
+        """Gradient of each parameter that was unscaled in this step; the parameter itself if it has
+        none."""
 
     @property
     def scale(self) -> float:
@@ -92,17 +99,17 @@ class LossScaler:
 
     @property
     def bytes_sent(self) -> int:
-        """What this rank gave to agreements, with headers; counted on one rank too."""
+        """Bytes that this rank sent in agreements, headers included; counted on one rank too."""
         return 0 if self._group is None else self._group.bytes_sent
 
     @property
     def bytes_received(self) -> int:
-        """What came from other ranks in agreements."""
+        """Bytes that came from other ranks in agreements."""
         return 0 if self._group is None else self._group.bytes_received
 
     @property
     def wait_s(self) -> float:
-        """Seconds in which this rank waited for agreements."""
+        """Seconds for which this rank waited for agreements."""
         return 0.0 if self._group is None else self._group.wait_s
 
     @property
@@ -112,27 +119,27 @@ class LossScaler:
 
     @property
     def checks(self) -> bool:
-        """Whether gradients are looked at for overflow at all."""
+        """True if gradients are checked for overflow."""
         return not isinstance(self.config, FixedLossScale) or self.config.drop_overflow_update
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss times the scale, for the backward pass; a new step begins."""
+        """Return the loss times the scale, for the backward pass. A new step begins."""
         self.update()
         return loss * self.scale
 
     def unscale_(self, params: Iterable[Tensor]) -> bool:
-        """Changes `p.grad`: divides it by the scale, unless the step is to be dropped.
+        """Divide `p.grad` by the scale, unless the step is to be dropped. Changes `p.grad`.
 
         Args:
-            params: Parameters whose gradients came from a scaled loss; without a gradient they are
-                passed over.
+            params: Parameters whose gradients came from a scaled loss. Parameters without a
+                gradient are skipped.
 
         Returns:
-            Whether the update may be made. False: a gradient overflowed, here or on another rank;
-            gradients stay scaled and no state of an optimizer may change.
+            True if the update may be made. False if a gradient overflowed on any rank: gradients
+                stay scaled, and no optimizer state may change.
 
         Raises:
-            RuntimeError: It has seen one of these gradients since the last `scaled` or `update`;
+            RuntimeError: One of these gradients was unscaled since the last `scaled` or `update`;
                 none has changed.
             NonFinite: More than 1000 steps in a row have been dropped.
         """
@@ -159,13 +166,13 @@ class LossScaler:
         return not overflow
 
     def overflowed(self, grads: Iterable[Tensor]) -> bool:
-        """Whether a gradient of this rank, scaled or not, is not finite; False with a scale that
+        """Return True if a gradient of this rank, scaled or not, is not finite. False if the scale
         does not check.
         """
         return self.checks and bool(any_non_finite(grads))
 
     def agree(self, overflow: bool) -> bool:
-        """Whether any rank has an overflow; the rank's own answer where the scale is local.
+        """Return True if any rank has an overflow; this rank's own answer if the scale is local.
 
         Raises:
             Mismatch: A rank is in another call of this library.
@@ -184,10 +191,11 @@ class LossScaler:
         return b"1" in answers
 
     def update(self, overflow: bool | None = None) -> None:
-        """End a step; gradients are not looked at.
+        """End a step. Gradients are not checked.
 
         Args:
-            overflow: Whether it was dropped for one; None where `unscale_` has adapted the scale.
+            overflow: True if the step was dropped for an overflow; None if `unscale_` has adapted
+                the scale.
 
         Raises:
             NonFinite: More than 1000 steps in a row have been dropped.
@@ -197,7 +205,7 @@ class LossScaler:
         self._begun, self._unscaled = None, {}
 
     def _adapted(self, overflow: bool) -> float:
-        """Adapt the scale, once a step, to an overflow where there was one; the losses' scale."""
+        """Adapt the scale once a step, and return the scale of the losses."""
         before = self._begun or self._state
         if self._begun is None or (overflow and self.dropped_steps == before.dropped_steps):
             self._state = next_scale(self.config, before, overflow=overflow)
@@ -211,19 +219,17 @@ class LossScaler:
         return before.scale
 
     def take_scale(self, scale: float) -> None:
-        """Go on with the scale of another rank; where it is a new one, the count of good updates
-        starts anew.
-        """
+        """Take over the scale of another rank. A new scale restarts the count of good updates."""
         scale = check.real("scale", scale, at_least=1)
         if scale != self._state.scale:
             self._state = replace(self._state, scale=scale, good_updates=0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale and counters, plain values."""
+        """Return scale and counters as plain values."""
         return asdict(self._state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave; a scale that is fixed stays that of this object.
+        """Restore from `state_dict`. A fixed scale stays that of this object.
 
         Raises:
             ValueError: A key is missing or unknown, or a value is out of range.

@@ -1,4 +1,4 @@
-"""The numbers of `stats()`, given to whatever keeps a run's curves."""
+"""Writes the numbers of `stats()` to a logger of curves."""
 
 from typing import Any
 
@@ -10,26 +10,31 @@ PREFIX = "thinwire/"
 
 
 def log_stats(source: Any, writer: Any, step: int | None = None) -> dict[str, float]:
-    """Write what `source.stats()` says, under names such as `thinwire/bytes_sent`.
+    """Write the numbers of `source.stats()` under names such as `thinwire/bytes_sent`.
 
-    The numbers are those of this rank; nothing is sent for them. Call it on rank 0 alone, or on
+    The numbers are those of this rank. Nothing is communicated. Call it on rank 0 alone, or on
     every rank with a writer of its own.
 
+    Example::
+
+        from torch.utils.tensorboard import SummaryWriter
+        log_stats(engine, SummaryWriter("runs/dgc"))
+
     Args:
-        source: Whatever has `stats()`: an `Engine`, `LocalUpdates`, `Attached`, an optimizer that
-            exchanges gradients.
-        writer: What keeps curves. By the first of these that it has: `add_scalar(name, value,
-            step)`, as TensorBoard's `SummaryWriter`; `log_metrics(numbers, step=...)`, as the
-            module `mlflow`, an experiment of Comet or a logger of Lightning; `track(value,
+        source: Any object with `stats()`: an `Engine`, `LocalUpdates`, `Attached`, an optimizer
+            that exchanges gradients.
+        writer: The logger. The first of these methods that it has is called: `add_scalar(name,
+            value, step)`, as TensorBoard's `SummaryWriter`; `log_metrics(numbers, step=...)`, as
+            the module `mlflow`, an experiment of Comet or a logger of Lightning; `track(value,
             name=..., step=...)`, as a `Run` of Aim; `log(numbers, step=...)`, as a run of W&B or
             trackio, an `Accelerator` or a tracker of Accelerate. A client of MLflow comes with the
             run: `(client, run_id)`, or the client with an attribute `run_id`. Or a function
             `(numbers, step)`.
-        step: Place on the axis of the curves; None is the `step` of the numbers: updates made, or
-            local steps.
+        step: Position on the axis of the curves. None takes the `step` of the numbers: updates
+            made, or local steps.
 
     Returns:
-        What was written. Values that are no numbers are left out.
+        The numbers written. Other values are left out.
 
     Raises:
         TypeError: `source` has no `stats()`, or `writer` is none of these.

@@ -1,4 +1,4 @@
-"""Samples of a dataset, each to one rank."""
+"""A sampler that gives each sample of a dataset to exactly one rank."""
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
@@ -14,24 +14,25 @@ from thinwire.members.members import Members
 __all__ = ["ShardedSampler"]
 
 Taken = tuple[int, int]
-"""The epoch that a rank is in, and how many samples it has taken since they were dealt."""
+"""Epoch of a rank, and the samples that it has taken since the last distribution."""
 
 
 class ShardedSampler(Sampler[int]):
-    """Deals each sample of an epoch to exactly one rank: `DataLoader(data, 32, sampler=...)`.
+    """Gives each sample of an epoch to exactly one rank: `DataLoader(data, 32, sampler=...)`.
 
-    All ranks draw the same order of an epoch from its number and the seed, and take from it in
-    turn. So no sample is seen twice or left out, unlike with `DistributedSampler`, which repeats
-    some to give all ranks equally many: here ranks may differ by one sample, and so by one batch.
-    Train inside `engine.join()`, or give a loader with `drop_last=True` a length that fits.
+    All ranks draw the same order from the epoch number and the seed, and take samples from it
+    round-robin. No sample is repeated or left out. `DistributedSampler` repeats some samples to
+    give all ranks equally many; here ranks may differ by one sample, hence by one batch. Train
+    inside `engine.join()`, or give a loader with `drop_last=True` a length that fits.
 
-    Iterating again goes on where the iteration before ended, and begins the next epoch after the
-    end of one. `state_dict` holds how far all ranks are together, where each has taken equally
-    many; another number of ranks goes on from there, in the middle of an epoch too. With workers of
-    the loader samples are taken ahead: what it has drawn and training has not seen counts as taken.
+    A new iteration continues where the last one ended, and begins the next epoch after the end of
+    one. `state_dict` holds the progress of all ranks together, if each has taken equally many
+    samples. Another number of ranks can resume from it, also in the middle of an epoch. Loader
+    workers take samples ahead: a sample that was drawn but not yet trained on counts as taken.
 
-    With members that come and go, what is left of the epoch is dealt anew at the end of each round
-    after which others take part. What a lost member had taken is not dealt again.
+    With members that join and leave, the rest of the epoch is distributed again at the end of each
+    round that changes the membership. Samples that a lost member had taken are not distributed
+    again.
 
     Example::
 
@@ -43,11 +44,11 @@ class ShardedSampler(Sampler[int]):
         sampler.load_state_dict(engine.extra["sampler"])
 
     Args:
-        data: What has a length: the same on all ranks.
-        seed: Of the order; the same on all ranks.
-        shuffle: Whether each epoch has an order of its own; else that of the data.
+        data: Any object with a length, the same on all ranks.
+        seed: Seed of the order; the same on all ranks.
+        shuffle: True if each epoch has its own order; False keeps the order of the data.
         group: The ranks that share the data; None for all of them.
-        members: Of a run, instead of `group`: what `thinwire.join` returned. All members make their
+        members: The value that `thinwire.join` returned, instead of `group`. All members make their
             samplers in the same order, before `local_sgd` or `prepare` is given the members.
 
     Raises:
@@ -82,19 +83,19 @@ class ShardedSampler(Sampler[int]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that is being dealt, or is next, from 0."""
+        """Current epoch, or the next one between epochs; from 0."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch, unless it is being dealt; for loops that call it as they do for
-        `DistributedSampler`.
+        """Begin this epoch, unless it is the current one. For loops that call
+        `DistributedSampler.set_epoch`.
         """
         epoch = check.integer("epoch", epoch, at_least=0)
         if epoch != self._epoch:
             self._epoch, self._taken = epoch, 0
 
     def __len__(self) -> int:
-        """Samples of this rank that are left in the epoch."""
+        """Return the samples of this rank that are left in the epoch."""
         return len(range(self._next, len(self._left(self._epoch)), self._ranks))
 
     def __iter__(self) -> Iterator[int]:
@@ -108,7 +109,7 @@ class ShardedSampler(Sampler[int]):
 
     @property
     def _next(self) -> int:
-        """Where in what is left this rank's next sample stands."""
+        """Position of this rank's next sample in the remaining samples."""
         return self._taken * self._ranks + self._rank
 
     def _order(self, epoch: int) -> list[int]:
@@ -123,8 +124,8 @@ class ShardedSampler(Sampler[int]):
         return self._orders[epoch]
 
     def _left(self, epoch: int) -> Sequence[int]:
-        """What ranks take in turn in an epoch: places in its order, after `~sample` of each that
-        was left of the epoch before.
+        """Return the samples that ranks share in an epoch, as positions in its order. `~sample`
+        marks a sample left over from the epoch before.
         """
         return self._lefts.get(epoch, range(self._length))
 
@@ -133,16 +134,16 @@ class ShardedSampler(Sampler[int]):
 
     @property
     def taken(self) -> Taken:
-        """What this rank has taken, for the others."""
+        """Return this rank's progress, for the other ranks."""
         return self._epoch, self._taken
 
     def deal(self, taken: Sequence[Taken], rank: int, ranks: int) -> None:
-        """Deal what is left anew.
+        """Distribute the remaining samples again.
 
         Args:
-            taken: By each rank that has shared it until now.
-            rank: This one's number from now on.
-            ranks: How many share it from now on.
+            taken: Progress of each rank that shared the samples until now.
+            rank: Number of this rank from now on.
+            ranks: Number of ranks from now on.
         """
         epoch, left = self._remaining(taken)
         self._go_on(epoch, left)
@@ -154,7 +155,7 @@ class ShardedSampler(Sampler[int]):
         self._epoch, self._taken = epoch if left else epoch + 1, 0
 
     def _remaining(self, taken: Sequence[Taken]) -> tuple[int, list[int]]:
-        """The latest epoch that a rank is in, and what is left of all until then."""
+        """Return the latest epoch of any rank, and the samples left of all epochs until then."""
         top = max(epoch for epoch, _ in taken)
         left: list[int] = []
         for epoch in range(min(epoch for epoch, _ in taken), top + 1):
@@ -165,7 +166,9 @@ class ShardedSampler(Sampler[int]):
         return top, left
 
     def state_dict(self) -> dict[str, Any]:
-        """How far all ranks are together, if they have taken equally many samples: plain values."""
+        """Return the progress of all ranks together, if they have taken equally many samples: plain
+        values.
+        """
         epoch, left = self._remaining([self.taken] * self._ranks)
         places = [place for place in left if place >= 0]
         first = min(places, default=self._length)
@@ -180,11 +183,11 @@ class ShardedSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`, of any number of ranks; all ranks load the same one.
+        """Resume from a `state_dict` of any number of ranks. All ranks load the same one.
 
         Raises:
-            TypeError: It is no mapping.
-            ValueError: It is of other data, or not one of a sampler; nothing has changed.
+            TypeError: `state` is no mapping.
+            ValueError: The state is of other data, or of no sampler; nothing has changed.
         """
         check.instance("state", state, Mapping)
         if state.keys() != self.state_dict().keys():
@@ -208,11 +211,11 @@ class ShardedSampler(Sampler[int]):
         self._go_on(epoch, left)
 
     def join_in(self, state: Mapping[str, Any], rank: int, ranks: int) -> None:
-        """Begin as a new member, with what the others deal."""
+        """Begin as a new member, with the distribution of the others."""
         self.load_state_dict(state)
         self._rank, self._ranks = rank, ranks
 
 
 def _mixed(seed: int, epoch: int) -> int:
-    """One number of both, of 63 bits, far apart for neighbours."""
+    """Return a hash of both numbers, 63 bits wide; close inputs give distant hashes."""
     return (seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03) % (1 << 63)

@@ -1,9 +1,8 @@
-"""Schedules: pure functions of the step, from which rates are computed during training or listed
-ahead of it.
+"""Schedules: pure functions of the step that give learning rates and the sparsity ramp.
 
-A schedule is called with the number of updates made so far, from 0, and returns a float64 number.
-It keeps no counter, so that one schedule may drive many optimizers and two calls with one step give
-one value. s is the step and D the length of a decay in steps.
+A schedule is called with the number of updates made so far, from 0, and returns a float64 number. A
+schedule keeps no counter. One schedule may drive many optimizers, and equal steps give equal
+values. s is the step and D the length of a decay in steps.
 
 Sources: MindSpore 1.5, nn/dynamic_lr.py and nn/learning_rate_schedule.py; Paddle, optimizer/lr.py.
 Differs from both: float64 throughout, integer ceil and floor of s/D, a value that is not finite is
@@ -39,11 +38,11 @@ __all__ = [
 
 
 class Schedule:
-    """Base of the schedules. A subclass says its value in `value_at(step)`; the checks are made
-    here.
+    """Base of the schedules. A subclass implements `value_at(step)`; this class checks steps and
+    values.
 
-    Instances are to be immutable and picklable: an optimizer keeps them, copies them and never
-    writes to them.
+    Make instances immutable and picklable: an optimizer stores and copies them, and never writes to
+    them.
 
     Example:
         >>> WarmUp(0.1, 2).then(Constant(0.1), at=2).table(4)
@@ -51,7 +50,7 @@ class Schedule:
     """
 
     def __call__(self, step: int) -> float:
-        """Value at `step`.
+        """Return the value at `step`.
 
         Args:
             step: Updates made so far, an int >= 0 or an integer tensor without dimensions.
@@ -74,16 +73,20 @@ class Schedule:
         return value
 
     def value_at(self, step: int) -> float:
-        """The formula, for a step that is known to be an int >= 0."""
+        """Return the formula's value. `step` is known to be an int >= 0."""
         raise NotImplementedError(f"{type(self).__name__} must define value_at(step)")
 
     def then(self, schedule: "Schedule", at: int) -> "Schedule":
-        """This schedule before step `at`, and from there on `schedule`, which counts its steps from
-        `at`.
+        """Return this schedule before step `at`, and `schedule` from there on, with its steps
+        counted from `at`.
+
+        Example:
+            >>> WarmUp(0.1, 2).then(CosineDecay(0.0, 0.1, 4), at=2)(6)
+            0.0
 
         Args:
-            schedule: What follows.
-            at: First step of what follows, an int >= 0.
+            schedule: The schedule from step `at` on.
+            at: First step of `schedule`, an int >= 0.
 
         Raises:
             TypeError: `schedule` is no schedule, or `at` no integer.
@@ -92,13 +95,17 @@ class Schedule:
         return _Then(self, schedule, at)
 
     def table(self, total_steps: int, steps_per_epoch: int = 1) -> list[float]:
-        """The values of a whole training, listed ahead; entry i is the value at `i //
+        """Return the values of a whole training as a list. Entry i is the value at `i //
         steps_per_epoch`.
+
+        Example:
+            >>> ExponentialDecay(0.5, 0.5, 1).table(4, steps_per_epoch=2)
+            [0.5, 0.5, 0.25, 0.25]
 
         Args:
             total_steps: Length of the list, at least the number of updates that will be made.
-            steps_per_epoch: With more than 1 the schedule's steps are epochs, and the value is
-                constant inside one.
+            steps_per_epoch: If more than 1, the schedule's steps are epochs, and the value is
+                constant within an epoch.
 
         Raises:
             TypeError: An argument is not an integer.
@@ -112,6 +119,10 @@ class Schedule:
 @dataclass(frozen=True)
 class Constant(Schedule):
     """The same value at every step.
+
+    Example:
+        >>> Constant(0.1)(1000)
+        0.1
 
     Attributes:
         value: >= 0.
@@ -129,8 +140,12 @@ class Constant(Schedule):
 
 @dataclass(frozen=True)
 class PiecewiseConstant(Schedule):
-    """`values[j]` for the first j with step < `milestones[j]`; after the last milestone the last
-    value holds on.
+    """`values[j]` for the first j with step < `milestones[j]`. The last value holds after the last
+    milestone.
+
+    Example:
+        >>> PiecewiseConstant((2, 4), (0.4, 0.2, 0.1)).table(5)
+        [0.4, 0.4, 0.2, 0.2, 0.1]
 
     Attributes:
         milestones: Strictly increasing ints >= 1: the steps at which the next value begins.
@@ -191,11 +206,15 @@ class _Decay(Schedule):
 class ExponentialDecay(_Decay):
     """lr * decay_rate^(s/D), with s/D rounded down when `staircase`.
 
+    Example:
+        >>> ExponentialDecay(1.0, 0.5, 10)(20)
+        0.25
+
     Attributes:
         lr: Value at step 0, > 0.
         decay_rate: Factor per D steps, > 0; above 1 the value grows.
         decay_steps: D, an int >= 1.
-        staircase: Whether the value changes only every D steps.
+        staircase: True if the value changes only every D steps.
     """
 
     lr: float
@@ -213,13 +232,17 @@ class NaturalExpDecay(_Decay):
     """lr * exp(-decay_rate * s), with s rounded down to a multiple of D when `staircase`; otherwise
     D has no effect.
 
+    Example:
+        >>> NaturalExpDecay(0.5, 0.1, 10, staircase=True)(9)
+        0.5
+
     Attributes:
         lr: Value at step 0, > 0.
         decay_rate: Per step (not per D steps), > 0.
         decay_steps: D, an int >= 1.
-        staircase: Whether the value changes only every D steps.
+        staircase: True if the value changes only every D steps.
 
-    Differs: MindSpore's documentation divides s by D; its code does not, and neither do we.
+    Differs: MindSpore's documentation divides s by D; its code and this class do not.
     """
 
     lr: float
@@ -237,11 +260,15 @@ class NaturalExpDecay(_Decay):
 class InverseDecay(_Decay):
     """lr / (1 + decay_rate * s/D), with s/D rounded down when `staircase`.
 
+    Example:
+        >>> InverseDecay(1.0, 1.0, 10)(10)
+        0.5
+
     Attributes:
         lr: Value at step 0, > 0.
         decay_rate: Per D steps, > 0.
         decay_steps: D, an int >= 1.
-        staircase: Whether the value changes only every D steps.
+        staircase: True if the value changes only every D steps.
     """
 
     lr: float
@@ -257,6 +284,10 @@ class InverseDecay(_Decay):
 @dataclass(frozen=True)
 class CosineDecay(Schedule):
     """Half a cosine from `max_lr` down to `min_lr` over D steps; `min_lr` afterwards.
+
+    Example:
+        >>> CosineDecay(0.0, 1.0, 10)(0)
+        1.0
 
     Attributes:
         min_lr: >= 0.
@@ -290,14 +321,18 @@ class PolynomialDecay(Schedule):
     """(lr - end_lr) * (1 - u/d)^power + end_lr, with d = D and u = min(s, D).
 
     With `update_decay_steps` the length grows instead, d = D * max(ceil(s/D), 1) and u = s: the
-    value falls to `end_lr` at every multiple of D and starts anew from a lower point after it.
+    value falls to `end_lr` at every multiple of D, then restarts from a lower value.
+
+    Example:
+        >>> PolynomialDecay(1.0, 0.0, 4, 1.0).table(5)
+        [1.0, 0.75, 0.5, 0.25, 0.0]
 
     Attributes:
         lr: Value at step 0, > 0.
         end_lr: Value at the end, >= 0; it may exceed `lr`.
         decay_steps: D, an int >= 1.
         power: > 0; 1 is a straight line.
-        update_decay_steps: Whether the length grows.
+        update_decay_steps: True if the length grows.
     """
 
     lr: float
@@ -330,6 +365,10 @@ class PolynomialDecay(Schedule):
 class WarmUp(Schedule):
     """lr * min(s, W)/W: a straight line from 0 at step 0 to `lr` at step W, and `lr` from there on.
 
+    Example:
+        >>> WarmUp(1.0, 4).table(6)
+        [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+
     Attributes:
         lr: Value after the warm-up, >= 0.
         warmup_steps: W, an int >= 1.
@@ -351,7 +390,11 @@ class WarmUp(Schedule):
 
 @dataclass(frozen=True, repr=False)
 class Table(Schedule):
-    """A list that was generated ahead: `values[step]`, and an `IndexError` past its end.
+    """A precomputed list: `values[step]`, and an `IndexError` past its end.
+
+    Example:
+        >>> Table([0.3, 0.2, 0.1])(1)
+        0.2
 
     Attributes:
         values: Numbers >= 0; a list, a tuple or a tensor of one dimension, not empty.
@@ -412,8 +455,8 @@ def sparsity_at(step: int, begin: int, rampup_step: int, levels: Sequence[float]
     """Fraction of a gradient that is not sent in update `step`.
 
     The ramp of `rampup_step` updates is cut evenly into as many parts as there are levels, in
-    integers: level[min(len - 1, (step - begin) * len // rampup_step)]. Before `begin` everything is
-    sent: 0.
+    integers: level[min(len - 1, (step - begin) * len // rampup_step)]. Before `begin` the value is
+    0: everything is sent.
 
     Args:
         step: Updates made so far, from 0.
@@ -438,22 +481,29 @@ _scheduled: "weakref.WeakKeyDictionary[object, weakref.ref[ScheduledLR]]" = (
 
 
 def is_scheduled(optimizer: object) -> bool:
-    """Whether a living `ScheduledLR` drives the rate of `optimizer`."""
+    """Return True if a living `ScheduledLR` drives the rate of `optimizer`."""
     reference = _scheduled.get(optimizer)
     return reference is not None and reference() is not None
 
 
 class ScheduledLR(LRScheduler):
-    """Drives the rate of an optimizer that is not ours: every group gets `schedule(c)`.
+    """Drives the rate of an optimizer from outside thinwire: every group gets `schedule(c)`.
 
-    c is 0 at construction and grows by 1 with every `step()`, which is to be called after each
+    c is 0 at construction and grows by 1 with every `step()`. Call `step()` after each
     `optimizer.step()`.
 
-    **State**: the counter. The schedule itself is not saved; build the same one to go on.
+    Example::
+
+        scheduler = ScheduledLR(optimizer, WarmUp(0.1, 500))
+        optimizer.step()
+        scheduler.step()
+
+    **State**: the counter. The schedule itself is not saved; build the same one to resume.
 
     Args:
-        optimizer: Any optimizer of torch. One of ours takes the schedule itself as `lr`.
-        schedule: What to follow.
+        optimizer: Any optimizer of torch. Optimizers of `thinwire.optim` take the schedule itself
+            as `lr`.
+        schedule: The schedule to follow.
 
     Raises:
         TypeError: `schedule` is no `Schedule`.
@@ -475,7 +525,7 @@ class ScheduledLR(LRScheduler):
         _scheduled[optimizer] = weakref.ref(self)
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """The rate of every group at the current count."""
+        """Return the rate of every group at the current count."""
         try:
             rate = rate_at(self.schedule, self.last_epoch)
         except IndexError:
@@ -485,12 +535,12 @@ class ScheduledLR(LRScheduler):
         return [rate for _ in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The counter and the rates in force, without the schedule."""
+        """Return the counter and the rates in force, without the schedule."""
         return {key: value for key, value in super().state_dict().items() if key != "schedule"}
 
 
 def rate_at(schedule: Schedule, step: int) -> float:
-    """`schedule(step)`, refused if it cannot be a learning rate.
+    """Return `schedule(step)`, or raise if it cannot be a learning rate.
 
     Raises:
         ValueError: The value is negative or not finite.

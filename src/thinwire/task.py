@@ -1,4 +1,4 @@
-"""A training task of a user's own, for the commands that train: `thinwire compare --task`."""
+"""A user's own training task for the commands that train, such as `thinwire compare --task`."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,25 +15,32 @@ __all__ = ["Task"]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What to train, instead of the model that comes with the command.
+    """A user's own model, loss and data, trained instead of the built-in task of a command.
 
-    A function in a file of yours makes it, once per rank and strategy; it is given the seed, and
-    `thinwire compare --task FILE.py:NAME` calls it. All ranks must make the same model.
+    `thinwire compare --task FILE.py:NAME` calls your function NAME with the seed, once per rank and
+    strategy. The function returns the task. All ranks must make the same model.
+
+    Example::
+
+        def make(seed):
+            torch.manual_seed(seed)
+            model = torch.nn.Linear(8, 1)
+            return Task(model, torch.nn.MSELoss(), my_batches, my_evaluate)
 
     Attributes:
-        model: A module; rank 0's parameters are those that all ranks start from.
+        model: A module. All ranks start from rank 0's parameters.
         loss_fn: `loss_fn(model(inputs), targets)` is the mean loss of a batch, a tensor of shape
             ().
         batches: `batches(rank, world)` is an iterator without end over this rank's (inputs,
-            targets). Inputs are what the model takes: a tensor, a tuple for several arguments, or a
-            mapping for keyword arguments.
+            targets). Inputs are the arguments of the model: a tensor, a tuple for several
+            arguments, or a mapping for keyword arguments.
         evaluate: `evaluate(model)` is the held-out loss, a number; called on every rank, in
             evaluation mode and without gradients, and averaged over them.
-        optimizer: `optimizer(params)` makes the optimizer, whose learning rates are the peaks of
-            the schedule; None for that of the command.
+        optimizer: `optimizer(params)` makes the optimizer. Its learning rates are the peaks of the
+            schedule. None takes the optimizer of the command.
 
     Raises:
-        TypeError: One of them is something else.
+        TypeError: An attribute has another type.
     """
 
     model: nn.Module
