@@ -1,3 +1,3 @@
-"""The one place that knows all methods: a strategy, its rules, and the engine that it prepares.
-Only `integrations` and the command import it.
+"""Strategies: the fields, the rules that combine them, and the engine that `prepare` makes. Only
+`integrations` and the command import this package.
 """

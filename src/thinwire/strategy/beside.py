@@ -1,4 +1,4 @@
-"""A save that is written beside training."""
+"""Writes a checkpoint on a thread during training."""
 
 import threading
 from collections.abc import Callable
@@ -11,8 +11,8 @@ __all__ = ["SaveBeside"]
 
 
 class SaveBeside:
-    """Writes one checkpoint at a time on a thread, over process groups of its own, so that it does
-    not meet the exchanges of training.
+    """Writes one checkpoint at a time on a thread. It has its own process groups, so that saving
+    and training do not share collectives.
     """
 
     def __init__(self) -> None:
@@ -22,13 +22,13 @@ class SaveBeside:
         self._error: BaseException | None = None
 
     def begin(self, savers: Group, write: Callable[[Group], Path]) -> None:
-        """Write on the thread, once the save before is over.
+        """Wait for the previous save, then write on the thread.
 
         Args:
-            savers: The ranks that write, all of which call it.
+            savers: The ranks that write; all of them call this.
             write: Called with a group of the same ranks.
 
-        Communication: the first time, the making of the groups.
+        Communication: creation of the groups, the first time.
         """
         self.finish()
         if self._group is None:
@@ -49,10 +49,10 @@ class SaveBeside:
         self._thread.start()
 
     def finish(self) -> Path | None:
-        """Wait for the save that is being written; its folder, or None where there is none.
+        """Wait for the save in progress and return its folder; None if there is none.
 
         Raises:
-            BaseException: What the save has raised, once.
+            BaseException: The error of the save, raised once.
         """
         if self._thread is not None:
             self._thread.join()

@@ -1,4 +1,6 @@
-"""The state of an engine on disk: every rank writes its part, and finds it on other ranks too."""
+"""The state of an engine on disk. Every rank writes its part; another number of ranks can load
+it.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -48,7 +50,9 @@ def save(
     *,
     frozen: bool,
 ) -> Callable[[Group], Path]:
-    """What writes a checkpoint of the state as it is now, over these ranks; see `Engine.save`."""
+    """Return a function that writes a checkpoint of the current state over these ranks; see
+    `Engine.save`.
+    """
     content: Any
     try:
         content = saved(parts, counters, extra, frozen=frozen)
@@ -65,7 +69,7 @@ def save(
 
 
 def load(directory: str | Path, parts: Parts, step: int | None) -> tuple[Path, Restored]:
-    """Take over the newest whole checkpoint, or that of a step; see `Engine.load`."""
+    """Load the newest whole checkpoint, or that of a step; see `Engine.load`."""
     loaded = _found(directory, parts, step=step)
     changes, problems = compared(loaded.facts, parts)
     if problems:
@@ -108,7 +112,7 @@ def _of_any(answers: list[list[str]]) -> frozenset[str]:
 
 @torch.no_grad()
 def load_parameters(directory: str | Path, parts: Parts) -> Path:
-    """The parameters and buffers alone; see `Engine.load_parameters`."""
+    """Load only the parameters and buffers; see `Engine.load_parameters`."""
     fit = "Load a checkpoint of the same model"
     if parts.runner is not None:
         fit += f", cut into the same stages; else {EXPORTED}"
@@ -135,7 +139,7 @@ def load_parameters(directory: str | Path, parts: Parts) -> Path:
 
 
 def begin_anew(parts: Parts, *, alike: bool = True) -> None:
-    """Forget what was on its way for other parameters; `alike`: whether ranks have the same buffers
+    """Discard pending state of other parameters. `alike`: True if ranks have the same buffers
     now.
     """
     parts.buffers.forget(alike=alike)
@@ -145,7 +149,7 @@ def begin_anew(parts: Parts, *, alike: bool = True) -> None:
 
 
 def _shapes(facts: Mapping[str, Any]) -> dict[str, str]:
-    """The whole shapes of the parameters by name, from the facts of a checkpoint."""
+    """Return the full shapes of the parameters by name, from the facts of a checkpoint."""
     split = (entry.rsplit(" [", 1) for entry in facts.get("parameters", ()))
     return {named.rsplit(" ", 1)[0]: f"[{shape}" for named, shape in split}
 
@@ -161,8 +165,8 @@ def _misfit(loaded: Loaded, problem: str) -> CheckpointMismatch:
 
 
 def _cut(parts: Parts, facts: Mapping[str, Any]) -> Cut | None:
-    """How this engine's model is cut into shards, for a checkpoint of another cut; None where its
-    parts, or those of the engine, are stages of a pipeline.
+    """Return the sharding of this engine's model, for a checkpoint of another sharding. None if
+    either side has pipeline stages.
     """
     if parts.runner is not None or facts.get("strategy", {}).get("pipeline") is not None:
         return None
@@ -183,7 +187,7 @@ def _cut(parts: Parts, facts: Mapping[str, Any]) -> Cut | None:
 
 
 def _owners(tree: Mapping[str, Any]) -> dict[Any, str]:
-    """The parameters that the keys of an optimizer's saved state stand for."""
+    """Return the parameters that the keys of an optimizer's saved state stand for."""
     names, groups = tree["optimizer_names"], tree["optimizer"]["param_groups"]
     if names is None:
         return {}
@@ -195,11 +199,11 @@ def _owners(tree: Mapping[str, Any]) -> dict[Any, str]:
 
 
 def _complete(state: Mapping[str, Any], parts: Parts) -> None:
-    """After a new cut: what compression keeps of a shard that was not compressed before is zero, or
-    as drawn where all ranks hold the same.
+    """Initialize compression state that a new sharding needs: zero, or as drawn where all ranks
+    hold the same.
 
     Raises:
-        CheckpointMismatch: What was kept belongs to a shard that is not compressed now.
+        CheckpointMismatch: The saved state belongs to a shard that is not compressed now.
     """
     saved, here = state["exchange"], parts.exchange.state_dict()
     for kind, places in here.items():

@@ -1,6 +1,4 @@
-"""The clipping that an engine does, beside an optimizer or in its place: over all tensors, and all
-stages.
-"""
+"""Gradient clipping by an engine, over all tensors, shards and stages."""
 
 import math
 import struct
@@ -24,9 +22,7 @@ __all__ = ["Clipping", "require_clip_of_one", "require_one_clip", "take_clip_"]
 
 @dataclass(frozen=True, slots=True)
 class Clipping:
-    """The clipping of an engine; a handle, whose `remove` gives back to the optimizer what it
-    clipped by before.
-    """
+    """Clipping of an engine. `remove` restores the optimizer's own clipping."""
 
     remove: Callable[[], None]
     clip: Clip | None = None
@@ -37,20 +33,21 @@ class Clipping:
 
     @property
     def over_stages(self) -> bool:
-        """Whether it needs the norms of all stages."""
+        """True if it needs the norms of all stages."""
         return self.stages is not None and isinstance(self.clip, ClipByGlobalNorm)
 
     def norm(self, grads: Mapping[str, Tensor]) -> float:
-        """The global norm of these gradients."""
+        """Return the global norm of these gradients."""
         together = [coalesced(grad) for grad in grads.values()]
         return float(global_norm(together)) if together else 0.0
 
     def __call__(self, grads: dict[str, Tensor], norms: Sequence[float]) -> dict[str, Tensor]:
-        """Gradients within the bounds, which may be the same tensors, changed.
+        """Return clipped gradients. They may be the same tensors, changed.
 
         Args:
             grads: By name.
-            norms: What `norm` gave on the ranks of this replica, where an agreement has told it.
+            norms: The values of `norm` on the ranks of this replica, if an agreement has reported
+                them.
 
         Communication: over shards, and over stages without `norms`, 8 bytes a rank with
         `ClipByGlobalNorm`; over shards 8 bytes a tensor with `ClipByNorm`.
@@ -68,7 +65,7 @@ class Clipping:
             norms = norms or _norms_over(others, float(norm))
             whole = math.hypot(*norms)
             norm = torch.tensor(whole, dtype=torch.float64, device="cpu")
-        # exactly 1 below the limit, where the product changes no bit
+        # exactly 1 below the limit, so that the product changes no bit
         return _scaled_(together, self.clip.c / norm.clamp(min=self.clip.c))
 
 
@@ -79,13 +76,13 @@ def require_one_clip(
     *,
     sharded: bool = False,
 ) -> None:
-    """Raise `StrategyError` where `grad_clip` does not go with the optimizer, as it was given.
+    """Raise `StrategyError` if `grad_clip` does not go with the optimizer as given.
 
     Args:
-        optimizer: Of a model; what it clips by itself is looked at too.
-        grad_clip: What `prepare` was given; may be None.
-        names: Of its parameters, for the error.
-        sharded: Whether the optimizer sees parts of tensors.
+        optimizer: Optimizer of a model; its own clipping is checked too.
+        grad_clip: The argument of `prepare`; may be None.
+        names: Names of its parameters, for the error.
+        sharded: True if the optimizer sees parts of tensors.
 
     Raises:
         StrategyError: The optimizer clips by itself, or it exchanges by itself and cannot have this
@@ -107,8 +104,8 @@ def require_one_clip(
 
 
 def require_clip_of_one(optimizers: Sequence[torch.optim.Optimizer], *, parts: bool) -> None:
-    """Refuse several optimizers of which one clips by norms, where each rank has `parts` of a
-    model: the norms over all parts are the engine's, which has one clipping.
+    """Refuse several optimizers if one clips by norm and each rank has `parts` of a model. Only the
+    engine's single clipping sees the norms of all parts.
 
     Raises:
         StrategyError: Names the optimizer.
@@ -160,14 +157,14 @@ def take_clip_(
     stages: Group | None = None,
     shards: Group | None = None,
 ) -> Clipping:
-    """Changes `optimizer`: it loses a clipping by norm that would see the tensors of one stage, or
-    parts of tensors, only.
+    """Remove from `optimizer` a clipping by norm that would see one stage or shard only. Changes
+    `optimizer`.
 
-    One that exchanges by itself gets `grad_clip`; every other optimizer gets clipped gradients.
+    An optimizer that exchanges by itself gets `grad_clip`. Any other one gets clipped gradients.
 
     Args:
-        optimizer: Of one stage.
-        grad_clip: What `prepare` was given, checked by `require_one_clip`; may be None.
+        optimizer: Optimizer of one stage.
+        grad_clip: The argument of `prepare`, checked by `require_one_clip`; may be None.
         stages: See `Clipping`.
         shards: See `Clipping`.
     """
@@ -208,7 +205,9 @@ def _by_norms_over(shards: Group, limit: float, grads: dict[str, Tensor]) -> dic
 
 
 def _scaled_(grads: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:
-    """Changes dense tensors that share their storage with no other; the others are made anew."""
+    """Scale gradients in place if they are dense and share no storage; return new tensors for the
+    others.
+    """
     mine, new = with_own_storage(grads), {}
     for name, grad in grads.items():
         narrow = torch.promote_types(grad.dtype, torch.float32) != grad.dtype

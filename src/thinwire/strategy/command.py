@@ -1,5 +1,5 @@
-"""`thinwire explain` and `thinwire export`: torch is loaded where it is needed, and not before, so
-that a bad file is answered at once.
+"""`thinwire explain` and `thinwire export`. torch is imported only where needed, so that a bad file
+is reported at once.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def export(checkpoint: Path, file: Path, /, *, force: _Flag = False, quiet: _Fla
 
 
 def _bar(text: str, *, quiet: bool) -> AbstractContextManager[Any]:
-    """A bar on a terminal, gone when the work is done."""
+    """Show a progress bar on a terminal; clear it at the end."""
     if quiet or not sys.stderr.isatty():
         return nullcontext()
     from rich.console import Console

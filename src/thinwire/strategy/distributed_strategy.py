@@ -1,4 +1,4 @@
-"""One typed description of how to train: which methods are on, and with which settings."""
+"""The typed description of a training run: the methods that are on, with their settings."""
 
 from __future__ import annotations
 
@@ -28,10 +28,16 @@ __all__ = ["DistributedStrategy"]
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedStrategy(Fields):
-    """What to combine in training; a field that is None is off.
+    """Methods to combine in training. A field that is None is off.
 
-    Every pair of fields either works together, with the meaning in `thinwire.strategy.rules`, or is
-    refused here.
+    Every pair of fields either works together or is refused here; `thinwire.strategy.rules` has the
+    meaning of each pair.
+
+    Example::
+
+        strategy = DistributedStrategy(dgc=DGC(sparsity=(0.99,)), recompute=Recompute(["blocks.*"]))
+        engine = strategy.prepare(model, optimizer, loss_fn)
+        loss = engine.train_step(inputs, targets)
 
     Attributes:
         amp: The forward pass in a narrow type, with or without a loss scale.
@@ -47,7 +53,7 @@ class DistributedStrategy(Fields):
 
     Raises:
         TypeError: A field is neither None nor its config.
-        StrategyError: Fields that do not go together; lists all of them, with what to change.
+        StrategyError: Fields that do not go together; lists all conflicts, with what to change.
     """
 
     def prepare(
@@ -64,54 +70,61 @@ class DistributedStrategy(Fields):
         members: Members | None = None,
         mesh: DeviceMesh | None = None,
     ) -> Engine:
-        """Make the engine that trains `model` by this strategy; the same call on every rank.
+        """Make the engine that trains `model` under this strategy. All ranks make the same call.
 
-        A model and an optimizer belong to one engine, until `engine.close()` is called or the
-        engine is gone. A new one then goes on from the parameters as they are.
+        A model and an optimizer belong to one engine until it is closed or garbage collected. A new
+        engine then continues from the current parameters.
+
+        Example::
+
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            engine = DistributedStrategy(dgc=DGC()).prepare(model, optimizer, loss_fn)
+            for inputs, targets in loader:
+                loss = engine.train_step(inputs, targets)
 
         Args:
-            model: Trained in place, not wrapped in DistributedDataParallel; under a pipeline the
-                part of this rank.
-            optimizer: Over the model's parameters, torch's or one of `thinwire.optim`; or a
-                sequence of several, of different parameters, which all step in each update. The
-                same object trains from then on, changed in place where the strategy has another
-                method: rates set in its groups, its schedulers and its `state_dict` are those of
-                the training. Calling its `step` is an error until `engine.close()`.
-            loss_fn: `loss_fn(model(inputs), targets)` is this rank's mean loss; None for a loop of
-                your own.
-            grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`, of the mean gradient
-                before weight decay and update; under local updates of this rank's own gradient,
-                under a pipeline over all stages. Where `DGCMomentum` trains, `ClipByNorm` only, or
-                `local_grad_clip_norm` of `dgc`.
-            digest_every: Updates within which ranks that do not hold the same are found, >= 1: a
-                digest of parameters and optimizer rides in the agreement of every update; under
-                local updates, in that of every averaging. 0 compares nothing.
-            timeout: For how long a rank waits for others in one call, in seconds or as a timedelta;
-                None: as long as the process group itself would. The same on all ranks. Saving,
-                copying the model at the start and compiling may take longer, as long as they go on.
-            find_unused_parameters: Whether ranks may use different parameters in a step: a gradient
-                that is absent counts as zero where at least one rank has one. Costs 24 bytes a rank
-                and update, a byte for every parameter where ranks differ, and the exchange follows
-                the backward pass. Without it that is an error.
-            plan: What `thinwire.plan` returned, or a row of it such as `plan["dgc"]`: rank 0 warns
-                once where 20 rounds in a row, each an update or the local steps up to an averaging,
-                take less or more time than it expected.
-            members: What `thinwire.join` returned, with `localsgd` or `adaptive_localsgd`: ranks
-                that come and go, without torchrun; see `thinwire.local_sgd`. `engine.save` writes a
-                checkpoint of this member alone.
-            mesh: Of sites and shards, with the dimensions "replicate" and "shard", over all ranks:
-                the model was sharded by `fully_shard(model, mesh=mesh["shard"])` before the
-                optimizer was made. Each rank exchanges its own shards with those that hold the same
-                ones, nothing else crosses the line between the sites, and all ranks vote together.
-                Norms are over all shards. With dgc, localsgd, adaptive_localsgd, gradient_merge,
-                amp and recompute. With members: the one that `thinwire.join` was given, of this
-                site alone.
+            model: Trained in place. Do not wrap it in DistributedDataParallel. Under a pipeline
+                each rank trains its own stage.
+            optimizer: Optimizer of the model's parameters, from torch or `thinwire.optim`. Or a
+                sequence of optimizers of different parameters, which all step in each update. The
+                same object trains, changed in place if the strategy replaces its method: its
+                groups, schedulers and `state_dict` stay live. Calling its `step` is an error until
+                `engine.close()`.
+            loss_fn: `loss_fn(model(inputs), targets)` is this rank's mean loss; None if your loop
+                computes the loss.
+            grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`, applied to the mean
+                gradient before weight decay and update. Under local updates it clips this rank's
+                own gradient; under a pipeline it spans all stages. With `DGCMomentum`, `ClipByNorm`
+                only, or `local_grad_clip_norm` of `dgc`.
+            digest_every: Updates within which diverged ranks are detected, >= 1. Each agreement
+                carries part of a digest of parameters and optimizer; under local updates, that of
+                every averaging. 0 disables it.
+            timeout: Longest wait for other ranks in one call, in seconds or as a timedelta, the
+                same on all ranks. None takes the time-out of the process group. Saving, the initial
+                copy of the model and compilation may take longer, as long as they make progress.
+            find_unused_parameters: True if ranks may use different parameters in a step; otherwise
+                that is an error. A missing gradient counts as zero if at least one rank has one.
+                Costs 24 bytes a rank and update, and a byte for every parameter if ranks differ.
+                The exchange then follows the backward pass.
+            plan: Result of `thinwire.plan`, or a row of it such as `plan["dgc"]`. Rank 0 warns once
+                if 20 rounds in a row take less or more time than planned. A round is an update, or
+                the local steps up to an averaging.
+            members: Result of `thinwire.join`, for ranks that join and leave without torchrun; see
+                `thinwire.local_sgd`. Needs `localsgd` or `adaptive_localsgd`. `engine.save` writes
+                a checkpoint of this member alone.
+            mesh: Device mesh of all ranks with the dimensions "replicate" (sites) and "shard".
+                Shard the model by `fully_shard(model, mesh=mesh["shard"])` before making the
+                optimizer. Each rank exchanges its shards with the ranks that hold the same ones;
+                only these exchanges and the votes of all ranks cross sites. Norms are over all
+                shards. Works with dgc, localsgd, adaptive_localsgd, gradient_merge, amp and
+                recompute. With members: the mesh given to `thinwire.join`, of this site alone.
 
         Raises:
             StrategyError: The strategy does not go with this model, optimizer or number of ranks;
                 nothing has changed.
             Mismatch: Ranks disagree about strategy, model or optimizer.
-            RuntimeError: Another engine trains the model, parameters of it, or by the optimizer.
+            RuntimeError: Another engine trains the model, some of its parameters, or uses the
+                optimizer.
         """
         setup = Setup(
             strategy=self,
@@ -135,12 +148,16 @@ class DistributedStrategy(Fields):
         *,
         grad_clip: Clip | None = None,
     ) -> str:
-        """Print, and return, what a step will do, in order.
+        """Print and return the stages of a step, in order.
+
+        Example::
+
+            DistributedStrategy(localsgd=LocalSGD(k_steps=16)).explain(model, optimizer)
 
         Args:
-            model: With it the text also says which tensors are exchanged densely, and why.
-            optimizer: With it the text also says which optimizer will train, and what is taken
-                over.
+            model: If given, the text also says which tensors are exchanged densely, and why.
+            optimizer: If given, the text also says which optimizer will train, and which settings
+                it takes over.
             grad_clip: As in `prepare`.
 
         Raises:
@@ -153,14 +170,23 @@ class DistributedStrategy(Fields):
         return text
 
     def to_dict(self) -> dict[str, Any]:
-        """The strategy in plain values (dict, list, str, int, float, bool); what is None is left
-        out.
+        """Return the strategy as plain values (dict, list, str, int, float, bool), without fields
+        that are None.
+
+        Example:
+            >>> from thinwire import GradientMerge
+            >>> DistributedStrategy(gradient_merge=GradientMerge(k_steps=4)).to_dict()
+            {'gradient_merge': {'k_steps': 4, 'avg': True}}
         """
         return documents.to_dict(self)
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> DistributedStrategy:
-        """The strategy that `to_dict` described.
+        """Return the strategy that `to_dict` described.
+
+        Example:
+            >>> DistributedStrategy.from_dict({"gradient_merge": {"k_steps": 4}}).on
+            {'gradient_merge': GradientMerge(k_steps=4, avg=True)}
 
         Raises:
             StrategyError: An unknown or missing key, with its value and the closest known one; a
@@ -171,8 +197,12 @@ class DistributedStrategy(Fields):
         return documents.from_dict(cls, document)
 
     def save(self, path: str | Path) -> None:
-        """Write the strategy as YAML with every key explained; parents are made, the file is
-        replaced as a whole.
+        """Write the strategy as YAML with every key explained. Parents are made; an existing file
+        is replaced atomically.
+
+        Example::
+
+            DistributedStrategy(dgc=DGC()).save("strategy.yaml")
 
         Raises:
             OSError: The file cannot be written.
@@ -181,7 +211,11 @@ class DistributedStrategy(Fields):
 
     @classmethod
     def load(cls, path: str | Path) -> DistributedStrategy:
-        """Read a YAML file, as `save` writes it or by hand.
+        """Read a YAML file, written by `save` or by hand.
+
+        Example::
+
+            strategy = DistributedStrategy.load("strategy.yaml")
 
         Raises:
             StrategyError: Not YAML, not a strategy, an unknown key or a conflict, with file and
@@ -197,11 +231,11 @@ class DistributedStrategy(Fields):
         "gradient_merge_configs": {...}}`.
 
         Warns:
-            UserWarning: Once, with all that has no effect or works differently here.
+            UserWarning: Once, with every setting that has no effect or works differently here.
 
         Raises:
             TypeError: A flag is not a bool, or a value has a wrong type.
-            StrategyError: What cannot be carried over and what is unknown, all of it, with the
-                reasons.
+            StrategyError: Some settings are unknown or cannot be carried over; lists all of them,
+                with the reasons.
         """
         return fleet.from_fleet(cls, description)

@@ -1,5 +1,5 @@
-"""A strategy as plain values and as a YAML file, and back; every error names the key by its dotted
-path, and in a file its line.
+"""A strategy as plain values and as a YAML file, in both directions. Every error names the key by
+its dotted path, and in a file its line.
 """
 
 import inspect
@@ -37,7 +37,7 @@ _UNTAGGED: dict[tuple[type, str], type] = {
     (LocalSGD, "compression"): Sparse,
     (AdaptiveLocalSGD, "compression"): Sparse,
 }
-"""Of these the config that is written without its tag: what was the only one once."""
+"""The tagged config that is written without its tag: the only one of early versions."""
 
 _ROOT = "strategy"
 _MOST_UNKNOWN = 5
@@ -45,9 +45,9 @@ F = TypeVar("F", bound=Fields)
 
 
 def to_dict(strategy: Fields) -> dict[str, Any]:
-    """Plain values only: dict, list, str, int, float, bool.
+    """Return plain values only: dict, list, str, int, float, bool.
 
-    What is None is left out, at every level.
+    None is left out at every level.
     """
     return {name: _plain(config) for name, config in strategy.on.items()}
 
@@ -63,8 +63,8 @@ def _plain(config: Any) -> dict[str, Any]:
 
 
 def _entries(config: Any) -> Iterator[tuple[str, Any, str | None]]:
-    """The keys of a config with their values, those first that may be given by position; and the
-    tag where the value is one of several configs, empty for the one that is written without.
+    """Return the keys of a config with their values, and its tag. Positional keys come first. The
+    tag is empty if the config is written without one.
     """
     for field in sorted(fields(config), key=lambda field: bool(field.kw_only)):
         value, key = getattr(config, field.name), (type(config), field.name)
@@ -78,12 +78,12 @@ def _entries(config: Any) -> Iterator[tuple[str, Any, str | None]]:
 def from_dict(
     kind: type[F], document: Mapping[str, Any], where: Callable[[str], str] = lambda _: ""
 ) -> F:
-    """The strategy that `to_dict` described.
+    """Return the strategy that `to_dict` described.
 
     Args:
-        kind: Of strategy.
+        kind: Class of the strategy.
         document: A mapping from fields to mappings of their config's keys.
-        where: What an error puts before the dotted path of a key, such as "plan.yaml:3: ".
+        where: Text before the dotted path of a key in an error, such as "plan.yaml:3: ".
 
     Raises:
         StrategyError: Unknown keys (the first five of them), a missing key, or a conflict.
@@ -163,7 +163,9 @@ def _require_mapping(path: str, value: object, where: Callable[[str], str]) -> N
 def _unknown_keys(
     path: str, document: Any, known: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """Path and problem of every unknown key at and below `path`; `known` is a tree of keys."""
+    """Return path and problem of every unknown key at and below `path`. `known` is a tree of
+    keys.
+    """
     if not isinstance(document, Mapping):
         return
     for key, value in document.items():
@@ -176,7 +178,7 @@ def _unknown_keys(
 
 
 def _keys(kind: type) -> dict[str, dict[str, Any]]:
-    """The keys of a config as a tree, those without keys below them as empty mappings."""
+    """Return the keys of a config as a tree; keys without keys below them are empty mappings."""
     tree = {}
     for name in [field.name for field in fields(kind)]:
         tags, untagged = _TAGGED.get((kind, name), {}), _UNTAGGED.get((kind, name))
@@ -200,17 +202,19 @@ def load(kind: type[F], path: Path) -> F:
 
 
 def save(strategy: Fields, path: Path) -> None:
-    """Write a file aside and put it in its place as a whole; parents are made.
+    """Write a temporary file, then rename it into place. Parents are made.
 
     Raises:
-        OSError: It cannot be written; what was there before is as it was.
+        OSError: The file cannot be written; an existing one is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, text_of(strategy).encode())
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes every string in double quotes, so that no reader can take it for anything else."""
+    """Writes every string in double quotes, so that YAML readers cannot take it for another
+    type.
+    """
 
 
 _Dumper.add_representer(
@@ -219,7 +223,9 @@ _Dumper.add_representer(
 
 
 def text_of(strategy: Fields) -> str:
-    """The file: every key with the line of its docstring above it; what is off, as a comment."""
+    """Return the text of the file: every key below the line of its docstring; fields that are off,
+    as comments.
+    """
     about, on = attribute_lines(type(strategy)), strategy.on
     lines = [
         "# A training strategy of thinwire. `thinwire explain FILE` says what a step will do.",
@@ -236,7 +242,7 @@ def text_of(strategy: Fields) -> str:
 
 
 def _lines(config: Any, depth: int) -> Iterator[str]:
-    """The lines of one config's mapping."""
+    """Return the lines of one config's mapping."""
     about, indent = attribute_lines(type(config)), "  " * depth
     for name, value, tag in _entries(config):
         yield from _comment(about.get(name, ""), depth)
@@ -268,7 +274,8 @@ _REFERENCE = re.compile(r"(?:See|As in) `(\w+)`")
 
 
 def attribute_lines(config: type) -> dict[str, str]:
-    """What the docstring's section "Attributes" says of each attribute, on one line, without marks.
+    """Return the text on each attribute in the docstring's section "Attributes", on one line,
+    without marks.
 
     An entry that begins "See `Other`" or "As in `Other`" stands for the entry of that class in the
     same module. Empty where docstrings are stripped (`python -OO`).

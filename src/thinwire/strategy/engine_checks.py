@@ -1,4 +1,4 @@
-"""What the ranks of an engine tell each other besides: batches left, and buffers that moved."""
+"""Checks that ride in an engine's agreements: remaining batches, and changed buffers."""
 
 from collections.abc import Callable, Mapping
 
@@ -16,29 +16,31 @@ __all__ = ["Batches", "Joining", "MovingBuffers"]
 
 
 class Batches:
-    """Whether ranks have a batch, inside `engine.join()`, where every update is exchanged.
+    """Reports which ranks have a batch, inside `engine.join()`, if every update is exchanged.
 
-    A check of the agreements: the first one of an update tells it, so it costs no round of its own.
+    It is a check of the agreements. The first agreement of an update reports it, so that it costs
+    no extra round.
     """
 
     def __init__(self) -> None:
         self.inside = False
-        """Whether this rank is inside `join`."""
+        """True if this rank is inside `join`."""
         self.mine = True
-        """Whether this rank has a batch."""
+        """True if this rank has a batch."""
         self.merged = 0
-        """Microsteps of this rank's unfinished update; after the last one of all ranks the most
-        that any of them has."""
+        """Microsteps of this rank's unfinished update. After the last one of all ranks: the maximum
+        over ranks.
+        """
         self.all_have = True
-        """Whether all ranks had a batch in the last update."""
+        """True if all ranks had a batch in the last update."""
 
     def begin(self) -> None:
-        """The block is entered."""
+        """Enter the block."""
         self.inside = self.mine = self.all_have = True
         self.merged = 0
 
     def end(self) -> None:
-        """The block is left."""
+        """Leave the block."""
         self.inside, self.mine, self.all_have = False, True, True
 
     def say(self, turn: Turn) -> Said:
@@ -67,19 +69,19 @@ class Batches:
 
 
 class Joining:
-    """The votes inside `engine.join()` under local updates: which ranks still have batches.
+    """Votes inside `engine.join()` under local updates, on which ranks still have batches.
 
-    Communication: 24 bytes a rank and vote where all say the same, before the first microstep after
-    an averaging.
+    Communication: 24 bytes a rank and vote if all agree, before the first microstep after an
+    averaging.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self.due = True
-        """Whether the next microstep begins with a vote."""
+        """True if the next microstep begins with a vote."""
 
     def vote(self, *, active: bool) -> bool:
-        """Whether any rank still has a batch; all ranks must call it.
+        """Return True if any rank still has a batch. All ranks must call this.
 
         Raises:
             Mismatch: A rank is in another call of this library, such as a step outside `join`.
@@ -93,25 +95,26 @@ class Joining:
         return b"+" in answers
 
     def idle(self, microstep: Callable[[], None]) -> None:
-        """Take part by `microstep`, as often as the others, until no rank has a batch left."""
+        """Call `microstep` as often as the other ranks do, until no rank has a batch left."""
         while not self.due or self.vote(active=False):
             microstep()
 
 
 class MovingBuffers:
-    """Keeps the buffers of replicas equal, by sending those that changed since the last time.
+    """Keeps the buffers of replicas equal, by sending the buffers that changed since the last
+    update.
 
-    DDP copies all buffers of rank 0 before every forward pass; this does it after the update and
-    leaves out what did not change, so replicas are equal whenever somebody looks, and masks and
+    DDP copies all buffers of rank 0 before every forward pass. This class copies after the update,
+    and only buffers that changed. Replicas are equal after every update, and constant masks and
     tables are never sent.
 
-    A check of the agreements: the first one of an update tells which buffers changed, and `copy_`
-    follows.
+    It is a check of the agreements. The first agreement of an update reports the changed buffers;
+    `copy_` then copies them.
 
     Communication: nothing for a model without buffers, or on one rank; else the names in an
     agreement, and the changed ones with a digest from rank 0.
-    Failure: those that arrive damaged are an error here and, if this rank goes on, on all ranks at
-    the next time.
+    Failure: buffers that arrive damaged are an error on this rank. If this rank continues, all
+    ranks raise at the next agreement.
     """
 
     def __init__(self, model: nn.Module, group: Group) -> None:
@@ -126,27 +129,28 @@ class MovingBuffers:
 
     @property
     def bytes_sent(self) -> int:
-        """By this rank."""
+        """Bytes that this rank sent."""
         return self._group.bytes_sent
 
     @property
     def bytes_received(self) -> int:
-        """By this rank."""
+        """Bytes that this rank received."""
         return self._group.bytes_received
 
     @property
     def wait_s(self) -> float:
-        """Of this rank."""
+        """Seconds that this rank waited."""
         return self._group.wait_s
 
     def forget(self, *, equal: bool = True, alike: bool = True) -> None:
-        """Take the buffers as they are now for equal, or, where they need not be, send all of them
-        at the next time: after loading a state.
+        """Mark the current buffers as equal, or send all of them at the next update. Called after a
+        state was loaded.
 
         Args:
-            equal: Whether all ranks hold the same values.
-            alike: Whether all ranks have the same buffers, whatever their values; the same on all.
-                Where not, those without any take part at the next time too, which compares.
+            equal: True if all ranks hold the same values.
+            alike: True if all ranks have the same set of buffers, whatever their values; equal on
+                all ranks. If false, ranks without buffers also take part in the next agreement,
+                which compares the sets.
         """
         self._equal, self._alike = equal and alike, alike
         if self._group.size > 1:
@@ -173,9 +177,8 @@ class MovingBuffers:
         """See `Check`.
 
         Raises:
-            Mismatch: A buffer is of another shape or type on some of the ranks, or is there on some
-                of them only.
-            PayloadCorrupt: They arrived damaged before, on any rank.
+            Mismatch: A buffer has another shape or type on some ranks, or exists only on some.
+            PayloadCorrupt: Buffers arrived damaged earlier, on any rank.
         """
         if not turn.first:
             return
@@ -194,10 +197,11 @@ class MovingBuffers:
 
     @torch.no_grad()
     def copy_(self) -> None:
-        """Take those of rank 0 that changed, by what the last agreement has told; on all ranks.
+        """Copy the changed buffers from rank 0, as the last agreement reported them. All ranks call
+        this.
 
         Raises:
-            PayloadCorrupt: They arrived damaged; none was written here.
+            PayloadCorrupt: The buffers arrived damaged; none was written on this rank.
         """
         if not self._told:
             return
@@ -220,7 +224,7 @@ class MovingBuffers:
         self._equal = self._alike = True
 
     def synchronize(self) -> None:
-        """Make them equal where no update does; all ranks must call it.
+        """Make the buffers equal outside an update. All ranks must call this.
 
         Raises:
             Mismatch, PayloadCorrupt: See `judge` and `copy_`.

@@ -1,5 +1,5 @@
-"""The three ways in which ranks share an update, behind one small protocol: the engine never asks
-which it has.
+"""The three ways in which ranks share an update, behind one protocol. The engine does not
+distinguish between them.
 """
 
 import contextlib
@@ -34,19 +34,19 @@ from thinwire.strategy.holding import passing
 __all__ = ["Exchange", "ExchangingStep", "LocalSteps", "MeanThenStep"]
 
 Grads = Mapping[str, Tensor]
-"""Gradients by parameter name, unscaled, of this rank's own mean loss."""
+"""Gradients of this rank's mean loss by parameter name, unscaled."""
 
 
 class Exchange(Protocol):
-    """One update over the ranks; what has a body is that of one in every step.
+    """One update over the ranks. Methods with a body suit an exchange in every step.
 
     Attributes:
-        local: Whether ranks are on their own between two averagings.
+        local: True if ranks train independently between two averagings.
         dropped_steps: Updates dropped for a gradient that is not finite.
-        k_steps: Updates between two exchanges that are in force.
-        pending: What `flush` would do, in words; empty if nothing.
-        moved: Whether an `update` that raised did so after its exchange, so that others have made
-            it; or after this rank's own step.
+        k_steps: Current number of updates between two exchanges.
+        pending: Work that `flush` would do, in words; empty if none.
+        moved: True if a failed `update` raised after its exchange, so that other ranks have made
+            the update; or after this rank's own step.
     """
 
     local: bool
@@ -55,7 +55,7 @@ class Exchange(Protocol):
         """See `Synchronizer.traffic`."""
 
     def counts(self, step: int) -> dict[str, Any]:
-        """`traffic`, and further numbers of `thinwire.core.stats`, ahead of update `step`."""
+        """Return `traffic` and further numbers of `thinwire.core.stats`, before update `step`."""
 
     @property
     def moved(self) -> bool: ...
@@ -70,50 +70,53 @@ class Exchange(Protocol):
         return ""
 
     def observe(self, loss: Tensor) -> None:
-        """Hear the loss of one microstep."""
+        """Observe the loss of one microstep."""
         return
 
     def update(self, step: int, grads: Grads, **how: Any) -> Verdict:
-        """Exchange and update; or why the update was dropped, on all ranks that share it.
+        """Exchange and update. If the update is dropped, return the reason, on all ranks that share
+        it.
 
         Args:
-            step: Updates made before.
-            grads: Of this rank.
-            how: See `GradientExchange.exchange`; nothing between averagings.
+            step: Number of updates already made.
+            grads: Gradients of this rank.
+            how: See `GradientExchange.exchange`; unused between averagings.
         """
 
     def skip(self) -> None:
-        """An update is dropped for an overflow."""
+        """Drop an update for an overflow."""
         return
 
     def flush(self) -> None:
-        """Finish what is on its way."""
+        """Finish pending work."""
         return
 
     def require_equal(self, step: int) -> None:
-        """Raise `Diverged` on all ranks that share an update unless they hold what they must."""
+        """Raise `Diverged` on all ranks that share an update unless their states agree."""
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of what later updates depend on, the optimizer's aside."""
+        """Return this rank's state that later updates depend on, without the optimizer's."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore from `state_dict`."""
 
     def buffers_loaded(self) -> None:
-        """The buffers of the model were written, after `load_state_dict`."""
+        """Note that the model's buffers were written, after `load_state_dict`."""
         return
 
     def start_anew(self) -> None:
-        """Parameters and buffers were replaced on all ranks alike, before the first update."""
+        """Note that parameters and buffers were replaced on all ranks alike, before the first
+        update.
+        """
         return
 
     def close(self) -> None:
-        """Take every hook off."""
+        """Remove every hook."""
         return
 
 
 class _EveryStep(Exchange):
-    """What the two ways that exchange in every update have in common."""
+    """Base of the two ways that exchange in every update."""
 
     local = False
     moved = False
@@ -134,8 +137,8 @@ class _EveryStep(Exchange):
 
     @contextlib.contextmanager
     def _spoiling(self, step: int, gradients: GradientExchange) -> Iterator[None]:
-        """Around what follows the exchange: where it fails, others have made the update and must
-        hear of it.
+        """Report to other ranks if the block fails after the exchange: they have made the
+        update.
         """
         try:
             yield
@@ -147,7 +150,7 @@ class _EveryStep(Exchange):
 
 
 class MeanThenStep(_EveryStep):
-    """The mean gradient, dense or compressed, is what an ordinary optimizer gets."""
+    """Gives the mean gradient, dense or compressed, to an ordinary optimizer."""
 
     def __init__(
         self,
@@ -191,8 +194,8 @@ class MeanThenStep(_EveryStep):
     def _finish(self, step: int, outcome: Outcome, came: Round) -> None:
         grads = outcome.grads
         self.gradients.commit_(came, grads)
-        # buffers of gradients that nobody else sees become those of the means: only after the
-        # commit, which reads the gradients a last time
+        # the means reuse buffers of gradients that nothing else refers to; only after the commit,
+        # which reads the gradients a last time
         means = self._means(came, grads, with_own_storage(grads))
         with self._spoiling(step, self.gradients):
             with state_told(_EXCHANGED):
@@ -202,7 +205,7 @@ class MeanThenStep(_EveryStep):
                 self.gradients.likeness.step_exchanged(exchanging)
 
     def _means(self, came: Round, grads: Grads, mine: Collection[str] = ()) -> dict[str, Tensor]:
-        """By name, in the memory of those gradients that are in `mine`."""
+        """Return the means by name, in the memory of gradients that are in `mine`."""
         shards = Shards(self._params)
         means = {
             name: came.arrived[name].mean(name, shards[name], grad if name in mine else None)
@@ -221,8 +224,8 @@ class MeanThenStep(_EveryStep):
 
 
 class ExchangingStep(_EveryStep):
-    """The optimizer updates from what arrived, entry by entry, and holds the state of the
-    compression.
+    """Lets the optimizer exchange: it updates entry by entry from received messages, and holds the
+    compression state.
     """
 
     def __init__(self, optimizer: DGCMomentum, params: Mapping[str, Parameter]) -> None:
@@ -272,10 +275,9 @@ class ExchangingStep(_EveryStep):
 
 
 class LocalSteps:
-    """Every rank updates on its own; `LocalUpdates` follows the optimizer's steps and averages
-    parameters.
+    """Updates each rank independently. `LocalUpdates` hooks the optimizer and averages parameters.
 
-    With `checks` a rank leaves out a step whose gradients are not finite, and counts it.
+    With `checks` a rank skips and counts a step whose gradients are not finite.
     """
 
     local = True
@@ -372,7 +374,7 @@ _SPOILED_HERE = (
 
 
 def _spoiled(step: int, error: Exception) -> str:
-    """What other ranks are told of an update that this one could not finish."""
+    """Return the error that other ranks get for an update that this rank could not finish."""
     return (
         f"after the exchange of update {step + 1} its optimizer, or a hook of it, raised "
         f"{type(error).__name__}: {error}. Others have made that update; restart all ranks from "
@@ -383,11 +385,11 @@ def _spoiled(step: int, error: Exception) -> str:
 def apply_(
     optimizer: torch.optim.Optimizer, params: Mapping[str, Parameter], grads: Grads
 ) -> torch.optim.Optimizer | None:
-    """One step of `optimizer` from `grads`, which replace what is in `p.grad`; wide ones stay wide
-    where they can.
+    """Run one step of `optimizer` from `grads`, which replace `p.grad`. Wide gradients stay wide if
+    possible.
 
     Returns:
-        One of another library that made collective calls in its `step`, if any did.
+        The optimizer from another library that made collective calls in its `step`, if any.
     """
     for name, param in params.items():
         param.grad = None
@@ -399,7 +401,7 @@ def apply_(
     exchanging: torch.optim.Optimizer | None = None
     with passing(optimizer):
         for each in every:
-            # those of this library exchange norms and matrices of shards
+            # optimizers of this library exchange norms and matrices of shards
             ours = isinstance(each, CommonOptimizer)
             calls = 0 if ours else collective_calls()
             if wide and isinstance(each, CommonOptimizer):
@@ -415,11 +417,11 @@ def apply_(
 
 
 def _as_given(means: Mapping[str, Tensor], row_sparse: Collection[str]) -> dict[str, Tensor]:
-    """Means of row-sparse gradients as row-sparse tensors again, for optimizers that touch the rows
-    present only.
+    """Return means of row-sparse gradients as row-sparse tensors, for optimizers that update
+    present rows only.
 
-    One that is dense on any rank is dense on all, as torch adds up a dense and a row-sparse
-    gradient.
+    A gradient that is dense on any rank is dense on all, as in torch's sum of a dense and a
+    row-sparse gradient.
     """
     return {name: _rows(mean) if name in row_sparse else mean for name, mean in means.items()}
 

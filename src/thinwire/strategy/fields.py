@@ -1,4 +1,4 @@
-"""The fields of a strategy, their configs, and which of them go together."""
+"""The fields of a strategy, their configs, and the check that they go together."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CONFIGS: dict[str, type] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:
-    """The fields of `DistributedStrategy`, which documents them, and what follows from them."""
+    """Fields of `DistributedStrategy`, which documents them, and values derived from them."""
 
     amp: AMP | None = None
     recompute: Recompute | None = None
@@ -49,9 +49,9 @@ class Fields:
     low_rank: LowRank | None = None
 
     expected_replicas: ClassVar[int | None] = None
-    """How many ranks must hold each stage, where `from_fleet` was told so; `prepare` compares.
+    """Required number of ranks for each stage, if `from_fleet` was given one; `prepare` compares.
 
-    Not part of the file.
+    It is not saved in the file.
     """
 
     def __post_init__(self) -> None:
@@ -66,18 +66,20 @@ class Fields:
 
     @property
     def compression(self) -> DGC | LowRank | None:
-        """How gradients, or what local updates send, are compressed by a field of its own."""
+        """Config of the field that compresses gradients, or messages of local updates; None if none
+        is on.
+        """
         return self.dgc or self.low_rank
 
     @property
     def on(self) -> dict[str, Any]:
-        """The fields that are on, with their configs, in the order of the fields."""
+        """Return the fields that are on, with their configs, in the order of the fields."""
         present = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: config for name, config in present.items() if config is not None}
 
     @property
     def local(self) -> LocalSGD | AdaptiveLocalSGD | None:
-        """How ranks train on their own between averagings, if they do."""
+        """Config of local updates; None if they are off."""
         return self.localsgd or self.adaptive_localsgd
 
     def _conflicting_fields(self) -> list[str]:

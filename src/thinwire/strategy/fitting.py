@@ -1,5 +1,5 @@
-"""What must be the same: on all ranks before an engine is made, and in a checkpoint and the engine
-that loads it, but for the settings on which no state depends.
+"""Values that must be equal on all ranks before an engine is made, and between a checkpoint and the
+engine that loads it. Settings on which no state depends are exempt.
 """
 
 import contextlib
@@ -79,8 +79,9 @@ _FREE = (
         for key in (tag, f"{tag}.*", *(entry.name for entry in fields(kind)))
     ),
 )
-"""Settings on which no state depends, by dotted name; whatever is new is not among them before
-somebody says so."""
+"""Settings on which no state depends, by dotted name. Every new setting is compared until it is
+listed here.
+"""
 _IN_GROUPS = {
     **{
         f"dgc.{name}": name
@@ -91,13 +92,12 @@ _IN_GROUPS = {
     "lars.epsilon": "eps",
     "lamb.lamb_weight_decay": "weight_decay",
 }
-"""Settings that an optimizer keeps in its groups, where a state that is loaded would bring the old
-ones back."""
+"""Settings that an optimizer keeps in its groups. A loaded state would restore their old values."""
 _NOTHING = "nothing"
 
 
 class Change(NamedTuple):
-    """One setting of the strategy that is another now."""
+    """One changed setting of a strategy."""
 
     name: str
     before: Any
@@ -105,7 +105,7 @@ class Change(NamedTuple):
 
     @property
     def is_free(self) -> bool:
-        """Whether no state depends on it."""
+        """True if no state depends on the setting."""
         if self.name.endswith(".outer_momentum"):
             return 0 not in (self.before, self.now)  # the buffer is there either way
         if self.name == "amp":  # none of what it says but the loss scale has state
@@ -118,10 +118,10 @@ class Change(NamedTuple):
 
 
 def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """The settings that differ between two strategies in plain values, of the present and of an
+    """Return the settings that differ between two strategies in plain values, of this and of an
     earlier version.
     """
-    # what was not there yet had its default; of another version, or by other hands, it is compared
+    # a missing setting had its default; one of another version, or written by hand, is compared
     # as it is
     with contextlib.suppress(TypeError, ValueError):
         before = to_dict(from_dict(Fields, before))
@@ -129,7 +129,9 @@ def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change
 
 
 def misfits(before: Mapping[str, Any], now: Mapping[str, Any], changes: list[Change]) -> list[str]:
-    """What a checkpoint's state depends on and is another now, in words, from the facts of both."""
+    """Return the differences that stop a checkpoint's state from fitting, in words, from the facts
+    of both.
+    """
     found = [_told(f"strategy.{c.name}", c.before, c.now) for c in changes if not c.is_free]
     if before.get("optimizer") != now["optimizer"]:
         found.append(_told("optimizer", before.get("optimizer"), now["optimizer"]))
@@ -149,7 +151,9 @@ def misfits(before: Mapping[str, Any], now: Mapping[str, Any], changes: list[Cha
 
 
 def settings_in_groups(changes: list[Change]) -> set[str]:
-    """The keys of the optimizer's groups that stay as they are here when a state is loaded."""
+    """Return the keys of the optimizer's groups that keep their present values when a state is
+    loaded.
+    """
     return {_IN_GROUPS[change.name] for change in changes if change.name in _IN_GROUPS}
 
 
@@ -167,7 +171,7 @@ def _differences(path: str, before: Any, now: Any) -> Iterator[Change]:
 
 
 def strategy_facts(strategy: Fields) -> dict[str, Any]:
-    """What ranks must have in common before they make process groups together."""
+    """Return the facts that ranks must share before they make process groups."""
     return {
         "wire version": WIRE_VERSION,
         "strategy": to_dict(strategy),
@@ -178,7 +182,7 @@ def strategy_facts(strategy: Fields) -> dict[str, Any]:
 def checkpoint_facts(
     strategy: Fields, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """What a checkpoint says of the engine that wrote it."""
+    """Return the facts that a checkpoint records of its engine."""
     return {
         "strategy": to_dict(strategy),
         "optimizer": kinds_of(optimizer),
@@ -188,8 +192,8 @@ def checkpoint_facts(
 
 
 def _names_by_key(model: nn.Module) -> dict[str, str | None]:
-    """For every key of the model's own `state_dict` the parameter or buffer that it stands for,
-    which for tied weights is the same one; None for what is neither.
+    """Map every key of the model's own `state_dict` to the parameter or buffer that it stands for.
+    Tied weights map to the same one; other keys to None.
     """
     tensors = [*named_parameters(model), *named_buffers(model)]
     names = {id(tensor): name for name, tensor in tensors}
@@ -201,8 +205,8 @@ def _names_by_key(model: nn.Module) -> dict[str, str | None]:
 def model_facts(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, digest: bool
 ) -> dict[str, Any]:
-    """What they must have in common beside the strategy; `digest`: the state of the
-    optimizer too.
+    """Return the facts that ranks must share beside the strategy. `digest`: include the optimizer's
+    state.
     """
     names = {p: name for name, p in named_parameters(model)}
     return {
@@ -224,8 +228,8 @@ def model_facts(
             each.shared_settings() if isinstance(each, CommonOptimizer) else None
             for each in all_of(optimizer)
         ],
-        # ranks that go on from different moments would part without a word; those of an optimizer
-        # that exchanges differ by nature
+        # ranks that continue from different moments would diverge silently; moments of an optimizer
+        # that exchanges differ by design
         "state of the optimizer": _state_digest(optimizer)
         if digest and not getattr(optimizer, "exchanges_gradients", False)
         else None,

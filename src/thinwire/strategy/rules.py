@@ -1,7 +1,7 @@
-"""The rules table: what each pair of a strategy's fields means together, or why it cannot be.
+"""The rules table: the meaning of each pair of a strategy's fields, or the reason why it conflicts.
 
 Read by the construction of a strategy (conflicts), by `explain` (meanings) and by the page
-docs/composing.md. Three and more fields mean what their pairs mean.
+docs/composing.md. Three or more fields combine as their pairs do.
 
 `python -m thinwire.strategy.rules docs/composing.md` writes the page, and so does `make docs`.
 """
@@ -31,12 +31,12 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class Rule:
-    """What two fields mean when both are on.
+    """Meaning of two fields that are both on.
 
     Attributes:
         pair: The two fields, in the order of `FIELDS`.
-        meaning: What the pair does together, or why it cannot; a sentence without its full stop.
-        remedy: What to change where the pair conflicts; empty where it works.
+        meaning: Effect of the pair, or the reason why it conflicts; a sentence without full stop.
+        remedy: Change that resolves a conflict; empty if the pair works.
     """
 
     pair: tuple[str, str]
@@ -45,7 +45,7 @@ class Rule:
 
     @property
     def works(self) -> bool:
-        """Whether the two go together."""
+        """True if the two fields go together."""
         return not self.remedy
 
 
@@ -161,18 +161,18 @@ _TABLE: dict[str, dict[str, str | tuple[str, str]]] = {
         ),
     },
 }
-"""By pair the meaning, or why they conflict and what to change."""
+"""Meaning, or reason and remedy of the conflict, by pair."""
 RULES = tuple(
     Rule((first, second), *((said,) if isinstance(said, str) else said))
     for first, others in _TABLE.items()
     for second, said in others.items()
 )
-"""One rule for every pair of `FIELDS`."""
+"""Rules of all pairs of `FIELDS`."""
 _BY_PAIR = {rule.pair: rule for rule in RULES}
 
 
 def rule_of(first: str, second: str) -> Rule:
-    """The rule of two fields, given in any order.
+    """Return the rule of two fields, given in any order.
 
     Raises:
         KeyError: Not two different fields of a strategy.
@@ -181,7 +181,7 @@ def rule_of(first: str, second: str) -> Rule:
 
 
 def rules_among(fields: Iterable[str]) -> list[Rule]:
-    """The rules of all pairs of these fields, in the order of the table."""
+    """Return the rules of all pairs of these fields, in the order of the table."""
     present = set(fields)
     return [
         rule_of(*pair) for pair in combinations([name for name in FIELDS if name in present], 2)
@@ -223,7 +223,7 @@ cannot replace, ranks that the stages do not divide.
 
 
 def page() -> str:
-    """The page in Markdown."""
+    """Return the page in Markdown."""
     working = sum(rule.works for rule in RULES)
     counts = {
         "fields": len(FIELDS),

@@ -1,1 +1,1 @@
-"""What a strategy does, in words: the order of a step, advice, what it means for a model."""
+"""Describes a strategy in words: the order of a step, advice, and the effect on a model."""

@@ -1,6 +1,4 @@
-"""What a strategy makes one want to know beforehand: settings that do little, risks, and duties of
-the loop.
-"""
+"""Advice on a strategy: settings with little effect, risks, and duties of the training loop."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,11 +15,11 @@ from thinwire.strategy.fields import Fields
 __all__ = ["advice"]
 
 _NEARLY_ALL = 0.8
-"""Of a change: a smaller share is worth a line."""
+"""Share of a change above which advice is left out."""
 
 
 def advice(strategy: Fields) -> list[str]:
-    """One text for each, in the order of the fields."""
+    """Return the advice as one text per item, in the order of the fields."""
     return [
         *_about_amp(strategy),
         *_about_structure(strategy),
@@ -72,7 +70,7 @@ def _about_exchange(strategy: Fields) -> Iterator[str]:
     if strategy.compression is not None:
         yield from _about_compression(strategy, strategy.compression)
     if local is None and strategy.pipeline is None:
-        # the optimizer is not known here: one that exchanges compresses without a field, too
+        # the optimizer is unknown here; one that exchanges compresses without a field, too
         first, others = buckets_of(strategy.compression)
         size = _mib(others)
         if strategy.compression is None:
@@ -96,7 +94,9 @@ def _about_exchange(strategy: Fields) -> Iterator[str]:
 
 
 def _about_share(config: LocalConfig) -> Iterator[str]:
-    """How much of a change its compression lets through, and the outer rate that goes with it."""
+    """Return advice on the share of a change that its compression sends, and on the outer rate for
+    it.
+    """
     share = 1.0 if config.compression is None else steady_share(config.compression)
     if share is None:
         yield (
@@ -119,7 +119,7 @@ def _about_share(config: LocalConfig) -> Iterator[str]:
 
 
 def _about_compression(strategy: Fields, compression: Compression) -> Iterator[str]:
-    """What its config says, and who counts as one here."""
+    """Return the advice of a compression's config, for the sources of this job."""
     local = strategy.local is not None
     stages = 1 if strategy.pipeline is None else strategy.pipeline.stages
     yield from TEXTS[type(compression)].advice(

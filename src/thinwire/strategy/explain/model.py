@@ -1,4 +1,4 @@
-"""What a strategy makes of a given model and optimizer, in words; nothing is changed."""
+"""Describes the effect of a strategy on a given model and optimizer. Nothing is changed."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
@@ -27,7 +27,7 @@ _SHOWN = 6
 
 
 def about_model(strategy: Fields, model: nn.Module, optimizer: Optimizer | None) -> list[str]:
-    """The stages, the modules that are recomputed, and which tensors are compressed or dense, and
+    """Describe the stages, the recomputed modules, and which tensors are compressed or dense, and
     why.
 
     Raises:
@@ -62,7 +62,7 @@ def about_optimizer(
     model: nn.Module | None,
     grad_clip: Clip | None = None,
 ) -> list[str]:
-    """Which optimizer will train, and what is taken over from the given one.
+    """Describe the optimizer that will train, and the settings it takes over.
 
     Raises:
         StrategyError: The strategy does not go with it.

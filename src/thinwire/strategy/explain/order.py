@@ -1,4 +1,4 @@
-"""What one step of a strategy does, in order, in words and with its values."""
+"""Describes one step of a strategy, in order, with its values."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,7 +13,7 @@ __all__ = ["step_order"]
 
 
 def step_order(strategy: Fields, grad_clip: Clip | None = None) -> list[str]:
-    """One text for every stage of a step, in the order in which they happen."""
+    """Return one text per stage of a step, in the order of execution."""
     return [
         _forward(strategy),
         _backward(strategy),
@@ -199,7 +199,7 @@ def _next_scale(strategy: Fields) -> Iterator[str]:
 
 
 def _checked(strategy: Fields) -> bool:
-    """Whether it is the exchange that looks for gradients that are not finite."""
+    """Return True if the exchange checks gradients for values that are not finite."""
     scale = None if strategy.amp is None else strategy.amp.loss_scale
     return scale is None or (strategy.compression is not None and _unchecked(scale))
 

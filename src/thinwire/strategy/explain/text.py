@@ -1,5 +1,5 @@
-"""A strategy in plain text: what a step does, what the pairs mean, what to know, and what it makes
-of a model.
+"""A strategy as plain text: the order of a step, the meaning of the pairs, advice, and the effect
+on a model.
 """
 
 import textwrap
@@ -28,8 +28,8 @@ def explanation(
     optimizer: Optimizer | None = None,
     grad_clip: Clip | None = None,
 ) -> str:
-    """See `DistributedStrategy.explain`; the text, without a last newline, at most 100 columns
-    wide.
+    """Return the text of `DistributedStrategy.explain`, at most 100 columns wide, without a last
+    newline.
 
     Raises:
         TypeError: No module or no optimizer.

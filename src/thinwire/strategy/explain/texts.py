@@ -1,4 +1,4 @@
-"""What is said of methods of compression: the one table of texts, by the class of a config."""
+"""Texts on compression methods, in one table by the class of a config."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,27 +17,27 @@ __all__ = ["TEXTS", "Texts", "local_clip", "plural"]
 
 
 class Texts(NamedTuple):
-    """What is said of one method."""
+    """Texts on one compression method."""
 
     change: Callable[[Any], str]
-    """What becomes of a change of local updates."""
+    """Text on the fate of a change of local updates."""
     gradient: Callable[[Any], str] = str
-    """What becomes of a gradient."""
+    """Text on the fate of a gradient."""
     message: Callable[[Any, Sequence[Tensor]], str] = lambda config, params: ""
-    """What one source sends of these gradients, once messages have their last length."""
+    """Text on one source's message of these gradients, at its final length."""
     advice: Callable[..., Iterator[str]] = lambda *_, **__: iter(())
-    """What one may want to know beforehand; arguments as those of `_dgc_advice`."""
+    """Function that returns advice; arguments as those of `_dgc_advice`."""
     no_shards: str = ""
-    """Why tensors must be whole; empty where a shard is as good."""
+    """Reason why tensors must be whole; empty if shards work as well."""
 
 
 def plural(word: str, count: int) -> str:
-    """The word, with an s unless there is one of them."""
+    """Return the word, with an s unless the count is one."""
     return word if count == 1 else f"{word}s"
 
 
 def local_clip(config: object, who: str) -> str:
-    """The local clip of one of `who`; empty without."""
+    """Return the text on the local clip of one of `who`; empty without."""
     limit = getattr(config, "local_grad_clip_norm", None)
     if limit is None:
         return ""
@@ -57,7 +57,9 @@ def _first_dense(updates: int) -> str:
 
 
 def _ramp(dgc: DGC) -> str:
-    """Such as "25 % from update 201, 6.25 % from 461, 0.1 % from 721", updates counted from 1."""
+    """Return a text such as "25 % from update 201, 6.25 % from 461, 0.1 % from 721", updates
+    counted from 1.
+    """
     levels, length = dgc.sparsity, dgc.rampup_step
     first = [dgc.rampup_begin_step + 1 - (-i * length // len(levels)) for i in range(len(levels))]
     if len(levels) == 1:
@@ -100,14 +102,14 @@ def _dgc_message(dgc: DGC, params: Sequence[Tensor]) -> str:
 
 
 def _dgc_advice(dgc: DGC, *, local: bool, replaced: bool, peers: str, here: str) -> Iterator[str]:
-    """What one may want to know beforehand.
+    """Return advice on DGC.
 
     Args:
         dgc: The config.
-        local: Whether it compresses changes of local updates.
-        replaced: Whether a method of the strategy takes the place of the given optimizer.
-        peers: Who exchanges, in words.
-        here: Which sources there are in this job, in words; may be empty.
+        local: True if it compresses changes of local updates.
+        replaced: True if a method of the strategy replaces the given optimizer.
+        peers: The ranks that exchange, in words.
+        here: The sources in this job, in words; may be empty.
     """
     size = dgc.node_size
     if local:
@@ -211,4 +213,4 @@ TEXTS: dict[type, Texts] = {
     Sparse: Texts(_sparse_change),
     Quantized: Texts(_quantized_change),
 }
-"""By the class of a config."""
+"""Texts by the class of a config."""

@@ -1,4 +1,4 @@
-"""Our config of each feature of a Paddle fleet description, from fleet's."""
+"""Converts each feature of a Paddle fleet description to a thinwire config."""
 
 import os
 import re
@@ -22,7 +22,7 @@ Keys = Mapping[str, Any]
 
 @dataclass
 class Findings:
-    """What is to be said of a description, collected before anything is said."""
+    """Findings about a description, collected before any is reported."""
 
     wrong_types: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class _Feature:
-    """One feature's configs, with fleet's defaults where nothing was given."""
+    """Config of one feature, with fleet's defaults for missing keys."""
 
     keys: Keys
     given: frozenset[str]
@@ -40,8 +40,8 @@ class _Feature:
 
 
 def mapped(name: str, given: Keys, defaults: Keys, hybrid: Keys, findings: Findings) -> Any:
-    """Our config of one feature that is on, or None after findings said why there is none: one for
-    each wrong key.
+    """Return the thinwire config of one feature that is on. None if findings gave the reasons, one
+    for each wrong key.
     """
     left = dict(given)
     while True:
@@ -162,7 +162,7 @@ MAPS: dict[str, Callable[[_Feature], Any]] = {
     "localsgd": lambda feature: LocalSGD(**feature.keys),
     "adaptive_localsgd": _adaptive_localsgd,
 }
-"""Our config from each feature's configs."""
+"""Functions from each feature's fleet config to a thinwire config."""
 
 _THEIR_NAMES = {
     "amp": {
@@ -176,7 +176,7 @@ _THEIR_NAMES = {
 
 
 def _their_words(name: str, error: Exception) -> str:
-    """A message of ours, which begins with the argument's name, with fleet's name of it."""
+    """Replace the argument's name at the start of a message by fleet's name of it."""
     names = _THEIR_NAMES.get(name, {})
     return re.sub(r"^\w+", lambda word: names.get(word[0], word[0]), str(error))
 

@@ -1,5 +1,4 @@
-"""What becomes of each attribute of a Paddle fleet description, as tables of names: it is read, is
-refused, or is noted.
+"""Tables of the attributes of a Paddle fleet description: those that are read, refused or noted.
 
 Names and defaults are those of the fields that fleet's own descriptions have.
 
@@ -16,9 +15,9 @@ class Key(NamedTuple):
 
     default: Any = None
     refused: str = ""
-    """Why it must keep its default."""
+    """Reason why the key must keep its default."""
     noted: str = ""
-    """Why it has no counterpart; said where it differs from its default."""
+    """Reason why the key has no counterpart; reported if its value differs from the default."""
 
 
 _AUTOCAST = "autocast decides per operation; use torch.autocast(enabled=False) in the model"
@@ -126,10 +125,10 @@ _NOTED = {
         "adam_d2sum? heter_ccl_mode trainer_desc_configs downpour_table_param fs_client_param"
     ),
 }
-"""By reason the attributes without counterpart; those with a question mark are flags in fleet."""
+"""Attributes without counterpart, by reason. Names with a question mark are flags in fleet."""
 NOTED = {name.rstrip("?"): reason for reason, names in _NOTED.items() for name in names.split()}
 """Attributes without counterpart, whatever their value, with the reason."""
 NOTED_FLAGS = tuple(
     name.rstrip("?") for names in _NOTED.values() for name in names.split() if name[-1] == "?"
 )
-"""Those of them that are True or False in fleet."""
+"""Names in `NOTED` that are True or False in fleet."""

@@ -1,7 +1,6 @@
-"""A Paddle fleet description, read as a strategy: everything it says is mapped, refused or noted,
-and nothing is lost.
+"""Reads a Paddle fleet description as a strategy. Every attribute is mapped, refused or noted.
 
-`names` says what becomes of each attribute, `maps` how a feature's configs become ours.
+`names` lists the treatment of each attribute. `maps` converts the configs of each feature.
 """
 
 import warnings
@@ -26,8 +25,8 @@ def from_fleet(kind: type[F], description: Mapping[str, Any]) -> F:
     """See `DistributedStrategy.from_fleet`.
 
     Args:
-        kind: Of strategy.
-        description: Attributes of fleet's DistributedStrategy by name; a mapping, or what has
+        kind: Class of the strategy.
+        description: Attributes of fleet's DistributedStrategy by name; a mapping, or an object with
             `keys` and items.
     """
     given = _mapping("description", description)
@@ -43,7 +42,7 @@ def from_fleet(kind: type[F], description: Mapping[str, Any]) -> F:
     said = "; ".join([*findings.wrong_types, *findings.problems])
     if said:
         raise (TypeError if findings.wrong_types else StrategyError)(f"fleet description: {said}")
-    # no setting but a claim about the ranks, which only `prepare` knows; it is not in `to_dict`
+    # a claim about the ranks, not a setting: only `prepare` can check it; it is not in `to_dict`
     replicas = configs["hybrid_configs"].get("dp_degree", -1)
     if replicas != -1:
         object.__setattr__(strategy, "expected_replicas", replicas)
@@ -67,7 +66,7 @@ def _unknown(prefix: str, given: Mapping[Any, Any], known: Collection[str]) -> l
 
 
 def _on(name: str, given: Mapping[str, Any], findings: Findings) -> bool:
-    """Whether a flag is given and True; a finding says where it is no flag."""
+    """Return True if a flag is given and True. Add a finding if it is no flag."""
     value = given.get(name, False)
     if not isinstance(value, bool):
         findings.wrong_types.append(
@@ -91,8 +90,8 @@ def _judge_names(given: Mapping[str, Any], findings: Findings) -> None:
 
 
 def _read_configs(given: Mapping[str, Any], findings: Findings) -> dict[str, dict[str, Any]]:
-    """The known keys of all configs; those of a feature that is off only to be checked for unknown
-    ones.
+    """Read the known keys of all configs. A feature that is off is only checked for unknown
+    keys.
     """
     configs: dict[str, dict[str, Any]] = {}
     for name, known in CONFIGS.items():
