@@ -34,6 +34,7 @@ class SaveBeside:
         if self._group is None:
             own = Group.alone(savers.timeout_s)
             if savers.size > 1:
+                # the thread has its own groups: collectives of two threads on one group would mix
                 private = Private(savers.global_ranks, savers.timeout_s)
                 own = Group.over_private(private, savers.timeout_s)
             self._group = own
@@ -55,6 +56,7 @@ class SaveBeside:
             BaseException: The error of the save, raised once.
         """
         if self._thread is not None:
+            # the join hands the thread's fields over: nothing else reads or writes them before it
             self._thread.join()
             self._thread = None
         path, self._path, error, self._error = self._path, None, self._error, None

@@ -96,9 +96,9 @@ class DistributedStrategy(Fields):
                 gradient before weight decay and update. Under local updates it clips this rank's
                 own gradient; under a pipeline it spans all stages. With `DGCMomentum`, `ClipByNorm`
                 only, or `local_grad_clip_norm` of `dgc`.
-            digest_every: Updates within which diverged ranks are detected, >= 1. Each agreement
-                carries part of a digest of parameters and optimizer; under local updates, that of
-                every averaging. 0 disables it.
+            digest_every: Updates within which diverged ranks are detected, >= 1. The agreement of
+                every update carries a digest of parameters and optimizer; under local updates, the
+                agreement of every averaging. 0 disables it.
             timeout: Longest wait for other ranks in one call, in seconds or as a timedelta, the
                 same on all ranks. None takes the time-out of the process group. Saving, the initial
                 copy of the model and compilation may take longer, as long as they make progress.

@@ -1,4 +1,6 @@
-"""The engine: one call per mini-batch, from the forward pass to the update."""
+"""The engine, which runs everything from the forward pass to the update in one call per
+mini-batch.
+"""
 
 import contextlib
 import json
@@ -49,10 +51,18 @@ _log = logging.getLogger("thinwire")
 
 
 class Engine:
-    """Trains a model as its strategy says: `train_step` does everything, or `minimize` what comes
-    after the loss.
+    """Trains a model under a strategy. `train_step` runs a whole step; `minimize` starts from a
+    loss you computed.
 
-    `DistributedStrategy.prepare` makes it.
+    `DistributedStrategy.prepare` makes the engine.
+
+    Example::
+
+        engine = DistributedStrategy(dgc=DGC()).prepare(model, optimizer, loss_fn)
+        for inputs, targets in loader:
+            loss = engine.train_step(inputs, targets)
+        engine.save("checkpoints")
+        engine.close()
 
     **State** in `state_dict`: parameters, buffers, extra state of modules, optimizer, residuals,
     merged gradients, intervals, loss scale, counters, random numbers; every rank has its own.
@@ -64,67 +74,70 @@ class Engine:
         self._parts = parts
         self._steps = Microsteps(parts)
         self.extra: Any = None
-        """What `save` was given as `extra`, after `load`; None before it, and where nothing was
-        given."""
+        """The argument `extra` of `save`, after `load`; None before it, or if none was given."""
         self._sharded = any(map(is_sharded, parts.params.values()))
         self._following: Following | None = None
         self._beside = SaveBeside()
-        # the engine's hooks stand on the model and the optimizer, and must not outlive it
+        # hooks of the engine are on the model and the optimizer, and must not outlive the engine
         self._finalizer = weakref.finalize(self, _close, parts, self._beside)
 
     @property
     def step(self) -> int:
-        """Updates made by this rank; without local updates the same on all."""
+        """Updates made by this rank. Without local updates the same on all ranks."""
         return self._steps.step
 
     @property
     def model(self) -> nn.Module:
-        """The model; under a pipeline this rank's stage of it."""
+        """The model. Under a pipeline: this rank's stage of it."""
         return self._parts.model
 
     @property
     def sync(self) -> LocalUpdates | None:
-        """The local updates, as `local_sgd` returns them: `sync.step`, the same on all ranks,
-        `sync.synced`, `sync.k_steps`; None where every update is exchanged.
+        """The local updates that `local_sgd` returns; None if every update is exchanged.
+        `sync.step`, `sync.synced` and `sync.k_steps` are the same on all ranks.
         """
         return self._steps.sync
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The very object that was given to `prepare`, which trains: its groups, schedulers and
-        `state_dict` are live.
+        """The optimizer passed to `prepare` (the same object). Its groups, schedulers and
+        `state_dict` stay live.
 
-        The first of them where several were given. Its `step` may not be called by hand before
-        `close`.
+        The first optimizer if several were given. Do not call its `step` yourself before `close`.
         """
         return self.optimizers[0]
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """All that were given to `prepare`."""
+        """All optimizers passed to `prepare`."""
         return all_of(self._parts.optimizer)
 
     def train_step(self, inputs: Any, targets: Any, *, tokens: int | None = None) -> Tensor:
-        """Forward, backward, exchange and update from one mini-batch.
+        """Run forward pass, backward pass, exchange and update from one mini-batch.
 
-        Under a gradient merge only every k-th call updates.
+        With a gradient merge only every k-th call updates.
+
+        Example::
+
+            for inputs, targets in loader:
+                loss = engine.train_step(inputs, targets)
 
         Args:
-            inputs: What the model takes: a tensor, a tuple of several arguments, or a mapping of
+            inputs: Arguments of the model: a tensor, a tuple of several arguments, or a mapping of
                 keyword arguments.
             targets: Second argument of the loss function.
-            tokens: Of this mini-batch, >= 1, or samples: whatever ranks shall count by in rounds
-                that end by time (`LocalSGD(round_seconds=...)`); on all ranks or on none.
+            tokens: Weight of this rank in timed rounds (`LocalSGD(round_seconds=...)`): tokens or
+                samples of this mini-batch, >= 1. Give it on all ranks or on none.
 
         Returns:
-            This rank's mean loss, shape (), detached and unscaled; under a pipeline that of its
-            replica.
+            This rank's mean loss, shape (), detached and unscaled. Under a pipeline: the mean loss
+                of its replica.
 
         Raises:
-            RuntimeError: The strategy was prepared without a loss function; a parameter became
-                trainable or was replaced, or the optimizer got another one, since then.
-            ValueError: The loss is no scalar; a batch that the micro-batches of a pipeline do not
-                divide; tokens where nothing is weighed by them.
+            RuntimeError: The strategy was prepared without a loss function. Or since then a
+                parameter became trainable or was replaced, or the optimizer got another parameter.
+            ValueError: The loss is no scalar. The number of micro-batches does not divide the
+                batch. Tokens are given but nothing is weighted by them.
             ThinwireError: The exchange failed: see `thinwire.errors`.
         """
         parts = self._parts
@@ -160,19 +173,25 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> Tensor:
-        """The mean loss of one mini-batch, without gradients or update; whether in eval mode is up
-        to `engine.model`.
+        """Return the mean loss of one mini-batch, without gradients or update. The mode (train or
+        eval) is that of `engine.model`.
 
-        Ranks that wait for this one in their next step go on waiting until a time-out after its
-        last call; see `thinwire.busy` for other work of one rank alone.
+        Other ranks may wait for this one in their next step. Their time-out starts at this rank's
+        last call. For other work of one rank alone see `thinwire.busy`.
+
+        Example::
+
+            engine.model.eval()
+            loss = engine.mean_loss(engine.evaluate(inputs, targets))
+            engine.model.train()
 
         Args:
             inputs: As in `train_step`.
             targets: As in `train_step`.
 
         Returns:
-            This rank's mean loss, shape (); under a pipeline, where all stages must call it, that
-            of its replica.
+            This rank's mean loss, shape (). Under a pipeline all stages must call this, and the
+                loss is that of the replica.
 
         Raises:
             TypeError, ValueError: The loss is no tensor, or no scalar.
@@ -191,12 +210,16 @@ class Engine:
     def minimize(
         self, loss: Tensor, *, tokens: int | None = None
     ) -> tuple[list[Any], list[tuple[Parameter, Tensor]]]:
-        """Backward, exchange and update from a loss that was computed outside; counts as one
-        microstep.
+        """Run backward pass, exchange and update from a loss you computed. Counts as one microstep.
 
-        Old gradients are cleared first. Afterwards `p.grad` holds what the optimizer got, unscaled:
-        the mean over the ranks, or this rank's own where the optimizer exchanges by itself or ranks
-        train locally.
+        Old gradients are cleared first. Afterwards `p.grad` holds the unscaled gradient that the
+        optimizer got: the mean over the ranks. It is this rank's own gradient if the optimizer
+        exchanges by itself or ranks train locally.
+
+        Example::
+
+            loss = loss_fn(model(inputs), targets) + penalty(model)
+            engine.minimize(loss)
 
         Args:
             loss: Shape () or one element, this rank's mean loss, unscaled.
@@ -206,11 +229,11 @@ class Engine:
             An empty list and the pairs (parameter, its gradient).
 
         Raises:
-            TypeError: No tensor.
-            ValueError: More than one element, or a loss that depends on no parameter; tokens, as
+            TypeError: The loss is no tensor.
+            ValueError: The loss has more than one element, or depends on no parameter; tokens, as
                 in `train_step`.
-            RuntimeError: Under a pipeline, where the loss lives on the last stage; other parameters
-                to train than at `prepare`, as in `train_step`.
+            RuntimeError: Under a pipeline, since only the last stage has the loss. Trainable
+                parameters changed since `prepare`, as in `train_step`.
             ThinwireError: The exchange failed: see `thinwire.errors`.
         """
         parts = self._parts
@@ -227,21 +250,26 @@ class Engine:
         return [], [(p, p.grad) for p in parts.params.values() if p.grad is not None]
 
     def apply_gradients(self, loss: Tensor | None = None, *, tokens: int | None = None) -> None:
-        """Exchange and update from what `p.grad` holds; counts as one microstep.
+        """Run exchange and update from the gradients in `p.grad`. Counts as one microstep.
 
-        For a framework that makes the backward passes itself, several for one call maybe: nothing
-        may have averaged over the ranks what they left. The exchange follows the backward pass.
-        Afterwards `p.grad` holds what `minimize` leaves there, and clearing it is up to the caller.
+        For a framework that runs the backward passes itself, one or more per call. Nothing else may
+        have averaged the gradients over the ranks. The exchange follows the backward pass.
+        Afterwards `p.grad` is as after `minimize`; the caller clears it.
+
+        Example::
+
+            loss_fn(model(inputs), targets).backward()
+            engine.apply_gradients()
+            model.zero_grad()
 
         Args:
-            loss: As in `minimize`, where the interval of local updates follows it; else it may be
-                left out.
+            loss: As in `minimize`. Needed only if the interval of local updates follows the loss.
             tokens: As in `train_step`.
 
         Raises:
             ValueError: Tokens, as in `train_step`.
             RuntimeError: Under a pipeline or a loss scale, which need the loss before its backward
-                pass; other parameters to train than at `prepare`, as in `train_step`.
+                pass. Trainable parameters changed since `prepare`, as in `train_step`.
             ThinwireError: The exchange failed: see `thinwire.errors`.
         """
         self._require_unscaled("apply_gradients")
@@ -252,22 +280,29 @@ class Engine:
         self._steps.warn()
 
     def follow_steps(self, loss: Callable[[], Tensor | None] | None = None) -> "Following":
-        """Let `engine.optimizer.step()` make the update, for a loop that is not yours: it is
-        `apply_gradients` from now on. Of several optimizers, the one that is stepped last.
+        """Make `engine.optimizer.step()` run the update, for a training loop that you cannot
+        change. It then calls `apply_gradients`. With several optimizers, the last one stepped runs
+        the update.
 
-        The loop makes the backward passes and calls `step()` of the optimizer, or of a wrapper
-        around it; nothing else may average over the ranks. A closure is called first, and what it
-        returns is the loss.
+        The loop runs the backward passes and calls `step()` of the optimizer, or of a wrapper
+        around it. Nothing else may average over the ranks. A closure is called first; its result is
+        the loss.
+
+        Example::
+
+            engine.follow_steps()
+            loss.backward()
+            optimizer.step()  # exchanges, then updates
 
         Args:
-            loss: Called at each step instead, for the loss of the update, where the interval of
-                local updates follows it.
+            loss: Returns the loss of the update; called at each step if the interval of local
+                updates follows the loss.
 
         Returns:
-            The handle whose `remove` ends it; `close` does too.
+            A handle. Its `remove`, or `close`, ends this mode.
 
         Raises:
-            RuntimeError: As in `apply_gradients`; it is followed already. At a step: an enabled
+            RuntimeError: As in `apply_gradients`; steps are followed already. At a step: an enabled
                 `GradScaler` calls it, on two ranks or more.
         """
         self._require_open()
@@ -308,28 +343,33 @@ class Engine:
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """Around a loop whose ranks have unequal numbers of batches: `with engine.join(): for x, y
-        in loader: ...`.
+        """Enclose a loop whose ranks have unequal numbers of batches.
 
-        A rank that leaves its loop goes on to take part in the exchanges of the others, with a
-        gradient of zero, until no rank has a batch left; all ranks then have made the same updates.
-        Means are over all ranks, those without batches included, so the last updates are smaller
-        (`divide_by_initial_world_size` of DDP's join). What a rank has kept by compression goes on
-        being sent. Under local updates it changes nothing by itself, and takes part in the
-        averagings; where rounds end by time it counts nothing there. It cannot step a scheduler of
-        torch, and where all ranks update alike they need one rate: use a schedule of
-        `thinwire.schedules`, or step the scheduler after the block.
+        A rank without batches keeps taking part in the exchanges, with a gradient of zero, until no
+        rank has a batch left. All ranks then have made the same updates. Means are over all ranks,
+        also over ranks without batches, so the last updates are smaller
+        (`divide_by_initial_world_size` of DDP's join). Such a rank keeps sending its residual.
+        Under local updates it makes no local steps but takes part in the averagings; its weight in
+        timed rounds is zero. It cannot step a scheduler of torch. All ranks need the same rate if
+        every update is exchanged: use a schedule of `thinwire.schedules`, or step the scheduler
+        after the block.
 
-        Must stand around the loop on all ranks. Leave the block by the end of the loop: an error
-        inside it leaves at once, as without `join`.
+        Enclose the loop on all ranks, and leave the block at the end of the loop. An error inside
+        it leaves the block at once, as without `join`.
+
+        Example::
+
+            with engine.join():
+                for inputs, targets in loader:
+                    engine.train_step(inputs, targets)
 
         Raises:
-            RuntimeError: Inside another one; under pipeline, whose stages have their batches in
-                common; with a mesh.
+            RuntimeError: The block is nested; the strategy has a pipeline, whose stages share their
+                batches; a mesh is in use.
             Mismatch: Another rank is in a step outside `join`.
 
-        Communication: none of its own, but one exchange of zeros at the end; under local updates 24
-        bytes a rank for every averaging.
+        Communication: one exchange of zeros at the end. Under local updates 24 bytes a rank for
+        every averaging.
         """
         self._require_open()
         if self._steps.joining is not None:
@@ -362,16 +402,15 @@ class Engine:
             batches.end()
 
     def flush(self) -> None:
-        """Apply the leftovers of a merge, then what local updates have on their way, then their
-        last averaging.
+        """Finish pending work: leftovers of a merge, local updates under way, and the last
+        averaging.
 
-        Call it on all ranks at the end of training, and under local updates before an evaluation:
-        afterwards all ranks have the same model, and the next averaging is `k_steps` steps later.
-        Does nothing where there is nothing, and nothing but dropping a merge on a member that has
-        left the others.
+        Call it on all ranks at the end of training, and under local updates before an evaluation.
+        Afterwards all ranks have the same model, and the next averaging is `k_steps` steps later.
+        Does nothing if nothing is pending. A member that has left only drops its merge.
 
         Raises:
-            Mismatch: Ranks are at different places.
+            Mismatch: Ranks are out of step.
             ThinwireError: The exchange failed.
         """
         self._require_open()
@@ -398,17 +437,21 @@ class Engine:
         self._steps.left.remember()
 
     def mean_loss(self, loss: Tensor | float) -> Tensor:
-        """The mean of a loss over the ranks, with equal weights; all ranks must call it.
+        """Return the mean of a loss over the ranks, with equal weights. All ranks must call this.
+
+        Example::
+
+            loss = engine.mean_loss(engine.train_step(inputs, targets))
 
         Args:
-            loss: One element: a mean over this rank's batch, as `train_step` returns it.
+            loss: Mean over this rank's batch, one element, as `train_step` returns it.
 
         Returns:
             Shape (), float64, on the CPU, equal on all ranks.
 
         Raises:
-            TypeError, ValueError: It is no such number.
-            RuntimeError: Members come and go.
+            TypeError, ValueError: The loss is no such number.
+            RuntimeError: Members join and leave.
             Mismatch: Another rank makes another call, as one without batches does inside
                 `engine.join()`.
 
@@ -438,8 +481,13 @@ class Engine:
         return torch.tensor(total / group.size, dtype=torch.float64, device="cpu")
 
     def stats(self) -> dict[str, float]:
-        """This rank so far, flat and in numbers only; the names are those of
-        `thinwire.core.stats.numbers`.
+        """Return the counters of this rank so far, as a flat dict of numbers. The names are those
+        of `thinwire.core.stats.numbers`.
+
+        Example::
+
+            stats = engine.stats()
+            print(stats["step"], stats["bytes_sent"], stats["ratio"])
 
         Returns:
             `step` updates made by this rank; `microsteps` of an unfinished update; `dropped_steps`;
@@ -479,8 +527,8 @@ class Engine:
 
     @property
     def pending(self) -> str:
-        """What `flush` would apply, in words, such as "2 merged microsteps"; empty where there is
-        nothing.
+        """Return the pending work of `flush` in words, such as "2 merged microsteps"; empty if
+        there is none.
         """
         parts = self._parts
         microsteps = 0 if parts.merge is None else parts.merge.microsteps
@@ -490,8 +538,8 @@ class Engine:
         )
 
     def trust_ratios(self) -> dict[str | Tensor, float]:
-        """The trust ratio of every parameter in the last update, by name, under LARS and LAMB;
-        empty elsewhere.
+        """Return the trust ratio of every parameter in the last update, by name, under LARS and
+        LAMB; else an empty dict.
         """
         found: dict[str | Tensor, float] = {}
         for each in self.optimizers:
@@ -499,27 +547,26 @@ class Engine:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a later step depends on, of this rank: plain values and copies of tensors. No
-        communication.
+        """Return everything that a later step of this rank depends on: plain values and copies of
+        tensors. No communication.
 
-        Schedulers of torch that drive the optimizer are in it, and what modules have as
-        `get_extra_state`.
+        It includes schedulers of torch that drive the optimizer, and the extra state of modules
+        (`get_extra_state`).
 
         Raises:
-            TypeError: A scheduler's state, or a module's, is nothing that a file can hold.
+            TypeError: A file cannot hold the state of a scheduler or a module.
         """
         return saving.state_dict(self._parts, self._counters())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict` of the same rank, bit for bit; on all ranks. No
-        communication.
+        """Resume from a `state_dict` of the same rank, bit for bit, on all ranks. No communication.
 
         Warns:
-            UserWarning: It is another rank's; a scheduler, or a module's extra state, of then is
-            missing now, or the other way round.
+            UserWarning: The state is another rank's. Or a scheduler or a module's extra state is
+                missing on one side.
 
         Raises:
-            TypeError: No mapping.
+            TypeError: The state is no mapping.
             ValueError: The state belongs to another model or strategy; nothing has changed.
         """
         self._require_open()
@@ -534,48 +581,50 @@ class Engine:
         frozen: bool = True,
         wait: bool = True,
     ) -> Path:
-        """Write a checkpoint, every rank its part; the folder and its parents are created.
+        """Write a checkpoint. Every rank writes its part; the folder and its parents are created.
 
-        Until the new one is whole, the one before it is what loads.
+        Until the new checkpoint is complete, `load` returns the previous one.
 
-        The extra state of modules (torch's `get_extra_state`) is saved of each rank: plain values
+        Each rank also saves the extra state of modules (torch's `get_extra_state`): plain values
         and tensors, in dicts, lists and tuples.
 
-        The folder is named after the updates made; under local updates, where an overflow concerns
-        its rank alone, after the local steps, those dropped included, which are the same on all
-        ranks.
+        The folder is named after the number of updates. Under local updates it is named after the
+        local steps, dropped steps included, since this number is the same on all ranks.
 
-        Members that come and go save each for itself, without the others, whenever they like; what
-        one has saved is a checkpoint of one rank, which all members may load when they begin a run
-        anew.
+        Members that join and leave save independently, at any time. Such a checkpoint is one of a
+        single rank. All members may load it at the start of a new run.
+
+        Example::
+
+            engine.save("checkpoints", extra={"sampler": sampler}, keep=2)
 
         Args:
-            directory: The folder of all checkpoints of this run; on a file system of all ranks, or
-                of each machine.
-            extra: Whatever else a later step depends on, of this rank: plain values, tensors, and
-                objects with a `state_dict` (a sampler, an average of the weights, a `GradScaler`),
-                in dicts, lists and tuples. Torch's schedulers that drive `engine.optimizer` are
-                saved without being named.
-            keep: How many checkpoints stay, this one included; at least 1, None for all. The newest
-                that stays beside this one is read before an older one is deleted: one that is
-                damaged does not count.
-            frozen: Whether parameters that do not train are written too. Without them `load` needs
-                them in the model as they are now, and compares digests: for a fine-tuning whose
-                base model is kept elsewhere.
-            wait: Whether to return when the checkpoint is whole. Else the state is copied, and
-                written on a thread beside training. The next `save`, `close` and `wait_for_save`
-                wait for it, and raise what went wrong; a process that is killed before leaves the
-                checkpoint before.
+            directory: The folder of all checkpoints of this run; on a file system shared by all
+                ranks, or local to each machine.
+            extra: Other state of this rank to save: plain values, tensors, and objects with a
+                `state_dict` (a sampler, an average of the weights, a `GradScaler`), in dicts, lists
+                and tuples. Torch's schedulers that drive `engine.optimizer` are saved anyway.
+            keep: Number of checkpoints to keep, this one included; at least 1, None for all. Before
+                an older one is deleted, the newest kept beside this one is verified. A damaged one
+                does not count.
+            frozen: True if parameters that do not train are written too. If false, `load` compares
+                digests and needs the same values in the model: for fine-tuning a base model that is
+                stored elsewhere.
+            wait: True if the call returns when the checkpoint is complete. If false, the state is
+                copied, and a thread writes it during training. The next `save`, `close` or
+                `wait_for_save` waits for it and raises its error. A process killed earlier leaves
+                the previous checkpoint.
 
         Returns:
-            The folder of this checkpoint; without `wait` the one that it gets unless others write
-            there.
+            The folder of this checkpoint. Without `wait`: its expected folder, unless others write
+                there.
 
         Raises:
-            CheckpointError: It could not be written, on whichever rank, or `extra`, a scheduler or
-                a module's extra state holds what cannot be saved; on all ranks. Training may go on.
-            Diverged: Ranks do not hold the same; nothing was written.
-            Mismatch: Ranks are at different places, or some of them did not call it.
+            CheckpointError: A rank could not write the checkpoint, or `extra`, a scheduler or a
+                module's extra state holds a value that cannot be saved. Raised on all ranks;
+                training may continue.
+            Diverged: The states of ranks differ; nothing was written.
+            Mismatch: Ranks are out of step, or some of them did not call this.
         """
         if self._parts.group.stays:
             place = {"place of the checkpoint": self._steps.place()}
@@ -597,66 +646,75 @@ class Engine:
         return path
 
     def wait_for_save(self) -> Path | None:
-        """Wait until what `save(..., wait=False)` writes is whole; on all ranks.
+        """Wait until the checkpoint of `save(..., wait=False)` is complete; on all ranks.
+
+        Example::
+
+            engine.save("checkpoints", wait=False)
+            loss = engine.train_step(inputs, targets)
+            folder = engine.wait_for_save()
 
         Returns:
-            The folder of the checkpoint; None where none was being written.
+            The folder of the checkpoint; None if no save was in progress.
 
         Raises:
-            CheckpointError: It could not be written, on whichever rank.
+            CheckpointError: A rank could not write it.
         """
         return self._beside.finish()
 
     def load(
         self, directory: str | Path, if_any: bool = False, *, step: int | None = None
     ) -> Path | None:
-        """Continue from the newest whole checkpoint in `directory`, also one of another number of
-        ranks.
+        """Resume from the newest whole checkpoint in `directory`. It may be one of another number
+        of ranks.
 
-        With the same number of ranks training continues bit for bit. With another one every rank
-        gets the mean of the ranks' floating-point state, so that the update still pending is kept;
-        counts of ranks that dropped local steps each for itself (updates made, dropped steps, the
-        step of the optimizer's state) go on from those of rank 0, the smallest loss scale is that
-        of all, and `extra` and the extra state of modules are those of rank 0.
+        With the same number of ranks training continues bit for bit. With another number every rank
+        gets the mean of the ranks' floating-point state, which keeps the pending update. All ranks
+        take rank 0's `extra` and extra state of modules, and the smallest loss scale. If ranks
+        dropped local steps independently, all take rank 0's counts (updates, dropped steps, steps
+        of the optimizer's state).
 
-        Settings of the strategy on which no state depends (intervals, sparsity, clipping, ...) may
-        be others than when it was written: those of this engine count, and a line in the log of
-        `thinwire` says which have changed. Parameters and groups of the optimizer may be in another
-        order: names decide.
+        Settings on which no state depends (intervals, sparsity, clipping, ...) may differ from the
+        checkpoint's. This engine's settings count, and the log of `thinwire` lists the changes.
+        Parameters and groups of the optimizer are matched by name and may be in another order.
 
-        A buffer that was registered with persistent=False, such as a cache that a forward pass
-        makes, stays as it is in this model where it is missing on one side or has another shape; a
-        line in the log names it.
+        A buffer registered with persistent=False, such as a cache, keeps its value in this model if
+        it is missing on one side or has another shape. A line in the log names it.
 
-        Schedulers of torch that drive `engine.optimizer` go on where they were if they are there
-        already: make them before this call. Nothing changes on any rank where one of them cannot
-        take its part over.
+        Schedulers of torch that drive `engine.optimizer` resume if they exist already: make them
+        before this call. If a rank cannot load its part, nothing changes on any rank.
+
+        Example::
+
+            folder = engine.load("checkpoints", if_any=True)
+            if folder is not None:
+                sampler.load_state_dict(engine.extra["sampler"])
 
         Args:
-            directory: What `save` was given.
-            if_any: Whether to return None where there is nothing yet, as at the first start of a
-                run.
-            step: That of the checkpoint, as its folder is named after; None for the newest.
+            directory: The argument of `save`.
+            if_any: True if None is returned when there is no checkpoint yet, as at the first start
+                of a run.
+            step: Step of the checkpoint, as in the name of its folder; None for the newest.
 
-        Members that begin a run anew load each the same checkpoint. A newcomer has what the others
-        hold, and loads nothing: with `if_any` it gets None.
+        Members at the start of a new run all load the same checkpoint. A joiner already has the
+        state of the others and loads nothing: with `if_any` it gets None.
 
         Returns:
-            The folder that was loaded. `engine.extra` is then what `save` was given, `state_dict()`
-            instead of
-            objects: `sampler.load_state_dict(engine.extra["sampler"])`.
+            The folder that was loaded. `engine.extra` then holds the argument of `save`, with
+                `state_dict()` in place of objects:
+                `sampler.load_state_dict(engine.extra["sampler"])`.
 
         Warns:
-            UserWarning: What was saved later is damaged; a scheduler, or a module's extra state, of
-                then is missing now, or the other way round.
+            UserWarning: A later checkpoint is damaged. Or a scheduler or a module's extra state is
+                missing on one side.
 
         Raises:
-            RuntimeError: This member has taken the state of others already, and `if_any` is false.
-            CheckpointMissing: There is none, not even a damaged one.
-            CheckpointMismatch: It belongs to another strategy, model or optimizer; names all that
-                differs. Or there are checkpoints, and none of `step`.
-            CheckpointCorrupt: All that are there are damaged.
-            CheckpointError: Anything else; these three are of its kind.
+            RuntimeError: This member already has the state of the others, and `if_any` is false.
+            CheckpointMissing: There is no checkpoint, not even a damaged one.
+            CheckpointMismatch: The checkpoint belongs to another strategy, model or optimizer;
+                names all differences. Or there are checkpoints, but none of `step`.
+            CheckpointCorrupt: All checkpoints are damaged.
+            CheckpointError: Any other failure; base class of these three.
         """
         self._require_open()
         check.boolean("if_any", if_any)
@@ -679,21 +737,24 @@ class Engine:
         return path
 
     def load_parameters(self, source: str | Path, *, torch_checkpoint: bool = False) -> Path:
-        """Take the parameters and buffers of the newest whole checkpoint, and nothing else, to
-        begin anew with them.
+        """Load only the parameters and buffers of the newest whole checkpoint, to start a new run
+        from them.
 
-        For a checkpoint of another strategy or optimizer, which `load` refuses. Ranks that had
-        different ones get their mean. Momentum, residuals, counters, schedules and `extra` are
-        those of this engine. A whole model of others is taken too: a file of safetensors with the
+        Use it for a checkpoint of another strategy or optimizer, which `load` refuses. If ranks
+        saved different values, all get the mean. Momentum, residuals, counters, schedules and
+        `extra` stay those of this engine. Other formats are read too: a safetensors file with the
         names of `model.state_dict()`, as `thinwire export` writes it, or torch's own format with
-        the model at the top or under "model"; each rank takes its own rows where the model is
-        sharded.
+        the model at the top or under "model". Each rank takes its own rows if the model is sharded.
+
+        Example::
+
+            engine.load_parameters("pretrained.safetensors")
 
         Args:
-            source: What `save` was given, or such a file or folder.
+            source: The argument of `save`, or such a file or folder.
             torch_checkpoint: Read `source` as a folder of `torch.distributed.checkpoint`, or as a
                 file of `torch.save`. Such a folder is unpickled, which runs the code in it: load
-                only what you trust. Refused where `save` has written.
+                only files that you trust. Refused for folders that `save` has written.
 
         Returns:
             The folder or file that was read.
@@ -702,8 +763,8 @@ class Engine:
             RuntimeError: This engine has made updates.
             CheckpointMissing, CheckpointMismatch, CheckpointCorrupt: As in `load`; nothing has
                 changed.
-            CheckpointError: It is torch's, and `torch_checkpoint` is false; a file of others is not
-                the same on all ranks.
+            CheckpointError: The format is torch's, and `torch_checkpoint` is false. Or a file of
+                another format is not the same on all ranks.
         """
         self._require_open()
         check.boolean("torch_checkpoint", torch_checkpoint)
@@ -718,13 +779,12 @@ class Engine:
         return checkpoints.load_parameters(path, self._parts)
 
     def close(self) -> None:
-        """Take everything off the model and the optimizer; the engine cannot train any more. May be
-        called twice.
+        """Remove all hooks from the model and the optimizer. The engine cannot train afterwards.
+        May be called twice.
 
-        The optimizer may be stepped by hand again, and be given to another engine. It stays what it
-        became: one whose `step` exchanges, with its residuals, where compression acts inside it; a
-        `Lars` or `Lamb`; under a pipeline an optimizer of this stage. A new engine with the same
-        fields goes on with it.
+        The optimizer may be stepped by hand again, or be given to another engine. It keeps its new
+        class: a `DGCMomentum` whose `step` exchanges, with its residuals; a `Lars` or `Lamb`; under
+        a pipeline an optimizer of this stage. A new engine with the same fields continues with it.
         """
         self._finalizer()
 
@@ -788,15 +848,22 @@ class Engine:
 
 
 class Following:
-    """The handle of `Engine.follow_steps`."""
+    """Handle of `Engine.follow_steps`.
+
+    Example::
+
+        handle = engine.follow_steps()
+        framework_loop()  # calls optimizer.step()
+        handle.remove()
+    """
 
     def __init__(self, undo: Callable[[], None]) -> None:
         self.active = True
-        """Whether steps are followed."""
+        """True if steps are followed."""
         self._undo = undo
 
     def remove(self) -> None:
-        """Follow no step any more; may be called twice."""
+        """Stop following steps. May be called twice."""
         self.active = False
         self._undo()
 

@@ -197,6 +197,7 @@ class MeanThenStep(_EveryStep):
         # the means reuse buffers of gradients that nothing else refers to; only after the commit,
         # which reads the gradients a last time
         means = self._means(came, grads, with_own_storage(grads))
+        # other ranks may have made the update from here on: a failure is reported to them
         with self._spoiling(step, self.gradients):
             with state_told(_EXCHANGED):
                 clipped = self._clip(means, outcome.answers.of_my_replica("measured"))

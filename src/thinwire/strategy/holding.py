@@ -1,8 +1,9 @@
-"""Whose a model and its optimizer are: one engine's, until it is closed.
+"""Ownership guard: a model and its optimizer belong to one engine until it is closed.
 
-Nobody else may call `step` meanwhile, and who changes gradients after an update is told that it has
-no effect. An optimizer that the strategy replaces becomes one of another method and stays the same
-object, for all that hold it. After a pipeline a rank has the current values of its stage only.
+Until then only the engine may call `step`. A gradient edited after an update causes a warning that
+the edit has no effect. An optimizer that the strategy replaces changes its class but stays the same
+object, so that references to it stay valid. After a pipeline a rank has the current values of its
+own stage only.
 """
 
 import functools
@@ -47,9 +48,9 @@ __all__ = [
 
 
 class Hold:
-    """Refuses every call of `step` but those inside `passing`, until it is removed.
+    """Refuses every call of `step` outside `passing`, until it is removed.
 
-    A second update from the same gradients would be made twice, or by each rank on its own.
+    A direct `step` would apply the same gradients twice, or update one rank alone.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -60,15 +61,15 @@ class Hold:
         _holds[optimizer] = self
 
     def remove(self) -> None:
-        """Let it go; may be called twice."""
+        """Release the model and the optimizer. May be called twice."""
         self._handle.remove()
         optimizer = self._optimizer()
         if optimizer is not None and _holds.get(optimizer) is self:
             del _holds[optimizer]
 
     def concerns(self, model: nn.Module, params: set[int]) -> bool:
-        """Whether it is of this model, or its optimizer trains one of the parameters with these
-        ids.
+        """Return True if the guard covers this model, or its optimizer trains a parameter with one
+        of these ids.
         """
         optimizer = self._optimizer()
         theirs = set() if optimizer is None else _ids(optimizer)
@@ -92,7 +93,7 @@ _holds: "weakref.WeakKeyDictionary[torch.optim.Optimizer, Hold]" = weakref.WeakK
 
 @contextmanager
 def passing(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, `step` may be called: by the engine."""
+    """Allow calls of `step` in the block, for the engine."""
     before: list[tuple[Hold, bool]] = []
     for each in all_of(optimizer):
         if (hold := _holds.get(each)) is not None:
@@ -106,7 +107,7 @@ def passing(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def is_passing(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the engine itself is calling `step`."""
+    """Return True if the engine itself is calling `step`."""
     hold = _holds.get(optimizer)
     return hold is not None and hold.passes
 
@@ -114,10 +115,11 @@ def is_passing(optimizer: torch.optim.Optimizer) -> bool:
 def step_replaced_(
     optimizer: torch.optim.Optimizer, update: Callable[[Any], Any]
 ) -> Callable[[], None]:
-    """Changes `optimizer`: `step(closure)` of anybody but its engine is `update(closure)`.
+    """Replace `step(closure)` of `optimizer` by `update(closure)`, except for its engine. Changes
+    `optimizer`.
 
     Returns:
-        What undoes it; may be called twice.
+        A function that undoes it; may be called twice.
     """
     own, before = vars(optimizer), optimizer.step
     undone = False
@@ -143,8 +145,8 @@ def step_replaced_(
 
 
 def taken_off_(optimizer: torch.optim.Optimizer) -> bool:
-    """Take off the marks of a `GradScaler`, which would not get to do so; whether there were
-    some.
+    """Remove the marks of a `GradScaler`, which would not get to do so. Return True if there were
+    any.
     """
     own = vars(optimizer)
     marks = [own.pop(name, None) for name in ("grad_scale", "found_inf")]
@@ -152,8 +154,8 @@ def taken_off_(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def require_free(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `RuntimeError` where an engine that has not been closed trains by the optimizer, or the
-    model or a parameter of it.
+    """Raise `RuntimeError` if an open engine trains by the optimizer, or trains the model or one of
+    its parameters.
     """
     if any(each in _holds for each in all_of(optimizer)):
         raise RuntimeError(
@@ -174,7 +176,7 @@ def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def require_trained(params: Mapping[str, Parameter]) -> None:
-    """Refuse an optimizer that has nothing to train."""
+    """Raise if the optimizer has nothing to train."""
     if not params:
         raise ValueError(
             "optimizer has no parameter with requires_grad=True: there is nothing to train"
@@ -189,19 +191,19 @@ _HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-"""Where torch keeps the hooks of an optimizer."""
+"""Names of the attributes in which torch keeps the hooks of an optimizer."""
 
 
 _KEPT = frozenset({"state", "param_groups", "defaults", *_HOOKS})
-"""Objects that others may hold: their contents change, not they."""
+"""Attributes whose objects others may hold: the contents change, the objects stay."""
 _OF_THE_CLASS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
-"""What torch's constructors set for themselves; another method has its own."""
+"""Attributes that torch's constructors set; an optimizer of another method has its own."""
 
 _asked: "weakref.WeakKeyDictionary[torch.optim.Optimizer, Any]" = weakref.WeakKeyDictionary()
 
 
 def dependents(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What stands in the way of another method in the same object, in words."""
+    """Return the obstacles to another method in the same object, in words."""
     step = vars(optimizer).get("step")
     if step is None or hasattr(
         step, "_wrapped_by_lr_sched"
@@ -213,26 +215,26 @@ def dependents(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def became(optimizer: torch.optim.Optimizer) -> Any:
-    """What it was asked to become; None where it is what it was made as."""
+    """Return the request that converted the optimizer; None if it has its original class."""
     return _asked.get(optimizer)
 
 
 def become_(
     optimizer: torch.optim.Optimizer, new: torch.optim.Optimizer, asked: Any
 ) -> Callable[[], None]:
-    """Changes `optimizer`: it becomes what `new` is, in class and contents; `new` must not be used
-    any more.
+    """Convert `optimizer` into `new`, in class and contents. Changes `optimizer`; do not use `new`
+    afterwards.
 
-    Groups, state, hooks and the list of groups stay the same objects, so that schedulers and
-    handles made before go on.
+    Groups, state, hooks and the list of groups stay the same objects, so that earlier schedulers
+    and handles keep working.
 
     Args:
-        optimizer: Has as many groups as `new`.
-        new: An optimizer of the other method, with what is taken over.
-        asked: What `became` will say.
+        optimizer: Must have as many groups as `new`.
+        new: An optimizer of the other method, with the settings taken over.
+        asked: The value that `became` will return.
 
     Returns:
-        What undoes it, as long as no update was made.
+        A function that undoes it, as long as no update was made.
     """
     undo = _remembered(optimizer)
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -280,7 +282,7 @@ def _refill_(place: dict[Any, Any], content: Any) -> None:
 
 
 def _track_step_(optimizer: torch.optim.Optimizer) -> None:
-    """Mark calls of `step` for torch's schedulers, as they do themselves when they are made."""
+    """Mark calls of `step` for torch's schedulers, as their constructors do."""
     step, reference = type(optimizer).step, weakref.ref(optimizer)
 
     @functools.wraps(step)
@@ -295,12 +297,13 @@ def _track_step_(optimizer: torch.optim.Optimizer) -> None:
 
 
 class ParameterPlaces:
-    """Notices that a model has other parameters than those that are trained, such as after
-    `load_state_dict(..., assign=True)`: nobody would train them.
+    """Detects parameters of a model that were replaced and are no longer trained, such as after
+    `load_state_dict(..., assign=True)`.
 
     Args:
-        model: The model, whose parameters are not sharded: those come and go.
-        params: What is trained, by name.
+        model: The model. Its parameters must not be sharded: FSDP replaces sharded parameters all
+            the time.
+        params: The trained parameters by name.
     """
 
     def __init__(self, model: nn.Module, params: Mapping[str, Parameter]) -> None:
@@ -312,8 +315,10 @@ class ParameterPlaces:
                 self._owners += [(own, name, each) for name, each in own.items()]
 
     def replaced(self) -> str | None:
-        """The first that is trained and gone, by name, if there are others that nobody trains."""
-        # looked up where they stand, which takes microseconds: names are asked only after a change
+        """Return the name of the first trained parameter that is gone, if the model has untrained
+        ones instead.
+        """
+        # looked up at each step, which takes microseconds; names are found only after a change
         if all(own.get(name) is each for own, name, each in self._owners):
             return None
         now = list(self._model.parameters())
@@ -324,15 +329,14 @@ class ParameterPlaces:
 
 
 class LeftGradients:
-    """Remembers what an update left in `p.grad`, and warns, once, where it is another at the next
-    one.
+    """Gradient-edit check: warns once if `p.grad` has changed between two updates.
 
-    Clearing gradients is no such change, in place or not; nor is what the backward pass of another
-    engine added, as that of a generator does to its critic.
+    Cleared gradients do not count, in place or not. Nor do gradients from the backward pass of
+    another engine, such as a generator's pass through its critic.
     """
 
     _begun = 0
-    """Backward passes of all engines of this process."""
+    """Number of backward passes of all engines of this process."""
 
     def __init__(self, params: Mapping[str, Parameter]) -> None:
         self._params = params
@@ -341,16 +345,18 @@ class LeftGradients:
         self._warned = False
 
     def remember(self) -> None:
-        """What is there now is what was left."""
+        """Store the present gradients as those that the update left."""
         self._last = LeftGradients._begun
         if self._warned:
             return
-        # an identity and no reference: what the user drops must be freed
+        # an id and not a reference: a gradient that the user drops must be freed
         present = ((name, p.grad) for name, p in self._params.items() if p.grad is not None)
         self._seen = {name: (id(grad), grad._version) for name, grad in present}
 
     def look(self) -> None:
-        """Before gradients are cleared for the next backward pass."""
+        """Compare gradients with those of the last update, before they are cleared for the next
+        backward pass.
+        """
         alone = LeftGradients._begun == self._last
         LeftGradients._begun += 1
         if self._warned or not alone:
@@ -379,20 +385,21 @@ def _entries(grad: Tensor) -> Tensor:
 
 
 Cut = tuple[frozenset[str], ...]
-"""By stage the names of its parameters and buffers in the model. In the layout of
-`thinwire.comm.Grid` the first replica's stage s is on rank s."""
+"""Names of the parameters and buffers of each stage in the model. In the layout of
+`thinwire.comm.Grid` the first replica's stage s is on rank s.
+"""
 
 _cuts: weakref.WeakKeyDictionary[nn.Module, Cut] = weakref.WeakKeyDictionary()
 
 
 def cut_of(model: nn.Module) -> Cut | None:
-    """The stages in which a model was trained last; None where it was trained whole."""
+    """Return the stages in which the model was last trained; None if it was trained whole."""
     return _cuts.get(model)
 
 
 def remember_cut(model: nn.Module, stages: list[nn.Module]) -> None:
-    """Say that from now on ranks have the current values of one stage each; or, with one stage,
-    of the whole model.
+    """Record that each rank now has the current values of one stage. One stage means the whole
+    model.
     """
     if len(stages) == 1:
         _cuts.pop(model, None)
@@ -406,13 +413,13 @@ def remember_cut(model: nn.Module, stages: list[nn.Module]) -> None:
 def holds_one_stage(
     cut: Cut | None, optimizer: torch.optim.Optimizer, names: dict[Parameter, str]
 ) -> bool:
-    """Whether an optimizer is one that a pipeline has left with the parameters of its stage."""
+    """Return True if a pipeline left the optimizer with the parameters of one stage."""
     held = {names.get(p, "") for group in optimizer.param_groups for p in group["params"]}
     return cut is not None and bool(held) and any(held <= stage for stage in cut)
 
 
 def gather_stages_(model: nn.Module, cut: Cut, group: Group) -> None:
-    """Give all ranks the values of each stage from the rank of the first replica that has it.
+    """Send the values of each stage to all ranks, from the rank of the first replica that has them.
 
     Raises:
         StrategyError: There are fewer ranks than stages now.

@@ -1,4 +1,4 @@
-"""What follows the forward pass of a mini-batch: backward pass, merge, exchange, update."""
+"""The microstep after the forward pass: backward pass, merge, exchange, update."""
 
 import contextlib
 import logging
@@ -31,26 +31,25 @@ _log = logging.getLogger("thinwire")
 
 
 class Microsteps:
-    """Makes the microsteps of an engine, one after its loss, and the update that some of them end
-    with.
+    """Runs the microsteps of an engine, each from its loss, and the updates at the end of some of
+    them.
 
-    In order: `minimize` runs the backward pass, in which the exchange may begin; `finish` takes the
-    gradients, and merges them or goes on to `update`, which exchanges and lets the optimizer make
-    its step.
+    `minimize` runs the backward pass, in which the exchange may begin. `finish` takes the gradients
+    and merges them, or calls `update`. `update` exchanges and steps the optimizer.
     """
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.step = 0
-        """Updates made by this rank; without local updates the same on all."""
+        """Updates made by this rank. Without local updates the same on all ranks."""
         self.dropped_before = 0
         """Dropped steps that the exchange does not count."""
         self.bytes_before = 0
         """Bytes sent in runs before this one."""
         self.tokens: int | None = None
-        """Of the microstep that is being made."""
+        """Tokens of the present microstep."""
         self.joining: Joining | None = None
-        """Inside `Engine.join`."""
+        """The votes inside `Engine.join`; None outside."""
         self.left = LeftGradients(parts.params)
         self.trained = _Trained(parts)
         self.pace = Pace(parts.planned if parts.group.rank == 0 else None)
@@ -58,7 +57,7 @@ class Microsteps:
 
     @property
     def merging(self) -> bool:
-        """Whether the microstep that is made is merged, and no update follows it."""
+        """True if the present microstep is merged, and no update follows it."""
         merge = self.parts.merge
         return merge is not None and merge.microsteps + 1 < self.parts.merge_steps
 
@@ -69,35 +68,37 @@ class Microsteps:
         return exchange.sync if isinstance(exchange, LocalSteps) else None
 
     def place(self) -> int:
-        """What ranks have in common: updates, or local steps, of which each rank drops or leaves
-        out its own.
+        """Return the position that ranks have in common: updates, or local steps with dropped and
+        skipped ones included.
         """
         return self.step if self.sync is None else self.sync.step
 
     @property
     def by_time(self) -> LocalUpdates | None:
-        """The local updates, where their rounds end by time and ranks make unequal steps."""
+        """The local updates if their rounds end by time and ranks make unequal numbers of steps;
+        else None.
+        """
         return self.sync if self.sync is not None and self.sync.config.by_time else None
 
     def bytes_sent(self) -> int:
-        """By this rank, in runs before this one too."""
+        """Bytes that this rank sent, earlier runs included."""
         parts = self.parts
         agreements = 0 if parts.scaler is None else parts.scaler.bytes_sent
         besides = parts.buffers.bytes_sent + agreements
         return self.bytes_before + int(parts.exchange.traffic()["bytes_sent"]) + besides
 
     def wait_s(self) -> float:
-        """Seconds for which this rank was blocked by others."""
+        """Seconds for which other ranks blocked this one."""
         parts = self.parts
         votes = (part.wait_s for part in (parts.buffers, parts.scaler) if part is not None)
         return float(parts.exchange.traffic()["wait_s"]) + sum(votes)
 
     def dropped_steps(self) -> int:
-        """Of this rank."""
+        """Dropped steps of this rank."""
         return self.dropped_before + self.parts.exchange.dropped_steps
 
     def idle_locally(self) -> None:
-        """What a rank without a batch does under local updates, while others have one."""
+        """Take part in local updates as a rank without a batch, while others have one."""
         if (uneven := self.by_time) is not None:
             uneven.end_round()
             self._settle_turn()
@@ -107,7 +108,9 @@ class Microsteps:
             self._add_or_update({}, 1.0, overflow=False)
 
     def idle(self) -> Verdict:
-        """Take part in the next update of ranks that have batches, with what is merged so far."""
+        """Take part in the next update as a rank without a batch, with the gradients merged so
+        far.
+        """
         parts, merge = self.parts, self.parts.merge
         self.trained.require_known()
         self.clear_grads()
@@ -128,7 +131,7 @@ class Microsteps:
 
     @contextlib.contextmanager
     def advised(self) -> Iterator[None]:
-        """Around what exchanges."""
+        """Add advice to errors of the exchanges in the block, and log long waits."""
         try:
             with long_waits_logged(f"step {self.step}", self.wait_s):
                 yield
@@ -147,18 +150,18 @@ class Microsteps:
             raise
 
     def clear_grads(self) -> None:
-        """As `zero_grad()` does."""
+        """Clear gradients, as `zero_grad()` does."""
         for param in self.parts.params.values():
             param.grad = None
-        # of frozen ones too, as zero_grad() does: the optimizer would go on updating from them
+        # also of frozen ones, as zero_grad() does: the optimizer would keep updating from them
         for each in _params_of(self.parts.optimizer):
             each.grad = None
 
     def minimize(self, loss: Tensor) -> None:
-        """One microstep, from a loss with one element.
+        """Run one microstep from a loss with one element.
 
         Raises:
-            ValueError: It depends on no parameter.
+            ValueError: The loss depends on no parameter.
         """
         if not loss.requires_grad:
             raise ValueError(
@@ -171,22 +174,23 @@ class Microsteps:
         self.left.remember()
 
     def _backward(self, scaled: Tensor, loss: Tensor) -> None:
-        """Backward pass, exchange and update; the exchange begins in the backward pass where an
-        update follows it.
+        """Run backward pass, exchange and update. If an update follows, the exchange begins in the
+        backward pass.
         """
         overlap = self.parts.overlap
         if overlap is None or self.merging or not self.parts.batches.all_have:
             scaled.backward()  # type: ignore[no-untyped-call]
             self.finish(loss)
             return
+        # `during` encloses the update too: the buckets launched in the backward pass arrive there
         with overlap.during(self.step, self._final):
             scaled.backward()  # type: ignore[no-untyped-call]
             overlap.complete()
             self.finish(loss)
 
     def _final(self, name: str, grad: Tensor | None) -> Tensor | None:
-        """The gradient of the coming update, of one parameter whose `grad` this is; new where it is
-        another.
+        """Return the gradient that one parameter contributes to the coming update. `grad` is its
+        `p.grad`; the result is new if it differs.
         """
         parts = self.parts
         factor = 1.0 if parts.scaler is None else parts.scaler.inverse_scale
@@ -195,9 +199,9 @@ class Microsteps:
         return grad if grad is None or factor == 1.0 else _wide(grad) * factor
 
     def finish(self, loss: Tensor | None) -> None:
-        """What one microstep does after its backward pass; `loss` may be unknown."""
+        """Finish one microstep after its backward pass. `loss` may be None."""
         parts = self.parts
-        # to torch's schedulers the optimizer has been called, whether this microstep updates,
+        # torch's schedulers must see a call of the optimizer, whether this microstep updates,
         # merges or is dropped
         for each in all_of(parts.optimizer):
             vars(each)["_opt_called"] = True
@@ -213,8 +217,8 @@ class Microsteps:
         )
 
     def _add_or_update(self, held: dict[str, Tensor], factor: float, *, overflow: bool) -> Verdict:
-        """What one microstep does with its gradients; those of a merge are kept until its update is
-        made.
+        """Merge the gradients of one microstep, or update from them. A merge keeps its gradients
+        until its update is made.
         """
         parts, merge = self.parts, self.parts.merge
         if merge is None:
@@ -233,10 +237,10 @@ class Microsteps:
     def update(
         self, grads: dict[str, Tensor], *, overflow: bool, complete: bool = False
     ) -> Verdict:
-        """One update from this rank's unscaled gradients, or none if they overflowed somewhere.
+        """Run one update from this rank's unscaled gradients; none if a rank has an overflow.
 
-        `complete`: what this rank lacks and another has counts as zero, as it does where ranks ran
-        out of batches.
+        `complete`: gradients that this rank lacks and another has count as zero, as on ranks
+        without batches.
         """
         parts, exchange = self.parts, self.parts.exchange
         if exchange.local:
@@ -247,6 +251,8 @@ class Microsteps:
             "overflow": overflow if scaler is not None and scaler.checks else None,
             "complete": complete or parts.find_unused or not parts.batches.mine,
         }
+        # a bucket sent before the last check may hold an overflow: the vote decides if it is sent
+        # again
         if overlap is not None and overlap.pending:
             how |= {"unusable": overlap.unusable(grads), "again": True}
         verdict = self._exchanged(grads, **how)
@@ -263,7 +269,7 @@ class Microsteps:
         return verdict
 
     def _update_here(self, grads: dict[str, Tensor], *, overflow: bool) -> None:
-        """A local step, or none; an overflow concerns those who share the loss scale."""
+        """Run a local step, or skip it for an overflow of the ranks that share the loss scale."""
         exchange, scaler = self.parts.exchange, self.parts.scaler
         if not grads:
             self.forget_merged()
@@ -272,7 +278,7 @@ class Microsteps:
             return
         if scaler is not None:
             overflow = scaler.checks and scaler.agree(overflow)
-            # first, since local updates may hand the new scale to the others in this step
+            # first, since local updates may send the new scale to other ranks in this step
             scaler.update(overflow)
         if overflow:
             _log.info("step %d was dropped for an overflow", self.step)
@@ -294,13 +300,13 @@ class Microsteps:
         self._departure = told or self._departure
 
     def warn(self) -> None:
-        """Of a run that left its plan, at the line that called the engine."""
+        """Warn of a run that left its plan, at the line that called the engine."""
         if self._departure is not None:
             told, self._departure = self._departure, None
             warnings.warn(told, UserWarning, stacklevel=3)
 
     def _exchanged(self, grads: dict[str, Tensor], **how: Any) -> Verdict:
-        """The update itself, and what it counts."""
+        """Run the exchange with its update, and count it."""
         exchange = self.parts.exchange
         try:
             verdict = exchange.update(self.step, grads, **how)
@@ -313,7 +319,7 @@ class Microsteps:
         return verdict
 
     def forget_merged(self) -> None:
-        """The update that merged microsteps were for is made, or dropped."""
+        """Clear the merge, after its update was made or dropped."""
         if self.parts.merge is not None:
             self.parts.merge.clear()
 
@@ -323,7 +329,7 @@ class Microsteps:
 
 
 class _Trained:
-    """The parameters that `prepare` found; no other may be updated without an exchange."""
+    """Parameters that `prepare` found. No other parameter may be updated without an exchange."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -334,7 +340,9 @@ class _Trained:
         }
 
     def require_known(self) -> None:
-        """No parameter may be updated that is not exchanged: ranks would part without a word."""
+        """Raise if a parameter would be updated that is not exchanged: ranks would diverge
+        silently.
+        """
         new = [
             p
             for p in _params_of(self._parts.optimizer)
@@ -379,8 +387,8 @@ def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 def _unscaled(
     params: Mapping[str, Parameter], grads: Mapping[str, Tensor], factor: float
 ) -> dict[str, Tensor]:
-    """Gradients times `factor`; narrow ones become float32, so that nothing underflows on
-    the way.
+    """Return the gradients times `factor`. Narrow gradients become float32, so that nothing
+    underflows.
     """
     if factor == 1.0:
         return dict(grads)

@@ -1,6 +1,4 @@
-"""The records of `prepare`: what it was given, what it plans, and what it puts together for an
-engine.
-"""
+"""Records of `prepare`: its arguments, its plan, and the parts of an engine."""
 
 import datetime
 from collections.abc import Callable
@@ -35,7 +33,7 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 @dataclass(slots=True, kw_only=True)
 class Setup:
-    """What `prepare` was given, and where this rank stands among the stages and replicas."""
+    """Arguments of `prepare`, and the position of this rank among stages and replicas."""
 
     strategy: Fields
     model: nn.Module
@@ -52,14 +50,14 @@ class Setup:
     group: Group = field(init=False)
     """All ranks."""
     grid: Grid | None = None
-    """None without a pipeline: one stage, and every rank is a replica."""
+    """The stages and replicas. None without a pipeline: one stage, and every rank is a replica."""
     sites: Sites | None = None
-    """None where every rank has a whole model."""
+    """The sites and shards; None if every rank has a whole model."""
     replicas: int = 0
 
     @property
     def part(self) -> int:
-        """Which stage of the pipeline, or which shard, this rank holds."""
+        """Index of this rank's pipeline stage or shard."""
         if self.sites is not None:
             return self.sites.shard
         return 0 if self.grid is None else self.grid.stage
@@ -72,7 +70,7 @@ class Setup:
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """What can be said before ranks agree; until then everything can be undone."""
+    """Built before ranks agree; rolled back if they do not."""
 
     stage: nn.Module
     optimizer: torch.optim.Optimizer
@@ -81,21 +79,21 @@ class Plan:
     scaler: LossScaler | None
     sync: LocalUpdates | None
     restore: Callable[[], None]
-    """Undoes what making it did to the given optimizer, in class and contents."""
+    """Restores the given optimizer, in class and contents."""
     names_of_stages: list[list[str]]
-    """What trains in each stage of a pipeline; empty without one."""
+    """Names of the trained parameters of each pipeline stage; empty without a pipeline."""
     digest_every: int
 
 
 @dataclass(slots=True, kw_only=True)
 class Parts:
-    """What `prepare` has put together for an engine."""
+    """Parts of an engine, as `prepare` put them together."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss_fn: LossFunction | None
     params: dict[str, Parameter]
-    """What this rank trains, by the name in the whole model."""
+    """Trained parameters of this rank, by the name in the whole model."""
     group: Group
     """All ranks."""
     exchange: Exchange
@@ -105,28 +103,28 @@ class Parts:
     merge_steps: int
     merge_avg: bool
     overlap: Overlap | None
-    """Begins the exchange during the backward pass; None where it comes after it."""
+    """Begins the exchange during the backward pass; None if the exchange follows it."""
     batches: Batches
-    """Which ranks still have one, where every update is exchanged."""
+    """Reports which ranks still have a batch, if every update is exchanged."""
     find_unused: bool
-    """Whether gradients that this rank lacks count as zero in every update."""
+    """True if gradients that this rank lacks count as zero in every update."""
     runner: PipelineRunner | None
     part: int
-    """Of the model that this rank holds: its stage of the pipeline, or its shard; else 0."""
+    """Index of this rank's pipeline stage or shard; else 0."""
     autocast: Callable[[], torch.autocast] | None
     handles: list[Any]
-    """Whose `remove` takes changes to the model off."""
+    """Handles whose `remove` undoes changes to the model."""
     planned: Planned | None
-    """What updates are compared with; local updates compare by themselves."""
+    """Plan to compare updates with; local updates compare by themselves."""
     settled_step: int
-    """The update from which on messages have their last length."""
+    """First update at which messages have their final length."""
     facts: dict[str, Any]
-    """What a checkpoint must have in common with the engine that loads it."""
+    """Facts that a checkpoint must share with the engine that loads it."""
 
     @property
     def savers(self) -> Group:
-        """Those who write one checkpoint: all ranks; of members, which come and go, each by
-        itself, which may be the ranks of a site.
+        """The ranks that write one checkpoint: all ranks; with members, each member alone or the
+        ranks of a site.
         """
         if self.group.stays:
             return self.group

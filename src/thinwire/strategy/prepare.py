@@ -1,6 +1,4 @@
-"""From a strategy, a model and an optimizer to an engine: every check comes before anything is
-changed.
-"""
+"""Makes an engine from a strategy, a model and an optimizer. All checks precede all changes."""
 
 import logging
 import time
@@ -88,7 +86,7 @@ _log = logging.getLogger("thinwire")
 
 @dataclass(frozen=True, slots=True)
 class _Undo:
-    """A handle made of a function that may be called twice."""
+    """Handle made of a function; `remove` may be called twice."""
 
     remove: Callable[[], None]
 
@@ -143,7 +141,7 @@ def _prepared(setup: Setup) -> Engine:
 
 
 def _take_place_(setup: Setup) -> None:
-    """Compare strategies, and make the groups of ranks; fills `setup`."""
+    """Compare strategies, and make the groups of ranks. Changes `setup`."""
     strategy, group, members = setup.strategy, setup.group, setup.members
     facts = {
         **strategy_facts(strategy),
@@ -170,14 +168,14 @@ def _take_place_(setup: Setup) -> None:
 
 
 def _copy_from_first(model: nn.Module, group: Group) -> None:
-    """Give all replicas the model of rank 0, or of the first site."""
+    """Copy the model of rank 0, or of the first site, to all replicas."""
     params = {f"parameter {name}": shard_of(p) for name, p in named_parameters(model)}
     buffers = {f"buffer {name}": b for name, b in named_buffers(model)}
     make_models_equal_(params, buffers, group)
 
 
 def _needs(plan: Plan) -> frozenset[Need]:
-    """The compiled loops that this training calls; local updates see to theirs."""
+    """Return the compiled loops that this training calls, without those of local updates."""
     needs = frozenset[Need]()
     for each in all_of(plan.optimizer):
         needs |= getattr(each, "needs", frozenset())
@@ -187,8 +185,8 @@ def _needs(plan: Plan) -> frozenset[Need]:
 
 
 def _agreed_plan(setup: Setup) -> Plan:
-    """The plan, or this rank's own error, or one that names the rank which has an error: on all
-    ranks at once.
+    """Return the plan, or raise on all ranks at once: this rank's own error, or one that names the
+    failing rank.
     """
     model, optimizer = setup.model, setup.optimizer
     alike = setup.strategy.local is None and setup.sites is None
@@ -327,7 +325,7 @@ def _planned_for(
 
 
 def _assembled(setup: Setup, plan: Plan, handles: list[Any]) -> Engine:
-    """Put the parts together; from here on the model is changed, by `handles`."""
+    """Put the parts together. Changes the model from here on, by `handles`."""
     strategy, model = setup.strategy, setup.model
     handles += [Hold(model, each) for each in all_of(plan.optimizer)]
     if strategy.recompute is not None:
@@ -358,7 +356,7 @@ def _assembled(setup: Setup, plan: Plan, handles: list[Any]) -> Engine:
         shards=None if sites is None else sites.shards,
     )
     handles.append(clip)
-    # an optimizer that was given a group of its own agrees with those ranks alone
+    # an optimizer that was given its own group agrees with these ranks only
     peers = setup.replica_group
     partly = False
     if isinstance(plan.optimizer, DGCMomentum):
@@ -371,7 +369,7 @@ def _assembled(setup: Setup, plan: Plan, handles: list[Any]) -> Engine:
     exchange = _exchange(strategy, plan, setup, clip, among)
     overlap = None
     alone = runner is not None or setup.replicas == 1 or partly or setup.find_unused_parameters
-    # the gradients of shards are there only once the model's own reduction is over
+    # gradients of shards exist only after the model's own reduction
     alone = alone or setup.sites is not None
     if not alone and isinstance(exchange, ExchangingStep | MeanThenStep):
         overlap = Overlap(
@@ -411,13 +409,13 @@ def _assembled(setup: Setup, plan: Plan, handles: list[Any]) -> Engine:
 
 
 def _peers(process_group: dist.ProcessGroup | None, setup: Setup) -> Group:
-    """The ranks that exchange with this one."""
+    """Return the ranks that exchange with this one."""
     return Group(process_group) if setup.members is None else setup.members.group
 
 
 def _scaler(setup: Setup) -> LossScaler | None:
-    """Who decides about an overflow: all ranks; under local updates the ranks of one replica of the
-    pipeline, or of one site.
+    """Return the loss scaler. All ranks decide on an overflow together; under local updates, the
+    ranks of one pipeline replica or site.
     """
     amp = setup.strategy.amp
     if amp is None or amp.loss_scale is None:
@@ -432,10 +430,10 @@ def _scaler(setup: Setup) -> LossScaler | None:
 
 
 def _exchange(strategy: Fields, plan: Plan, place: Setup, clip: Clipping, among: Among) -> Exchange:
-    """Which of the three ways this engine shares its updates."""
+    """Return the one of the three exchanges that this engine uses."""
     if plan.sync is not None:
         limit = _limit(strategy, plan, place)
-        # a loss scale has looked at the gradients; clipping waits for other stages and shards
+        # a loss scale has checked the gradients; clipping waits for other stages and shards
         finite = plan.scaler is None and place.grid is None and place.sites is None
         return LocalSteps(plan.optimizer, plan.params, plan.sync, clip, limit, checks=finite)
     identity = f"engine {next_identity()}"
@@ -455,7 +453,7 @@ def _exchange(strategy: Fields, plan: Plan, place: Setup, clip: Clipping, among:
         Group(place.replica_group) if sites is None else sites.job,
         params,
         compression,
-        # a loss scale has looked at the gradients, or was told not to
+        # a loss scale has checked the gradients, or was told not to
         check_finite=plan.scaler is None,
         sources=None if sites is None else Replicas(sites),
         among=among,
@@ -467,7 +465,7 @@ def _exchange(strategy: Fields, plan: Plan, place: Setup, clip: Clipping, among:
 
 
 def _limit(strategy: Fields, plan: Plan, place: Setup) -> Limit | None:
-    """The local clip that comes before what is compressed."""
+    """Return the local clip before compression."""
     if strategy.dgc is None or strategy.dgc.local_grad_clip_norm is None:
         return None
     gather = None if place.sites is None else place.sites.shards.gather_now
@@ -483,9 +481,7 @@ def _limit(strategy: Fields, plan: Plan, place: Setup) -> Limit | None:
 
 
 def _digest(plan: Plan) -> RollingDigest | None:
-    """Of the replicas of this rank's stage and of its optimizer; None where nothing is to be
-    compared.
-    """
+    """Return the digest of this rank's replicas and optimizer; None if nothing is compared."""
     if not plan.digest_every:
         return None
     params = {f"parameter {name}": p for name, p in named_parameters(plan.stage)}
@@ -500,7 +496,7 @@ def _digest(plan: Plan) -> RollingDigest | None:
 def _arithmetic(
     strategy: Fields, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, str]:
-    """What decides how replicas round, where all of them update alike."""
+    """Return the facts that determine the rounding of replicas, if all of them update alike."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     every = all_of(optimizer)
     layerwise = bool(strategy.lamb or strategy.lars)

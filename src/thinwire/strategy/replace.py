@@ -1,6 +1,4 @@
-"""Which optimizer really trains: the one that is given, or the one by which a strategy
-replaces it.
-"""
+"""Selects the optimizer that trains: the given one, or a replacement of the strategy."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -41,20 +39,20 @@ _SPEED = ("fused", "capturable")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted:
-    """What trains under a strategy."""
+    """Optimizer selected for a strategy, and its settings."""
 
     optimizer: torch.optim.Optimizer
-    """The given object, or a new one that it has to become: see `holding.become_`."""
+    """The given object, or a new one that the given object has to become: see `holding.become_`."""
     compressor: Compression | None
-    """What the gradients (under local updates: the changes) are compressed by before this optimizer
-    sees them; None
-    where nothing is, or where the optimizer does it."""
+    """Compressor of the gradients (under local updates: of the changes) before this optimizer sees
+    them. None if nothing is compressed, or if the optimizer compresses by itself.
+    """
     asked: tuple[Any, ...]
-    """The fields that replace an optimizer: what a new one has become by."""
+    """Fields that replace an optimizer, and so caused a new one."""
     notes: tuple[str, ...]
-    """What was taken over, and what was not, in words."""
+    """Notes in words on settings that were taken over, and on those that were not."""
     restore: Callable[[], None] = lambda: None
-    """Gives back to the given optimizer what it lost to other stages, if `prepare` cannot go on."""
+    """Restores the parameters of other stages to the given optimizer, if `prepare` fails."""
 
 
 def adopt_each(
@@ -64,8 +62,8 @@ def adopt_each(
     lamb: LAMB | None = None,
     **rest: Any,
 ) -> list[Adopted]:
-    """`adopt` of every optimizer of a model. Of several, LARS and LAMB replace those that they can,
-    and compression acts before all of them.
+    """Call `adopt` for every optimizer of a model. LARS and LAMB replace the optimizers that they
+    can; compression precedes all of them.
     """
     every = all_of(optimizer)
     if len(every) == 1:
@@ -102,29 +100,30 @@ def adopt(
     mesh: DeviceMesh | None = None,
     alone: bool = True,
 ) -> Adopted:
-    """The optimizer that trains under a strategy.
+    """Return the optimizer that trains under a strategy.
 
     A replacement has the rates, schedules (at the same update), groups, exclusions, order, clipping
     and regularizer of the given optimizer, and its state where that means the same: the momentum of
-    SGD for a `DGCMomentum`, the moments and steps of an Adam for `Lamb`. The velocity of
-    SGD does not contain the rate and that of `Lars` does, so that state is refused.
+    SGD for a `DGCMomentum`, the moments and steps of an Adam for `Lamb`. State of SGD is refused
+    for `Lars`, whose velocity contains the rate.
 
     Args:
-        optimizer: Any; changed only where it stays and `keep` leaves out some of its parameters.
-        compression: A `DGC` makes an SGD a `DGCMomentum`. All else compresses for the optimizer,
-            as `DGC` does under `lars`, `lamb` or local updates.
-        lars: Makes an SGD a `Lars`.
-        lamb: Makes an Adam, AdamW or LazyAdam a `Lamb`.
-        local: Whether ranks train on their own and average now and then.
-        names: Of all the model's parameters; the optimizer's own names, where it has them, go
-            first.
-        keep: Which parameters this process trains, under a pipeline; None for all.
+        optimizer: Any optimizer. Changed only if it stays and `keep` leaves out some of its
+            parameters.
+        compression: `DGC` turns an SGD into a `DGCMomentum`. Other configs compress before the
+            optimizer, as does `DGC` under `lars`, `lamb` or local updates.
+        lars: Turns an SGD into a `Lars`.
+        lamb: Turns an Adam, AdamW or LazyAdam into a `Lamb`.
+        local: True if ranks train independently and average at an interval.
+        names: Names of all parameters of the model. Names that the optimizer itself has take
+            precedence.
+        keep: Parameters that this process trains under a pipeline; None for all.
         process_group: The ranks that exchange; None for all.
-        mesh: Of sites and shards; None for whole models.
-        alone: Whether the model has no other optimizer.
+        mesh: Mesh of sites and shards; None for whole models.
+        alone: True if the model has no other optimizer.
 
     Returns:
-        What trains.
+        The optimizer that trains, with its notes.
 
     Raises:
         StrategyError: The strategy does not go with this optimizer; lists every reason, and nothing
@@ -154,7 +153,7 @@ def adopt(
     else:
         assert dgc is not None, "or it stays"
         replacement = as_dgc_momentum(optimizer, settings, dgc, process_group, mesh)
-    # a pattern may be about the parameters of another optimizer
+    # a pattern may match parameters of another optimizer
     known: dict[Tensor, str] = {p: name for p, name in names.items() if not alone}
     known |= {p: name or names[p] for group in settings.groups for name, p in group["params"]}
     problems = [
@@ -184,7 +183,7 @@ def _misfits(
     keep: Callable[[Tensor], bool] | None,
     alone: bool,
 ) -> Iterator[str]:
-    """Kinds of optimizers that do not go with the fields of a strategy."""
+    """Return the kinds of optimizers that do not go with the fields of a strategy."""
     kind = type(optimizer).__name__
     if lars is not None and lamb is not None:
         yield "lars and lamb both replace the optimizer: remove one"

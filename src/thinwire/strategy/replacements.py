@@ -1,5 +1,5 @@
-"""The three methods by which a strategy replaces an optimizer: what each takes over, what stands in
-its way, and the new one, with the same settings.
+"""The three methods by which a strategy replaces an optimizer: the settings taken over, the
+obstacles, and the new optimizer.
 """
 
 import inspect
@@ -45,32 +45,31 @@ _COMMON_KEYS = (
 
 @dataclass(slots=True, kw_only=True)
 class Replacement:
-    """How an optimizer becomes one of another method."""
+    """Conversion of an optimizer to another method."""
 
     kind: type[Any]
-    """A `CommonOptimizer`."""
+    """The new class, a `CommonOptimizer`."""
     arguments: dict[str, Any]
-    """Of the constructor, beside those that all have in common."""
+    """Arguments of the constructor, beside those that all optimizers have in common."""
     keys: Mapping[str, Callable[[Any], Any]]
-    """Own keys of a group that mean the same there, each with what makes it the kind of value that
-    ours take."""
+    """Keys of a group with the same meaning in the new class, each with a converter of its
+    value.
+    """
     unused: Mapping[str, Any]
-    """Keys that mean nothing there, with the value that asks for nothing."""
+    """Keys without meaning in the new class, with the value at which they have no effect."""
     state: Sequence[str]
-    """Keys of a parameter's state that mean the same there."""
+    """Keys of a parameter's state with the same meaning in the new class."""
     patterns: tuple[str, ...] = ()
-    """Names without decay, beside those that the optimizer excludes."""
+    """Patterns of names without decay, beside those that the optimizer excludes."""
     problems: list[str] = field(default_factory=list)
-    """What stands in the way."""
+    """Obstacles to the conversion."""
     notes: list[str] = field(default_factory=list)
-    """What is taken over, and what is not."""
+    """Notes on settings that are taken over, and on those that are not."""
 
 
 @dataclass(eq=False)
 class _Decided:
-    """A predicate that answers as decided before, and by the rules for parameters that come
-    later.
-    """
+    """A predicate that repeats earlier decisions, and applies the rules to later parameters."""
 
     answers: dict[Tensor, bool]
     rules: tuple[Exclusion, ...]
@@ -84,8 +83,8 @@ class _Decided:
 def decided_exclusion(
     settings: OptimizerSettings, patterns: tuple[str, ...], names: Mapping[Tensor, str]
 ) -> Exclusion:
-    """Who has no decay: whom the optimizer excludes, and whose name matches; decided for all stages
-    of a pipeline.
+    """Return the predicate for parameters without decay: those that the optimizer excludes, and
+    those whose name matches. Decided for all stages of a pipeline.
 
     Raises:
         ValueError: A pattern matches no name.
@@ -106,18 +105,18 @@ def rebuilt(
     names: Mapping[Tensor, str],
     keep: Callable[[Tensor], bool],
 ) -> CommonOptimizer:
-    """The optimizer of the other method, at the same update, with the state that means the same
-    there.
+    """Return the optimizer of the other method, at the same update, with the state of the same
+    meaning.
 
     Args:
-        replacement: What to make.
-        settings: What the given optimizer was settings; read only.
-        state: Of the given optimizer; tensors of the right type are shared, not copied.
-        names: Of all its parameters.
-        keep: Which parameters this process trains. Groups stay where they are, empty ones too.
+        replacement: The conversion to make.
+        settings: Settings of the given optimizer; read only.
+        state: State of the given optimizer; tensors of the right type are shared, not copied.
+        names: Names of all its parameters.
+        keep: Parameters that this process trains. Groups keep their order, empty ones too.
 
     Raises:
-        TypeError, ValueError: What the constructor refuses.
+        TypeError, ValueError: The constructor refuses a value.
     """
     groups: list[dict[str, Any]] = []
     for group in settings.groups:
@@ -158,9 +157,7 @@ def rebuilt(
 def _keep_labels_(
     new: CommonOptimizer, settings: OptimizerSettings, replacement: Replacement
 ) -> None:
-    """Changes the groups of `new`: keys of the user's own, which no optimizer reads, stay beside
-    the others.
-    """
+    """Copy the user's own keys, which no optimizer reads, to the groups of `new`. Changes `new`."""
     known = {*_COMMON_KEYS, "params", *replacement.keys, *replacement.unused}
     for group, before in zip(new.param_groups, settings.groups, strict=True):
         group.update(
@@ -169,7 +166,7 @@ def _keep_labels_(
 
 
 def _entries(param: Tensor, entries: Mapping[str, Any], replacement: Replacement) -> dict[str, Any]:
-    """The state of one parameter in the types that ours have."""
+    """Return the state of one parameter in the types of thinwire's optimizers."""
     new: dict[str, Any] = {}
     for key in replacement.state:
         value = entries.get(key)
@@ -207,7 +204,7 @@ def as_dgc_momentum(
     process_group: dist.ProcessGroup | None,
     mesh: DeviceMesh | None,
 ) -> Replacement:
-    """An SGD as `DGCMomentum`."""
+    """Return the conversion of an SGD to `DGCMomentum`."""
     arguments = {
         **_of_sgd(optimizer),
         "weight_decay": float(optimizer.defaults["weight_decay"]),
@@ -244,7 +241,7 @@ def as_dgc_momentum(
 def as_lars(
     optimizer: torch.optim.Optimizer, settings: OptimizerSettings, lars: LARS
 ) -> Replacement:
-    """An SGD as `Lars`."""
+    """Return the conversion of an SGD to `Lars`."""
     arguments = {
         **_of_sgd(optimizer),
         "trust_coefficient": lars.lars_coeff,
@@ -263,7 +260,7 @@ def as_lars(
 def as_lamb(
     optimizer: torch.optim.Optimizer, settings: OptimizerSettings, lamb: LAMB
 ) -> Replacement:
-    """An Adam as `Lamb`."""
+    """Return the conversion of an Adam to `Lamb`."""
     arguments = {
         "betas": _floats(optimizer.defaults["betas"]),
         "maximize": bool(optimizer.defaults["maximize"]),
@@ -316,9 +313,10 @@ def _decide_decay_(
     field: str,
     decay: float,
 ) -> None:
-    """Changes `replacement`: nothing may decay twice, and nobody's choice of decay may get lost.
+    """Set the decay of `replacement` so that nothing decays twice and every explicit choice is
+    kept. Changes `replacement`.
 
-    Groups that have the constructor's value, all of them, have said nothing.
+    If all groups have the constructor's value, no choice was made.
     """
     own = float(optimizer.defaults["weight_decay"])
     decays = [float(group["weight_decay"]) for group in settings.groups]

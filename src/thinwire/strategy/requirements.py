@@ -1,4 +1,4 @@
-"""What `prepare` refuses, each rank by itself, before anything is changed."""
+"""Checks of `prepare` that each rank makes by itself, before anything is changed."""
 
 import datetime
 
@@ -52,7 +52,7 @@ def require_mesh_works(strategy: Fields, mesh: DeviceMesh) -> None:
 def require_members_work(
     strategy: Fields, members: object, timeout: float | datetime.timedelta | None
 ) -> None:
-    """Refuse fields that do not go with ranks that come and go."""
+    """Refuse fields that do not go with ranks that join and leave."""
     check.instance("members", members, Members)
     if strategy.local is None:
         raise StrategyError(
@@ -75,7 +75,7 @@ def require_members_work(
 
 
 def check_kinds(model: object, optimizer: object, loss_fn: object, grad_clip: object) -> None:
-    """Refuse arguments of other kinds."""
+    """Refuse arguments of other types."""
     check.instance("model", model, nn.Module)
     assert isinstance(model, nn.Module)
     require_shapes(model)
@@ -99,7 +99,7 @@ def require_cut_works(
     names: dict[Parameter, str],
     setup: Setup,
 ) -> None:
-    """After an engine with a pipeline: refuse what cannot go on from what it has left."""
+    """Refuse to continue after an engine with a pipeline if this rank lacks current values."""
     if cut is None:
         return
     for name in ("mesh", "members"):

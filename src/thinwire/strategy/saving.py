@@ -1,5 +1,5 @@
-"""The state of an engine as one tree of plain values and tensors, and back; whose it is, and what
-becomes of it on other ranks.
+"""The state of an engine as one tree of plain values and tensors, and its restoration on the same
+or another number of ranks.
 """
 
 import logging
@@ -58,18 +58,17 @@ __all__ = [
 
 _log = logging.getLogger("thinwire")
 Restored = dict[str, Any]
-"""What an engine itself goes on with: counters, and what the user had given."""
+"""State of the engine itself: counters, and the user's `extra`."""
 
 _OF_MODULES = "module_state"
-"""The key of the extra state of modules, where there is any."""
+"""Key of the extra state of modules, if there is any."""
 _NON_PERSISTENT = "non_persistent_buffers"
-"""The key of the names of buffers with persistent=False, where there are any."""
+"""Key of the names of buffers with persistent=False, if there are any."""
 _FROZEN = "frozen"
-"""The key of the digests of parameters that were left out since they do not train, where some
-were."""
+"""Key of the digests of frozen parameters that were left out, if some were."""
 _MAY_LACK = {_OF_MODULES, _NON_PERSISTENT, _FROZEN}
 OF_USER = ("extra", _OF_MODULES)
-"""The keys of what is the user's, whose inside is not ours to understand."""
+"""Keys of the user's state, whose contents thinwire does not interpret."""
 OF_OTHER_RANKS: dict[str, Rule] = {
     "extra": "first",
     _OF_MODULES: "first",
@@ -84,21 +83,22 @@ OF_OTHER_RANKS: dict[str, Rule] = {
     "optimizer/state/*/step": "first",
     "optimizer/state/*/momentum_buffer": "mean_zero",
 }
-"""On another number of ranks, what is not simply the mean of those that have it: sums (absent ranks
-gave 0), counts."""
+"""Rules for another number of ranks, where the mean of the ranks that have a value is wrong: sums
+(absent ranks gave 0) and counts.
+"""
 SAME_EVERYWHERE = {kind for kind, rule in KEPT.items() if rule == "first"}
-"""What compression keeps that all ranks hold alike, and that is nothing pending."""
+"""Compression state that all ranks hold alike and that is not pending."""
 
 
 def saved(
     parts: Parts, counters: Mapping[str, int], extra: Any = None, *, frozen: bool = True
 ) -> dict[str, Any]:
-    """Everything that a later step depends on, copied where the engine would go on to change it;
-    without `frozen` only a digest of each parameter that does not train.
+    """Return everything that a later step depends on. Tensors that the engine changes are copied.
+    Without `frozen`, frozen parameters are replaced by digests.
 
     Raises:
-        TypeError: A scheduler's state, the extra state of a module, or something in `extra`, is
-            nothing that a file can hold; or the optimizer keeps row-sparse state.
+        TypeError: A file cannot hold the state of a scheduler, the extra state of a module, or a
+            value in `extra`. Or the optimizer keeps row-sparse state.
     """
     _require_dense_state(parts)
     of_modules = _copied(saved_modules(parts.model), sharded=True)
@@ -126,8 +126,8 @@ def saved(
 
 
 def state_dict(parts: Parts, counters: Mapping[str, int]) -> dict[str, Any]:
-    """What is `saved`, for `load`, with what it fits and whose it is; a checkpoint has both beside
-    it.
+    """Return the result of `saved` for `load`, with the facts that it fits and its rank. A
+    checkpoint stores both separately.
     """
     state = saved(parts, counters)
     origin = Origin(*place_in(), state["counters"]["step"], checksum_of(_of_ranks(state)))
@@ -135,7 +135,7 @@ def state_dict(parts: Parts, counters: Mapping[str, int]) -> dict[str, Any]:
 
 
 def load(state: Mapping[str, Any], parts: Parts) -> Restored:
-    """Put everything back and return what the engine goes on with; where that fails, nothing has
+    """Restore everything and return the state of the engine itself. If that fails, nothing has
     changed.
     """
     check.instance("state", state, Mapping, advice="pass what engine.state_dict() returned")
@@ -151,7 +151,7 @@ def load(state: Mapping[str, Any], parts: Parts) -> Restored:
         )
     rest = {key: value for key, value in state.items() if key not in ("facts", ORIGIN)}
     origin = Origin.read(state.get(ORIGIN))
-    # an optimizer goes on in the very tensors that it is given, and a state may be loaded again
+    # an optimizer uses the tensors of the state in place, and a state may be loaded again
     own = {k: _copied(v, sharded=True) if k == "optimizer" else v for k, v in rest.items()}
     restored = load_all(
         own,
@@ -167,7 +167,7 @@ def load(state: Mapping[str, Any], parts: Parts) -> Restored:
 
 
 def _of_ranks(state: Mapping[str, Any]) -> list[Any]:
-    """The parts of a state that differ from rank to rank."""
+    """Return the parts of a state that differ between ranks."""
     return [state["optimizer"]["state"], state["exchange"], state["merge"]]
 
 
@@ -179,15 +179,15 @@ def load_all(
     keep: Collection[str],
     agreed: Callable[[Exception | None, frozenset[str]], frozenset[str]],
 ) -> Restored:
-    """`load`, with what several ranks need.
+    """Run `load` with the agreement of several ranks.
 
     Args:
-        state: What `saved` gave.
-        parts: Of the engine; changed as a whole or not at all.
-        keep: Keys of the optimizer's groups whose values here stay in force.
-        agreed: Called before parameters change with this rank's error, or None, and the buffers
-            that it has to leave; raises where any rank has an error, else gives those that any
-            rank has to leave.
+        state: The result of `saved`.
+        parts: Parts of the engine; all changed, or none.
+        keep: Keys of the optimizer's groups that keep their present values.
+        agreed: Called before parameters change, with this rank's error or None, and the buffers
+            that it must not load. Raises if any rank has an error. Else returns the buffers that
+            any rank must not load.
     """
     left: frozenset[str] = frozenset()
     of_modules = state.get(_OF_MODULES, {})
@@ -221,7 +221,7 @@ def load_all(
         undo.pop_all()
     take_values_(state, parts, left)
     parts.exchange.buffers_loaded()
-    # those that a merge has changed on each rank are made equal by its update
+    # buffers that a merge has changed on each rank are made equal by its update
     merging = parts.merge is not None and parts.merge.microsteps != 0
     parts.buffers.forget(equal=not merging, alike=not left)
     set_random_state(state["random"])
@@ -230,8 +230,8 @@ def load_all(
 
 
 def _checked(state: Mapping[str, Any], parts: Parts) -> tuple[dict[str, int], frozenset[str]]:
-    """The counters, once it is clear that the state is one of such an engine; and the buffers that
-    are `_left`.
+    """Return the counters and the buffers that are `_left`, after checking that the state fits such
+    an engine.
     """
     wanted = {"counters", "parameters", "buffers", "optimizer", "optimizer_names", "schedulers"}
     wanted |= {"exchange", "loss_scale", "merge", "random", "extra"}
@@ -260,8 +260,8 @@ def _checked(state: Mapping[str, Any], parts: Parts) -> tuple[dict[str, int], fr
 
 
 def require_shapes(state: Mapping[str, Any], parts: Parts, advice: str) -> frozenset[str]:
-    """Refuse other parameters and buffers than those here, but for the buffers that are `_left`,
-    which it returns.
+    """Raise unless parameters and buffers have the same names and shapes. Return the buffers that
+    are `_left`.
     """
     params = _parameters(parts)
     out = _require_frozen(state.get(_FROZEN), params, parts.part)
@@ -277,7 +277,9 @@ def require_shapes(state: Mapping[str, Any], parts: Parts, advice: str) -> froze
 
 
 def _digests(params: Mapping[str, Tensor], part: int) -> dict[str, Any]:
-    """Of parameters that are left out, with the part of the model that they are of."""
+    """Return digests of parameters that are left out, with the part of the model that they belong
+    to.
+    """
     digests = {name: [list(p.shape), checksum_of(p)] for name, p in params.items()}
     return {"part": part, "digests": digests}
 
@@ -285,8 +287,8 @@ def _digests(params: Mapping[str, Tensor], part: int) -> dict[str, Any]:
 def _require_frozen(
     told: Mapping[str, Any] | None, params: Mapping[str, Tensor], part: int
 ) -> frozenset[str]:
-    """The parameters that a state leaves out, which must be here as they were: of other shards
-    than here only the names are known.
+    """Raise unless parameters that a state leaves out are unchanged here. For other shards only the
+    names are compared.
     """
     digests = {} if told is None else told["digests"]
     for name, (shape, checksum) in digests.items():
@@ -306,10 +308,10 @@ def _require_frozen(
 
 
 def _left(state: Mapping[str, Any], parts: Parts) -> frozenset[str]:
-    """The buffers with persistent=False that are only here, or only in the state, or of another
-    shape there: torch's `state_dict` would not have them, so a load leaves them as they are.
+    """Return the buffers with persistent=False that exist on one side only, or have another shape.
+    A load does not change them, as torch's `state_dict` does not have them.
 
-    Of a buffer that is here the model says whether it is persistent, of another one the state.
+    The model knows which of its buffers are persistent; for other buffers the state does.
     """
     theirs, ours = state["buffers"], _buffers(parts)
     elsewhere = set(state.get(_NON_PERSISTENT, ())) - ours.keys()
@@ -324,8 +326,8 @@ def _left(state: Mapping[str, Any], parts: Parts) -> frozenset[str]:
 def _without(
     left: frozenset[str], exchange: Mapping[str, Any], here: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """The state of an exchange, in which the buffers that are left have the values of here: local
-    updates keep buffers between averagings, and of one on its way.
+    """Return the state of an exchange with the present values of buffers that are left. Local
+    updates keep buffers between averagings and of a pending averaging.
     """
     fitted = dict(exchange)
     if not left:
@@ -346,7 +348,9 @@ def _without(
 
 
 def take_values_(state: Mapping[str, Any], parts: Parts, left: frozenset[str]) -> None:
-    """Changes parameters and buffers to those of a state, but for the buffers that are `left`."""
+    """Set parameters and buffers to those of a state, except buffers that are `left`. Changes the
+    model.
+    """
     for kind, places in (("parameters", _parameters(parts)), ("buffers", _buffers(parts))):
         for name, place in places.items():
             if name in state[kind] and name not in (left if kind == "buffers" else ()):
@@ -388,7 +392,7 @@ def _load_optimizer(state: Mapping[str, Any], parts: Parts, keep: Collection[str
 def _put_back_types(
     optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any], owners: Mapping[Any, Tensor]
 ) -> None:
-    """Undo the cast to the parameter's type that torch makes of all floating-point state."""
+    """Undo torch's cast of all floating-point state to the parameter's type."""
     for key, owner in owners.items():
         here = optimizer.state.get(owner, {})
         for name, value in saved.get(key, {}).items():
@@ -398,7 +402,9 @@ def _put_back_types(
 
 
 def _as_sharded(entries: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-    """The state of one parameter; what lies like its shard becomes sharded as it is."""
+    """Return the state of one parameter; tensors laid out like its shard become sharded as it
+    is.
+    """
     shape = shard_of(param).shape
     return {
         key: sharded_like(value, param)
@@ -436,13 +442,13 @@ def _tell_of_users(found: Matched, missing: list[str], unsaved: list[str]) -> No
 
 
 def compared(facts: Mapping[str, Any], parts: Parts) -> tuple[list[Change], list[str]]:
-    """How a state's facts differ from the engine's: settings, and what stands in the way."""
+    """Compare a state's facts with the engine's. Return changed settings and obstacles."""
     changes = changes_of(facts.get("strategy", {}), parts.facts["strategy"])
     return changes, misfits(facts, parts.facts, changes)
 
 
 def tell_of_changes(what: str, changes: list[Change]) -> None:
-    """Log with which other settings a state, or a checkpoint, goes on."""
+    """Log the settings that differ from those of a state or checkpoint."""
     if changes:
         told = ", ".join(
             f"{change.name} was {change.before} and is {change.now}" for change in changes
@@ -461,8 +467,8 @@ def _buffers(parts: Parts) -> dict[str, Tensor]:
 
 
 def _names(parts: Parts) -> list[list[str]] | None:
-    """The names in the model of the optimizer's parameters, by group; None where one of them has
-    none.
+    """Return the names of the optimizer's parameters in the model, by group; None if one of them
+    has none.
     """
     names: dict[Tensor, str] = {p: name for name, p in named_parameters(parts.model)}
     groups: Sequence[Any] = [group["params"] for group in parts.optimizer.param_groups]
@@ -484,8 +490,8 @@ def _require_dense_state(parts: Parts) -> None:
 
 
 def _copied(tree: Any, *, sharded: bool = False) -> Any:
-    """The same tree, its tensors detached and cloned; of a sharded one this rank's part, unless
-    they may stay `sharded`.
+    """Return the same tree with tensors detached and cloned. Of a sharded tensor this rank's part,
+    unless `sharded` keeps it.
     """
     if isinstance(tree, Tensor):
         return (tree if sharded else shard_of(tree)).detach().clone()

@@ -1,5 +1,5 @@
-"""What a user has beside the engine, as a part of its state: what is given as `extra`, extra states
-of torch's modules, and the schedulers that drive the optimizer.
+"""State of the user beside the engine: `extra`, extra states of torch's modules, and schedulers
+that drive the optimizer.
 """
 
 import contextlib
@@ -32,17 +32,17 @@ __all__ = [
 
 
 def plain(value: Any, path: str = "extra", *, objects: bool = True) -> Any:
-    """The same tree with the `state_dict()` of whatever has one in its place.
+    """Return the same tree with `state_dict()` in place of each object that has one.
 
     Args:
         value: Nested dicts, lists and tuples of None, bool, int, float, str, bytes, tensors,
             NumPy's bool, int and float, which become Python's, and objects with a `state_dict`.
             Read only.
-        path: Where it stands, for errors.
-        objects: Whether the latter may be in it.
+        path: Position in the tree, for errors.
+        objects: True if such objects are allowed.
 
     Raises:
-        TypeError: Something else is in it; names its place and what to do.
+        TypeError: The tree holds another type; names its path and the remedy.
     """
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         number = value.item()
@@ -81,25 +81,25 @@ def _key(key: object, path: str) -> int | str:
 
 
 def saved_modules(model: nn.Module) -> dict[str, Any]:
-    """The extra state of each module that has both methods, under its key in the model's
+    """Return the extra state of each module that has both methods, under its key in the model's
     `state_dict`.
 
     Raises:
-        TypeError: One holds what a file cannot; names the module.
+        TypeError: A state cannot be saved in a file; names the module.
     """
     return {key: _state_of_module(key, module) for key, module in _modules(model).items()}
 
 
 def unmatched_modules(model: nn.Module, states: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The keys of states without a module here, and those of modules without a state."""
+    """Return the keys of states without a module here, and those of modules without a state."""
     here = _modules(model)
     return [key for key in states if key not in here], [key for key in here if key not in states]
 
 
 def restore_modules_(model: nn.Module, states: Mapping[str, Any], undo: ExitStack) -> None:
-    """Let modules go on with their states; `undo` gets what undoes it.
+    """Restore the extra states of modules. `undo` gets the functions that undo it.
 
-    Tensors go to the device of those that the module has there now.
+    Tensors go to the device of the module's present state.
 
     Raises:
         ValueError: A module does not take its state.
@@ -160,25 +160,27 @@ def _placed(value: Any, like: Any) -> Any:
 
 
 class Matched(NamedTuple):
-    """Which of the schedulers here goes on with which of the states that were saved."""
+    """Assignment of saved states to the schedulers here."""
 
     pairs: list[tuple[LRScheduler, Mapping[str, Any]]]
     unsaved: list[str]
-    """Kinds of schedulers here for which there is no state."""
+    """Kinds of schedulers here that have no saved state."""
     missing: list[str]
-    """Kinds of states for which there is no scheduler here, those aside that their owner keeps in
-    `extra`."""
+    """Kinds of saved states that have no scheduler here, without those whose owner saves them in
+    `extra`.
+    """
 
 
 def saved_schedulers(optimizer: torch.optim.Optimizer, extra: Any = None) -> list[dict[str, Any]]:
-    """The states of the living schedulers of `optimizer`, those inside others left to these.
+    """Return the states of the living schedulers of `optimizer`. Schedulers inside others are left
+    to these.
 
     Args:
         optimizer: Read only.
-        extra: What the user saves beside: a scheduler that is in it may be restored by hand.
+        extra: The user's `extra`. A scheduler in it may be restored by hand.
 
     Raises:
-        TypeError: A state is nothing that a file can hold; names the scheduler.
+        TypeError: A state cannot be saved in a file; names the scheduler.
     """
     kept = set(map(id, _objects(extra)))
     return [
@@ -191,7 +193,9 @@ def saved_schedulers(optimizer: torch.optim.Optimizer, extra: Any = None) -> lis
 def matched_schedulers(
     states: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer
 ) -> Matched:
-    """Find the scheduler of every state: by kind, and among several of a kind by their settings."""
+    """Find the scheduler of every state: by kind, and among several of one kind by their
+    settings.
+    """
     every = [_outermost(each) for each in all_of(optimizer)]
     owners = {id(one): of for of, those in enumerate(every) for one in those}
     here, pairs, missing = [one for those in every for one in those], [], []
@@ -210,7 +214,7 @@ def matched_schedulers(
 def restore_schedulers_(
     pairs: Iterable[tuple[LRScheduler, Mapping[str, Any]]], undo: ExitStack
 ) -> None:
-    """Let schedulers go on with their states; `undo` gets what undoes it."""
+    """Restore schedulers. `undo` gets the functions that undo it."""
     for scheduler, state in pairs:
         before = [(one, dict(vars(one))) for one in (scheduler, *_inside(scheduler))]
         for one, attributes in before:
@@ -222,7 +226,7 @@ def restore_schedulers_(
 
 
 def _keep_kinds(scheduler: LRScheduler, before: Mapping[str, Any]) -> None:
-    """Files know no Counter, which a scheduler may count its milestones with."""
+    """Restore Counters, in which a scheduler may keep its milestones; a file has none."""
     for key, value in vars(scheduler).items():
         if isinstance(before.get(key), Counter) and not isinstance(value, Counter):
             vars(scheduler)[key] = Counter(value)
@@ -231,14 +235,14 @@ def _keep_kinds(scheduler: LRScheduler, before: Mapping[str, Any]) -> None:
 def _outermost(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
     found = schedulers_of(optimizer)
     inner = {id(one) for scheduler in found for one in _inside(scheduler)}
-    # torch keeps no list of them, so that their order means nothing
+    # torch keeps no list of schedulers, so that their order means nothing
     return sorted(
         (one for one in found if id(one) not in inner), key=lambda one: type(one).__name__
     )
 
 
 def _inside(scheduler: LRScheduler) -> list[LRScheduler]:
-    """Those that a sequence or a chain of schedulers holds, at every depth."""
+    """Return the schedulers inside a sequence or a chain of schedulers, at every depth."""
     parts = [one for one in getattr(scheduler, "_schedulers", ()) if isinstance(one, LRScheduler)]
     return [*parts, *(deeper for part in parts for deeper in _inside(part))]
 
@@ -255,7 +259,7 @@ def _state(scheduler: LRScheduler) -> Any:
 
 
 def _likeness(state: Mapping[str, Any], scheduler: LRScheduler) -> int:
-    """How many settings are the same."""
+    """Return the number of equal settings."""
     now = scheduler.state_dict()
     return sum(key in now and _equal(value, now[key]) for key, value in state.items())
 
@@ -267,7 +271,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _objects(extra: Any) -> list[Any]:
-    """Whatever is in the tree and is no container."""
+    """Return the leaves of the tree."""
     if isinstance(extra, Mapping):
         return [leaf for value in extra.values() for leaf in _objects(value)]
     if isinstance(extra, list | tuple):
@@ -276,10 +280,10 @@ def _objects(extra: Any) -> list[Any]:
 
 
 def schedulers_of(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
-    """The living schedulers of torch that drive `optimizer`, in no certain order.
+    """Return the living schedulers of torch that drive `optimizer`, in no certain order.
 
-    torch keeps no list of them, and not all leave a mark: they are found by what refers to the
-    optimizer.
+    torch keeps no list of them, and not all leave a mark. They are found among the objects that
+    refer to the optimizer.
     """
     if not _living(optimizer):
         return []
@@ -289,8 +293,7 @@ def schedulers_of(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
 
 def _living(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
     holders = gc.get_referrers(optimizer)
-    # an object that was asked for its attributes keeps them in a dictionary, which then is the
-    # holder
+    # an object whose attributes were read keeps them in a dictionary, which is the referrer then
     holders += gc.get_referrers(*(holder for holder in holders if type(holder) is dict))
     # type() and not isinstance, which would ask proxies of others for their class
     found = {id(holder): holder for holder in holders if issubclass(type(holder), LRScheduler)}

@@ -1,4 +1,4 @@
-"""Parameters and buffers from files of others: safetensors, and what torch pickles."""
+"""Reads parameters and buffers from foreign files: safetensors, and torch's pickles."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -30,20 +30,20 @@ from thinwire.strategy.parts import Parts
 __all__ = ["load_whole_model"]
 
 _PREFIXES = ("", "model.")
-"""Before the names of a model in a checkpoint of torch, which joins the keys of nested dicts."""
+"""Prefixes of a model's names in a checkpoint of torch, which joins the keys of nested dicts."""
 _Places = Mapping[str, Tensor]
 
 
 @torch.no_grad()
 def load_whole_model(path: Path, parts: Parts) -> Path:
-    """Take parameters and buffers over, each rank its own part; see `Engine.load_parameters`.
+    """Load parameters and buffers, each rank its own part; see `Engine.load_parameters`.
 
-    Communication: an agreement. Nothing has changed on any rank where one of them cannot read it.
+    Communication: an agreement. If a rank cannot read the file, nothing has changed on any rank.
     """
     model = parts.model
     reshard_(model)
     known = set(parts.facts["state_dict"])
-    # a buffer that is not persistent is in no such file
+    # such a file has no buffer that is not persistent
     kept = set(parts.facts["state_dict"].values())
     places = dict(named_parameters(model)) | dict(named_buffers(model))
     places = {name: place for name, place in places.items() if name in kept}
@@ -93,7 +93,7 @@ def _from_safetensors(path: Path, places: _Places, known: set[str], part: int) -
 
 
 def _require_elsewhere(folder: Path) -> None:
-    """Raise `CheckpointError` where `engine.save` writes: what lies there must not run code."""
+    """Raise `CheckpointError` if `engine.save` writes here: such a folder must never run code."""
     if (folder / MANIFEST).exists() or any(map(Path.is_dir, folder.glob("step_*"))):
         raise CheckpointError(
             f"{folder} has checkpoints of engine.save, and nothing beside them is unpickled: leave "
@@ -136,13 +136,15 @@ def _from_folder(path: Path, places: _Places, known: set[str], part: int) -> dic
 
 
 def _by_plain_name(keys: Iterable[str]) -> dict[str, str]:
-    """The keys of a file, which may be of a compiled model, by the names without."""
+    """Return the keys of a file by their plain names; a compiled model adds a prefix to its
+    keys.
+    """
     given = list(keys)
     return dict(zip(plain_names(given), given, strict=True))
 
 
 def _rows(place: Tensor, part: int) -> range | None:
-    """Which rows of a tensor lie here; None where all of them do."""
+    """Return the rows of a tensor that this rank holds; None for all of them."""
     if not is_sharded(place):
         return None
     return rows_of(place.shape, place.device_mesh.size(), part)  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""YAML without its traps: plain values, with the line on which each of them stands.
+"""Reads YAML strictly: plain values, with the line of each of them.
 
 The scalars are those of YAML 1.2's core schema in decimal: `1e-3` is a number, `on` and `off` are
-words. A key given twice, an alias, a key without a value are errors, because each of them means
-something else than it seems to say.
+words. A duplicate key, an alias and a key without a value are errors, because their meaning in YAML
+is easily mistaken.
 """
 
 import re
@@ -24,12 +24,12 @@ _STR = f"{_TAG}str"
 
 
 class _Loader(yaml.SafeLoader):
-    # (PyYAML's own way to begin without those of YAML 1.1)
+    # (PyYAML's own way to drop the rules of YAML 1.1)
     yaml_implicit_resolvers = {}  # noqa: RUF012
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            # the stubs leave it out
+            # the type stubs lack it
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.composer.ComposerError(
                 None, None, "aliases (*name) are not offered: write the value out", mark
@@ -62,7 +62,7 @@ for _name, _pattern, _first in (
 
 
 def read_file(path: Path) -> tuple[Any, dict[str, int]]:
-    """Read a strategy: its value, and the line (from 1) of every dotted path in it.
+    """Read a strategy. Return its value, and the line (from 1) of every dotted path in it.
 
     Raises:
         StrategyError: Not UTF-8, not YAML, empty, longer than any strategy, or one of the traps;
@@ -85,7 +85,7 @@ def read_file(path: Path) -> tuple[Any, dict[str, int]]:
 
 
 def _read(text: str) -> tuple[Any, dict[str, int]]:
-    """What `read_file` gives; errors begin with the line and a colon."""
+    """Return the result of `read_file` from the text. Errors begin with the line and a colon."""
     lines: dict[str, int] = {}
     try:
         loader = _Loader(text)
@@ -109,7 +109,7 @@ def _value(loader: _Loader, node: yaml.Node, path: str, lines: dict[str, int]) -
     line = node.start_mark.line + 1
     lines.setdefault(path, line)
     is_scalar = isinstance(node, yaml.ScalarNode)
-    # the tag that the value has without one
+    # the tag that the value has by itself
     natural = loader.resolve(type(node), node.value, (True, False))  # type: ignore[no-untyped-call]
     misfit = StrategyError(
         f"{line}: {path} has the tag {shown(node.tag)}, which does not fit "
