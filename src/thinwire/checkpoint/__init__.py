@@ -1,5 +1,5 @@
 """Checkpoints that survive a kill at any point and a change of ranks. `strategy` and `integrations`
-import it.
+import this package.
 """
 
 from thinwire.checkpoint.combine import combine

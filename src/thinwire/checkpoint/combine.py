@@ -1,6 +1,6 @@
-"""One state from those of several ranks, when another number of ranks goes on.
+"""Combines the states of several ranks into one, for another number of ranks.
 
-Every new rank gets the same: the mean of what the old ranks had. What is pending on single ranks
+Every new rank gets the same state: the mean over the old ranks. Pending state of single ranks
 (residuals, merged gradients, changes since the last averaging) enters training through a mean over
 ranks, so its effect is kept exactly.
 
@@ -16,11 +16,10 @@ counts):
   tuple. The default of ints, bools, str, bytes and other tensors.
 - `min`, `max`, `sum`: element by element, of ints too; of bools `min` is all and `max` is any.
 
-None beside something is as absent as a missing key. Dicts are joined, keys in order of their first
-appearance. Lists and tuples are joined entry by entry where they are equally long, and taken from
-the first rank where not. The state of `random_state()` is no matter of rules: new rank r goes on
-with the one of old rank r, and a rank beyond the old ones starts streams of its own, derived from
-that of old rank r mod their number.
+None counts as absent if another rank has a value. Dicts are joined, keys in order of their first
+appearance. Lists and tuples of equal length are joined entry by entry; others are taken from the
+first rank. No rule applies to the state of `random_state()`: new rank r takes that of old rank r. A
+rank beyond the old ones starts new streams, derived from those of old rank r mod their number.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,21 +51,24 @@ def combine(
     rank: int = 0,
     read: Read = lambda leaf: leaf,
 ) -> Any:
-    """The state with which a rank goes on where `states` were saved by another number of ranks.
+    """Return the state with which a rank resumes `states` that another number of ranks saved.
+
+    Example:
+        >>> combine([{"w": 1.0, "step": 3}, {"w": 3.0, "step": 3}], rank=0)
+        {'w': 2.0, 'step': 3}
 
     Args:
-        states: Of the old ranks, in their order; trees as `save` takes them. Read only.
-        rules: Glob patterns over paths, and what happens to the values there; see the top of this
-            module.
+        states: States of the old ranks, in their order; trees as `save` takes them. Read only.
+        rules: Rule by glob pattern over paths; see the top of this module.
         rank: The new rank, for its random-number state.
-        read: Gives the tensor for a leaf that stands for one, so that not all of them are in memory
-            at once.
+        read: Returns the tensor for a leaf that stands for one, so that not all tensors are in
+            memory at once.
 
     Returns:
         A tree with tensors on the CPU; the same for every rank but for random-number states.
 
     Raises:
-        ValueError: Unknown rule.
+        ValueError: A rule is unknown.
         CheckpointError: Values at one path do not fit together: shapes, dtypes or kinds differ;
             names the path.
     """
@@ -74,7 +76,9 @@ def combine(
 
 
 def require_rules(rules: Mapping[str, Rule] | None) -> Mapping[str, Rule]:
-    """The rules, an empty mapping for None, or an error of `combine`."""
+    """Return the rules, an empty mapping for None; raise an error of `combine` if one is
+    unknown.
+    """
     if rules is None:
         return {}
     instance("rules", rules, Mapping, advice="of glob patterns to rules")
@@ -88,7 +92,7 @@ class _Combiner:
         self.rules, self.rank, self.read = rules, rank, read
 
     def node(self, path: str, nodes: list[Any]) -> Any:
-        """`nodes` has an entry for every old rank, None where it has nothing."""
+        """Combine one node. `nodes` has an entry for every old rank, None if it has no value."""
         present = [node for node in nodes if node is not None]
         first = present[0] if present else None
         if first is None or self._rule(path) == "first":
@@ -149,7 +153,7 @@ class _Combiner:
         first = self.read(leaves[0])
         total, equal = first.to(_wide(first.dtype), copy=True), zeros == 0
         for leaf in leaves[1:]:
-            # ranks that have the same bytes refer to the same tensor of a file
+            # ranks with the same bytes refer to the same tensor of a file
             other = first if isinstance(leaf, TensorRef) and leaf == leaves[0] else self.read(leaf)
             equal = equal and torch.equal(bytes_of(first), bytes_of(other))
             total += other.to(total.dtype)
@@ -190,7 +194,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _has_mean(dtype: torch.dtype) -> bool:
-    """Whether it stands for numbers by itself, as scales and packed pairs do not."""
+    """Return True if the tensor stands for numbers by itself. Scales and packed pairs do not."""
     return (dtype.is_floating_point or dtype.is_complex) and dtype not in _ONLY_STORAGE
 
 

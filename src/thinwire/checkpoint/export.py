@@ -1,4 +1,6 @@
-"""The whole model of a checkpoint as one safetensors file, without ranks and without the model."""
+"""Writes the whole model of a checkpoint as one safetensors file, without ranks and without the
+model.
+"""
 
 import json
 import warnings
@@ -27,7 +29,13 @@ _KINDS = ("parameters", "buffers")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """What `export` has written."""
+    """Result of `export`.
+
+    Example::
+
+        exported = export("checkpoints", "model.safetensors")
+        print(exported.step, exported.tensors, exported.size_bytes)
+    """
 
     file: Path
     """The safetensors file."""
@@ -42,49 +50,52 @@ class Exported:
     size_bytes: int
     """Size of the file."""
     tied: dict[str, str]
-    """Names that stand for the tensor of another name, which is in the file under both."""
+    """Names of tied tensors. The file has each tensor under all of its names."""
     averaged: tuple[str, ...]
-    """Names of which the ranks held different values; the file has their mean."""
+    """Names of tensors whose values differed between ranks; the file has their mean."""
     left_out: tuple[str, ...]
     """Keys of the model's `state_dict` that are neither parameter nor buffer, such as the extra
-    state of modules, which such a file cannot hold."""
+    state of modules. Such a file cannot hold them.
+    """
 
 
 def export(
     folder: str | PathLike[str], file: str | PathLike[str], *, force: bool = False
 ) -> Exported:
-    """Write the model of a checkpoint of `engine.save` as one file that needs no thinwire:
-    `model.load_state_dict(safetensors.torch.load_file(file))`.
+    """Write the model of a checkpoint of `engine.save` as one file that needs no thinwire.
 
-    The names are those of `model.state_dict()`, buffers included; a pipeline's stages and
-    the shards of a site come together. Tied weights are written under each of their names, although
-    that takes their bytes once more: so the file has every key that a strict `load_state_dict`
-    wants; the file's metadata names them ("tied"). Of parameters on which ranks differ, as they do
-    between two averagings of local updates, the file has the mean, which is what `engine.load`
-    gives another number of ranks.
+    The names are those of `model.state_dict()`, buffers included; stages of a pipeline and shards
+    of a site are joined. Tied weights are written under each of their names, so that the file
+    has every key of a strict `load_state_dict`. The file's metadata lists them ("tied"). If ranks
+    have different values, as between two averagings of local updates, the file has their mean, as
+    `engine.load` gives another number of ranks.
 
     Needs no process group. Every byte that is read is verified; the whole model is held in memory.
 
+    Example::
+
+        export("checkpoints", "model.safetensors")
+        model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
+
     Args:
-        folder: Of one checkpoint, or what `engine.save` was given: then the newest whole one
-            counts.
+        folder: Folder of one checkpoint, or the argument of `engine.save`: then the newest whole
+            one counts.
         file: Where to write, `.safetensors`; its folder must exist.
-        force: Whether to replace a file that is there. It stays as it is until the new one is
-            whole.
+        force: True to replace an existing file. It is unchanged until the new one is complete.
 
     Returns:
-        What was written, and from which checkpoint.
+        Facts about the written file and its checkpoint.
 
     Warns:
-        UserWarning: What was saved later is damaged.
+        UserWarning: A later checkpoint is damaged.
 
     Raises:
         ValueError: `file` cannot be the name of such a file.
-        FileExistsError: It exists, and `force` is false.
+        FileExistsError: The file exists, and `force` is false.
         CheckpointMissing, CheckpointCorrupt: There is no checkpoint, or none that is whole.
-        CheckpointError: It is no checkpoint of an engine, of a newer format, or holds a dtype that
-            not every version of safetensors reads.
-        OSError: Of the file system, while writing.
+        CheckpointError: The checkpoint is not one of an engine, has a newer format, or holds a
+            dtype that some versions of safetensors cannot read.
+        OSError: Writing failed.
     """
     source, target = Path(folder), Path(file)
     _require_place(target, force=force)
@@ -131,7 +142,7 @@ def _require_place(file: Path, *, force: bool) -> None:
 
 
 def _verified(source: Path) -> list[CheckpointReader]:
-    """The readers of the newest whole checkpoint, one for each stage of a pipeline."""
+    """Return the readers of the newest whole checkpoint, one for each stage of a pipeline."""
     if not source.is_dir():
         raise CheckpointMissing(f"there is no folder {source}: name that of a checkpoint")
     entries = [found_at(source)] if (source / MANIFEST).exists() else found(source)
@@ -168,7 +179,9 @@ def _verified(source: Path) -> list[CheckpointReader]:
 
 
 def _whole(stages: list[CheckpointReader]) -> tuple[dict[str, Tensor], set[str]]:
-    """Every parameter and buffer by name, shards joined, and the names where ranks differ."""
+    """Return every parameter and buffer by name, shards joined, and the names with different values
+    between ranks.
+    """
     values: dict[str, Tensor] = {}
     averaged: set[str] = set()
     shards: dict[str, list[Tensor]] = {}
@@ -213,7 +226,9 @@ def _kept(tree: Any, kind: str, path: Path) -> Mapping[str, Any]:
 def _names(
     stage: CheckpointReader, values: Mapping[str, Tensor]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """For each key of the file the name of its tensor; and what was no tensor of the checkpoint."""
+    """Return the tensor's name for each key of the file, and the keys without a tensor in the
+    checkpoint.
+    """
     facts = decoded(stage.manifest.facts, dict[str, Any]().__getitem__)
     by_key = facts.get("state_dict")
     if not isinstance(by_key, Mapping) or not set(by_key.values()) <= {None, *values}:

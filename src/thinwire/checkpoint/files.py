@@ -1,5 +1,5 @@
-"""Files and folders that are on the disk when a function returns; work with them that counts only
-if it succeeded on all ranks.
+"""Durable files and folders: on the disk when a function returns. Also runs file work that counts
+only if it succeeded on all ranks.
 """
 
 import errno
@@ -33,22 +33,22 @@ __all__ = [
 
 _CHUNK_BYTES = 1 << 20
 _SYNC_BYTES = 64 << 20
-"""So much may wait in memory for the disk, so that a slow one shows that it moves."""
+"""Most bytes that may wait in memory for the disk, so that a slow disk still shows progress."""
 _moved = [0.0]
 
 
 def note_progress() -> None:
-    """Note that work with files makes progress: after every piece that was read or written."""
+    """Note progress of file work, after every piece that was read or written."""
     _moved[0] = time.monotonic()
 
 
 def last_progress() -> float:
-    """The time of the last progress, on the clock of `time.monotonic`."""
+    """Return the time of the last progress, on the clock of `time.monotonic`."""
     return _moved[0]
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its parents, those that are missing, and force them to the disk."""
+    """Make a directory and its missing parents, and force them to the disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
@@ -56,13 +56,13 @@ def make_directory(path: Path) -> None:
 
 
 def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a new file and force it to the disk; pieces are made when they are asked for.
+    """Write a new file and force it to the disk. Pieces are made on demand.
 
     Returns:
         Its size in bytes and its SHA-256 in hex.
 
     Raises:
-        OSError: Of the file system; also when it exists.
+        OSError: Writing failed, or the file exists.
     """
     hasher, size, waiting = hashlib.sha256(), 0, 0
     with path.open("xb") as file:
@@ -83,7 +83,7 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int,
 
 
 def sync_directory(path: Path) -> None:
-    """Force the entries of a directory to the disk, where the file system can do that."""
+    """Force the entries of a directory to the disk, if the file system supports it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -95,7 +95,7 @@ def sync_directory(path: Path) -> None:
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 in hex of a file, read piece by piece."""
+    """Return the SHA-256 in hex of a file, read piece by piece."""
     hasher = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -105,7 +105,7 @@ def checksum(path: Path) -> str:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether it is a plain file: no link, folder or pipe, whose reading may never end."""
+    """Return True for a plain file; reading a pipe instead might never end."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
@@ -113,14 +113,14 @@ def is_regular(path: Path) -> bool:
 
 
 def discard(folder: Path, aside: Path) -> None:
-    """Delete a folder, renamed first, so that no reader sees half of it under its name."""
+    """Rename a folder, then delete it, so that no reader sees half of it under its name."""
     if folder != aside:
         folder.rename(aside)
     remove(aside)
 
 
 def remove(path: Path) -> None:
-    """Delete a folder with all that is in it, a file, or a link; what a link leads to stays."""
+    """Delete a folder with its contents, a file, or a link without its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -132,14 +132,14 @@ _PATIENCE_S = 1.0
 
 
 def on_all_ranks(group: Group, what: str, act: Callable[[], _T]) -> list[_T]:
-    """Run `act` on every rank and wait for all of them, as `while_busy` does, as long as it goes
-    on.
+    """Run `act` on every rank and wait for all of them, as `while_busy` does, as long as it makes
+    progress.
 
     Raises:
-        CheckpointError: On every rank with the same text, when it failed on any, or read and wrote
-            nothing for the time-out of the group; of the kind of its own that all ranks that failed
-            agree on, if there is one.
-        Mismatch: A rank is at other work than this.
+        CheckpointError: `act` failed on a rank, or read and wrote nothing for the time-out of the
+            group. Raised on every rank with the same text; a subclass if all failed ranks raised
+            the same one.
+        Mismatch: A rank runs other work than this.
         PeerLost, PeerStalled: A rank died or stopped.
     """
     return while_busy(
@@ -148,7 +148,9 @@ def on_all_ranks(group: Group, what: str, act: Callable[[], _T]) -> list[_T]:
 
 
 def clean_up(act: Callable[[], None]) -> None:
-    """Clean up; what takes longer than a second, on a disk that hangs, goes on alone."""
+    """Run a clean-up on a thread. After a second, as on a disk that hangs, return and let it
+    continue.
+    """
     thread = threading.Thread(target=act, name="thinwire-cleanup", daemon=True)
     thread.start()
     thread.join(_PATIENCE_S)

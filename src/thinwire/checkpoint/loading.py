@@ -1,4 +1,4 @@
-"""Finding the newest checkpoint that is whole on all ranks, and reading what a rank needs of it."""
+"""Finds the newest checkpoint that is whole on all ranks, and reads the parts that a rank needs."""
 
 import json
 import warnings
@@ -30,11 +30,11 @@ EXPORTED = (
     "`thinwire export DIRECTORY model.safetensors` writes the whole model, which "
     "engine.load_parameters('model.safetensors') takes"
 )
-"""The way from stages of a pipeline to others, for messages."""
+"""Advice for messages: how to load stages of a pipeline into other stages."""
 
 
 class CheckpointReader:
-    """The reading end of one rank, of a checkpoint that may be the one to load."""
+    """Reads for one rank from a checkpoint that is a candidate to load."""
 
     def __init__(
         self,
@@ -46,9 +46,10 @@ class CheckpointReader:
         combined: bool,
         cut: Callable[[Any], Cut | None] | None = None,
     ) -> None:
-        """`parts` are those of the ranks that load, `rank` is this one of them; `combined`: in any
-        case; `cut`: how the model is cut now, from the facts, where its parts are shards then and
-        now.
+        """Select the files to read.
+
+        `parts` are the parts of the loading ranks, `rank` is this one. `combined`: always combine.
+        `cut`: the present sharding of the model, from the facts, if parts are shards then and now.
 
         Raises:
             CheckpointMismatch: There is no state for these parts.
@@ -70,12 +71,14 @@ class CheckpointReader:
         self._is_own = self._cut is None and len(old) == len(peers) and not combined
         self._sources = [old[self._position]] if self._is_own else old
         self.trees: list[Any] = []
-        """After `verify`: of every old rank that counts here, with references to tensors."""
+        """Trees of the old ranks that are read here, with references to tensors; set by
+        `verify`.
+        """
         self._intact: set[str] = set()
 
     @property
     def cut_anew(self) -> bool:
-        """Whether it has the state of another number of shards."""
+        """True if the state comes from another number of shards."""
         return self._cut is not None
 
     def verify(self) -> None:
@@ -87,7 +90,7 @@ class CheckpointReader:
         self.trees = [self._tree(rank) for rank in self._sources]
 
     def read(self, rules: Mapping[str, Rule]) -> Any:
-        """The state for this rank, its own or the combined one, after `verify`."""
+        """Return the state for this rank, its own or the combined one. Call `verify` first."""
         with TensorReader(self.path) as reader:
             if self._is_own:
                 return with_tensors(self.trees[0], reader.read)
@@ -152,7 +155,7 @@ class CheckpointReader:
 
 
 METADATA = ".metadata"
-"""The file that makes a folder one of `torch.distributed.checkpoint`; it is pickled."""
+"""The file that marks a folder of `torch.distributed.checkpoint`; it is pickled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +163,7 @@ class Loaded:
     """A checkpoint, read and verified."""
 
     state: Any
-    """This rank's tree, tensors on the CPU in memory of their own."""
+    """Tree of this rank. Its tensors are on the CPU and own their memory."""
     facts: dict[str, Any]
     """The values common to all ranks."""
     step: int
@@ -168,9 +171,9 @@ class Loaded:
     path: Path
     """Its folder."""
     ranks: int
-    """Number of ranks that saved; where it is another than now, `state` is the combined one."""
+    """Number of ranks that saved. If it differs from the present number, `state` is combined."""
     cut_anew: bool
-    """Whether it was saved by another number of shards."""
+    """True if another number of shards saved it."""
 
 
 def load(
@@ -185,36 +188,40 @@ def load(
 ) -> Loaded:
     """Read the newest checkpoint that is whole on every rank.
 
-    Every byte that a rank needs is verified before any rank gets anything. All ranks get the same
-    checkpoint: one that is damaged or missing on any rank is passed over by all of them, with one
-    `UserWarning` that names the file. The newest is the one that was saved last, whatever its step.
-    Nothing of the files is ever executed.
+    Every byte that a rank needs is verified before any rank gets its state. All ranks get the same
+    checkpoint. If one is damaged or missing on any rank, all ranks skip it, with one `UserWarning`
+    that names the file. The newest checkpoint is the one saved last, whatever its step. No code in
+    the files is ever executed.
 
-    With as many ranks of a part as have saved, each gets back what it had saved. With another
-    number, each gets what `thinwire.checkpoint.combine` makes of all of them.
+    With the same number of ranks of a part, each rank gets its own state. With another number, each
+    gets the combined state of `thinwire.checkpoint.combine`.
+
+    Example::
+
+        loaded = load("checkpoints", group=group)
+        print(loaded.step, loaded.state["model"].keys())
 
     Args:
-        directory: What `save` was given.
+        directory: The argument of `save`.
         group: The ranks.
         part: Pipeline stage, or shard, of this rank.
-        rules: For another number of ranks: what to do with the values at which paths, see
-            `combine`.
-        combined: Whether ranks get what `combine` makes even where as many go on as have saved.
-        cut: How the model is cut into shards now, from the facts of a checkpoint of other parts;
-            None from it where that has no shards, but stages.
+        rules: Rule by path for another number of ranks, see `combine`.
+        combined: True if ranks get the combined state also with the same number of ranks.
+        cut: Returns the present sharding of the model, from the facts of a checkpoint of other
+            parts; None if that has stages, not shards.
         step: Only a checkpoint of this step; None for the newest of any.
 
     Raises:
-        TypeError, ValueError: `part` or `rules` is not what it must be.
+        TypeError, ValueError: `part` or `rules` is invalid.
         CheckpointCorrupt: There are checkpoints, and all of them are damaged or incomplete; names
             the files.
-        CheckpointMissing: There is none.
-        CheckpointMismatch: It is of other pipeline stages; there are checkpoints, and none of
-            `step`.
-        CheckpointError: It is of a newer format, or its states do not fit together. All on every
-            rank.
+        CheckpointMissing: There is no checkpoint.
+        CheckpointMismatch: The checkpoint is of other pipeline stages. Or there are checkpoints,
+            but none of `step`.
+        CheckpointError: The checkpoint has a newer format, or its states do not fit together. Each
+            error is raised on every rank.
 
-    Communication: three small rounds, and one more for every checkpoint that is passed over.
+    Communication: three small rounds, and one more for every skipped checkpoint.
     """
     part, root = integer("part", part, at_least=0), Path(directory)
     rules = require_rules(rules)
@@ -249,7 +256,9 @@ def load(
 
 
 def _look(root: Path, part: int, whole: dict[str, Found]) -> dict[str, Any]:
-    """List what this rank sees, for the others; fill `whole` by the key of the manifest."""
+    """List the checkpoints that this rank sees, for the others. Fill `whole` by the key of the
+    manifest.
+    """
     if (root / MANIFEST).is_file():
         raise CheckpointError(
             f"{root} is one checkpoint itself: pass the directory that was given to save, "
@@ -269,7 +278,7 @@ def _look(root: Path, part: int, whole: dict[str, Found]) -> dict[str, Any]:
             and not isinstance(entry.problem, CheckpointCorrupt)
             and entry.step > newest
         ):
-            # of a newer format: an older one instead of it would be a silent step back
+            # a newer format: loading an older checkpoint instead would be a silent step back
             raise entry.problem
     return {
         "part": part,
@@ -290,7 +299,9 @@ def _verify(
     reader_of: Callable[[Path, Manifest], CheckpointReader],
     verified: list[CheckpointReader],
 ) -> str | None:
-    """Say what is wrong with a checkpoint here; None: nothing, and it is added to `verified`."""
+    """Return the damage of a checkpoint here. If there is none, return None and add it to
+    `verified`.
+    """
     if entry is None or entry.manifest is None:
         return (
             f"{root} lacks the checkpoint of step {step} that other ranks have: copy its folder "

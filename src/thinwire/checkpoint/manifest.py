@@ -1,5 +1,5 @@
-"""The manifest of a checkpoint, the file that makes it whole and covers every byte of the others;
-and the checkpoints that a directory has.
+"""The manifest of a checkpoint, which completes it and covers every byte of its other files; and
+the list of checkpoints in a directory.
 """
 
 import hashlib
@@ -34,52 +34,54 @@ __all__ = [
 ]
 
 FORMAT = 1
-"""Goes up with every change after which an older version of this library could not read a
-checkpoint."""
+"""Version of the format. It increases with every change after which older versions of thinwire
+cannot read a checkpoint.
+"""
 MANIFEST = "manifest.json"
 _FILE = re.compile(r"rank_[0-9]{5,9}\.(json|safetensors)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def plain_file(rank: int) -> str:
-    """Name of the file with a rank's plain values."""
+    """Return the name of the file with a rank's plain values."""
     return f"rank_{rank:05d}.json"
 
 
 def tensor_file(rank: int) -> str:
-    """Name of the file with the tensors that a rank has written."""
+    """Return the name of the file with the tensors that a rank has written."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def files_of(ranks: Iterable[int]) -> list[str]:
-    """Names of all files of these ranks."""
+    """Return the names of all files of these ranks."""
     return [name for rank in ranks for name in (plain_file(rank), tensor_file(rank))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """All about a checkpoint but the state; the same bytes in every directory of it."""
+    """Description of a checkpoint without its state; the same bytes in each of its directories."""
 
     thinwire: str
-    """Version that wrote it."""
+    """Version of thinwire that wrote it."""
     torch: str
-    """Version that wrote it."""
+    """Version of torch that wrote it."""
     step: int
     """Updates done."""
     serial: int
-    """Grows with every save into a directory, the time in milliseconds where that does; the largest
-    is the newest."""
+    """Serial number of the save, in each directory strictly increasing. It is the time in
+    milliseconds if that increases. The largest is the newest.
+    """
     parts: list[int]
-    """Pipeline stage, or shard, of every rank."""
+    """Pipeline stage, or shard, of each rank."""
     places: list[list[int]]
     """Ranks that shared a directory, one list for each directory."""
     facts: Any
-    """The values that the caller wants at load time, encoded as the trees are."""
+    """The caller's values for load time, encoded as the trees are."""
     files: dict[str, list[Any]]
     """Size in bytes and SHA-256 in hex of every file of every rank."""
 
     def to_bytes(self) -> bytes:
-        """The file: readable JSON that holds the SHA-256 of itself without that entry."""
+        """Return the bytes of the file: readable JSON with the SHA-256 of the rest."""
         return _sealed({"format": FORMAT, **asdict(self)})
 
     @classmethod
@@ -87,9 +89,8 @@ class Manifest:
         """Read the file.
 
         Raises:
-            CheckpointCorrupt: Any byte differs from what was written, or it was written by no
-                version of this library.
-            CheckpointError: It is whole and of a newer format.
+            CheckpointCorrupt: A byte has changed, or no version of thinwire wrote the file.
+            CheckpointError: The file is whole and has a newer format.
         """
         content = _verified(raw)
         version = content.pop("format", None)
@@ -107,7 +108,9 @@ class Manifest:
         return manifest
 
     def _check(self) -> None:
-        """Its checksum is no secret: bytes of a stranger must not lead out of the folder."""
+        """Check the contents. The checksum is no secret: foreign bytes must not name files outside
+        the folder.
+        """
         integers = (self.step, self.serial, *_flat(self.parts), *_flat(_flat(self.places)))
         if not all(type(number) is int and number >= 0 for number in integers):
             raise CheckpointCorrupt("its numbers are not what a checkpoint has")
@@ -147,7 +150,7 @@ def _verified(raw: bytes) -> dict[str, Any]:
 
 
 def _sealed(content: dict[str, Any]) -> bytes:
-    """The one way to write this content, its checksum last: any other byte is damage."""
+    """Return the only valid bytes for this content, the checksum last. Any other byte is damage."""
     lines = ",\n".join(
         f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items()
     )
@@ -167,29 +170,28 @@ def _no_tensor(name: str) -> Any:
 
 _NAME = re.compile(r"step_([0-9]{10,18})(?:_[0-9]{1,9})?")
 _MOST_BYTES = 1 << 27
-"""Of a manifest, which has about 200 bytes for each rank and for each parameter."""
+"""Largest size of a manifest, which has about 200 bytes for each rank and for each parameter."""
 _LEFTOVER = re.compile(r"\.step_[0-9_]+\.tmp-[0-9a-f]+|\.rank_[0-9]+\.token-[0-9a-f]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A folder with the name of a checkpoint, and its manifest or the reason why there is none to
-    go by.
+    """A folder with the name of a checkpoint, with its manifest or the reason why it has no usable
+    one.
 
-    A reason that is no `CheckpointCorrupt` is a newer format.
+    A reason other than `CheckpointCorrupt` means a newer format.
     """
 
     path: Path
     step: int
     manifest: Manifest | None
     key: str
-    """Tells it from other checkpoints, on all ranks alike: SHA-256 in hex of the manifest's bytes.
-    """
+    """Identity of the checkpoint, the same on all ranks: SHA-256 in hex of the manifest's bytes."""
     problem: CheckpointError | None
 
 
 def name_of(step: int, taken: Iterable[str]) -> str:
-    """Name for a new checkpoint beside those that exist, some of the same step maybe."""
+    """Return a name for a new checkpoint. Existing ones may have the same step."""
     base, used = f"step_{step:010d}", set(taken)
     return (
         base
@@ -199,26 +201,28 @@ def name_of(step: int, taken: Iterable[str]) -> str:
 
 
 def next_folder(directory: Path, step: int) -> Path:
-    """The folder that a checkpoint of this step gets, unless others write there."""
+    """Return the expected folder of a checkpoint of this step, unless others write there."""
     taken = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     return directory / name_of(step, taken)
 
 
 def staging_name(name: str, token: str) -> str:
-    """Name of a checkpoint that is being written or deleted; no reader looks at it."""
+    """Return the name of a checkpoint that is being written or deleted; readers ignore it."""
     return f".{name}.tmp-{token}"
 
 
 def token_name(rank: int, token: str) -> str:
-    """Name of the file by which other ranks see that they share the directory with this one."""
+    """Return the name of the file by which other ranks see that they share the directory with this
+    one.
+    """
     return f".rank_{rank:05d}.token-{token}"
 
 
 def found(directory: Path) -> list[Found]:
-    """Every folder with the name of a checkpoint; the content of its files is not looked at.
+    """Return every folder with the name of a checkpoint. The contents of its files are not read.
 
     Raises:
-        OSError: The directory cannot be read; one that is not there is empty.
+        OSError: The directory cannot be read. A missing one counts as empty.
     """
     try:
         paths = sorted(directory.iterdir())
@@ -228,17 +232,17 @@ def found(directory: Path) -> list[Found]:
 
 
 def found_at(path: Path) -> Found:
-    """One checkpoint by its own folder, whatever that is named; its files are not looked at."""
+    """Return one checkpoint by its own folder, whatever its name. Its files are not read."""
     return _read(path, None)
 
 
 def leftovers(directory: Path) -> list[Path]:
-    """Leftovers of saves that were interrupted."""
+    """Return the leftovers of interrupted saves."""
     return [path for path in directory.iterdir() if _LEFTOVER.fullmatch(path.name)]
 
 
 def missing_file(folder: Path, manifest: Manifest, names: Iterable[str]) -> str | None:
-    """The first of the files that is not there in the right size."""
+    """Return the first of the files that is missing or has another size."""
     for name in names:
         path = folder / name
         if not is_regular(path) or path.stat().st_size != manifest.files[name][0]:

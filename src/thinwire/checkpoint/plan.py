@@ -1,5 +1,5 @@
-"""How ranks write one checkpoint: who shares a directory with whom, which tensors each of them
-writes, and what the leader of a directory does there.
+"""Plans how ranks write one checkpoint: the ranks that share a directory, the tensors that each
+writes, and the work of the directory's leader.
 """
 
 import contextlib
@@ -35,13 +35,13 @@ from thinwire.errors import CheckpointError
 __all__ = ["Plan", "RankWriter", "Survey", "assign_tensors", "places_of"]
 
 Survey = dict[str, Any]
-"""The facts that a rank tells the others before anything is written."""
+"""Facts that a rank reports to the others before anything is written."""
 Assignment = dict[str, tuple[int, str]]
-"""By digest: the rank that writes such a tensor, and the name under which it does."""
+"""By digest: the rank that writes the tensor, and its name there."""
 
 
 class RankWriter:
-    """This rank's contribution to a checkpoint.
+    """Writer of one rank's part of a checkpoint.
 
     **State**: the encoded tree, references to its tensors, their digests, a token file in the
     directory.
@@ -56,15 +56,15 @@ class RankWriter:
         self.facts: Any = None
 
     def survey(self, state: Any, facts: Mapping[str, Any], part: int) -> Survey:
-        """Survey the state, make the directory and leave a token in it by which ranks see that they
-        share it.
+        """Survey the state, make the directory and leave a token file in it, by which ranks see
+        that they share it.
         """
         if isinstance(state, Exception):
             raise state
         self.facts = encoded(dict(facts), None)
         self._tree = encoded(state, self._tensors)
         for device in {tensor.device for tensor in self._tensors.values() if tensor.is_cuda}:
-            # this thread knows nothing of the streams of the caller's
+            # this thread does not know the caller's streams
             torch.cuda.synchronize(device)
         self._digests = {name: digest(tensor) for name, tensor in self._tensors.items()}
         make_directory(self._root)
@@ -81,12 +81,12 @@ class RankWriter:
         }
 
     def neighbours(self, surveys: Sequence[Survey]) -> list[int]:
-        """The ranks whose tokens are in this rank's directory, itself included."""
+        """Return the ranks whose tokens are in this rank's directory, itself included."""
         paths = [self._root / token_name(rank, row["token"]) for rank, row in enumerate(surveys)]
         return [rank for rank, path in enumerate(paths) if path.exists()]
 
     def close(self) -> None:
-        """Take the token away again."""
+        """Remove the token."""
         with contextlib.suppress(OSError):  # the next save removes it
             self._token_path.unlink(missing_ok=True)
 
@@ -94,7 +94,7 @@ class RankWriter:
         """Write this rank's two files.
 
         Returns:
-            By name: the size in bytes and the SHA-256 in hex.
+            Size in bytes and SHA-256 in hex, by file name.
         """
         names = (plain_file(self._rank), tensor_file(self._rank))
         own = {
@@ -109,7 +109,7 @@ class RankWriter:
 
 
 def assign_tensors(surveys: Mapping[int, Survey]) -> Assignment:
-    """Choose who writes which tensor in a directory: the first rank that has the bytes."""
+    """Return the writer of each tensor in a directory: the first rank that has the bytes."""
     result: Assignment = {}
     for rank, row in surveys.items():
         for name, tensor_digest, _ in row["tensors"]:
@@ -118,15 +118,15 @@ def assign_tensors(surveys: Mapping[int, Survey]) -> Assignment:
 
 
 _SPARE_BYTES = 1 << 20
-"""For manifests, directories and what a file system rounds up."""
+"""Spare bytes for manifests, directories and rounding by the file system."""
 
 
 def places_of(neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The sets of ranks that share a directory, from what each rank sees there.
+    """Return the sets of ranks that share a directory, from the view of each rank.
 
     Raises:
-        CheckpointError: Two ranks do not see the same, as on a file system that shows new files
-            late; a rank does not see its own.
+        CheckpointError: Two ranks have different views, as on a file system that shows new files
+            late. Or a rank does not see itself.
     """
     for rank, seen in enumerate(neighbours):
         if rank not in seen:
@@ -146,7 +146,7 @@ def places_of(neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 class Plan:
-    """The same on all ranks of a directory, all but the leader of which only read it."""
+    """The same plan on all ranks of a directory. Only the leader of the directory writes by it."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Plan:
         self.token = surveys[0]["token"]
         self.staging = root / staging_name(name, self.token)
         self._parts = [row["part"] for row in surveys]
-        # not the next number alone: a manifest that cannot be read just now hides the newest one's
+        # the time too: an unreadable manifest may hide the newest serial number
         self.serial = max(surveys[0]["now_ms"], 1 + max(row["serial"] for row in surveys))
         here = {r: surveys[r] for r in self._place}
         self.writing: Assignment = assign_tensors(here)
@@ -178,11 +178,11 @@ class Plan:
         self._committed = False
 
     def make_room(self) -> list[str]:
-        """Remove what interrupted saves left behind, and make the staging folder if there is space
-        for its content.
+        """Remove leftovers of interrupted saves. Make the staging folder if there is space for its
+        content.
 
         Returns:
-            What could not be removed, in words.
+            The leftovers that could not be removed, in words.
         """
         if not self.leads:
             return []
@@ -228,16 +228,18 @@ class Plan:
         sync_directory(self.staging)
 
     def commit(self) -> None:
-        """Give the folder its name: from here on it is a checkpoint."""
+        """Rename the staging folder to its final name. From here on it is a checkpoint."""
         if self.leads:
+            # the one atomic step: a kill before it leaves the previous checkpoint, after it the new
+            # one
             self.staging.rename(self.path)
             self._committed = True
             sync_directory(self.root)
 
     def remove(self) -> None:
-        """Leave nothing of this checkpoint behind."""
+        """Remove everything of this checkpoint."""
         if self.leads:
-            # the failure that led here is being raised; the next save cleans up
+            # the first failure is being raised; the next save cleans up
             with contextlib.suppress(OSError):
                 discard(self.path if self._committed else self.staging, self.staging)
 

@@ -15,8 +15,8 @@ _KIND = "thinwire.random_state"
 
 
 def random_state() -> dict[str, Any]:
-    """The states of all global generators: `random`, NumPy's, torch's on the CPU and on every CUDA
-    device in use.
+    """Return the states of all global generators: `random`, NumPy's, torch's on the CPU and on
+    every CUDA device in use.
 
     Returns:
         A tree of plain values and tensors, for `set_random_state`.
@@ -33,11 +33,11 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Let all global generators go on from what `random_state` returned. States of CUDA devices
-    that are not here are left out.
+    """Restore all global generators from `random_state`. States of absent CUDA devices are left
+    out.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: The argument is something else.
     """
     if not is_random_state(state):
         raise TypeError(f"state must come from random_state(), got {type(state).__name__}")
@@ -50,13 +50,13 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def is_random_state(value: object) -> bool:
-    """Whether it is what `random_state` returned."""
+    """Return True for a result of `random_state`."""
     return isinstance(value, Mapping) and value.get("kind") == _KIND
 
 
 def derived(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """The state of streams of their own for a rank that had none, the same ones every time, made
-    from those of another rank, which are read only.
+    """Return states of new streams for a rank that had none, derived from those of another rank.
+    They are the same every time; `state` is read only.
     """
     origin = hashlib.sha256(f"{_KIND} {rank} ".encode())
     origin.update(repr(state["python"]).encode())
@@ -76,7 +76,7 @@ def derived(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
 
 def _cuda_state(seed: int, like: Tensor) -> Tensor:
-    """Philox on CUDA: 8 bytes of seed and 8 of offset."""
+    """Return the state of Philox on CUDA: 8 bytes of seed and 8 of offset."""
     if like.numel() != 16:
         return like
     return torch.frombuffer(bytearray(seed.to_bytes(8, "little") + bytes(8)), dtype=torch.uint8)
@@ -87,7 +87,7 @@ def _from_numpy(value: Any) -> Any:
         return {key: _from_numpy(entry) for key, entry in value.items()}
     if not isinstance(value, np.ndarray):
         return value
-    # torch 2.13 pickles tensors of unsigned words of 32 bits, and cannot read them back
+    # torch 2.13 pickles tensors of unsigned 32-bit words but cannot read them back
     return torch.from_numpy(value.view(f"i{value.itemsize}").copy())
 
 

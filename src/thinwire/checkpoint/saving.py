@@ -1,5 +1,5 @@
-"""Writing a checkpoint into a staging folder, agreeing that it is whole, and only then giving it
-its name; and deleting those that it has made superfluous.
+"""Writes a checkpoint into a staging folder, agrees that it is whole, then renames it. Deletes
+checkpoints that it replaces.
 """
 
 import logging
@@ -40,28 +40,32 @@ def save(
     part: int = 0,
     keep: int | None = 2,
 ) -> Path:
-    """Save the state of all ranks as one checkpoint, the newest from now on.
+    """Save the state of all ranks as one checkpoint, which becomes the newest.
 
-    Whatever happens in here, what `load` returns afterwards is the state of before or this one,
-    whole: files are written into a staging folder and forced to the disk, the ranks agree, the
-    manifest with the checksums of all files follows, and one renaming makes it a checkpoint.
-    Tensors that are bit-identical on several ranks of a directory are written once.
+    After a failure at any point `load` returns the previous state or this one, whole. Files are
+    written into a staging folder and forced to the disk. The ranks agree, then the manifest with
+    the checksums of all files is written. One rename makes the folder a checkpoint. Tensors that
+    are bit-identical on several ranks of a directory are written once.
+
+    Example::
+
+        folder = save("checkpoints", {"model": model.state_dict()}, step=100, group=group, facts={})
 
     Args:
-        directory: Where checkpoints are kept, one folder each; made with its parents. Ranks on
-            machines without a common file system each name one of their own, which then holds the
-            files of its own ranks.
-        state: Of this rank: nested dicts (str or int keys), lists and tuples of None, bool, int,
-            float, str, bytes and dense tensors of any device, dtype and strides. Read only. An
-            exception stands for a state that this rank failed to put together: all ranks hear of
-            it.
+        directory: Directory of all checkpoints, one folder each; made with its parents. Machines
+            without a common file system each name their own directory, which then holds the files
+            of their ranks.
+        state: State of this rank: nested dicts (str or int keys), lists and tuples of None, bool,
+            int, float, str, bytes and dense tensors of any device, dtype and strides. Read only. An
+            exception stands for a state that this rank failed to collect; it is reported on all
+            ranks.
         step: Updates done, or local steps where ranks update on their own; the same on all ranks.
         group: The ranks.
-        facts: What is common to all ranks, as `state` but without tensors.
+        facts: Values common to all ranks, as `state` but without tensors.
         part: Pipeline stage, or shard, of this rank.
-        keep: How many whole checkpoints may stay, this one included; at least 1, None for all of
-            them. Older ones are deleted after this one is whole, and so is an older one of the same
-            step. See `prune`.
+        keep: Number of whole checkpoints to keep, this one included; at least 1, None for all.
+            Older ones are deleted when this one is whole. So is an older one of the same step. See
+            `prune`.
 
     Returns:
         The folder of the checkpoint.
@@ -69,15 +73,14 @@ def save(
     Raises:
         TypeError, ValueError: `step`, `part` or `keep` is not an integer in the range.
         Mismatch: `step`, `keep` or `facts` differ between ranks.
-        CheckpointError: On every rank, when it failed on any: no space left, not writable, a disk
-            that hangs (nothing read or written for the time-out of the group), a value of a type
-            that a checkpoint does not hold. Training may go on; earlier checkpoints are untouched,
-            and what is left behind the next save removes.
+        CheckpointError: A rank failed: no space left, not writable, a disk that hangs (nothing read
+            or written for the time-out of the group), a value of a type that a checkpoint does not
+            hold. Raised on every rank. Training may continue; earlier checkpoints are unchanged,
+            and the next save removes leftovers.
 
-    Communication: eight rounds, and one for each older checkpoint that is read, which carry, all in
-    all, about 120 bytes for every tensor of the state.
-    Failure: a rank that dies is `PeerLost` on the others; what it leaves behind is removed by the
-    next save.
+    Communication: eight rounds, and one for each older checkpoint that is read. Together they carry
+    about 120 bytes for every tensor of the state.
+    Failure: a rank that dies is `PeerLost` on the others; the next save removes its leftovers.
     """
     step, part = integer("step", step, at_least=0), integer("part", part, at_least=0)
     keep = None if keep is None else integer("keep", keep, at_least=1)
@@ -112,7 +115,7 @@ def save(
 
 
 _READERS = 4
-"""Files that are read at a time; SHA-256 of one of them keeps a core busy."""
+"""Number of files read at a time; the SHA-256 of one keeps a core busy."""
 _log = logging.getLogger("thinwire")
 _ELSEWHERE = "it is not in the directories of all ranks"
 _Older = dict[str, Found]
@@ -120,15 +123,15 @@ _Older = dict[str, Found]
 
 
 def prune(group: Group, plan: Plan, keep: int | None) -> list[str]:
-    """Delete what the new checkpoint has made superfluous; all ranks call it. What this one could
-    not delete, in words: the new one is whole, so a failure here is no error.
+    """Delete checkpoints that the new one has made superfluous; all ranks call this. Return the
+    failed deletions in words: the new checkpoint is whole, so they are no error.
 
-    `keep` whole ones stay, the new one included. One is whole that has all files in the right sizes
-    in the directories of all ranks. Before one is deleted, every byte of the newest that stays
-    beside the new one is read and compared with its checksums; a damaged one does not count, so
-    that the last good one stays. With `keep` 1 only the new one stays, and nothing is read; with
-    None none is deleted but an older one of the same step. What was saved later than the new one,
-    by another run, is left alone.
+    `keep` whole checkpoints stay, the new one included. A checkpoint is whole if all files have the
+    right sizes in the directories of all ranks. Before a deletion, every byte of the newest one
+    kept beside the new one is compared with its checksums. A damaged one does not count, so that
+    the last good one stays. With `keep` 1 only the new one stays, and nothing is read. With None
+    only an older one of the same step is deleted. Checkpoints that another run saved later are not
+    touched.
 
     Raises:
         CheckpointError: A disk hangs.
@@ -167,7 +170,7 @@ def _first(problems: Iterable[str | None]) -> str | None:
 
 
 def _look(plan: Plan, older: _Older) -> dict[str, Any]:
-    """What a leader has, for the others; fill `older` with it."""
+    """Return a leader's checkpoints for the others. Fill `older` with them."""
     row: dict[str, Any] = {"leads": plan.leads, "older": {}, "problem": None}
     if not plan.leads:
         return row
@@ -186,7 +189,7 @@ def _look(plan: Plan, older: _Older) -> dict[str, Any]:
 
 def _delete(plan: Plan, superfluous: Iterable[Found]) -> list[str]:
     there = found_at(plan.path).manifest
-    # this process may have stood still, and a run that went on may have deleted the new one
+    # this process may have been stopped, and another run may have deleted the new one
     if there is None or there.serial != plan.serial:
         return []
     stuck = []
@@ -199,7 +202,9 @@ def _delete(plan: Plan, superfluous: Iterable[Found]) -> list[str]:
 
 
 def _missing(entry: Found) -> str | None:
-    """Say what is wrong if the files of no place are all there in the right sizes."""
+    """Return the problem if no group of ranks has all of its files here in the right sizes; else
+    None.
+    """
     assert entry.manifest is not None, "only those are looked at"
     problems = [
         missing_file(entry.path, entry.manifest, names) for names in _places(entry.manifest)
@@ -208,7 +213,7 @@ def _missing(entry: Found) -> str | None:
 
 
 def _damage(entry: Found | None) -> str | None:
-    """Say what is wrong with the files here; None: nothing, or another rank reads them."""
+    """Return the damage of the files here; None if there is none, or if another rank reads them."""
     if entry is None:
         return None
     assert entry.manifest is not None, "only those are looked at"

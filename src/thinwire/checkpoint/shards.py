@@ -1,7 +1,7 @@
-"""Trees of models in shards: put together, and cut anew for another number of shards.
+"""Trees of sharded models: joined, and resharded for another number of shards.
 
-A shard holds some rows, a run along the first dimension, as `torch.chunk` cuts it: all but the last
-are equally long, and what is missing at the end leaves empty ones.
+A shard holds consecutive rows (first dimension), as `torch.chunk` cuts them. All shards have
+equally many rows, except that the last ones may have fewer or none.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ Path = tuple[Any, ...]
 
 
 def rows_of(shape: Sequence[int], shards: int, shard: int) -> range:
-    """The rows of a tensor that one of several shards holds."""
+    """Return the rows of a tensor that one of several shards holds."""
     rows = shape[0]
     length = -(-rows // shards)
     return range(min(shard * length, rows), min((shard + 1) * length, rows))
@@ -25,15 +25,15 @@ def rows_of(shape: Sequence[int], shards: int, shard: int) -> range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How a model is cut into shards.
+    """Sharding of a model.
 
     Attributes:
-        shards: How many; 1 for a whole model.
-        shard: Which of them this is.
-        shapes: Of the whole parameters, by name.
-        owner: The parameter that a tensor of a tree belongs to, from the tree and the keys on the
-            way to the tensor; None for a tensor that is no part of one.
-        of_ranks: Keys of a tree under which each rank has its own, whatever it holds of the model.
+        shards: Number of shards; 1 for a whole model.
+        shard: Index of this shard.
+        shapes: Shapes of the whole parameters, by name.
+        owner: Returns the parameter that a tensor of a tree belongs to, from the tree and the keys
+            on the path to the tensor; None if there is none.
+        of_ranks: Keys of a tree under which each rank has its own values, whatever its shard.
     """
 
     shards: int
@@ -43,10 +43,11 @@ class Cut:
     of_ranks: tuple[str, ...] = ()
 
     def anew(self, trees: Sequence[Any]) -> Any:
-        """The tree of this shard, from those of all shards of another cut.
+        """Return the tree of this shard, from those of all shards of another sharding.
 
-        Tensors that are no rows of a parameter, and plain values, are those of the first shard that
-        has them. What a shard lacks of a parameter, where others have it, counts as zeros.
+        Plain values, and tensors that are no rows of a parameter, come from the first shard that
+        has them. If a shard lacks its rows of a parameter and others have theirs, the missing rows
+        are zeros.
         """
         return self._node((), list(trees), trees[0])
 
@@ -88,7 +89,7 @@ class Cut:
     def _rows(self, name: str, node: Tensor | None, shard: int, nodes: Sequence[Any]) -> Tensor:
         if node is not None:
             return node
-        # such as the residual of a shard that was too small to be compressed: nothing was kept
+        # such as the residual of a shard that was too small to be compressed
         like = next(node for node in nodes if node is not None)
         return torch.zeros(
             self._shape(name, len(nodes), shard), dtype=like.dtype, device=like.device
@@ -100,7 +101,7 @@ def _entry(node: Any, at: int) -> Any:
 
 
 def words(path: Path) -> Iterator[str]:
-    """The words of all keys on a way through a tree, the innermost key first."""
+    """Return the words of all keys on a path through a tree, the innermost key first."""
     for key in reversed(path):
         if isinstance(key, str):
             yield key

@@ -1,5 +1,5 @@
-"""Tensors in a file of the safetensors format: written as a stream, hashed on the way, read one by
-one; and the whole state of a rank in one such file, for checkpoints that somebody else writes.
+"""Tensors in the safetensors format: written as a stream, hashed meanwhile, and read one by one.
+Also a rank's whole state in one such file, for checkpoints that a framework writes.
 """
 
 import hashlib
@@ -61,19 +61,20 @@ PLAIN = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The dtypes that every version of safetensors knows; other dtypes are written as bytes and named
-in the rank's JSON file."""
+"""Dtypes that every version of safetensors knows. Other dtypes are written as bytes and named in
+the rank's JSON file.
+"""
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
-    """Write a new safetensors file and force it to the disk, holding no more than one tensor on the
-    CPU at a time.
+    """Write a new safetensors file and force it to the disk, with at most one tensor on the CPU at
+    a time.
 
     Args:
         path: Must not exist.
-        tensors: By name; dense, on any device, of any strides; read only.
+        tensors: Tensors by name; dense, on any device, of any strides; read only.
         metadata: Text by key, for the header of the file.
 
     Returns:
@@ -83,7 +84,7 @@ def write_tensors(
 
 
 class TensorReader:
-    """The tensors of a checkpoint's folder, one by one; files stay open in the context."""
+    """Reads the tensors of a checkpoint's folder one by one. Files stay open in the context."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._stack = folder, ExitStack()
@@ -96,10 +97,10 @@ class TensorReader:
         self._stack.close()
 
     def read(self, ref: TensorRef) -> Tensor:
-        """One tensor, on the CPU, in memory of its own.
+        """Return one tensor on the CPU, in its own memory.
 
         Raises:
-            CheckpointCorrupt: It is not there, or is another one.
+            CheckpointCorrupt: The tensor is missing, or differs.
         """
         where = f"{self._folder / tensor_file(ref.rank)}, tensor {ref.name!r}"
         note_progress()
@@ -118,10 +119,10 @@ class TensorReader:
 
 
 def restored(stored: Tensor, ref: TensorRef, where: str) -> Tensor:
-    """The tensor that was written, from the one that safetensors made of it, in memory of its own.
+    """Return the tensor that was written, from the one that safetensors read, in its own memory.
 
     Raises:
-        CheckpointCorrupt: It is another tensor; begins with `where`.
+        CheckpointCorrupt: The tensor differs; the text begins with `where`.
     """
     if ref.dtype not in PLAIN and stored.numel() == math.prod(ref.shape) * ref.dtype.itemsize:
         # a clone is aligned for any dtype, a view into a file need not be
@@ -134,7 +135,7 @@ def restored(stored: Tensor, ref: TensorRef, where: str) -> Tensor:
 
 
 def readable(path: Path, stack: ExitStack) -> str | Path:
-    """A name by which safetensors can open a file: it takes text, and Linux any bytes."""
+    """Return a name that safetensors can open. It takes text; Linux takes any bytes."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -145,7 +146,7 @@ def readable(path: Path, stack: ExitStack) -> str | Path:
 
 
 def digest(tensor: Tensor) -> str:
-    """SHA-256 in hex of dtype, shape and every byte."""
+    """Return the SHA-256 in hex of dtype, shape and every byte."""
     hasher = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
     content = _memory(tensor)
     for start in range(0, len(content), _HASHED_BYTES):
@@ -155,9 +156,11 @@ def digest(tensor: Tensor) -> str:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Its elements in order as bytes on the CPU: uint8, one dimension; a view where it can be."""
+    """Return the elements in order as bytes on the CPU: uint8, one dimension; a view if
+    possible.
+    """
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # one element counts as contiguous whatever its stride, and a view as bytes wants 1
+    # one element counts as contiguous whatever its stride, but a view as bytes needs stride 1
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
@@ -182,16 +185,16 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -
 
 def write_rank_file(path: Path, state: Any) -> str:
     """Write a state as a safetensors file, plain values in its header, and return its SHA-256 in
-    hex. One that is there is replaced as a whole; missing folders are made.
+    hex. An existing file is replaced atomically; missing folders are made.
 
     Raises:
-        TypeError: The state holds what no checkpoint does.
-        OSError: Of the file system.
+        TypeError: The state holds a type that checkpoints do not support.
+        OSError: Writing failed.
     """
     tensors: dict[str, Tensor] = {}
     tree = encoded(state, tensors)
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-        # this may be another thread, which knows nothing of the streams of the caller's
+        # this may be another thread, which does not know the caller's streams
         torch.cuda.synchronize(device)
     table = {name: table_entry(tensor, 0, name) for name, tensor in tensors.items()}
     make_directory(path.parent)
@@ -210,11 +213,11 @@ def write_rank_file(path: Path, state: Any) -> str:
 
 
 def read_rank_file(path: Path, sha256: str) -> Any:
-    """The state that was written, tensors on the CPU; every byte is compared with the checksum
+    """Return the state of such a file, tensors on the CPU. Every byte is compared with the checksum
     first.
 
     Raises:
-        CheckpointCorrupt: It is not there, or is not the file with this checksum.
+        CheckpointCorrupt: The file is missing, or has another checksum.
     """
     try:
         if not is_regular(path):

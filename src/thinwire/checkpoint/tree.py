@@ -1,4 +1,4 @@
-"""A nested state as plain JSON and a table of tensors, and back.
+"""Converts a nested state to plain JSON with a table of tensors, and back.
 
 None, bool, int, finite float, str and list stand for themselves. Everything else is an object with
 one key that names its kind: `dict` (str keys), `items` (other keys, as pairs), `tuple`, `float`
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What reading JSON of another form than is written here may raise."""
+"""Errors of reading JSON that was not written here."""
 _UNFIT = re.compile(r"[^A-Za-z0-9._/-]")
 _ODD_FLOATS = ("inf", "-inf", "nan")
 _KINDS = "None, bool, int, float, str, bytes, tensors, and dicts, lists and tuples of these"
@@ -36,7 +36,9 @@ _KINDS = "None, bool, int, float, str, bytes, tensors, and dicts, lists and tupl
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Where a tensor of a checkpoint lies: whose file, under which name, and what it is."""
+    """Reference to a tensor of a checkpoint: the rank of its file, its name there, and its
+    properties.
+    """
 
     rank: int
     name: str
@@ -45,15 +47,17 @@ class TensorRef:
 
 
 def table_entry(tensor: Tensor, rank: int, name: str) -> list[Any]:
-    """A tensor in the table of a rank's file: who wrote it under which name, and what it is."""
+    """Return a tensor's entry in the table of a rank's file: its writer, its name, and its
+    properties.
+    """
     return [rank, name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
 
 def parsed_table(raw: Mapping[str, Any], ranks: int) -> dict[str, TensorRef]:
-    """The table of a rank's file, read back from entries that `table_entry` has made.
+    """Return the table of a rank's file, from the entries of `table_entry`.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The argument is no such table.
     """
     table = {}
     for name, entry in raw.items():
@@ -68,7 +72,7 @@ def parsed_table(raw: Mapping[str, Any], ranks: int) -> dict[str, TensorRef]:
 
 
 def encoded(tree: Any, tensors: dict[str, Tensor] | None) -> Any:
-    """The tree as values that JSON holds exactly.
+    """Return the tree as values that JSON holds exactly.
 
     Args:
         tree: Nested dicts (str or int keys), lists and tuples of None, bool, int, float, str, bytes
@@ -77,7 +81,7 @@ def encoded(tree: Any, tensors: dict[str, Tensor] | None) -> Any:
             tensors are refused.
 
     Raises:
-        TypeError: Something else is in it; names the path and the type.
+        TypeError: The tree holds another type; names the path and the type.
     """
     return _Encoder(tensors).node(tree, "")
 
@@ -134,7 +138,7 @@ class _Encoder:
 
 
 def decoded(node: Any, leaf: Callable[[str], Any]) -> Any:  # noqa: PLR0911 - one for each kind
-    """The tree that was encoded, with `leaf(name)` where a tensor was.
+    """Return the tree that was encoded, with `leaf(name)` in place of each tensor.
 
     Raises:
         ValueError: This was not written by `encoded`.
@@ -200,7 +204,7 @@ def _key(key: object, path: str) -> int | str:
 
 
 def with_tensors(tree: Any, read: Callable[[Any], Tensor]) -> Any:
-    """The tree with `read(leaf)` for every tensor or reference to one."""
+    """Return the tree with `read(leaf)` in place of each tensor or reference to one."""
     if isinstance(tree, Mapping):
         return {key: with_tensors(value, read) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

@@ -1,4 +1,4 @@
-"""Adapters for training frameworks, which user code imports, and nothing here."""
+"""Adapters for training frameworks. Users import them; no other package does."""
 
 from thinwire.integrations.per_rank import EngineState, PerRankState, Stateful
 

@@ -1,6 +1,4 @@
-"""Callbacks and a strategy for the Trainer of Lightning; imports the package `lightning`, which is
-optional.
-"""
+"""Callbacks and a strategy for Lightning's Trainer. Imports the optional package `lightning`."""
 
 from pathlib import Path
 from typing import Any
@@ -33,12 +31,12 @@ _INSTEAD = {
 
 
 class _Part(Callback):
-    """Keeps the state of every rank beside Lightning's checkpoint, which by itself has that of rank
+    """Saves the state of every rank beside Lightning's checkpoint, which by itself has that of rank
     0 only.
 
-    Each rank writes a file of its own beside the checkpoint, and deletes it when the checkpoint is
-    deleted. Lightning asks callbacks for their state before it says where it goes, so the trainer's
-    strategy is asked: its `save_checkpoint` and `remove_checkpoint` run on all ranks.
+    Each rank writes its own file beside the checkpoint, and deletes it with the checkpoint.
+    Lightning reads the state of callbacks before the path is known. The path is therefore taken
+    from the trainer's strategy, whose `save_checkpoint` and `remove_checkpoint` run on all ranks.
     """
 
     def __init__(self) -> None:
@@ -47,15 +45,17 @@ class _Part(Callback):
         self._strategy: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The dictionary that `save_checkpoint` fills; Lightning calls it on all ranks."""
+        """Return the dictionary that `save_checkpoint` fills. Lightning calls this on all ranks."""
         return {"states": []}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remember it: optimizers are restored after callbacks, and would undo it."""
+        """Keep the state for later: optimizers are restored after callbacks, and would overwrite
+        it.
+        """
         self._saved = state_dict["states"]
 
     def _resumes(self, trainer: Trainer) -> bool:
-        """Whether the fit goes on from a checkpoint with the state of the ranks."""
+        """Return True if the fit resumes a checkpoint with the state of the ranks."""
         if trainer.ckpt_path is None:  # `validate` and `test` load the state of callbacks too
             self._saved = None
         if self._saved == []:
@@ -105,15 +105,15 @@ class _Part(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Take off what was put on strategy, model and optimizer; nothing is averaged."""
+        """Remove all hooks from strategy, model and optimizer, without an averaging."""
         self._let_go()
         self._leave(trainer)
 
     def _leave(self, trainer: Trainer) -> None:
-        """End what is made for a fit."""
+        """Release the objects of a fit."""
 
     def _let_go(self) -> None:
-        """Take the strategy's methods back; may be called twice."""
+        """Restore the strategy's methods. May be called twice."""
         if self._strategy is not None:
             for name in ("save_checkpoint", "remove_checkpoint"):
                 vars(self._strategy).pop(name, None)
@@ -125,13 +125,19 @@ def _name(filepath: str | Path, i: int) -> str:
 
 
 class CompressedExchange(_Part):
-    """Attaches the optimizer of `configure_optimizers`, one that has `attach`, to the model that
-    `DDPStrategy` wrapped.
+    """Attaches the optimizer of `configure_optimizers` to the model that `DDPStrategy` wrapped. The
+    optimizer must have `attach`.
 
-    The exchange then runs in the backward pass; without it DDP would average densely first. Batches
-    that `accumulate_grad_batches` only accumulates send nothing. Clip with `local_grad_clip_norm`
-    of the optimizer: `gradient_clip_val` would change gradients that have been sent, which is an
-    error. Residuals and momentum of all ranks lie in files beside Lightning's checkpoints.
+    The exchange then runs in the backward pass. Without this callback DDP would average densely
+    first. Batches that `accumulate_grad_batches` only accumulates send nothing. Clip with
+    `local_grad_clip_norm` of the optimizer; `gradient_clip_val` is an error, since it would change
+    gradients that were already sent. Residuals and momentum of all ranks are in files beside
+    Lightning's checkpoints.
+
+    Example::
+
+        trainer = Trainer(strategy="ddp", callbacks=[CompressedExchange()])
+        trainer.fit(module)  # configure_optimizers returns a DGCMomentum
 
     Raises:
         TypeError: At the start of the fit: the one optimizer does not exchange gradients itself, or
@@ -139,7 +145,7 @@ class CompressedExchange(_Part):
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach; called after Lightning has restored a checkpoint."""
+        """Attach. Lightning calls this after it has restored a checkpoint."""
         optimizer = _only_optimizer(trainer)
         check.instance("the optimizer of configure_optimizers", optimizer, DGCMomentum)
         self._keep(trainer, PerRankState(optimizer))
@@ -147,25 +153,34 @@ class CompressedExchange(_Part):
             self._handle = optimizer.attach(trainer.strategy.model)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Detach; what saves checkpoints stays, for one that is saved after the fit."""
+        """Detach. The saving of checkpoints stays in place, for one that is saved after the fit."""
         if trainer.world_size > 1:
             self._handle.remove()
 
 
 class UnwrappedDDP(DDPStrategy):
-    """`DDPStrategy` without the wrapping: no gradient is averaged."""
+    """`DDPStrategy` without the DDP wrapper: no gradient is averaged.
+
+    Example::
+
+        trainer = Trainer(strategy=UnwrappedDDP(), callbacks=[LocalAveraging(LocalSGD(k_steps=16))])
+    """
 
     def configure_ddp(self) -> None:
         """Leave the model as it is."""
 
 
 class LocalAveraging(_Part):
-    """Local updates: averages the parameters when their turn has come. Needs
-    `strategy=UnwrappedDDP()`.
+    """Averages the parameters of local updates at their interval. Needs `strategy=UnwrappedDDP()`.
 
-    Works with any optimizer of the module. `sync` is what `local_sgd` returned, from the start of
-    the fit on. The loss that `training_step` returns is observed for an adaptive interval. The
-    state of all ranks lies in files beside Lightning's checkpoints.
+    Works with any optimizer of the module. From the start of the fit, `sync` is the result of
+    `local_sgd`. An adaptive interval follows the loss that `training_step` returns. The state of
+    all ranks is in files beside Lightning's checkpoints.
+
+    Example::
+
+        averaging = LocalAveraging(LocalSGD(k_steps=16))
+        Trainer(strategy=UnwrappedDDP(), callbacks=[averaging]).fit(module)
 
     Args:
         config: `LocalSGD` or `AdaptiveLocalSGD`.
@@ -187,7 +202,9 @@ class LocalAveraging(_Part):
         self._entered = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Enter the block; called after Lightning has restored a checkpoint."""
+        """Enter the block of local updates. Lightning calls this after it has restored a
+        checkpoint.
+        """
         _require_unwrapped(trainer, pl_module)
         optimizer = _only_optimizer(trainer)
         self.sync = local_sgd(
@@ -197,11 +214,15 @@ class LocalAveraging(_Part):
         self._keep(trainer, PerRankState(self.sync), PerRankState(optimizer))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Observe the loss of a batch, which Lightning has divided by those that it accumulates."""
+        """Observe the loss of a batch. Lightning has divided it by the number of accumulated
+        batches.
+        """
         self.sync.observe(loss.detach() * trainer.accumulate_grad_batches)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average once more and end; what saves checkpoints stays, for one after the fit."""
+        """Average once more and end. The saving of checkpoints stays in place, for one after the
+        fit.
+        """
         self._entered = False
         self.sync.__exit__(None, None, None)
 
@@ -211,26 +232,31 @@ class LocalAveraging(_Part):
 
 
 class ThinwireCallback(_Part):
-    """Trains by a strategy: `Trainer(strategy=UnwrappedDDP(), callbacks=[ThinwireCallback(...)])`.
+    """Trains under a strategy in Lightning's Trainer.
 
-    The Trainer makes the backward passes, all `accumulate_grad_batches` of them; then the engine of
-    the strategy makes the update: exchange, clipping, optimizer. `gradient_clip_val` limits what
-    the optimizer gets: the mean over the ranks, or under local updates this rank's own gradient.
-    What all ranks hold lies in a folder beside Lightning's checkpoints. After the fit all ranks
-    average once more.
+    The Trainer runs the backward passes, `accumulate_grad_batches` per update. Then the engine of
+    the strategy runs the update: exchange, clipping, optimizer. `gradient_clip_val` limits the
+    gradient that the optimizer gets: the mean over the ranks, or under local updates this rank's
+    own gradient. The state of all ranks is in a folder beside Lightning's checkpoints. After the
+    fit all ranks average once more.
+
+    Example::
+
+        callback = ThinwireCallback(DistributedStrategy(dgc=DGC()))
+        Trainer(strategy=UnwrappedDDP(), callbacks=[callback]).fit(module)
 
     Args:
         strategy: A `DistributedStrategy` with any fields but `amp`, `gradient_merge` and
             `pipeline`, or without one.
 
     Raises:
-        StrategyError: Here: a field for which the Trainer has an argument of its own, which it
-            names. At the start of the fit: an optimizer that does not go with the strategy.
+        StrategyError: At construction: the Trainer has its own argument for a field; the text names
+            it. At the start of the fit: an optimizer that does not go with the strategy.
         ValueError: At the start of the fit: as `LocalAveraging`.
     """
 
     engine: Engine
-    """What trains, from the start of the fit on; `engine.stats()` may be asked after it."""
+    """The engine, from the start of the fit on. `engine.stats()` works after the fit too."""
 
     def __init__(self, strategy: DistributedStrategy) -> None:
         super().__init__()
@@ -240,7 +266,7 @@ class ThinwireCallback(_Part):
         self._losses: list[Tensor] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prepare the engine; called after Lightning has restored a checkpoint."""
+        """Prepare the engine. Lightning calls this after it has restored a checkpoint."""
         _require_unwrapped(trainer, pl_module)
         optimizer = _only_optimizer(trainer)
         if self._resumes(trainer):
@@ -256,11 +282,15 @@ class ThinwireCallback(_Part):
         self._keep(trainer, EngineState(self.engine))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Observe the loss of a batch, which Lightning has divided by those that it accumulates."""
+        """Observe the loss of a batch. Lightning has divided it by the number of accumulated
+        batches.
+        """
         self._losses.append(loss.detach() * trainer.accumulate_grad_batches)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average once more and end; what saves checkpoints stays, for one after the fit."""
+        """Average once more and end. The saving of checkpoints stays in place, for one after the
+        fit.
+        """
         self.engine.flush()
         self.engine.close()
         trainer.gradient_clip_val = self._limit
@@ -271,8 +301,8 @@ class ThinwireCallback(_Part):
             trainer.gradient_clip_val = self._limit
 
     def _loss(self) -> Tensor | None:
-        """Of the update that is due; the last one of an epoch may be of fewer batches, and a
-        `training_step` that returns None gives none.
+        """Return the loss of the update that is due. The last one of an epoch may have fewer
+        batches; a `training_step` that returns None gives no loss.
         """
         if not self._losses:
             return None

@@ -1,4 +1,4 @@
-"""State of all ranks in the checkpoints of frameworks that save only what rank 0 has."""
+"""Saves the state of all ranks in checkpoints of frameworks that save only rank 0's."""
 
 import shutil
 import weakref
@@ -24,17 +24,17 @@ __all__ = ["Accelerates", "EngineState", "PerRankState", "Stateful", "as_made_",
 
 
 class Stateful(Protocol):
-    """Whatever has a state_dict of plain values and tensors."""
+    """Protocol of objects with a state_dict of plain values and tensors."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a later step depends on."""
+        """Return everything that a later step depends on."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Continue from what `state_dict` gave."""
+        """Resume from `state_dict`."""
 
 
 class Accelerates(Protocol):
-    """The part that `PerRankState.register` needs of Accelerate's `Accelerator`."""
+    """Protocol of the part of Accelerate's `Accelerator` that `PerRankState.register` needs."""
 
     def register_for_checkpointing(self, *objects: Any) -> Any:
         """Save and load the states of objects."""
@@ -47,32 +47,36 @@ class Accelerates(Protocol):
 
 
 class PerRankState:
-    """The states of all ranks for checkpoints that rank 0 writes alone: each rank writes a file of
-    its own beside it.
+    """Saves the states of all ranks with checkpoints that only rank 0 writes: each rank writes its
+    own file beside the checkpoint.
 
-    Accelerate and Lightning save the optimizer of rank 0 and load it everywhere. The residuals and
-    the momentum of an optimizer that exchanges gradients, and everything under local updates,
-    differ from rank to rank: that checkpoint alone would give the pending update of one rank to all
-    others. With Accelerate `PerRankState(optimizer).register(accelerator)` is all; Lightning's
-    callbacks do it by themselves; in a loop of your own set `folder` to that of the checkpoint.
+    Accelerate and Lightning save the optimizer of rank 0 and load it everywhere. But residuals and
+    momentum of an optimizer that exchanges gradients, and all state under local updates, differ
+    between ranks. Their checkpoint alone would give the pending update of one rank to all others.
+    Lightning's callbacks use this class by themselves. In your own loop, set `folder` to that of
+    the checkpoint.
+
+    Example::
+
+        PerRankState(optimizer).register(accelerator)
+        accelerator.save_state("checkpoint")
 
     Args:
-        stateful: An optimizer that exchanges gradients, what `local_sgd` returned, or any optimizer
+        stateful: An optimizer that exchanges gradients, the result of `local_sgd`, or any optimizer
             under local updates.
-        process_group: The ranks whose states differ; None for all of them. One process alone works
-            too.
-        folder: Where the files lie: that of the checkpoint. May be set later, and anew for every
+        process_group: The ranks whose states differ; None for all. A single process works too.
+        folder: Folder of the files: that of the checkpoint. May be set later, and again for every
             checkpoint.
-        name: Tells it from others in the same folder.
+        name: Distinguishes it from others in the same folder.
 
     **State**: names and checksums only, in the dictionary that rank 0 saves; a rank's state in the
-    safetensors file `NAME.rank_00000.safetensors` of the folder. One that is there already stays as
-    `.NAME.rank_00000.safetensors.before` until the next save: a framework that is killed before it
-    has written its own file goes on from that.
+    safetensors file `NAME.rank_00000.safetensors` of the folder. An existing file stays as
+    `.NAME.rank_00000.safetensors.before` until the next save. A framework that is killed before it
+    has written its own file resumes from that one.
     **Communication**: about 100 bytes a rank, in `state_dict` and `load_state_dict`, which all
     ranks must call.
-    **Failure**: what one rank cannot write or read is a `CheckpointError` on all of them, with rank
-    and cause.
+    **Failure**: if one rank cannot write or read, all ranks raise `CheckpointError` with rank and
+    cause.
     """
 
     def __init__(
@@ -92,11 +96,11 @@ class PerRankState:
         self._process_group = process_group
         self._group: Group | None = None
         self._in_use: Path | None = None
-        """The file of this rank with what was loaded or saved last."""
+        """File of this rank that was last loaded or saved."""
 
     def register(self, accelerator: Accelerates) -> "PerRankState":
-        """Let Accelerate save and load it, and return it: the files lie in the folder of
-        `save_state` and `load_state`. Several may be registered with one accelerator.
+        """Register the state with Accelerate, and return this object. The files are in the folder
+        of `save_state` and `load_state`. Several may be registered with one accelerator.
         """
         number = _registered.get(accelerator, 0)
         _registered[accelerator] = number + 1
@@ -106,10 +110,10 @@ class PerRankState:
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Write this rank's state into its file; to be called by all ranks.
+        """Write this rank's state into its file. All ranks must call this.
 
         Returns:
-            What belongs into the checkpoint: the same on all ranks, a few bytes for each.
+            The entry for the checkpoint: the same on all ranks, a few bytes for each.
 
         Raises:
             ValueError: There is no folder yet.
@@ -126,7 +130,7 @@ class PerRankState:
             if isinstance(state, Exception):
                 raise state
             file = self._file(folder, self.name, group.rank)
-            # until the framework has written its own file, that belongs to the state before
+            # until the framework has written its own file, that one belongs to the previous state
             if file.exists() and self._in_use != _before(file):
                 file.replace(_before(file))
             sha256 = write_rank_file(file, state)
@@ -137,17 +141,17 @@ class PerRankState:
         return {"name": self.name, "sha256": sums}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's own state back; under another number of ranks, the mean of what was
-        saved.
+        """Load this rank's own state. With another number of ranks, load the mean of the saved
+        states.
 
-        The mean of the residuals is the update that was still pending, so nothing of it is lost,
-        and the mean of the momentum is what its next part would have been. All ranks must call it.
+        The mean of the residuals is the update that was still pending, so nothing of it is lost.
+        The mean of the momentum is the next part of that update. All ranks must call this.
 
         Raises:
-            ValueError: It is no such state, or there is no folder yet.
-            CheckpointError: A file is missing or damaged, or the ranks differ in more than
-                floating-point tensors under another number of ranks; on all ranks. Nothing has
-                changed.
+            ValueError: The argument is no such state, or there is no folder yet.
+            CheckpointError: A file is missing or damaged, or the number of ranks has changed and
+                saved states differ in more than floating-point tensors. Raised on all ranks;
+                nothing has changed.
         """
         sums, name = state_dict.get("sha256"), state_dict.get("name")
         if not isinstance(sums, Sequence) or not sums or not isinstance(name, str):
@@ -173,7 +177,7 @@ class PerRankState:
         self._stateful.load_state_dict(own[0])
 
     def remove(self, folder: str | Path, name: str) -> None:
-        """Delete this rank's files of a checkpoint that is deleted; no communication."""
+        """Delete this rank's files of a checkpoint that is deleted. No communication."""
         file = self._file(Path(folder), name, self._joined().rank)
         for each in (file, _before(file)):
             each.unlink(missing_ok=True)
@@ -198,7 +202,7 @@ class PerRankState:
 
 
 def _follow_folder(state: "PerRankState | EngineState", accelerator: Accelerates) -> None:
-    """Let Accelerate save and load a state, which lies where that saves and loads."""
+    """Register a state with Accelerate, in the folder where that saves and loads."""
 
     def at_save(_: object, __: object, output_dir: str) -> None:
         state.folder = output_dir
@@ -219,7 +223,7 @@ def _before(file: Path) -> Path:
 
 
 def _read(file: Path, sha256: str) -> tuple[Any, Path]:
-    """The state with that checksum, and which of a rank's two files it is in."""
+    """Return the state with that checksum, and which of a rank's two files it is in."""
     try:
         return read_rank_file(file, sha256), file
     except CheckpointCorrupt:
@@ -229,8 +233,8 @@ def _read(file: Path, sha256: str) -> tuple[Any, Path]:
 
 
 def _mean(values: Sequence[Any], where: str) -> Any:
-    """The common value, with floating-point tensors and numbers averaged; of the bytes that each
-    has sent, which are for people, the first. `where` is for the error.
+    """Return the common value, with floating-point tensors and numbers averaged. Of the readable
+    bytes of each rank the first counts. `where` is for the error.
     """
     first = values[0]
     if all(isinstance(v, float) for v in values):
@@ -261,25 +265,29 @@ def _mean(values: Sequence[Any], where: str) -> Any:
 
 
 _taken: "weakref.WeakKeyDictionary[Accelerates, set[str]]" = weakref.WeakKeyDictionary()
-"""The names that each accelerator has."""
+"""Names in use, by accelerator."""
 
 
 class EngineState:
-    """What all ranks hold of an engine, in a folder of the checkpoint that a framework writes, by
+    """Saves the state of all ranks of an engine in a folder of a framework's checkpoint, by
     `engine.save` and `engine.load`.
 
-    Frameworks save what rank 0 has. With Accelerate `EngineState(engine).register(accelerator)` is
-    all; Lightning's callback does it by itself.
+    Frameworks save only the state of rank 0. Lightning's callback uses this class by itself.
+
+    Example::
+
+        EngineState(engine).register(accelerator)
+        accelerator.save_state("checkpoint")
 
     Args:
-        engine: Of this rank.
-        folder: Where the folder lies: that of the checkpoint. May be set later, and anew for every
+        engine: Engine of this rank.
+        folder: Parent of the folder: that of the checkpoint. May be set later, and again for every
             checkpoint.
-        name: Of the folder inside it.
+        name: Name of the folder inside it.
 
-    **State**: the name of the folder and the step, in what rank 0 saves; all else in the folder,
-    which keeps the checkpoint before the newest as well where it is saved into again: a framework
-    that is killed before it has written its own file goes on from that.
+    **State**: rank 0 saves the name of the folder and the step; all else is in the folder. When
+    saved into again, the folder keeps the previous checkpoint too. A framework that is killed
+    before it has written its own file resumes from that one.
     **Communication** and **Failure**: those of `engine.save` and `engine.load`, in `state_dict` and
     `load_state_dict`, which all ranks must call.
     """
@@ -292,8 +300,8 @@ class EngineState:
         self._engine = engine
 
     def register(self, accelerator: Accelerates) -> "EngineState":
-        """Let Accelerate save and load it, and return it: the folder lies in that of `save_state`
-        and `load_state`. Several may be registered with one accelerator; a name that is taken
+        """Register the state with Accelerate, and return this object. The folder is in that of
+        `save_state` and `load_state`. Several may be registered with one accelerator; a name in use
         becomes `NAME_1`, and so on.
         """
         taken, name = _taken.setdefault(accelerator, set()), self.name
@@ -306,24 +314,24 @@ class EngineState:
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Write what all ranks hold; to be called by all of them.
+        """Write the state of all ranks. All ranks must call this.
 
         Returns:
-            What belongs into the checkpoint, the same on all ranks.
+            The entry for the checkpoint, the same on all ranks.
 
         Raises:
             ValueError: There is no folder yet.
             ThinwireError: As `engine.save`.
         """
-        # until the framework has written its own file, that may be one of the checkpoint before
+        # until the framework has written its own file, that one may be of the previous checkpoint
         path = self._engine.save(self._place(self.name), keep=2)
         return {"name": self.name, "step": found_at(path).step}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take it back, after the framework has restored what it has; to be called by all ranks.
+        """Load the state, after the framework has restored its own. All ranks must call this.
 
         Raises:
-            ValueError: It is no such state, or there is no folder yet.
+            ValueError: The argument is no such state, or there is no folder yet.
             CheckpointError: As `engine.load`; `CheckpointMismatch` where the folder has only
                 checkpoints of other steps than the framework's.
         """
@@ -336,7 +344,9 @@ class EngineState:
         self._engine.load(self._place(name), step=step)
 
     def remove(self, folder: str | Path, name: str) -> None:
-        """Delete the folder of a checkpoint that is deleted; any rank may, no communication."""
+        """Delete the folder of a checkpoint that is deleted. Any rank may call this; no
+        communication.
+        """
         shutil.rmtree(Path(folder) / Path(name).name, ignore_errors=True)
 
     def _place(self, name: str) -> Path:
@@ -350,8 +360,8 @@ class EngineState:
 
 
 def require_fields(strategy: object, instead: Mapping[str, str]) -> None:
-    """Raise `StrategyError` where a Trainer has an argument of its own for a field of `strategy`:
-    `instead` says what to use, by field.
+    """Raise `StrategyError` if a Trainer has its own argument for a field of `strategy`. `instead`
+    names the argument by field.
     """
     check.instance("strategy", strategy, DistributedStrategy)
     assert isinstance(strategy, DistributedStrategy)
@@ -364,8 +374,9 @@ def require_fields(strategy: object, instead: Mapping[str, str]) -> None:
 
 
 def as_made_(optimizer: torch.optim.Optimizer) -> None:
-    """Changes `optimizer`, which has loaded the state of what it became before the checkpoint: the
-    engine's has all of it.
+    """Reset `optimizer`, after it loaded the state of the class that an engine had converted it to.
+
+    The engine's own state has all of it. Changes `optimizer`.
     """
     optimizer.state.clear()
     kept = {*optimizer.defaults, "params", "param_names", "initial_lr"}

@@ -1,5 +1,5 @@
-"""A callback that brings a strategy into the Trainer of transformers; imports the package
-`transformers`, which is optional.
+"""A callback that trains under a strategy in the Trainer of transformers. Imports the optional
+package `transformers`.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from thinwire.strategy.engine import Engine
 __all__ = ["ThinwireCallback"]
 
 _SHARDED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
-"""Kinds of distribution, by Accelerate's names, that exchange gradients in their own way."""
+"""Distributed types of Accelerate, by name, that exchange gradients in their own way."""
 _INSTEAD = {
     "amp": "bf16=True of TrainingArguments",
     "recompute": (
@@ -43,37 +43,41 @@ _INSTEAD = {
 
 
 class ThinwireCallback(TrainerCallback):
-    """Trains by a strategy inside `transformers.Trainer`: `Trainer(...,
-    callbacks=[ThinwireCallback(strategy)])`, started by torchrun.
+    """Trains under a strategy inside `transformers.Trainer`, started by torchrun.
 
-    The Trainer makes the backward passes, all `gradient_accumulation_steps` of them; then the
-    engine of the strategy makes the update: exchange, clipping, optimizer. DDP, into which the
-    Trainer wraps the model, averages nothing meanwhile. Rates, schedulers, bf16, evaluation, logs
-    and checkpoints are the Trainer's. `max_grad_norm` limits the global norm of what the optimizer
-    gets: of the mean over the ranks, or under local updates of this rank's own gradient; the
-    `grad_norm` in the logs is that of this rank's own gradient before the exchange. Where ranks use
-    different parameters in a step, set `ddp_find_unused_parameters=True`.
+    The Trainer runs the backward passes, `gradient_accumulation_steps` per update. Then the engine
+    of the strategy runs the update: exchange, clipping, optimizer. The DDP wrapper of the Trainer
+    averages nothing meanwhile. Rates, schedulers, bf16, evaluation, logs and checkpoints are the
+    Trainer's. `max_grad_norm` limits the global norm of the gradient that the optimizer gets: the
+    mean over the ranks, or under local updates this rank's own gradient. The `grad_norm` in the
+    logs is that of this rank's own gradient before the exchange. If ranks use different parameters
+    in a step, set `ddp_find_unused_parameters=True`.
 
-    Every checkpoint of the Trainer gets a folder `thinwire` with what all ranks hold. Training that
-    is resumed from it goes on bit for bit, also on another number of ranks, from their mean; it
-    must lie in `output_dir`. Under local updates the Trainer's own files have what rank 0 holds,
-    and `evaluate` gives the mean over the ranks of each one's own model. After the last step all
-    ranks average once more.
+    Every checkpoint of the Trainer gets a folder `thinwire` with the state of all ranks; it must be
+    in `output_dir`. Training resumes from it bit for bit, or from the mean on another number of
+    ranks. Under local updates the Trainer's own files have the state of rank 0. `evaluate` then
+    gives the mean over the ranks, each with its own model. After the last step all ranks average
+    once more.
+
+    Example::
+
+        callback = ThinwireCallback(DistributedStrategy(dgc=DGC()))
+        Trainer(model, args, train_dataset=data, callbacks=[callback]).train()
 
     Args:
         strategy: A `DistributedStrategy` with any fields but `amp`, `recompute`,
             `gradient_merge` and `pipeline`, or without one.
 
     Raises:
-        StrategyError: Here: a field for which the Trainer has an argument of its own, which it
-            names. When training begins: arguments of the Trainer, or an optimizer, that do not go
-            with the strategy.
+        StrategyError: At construction: the Trainer has its own argument for a field; the text names
+            it. When training begins: arguments of the Trainer, or an optimizer, that do not go with
+            the strategy.
         CheckpointError: When training begins: the checkpoint to resume from has no state of this
             strategy.
     """
 
     engine: Engine
-    """What trains, from the beginning of a training on; `engine.stats()` may be asked after it."""
+    """The engine, from the start of a training on. `engine.stats()` works after it too."""
 
     def __init__(self, strategy: DistributedStrategy) -> None:
         require_fields(strategy, _INSTEAD)
@@ -86,7 +90,9 @@ class ThinwireCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Prepare the engine, silence DDP, and go on from the checkpoint that was loaded."""
+        """Prepare the engine, disable DDP's averaging, and resume from the checkpoint that was
+        loaded.
+        """
         self._undo.close()  # of a training that ended by an error
         model, wrapper = kwargs["model"], kwargs["optimizer"]
         _require_arguments(args, state, wrapper)
@@ -118,13 +124,13 @@ class ThinwireCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Give the argument back, for those who read or save it."""
+        """Restore the argument, for code that reads or saves it."""
         args.max_grad_norm = self._max_grad_norm
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Apply what is left after the last step, ahead of the last evaluation and checkpoint."""
+        """Apply pending work after the last step, before the last evaluation and checkpoint."""
         if control.should_training_stop:
             self.engine.flush()
 
@@ -133,7 +139,7 @@ class ThinwireCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Write what all ranks hold into the checkpoint."""
+        """Write the state of all ranks into the checkpoint."""
         if not args.save_only_model:
             extra = {"step": state.global_step, "parameters": _checksum(kwargs["model"])}
             self.engine.save(_folder(args, state), extra=extra, keep=1)
@@ -179,7 +185,7 @@ class ThinwireCallback(TrainerCallback):
 
         def is_the_same() -> None:
             expected = {"step": state.global_step, "parameters": loaded}
-            # the Trainer has given all ranks what rank 0 had saved
+            # the Trainer has loaded rank 0's state on all ranks
             if group.rank == 0 and self.engine.extra != expected:
                 raise CheckpointMismatch(
                     f"the Trainer has loaded another checkpoint than {folder.parent}: the one to "
@@ -193,14 +199,14 @@ class ThinwireCallback(TrainerCallback):
             return None
         shares = torch.stack(self._losses)
         self._losses.clear()
-        # what the Trainer divides by are the items of all microsteps, or the microsteps
+        # the Trainer divides by the number of items of all microsteps, or of microsteps
         everywhere = args.world_size if args.average_tokens_across_devices else 1
         return shares.sum() * everywhere if self._by_items else shares.mean()
 
     def _hear(
         self, model: nn.Module, _: tuple[Any, ...], inputs: Mapping[str, Any], outputs: Any
     ) -> None:
-        """Take the loss of a microstep from what the model returns."""
+        """Observe the loss of a microstep, from the output of the model."""
         if not model.training:
             return
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]

@@ -1,3 +1,3 @@
-"""Stages of a model on different ranks, over torch.distributed.pipelining. `strategy` imports
-it.
+"""Stages of a model on different ranks, over torch.distributed.pipelining. `strategy` imports this
+package.
 """

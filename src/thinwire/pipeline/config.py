@@ -9,8 +9,12 @@ __all__ = ["Pipeline"]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Stages of the model on consecutive ranks; ranks / stages replicas of the pipeline train side
-    by side.
+    """Splits the model into stages on consecutive ranks. Ranks / stages replicas of the pipeline
+    train in parallel.
+
+    Example:
+        >>> Pipeline(stages=2, micro_batches=4).schedule
+        '1f1b'
 
     Attributes:
         stages: Parts of the model, >= 1; the number of ranks must be a multiple of it.

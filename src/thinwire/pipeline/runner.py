@@ -1,5 +1,5 @@
-"""Forward and backward passes of a mini-batch over the stages of a pipeline, after a rehearsal from
-which the stages learn what will travel between them.
+"""Runs forward and backward passes of a mini-batch over the stages of a pipeline. A rehearsal first
+determines the tensors between stages.
 """
 
 import json
@@ -38,30 +38,29 @@ class _Plan:
 
 
 class PipelineRunner:
-    """The pipeline of one replica, which runs mini-batches through its stages; every rank of it
-    makes the same calls.
+    """Runs mini-batches through the stages of one replica. Every rank of the replica makes the same
+    calls.
 
-    Communication: per call 24 bytes a rank to agree on the mini-batch and 10 to tell the loss and
-    how it ended; nobody waits for these before an update, whose agreement tells of failures, as the
-    runner is a check of it. Per micro-batch what a stage returns goes to the next one, and where
-    that needs a gradient, this comes back. The first mini-batch of a new look (shapes, types,
-    training or evaluation mode) costs the forward pass of one micro-batch more, in which the stages
-    learn what they will receive.
+    Communication: per call 24 bytes a rank to agree on the mini-batch, and 10 bytes to report loss
+    and outcome. An update does not wait for these 10 bytes: the runner is a check of its agreement,
+    which reports failures. Per micro-batch each stage sends its output to the next one, and
+    receives the gradient if the output needs one. The first mini-batch with new shapes, types or
+    mode (training or evaluation) costs one more forward pass of a micro-batch, which determines the
+    tensors between stages.
 
     Failure: an error in the model or the loss function is raised by all stages at the end of the
-    call, by its own rank as it was; gradients are then to be discarded, and the pipeline goes on. A
-    dead or stopped stage is `PeerLost` or `PeerStalled` on the others within the time-out of the
-    group; after it the pipeline is of no more use.
+    call; the failing rank raises the original error. Discard the gradients then; the pipeline keeps
+    working. A dead or stopped stage is `PeerLost` or `PeerStalled` on the others within the
+    time-out of the group. The pipeline cannot be used afterwards.
 
     Args:
-        stage: This rank's, one of those that `split_model` returns; its device is that of its first
-            parameter.
-        config: Of the pipeline.
+        stage: This rank's stage, from `split_model`. Its device is that of its first parameter.
+        config: Config of the pipeline.
         grid: The ranks; as many stages as `config` has.
         loss_fn: (output of the last stage, targets) -> the mean loss over a micro-batch, one
-            element. None: nothing can be run.
-        dtype: Of autocast, for the forward pass and the loss; None: without.
-        scale: The factor of the loss in force, asked for in every step.
+            element. None: no batch can be run.
+        dtype: Type of autocast, for the forward pass and the loss; None for no autocast.
+        scale: Returns the current factor of the loss; called in every step.
     """
 
     def __init__(
@@ -83,34 +82,36 @@ class PipelineRunner:
         self._passed_bytes = 0
         self._broken = False
         self._ending: Pending[Tensor] | None = None
-        """How the passes ended on all stages, on its way."""
+        """Gather of the stages' outcomes, in flight."""
         if grid.stages > 1:
-            # it takes seconds, here while no stage waits for another
+            # the import takes seconds; here no stage waits for another
             import thinwire.pipeline.schedule  # noqa: F401
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank gave to the other stages so far, agreements included."""
+        """Bytes that this rank sent to other stages so far, agreements included."""
         return self._passed_bytes + self._grid.peers.bytes_sent
 
     def step(
         self, inputs: Any, targets: Any, problem: Exception | None = None, *, concludes: bool = True
     ) -> Tensor | None:
-        """Forward and backward passes of all micro-batches.
+        """Run forward and backward passes of all micro-batches.
 
         Args:
-            inputs: Of the model: a tensor (B, ...), a tuple of several arguments, or a mapping of
-                keyword arguments, cut along their first dimension. Used by the first stage.
+            inputs: Arguments of the model: a tensor (B, ...), a tuple of several arguments, or a
+                mapping of keyword arguments, cut along their first dimension. Used by the first
+                stage.
             targets: Tensor, or tensors nested in tuples, lists and mappings; a first dimension is B
                 or a multiple of it. Used by the last stage; equal on all stages.
-            problem: An error of this stage before the step; raised, and told to the others.
-            concludes: Whether to wait for how it ended on other stages. Where not, an agreement
-                follows that has this runner as a check, and then `conclude`.
+            problem: An error of this stage before the step; raised, and reported to the other
+                stages.
+            concludes: True to wait for the outcome on other stages. If false, the caller runs an
+                agreement with this runner as a check, then `conclude`.
 
         Returns:
-            None where it does not conclude, else the mean loss over the micro-batches, shape (),
-            detached, unscaled, the same on all stages. To `p.grad` of this stage is added the
-            gradient of that mean times the loss scale.
+            The mean loss over the micro-batches, shape (), detached, unscaled, the same on all
+                stages; None without `concludes`. The gradient of that mean times the loss scale is
+                added to `p.grad` of this stage.
 
         Raises:
             ValueError: `micro_batches` does not divide B; the loss has more than one element.
@@ -120,7 +121,7 @@ class PipelineRunner:
         return self._run(inputs, targets, backward=True, problem=problem, concludes=concludes)
 
     def say(self, turn: Any) -> dict[str, Any]:
-        """What this stage tells all ranks in an agreement: its error."""
+        """Return this stage's report for an agreement: its error, if any."""
         if self._ending is None or not turn.first:
             return {}
         self._broken = False
@@ -140,8 +141,8 @@ class PipelineRunner:
         raise failure(rank % self._grid.stages, self._grid.stages, *told)
 
     def conclude(self, *, agreed: bool = True) -> Tensor:
-        """The mean loss of a step, from the last stage, once all ranks have agreed on it; else an
-        error where a stage has failed.
+        """Return the mean loss of a step from the last stage, after all ranks have agreed. Raise if
+        a stage has failed.
         """
         assert self._ending is not None, "a step was made"
         ending, self._ending = self._ending, None
@@ -155,7 +156,7 @@ class PipelineRunner:
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> Tensor:
-        """The mean loss as `step` returns it, without gradients, in the modules' own mode."""
+        """Return the mean loss as `step` does, without gradients, in the modules' own mode."""
         loss = self._run(inputs, targets, backward=False)
         assert loss is not None, "it concludes"
         return loss
@@ -187,13 +188,15 @@ class PipelineRunner:
             self._run_schedule(plan.schedule, count, backward=backward)
         self._passed_bytes += count * (plan.result.bytes_forth if plan.result else 0)
         self._passed_bytes += count * (plan.source.bytes_back if plan.source and backward else 0)
+        # not waited for: the agreement of the update has this runner as a check and reports
+        # failures
         self._ending = self._told_ending()
         return self.conclude(agreed=False) if concludes else None
 
     def _agreed(
         self, inputs: Any, targets: Any, problem: Exception | None, *, backward: bool
     ) -> tuple[list[tuple[Any, Any]], str, bool]:
-        """The micro-batches, the key of their plan, and whether all stages have it."""
+        """Return the micro-batches, the key of their plan, and True if all stages have the plan."""
         parts: list[tuple[Any, Any]] = []
         facts: dict[str, Any] = {"call": "step" if backward else "evaluate", "problem": None}
         try:
@@ -268,6 +271,7 @@ class PipelineRunner:
         self, schedule: "PipelineScheduleSingle", count: int, *, backward: bool
     ) -> None:
         is_last = self._grid.stage == self._grid.stages - 1  # whose worker has the real targets
+        # only the count of targets matters to torch's schedule: the worker computes the loss
         target = torch.zeros(count, device="cpu") if is_last else None
         run = schedule.step if backward else schedule.eval
         try:
@@ -276,7 +280,7 @@ class PipelineRunner:
             raise self._grid.explain(error, what=_TRANSFER) from error
 
     def _told_ending(self) -> Pending[Tensor]:
-        """What all stages say of their passes, on its way."""
+        """Start the gather of the stages' outcomes."""
         peers, worker = self._grid.peers, self._worker
         mine = _CONCLUSION.pack(worker.error is not None, *self._mean_loss())
         message = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(peers.device)
@@ -290,7 +294,7 @@ class PipelineRunner:
         return _LOSS_TYPES.index(losses[0].dtype), mean.item()
 
     def _raise_on_all(self) -> None:
-        """Raise this stage's own error, or one of its kind that names the stage which failed."""
+        """Raise this stage's own error, or one of the same type that names the failing stage."""
         error = self._worker.error
         self._worker.begin([], None, None, 1.0)
         told = [] if error is None else [type(error).__name__, str(error)]
@@ -316,16 +320,16 @@ def _require_equal(facts: list[dict[str, Any]]) -> None:
 
 
 def rehearse(worker: StageWorker, inputs: Any, peers: Group, device: torch.device) -> list[Parcel]:
-    """Run one micro-batch through all stages but the last, one after another; the parcels between
-    stages 1 and 2, 2 and 3, and so on, the same on all ranks.
+    """Run one micro-batch through all stages but the last, one after another. Return the parcels
+    between stages 1 and 2, 2 and 3, and so on, the same on all ranks.
 
-    The first stage gets real inputs, the others zeros. Buffers and torch's random numbers are put
-    back afterwards; hooks are called, and other state that a module keeps by itself sees one more
+    The first stage gets real inputs, the others zeros. Buffers and torch's random numbers are
+    restored afterwards. Hooks are called, and other state that a module keeps sees one more
     micro-batch. `begin` is called on the worker of this rank's stage.
 
     Raises:
-        Exception: On the rank whose stage failed, its own error.
-        TypeError, ValueError, ThinwireError: On the others, with its text.
+        Exception: The original error, on the rank whose stage failed.
+        TypeError, ValueError, ThinwireError: Its text, on the other ranks.
 
     Communication: per stage but the last a gather of the parcel's description.
     """
@@ -358,7 +362,9 @@ def rehearse(worker: StageWorker, inputs: Any, peers: Group, device: torch.devic
 
 
 def failure(stage: int, stages: int, kind: str, text: str) -> Exception:
-    """What is raised where another stage had an error: one of its kind, if of arguments."""
+    """Return the error to raise if another stage failed: of the same type if that concerns
+    arguments.
+    """
     kinds = {"TypeError": TypeError, "ValueError": ValueError}
     return kinds.get(kind, ThinwireError)(
         f"stage {stage + 1} of {stages} failed in this step: {kind}: {text}"

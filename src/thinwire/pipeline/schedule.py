@@ -1,4 +1,4 @@
-"""torch's schedules over our stages."""
+"""torch's schedules over thinwire's stages."""
 
 from typing import Any
 
@@ -25,20 +25,20 @@ def make_schedule(
     result: Parcel | None,
     backward: bool,
 ) -> PipelineScheduleSingle:
-    """The schedule of this rank, whose `step` (or `eval`) is called without inputs, on the last
-    stage with `micro_batches` targets that are not used. It scales no gradient.
+    """Return the schedule of this rank. Call its `step` (or `eval`) without inputs; on the last
+    stage pass `micro_batches` dummy targets. It does not scale gradients.
 
-    1F1B needs as many micro-batches as stages and has nothing to save with fewer, or without a
-    backward pass: the order is GPipe's then, with the same result.
+    1F1B needs at least as many micro-batches as stages. With fewer, or without a backward pass, it
+    saves nothing; the order is then GPipe's, with the same result.
 
     Args:
-        worker: Runs the stage; takes and returns what `source` and `result` say.
+        worker: Runs the stage; takes and returns tensors as in `source` and `result`.
         config: Number of micro-batches, and the schedule's name.
         grid: The ranks.
-        device: Of the stage.
-        source: What comes from the stage before; None on the first stage.
-        result: What goes to the stage after; None on the last.
-        backward: Whether there is a backward pass.
+        device: Device of the stage.
+        source: Parcel from the previous stage; None on the first stage.
+        result: Parcel for the next stage; None on the last.
+        backward: True if there is a backward pass.
     """
     meta = torch.device("meta")
     stage = _Stage(
@@ -50,12 +50,12 @@ def make_schedule(
     )
     has_gain = backward and config.micro_batches >= config.stages
     kind = Schedule1F1B if config.schedule == "1f1b" and has_gain else ScheduleGPipe
-    # the worker of the last stage computes the loss itself
+    # the worker of the last stage computes the loss
     return kind(stage, config.micro_batches, lambda output, _: output, scale_grads=False)
 
 
 class _Stage(PipelineStage):
-    """A stage that is told what it receives, as no memory can be read before it was written."""
+    """A stage with declared inputs, so that no memory is read before it was written."""
 
     def __init__(
         self,
@@ -79,7 +79,9 @@ class _Stage(PipelineStage):
 
     @property
     def group(self) -> ProcessGroup | None:
-        """Of the grid: one that is held here would not be freed at exit."""
+        """Process group of the grid. It is looked up, since a reference kept here would not be
+        freed at exit.
+        """
         return self._grid.stage_group
 
     @group.setter
@@ -87,7 +89,9 @@ class _Stage(PipelineStage):
         pass
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """As torch's; an error is kept for the end, and zeros go to the stage before."""
+        """Run torch's method. On an error, keep the error for the end and send zeros to the
+        previous stage.
+        """
         self.bwd_cache[bwd_chunk_id] = tuple(
             torch.zeros(blank.shape, dtype=blank.dtype, device=self.device)
             if blank.requires_grad

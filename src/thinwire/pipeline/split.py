@@ -1,4 +1,4 @@
-"""Splitting a sequential model, the modules that it calls one after another, into stages."""
+"""Splits a sequential model, whose modules are called one after another, into stages."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -17,20 +17,22 @@ __all__ = ["ChainModule", "assemble", "chain", "obstacle", "partition", "split_m
 
 @dataclass(frozen=True, slots=True)
 class ChainModule:
-    """A module of the chain, called once, on what the one before it returned."""
+    """A module of the chain, called once, on the output of the previous one."""
 
     path: tuple[str, ...]
-    """Its own name and before it those of the containers around it."""
+    """Its own name, preceded by those of the containers around it."""
     module: nn.Module
 
     @property
     def name(self) -> str:
-        """As in `named_modules()` of the model."""
+        """Name as in `named_modules()` of the model."""
         return ".".join(self.path)
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """The reason why a module cannot be taken apart into those that it calls; None if it can."""
+    """Return the reason why a module cannot be taken apart into the modules that it calls; None if
+    it can.
+    """
     if not isinstance(module, nn.Sequential):
         return "only an nn.Sequential says in which order its modules run"
     if type(module).forward is not nn.Sequential.forward or "forward" in vars(module):
@@ -49,7 +51,9 @@ def obstacle(module: nn.Module) -> str | None:
 
 
 def chain(model: nn.Module, path: tuple[str, ...] = ()) -> Iterator[ChainModule]:
-    """The modules that the model calls, in order; what cannot be taken apart is one link."""
+    """Return the modules that the model calls, in order. A module that cannot be taken apart is one
+    link.
+    """
     if obstacle(model) is None:
         # named_children() skips a module that comes a second time
         for name, child in model._modules.items():
@@ -60,7 +64,9 @@ def chain(model: nn.Module, path: tuple[str, ...] = ()) -> Iterator[ChainModule]
 
 
 def assemble(container: nn.Module, links: Sequence[ChainModule], depth: int = 0) -> nn.Sequential:
-    """A container with some consecutive links, under their names; whole ones as they are."""
+    """Return a container with some consecutive links, under their names. Whole containers stay as
+    they are.
+    """
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     for name, group in groupby(links, key=lambda link: link.path[depth]):
         child, inside = container.get_submodule(name), list(group)
@@ -72,23 +78,28 @@ def assemble(container: nn.Module, links: Sequence[ChainModule], depth: int = 0)
 
 
 def split_model(model: nn.Module, config: Pipeline) -> list[nn.Module]:
-    """The stages of a model, which share its modules and parameters; nothing is copied, moved or
-    changed.
+    """Return the stages of a model. They share its modules and parameters; nothing is copied, moved
+    or changed.
 
-    A model can be cut where it is an `nn.Sequential`, also between the modules of such containers
-    inside it. A stage has modules, parameters and buffers under their names in the model. Without
-    split points the largest stage has as few parameters as it can, and every stage begins with a
-    module that has parameters.
+    An `nn.Sequential` can be cut between its modules, also inside nested containers. A stage has
+    modules, parameters and buffers under their names in the model. Without split points the
+    parameter count of the largest stage is minimal, and every stage begins with a module that has
+    parameters.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> [len(stage) for stage in split_model(model, Pipeline(stages=2, micro_batches=4))]
+        [2, 1]
 
     Args:
         model: An `nn.Sequential`, if there is more than one stage.
         config: `stages` and `split_points` are used.
 
     Returns:
-        One module per stage; calling them one after another is calling the model.
+        One module per stage. Calling them one after another equals calling the model.
 
     Raises:
-        ValueError: A split point that is no module of the model, or not in execution order.
+        ValueError: A split point is no module of the model, or not in execution order.
         StrategyError: The model cannot be cut (there), and why: it is not sequential, has too few
             modules, a parameter or buffer would be on two stages, or a stage would have no
             parameters.
@@ -120,7 +131,9 @@ def _article(module: nn.Module) -> str:
 
 
 def _balanced(links: Sequence[ChainModule], stages: int) -> list[int]:
-    """Where stages begin: at modules with parameters, so that activations stay with them."""
+    """Return the starts of the stages: at modules with parameters, so that activations stay with
+    the module before them.
+    """
     heads = [i for i, link in enumerate(links) if any(True for _ in link.module.parameters())]
     if len(heads) < stages:
         raise StrategyError(
@@ -140,7 +153,9 @@ def _new(module: nn.Module, seen: set[nn.Parameter]) -> Iterator[nn.Parameter]:
 
 
 def _places(model: nn.Module, links: Sequence[ChainModule], points: Sequence[str]) -> list[int]:
-    """Where stages begin, from the names of the modules at which the second and later ones do."""
+    """Return the starts of the stages, from the names of the first modules of the second and later
+    ones.
+    """
     begins = [0]
     names = ["the first module", *points]
     for point in points:
@@ -208,13 +223,17 @@ def _require_one_owner(pieces: Sequence[Sequence[ChainModule]]) -> None:
 
 
 def partition(sizes: Sequence[int], parts: int) -> list[int]:
-    """Divide a row of sizes into contiguous parts, the largest as small as it can be; among such
-    divisions, one with the most even parts, by the least sum of squares.
+    """Divide a row of sizes into contiguous parts with the smallest possible maximum. Among these
+    divisions, the one with the least sum of squares is chosen.
 
     Exact, by dynamic programming over prefixes, O(parts · n²).
 
+    Example:
+        >>> partition([4, 1, 1, 4], 2)
+        [0, 2]
+
     Returns:
-        The index at which each part begins, the first of them 0; no part is empty.
+        The index at which each part begins, the first 0. No part is empty.
     """
     ends = [0, *accumulate(sizes)]
     n = len(sizes)
@@ -230,7 +249,9 @@ def partition(sizes: Sequence[int], parts: int) -> list[int]:
 def _prefixes(
     ends: list[int], parts: int, *, limit: float, even: bool
 ) -> list[dict[int, tuple[float, int]]]:
-    """By number of parts and length of a prefix: least cost, and where the last part begins."""
+    """Return, by number of parts and length of a prefix, the least cost and the start of the last
+    part.
+    """
     rows: list[dict[int, tuple[float, int]]] = []
     before: dict[int, tuple[float, int]] = {0: (0, 0)}
     for _ in range(parts):

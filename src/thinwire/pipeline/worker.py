@@ -1,5 +1,5 @@
-"""The work of a stage on one micro-batch, as a module that torch's schedules can run; and how
-nested values travel between stages, and are cut into micro-batches.
+"""Runs a stage on micro-batches as a module for torch's schedules; packs nested values between
+stages and cuts mini-batches.
 """
 
 import hashlib
@@ -29,12 +29,13 @@ _SAMPLE = 256
 
 
 def pack(value: Any, *, what: str) -> tuple[Any, list[Tensor]]:
-    """Take a value apart into a layout that JSON can hold, without shapes, and its tensors, for
-    `unpack`: a tensor, a number, string or None, or a tuple, list or dict with string keys of
-    these.
+    """Split a value into a layout that JSON can hold, without shapes, and its tensors, for
+    `unpack`. The value is a tensor, a number, string or None, or a tuple, list or dict with string
+    keys of these.
 
     Raises:
-        TypeError: Another type; names `what` it is of, and what to return instead.
+        TypeError: The value has another type; names its origin `what`, and the types to return
+            instead.
     """
     tensors: list[Tensor] = []
 
@@ -58,7 +59,7 @@ def pack(value: Any, *, what: str) -> tuple[Any, list[Tensor]]:
 
 
 def unpack(layout: Any, tensors: list[Tensor]) -> Any:
-    """The value that `pack` took apart, with other tensors in place of its own."""
+    """Return the value that `pack` split, with other tensors in place of its own."""
     ((kind, content),) = layout.items()
     if kind == "tensor":
         return tensors[content]
@@ -71,7 +72,7 @@ def unpack(layout: Any, tensors: list[Tensor]) -> Any:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors inside tuples, lists and mappings, in order."""
+    """Return the tensors inside tuples, lists and mappings, in order."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -83,7 +84,9 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def describe(value: Any) -> Any:
-    """Shapes and types as JSON can hold them; equal for what one schedule can run."""
+    """Return shapes and types as JSON can hold them. They are equal if one schedule can run both
+    values.
+    """
     if isinstance(value, Tensor):
         return [str(value.dtype), *value.shape]
     if isinstance(value, Mapping):
@@ -94,7 +97,7 @@ def describe(value: Any) -> Any:
 
 
 def content(value: Any) -> str:
-    """A digest of the ends of every tensor, which tells one mini-batch from another."""
+    """Return a digest of both ends of every tensor, which distinguishes mini-batches."""
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors_of(value):
         flat = tensor.detach().reshape(-1)
@@ -116,8 +119,8 @@ def micro_batches(inputs: Any, targets: Any, count: int) -> list[tuple[Any, Any]
         `count` pairs (inputs, targets) of views.
 
     Raises:
-        ValueError: No tensor, an empty batch, different first dimensions, or B is no multiple of
-            `count`.
+        ValueError: There is no tensor, the batch is empty, first dimensions differ, or B is no
+            multiple of `count`.
     """
     sizes = sorted({tensor.shape[0] for tensor in tensors_of(inputs) if tensor.ndim})
     if len(sizes) != 1:
@@ -153,7 +156,7 @@ def _part(value: Any, index: int, count: int) -> Any:
 
 
 def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The value with every tensor changed; mappings become dicts."""
+    """Return the value with every tensor changed; mappings become dicts."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -167,29 +170,31 @@ def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Layout of what travels between two stages for one micro-batch, without its values."""
+    """Layout of the tensors between two stages for one micro-batch, without their values."""
 
     layout: Any
-    """Of `pack`."""
+    """Layout from `pack`."""
     tensors: tuple[tuple[str, tuple[int, ...], bool], ...]
-    """Per tensor its dtype, shape, and whether a gradient travels back."""
+    """Dtype and shape of each tensor, and True if its gradient comes back."""
 
     @classmethod
     def of(cls, value: Any, *, what: str) -> "tuple[Parcel, list[Tensor]]":
-        """The parcel for a value, and the tensors in it."""
+        """Return the parcel for a value, and the tensors in it."""
         layout, tensors = pack(value, what=what)
         return cls(
             layout, tuple((_short(t.dtype), tuple(t.shape), t.requires_grad) for t in tensors)
         ), tensors
 
     def looks_like(self, other: "Parcel | None") -> bool:
-        """Whether both are the same; a NaN among plain values equals itself here."""
+        """Return True if both layouts are equal. A NaN among plain values equals itself here."""
         if other is None or self.tensors != other.tensors:
             return False
         return self.layout == other.layout or json.dumps(self.layout) == json.dumps(other.layout)
 
     def blanks(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Zeros that look like the tensors: leaves, which need a gradient where these do."""
+        """Return zeros with the layout of the tensors: leaves, which need a gradient if these
+        do.
+        """
         return tuple(
             torch.zeros(
                 shape, dtype=getattr(torch, dtype), device=device, requires_grad=requires_grad
@@ -199,22 +204,21 @@ class Parcel:
 
     @property
     def bytes_forth(self) -> int:
-        """Of the values."""
+        """Bytes of the values."""
         return sum(t.nbytes for t in self.blanks(torch.device("meta")))
 
     @property
     def bytes_back(self) -> int:
-        """Of the gradients."""
+        """Bytes of the gradients."""
         return sum(t.nbytes for t in self.blanks(torch.device("meta")) if t.requires_grad)
 
 
 class StageWorker(nn.Module):
-    """A stage that runs the micro-batches in their order; on the last stage the result is the
-    scaled loss.
+    """Runs the micro-batches of a stage in order. On the last stage the result is the scaled loss.
 
-    An error does not stop the schedule, on which the other ranks count: it is kept in `error`, and
-    from then on zeros go out, so that all ranks come to the end of the step and can agree that it
-    failed.
+    An error does not stop the schedule, since other ranks wait for its messages. The error is kept
+    in `error`, and the stage sends zeros from then on. All ranks thus reach the end of the step and
+    can agree that it failed.
     """
 
     def __init__(
@@ -237,13 +241,13 @@ class StageWorker(nn.Module):
         result: Parcel | None,
         factor: float,
     ) -> None:
-        """Get ready for a step.
+        """Prepare for a step.
 
         Args:
             parts: (inputs, targets) of the micro-batches.
-            source: What comes from the stage before; None on the first stage.
-            result: What goes to the stage after; None on the last.
-            factor: Of the loss, before it is differentiated.
+            source: Parcel from the previous stage; None on the first stage.
+            result: Parcel for the next stage; None on the last.
+            factor: Factor of the loss before the backward pass.
         """
         self._parts, self._source, self._result, self._factor = parts, source, result, factor
         self.losses: list[Tensor] = []
@@ -251,7 +255,9 @@ class StageWorker(nn.Module):
         self._next = 0
 
     def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """The next micro-batch: tensors for the next stage, or the loss times `factor`."""
+        """Run the next micro-batch. Return tensors for the next stage, or the loss times
+        `factor`.
+        """
         index = self._next
         self._next += 1
         if self.error is None:
@@ -264,7 +270,7 @@ class StageWorker(nn.Module):
         return self._result.blanks(self._device)
 
     def guarded(self, call: Callable[[], object]) -> None:
-        """Make a call unless an error came before, and keep its error."""
+        """Make a call unless an error came before. Keep its error."""
         if self.error is None:
             try:
                 call()
@@ -289,10 +295,12 @@ class StageWorker(nn.Module):
         return tuple(tensor.contiguous() for tensor in tensors)
 
     def output(self, inputs: Any, received: Sequence[Tensor]) -> Any:
-        """Output of the stage, for inputs of the model on the first, else for what came."""
+        """Return the output of the stage, for inputs of the model on the first stage, else for
+        received tensors.
+        """
         with self._precision():
-            # copies, since the stage may begin with a module that works in place, on the user's
-            # mini-batch, of which all micro-batches are views, or on what torch still needs
+            # copies: a first module that works in place would change the user's mini-batch, of
+            # which all micro-batches are views, or tensors that torch still needs
             if self._source is None:
                 return _called(self.stage, mapped(Tensor.clone, inputs))
             tensors = [tensor.clone() if tensor.requires_grad else tensor for tensor in received]
@@ -305,7 +313,7 @@ class StageWorker(nn.Module):
 
 
 def _as_loss(loss: object) -> Tensor:
-    """The value of a loss function, shape (), or an error that says what it is instead."""
+    """Return the value of a loss function, shape (); raise if it is something else."""
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss_fn must return a tensor of one element, got {type(loss).__name__}")
     if loss.numel() != 1:

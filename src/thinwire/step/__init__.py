@@ -1,1 +1,3 @@
-"""What wraps one training step: gradient merge, recompute, autocast. `strategy` imports it."""
+"""Wrappers of one training step: gradient merge, recompute, autocast. `strategy` imports this
+package.
+"""

@@ -1,4 +1,4 @@
-"""The configs of what wraps a training step."""
+"""Configs of gradient merge, recompute and autocast."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,12 @@ __all__ = ["AMP", "GradientMerge", "Recompute"]
 
 @dataclass(frozen=True)
 class AMP:
-    """The forward pass in a narrow type, by torch's autocast; parameters and optimizer state stay
-    as they are.
+    """Runs the forward pass in a narrow type, by torch's autocast. Parameters and optimizer state
+    keep their types.
+
+    Example:
+        >>> AMP(dtype="bfloat16", loss_scale=None).dtype
+        'bfloat16'
 
     Attributes:
         dtype: "bfloat16" or "float16".
@@ -36,15 +40,20 @@ class AMP:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Matched modules keep only their inputs; their forward pass is repeated in the backward pass.
+    """Recomputes matched modules: they keep only their inputs and repeat their forward pass in the
+    backward pass.
+
+    Example:
+        >>> Recompute(["blocks.*"])
+        Recompute(checkpoints=('blocks.*',))
 
     Attributes:
         checkpoints: Glob patterns over the names of `model.named_modules()`, at least one. Where
             one match contains another, the outer one counts.
 
     Raises:
-        TypeError: No list or tuple of strings.
-        ValueError: It is empty.
+        TypeError: `checkpoints` is no list or tuple of strings.
+        ValueError: `checkpoints` is empty.
 
     Source: Chen et al., 2016, arXiv 1604.06174.
     """
@@ -71,8 +80,12 @@ class Recompute:
 
 @dataclass(frozen=True)
 class GradientMerge:
-    """One update from the gradients of several backward passes, which exchange nothing but the
-    last.
+    """Makes one update from the gradients of several backward passes. Only the last pass is
+    followed by an exchange.
+
+    Example:
+        >>> GradientMerge(k_steps=4)
+        GradientMerge(k_steps=4, avg=True)
 
     Attributes:
         k_steps: Microsteps (backward passes) for one update, >= 1; 1 is the same as none.

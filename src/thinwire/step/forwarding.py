@@ -1,5 +1,5 @@
-"""A replacement of a module's forward, an object that can be copied with it and taken off again;
-and the one for automatic mixed precision.
+"""Replacements of a module's forward that can be copied with the module and removed again, among
+them autocast.
 """
 
 from typing import Any
@@ -13,11 +13,12 @@ __all__ = ["Autocast", "ForwardLayer"]
 
 
 class ForwardLayer:
-    """A layer that is `module.forward` and calls what was there before; layers may be put on and
-    taken off in any order.
+    """A layer that replaces `module.forward` and calls the forward below it. Layers may be put on
+    and removed in any order.
 
-    It is an object that holds its module, not a closure: a copied or unpickled module has a layer
-    of its own, which calls that module. Names, types and state_dict of the module stay as they are.
+    The layer is an object that holds its module, not a closure. A copied or unpickled module thus
+    has its own layer, which calls that module. Names, types and state_dict of the module stay as
+    they are.
 
     Args:
         module: Changed: gets this layer as its `forward`.
@@ -34,27 +35,27 @@ class ForwardLayer:
             )
         self.module = module
         self.active = True
-        """False: only calls what stood there before."""
+        """True if the layer runs; False if it only calls the forward below it."""
         self.inner: Any = vars(module).get("forward")
-        """The forward that was there before; None for the method of the class."""
+        """The forward below this layer; None for the method of the class."""
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer, or the forward below it where the layer is not active."""
+        """Run the layer, or only the forward below it if the layer is not active."""
         return self._around(*args, **kwargs) if self.active else self._inside(*args, **kwargs)
 
     def _around(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer; ends in `_inside`."""
+        """Run the layer. It calls `_inside` for the forward below."""
         raise NotImplementedError(f"{type(self).__name__} must define _around(*args, **kwargs)")
 
     def _inside(self, *args: Any, **kwargs: Any) -> Any:
-        # looked up at every call, since lazy modules change their class in the first one
+        # looked up at every call, since lazy modules change their class in the first call
         if self.inner is None:
             return type(self.module).forward(self.module, *args, **kwargs)
         return self.inner(*args, **kwargs)
 
     def remove(self) -> None:
-        """Take the layer off, wherever it stands; may be called twice."""
+        """Remove the layer, at any position in the stack. May be called twice."""
         self.active = False
         above: ForwardLayer | None = None
         layer = vars(self.module).get("forward")
@@ -74,18 +75,25 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Autocast(ForwardLayer):
-    """Lets the forward pass of a model run under autocast, in training and in evaluation, in any
-    loop, until `remove`.
+    """Runs the forward pass of a model under autocast, in training and in evaluation, until
+    `remove`.
 
     Parameters, optimizer state and gradients keep their types. Outputs may have the narrow type;
     the loss belongs under autocast too, which computes it in float32.
 
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> autocast = Autocast(model, torch.bfloat16)
+        >>> model(torch.ones(1, 2)).dtype
+        torch.bfloat16
+        >>> autocast.remove()
+
     Args:
-        module: Changed: gets a `forward` of its own, which is copied and pickled with it.
+        module: Changed: gets its own `forward`, which is copied and pickled with it.
         dtype: `torch.bfloat16` or `torch.float16`.
 
     Raises:
-        TypeError: No module, or a scripted one.
+        TypeError: The argument is no module, or a scripted one.
         ValueError: Another dtype.
 
     Source: Micikevicius et al., 2018, arXiv 1710.03740; torch.autocast.
@@ -98,7 +106,7 @@ class Autocast(ForwardLayer):
         self.dtype = dtype
 
     def _around(self, *args: Any, **kwargs: Any) -> Any:
-        # asked at every call: the model may have moved
+        # looked up at every call: the model may have moved
         param = next(self.module.parameters(), None)
         with torch.autocast("cpu" if param is None else param.device.type, dtype=self.dtype):
             return self._inside(*args, **kwargs)

@@ -1,6 +1,4 @@
-"""Gradient merge: the sum of the gradients of several backward passes, from which one update is
-made.
-"""
+"""Gradient merge: sums the gradients of several backward passes for one update."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,11 +13,18 @@ __all__ = ["GradientSum"]
 
 
 class GradientSum:
-    """acc <- acc + factor g on every microstep, by parameter name, and their mean or sum at the
-    end.
+    """Sum of gradients by parameter name: acc <- acc + factor g on every microstep. `take` returns
+    their mean or sum.
 
-    A parameter without gradient in some microsteps counts as zero there; without one in all of them
-    it is absent.
+    A parameter without gradient in some microsteps counts as zero there. A parameter without any
+    gradient is absent.
+
+    Example:
+        >>> merge = GradientSum()
+        >>> merge.add({"w": torch.tensor([1.0])})
+        >>> merge.add({"w": torch.tensor([3.0])})
+        >>> merge.take(avg=True)
+        {'w': tensor([2.])}
 
     **State**: the sums in float32 (float64 and complex128 for gradients of those types, complex64
     for complex64), the number of microsteps and whether one of them overflowed. **Communication**:
@@ -30,16 +35,17 @@ class GradientSum:
 
     def __init__(self) -> None:
         self.microsteps = 0
-        """Backward passes in the sum."""
+        """Number of backward passes in the sum."""
         self.overflowed = False
-        """Whether a gradient in the sum is known not to be finite; the caller that looks for that
-        notes it here."""
+        """True if a gradient in the sum is known not to be finite. The caller that checks gradients
+        sets it.
+        """
         self._sums: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def add(self, grads: Mapping[str, Tensor | None], factor: float = 1.0) -> None:
         """Add the gradients of one more microstep, dense or sparse, by parameter name, times a
-        factor such as 1 / loss scale; None is the same as not being there.
+        factor such as 1 / loss scale. None counts as absent.
 
         Raises:
             ValueError: A gradient has another shape than before; nothing has been added.
@@ -62,12 +68,12 @@ class GradientSum:
     def preview(
         self, name: str, grad: Tensor | None, factor: float = 1.0, avg: bool = True
     ) -> Tensor | None:
-        """The result of `take` for one parameter if `grad`, or None, is added and no microstep
-        follows; nothing changes.
+        """Return the result of `take` for one parameter if `grad`, or None, were added last.
+        Nothing changes.
 
         Returns:
-            A new tensor, or that of the sum itself where nothing is added; None for a parameter
-            without any gradient.
+            A new tensor, or the tensor of the sum itself if nothing is added. None for a parameter
+                without any gradient.
         """
         total = self._sums.get(name)
         if grad is not None:
@@ -80,11 +86,11 @@ class GradientSum:
 
     @torch.no_grad()
     def take(self, avg: bool = True) -> dict[str, Tensor]:
-        """The merged gradients by name; the sum stays as it is until `clear`.
+        """Return the merged gradients by name. The sum is unchanged until `clear`.
 
         Returns:
-            With `avg` means, in new tensors; else the tensors of the sum themselves, which are not
-            added to any more after `clear`.
+            With `avg` means, in new tensors. Else the tensors of the sum themselves, which no
+                longer change after `clear`.
         """
         if not avg or self.microsteps == 1:
             return dict(self._sums)
@@ -94,12 +100,13 @@ class GradientSum:
     def completed_(
         self, grads: Mapping[str, Tensor], factor: float = 1.0, avg: bool = True
     ) -> dict[str, Tensor]:
-        """The result of `take` after `add` of these; the sum stays as it is until `clear`.
+        """Return the result of `take` after `add` of these gradients. The sum is unchanged until
+        `clear`.
 
         Args:
-            grads: Of the last microstep, as in `add`. Changed: dense ones that share their storage
-                with no other are written to, where their type is that of the sum, so that there is
-                no second set of gradients.
+            grads: Gradients of the last microstep, as in `add`. Changed: the result is written into
+                dense gradients that share no storage and have the type of the sum, which saves a
+                second set of gradients.
             factor: As in `add`.
             avg: As in `take`.
 
@@ -127,20 +134,20 @@ class GradientSum:
         return done
 
     def clear(self) -> None:
-        """Forget everything; the next microstep is the first one again."""
+        """Clear the sum. The next microstep is the first one again."""
         self._sums = {}
         self.microsteps, self.overflowed = 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """`microsteps`, `overflowed`, and copies of the `sums` by parameter name."""
+        """Return `microsteps`, `overflowed`, and copies of the `sums` by parameter name."""
         sums = {name: total.clone() for name, total in self._sums.items()}
         return {"microsteps": self.microsteps, "overflowed": self.overflowed, "sums": sums}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` gave; tensors go to the device of the next gradient.
+        """Resume from `state_dict`. Tensors go to the device of the next gradient.
 
         Raises:
-            TypeError, ValueError: Not such a state; nothing has changed.
+            TypeError, ValueError: The argument is no such state; nothing has changed.
         """
         if set(state) != {"microsteps", "overflowed", "sums"}:
             raise ValueError(
@@ -159,7 +166,7 @@ def _sum_dtype(grad: Tensor) -> torch.dtype:
 
 
 def _added_into_(grad: Tensor, total: Tensor, factor: float) -> Tensor:
-    """The bits of `_added`, in the memory of a dense `grad` of the same type."""
+    """Return the bits of `_added`, in the memory of a dense `grad` of the same type."""
     return torch.add(total, grad, alpha=factor, out=grad)
 
 

@@ -1,5 +1,5 @@
-"""Recompute: matched modules keep their inputs only, and repeat their forward pass in the backward
-pass, with mode, buffers and random numbers as they were.
+"""Recompute: matched modules keep only their inputs and repeat their forward pass in the backward
+pass, with the same mode, buffers and random numbers.
 """
 
 import random
@@ -23,23 +23,23 @@ __all__ = ["Recomputed", "Remembered", "matches", "recompute"]
 
 Buffers = dict[str, Tensor | None]
 _Generators = tuple[Any, Any]
-"""States of Python's and NumPy's, each a copy."""
+"""States of Python's and NumPy's generators, each a copy."""
 
 
 class _Part(NamedTuple):
     module: nn.Module
     training: bool
     buffers: Buffers
-    """Copies."""
+    """Copies of the buffers."""
 
 
 class Remembered:
-    """Mode and buffers of a module, and the random numbers of Python and NumPy, as they are now;
-    inside the context its forward finds them again. Those of torch are up to torch's checkpoint.
+    """Snapshot of a module's mode and buffers, and of the random states of Python and NumPy. In the
+    context the forward pass runs from the snapshot; torch's checkpoint handles torch's random
+    state.
 
-    There the module has copies instead of its buffers. The real ones, which the first pass has
-    advanced, are not written to: a backward pass may need their memory, and they must not advance
-    twice.
+    In the context the module has copies instead of its buffers. The real buffers are not written
+    to: the first pass has advanced them already, and a backward pass may need their memory.
 
     Cost: a copy of the module's buffers for as long as a backward pass may need them.
     """
@@ -56,7 +56,7 @@ class Remembered:
 
     @contextmanager
     def first_pass(self) -> Iterator[None]:
-        """Enclose the pass that may be repeated."""
+        """Enclose the first pass, which may be repeated."""
         yield
         params = self._module.named_parameters()
         self._versions = [(name, p, p._version) for name, p in params if not p.is_inference()]
@@ -71,7 +71,7 @@ class Remembered:
                 )
         self._now = _generators()
         _set_generators(self._drawn)
-        # a graph that is kept is walked again, and the forward pass repeated from the same values
+        # a graph that is kept is walked again; the forward pass must repeat from the same values
         copies: dict[Tensor, Tensor] = {}
         self._real = [(part.module.training, part.module._buffers) for part in self._parts]
         for part in self._parts:
@@ -102,7 +102,7 @@ def _set_generators(states: _Generators) -> None:
 
 
 def _copied(buffers: Buffers, copies: dict[Tensor, Tensor]) -> Buffers:
-    """Copies that need gradients where the originals do; one for each tensor."""
+    """Return copies that need gradients if the originals do; one copy for each distinct tensor."""
     new: Buffers = {}
     with torch.no_grad():
         for name, buffer in buffers.items():
@@ -119,16 +119,22 @@ _here = threading.local()
 
 
 class Recomputed:
-    """The handle of `recompute`."""
+    """Handle of `recompute`.
+
+    Example::
+
+        handle = recompute(model, ["blocks.*"])
+        handle.remove()
+    """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         self.names = tuple(names)
-        """The modules that are recomputed."""
+        """Names of the recomputed modules."""
         modules = dict.fromkeys(model.get_submodule(name) for name in names)
         self._layers = [_Recompute(module) for module in modules]
 
     def remove(self) -> None:
-        """Restore the modules' own forward; may be called twice."""
+        """Restore the modules' own forward. May be called twice."""
         for layer in self._layers:
             layer.remove()
 
@@ -136,25 +142,32 @@ class Recomputed:
 def recompute(
     model: nn.Module, checkpoints: Iterable[str], *, stage: nn.Module | None = None
 ) -> Recomputed:
-    """Let the modules that match keep their inputs only, and repeat their forward pass in the
-    backward pass.
+    """Make matched modules keep only their inputs, and repeat their forward pass in the backward
+    pass. Changes `model`.
 
-    Gradients are those without, bit for bit on one device: random numbers, autocast, mode and
-    buffers are in the repeat what they were, and buffers such as running statistics advance once.
-    What else a forward changes, attributes of another kind for instance, it changes twice. Without
-    gradients (`torch.no_grad()`) the forward pass is as before.
+    On one device, gradients are bit-identical to those without recompute. The repeat uses the same
+    random numbers, autocast, mode and buffers; buffers such as running statistics advance once.
+    Other state that a forward changes, such as a counter attribute, changes twice. Under
+    `torch.no_grad()` the forward pass is unchanged.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+        >>> handle = recompute(model, ["0"])
+        >>> handle.names
+        ('0',)
+        >>> handle.remove()
 
     Args:
-        model: Changed: each match gets a `forward` of its own, which is copied and pickled with it.
+        model: Changed: each match gets its own `forward`, which is copied and pickled with it.
             Names, types and state_dict stay.
         checkpoints: Glob patterns over the names of `model.named_modules()`. Where one match
             contains another, the outer one counts.
-        stage: The part of the model that runs here, with the names of the model, under a pipeline:
-            patterns are matched in the whole model, and of a match that is cut in two each stage
+        stage: Under a pipeline: the part of the model that runs here, with the names of the model.
+            Patterns are matched in the whole model. If a match spans two stages, each stage
             recomputes its part.
 
     Returns:
-        The handle whose `remove` restores the model.
+        A handle. Its `remove` restores the model.
 
     Raises:
         TypeError: `checkpoints` is no list or tuple of strings; a match is a scripted module.
@@ -172,11 +185,12 @@ def recompute(
 
 
 def matches(model: nn.Module, checkpoints: Iterable[str]) -> tuple[str, ...]:
-    """The names of the outermost modules that match, in the model's order; changes nothing.
+    """Return the names of the outermost modules that match, in the model's order. Nothing is
+    changed.
 
-    Modules without a forward of their own (`ModuleList`) do not count, since nobody calls them. The
-    model itself is matched by the pattern "" only: to repeat all of it at once saves nothing. In a
-    compiled model (`torch.compile`) names may be written without `_orig_mod.`.
+    Modules without a forward (`ModuleList`) do not count, since they are never called. Only the
+    pattern "" matches the model itself: repeating all of it at once saves nothing. In a compiled
+    model (`torch.compile`) names may be written without `_orig_mod.`.
 
     Args:
         model: Read only.
@@ -184,8 +198,8 @@ def matches(model: nn.Module, checkpoints: Iterable[str]) -> tuple[str, ...]:
 
     Raises:
         TypeError: `checkpoints` is no list or tuple of strings.
-        ValueError: It is empty, or a pattern matches no module with a forward; with the closest
-            names.
+        ValueError: `checkpoints` is empty, or a pattern matches no module with a forward; with the
+            closest names.
     """
     check.instance("model", model, nn.Module)
     check.instance(
@@ -216,8 +230,8 @@ class _Recompute(ForwardLayer):
         ):  # buffers are part of a compiled graph, which repeats without writing to them
             return checkpoint(self._inside, *args, use_reentrant=False, **kwargs)
         memory = Remembered(self.module)
-        # values of keyword arguments go among the others, which torch saves, checks for changes,
-        # and takes the device of the random numbers from
+        # values of keyword arguments are passed positionally: torch saves them, checks them for
+        # changes, and takes the device of the random numbers from them
         return checkpoint(
             self._once,
             tuple(kwargs),
@@ -236,7 +250,9 @@ class _Recompute(ForwardLayer):
 
 @contextmanager
 def _marked() -> Iterator[None]:
-    """Inside, matched modules run plainly: where one contains another, the outer one counts."""
+    """Run matched modules plainly in the block: if one match contains another, only the outer one
+    recomputes.
+    """
     before, _here.inside = getattr(_here, "inside", False), True
     try:
         yield

@@ -251,8 +251,7 @@ class Microsteps:
             "overflow": overflow if scaler is not None and scaler.checks else None,
             "complete": complete or parts.find_unused or not parts.batches.mine,
         }
-        # a bucket sent before the last check may hold an overflow: the vote decides if it is sent
-        # again
+        # launched buckets may differ from these gradients: the vote decides if they are sent again
         if overlap is not None and overlap.pending:
             how |= {"unusable": overlap.unusable(grads), "again": True}
         verdict = self._exchanged(grads, **how)
