@@ -136,7 +136,7 @@ class LossScaler:
 
         Returns:
             True if the update may be made. False if a gradient overflowed on any rank: gradients
-                stay scaled, and no optimizer state may change.
+            stay scaled, and no optimizer state may change.
 
         Raises:
             RuntimeError: One of these gradients was unscaled since the last `scaled` or `update`;

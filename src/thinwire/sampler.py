@@ -95,11 +95,12 @@ class ShardedSampler(Sampler[int]):
             self._epoch, self._taken = epoch, 0
 
     def __len__(self) -> int:
-        """Return the samples of this rank that are left in the epoch."""
+        """Return the number of this rank's samples that are left in the epoch."""
         return len(range(self._next, len(self._left(self._epoch)), self._ranks))
 
     def __iter__(self) -> Iterator[int]:
         epoch = self._epoch
+        # read again for each sample: `deal` may change epoch, rank and order between two samples
         while epoch == self._epoch and self._next < len(self._left(epoch)):
             place = self._left(epoch)[self._next]
             self._taken += 1
@@ -160,6 +161,7 @@ class ShardedSampler(Sampler[int]):
         left: list[int] = []
         for epoch in range(min(epoch for epoch, _ in taken), top + 1):
             for at, place in enumerate(self._left(epoch)):
+                # position `at` belongs to rank `at % n`, as its sample number `at // n`
                 own, count = taken[at % len(taken)]
                 if own < epoch or (own == epoch and at // len(taken) >= count):
                     left.append(place if epoch == top else ~self._sample(epoch, place))

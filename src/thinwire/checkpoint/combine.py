@@ -8,12 +8,12 @@ Rules, chosen by path (`model/blocks.0.weight`: keys joined by "/"; the first ma
 counts):
 
 - `mean`: the default. Floating-point and complex tensors and floats: the mean over the ranks that
-  have it, computed in float64 (complex128) in the order of the ranks and rounded once; what is
-  bit-identical on all of them stays as it is. Anything else under this rule: `first`.
+  have it, computed in float64 (complex128) in the order of the ranks and rounded once. A value that
+  is bit-identical on all of them is unchanged. Anything else under this rule: `first`.
 - `mean_zero`: as `mean`, but a rank that lacks the tensor, where others have it, counts as zero.
-  For what is pending.
-- `first`: that of the first rank that has it, as a whole where the path is that of a dict, list or
-  tuple. The default of ints, bools, str, bytes and other tensors.
+  For pending state.
+- `first`: the value of the first rank that has one; of a dict, list or tuple all of it. The default
+  of ints, bools, str, bytes and other tensors.
 - `min`, `max`, `sum`: element by element, of ints too; of bools `min` is all and `max` is any.
 
 None counts as absent if another rank has a value. Dicts are joined, keys in order of their first

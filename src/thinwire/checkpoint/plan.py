@@ -37,7 +37,7 @@ __all__ = ["Plan", "RankWriter", "Survey", "assign_tensors", "places_of"]
 Survey = dict[str, Any]
 """Facts that a rank reports to the others before anything is written."""
 Assignment = dict[str, tuple[int, str]]
-"""By digest: the rank that writes the tensor, and its name there."""
+"""Rank that writes each tensor, and the tensor's name there, by digest."""
 
 
 class RankWriter:

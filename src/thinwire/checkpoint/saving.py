@@ -96,6 +96,7 @@ def save(
             group, "looking for the other ranks of a directory", lambda: writer.neighbours(surveys)
         )
     finally:
+        # tokens can go: each rank knows by now which ranks share its directory
         clean_up(writer.close)
     plan = Plan(root, group.rank, step, places_of(seen), surveys, writer.facts)
     try:
@@ -104,6 +105,7 @@ def save(
             group, "writing a checkpoint", lambda: writer.write(plan.staging, plan.writing)
         )
         files = {name: list(entry) for row in written for name, entry in row.items()}
+        # the manifest comes last: it has the checksums of all ranks and marks the folder as whole
         on_all_ranks(group, "completing a checkpoint", lambda: plan.seal(files))
         on_all_ranks(group, "naming a checkpoint", plan.commit)
     except CheckpointError:

@@ -78,7 +78,7 @@ def write_tensors(
         metadata: Text by key, for the header of the file.
 
     Returns:
-        The size in bytes and the SHA-256 in hex of what was written.
+        The size in bytes and the SHA-256 in hex of the file.
     """
     return write_pieces(path, chain([_header(tensors, metadata)], map(_memory, tensors.values())))
 

@@ -110,8 +110,8 @@ class PipelineRunner:
 
         Returns:
             The mean loss over the micro-batches, shape (), detached, unscaled, the same on all
-                stages; None without `concludes`. The gradient of that mean times the loss scale is
-                added to `p.grad` of this stage.
+            stages; None without `concludes`. The gradient of that mean times the loss scale is
+            added to `p.grad` of this stage.
 
         Raises:
             ValueError: `micro_batches` does not divide B; the loss has more than one element.

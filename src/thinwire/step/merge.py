@@ -73,7 +73,7 @@ class GradientSum:
 
         Returns:
             A new tensor, or the tensor of the sum itself if nothing is added. None for a parameter
-                without any gradient.
+            without any gradient.
         """
         total = self._sums.get(name)
         if grad is not None:
@@ -90,7 +90,7 @@ class GradientSum:
 
         Returns:
             With `avg` means, in new tensors. Else the tensors of the sum themselves, which no
-                longer change after `clear`.
+            longer change after `clear`.
         """
         if not avg or self.microsteps == 1:
             return dict(self._sums)

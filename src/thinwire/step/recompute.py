@@ -115,6 +115,7 @@ def _copied(buffers: Buffers, copies: dict[Tensor, Tensor]) -> Buffers:
     return new
 
 
+# per thread: autograd repeats forward passes on its own threads
 _here = threading.local()
 
 

@@ -131,7 +131,7 @@ class Engine:
 
         Returns:
             This rank's mean loss, shape (), detached and unscaled. Under a pipeline: the mean loss
-                of its replica.
+            of its replica.
 
         Raises:
             RuntimeError: The strategy was prepared without a loss function. Or since then a
@@ -191,7 +191,7 @@ class Engine:
 
         Returns:
             This rank's mean loss, shape (). Under a pipeline all stages must call this, and the
-                loss is that of the replica.
+            loss is that of the replica.
 
         Raises:
             TypeError, ValueError: The loss is no tensor, or no scalar.
@@ -617,7 +617,7 @@ class Engine:
 
         Returns:
             The folder of this checkpoint. Without `wait`: its expected folder, unless others write
-                there.
+            there.
 
         Raises:
             CheckpointError: A rank could not write the checkpoint, or `extra`, a scheduler or a
@@ -701,8 +701,7 @@ class Engine:
 
         Returns:
             The folder that was loaded. `engine.extra` then holds the argument of `save`, with
-                `state_dict()` in place of objects:
-                `sampler.load_state_dict(engine.extra["sampler"])`.
+            `state_dict()` in place of objects: `sampler.load_state_dict(engine.extra["sampler"])`.
 
         Warns:
             UserWarning: A later checkpoint is damaged. Or a scheduler or a module's extra state is

@@ -123,6 +123,7 @@ class MovingBuffers:
         self._seen: dict[str, Tensor] = {}
         self._damage: str | None = None
         self._alike = True
+        # each agreement permits one copy
         self._told = False
         self._changed: list[str] = []
         self.forget()
@@ -190,6 +191,8 @@ class MovingBuffers:
             for name in dict.fromkeys(name for row in rows.values() for name in row):
                 before = looks(self._seen[name]) if mine and name in self._seen else "not there"
                 told = next(row[name] for row in rows.values() if name in row)
+                # a rank that reports nothing has not changed the buffer: its last known shape
+                # counts
                 unsaid = before if mine else told
                 _require_alike(name, {rank: row.get(name, unsaid) for rank, row in rows.items()})
         told_here = [said.get("buffers", {}) for said in answers.of_my_part()]

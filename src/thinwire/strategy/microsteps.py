@@ -123,6 +123,7 @@ class Microsteps:
             contextlib.nullcontext() if overlap is None else overlap.during(self.step, self._final),
         ):
             if overlap is not None:
+                # no backward pass and so no hook here: launch all buckets, as the other ranks do
                 overlap.complete()
             verdict = self._add_or_update({}, 1.0, overflow=False)
         if verdict is Verdict.END and merge is not None:

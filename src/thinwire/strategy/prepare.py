@@ -209,6 +209,7 @@ def _agreed_plan(setup: Setup) -> Plan:
         plan = _planned(setup)
     except (TypeError, ValueError, RuntimeError) as error:
         problem = error
+    # a failed rank takes part in the agreement too: the others would wait for it otherwise
     reason = None if problem is None else f"{type(problem).__name__}: {problem}"
     try:
         require_agreement(setup.group, {"problem": reason, **facts}, what="preparing the engine")
