@@ -135,6 +135,10 @@ def on_all_ranks(group: Group, what: str, act: Callable[[], _T]) -> list[_T]:
     """Run `act` on every rank and wait for all of them, as `while_busy` does, as long as it makes
     progress.
 
+    Example::
+
+        sizes = on_all_ranks(group, "measuring a file", lambda: path.stat().st_size)
+
     Raises:
         CheckpointError: `act` failed on a rank, or read and wrote nothing for the time-out of the
             group. Raised on every rank with the same text; a subclass if all failed ranks raised

@@ -18,6 +18,13 @@ def random_state() -> dict[str, Any]:
     """Return the states of all global generators: `random`, NumPy's, torch's on the CPU and on
     every CUDA device in use.
 
+    Example:
+        >>> state = random_state()
+        >>> first = random.random()
+        >>> set_random_state(state)
+        >>> random.random() == first
+        True
+
     Returns:
         A tree of plain values and tensors, for `set_random_state`.
     """
@@ -35,6 +42,10 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Restore all global generators from `random_state`. States of absent CUDA devices are left
     out.
+
+    Example::
+
+        set_random_state(loaded.state["random"])
 
     Raises:
         TypeError: The argument is something else.

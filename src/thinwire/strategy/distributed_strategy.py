@@ -230,6 +230,11 @@ class DistributedStrategy(Fields):
         """Read a Paddle fleet description, such as `{"gradient_merge": True,
         "gradient_merge_configs": {...}}`.
 
+        Example:
+            >>> fleet = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 4}}
+            >>> DistributedStrategy.from_fleet(fleet).gradient_merge
+            GradientMerge(k_steps=4, avg=True)
+
         Warns:
             UserWarning: Once, with every setting that has no effect or works differently here.
 

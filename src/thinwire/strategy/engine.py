@@ -409,6 +409,11 @@ class Engine:
         Afterwards all ranks have the same model, and the next averaging is `k_steps` steps later.
         Does nothing if nothing is pending. A member that has left only drops its merge.
 
+        Example::
+
+            engine.flush()
+            loss = engine.mean_loss(engine.evaluate(inputs, targets))
+
         Raises:
             Mismatch: Ranks are out of step.
             ThinwireError: The exchange failed.
@@ -540,6 +545,10 @@ class Engine:
     def trust_ratios(self) -> dict[str | Tensor, float]:
         """Return the trust ratio of every parameter in the last update, by name, under LARS and
         LAMB; else an empty dict.
+
+        Example::
+
+            smallest = min(engine.trust_ratios().values(), default=1.0)
         """
         found: dict[str | Tensor, float] = {}
         for each in self.optimizers:
@@ -560,6 +569,11 @@ class Engine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a `state_dict` of the same rank, bit for bit, on all ranks. No communication.
+
+        Example::
+
+            state = engine.state_dict()
+            engine.load_state_dict(state)
 
         Warns:
             UserWarning: The state is another rank's. Or a scheduler or a module's extra state is
