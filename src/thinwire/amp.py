@@ -151,7 +151,7 @@ class LossScaler:
                 "unscale_ got the same gradients twice in a step, which would divide them twice: "
                 "call it once for the parameters of each optimizer, and then update()"
             )
-        if again or not self._unscaled:  # of another step
+        if again or not self._unscaled:  # a new step
             self.update()
             self._unscaled = WeakTensorKeyDictionary()
         overflow = self.checks and self.agree(self.overflowed(grads.values()))

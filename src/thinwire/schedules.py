@@ -547,7 +547,7 @@ def rate_at(schedule: Schedule, step: int) -> float:
         IndexError: `step` is past the end of a table.
     """
     rate = schedule(step)
-    if not 0 <= rate < math.inf:  # a schedule of the user's may have a call of its own
+    if not 0 <= rate < math.inf:  # a user's schedule may override __call__
         raise ValueError(
             f"the learning rate must be a finite number >= 0, got {rate} at step {step} from "
             f"{schedule!r}"

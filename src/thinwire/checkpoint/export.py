@@ -148,7 +148,7 @@ def _verified(source: Path) -> list[CheckpointReader]:
     entries = [found_at(source)] if (source / MANIFEST).exists() else found(source)
     for entry in entries:
         if entry.problem and not isinstance(entry.problem, CheckpointCorrupt):
-            raise entry.problem  # of a newer format: an older one would not be what was asked for
+            raise entry.problem  # a newer format: never fall back to an older checkpoint
     problems = [str(entry.problem) for entry in entries if entry.problem]
     whole = [(entry.path, entry.manifest) for entry in entries if entry.manifest is not None]
     for path, manifest in sorted(whole, key=lambda each: each[1].serial, reverse=True):
@@ -190,7 +190,7 @@ def _whole(stages: list[CheckpointReader]) -> tuple[dict[str, Tensor], set[str]]
         with TensorReader(stage.path) as reader:
             for kind in _KINDS:
                 if sharded and place and kind == "buffers":
-                    continue  # every shard has all; those of the first count, as in `load`
+                    continue  # all shards have it; the first one counts, as in `load`
                 replicas = [_kept(tree, kind, stage.path) for tree in stage.trees]
                 values |= combine(replicas, read=reader.read)
                 if kind == "parameters" and sharded:

@@ -179,7 +179,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -
         entries[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)  # the format wants the data aligned
+    text += b" " * (-len(text) % 8)  # the format requires aligned data
     return struct.pack("<Q", len(text)) + text
 
 

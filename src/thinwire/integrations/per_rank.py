@@ -123,7 +123,7 @@ class PerRankState:
         state: Any
         try:
             state = self._stateful.state_dict()
-        except Exception as error:  # the others are about to wait for this rank
+        except Exception as error:  # reported to the others, which wait for this rank
             state = error
 
         def write() -> str:
@@ -227,7 +227,7 @@ def _read(file: Path, sha256: str) -> tuple[Any, Path]:
     try:
         return read_rank_file(file, sha256), file
     except CheckpointCorrupt:
-        with suppress(CheckpointCorrupt):  # then what is wrong with `file` is said
+        with suppress(CheckpointCorrupt):  # then the error is about `file`
             return read_rank_file(_before(file), sha256), _before(file)
         raise
 

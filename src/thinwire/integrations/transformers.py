@@ -93,7 +93,7 @@ class ThinwireCallback(TrainerCallback):
         """Prepare the engine, disable DDP's averaging, and resume from the checkpoint that was
         loaded.
         """
-        self._undo.close()  # of a training that ended by an error
+        self._undo.close()  # left by a training that failed
         model, wrapper = kwargs["model"], kwargs["optimizer"]
         _require_arguments(args, state, wrapper)
         self._undo.callback(setattr, args, "max_grad_norm", args.max_grad_norm)
@@ -134,7 +134,7 @@ class ThinwireCallback(TrainerCallback):
         if control.should_training_stop:
             self.engine.flush()
 
-    on_epoch_end = on_step_end  # where another callback has ended the training
+    on_epoch_end = on_step_end  # if another callback has ended the training
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

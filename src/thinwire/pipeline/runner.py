@@ -176,7 +176,7 @@ class PipelineRunner:
             )
         count, worker = self._config.micro_batches, self._worker
         parts, key, known = self._agreed(inputs, targets, problem, backward=backward)
-        self._broken = True  # until the stages have come to an end together
+        self._broken = True  # until all stages have finished
         if not known:
             self._remember(key, self._new_plan(parts[0][0], backward=backward))
         plan = self._plans[key]
@@ -243,7 +243,7 @@ class PipelineRunner:
         try:
             learned = rehearse(self._worker, inputs, grid.peers, self._device)
         except Exception:
-            self._broken = False  # it was raised on all stages, and nothing is on its way
+            self._broken = False  # raised on all stages; no message is in flight
             raise
         source, result = [None, *learned, None][grid.stage : grid.stage + 2]
         if grid.stages == 1:
@@ -270,7 +270,7 @@ class PipelineRunner:
     def _run_schedule(
         self, schedule: "PipelineScheduleSingle", count: int, *, backward: bool
     ) -> None:
-        is_last = self._grid.stage == self._grid.stages - 1  # whose worker has the real targets
+        is_last = self._grid.stage == self._grid.stages - 1  # its worker has the real targets
         # only the count of targets matters to torch's schedule: the worker computes the loss
         target = torch.zeros(count, device="cpu") if is_last else None
         run = schedule.step if backward else schedule.eval
@@ -341,7 +341,7 @@ def rehearse(worker: StageWorker, inputs: Any, peers: Group, device: torch.devic
             try:
                 with _undone(worker.stage, device):
                     answer = _parcel(worker, inputs, parcels[-1] if parcels else None, device)
-            except Exception as problem:  # raised below, once the others know
+            except Exception as problem:  # raised below, after it was reported
                 if stage:
                     problem.add_note(
                         f"In the rehearsal of stage {stage + 1}, which runs once on zeros of the "

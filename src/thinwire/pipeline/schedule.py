@@ -102,7 +102,7 @@ class _Stage(PipelineStage):
         def backward() -> None:
             try:
                 super(_Stage, self).backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-            except RuntimeError as error:  # torch wraps what happened in a list of shapes
+            except RuntimeError as error:  # torch hides the cause behind a list of shapes
                 raise error.__cause__ or error from None
 
         self._worker.guarded(backward)

@@ -61,7 +61,7 @@ class ForwardLayer:
         layer = vars(self.module).get("forward")
         while isinstance(layer, ForwardLayer) and layer is not self:
             above, layer = layer, layer.inner
-        if layer is not self:  # somebody wrapped it since, so it stays there and does nothing
+        if layer is not self:  # wrapped by other code: it stays, inactive
             return
         if above is not None:
             above.inner = self.inner

@@ -178,7 +178,7 @@ def _added(total: Tensor | None, grad: Tensor, factor: float) -> Tensor:
         if factor != 1.0:
             return first * factor
         return first.clone() if first is grad else first
-    if total.device != grad.device:  # a sum that was loaded
+    if total.device != grad.device:  # after `load_state_dict`
         total = total.to(grad.device)
     term = grad.to(dtype) if sparse and grad.dtype != total.dtype else grad
     return total.add_(term, alpha=factor)

@@ -228,7 +228,7 @@ class _Recompute(ForwardLayer):
             return self._inside(*args, **kwargs)
         if (
             torch.compiler.is_compiling()
-        ):  # buffers are part of a compiled graph, which repeats without writing to them
+        ):  # a compiled graph holds its buffers and repeats without writing to them
             return checkpoint(self._inside, *args, use_reentrant=False, **kwargs)
         memory = Remembered(self.module)
         # values of keyword arguments are passed positionally: torch saves them, checks them for

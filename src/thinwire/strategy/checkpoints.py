@@ -56,7 +56,7 @@ def save(
     content: Any
     try:
         content = saved(parts, counters, extra, frozen=frozen)
-    except Exception as error:  # the others are about to wait for this rank
+    except Exception as error:  # reported to the others, which wait for this rank
         content = error
     facts, part = parts.facts, parts.part
 
@@ -78,7 +78,7 @@ def load(directory: str | Path, parts: Parts, step: int | None) -> tuple[Path, R
         fitted = partial(_complete, loaded.state, parts)
         on_all_ranks(parts.savers, "cutting a checkpoint into other shards", fitted)
 
-    if not parts.group.stays and parts.group.rank > 0:  # all of them read that of one member
+    if not parts.group.stays and parts.group.rank > 0:  # all ranks read one member's
         loaded.state["random"] = derived(loaded.state["random"], parts.group.rank)
 
     def agreed(problem: Exception | None, left: frozenset[str]) -> frozenset[str]:
@@ -179,7 +179,7 @@ def _cut(parts: Parts, facts: Mapping[str, Any]) -> Cut | None:
         if path[:2] == ("optimizer", "state"):
             name = _owners(tree).get(path[2])
             return name if name in shapes else None
-        if path[0] in OF_USER:  # of rank 0, whatever it is
+        if path[0] in OF_USER:  # taken from rank 0
             return None
         return next((word for word in words(path) if word in shapes), None)
 

@@ -173,7 +173,7 @@ def _unknown_keys(
         if key not in known:
             hint = check.closest_or_all(key, known)
             yield below, f"{plain(below)}={shown(value)} is unknown{hint}"
-        elif known[key]:  # a mapping instead of a plain value is the config's to refuse
+        elif known[key]:  # the config refuses a mapping in place of a plain value
             yield from _unknown_keys(below, value, known[key])
 
 

@@ -160,7 +160,7 @@ class Engine:
             self._steps.clear_grads()
         except ThinwireError:
             raise
-        except (TypeError, ValueError, RuntimeError) as error:  # of this stage; others are told
+        except (TypeError, ValueError, RuntimeError) as error:  # reported to other stages
             problem = error
         with self._parts.group.one_deadline():
             concludes = self._parts.exchange.local or self._steps.merging
@@ -203,7 +203,7 @@ class Engine:
         with busy(self._parts.group.timeout_s):
             loss = self._loss_of(inputs, targets, "evaluate")
             _check_mean(loss)
-        if self._sharded:  # the outermost module has kept whole parameters
+        if self._sharded:  # the root module has kept whole parameters
             reshard_(self._parts.model)
         return loss.detach().reshape(())
 
@@ -432,7 +432,7 @@ class Engine:
                     place["microsteps of the unfinished update"] = merge.microsteps
                 require_agreement(parts.group, place, what="engine.flush()")
                 if merge.microsteps:
-                    self._steps.clear_grads()  # before there is a second set of them
+                    self._steps.clear_grads()  # before a second set is made
                     left, overflow = merge.take(avg=parts.merge_avg), merge.overflowed
                     with contextlib.nullcontext() if uneven is None else uneven.counting_only():
                         self._steps.update(left, overflow=overflow, complete=True)
@@ -495,18 +495,21 @@ class Engine:
             print(stats["step"], stats["bytes_sent"], stats["ratio"])
 
         Returns:
-            `step` updates made by this rank; `microsteps` of an unfinished update; `dropped_steps`;
-            `averagings`; `k_steps` interval in force; `sparsity` of the next exchange, the fraction
-            that is not sent; `loss_scale`; `bytes_sent` message bytes given to exchanges, headers
-            and agreements included, and of these `bytes_between_nodes`; `bytes_received`;
-            `bytes_dense` 4 bytes per trainable element and update; `ratio` bytes_dense /
-            bytes_sent, larger is better; `wait_s` seconds of waiting for exchanges; `applied_share`
-            as in `LocalUpdates.stats`; `bytes_between_stages` of a pipeline, in no other sum;
-            `rate_bit_s` payload that this rank's line carries, in bits
-            a second, a moving mean over about the last 20 exchanges of 64 KiB and more that it was
-            blocked for, late ranks included; `waiting_share` part of the time for which it was
-            blocked, a moving mean over about the last 20 rounds (an update, or the local steps up
-            to an averaging). Bytes received, rate and waiting are those of this process.
+            - `step`: updates made by this rank; `microsteps`: of an unfinished update;
+              `dropped_steps`, `averagings`; `k_steps`: current interval; `loss_scale`.
+            - `sparsity`: fraction of the next exchange that is not sent; `applied_share`: as in
+              `LocalUpdates.stats`.
+            - `bytes_sent`: message bytes of exchanges, headers and agreements included, of which
+              `bytes_between_nodes`; `bytes_received`: of this process; `bytes_between_stages`: of a
+              pipeline, in no other sum.
+            - `bytes_dense`: 4 bytes per trainable element and update; `ratio`: bytes_dense /
+              bytes_sent, larger is better.
+            - `wait_s`: seconds of waiting for exchanges; `waiting_share`: share of the time for
+              which this process was blocked, a moving mean over about 20 rounds (an update, or the
+              local steps up to an averaging).
+            - `rate_bit_s`: payload of this process's link in bits a second, late ranks included. It
+              is a moving mean over about 20 blocking exchanges of at least 64 KiB.
+            - `goodput`: useful steps over the steps possible without waiting and saving, in [0, 1].
         """
         parts = self._parts
         counts = parts.exchange.counts(self.step)

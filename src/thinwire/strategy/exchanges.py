@@ -260,7 +260,7 @@ class ExchangingStep(_EveryStep):
                 return outcome.verdict
             with self._spoiling(step, gradients), optimizer.updating_from(outcome.came):
                 apply_(optimizer, self._params, outcome.grads)
-            for name, grad in {**outcome.grads, **grads}.items():  # this rank's own, as ever
+            for name, grad in {**outcome.grads, **grads}.items():  # this rank's own
                 param = self._params[name]
                 param.grad = sharded_like(_laid_out(grad, shard_of(param)), param)
         return outcome.verdict
@@ -334,7 +334,7 @@ class LocalSteps:
         made = self.sync.steps_made
         try:
             apply_(self._optimizer, self._params, self._clip(limited, []))
-        finally:  # the step is this rank's own, and made before an averaging can fail
+        finally:  # the local step precedes an averaging, which may fail
             self.moved = self.sync.steps_made > made
         return Verdict.APPLY
 
@@ -440,4 +440,4 @@ def _laid_out(grad: Tensor, param: Tensor) -> Tensor:
         return grad.to(param.dtype)
     return torch.empty_like(param, requires_grad=False).copy_(
         grad
-    )  # fused kernels walk parameter and gradient alike
+    )  # fused kernels need equal strides

@@ -36,11 +36,11 @@ _FREE = (
     "recompute",
     "recompute.*",
     "amp.dtype",
-    "amp.loss_scale",  # the kind of scale; whether there is one is compared as well
+    "amp.loss_scale",  # the kind of scale; its presence is compared as well
     "amp.loss_scale.*",
     "pipeline.micro_batches",
     "pipeline.schedule",
-    "gradient_merge",  # what it has merged is compared as well
+    "gradient_merge",  # its merged gradients are compared as well
     "gradient_merge.*",
     *(
         f"dgc.{name}"
@@ -75,7 +75,7 @@ _FREE = (
         f"{field}.compression.{key}"
         for field in ("localsgd", "adaptive_localsgd")
         for tag, kind in CHANGE_COMPRESSIONS.items()
-        if issubclass(kind, ErrorsOnly)  # those go on from each other's state
+        if issubclass(kind, ErrorsOnly)  # these can load each other's state
         for key in (tag, f"{tag}.*", *(entry.name for entry in fields(kind)))
     ),
 )
@@ -107,8 +107,8 @@ class Change(NamedTuple):
     def is_free(self) -> bool:
         """True if no state depends on the setting."""
         if self.name.endswith(".outer_momentum"):
-            return 0 not in (self.before, self.now)  # the buffer is there either way
-        if self.name == "amp":  # none of what it says but the loss scale has state
+            return 0 not in (self.before, self.now)  # the buffer exists in both cases
+        if self.name == "amp":  # of its settings only the loss scale has state
             return not any(
                 "loss_scale" in value
                 for value in (self.before, self.now)

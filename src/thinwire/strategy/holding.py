@@ -124,7 +124,7 @@ def step_replaced_(
     own, before = vars(optimizer), optimizer.step
     undone = False
 
-    @functools.wraps(before)  # with the mark of a scheduler, which looks for it
+    @functools.wraps(before)  # keeps the mark that a scheduler looks for
     def step(target: torch.optim.Optimizer, closure: Any = None) -> Any:
         return before(closure) if undone or is_passing(target) else update(closure)
 
@@ -205,9 +205,7 @@ _asked: "weakref.WeakKeyDictionary[torch.optim.Optimizer, Any]" = weakref.WeakKe
 def dependents(optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the obstacles to another method in the same object, in words."""
     step = vars(optimizer).get("step")
-    if step is None or hasattr(
-        step, "_wrapped_by_lr_sched"
-    ):  # a scheduler notes calls, which goes on
+    if step is None or hasattr(step, "_wrapped_by_lr_sched"):  # a scheduler's wrapper stays
         return []
     return [
         "optimizer.step was replaced on the given object, and would be called no more: undo that"
@@ -245,11 +243,11 @@ def become_(
     own.update({key: value for key, value in vars(new).items() if key not in _KEPT})
     for group, other, rate in zip(optimizer.param_groups, new.param_groups, rates, strict=True):
         _refill_(group, other)
-        if isinstance(rate, Tensor):  # somebody may write to it
+        if isinstance(rate, Tensor):  # others may write to it
             group["lr"] = rate
     _refill_(optimizer.defaults, new.defaults)
     _refill_(optimizer.state, new.state)
-    if "step" in own:  # a scheduler's, around the step of the class before
+    if "step" in own:  # a scheduler's, around the old class's step
         _track_step_(optimizer)
     _asked[optimizer] = asked
     return undo
@@ -292,7 +290,7 @@ def _track_step_(optimizer: torch.optim.Optimizer) -> None:
         vars(target)["_opt_called"] = True
         return step(target, *args, **kwargs)
 
-    tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # by this torch knows its own
+    tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # torch's own mark
     vars(optimizer)["step"] = tracked
 
 

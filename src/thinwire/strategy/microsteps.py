@@ -273,7 +273,7 @@ class Microsteps:
         exchange, scaler = self.parts.exchange, self.parts.scaler
         if not grads:
             self.forget_merged()
-            exchange.skip()  # it counts, for the averagings
+            exchange.skip()  # it counts towards the next averaging
             self._settle_turn()
             return
         if scaler is not None:
@@ -311,7 +311,7 @@ class Microsteps:
         try:
             verdict = exchange.update(self.step, grads, **how)
         except BaseException:
-            if exchange.moved:  # others have made the update, or it was this rank's own
+            if exchange.moved:  # other ranks made the update, or this rank its local step
                 self.forget_merged()
                 self.step += exchange.local
             raise

@@ -194,7 +194,7 @@ def _agreed_plan(setup: Setup) -> Plan:
     names = {p: name for name, p in named_parameters(model)}
     cut = cut_of(model)
     of_stage = {}
-    if holds_one_stage(cut, optimizer, names):  # equal over the replicas of this stage alone
+    if holds_one_stage(cut, optimizer, names):  # equal only among replicas of this stage
         of_stage["state of the optimizer"] = facts.pop("state of the optimizer")
         of_stage["params"] = [group.pop("params") for group in facts["group"]]
     facts |= {

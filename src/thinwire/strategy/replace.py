@@ -132,7 +132,7 @@ def adopt(
     said = f"the strategy does not go with the optimizer {type(optimizer).__name__}: "
     dgc = compression if isinstance(compression, DGC) and alone else None
     asked = (dgc, lars, lamb)
-    if became(optimizer) == asked:  # by an engine that was closed since
+    if became(optimizer) == asked:  # by an earlier engine, now closed
         lars, lamb = None, None
         if isinstance(optimizer, DGCMomentum):
             compression = dgc = None
@@ -240,7 +240,7 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
         inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError:
         return True
-    except ValueError:  # written in another language, it tells nothing
+    except ValueError:  # written in another language: unknown
         return False
     return False
 

@@ -217,7 +217,7 @@ def load_all(
             raise problem
         parts.exchange.load_state_dict(
             _without(left, state["exchange"], _buffers(parts))
-        )  # which checks everything before it changes anything
+        )  # it checks everything before it changes anything
         undo.pop_all()
     take_values_(state, parts, left)
     parts.exchange.buffers_loaded()
@@ -332,7 +332,7 @@ def _without(
     fitted = dict(exchange)
     if not left:
         return fitted
-    names = {f"buffer {name}": name for name in left}  # as local updates call them
+    names = {f"buffer {name}": name for name in left}  # the names in local updates
 
     def rest(values: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in values.items() if key not in names}
@@ -369,11 +369,11 @@ def _load_optimizer(state: Mapping[str, Any], parts: Parts, keep: Collection[str
     kept = [{key: group[key] for key in keep if key in group} for group in groups]
     ordered = in_order(saved_groups, state["optimizer_names"], _names(parts))
     entries = state["optimizer"]["state"]
-    if not isinstance(parts.optimizer, DGCMomentum):  # which keeps its state as shards
+    if not isinstance(parts.optimizer, DGCMomentum):  # DGCMomentum keeps its state as shards
         keys = (key for group in ordered for key in group["params"])
         places = (param for group in groups for param in group["params"])
         owners = dict(zip(keys, places, strict=False))
-        entries = {  # a key that is no parameter's is the optimizer's own
+        entries = {  # other keys are the optimizer's own
             key: _as_sharded(values, owners[key]) if key in owners else values
             for key, values in entries.items()
         }
@@ -383,7 +383,7 @@ def _load_optimizer(state: Mapping[str, Any], parts: Parts, keep: Collection[str
     params = _parameters(parts)
     same = all(value.dtype == params[name].dtype for name, value in state["parameters"].items())
     for each in all_of(parts.optimizer):
-        if same and not isinstance(each, CommonOptimizer):  # those take their state as it is
+        if same and not isinstance(each, CommonOptimizer):  # these take their state unchanged
             _put_back_types(each, entries, owners)
     for group, values in zip(parts.optimizer.param_groups, kept, strict=True):
         group.update(values)

@@ -119,7 +119,7 @@ def restore_modules_(model: nn.Module, states: Mapping[str, Any], undo: ExitStac
 
 
 def _put_back(module: nn.Module, state: Any) -> None:
-    with contextlib.suppress(Exception):  # one that refuses must not keep the rest changed
+    with contextlib.suppress(Exception):  # one failure must not stop the others
         module.set_extra_state(state)
 
 
@@ -287,7 +287,7 @@ def schedulers_of(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
     """
     if not _living(optimizer):
         return []
-    gc.collect()  # one that nobody can reach may still be waiting for this
+    gc.collect()  # unreachable schedulers may not be collected yet
     return _living(optimizer)
 
 

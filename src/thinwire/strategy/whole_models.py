@@ -129,7 +129,7 @@ def _from_folder(path: Path, places: _Places, known: set[str], part: int) -> dic
     }
     _require_fit(path, own, places, known)
     values = {stored[prefix + name]: torch.empty_like(place) for name, place in places.items()}
-    with warnings.catch_warnings():  # that no_dist is for one process: each rank reads its rows
+    with warnings.catch_warnings():  # no_dist warns; each rank reads its own rows
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         load_dcp(values, storage_reader=FileSystemReader(path), no_dist=True)
     return {name: shard_of(values[stored[prefix + name]]) for name in places}

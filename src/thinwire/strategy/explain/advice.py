@@ -109,7 +109,7 @@ def _about_share(config: LocalConfig) -> Iterator[str]:
     more = _rounded(1 / share, 3)
     mends = f"outer_lr={more} makes up for it: divide outer_lr by the stats()['applied_share'] of "
     mends += "a run"
-    if config.outer_momentum:  # makes steps longer on purpose, so that a run's share does not tell
+    if config.outer_momentum:  # longer steps on purpose: the share of a run is no evidence
         mends = f"{more} times the outer_lr of dense changes makes up for it"
     yield (
         f"local updates: of a change that repeats itself about {_rounded(100 * share, 2)} % or "

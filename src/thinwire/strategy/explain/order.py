@@ -80,7 +80,7 @@ def _overflow(strategy: Fields) -> Iterator[str]:
     scale = None if strategy.amp is None else strategy.amp.loss_scale
     if scale is None:
         return
-    merged = strategy.gradient_merge is not None  # which has divided them already
+    merged = strategy.gradient_merge is not None  # the merge has divided them already
     if _unchecked(scale):
         divided = "" if merged else "Gradients are divided by the loss scale; "
         unseen = "overflow is not looked for (drop_overflow_update)"
@@ -149,7 +149,7 @@ def _averaging(strategy: Fields) -> Iterator[str]:
     peers = "the replicas of each stage" if strategy.pipeline is not None else "all ranks"
     n = config.begin_step
     begin = ("", "after step 1, then ", f"after each of the steps 1 to {n}, then ")[min(n, 2)]
-    period = max(1, k_steps // config.fragments)  # from one part's turn to the next one's
+    period = max(1, k_steps // config.fragments)  # from one fragment to the next
     part = "one part " if config.fragments > 1 else ""
     often = f"{begin}{part}after every {_ordinal(period)} step"
     if period == 1 and not adaptive:
