@@ -8,6 +8,7 @@ import os
 import struct
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ __all__ = [
     "require_process_group",
     "rows_of",
     "time_limit_s",
+    "used_by_a_thread",
 ]
 
 _SLICE_S = 1.0
@@ -592,10 +594,22 @@ def time_limit_s(
     return timeout_s_of(parent) if isinstance(parent, dist.ProcessGroup) else _ALONE_S
 
 
+_of_threads: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+
+
+def used_by_a_thread(private: Private) -> None:
+    """Leave these groups out of `collective_calls`, since another thread uses them."""
+    _of_threads.update(each for each in (private.group, private.control) if each is not None)
+
+
 def collective_calls() -> int:
-    """How many this process has made over its groups of gloo and NCCL, by whoever."""
+    """Number of collective calls of this process over its groups of gloo and NCCL, whoever made
+    them, without those of other threads of this library.
+    """
     calls = 0
     for group in dist.distributed_c10d._world.pg_map:
+        if group in _of_threads:
+            continue
         for backend in map(group._get_backend, group._device_types):
             if backend.name() in ("gloo", "nccl"):
                 # torch's backends have it, their stub not

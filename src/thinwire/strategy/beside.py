@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from thinwire.comm import Group
+from thinwire.comm.group import used_by_a_thread
 from thinwire.comm.private import Private
 
 __all__ = ["SaveBeside"]
@@ -36,6 +37,7 @@ class SaveBeside:
             if savers.size > 1:
                 # the thread has its own groups: collectives of two threads on one group would mix
                 private = Private(savers.global_ranks, savers.timeout_s)
+                used_by_a_thread(private)
                 own = Group.over_private(private, savers.timeout_s)
             self._group = own
         group = self._group
