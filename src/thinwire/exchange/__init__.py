@@ -1,3 +1,4 @@
-"""One exchange of gradients: agreements and their checks, sending, verification. `optim` (for
-`DGCMomentum`), `local`, `members`, `amp` and `strategy` import it.
+"""The exchange of gradients: agreements and their checks, sending, verification.
+
+Imported by `optim` (for `DGCMomentum`), `local`, `members`, `amp` and `strategy`.
 """

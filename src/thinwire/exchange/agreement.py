@@ -1,8 +1,8 @@
-"""Agreements: nobody moves before everybody has the same view of the step.
+"""Agreements: no rank changes anything before all ranks have the same view of the step.
 
-An agreement is one message a rank and a list of checks. Each check adds what it knows of this rank,
-and judges what all ranks have said. All ranks judge the same answers, so all of them go on or all
-raise the same error.
+An agreement is one message per rank and a list of checks. Each check adds the facts it knows about
+this rank and judges the answers of all ranks. All ranks judge the same answers, so either all of
+them continue or all raise the same error.
 """
 
 import json
@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 COMPARING = "comparing everything"
-"""The phase in which ranks compare all that they must hold alike, before a checkpoint."""
+"""Phase in which ranks compare all replicated state, before a checkpoint."""
 
 Said = dict[str, Any]
-"""What one rank says, by key, in values that JSON holds. A key without a value is left out."""
+"""Report of one rank by key, with values that JSON holds. A key without a value is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +45,29 @@ class Turn:
     step: int
     """Updates made before."""
     phase: str
-    """Where in the step the rank is. Ranks in different phases have lost each other."""
+    """Phase of the step. Ranks in different phases are out of step."""
     first: bool
-    """Whether it is the first one of its update."""
+    """True for the first agreement of an update."""
     last: bool
-    """Whether messages have arrived, so that the update follows."""
+    """True once messages have arrived, so that the update follows."""
 
     @property
     def what(self) -> str:
-        """The occasion, for errors."""
+        """The occasion, for error messages."""
         return f"agreeing on step {self.step}"
 
 
 class Answers(Sequence[Said]):
-    """What all ranks have said, in rank order.
+    """Reports of all ranks, in rank order.
 
-    Where ranks hold different parts of the model, and all is well, those of other parts are heard
-    in short: only what all say alike, such as `step` and `phase`.
+    Where ranks hold different parts of the model and all is well, the reports of other parts are
+    shortened to the keys that are common to all ranks, such as `step` and `phase`.
     """
 
     def __init__(self, said: Sequence[Said], parts: Sequence[int], rank: int) -> None:
         self._said, self._parts, self._rank = said, parts or [0] * len(said), rank
         self.unanimous = all(each is said[0] for each in said)
-        """Whether all ranks have said the same."""
+        """True if all ranks sent the same report."""
 
     def __getitem__(self, rank: Any) -> Any:
         return self._said[rank]
@@ -76,33 +76,36 @@ class Answers(Sequence[Said]):
         return len(self._said)
 
     def of(self, key: str) -> Iterator[tuple[int, Any]]:
-        """Rank and value of those that said something under this key."""
+        """Yield rank and value of each report that contains this key."""
         return ((rank, said[key]) for rank, said in enumerate(self._said) if key in said)
 
     def by_part(self) -> list[dict[int, Said]]:
-        """The answers by rank of those that hold the same part, for each part."""
+        """Return the reports by rank, one dict for each part of the model."""
         found: dict[int, dict[int, Said]] = {}
         for rank, (part, said) in enumerate(zip(self._parts, self._said, strict=True)):
             found.setdefault(part, {})[rank] = said
         return list(found.values())
 
     def of_my_part(self) -> list[Said]:
-        """Those of the ranks that hold the same part as this one."""
+        """Return the reports of the ranks that hold the same part as this one."""
         if self.unanimous:
             return list(self._said)
         return next(list(part.values()) for part in self.by_part() if self._rank in part)
 
     def of_my_replica(self, key: str) -> list[Any]:
-        """What the ranks say that hold the parts of this rank's model, in the order of the parts;
-        replicas are consecutive ranks. Empty where nobody says anything.
+        """Return the values of the ranks that together hold this rank's replica, in the order of
+        parts.
+
+        The ranks of a replica are consecutive. Empty if no rank reported this key.
         """
         width = len(set(self._parts))
         first = self._rank - self._rank % width
         return [said[key] for said in self._said[first : first + width] if key in said]
 
     def unlike(self, key: str, default: Any = None) -> Iterator[tuple[int, Any, int, Any]]:
-        """Of ranks of one part that differ under this key: the first one and its value, the other
-        one and its value.
+        """Yield differences under this key among ranks that hold the same part.
+
+        Each item is the first rank of the part, its value, the rank that differs and its value.
         """
         for part in [] if self.unanimous else self.by_part():
             first = min(part)
@@ -113,34 +116,35 @@ class Answers(Sequence[Said]):
 
 
 class Check(Protocol):
-    """One thing that ranks tell each other. It has no effect before `judge`."""
+    """One fact that ranks report to each other. It has no effect before `judge`."""
 
     def say(self, turn: Turn) -> Said:
-        """What this rank says; the keys are this check's own. Empty where there is nothing."""
+        """Return this rank's report, or nothing. The keys belong to this check alone."""
 
     def judge(self, turn: Turn, answers: Answers) -> None:
-        """Raise the error that follows from the answers, or remember what all ranks now know."""
+        """Raise the error that follows from the answers, or store the agreed facts."""
 
 
 _PLACE = ("engine", "step", "phase")
 _COMMON = (*_PLACE, "ready")
-"""What ranks of all parts must say alike."""
+"""Keys that must be equal on the ranks of all parts."""
 _QUIET = {*_COMMON, "kinds", "rates", "settings", "digest", "sums", "likeness", "buffers"}
-"""What ranks of another part need not hear."""
+"""Keys that are not sent to ranks of other parts."""
 _FAILURES = {kind.__name__: kind for kind in (Diverged, Mismatch, NonFinite, PayloadCorrupt)}
-"""The errors that are of the same kind on ranks which are told of them; others are
-`ThinwireError`."""
+"""Errors that keep their type on the ranks they are reported to. All others become
+`ThinwireError`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Among:
-    """With whom an exchange agrees, and on what besides its own."""
+    """Additional participants and facts of an agreement."""
 
     checks: Sequence[Check] = ()
     job: Group | None = None
-    """All ranks, where they hold different stages; None for those that exchange."""
+    """All ranks, where they hold different stages. None if only the exchanging ranks agree."""
     names_of_stages: Sequence[Sequence[str]] = ()
-    """The parameters of each stage."""
+    """Names of the parameters of each stage."""
 
 
 class Agreement:
@@ -149,11 +153,12 @@ class Agreement:
     Args:
         group: All ranks that must agree.
         checks: In the order in which they judge.
-        engine: Which of the engines and optimizers over these ranks this is, in the order in which
-            they were made.
+        engine: Identity of this engine or optimizer among those over the same ranks, in the order
+            of creation.
 
-    Communication: `Group.gather_parts`, 24 bytes a rank when all say the same; where they hold
-    different parts of the model, when the ranks of each part do and nothing has happened.
+    Communication: `Group.gather_parts`, 24 bytes per rank if all reports are equal. Where ranks
+    hold different parts of the model, the reports of each part must be equal, and no rank may
+    report an event.
     """
 
     def __init__(self, group: Group, checks: Sequence[Check] = (), *, engine: str = "") -> None:
@@ -168,24 +173,24 @@ class Agreement:
         last: bool = False,
         **said: Any,
     ) -> Answers:
-        """Hear all ranks, and judge.
+        """Gather the reports of all ranks and judge them.
 
         Args:
             step: Updates made before.
             phase: See `Turn`.
             first: See `Turn`.
             last: See `Turn`.
-            said: What the caller says besides; None is left out. Keys with a meaning here:
-                `failure`, name and text of an error with which this rank cannot go on; `misuse`,
-                what its user did; `corrupt`, why it refused a message.
+            said: Further facts of the caller; None is left out. Keys with a meaning here:
+                `failure`, the type and text of an error that stops this rank; `misuse`, a user
+                error; `corrupt`, the reason for which this rank rejected a message.
 
         Raises:
-            PayloadCorrupt: A rank refused a message.
-            ThinwireError: A rank was misused, or has failed; of the same kind where it is one of an
-                exchange.
+            PayloadCorrupt: A rank rejected a message.
+            ThinwireError: A rank reported a user error or a failure. The type is kept where it is
+                one of the exchange's errors.
             Mismatch: Ranks are at different steps, or in different engines.
 
-        Besides what the checks raise.
+        Checks may raise further errors.
         """
         turn = Turn(self.group, step, phase, first, last)
         told: Said = {"engine": self.engine, "step": step, "phase": phase}
@@ -203,7 +208,10 @@ class Agreement:
         return answers
 
     def alike(self, content: bytes, what: str) -> bool:
-        """Whether the ranks of each part say the same. Communication: 24 bytes a rank if so."""
+        """Return True if the ranks of each part hold the same content.
+
+        Communication: 24 bytes per rank if so.
+        """
         rows = self.group.gather_parts(content, b"", what=what)
         said = [{} if row is None else {"row": row} for row in rows]
         return not any(self._answers(said).unlike("row"))
@@ -288,22 +296,24 @@ _ADDED = ", added to those of other ranks,"
 
 
 class Verdict(Enum):
-    """What all ranks make of a step."""
+    """Common decision of all ranks about a step."""
 
     APPLY = "apply"
     """The update is made."""
     DROP = "drop"
-    """A gradient is not finite somewhere."""
+    """A gradient is not finite on some rank."""
     OVERFLOW = "overflow"
-    """A loss scaler found such a gradient somewhere."""
+    """A loss scaler found such a gradient on some rank."""
     END = "end"
     """No rank has a batch left."""
 
 
 def verdict_of(answers: Answers) -> Verdict:
-    """What follows from the keys `batches` (whether this rank has one), `overflow` (whether a loss
-    scaler found one), `non_finite` and `sum_non_finite` (the first parameter whose gradient is not
-    finite, of this rank alone or summed over several).
+    """Return the decision that follows from the reports.
+
+    The keys are `batches` (this rank has a batch), `overflow` (a loss scaler found an overflow),
+    `non_finite` and `sum_non_finite` (the first parameter whose gradient is not finite: on this
+    rank alone, or in the sum over several ranks).
     """
     batches = [batch for _, batch in answers.of("batches")]
     if batches and not any(batches):
@@ -315,20 +325,20 @@ def verdict_of(answers: Answers) -> Verdict:
 
 
 class Drops:
-    """Counts dropped steps, warns, and gives up in the end."""
+    """Counts dropped steps, warns, and raises after too many in a row."""
 
     def __init__(self) -> None:
         self.total = 0
         self.in_a_row = 0
         self.given_up: str | None = None
-        """Why this rank cannot go on with steps of its own."""
+        """Reason for which this rank cannot continue with steps of its own, or None."""
 
     def applied(self) -> None:
-        """A step was not dropped."""
+        """Record that a step was not dropped."""
         self.in_a_row, self.given_up = 0, None
 
     def overflowed(self) -> None:
-        """Count a step that a loss scaler drops, which adapts and gives up by its own rules."""
+        """Count a step dropped by a loss scaler, which gives up by its own rules."""
         self.total += 1
 
     def dropped(self, step: int, answers: Answers) -> None:
@@ -351,8 +361,9 @@ class Drops:
         _warn(text)
 
     def dropped_here(self, step: int, name: str) -> None:
-        """Count a step that this rank alone drops, for the gradient of parameter `name`, and warn.
-        The tenth in a row is `given_up`, for the others to hear.
+        """Count a step that this rank alone drops because of the gradient of `name`, and warn.
+
+        The tenth in a row sets `given_up`, which the other ranks receive.
         """
         self.total += 1
         text = (
@@ -363,7 +374,7 @@ class Drops:
         _warn(text)
 
     def _counted(self, text: str) -> str | None:
-        """One more in a row, and the text of the error where these are too many."""
+        """Count one more step in a row. Return the error's text if there are too many."""
         self.in_a_row += 1
         if self.in_a_row < MAX_DROPS_IN_A_ROW:
             return None

@@ -1,4 +1,4 @@
-"""The checks of exchanges: who has which gradient, equal settings, ranks that bring the same."""
+"""Checks of an exchange: presence of gradients, equal settings, duplicate batches."""
 
 import hashlib
 import json
@@ -30,42 +30,50 @@ _TYPES = (
 _ABSENT = "0"
 _DENSE = dict(zip(_TYPES, "abcdefg", strict=True))
 _ROW_SPARSE = dict(zip(_TYPES, "ABCDEFG", strict=True))
-"""Optimizers treat these in their own way, on all ranks or on none."""
+"""Codes of row-sparse gradients. Optimizers treat these differently, so either all ranks have them
+or none.
+"""
 _TYPE_OF = {letter: dtype for kinds in (_DENSE, _ROW_SPARSE) for dtype, letter in kinds.items()}
 
 
 class Presence:
-    """A check of which parameters have a gradient, with a letter for each that tells its type.
+    """Check that ranks have gradients of the same parameters; one letter per gradient gives its
+    type.
 
-    A parameter that has a gradient on some ranks only is refused, unless a rank says that what it
-    lacks counts as zero.
+    A parameter with a gradient on some ranks only is an error, unless a rank reports that its
+    missing gradients count as zero.
     """
 
     def __init__(self) -> None:
         self.pattern = GradientPattern()
         self.names_of_parts: Sequence[Sequence[str]] = []
-        """The parameters of each stage; empty where all ranks have the same."""
+        """The parameters of each stage. Empty if all ranks have the same."""
         self._params: Mapping[str, Tensor] = {}
         self._grads: Mapping[str, Tensor] = {}
         self._complete = False
         self._kinds: dict[str, str] = {}
         self.all_ready = False
-        """Whether the gradients of each part of the model were steady before the last step."""
+        """True if the gradients of each part of the model were steady before the last step."""
         self._told = ""
-        """What all ranks have said in the last step, if they said the same."""
+        """Common report of all ranks in the last step, if their reports were equal."""
 
     def restart(self, params: Mapping[str, Tensor]) -> None:
-        """Other parameters, or another order, from now on."""
+        """Start again with other parameters, or with another order."""
         self._params, self.pattern = params, GradientPattern()
         self._told = ""
 
     def reset(self) -> None:
-        """A step did not have the gradients that were expected, on some rank."""
+        """Record that a step lacked the expected gradients on some rank."""
         self.pattern.reset()
         self.all_ready = False
 
     def begin(self, grads: Mapping[str, Tensor], *, complete: bool) -> None:
-        """A step begins with these gradients; `complete`: what this rank lacks counts as zero."""
+        """Start a step with these gradients.
+
+        Args:
+            grads: This rank's gradients by name.
+            complete: Count a gradient that this rank lacks as zero.
+        """
         self._grads, self._complete = grads, complete
 
     def say(self, turn: Turn) -> Said:
@@ -102,8 +110,9 @@ class Presence:
         self.pattern.observe(self._kinds)
 
     def completed(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The gradients, with zeros for those that only other ranks have, in type and layout of
-        theirs.
+        """Return the gradients, with zeros for those that only other ranks have.
+
+        Type and layout of the zeros follow the other ranks.
         """
         whole = dict(grads)
         for name, kinds in self._kinds.items():
@@ -112,11 +121,11 @@ class Presence:
         return whole
 
     def zeros(self, name: str) -> Tensor:
-        """In the place of the dense gradient that a parameter had in the last step."""
+        """Return zeros like the dense gradient that a parameter had in the last step."""
         return _zeros(self._params[name], self._kinds[name][0])
 
     def row_sparse(self, name: str) -> tuple[bool, bool]:
-        """Whether the gradient is row-sparse on some rank, and on every one."""
+        """Return two flags: the gradient is row-sparse on some rank, and on every rank."""
         kinds = self._kinds[name]
         return any(map(str.isupper, kinds)), kinds.isupper()
 
@@ -156,26 +165,23 @@ _FIRST_PATIENCE = 2
 
 
 class GradientPattern:
-    """Learns from agreed steps which tensors have a dense gradient on every rank; alike on all
-    ranks.
+    """Learns from agreed steps the tensors that have a dense gradient on every rank.
 
-    A rank that sends early has to know the tensors beforehand, and pays twice where they turn out
-    to be others. So it takes two equal steps in a row to begin with, and twice as many after every
-    disappointment.
+    The result is the same on all ranks. A rank that sends early must know the tensors in advance,
+    and sends twice if they turn out to be others. Therefore early sending starts after two equal
+    steps in a row. Each wrong prediction doubles that number.
     """
 
     def __init__(self) -> None:
         self.names: frozenset[str] | None = None
-        """The tensors to send early; None where nothing may be."""
+        """Tensors to send early, or None while that is not allowed."""
         self._patience = _FIRST_PATIENCE
         self._kinds: Mapping[str, str] = {}
         self._usable = False
         self._equal = 0
 
     def observe(self, kinds: Mapping[str, str]) -> None:
-        """Look at what the ranks have agreed on in one step: per tensor one letter for every
-        rank.
-        """
+        """Record the agreed kinds of one step: one letter per rank for each tensor."""
         if kinds is not self._kinds:
             dense = (each == _ABSENT * len(each) or each.islower() for each in kinds.values())
             self._usable = all(dense) and all(len(set(each)) == 1 for each in kinds.values())
@@ -188,18 +194,19 @@ class GradientPattern:
             self.names = frozenset(n for n, each in kinds.items() if each[0] != _ABSENT)
 
     def reset(self) -> None:
-        """A step did not have the gradients that were expected."""
+        """Record that a step lacked the expected gradients."""
         self.names, self._equal = None, 0
         self._patience *= 2
 
 
 _ELSEWHERE = ("params", "param_names", "lr")
-"""Compared at the start, or on its own."""
+"""Keys compared at the start, or separately."""
 
 
 class SameHyperparameters:
-    """Compares the parameter groups of the optimizer: rates in the last agreement of an update, all
-    else in every one.
+    """Compares the parameter groups of the optimizer over the ranks.
+
+    Learning rates are compared in the last agreement of an update, all other settings in every one.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -226,8 +233,9 @@ class SameHyperparameters:
             _refuse(turn, (first, ours), (rank, theirs))
 
     def _settings(self) -> list[str]:
-        """Per group a JSON object from names to values as Python writes them, written anew only
-        where a value has changed.
+        """Return a JSON object per group, from names to the `repr` of values.
+
+        It is written again only if a value has changed.
         """
         texts = []
         for index, group in enumerate(self._optimizer.param_groups):
@@ -261,13 +269,13 @@ def _refuse(turn: Turn, ours: tuple[int, list[str]], theirs: tuple[int, list[str
 
 
 def _same(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
-    """Whether these are plain values, and equal; one that can change inside is looked at again."""
+    """Return True if the values are equal and immutable. Mutable values are always read again."""
     plain = all(isinstance(value, int | float | str | tuple | None) for _, value in now)
     return plain and now == before
 
 
 def _text(value: Any) -> str:
-    """What two processes write alike."""
+    """Return a text that is equal in two processes for equal values."""
     written = repr(value.tolist()) if isinstance(value, Tensor) else repr(value)
     return re.sub(" at 0x[0-9a-f]+", "", written)
 
@@ -277,20 +285,19 @@ _SAMPLED = 64
 
 
 class Likeness:
-    """A check that compares a digest of what ranks bring in the first exchanges, and warns where
-    it is equal twice in a row.
+    """Duplicate-batch check: compares a digest of each rank's first gradients or changes.
 
-    Ranks that differ once are never compared again: in a healthy run that is the first exchange
-    with anything in it.
+    It warns where the digests are equal twice in a row. Ranks that differed once are not compared
+    again. In a healthy run, that is the first exchange with a nonzero tensor.
 
-    Communication: a few characters in an agreement that takes place anyway, until ranks have
-    differed.
+    Communication: a few characters in an existing agreement, until ranks have differed.
     """
 
     def __init__(self, kind: Literal["gradients", "changes"]) -> None:
         self.averaged_before = False
-        """Whether a DistributedDataParallel model was found that averages densely in every step
-        besides."""
+        """True if a DistributedDataParallel model was found that also averages densely in every
+        step.
+        """
         self._kind = kind
         self._mine: str | None = None
         self._params: Iterable[Tensor] = ()
@@ -298,17 +305,18 @@ class Likeness:
         self._done = self._told_of_step = False
 
     def skip(self) -> None:
-        """Compare nothing any more: the run that goes on has been compared."""
+        """Stop comparing: the run that continues was compared before."""
         self._done = True
 
     def bring(self, tensors: Iterable[Tensor], params: Iterable[Tensor], ranks: int) -> None:
-        """What this rank brings to the next agreement: nothing is compared where that is nothing
-        but zeros.
+        """Take a digest of this rank's tensors for the next agreement.
+
+        Tensors that are all zero are not compared.
 
         Args:
             tensors: Gradients or changes.
-            params: Of the model, to find who has averaged before.
-            ranks: How many bring such.
+            params: Parameters of the model, to find a DDP model that has averaged before.
+            ranks: Number of ranks that take part.
         """
         self._params = params
         self._mine = None if self._done or ranks == 1 else _digest(tensors)
@@ -336,10 +344,10 @@ class Likeness:
         warnings.warn(_advice(self._kind, ddp=self.averaged_before), UserWarning, stacklevel=2)
 
     def step_exchanged(self, optimizer: torch.optim.Optimizer) -> None:
-        """Whoever updates from what arrived has made collective calls of its own in `step`.
+        """Record that the optimizer made collective calls of its own in `step`.
 
         Warns:
-            UserWarning: Once, with what to do.
+            UserWarning: Once, with the remedy.
         """
         if self._told_of_step:
             return
@@ -355,7 +363,7 @@ class Likeness:
 
 
 def _digest(tensors: Iterable[Tensor]) -> str | None:
-    """Of a sample; None of nothing but zeros."""
+    """Return the digest of a sample, or None if all of it is zero."""
     samples = [_sample(tensor) for tensor in tensors]
     if not samples:
         return None
@@ -386,7 +394,7 @@ def _advice(kind: str, *, ddp: bool) -> str:
 
 
 def _in_ddp(params: set[Tensor]) -> bool:
-    """Whether any of them is a parameter of a living DDP model."""
+    """Return True if any of them is a parameter of a living DDP model."""
     return any(p in params for ddp in living(DistributedDataParallel) for p in ddp.parameters())
 
 

@@ -1,5 +1,6 @@
-"""Whether ranks still hold alike what they must: a digest of it rides in agreements, a slice of the
-model at a time.
+"""Detection of ranks whose replicated state differs.
+
+A digest rides in the agreements and covers one slice of the model at a time.
 """
 
 import json
@@ -28,19 +29,21 @@ __all__ = [
 
 DIGEST_EVERY = 64
 _FADING_EVERY = 8
-"""Updates in which all moments are seen. To read all of them in each took 8 % of a dense step of 3
-million parameters on a CPU."""
+"""Number of updates within which all moments are read. Reading all of them in each update took 8 %
+of a dense step of 3 million parameters on a CPU.
+"""
 _WHOLE = 1 << 16
-"""Bytes; a smaller tensor is never cut."""
+"""Size in bytes below which a tensor is never cut."""
 
 Watched = Mapping[str, Tensor]
-"""Tensors by what they are called in errors, such as "parameter 0.weight"; the same names and order
-on all ranks."""
+"""Tensors by their names in errors, such as "parameter 0.weight". Names and order are the same on
+all ranks.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Some rows of one tensor; all of it where `stop` is None."""
+    """Some rows of one tensor, or all of it if `stop` is None."""
 
     name: str
     start: int = 0
@@ -54,12 +57,13 @@ class _Piece:
 
 
 class _Rolling:
-    """Tensors of which every turn reads one slice: a run of bytes, cut between rows of the first
-    dimension.
+    """Tensors that are read one slice per turn.
+
+    A slice is a run of bytes, cut between rows of the first dimension.
 
     Args:
-        tensors: Gives them; asked at every turn.
-        every: Turns in which all are seen, >= 1.
+        tensors: Returns them; called at every turn.
+        every: Turns within which all are read, >= 1.
     """
 
     def __init__(self, tensors: Callable[[], Watched], every: int) -> None:
@@ -67,21 +71,21 @@ class _Rolling:
         self._layout: list[tuple[str, torch.Size]] = []
         self._slices: list[list[_Piece]] = [[]] * every
         self.pieces: Sequence[_Piece] = ()
-        """Of the last turn."""
+        """Pieces of the last turn."""
 
     def read(self, turn: int) -> list[Tensor]:
-        """The slice of this turn."""
+        """Return the slice of this turn."""
         tensors = self.whole()
         self.pieces = self._slices[turn % self._every]
         return [piece.of(tensors[piece.name]) for piece in self.pieces]
 
     def everything(self) -> Iterator[tuple[_Piece, Tensor]]:
-        """All slices."""
+        """Yield all pieces with their tensors."""
         tensors = self.whole()
         return ((p, p.of(tensors[p.name])) for pieces in self._slices for p in pieces)
 
     def whole(self) -> dict[str, Tensor]:
-        """Without those that are not dense, or hold nothing."""
+        """Return the tensors that are dense and not empty."""
         tensors = {
             name: tensor
             for name, tensor in self._tensors().items()
@@ -105,19 +109,20 @@ class _Rolling:
 
 
 class RollingDigest:
-    """Compares what all ranks must hold alike, within `every` updates all of it.
+    """Compares the replicated state of all ranks, a slice per update.
 
-    The digest of an update covers one slice of `lasting`, and a larger one of `fading`. What
-    differs is looked for only once a digest did.
+    The digest of an update covers one slice of `lasting` and a larger one of `fading`. The tensor
+    that differs is searched for only after a digest has differed.
 
     Args:
-        lasting: Gives the tensors in which a difference stays: parameters, or this rank's shards of
-            them. Asked at every update.
-        fading: Gives those in which one may fade, all of which is seen within 8 updates: moments.
-        every: Updates in which all of `lasting` is seen, >= 1.
+        lasting: Returns the tensors in which a difference persists: parameters, or this rank's
+            shards of them. Called at every update.
+        fading: Returns the tensors in which a difference may fade: moments. All of them are read
+            within 8 updates.
+        every: Updates within which all of `lasting` is read, >= 1.
 
-    Communication: none but the digest, which `SameState` compares; where it differs, `explain`
-    gathers 8 bytes and a name per piece.
+    Communication: only the digest, which `SameState` compares. Where it differs, `explain` gathers
+    8 bytes and a name per piece.
     """
 
     def __init__(
@@ -128,21 +133,21 @@ class RollingDigest:
         self._since = 0
 
     def at(self, step: int, turn: int | None = None) -> str:
-        """The digest for the agreement of this update, in hexadecimal digits.
+        """Return the digest for the agreement of this update, in hexadecimal digits.
 
         Args:
             step: Updates made before.
-            turn: Counts the digests, where not every update has one.
+            turn: Number of the digest, if not every update has one.
         """
         turn = step if turn is None else turn
         return f"{checksum([piece for part in self._parts for piece in part.read(turn)]):016x}"
 
     def agreed(self, step: int) -> None:
-        """All ranks have given the same digest for this update."""
+        """Record that all ranks gave the same digest for this update."""
         self._good.update((str(piece), step) for part in self._parts for piece in part.pieces)
 
     def start_from(self, step: int) -> None:
-        """Take all ranks for equal after this update: all of it has been compared, or loaded."""
+        """Treat all ranks as equal after this update: everything was compared, or loaded."""
         self._good.clear()
         self._since = step
 
@@ -161,7 +166,7 @@ class RollingDigest:
         self.start_from(step)
 
     def explain(self, group: Group, step: int) -> None:
-        """Find out what differs.
+        """Find the tensors that differ.
 
         Raises:
             Diverged: On every rank, with the same text.
@@ -181,7 +186,9 @@ class RollingDigest:
         )
 
     def _difference(self, ranks: Group, sites: Group | None, step: int) -> str:
-        """What differs between these ranks, or sites, in words; empty where nothing does."""
+        """Return a description of the difference between these ranks, or sites; empty if there is
+        none.
+        """
         group = ranks if sites is None else sites
         pieces = [each for part in self._parts for each in part.everything()]
         mine = {str(piece): f"{checksum([tensor]):016x}" for piece, tensor in pieces}
@@ -200,20 +207,19 @@ class RollingDigest:
 
 
 class SameState:
-    """A check, in the last agreement of an update, that ranks hold alike what they must, and that
-    the same sums have arrived on all of them.
+    """Check that ranks hold the same state and received the same sums.
+
+    It takes part in the last agreement of an update.
     """
 
     def __init__(self, digest: RollingDigest) -> None:
         self.digest = digest
         self.sums = 0
-        """Of the dense sums that have arrived."""
+        """Digest of the dense sums that have arrived."""
         self._mine = ""
 
     def read(self, step: int, turn: int | None = None) -> None:
-        """Take the digest of this update, while its messages are on their way; see
-        `RollingDigest.at`.
-        """
+        """Compute the digest of this update while its messages travel; see `RollingDigest.at`."""
         self._mine = self.digest.at(step, turn)
 
     def say(self, turn: Turn) -> Said:
@@ -237,10 +243,10 @@ class SameState:
 def optimizer_state(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
 ) -> dict[str, Tensor]:
-    """Tensors of an optimizer that updates every rank's replica alike, by key and parameter.
+    """Return the tensors of an optimizer that updates every replica alike, by key and parameter.
 
-    None of optimizers that are neither torch's nor this library's: theirs may differ from rank to
-    rank by design.
+    Empty for optimizers that are neither torch's nor thinwire's: their state may differ between
+    ranks by design.
     """
     known = ("torch.optim.", "thinwire.")
     every = [each for each in all_of(optimizer) if type(each).__module__.startswith(known)]
@@ -254,7 +260,7 @@ def optimizer_state(
 
 
 def _pieces(name: str, tensor: Tensor, length: int) -> Iterator[tuple[_Piece, int]]:
-    """Runs of rows of about `length` bytes each, and their bytes."""
+    """Yield runs of rows of about `length` bytes each, with their sizes in bytes."""
     rows = tensor.shape[0] if tensor.dim() else 1
     row_bytes = tensor.nbytes // max(rows, 1)
     # by eights, so that a piece can be read as 64-bit words wherever its tensor can
@@ -268,9 +274,7 @@ def _pieces(name: str, tensor: Tensor, length: int) -> Iterator[tuple[_Piece, in
 
 
 def _text(name: str, held: Sequence[object], since: int, step: int, kind: str) -> str:
-    """What to tell of a tensor of which each rank, or site, gave a checksum, or None where it has
-    none.
-    """
+    """Describe a tensor from the checksum of each rank, or site. None stands for no such tensor."""
     (most, count), *_ = Counter(held).most_common()
     odd = [rank for rank, each in enumerate(held) if each != most]
     if 2 * count > len(held):

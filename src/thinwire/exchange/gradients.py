@@ -1,6 +1,6 @@
 """The sequence of one gradient exchange: agree, send, verify, agree again.
 
-Only then may anybody change anything.
+Only after the second agreement may a rank change anything.
 """
 
 import contextlib
@@ -32,52 +32,52 @@ from thinwire.exchange.synchronizer import Synchronizer, agreed_sources
 __all__ = ["GradientExchange", "Outcome", "gradients_of"]
 
 Grads = Mapping[str, Tensor]
-"""This rank's own gradients by name, unscaled, not divided by the number of ranks."""
+"""This rank's own gradients by name, unscaled and not divided by the number of ranks."""
 _ALONE = Among()
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a step on all ranks."""
+    """Outcome of a step, the same decision on all ranks."""
 
     verdict: Verdict
     answers: Answers
-    """What all ranks have said at last."""
+    """Reports of all ranks in the last agreement."""
     grads: Grads = field(default_factory=dict)
-    """This rank's own that count, with zeros in the place of those that it lacked."""
+    """This rank's gradients that count, with zeros for those that it lacked."""
     came: Round | None = None
-    """What has arrived, if the update is made."""
+    """The messages that arrived, if the update is made."""
 
 
 class GradientExchange(Synchronizer):
-    """Brings every rank the mean of all ranks' gradients, compressed or dense, or drops the step on
-    all of them.
+    """Gives every rank the mean of all ranks' gradients, compressed or dense.
 
-    Two ways of use: `exchange` alone, or `launch` during the backward pass and `exchange` after it,
-    which sends anew where what was launched does not stand for the gradients of some rank. Then
-    `commit_`, which is what changes the state of the compressors, and the update.
+    If a gradient is not finite, all ranks drop the step.
+
+    There are two ways to use it: `exchange` alone, or `launch` during the backward pass and
+    `exchange` after it. In the second case `exchange` sends again if the launched messages do not
+    match the gradients of some rank. `commit_` follows, which changes the state of the compressors,
+    and then the update.
 
     Where `sources` are `Nodes`, the ranks of a node first average their gradients and then send the
-    same: they must hold the same state, which is made so where they do not. A bucket launched early
-    is averaged in its node at once, and goes on to other nodes when the next one is launched, or
-    after the last.
+    same message. They must hold the same state; `make_common` makes it equal. A bucket launched
+    early is averaged inside its node at once. It goes to other nodes when the next bucket is
+    launched, or after the last.
 
     Args:
         group: The ranks. Names, shapes, dtypes and settings must have been compared over them.
         params: The parameters by name, in the same order on all ranks.
-        compressors: Asked in this order who takes a gradient; what none of them takes travels
-            densely.
-        sources: Those who count as one each: the ranks, nodes, or those that hold the same part of
-            the model as this one. Then `group` are all ranks, whatever they hold.
-        among: With whom it agrees besides, and on what.
-        check_dense: Whether a dense gradient that is not finite drops the step; a compressed one
-            always does, since it would spoil the state for ever.
+        compressors: The first one that accepts a gradient takes it. All others travel densely.
+        sources: The units that count once each: ranks, nodes, or the ranks that hold the same part
+            of the model as this one. In the last case `group` is all ranks.
+        among: Additional participants and facts of the agreements.
+        check_dense: Drop the step if a dense gradient is not finite. A compressed one always drops
+            it, because it would corrupt the residual permanently.
 
-    Communication: per step one small agreement before and one after the messages; with buckets
-    launched early only the one after, unless they are sent anew. See the compressors for the
-    messages; among nodes, one all-reduce per dtype inside each before them.
-    Failure: an error, or a dropped step, leaves nothing applied on this rank; `drops` counts
-    dropped steps.
+    Communication: per step, one small agreement before the messages and one after. With buckets
+    launched early only the second, unless they are sent again. See the compressors for the
+    messages. Among nodes, one all-reduce per dtype inside each node before them. Failure: after an
+    error or a dropped step nothing has been applied on this rank. `drops` counts dropped steps.
     """
 
     def __init__(
@@ -103,25 +103,28 @@ class GradientExchange(Synchronizer):
         self.names: list[str] = []
         self._places: dict[str, int] = {}
         self.buckets: Sequence[Sequence[str]] = ()
-        """Names of the tensors that travel together; what is in none of them travels in one more.
-        """
+        """Names of the tensors that travel together. Tensors in no bucket travel in one more."""
         self.at_once = among.job is not None
-        """Whether `exchange` sends before ranks agree, once gradients are steady."""
+        """True if `exchange` sends before ranks agree, once gradients are steady."""
         self.launching: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        """Around what is sent before ranks agree."""
+        """Returns a context manager that is entered for messages sent before ranks agree."""
         self.measure: Callable[[Round, Grads], float] | None = None
-        """A number that all ranks hear in the last agreement, under the key `measured`."""
+        """Returns a number that all ranks receive in the last agreement, under the key
+        `measured`.
+        """
         self.spoiled: str | None = None
-        """Why this rank did not finish its last update, for the error that all ranks raise in the
-        next one."""
+        """Reason for which this rank did not finish its last update, or None. All ranks raise it as
+        an error in the next update.
+        """
         self.restart(params, compressors)
         for each in among.checks:
             self.add_check(each)
         self.presence.names_of_parts = among.names_of_stages
 
     def restart(self, params: Mapping[str, Tensor], compressors: Sequence[Compressor]) -> None:
-        """Go on with other parameters, or another order; which gradients are steady is learned
-        anew.
+        """Continue with other parameters, or another order.
+
+        The pattern of steady gradients is learned again.
         """
         self.compressors = tuple(compressors)
         self.params, self.names = params, list(params)
@@ -129,7 +132,7 @@ class GradientExchange(Synchronizer):
         self.presence.restart(params)
 
     def state(self) -> dict[str, Tensor]:
-        """What only this rank, or its node, holds, by names for errors."""
+        """Return the state that only this rank, or its node, holds, by its names in errors."""
         return {
             f"{kind} of {name}": entry
             for each in self.compressors
@@ -138,8 +141,9 @@ class GradientExchange(Synchronizer):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the compressors by kind and name, and the counters; the tensors are the live
-        ones.
+        """Return the state of the compressors by kind and name, and the counters.
+
+        The tensors are the live ones.
         """
         states = {
             kind: dict(entries)
@@ -154,7 +158,7 @@ class GradientExchange(Synchronizer):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` gave; values are copied. No communication.
+        """Continue from the result of `state_dict`; values are copied. No communication.
 
         Values of a wider type are rounded to nearest, once; those of a narrower one stay exactly as
         they are.
@@ -197,12 +201,12 @@ class GradientExchange(Synchronizer):
 
     @property
     def in_flight(self) -> bool:
-        """Whether buckets have been launched and not yet been waited for."""
+        """True if buckets have been launched and not yet been waited for."""
         return self._launched is not None
 
     @property
     def steady(self) -> frozenset[str] | None:
-        """The tensors that `launch` may send, all of them; None while ranks have to agree first."""
+        """Tensors that `launch` may send, all of them. None while ranks must agree first."""
         return self.presence.pattern.names
 
     @torch.no_grad()
@@ -232,7 +236,7 @@ class GradientExchange(Synchronizer):
         self._send(self._launched, bucket, grads)
 
     def discard(self) -> None:
-        """Wait for what was launched and forget it."""
+        """Wait for the launched buckets and discard them."""
         launched, self._launched = self._launched, None
         if launched is not None:
             with contextlib.suppress(PayloadCorrupt):  # nothing of it is used
@@ -252,27 +256,27 @@ class GradientExchange(Synchronizer):
         again: bool = False,
         complete: bool = False,
     ) -> Outcome:
-        """The checked exchange of this step, or why all ranks drop it.
+        """Exchange the gradients of this step, or drop the step on all ranks.
 
-        All ranks must call it, with gradients for the same parameters; one that has none on any
-        rank is left out.
+        All ranks must call it with gradients of the same parameters. A parameter without a gradient
+        on any rank is left out.
 
         Args:
             step: Completed updates, from 0.
-            grads: Dense or row-sparse, read only; where buckets were launched before, they only
-                name what is there.
-            overflow: Whether a loss scaler found an overflow on this rank; None without a scaler.
-            misuse: What makes this rank unable to go on, for the error that all ranks raise.
-            unchanged: Whether gradients are still what was launched before; one that is not is such
-                a misuse.
-            unusable: Why what this rank launched does not stand for its gradients.
-            again: Whether all is sent anew then; else such gradients are a misuse.
-            complete: Whether what this rank lacks, and another has, counts as zero.
+            grads: Dense or row-sparse, read only. Where buckets were launched before, only the
+                names count.
+            overflow: True if a loss scaler found an overflow on this rank; None without a scaler.
+            misuse: User error that stops this rank, for the error that all ranks raise.
+            unchanged: Flags by name: the gradient is still the one launched before. A gradient that
+                changed is a user error.
+            unusable: Reason for which the launched messages do not match this rank's gradients.
+            again: Send everything again in that case. Otherwise such gradients are a user error.
+            complete: Count a gradient that this rank lacks, and another has, as zero.
 
         Raises:
-            PayloadCorrupt: A rank refused a message.
-            ThinwireError: A rank was misused.
-            Mismatch: Ranks are at different places, or have gradients for different parameters.
+            PayloadCorrupt: A rank rejected a message.
+            ThinwireError: A rank reported a user error.
+            Mismatch: Ranks are out of step, or have gradients for different parameters.
             NonFinite: Too many dropped steps in a row.
             PeerLost, PeerStalled: A rank died or does not answer.
         """
@@ -314,12 +318,12 @@ class GradientExchange(Synchronizer):
 
     @torch.no_grad()
     def commit_(self, done: Round, grads: Grads) -> None:
-        """Change the state of the compressors; after this the update has to be made.
+        """Change the state of the compressors. The update must follow.
 
         Args:
-            done: What `exchange` or `vote` returned.
-            grads: Those that it was given, unchanged since; what was launched and is not among them
-                changes nothing.
+            done: Result of `exchange` or `vote`.
+            grads: The gradients passed there, unchanged since. A launched tensor that is not among
+                them changes nothing.
         """
         for arrived in dict.fromkeys(done.arrived.values()):
             assert arrived.sender is not None, "said when it was sent"
@@ -328,7 +332,7 @@ class GradientExchange(Synchronizer):
         self.pace.round(1, time.perf_counter(), self.wait_s)
 
     def forget(self) -> None:
-        """A step is over, applied or not."""
+        """End a step, applied or not."""
         self.presence.begin({}, complete=False)
 
     def require_equal(self, step: int) -> None:
@@ -337,8 +341,9 @@ class GradientExchange(Synchronizer):
         super().require_equal(step)
 
     def abandon(self, reason: str) -> None:
-        """Leave what is on its way to itself; ranks are at different places then, and nothing can
-        be exchanged.
+        """Abandon the messages in flight.
+
+        Ranks are out of step afterwards, so that no further exchange is possible.
         """
         self._launched = None
         self._abandoned = reason
@@ -363,7 +368,7 @@ class GradientExchange(Synchronizer):
         return Outcome(verdict, answers)
 
     def _sent(self, step: int, grads: Grads) -> Round:
-        """All buckets, after ranks have agreed on what is in them."""
+        """Send all buckets, after ranks have agreed on their contents."""
         fresh = self._round(step)
         kinds = {name: self.presence.row_sparse(name) for name in grads}
         fresh.row_sparse = {name for name, (somewhere, _) in kinds.items() if somewhere}
@@ -373,7 +378,10 @@ class GradientExchange(Synchronizer):
         return fresh
 
     def _sent_at_once(self, step: int, grads: Grads) -> tuple[Round, str | None]:
-        """All buckets as in the steps before, and why they do not stand for these gradients."""
+        """Send all buckets as in the steps before.
+
+        Return also the reason for which they do not match these gradients, or None.
+        """
         fresh, steady = self._round(step), self.steady or frozenset()
         present = {name: grad for name, grad in grads.items() if not grad.is_sparse}
         whole = {name: present.get(name, self.params[name]) for name in steady}
@@ -400,7 +408,10 @@ class GradientExchange(Synchronizer):
     def _sendings(
         self, context: Context, grads: Grads, row_sparse: Collection[str]
     ) -> list[Sending]:
-        """By the first method that takes it; what is row-sparse on any rank goes densely."""
+        """Assign each gradient to the first compressor that accepts it, and return the sendings.
+
+        A gradient that is row-sparse on any rank travels densely.
+        """
         sendings: list[Sending] = []
         rest = dict(grads)
         for method in self.compressors:
@@ -426,7 +437,7 @@ class GradientExchange(Synchronizer):
         first: bool = True,
         **said: Any,
     ) -> Answers:
-        """What all ranks say once their messages have arrived and been checked."""
+        """Return the answers of all ranks after their messages have arrived and been checked."""
         step = one_round.step
         if self.same is not None:  # while the messages are on their way
             self.same.read(step)
@@ -447,9 +458,7 @@ class GradientExchange(Synchronizer):
         return self.agreement(step, phase, first=first, last=True, **said)
 
     def _blamed(self, name: str, grads: Grads, *, own: bool) -> dict[str, str]:
-        """What is said of a gradient that is not finite: this rank's own, or what became of it with
-        others.
-        """
+        """Return the report about a gradient that is not finite: this rank's own, or the sum."""
         grad = grads.get(name)
         if grad is not None and (isinstance(self.sources, Nodes) or not own):
             values = grad.coalesce().values() if grad.is_sparse else grad
@@ -458,22 +467,25 @@ class GradientExchange(Synchronizer):
 
     @torch.no_grad()
     def make_common(self) -> None:
-        """Give the ranks of each node the same state, where that has not been done: they send the
-        same only then.
+        """Give the ranks of each node the same state, unless that was done before.
+
+        Ranks of a node send the same message only if their state is equal.
         """
         if isinstance(self.sources, Nodes) and not self._nodes_compared:
             make_common_(self.state(), self.sources)
             self._nodes_compared = True
 
     def state_loaded(self) -> None:
-        """State of the compressors was put in from elsewhere, on all ranks: it may differ inside a
-        node, and what was wrong with it before, or with the last update, is over.
+        """Record that state of the compressors was loaded from outside, on all ranks.
+
+        It may differ inside a node. Earlier failures of the state or of the last update no longer
+        count.
         """
         self._nodes_compared = False
         self.spoiled = None
 
     def _buckets_of(self, grads: Grads) -> list[tuple[int, list[str]]]:
-        """Number and names of each bucket, as far as there are gradients."""
+        """Return the number and the names of each bucket that has gradients."""
         others = sorted(set(grads).difference(*self.buckets), key=self._places.__getitem__)
         there = [
             (number, [n for n in names if n in grads])
@@ -482,7 +494,7 @@ class GradientExchange(Synchronizer):
         return [(number, names) for number, names in there if names]
 
     def _unfit(self, grads: Grads) -> str | None:
-        """What makes gradients useless: of a parameter that is not here, or of another shape."""
+        """Describe a gradient that cannot be used: an unknown parameter, or another shape."""
         for name, grad in grads.items():
             if name not in self.params:
                 return (
@@ -505,20 +517,20 @@ def gradients_of(
     sources: Sources | None = None,
     among: Among = _ALONE,
 ) -> GradientExchange:
-    """The exchange of gradients for an optimizer that does not exchange.
+    """Build the exchange of gradients for an optimizer that does not exchange.
 
     Args:
         group: The ranks that exchange. Names, shapes, dtypes and `compression` must have been
             compared over them.
         params: The trainable parameters by name, in the same order on all ranks.
-        compression: How to compress; None for the dense mean.
+        compression: The compression, or None for the dense mean.
         num_trainers: See `Compression.compressor`.
-        check_finite: Whether a dense gradient that is not finite drops the step.
-        sources: Those who count as one each; None to look for nodes among the ranks.
+        check_finite: Drop the step if a dense gradient is not finite.
+        sources: The units that count once each; None to look for nodes among the ranks.
         among: See `GradientExchange`.
 
-    Communication: where nodes are to be found, one comparison of their size, and the making of
-    their groups.
+    Communication: if nodes must be found, one comparison of their size and the creation of their
+    groups.
     """
     if num_trainers is not None:
         check.integer("num_trainers", num_trainers, at_least=1)
@@ -535,14 +547,14 @@ def gradients_of(
 
 
 def _from(sender: Compressor, sending: Sending) -> Sending:
-    """The sending, with a word in its result about who sent it."""
+    """Return the sending with its compressor recorded in the result."""
     arrived = yield from sending
     arrived.sender = sender
     return arrived
 
 
 def _changed_since_launch(name: str | None) -> str | None:
-    """What to tell a user who clips or scales `p.grad` after its exchange has begun."""
+    """Describe a gradient that the user clipped or scaled after its exchange had begun."""
     if name is None:
         return None
     return (

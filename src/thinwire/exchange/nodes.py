@@ -1,4 +1,4 @@
-"""Ranks that share a node average their gradients first, count as one source, hold one state."""
+"""Averaging inside nodes: ranks of a node count as one source and hold one state."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,21 +19,21 @@ __all__ = [
 
 @torch.no_grad()
 def make_common_(state: Mapping[str, Tensor], nodes: Nodes) -> None:
-    """Give all ranks of each node the mean of their `state`, where they do not hold the same
-    already; changed in place.
+    """Give all ranks of each node the mean of their `state`, unless it is equal already.
 
-    State that was saved with every rank, or other ranks, as a source of its own differs inside a
-    node. The mean keeps the update that is still pending: that is the mean over all ranks.
+    The tensors change in place. State that was saved with every rank as a source of its own, or
+    with other ranks, differs inside a node. The mean preserves the pending update, which is the
+    mean over all ranks.
 
     Args:
         state: Momentum and residuals by name, the same names and shapes on all ranks.
         nodes: The ranks.
 
     Raises:
-        Mismatch: Ranks hold state of different tensors, or one of them is elsewhere.
+        Mismatch: Ranks hold state of different tensors, or one of them is at another step.
 
-    Communication: one agreement over all ranks, one inside the node; all-reduces inside a node that
-    differs.
+    Communication: one agreement over all ranks, one inside the node, and all-reduces inside a node
+    whose ranks differ.
     """
     facts = {"state of": [f"{name} {list(tensor.shape)}" for name, tensor in state.items()]}
     require_agreement(nodes.all_ranks, facts, what="comparing the state inside the nodes")
@@ -64,16 +64,16 @@ def in_nodes(
     grads: Mapping[str, Tensor],
     send: Callable[[Mapping[str, Tensor]], Sequence[Sending]],
 ) -> Bucket:
-    """The sendings of a node, whose ranks first average their gradients, densely.
+    """Average the gradients of a node's ranks densely, then make the node's sendings.
 
     Args:
         context: Of the bucket.
         grads: Of this rank, by name; row-sparse ones become dense.
-        send: From the means over the node, which are the same bits on all of its ranks, to what
-            the node sends.
+        send: Makes the sendings from the means over the node, which are bit-identical on all of
+            its ranks.
 
     Raises:
-        PayloadCorrupt: A part of a mean was damaged on its way; after the node has sent.
+        PayloadCorrupt: A part of a mean was damaged in transit; raised after the node has sent.
     """
     dense = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
     groups = by_dtype(dense)

@@ -1,5 +1,6 @@
-"""The exchange of an update, begun while its backward pass still runs: gradients leave bucket by
-bucket, the same buckets in the same order on all ranks.
+"""Exchange of an update that begins while its backward pass still runs.
+
+Gradients are sent bucket by bucket, the same buckets in the same order on all ranks.
 """
 
 import contextlib
@@ -30,16 +31,18 @@ def cut_into_buckets(
     bucket_bytes: int = BUCKET_BYTES,
     first_bytes: int = FIRST_BUCKET_BYTES,
 ) -> list[list[str]]:
-    """Tensors by bucket, in the reverse of the given order, which is about the order in which
-    gradients come.
+    """Assign tensors to buckets, in the reverse of the given order.
 
-    A bucket ends with the tensor that fills it, as in DistributedDataParallel, so it may be larger
-    by one tensor.
+    That is about the order in which gradients become ready. A bucket ends with the tensor that
+    fills it, as in DistributedDataParallel, so it may be larger by one tensor.
 
     Args:
         sizes: Bytes of every tensor by name, in the model's order.
         bucket_bytes: Size at which a bucket is full.
         first_bytes: The same for the first bucket, if that is smaller.
+
+    >>> cut_into_buckets({"a": 60, "b": 50, "c": 50}, bucket_bytes=100, first_bytes=10)
+    [['c'], ['b', 'a']]
     """
     buckets: list[list[str]] = []
     room = 0
@@ -53,14 +56,17 @@ def cut_into_buckets(
 
 
 class Readiness:
-    """Turns "this tensor is ready" into "launch these buckets": each once, and none before those in
-    front of it.
+    """Turns "this tensor is ready" into "launch these buckets", each once and in order.
 
-    Ranks become ready in different orders, and collectives must not; so a bucket that is complete
-    waits for its turn.
+    Ranks become ready in different orders, but collectives must not. So a complete bucket waits
+    until all buckets before it have been launched.
 
     Args:
         buckets: The tensors of each bucket; no tensor twice.
+
+    >>> ready = Readiness([["c"], ["b", "a"]])
+    >>> [list(ready.mark(name)) for name in ("a", "b", "c")]
+    [[], [], [0, 1]]
     """
 
     def __init__(self, buckets: Sequence[Sequence[str]]) -> None:
@@ -69,16 +75,16 @@ class Readiness:
         self.restart()
 
     def restart(self) -> None:
-        """Nothing is ready, nothing is launched."""
+        """Reset: no tensor is ready, no bucket is launched."""
         self._missing = list(self._sizes)
         self._ready: set[str] = set()
         self._next = 0
 
     def mark(self, name: str) -> Iterator[int]:
-        """Places of the buckets to launch now, in order; a tensor may be marked again, and an
-        unknown one is nothing.
+        """Yield the indices of the buckets to launch now, in order.
 
-        A bucket counts as launched once its place is given.
+        A tensor may be marked again; an unknown one is ignored. A bucket counts as launched once
+        its index has been yielded.
         """
         if name in self._place and name not in self._ready:
             self._ready.add(name)
@@ -88,57 +94,60 @@ class Readiness:
                 yield self._next - 1
 
     def rest(self) -> Iterator[int]:
-        """Places of all buckets that were not launched, in order."""
+        """Yield the indices of all buckets that were not launched, in order."""
         while self._next < len(self._missing):
             self._next += 1
             yield self._next - 1
 
 
 Final = Callable[[str, Tensor | None], Tensor | None]
-"""From a parameter and what is in its `grad` to the gradient of the update, unscaled and merged;
-changes nothing."""
+"""Maps a parameter's name and its `grad` to the gradient of the update, unscaled and merged. It
+changes nothing.
+"""
 
 
 class Early(Protocol):
-    """An exchange whose messages can leave before all gradients are there, launched through
-    `gradients`.
+    """An exchange whose messages can leave before all gradients are ready.
+
+    They are launched through `gradients`.
     """
 
     @property
     def gradients(self) -> GradientExchange | None:
-        """None before the first update."""
+        """The exchange to launch through. None before the first update."""
 
     def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
-        """Which parameters travel together."""
+        """Set the parameters that travel together."""
 
     def place(self, step: int) -> int:
-        """Updates made, as `gradients` counts them, when the engine has made `step`."""
+        """Return the number of updates, as `gradients` counts them, when the engine has made
+        `step`.
+        """
 
     def launching(self) -> contextlib.AbstractContextManager[None]:
-        """Around a launch."""
+        """Return the context manager of a launch."""
 
 
 class Overlap:
-    """Follows the gradients of one backward pass and launches every bucket whose gradients are
-    there.
+    """Follows the gradients of one backward pass and launches every bucket that is ready.
 
-    All ranks launch the same buckets in the same order, whatever happens: what a rank cannot fill
-    goes as zeros, and the vote after it says so; then all ranks exchange anew, after the backward
-    pass. Reasons are a parameter without gradient, or with a row-sparse one, or one that changed
-    after it was sent (re-entrant checkpointing, a hook).
+    All ranks launch the same buckets in the same order, in any case. A rank that cannot fill a
+    bucket sends zeros and reports that in the vote which follows. All ranks then exchange again
+    after the backward pass. Reasons are a parameter without a gradient, a row-sparse gradient, or
+    one that changed after it was sent (re-entrant checkpointing, a hook).
 
-    **Communication**: the buckets, and 24 bytes a rank of agreement after them, none before.
-    **Failure**: an error of this rank in the backward pass is told to all others in that vote, and
-    all can go on with the next step. Where it cannot be told (the link is broken, the error came
-    while sending, or it asks the process to end), the exchange is abandoned, and the others find
-    this rank lost or stalled.
+    **Communication**: the buckets, and an agreement of 24 bytes per rank after them, none before.
+    **Failure**: this rank reports an error in its backward pass in that vote, and all ranks can
+    continue with the next step. If it cannot report it (the link is broken, the error occurred
+    while sending, or it asks the process to end), the exchange is abandoned. The other ranks then
+    see this rank as lost or stalled.
 
     Args:
-        params: What is trained, by name, in the model's order; gets hooks, which `remove` takes
-            off.
+        params: The trained parameters by name, in the model's order. They get hooks, which `remove`
+            takes off.
         exchange: Over more than one rank.
         bucket_bytes: See `cut_into_buckets`.
-        first_bytes: Likewise.
+        first_bytes: See `cut_into_buckets`.
     """
 
     def __init__(
@@ -165,22 +174,22 @@ class Overlap:
         self._lock = threading.Lock()  # backward passes over several devices run on several threads
 
     def remove(self) -> None:
-        """Take the hooks off; may be called twice."""
+        """Remove the hooks. May be called twice."""
         for handle in self._handles:
             handle.remove()
 
     @property
     def pending(self) -> bool:
-        """Whether buckets are on their way."""
+        """True if buckets are in flight."""
         return self._pending is not None
 
     @contextlib.contextmanager
     def during(self, step: int, final: Final) -> Iterator[None]:
-        """Around the backward pass and all that follows until the update is made.
+        """Return the context of the backward pass and all that follows until the update.
 
         Args:
             step: Updates made before.
-            final: What is sent of each gradient.
+            final: Returns the gradient to send.
         """
         gradients = self._exchange.gradients
         steady = None if gradients is None else gradients.steady
@@ -212,7 +221,9 @@ class Overlap:
             gradients.forget()
 
     def complete(self) -> None:
-        """The backward pass is over: launch the rest. Before gradients are unscaled in place."""
+        """Launch the remaining buckets after the backward pass, before gradients are unscaled in
+        place.
+        """
         self._armed = False
         if self._pending is not None:
             for place in self._pending.readiness.rest():
@@ -220,8 +231,10 @@ class Overlap:
             self._pending.look_again(self._params)
 
     def unusable(self, grads: Mapping[str, Tensor]) -> str | None:
-        """Why what was launched does not stand for the gradients of the update, if anything was;
-        the exchange follows.
+        """Return the reason for which launched messages do not match the update's gradients, or
+        None.
+
+        The exchange must follow.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -248,8 +261,8 @@ class Overlap:
 
     @torch.no_grad()
     def _tell(self, pending: "_PendingStep", error: BaseException) -> None:
-        """Bring the collectives of this step to their end, so that the others hear of the error and
-        can go on.
+        """Finish the collectives of this step, so that the other ranks receive the error and can
+        continue.
         """
         self._pending = None
         text = f"{type(error).__name__}: {error}"
@@ -277,7 +290,7 @@ class Overlap:
 
 
 class _PendingStep:
-    """One step's early messages, and whether they stand for its gradients."""
+    """Messages of one step that were launched early, and whether they match its gradients."""
 
     def __init__(
         self,
@@ -294,13 +307,15 @@ class _PendingStep:
             buckets,
         )
         self.launching = False
-        """Inside a launch, which may have sent a part of its bucket."""
+        """True inside a launch, which may have sent a part of its bucket."""
         self.unusable: str | None = None
         self._final = final
         self._seen: dict[str, tuple[Tensor | None, int]] = {}
 
     def gradient(self, name: str, param: Parameter) -> Tensor:
-        """What is sent of a parameter; zeros, and a reason, where there is nothing dense."""
+        """Return the tensor to send for a parameter: zeros, and a reason, if it has no dense
+        gradient.
+        """
         grad = param.grad
         self._seen[name] = grad, 0 if grad is None else grad._version
         final = self._final(name, grad)
@@ -310,14 +325,12 @@ class _PendingStep:
         return self.zeros(name, param)
 
     def zeros(self, name: str, param: Parameter) -> Tensor:
-        """In the place of a gradient, and of its type: each type travels in a collective of its
-        own.
-        """
+        """Return zeros of the gradient's type. Each type travels in a collective of its own."""
         final = self._final(name, torch.zeros_like(param))
         return torch.zeros_like(param, dtype=param.dtype if final is None else final.dtype)
 
     def look_again(self, params: Mapping[str, Parameter]) -> None:
-        """Note a gradient that is another now than when it was sent."""
+        """Note a gradient that differs from the one that was sent."""
         for name, (grad, version) in self._seen.items():
             now = params[name].grad
             if now is not grad or (now is not None and now._version != version):
@@ -325,7 +338,7 @@ class _PendingStep:
         self._seen = dict.fromkeys(self._seen, (None, 0))  # the tensors may be large
 
     def compare(self, grads: Mapping[str, Tensor]) -> None:
-        """Note a gradient that was not sent, or was and does not count."""
+        """Note a gradient that was not sent, or one that was sent and does not count."""
         for name in grads.keys() ^ self._seen.keys():
             self._note(
                 f"parameter {name} has {'a gradient' if name in grads else 'no gradient'}, unlike "

@@ -1,4 +1,4 @@
-"""The driver of the generators in `thinwire.compress`: launches, waits, and looks at what came."""
+"""Driver of the generators in `thinwire.compress`: launches, waits, and checks what arrived."""
 
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ __all__ = ["Findings", "Round", "read_flags"]
 
 
 class Findings(NamedTuple):
-    """What is not as it should be, by name; None where all is well."""
+    """Problems by kind, each with the name of the first tensor. None if there is no problem."""
 
     not_finite: str | None
-    """The first tensor of this rank's own."""
+    """First of this rank's own tensors that is not finite."""
     sum_not_finite: str | None
-    """The first tensor whose sum over the sources is not, though every part may be."""
+    """First tensor whose sum over the sources is not finite, though every part may be."""
     changed: str | None
-    """The first of the flags that `finish` was given."""
+    """First of the flags passed to `finish` that is False."""
 
 
 @dataclass(slots=True)
@@ -42,56 +42,61 @@ class _OnItsWay:
 
 
 class Round:
-    """The exchange of one step: buckets of sendings, which are advanced in step on all ranks.
+    """The exchange of one step: buckets of sendings that all ranks advance in the same order.
 
-    `launch` may be called once per bucket while the backward pass goes on; `finish` waits for all
-    of them. Nothing is written but this object, so that a failed exchange leaves no trace.
+    `launch` may be called once per bucket while the backward pass runs; `finish` waits for all of
+    them. Only this object is written, so that a failed exchange changes nothing else.
 
-    Communication: what the sendings yield. All ranks must launch alike, in the same order.
+    Communication: the collectives that the sendings yield. All ranks must launch the same buckets
+    in the same order.
     """
 
     def __init__(self, sources: Sources, step: int, *, read_sums: bool = True) -> None:
         self.step = step
         self.sums_digest = 0
-        """Of the bits of all sums, once finished: the same on all ranks. 0 without `read_sums`."""
+        """Digest of the bits of all sums, once finished. The same on all ranks; 0 without
+        `read_sums`.
+        """
         self._read_sums = read_sums and sources.size > 1
         self.arrived: dict[str, Arrived] = {}
-        """By tensor what brought its mean, once finished."""
+        """Results that brought each tensor's mean, by tensor, once finished."""
         self.row_sparse: Collection[str] = ()
-        """Tensors whose gradient is row-sparse on some rank; they travel densely."""
+        """Tensors whose gradient is row-sparse on some rank. They travel densely."""
         self.rows_only: Collection[str] = ()
-        """Those of them whose gradient is row-sparse on every rank."""
+        """Tensors among them whose gradient is row-sparse on every rank."""
         self._sources = sources
         self._waiting: list[_OnItsWay] = []
         self._names: set[str] = set()
         self._ended: list[Arrived] = []
         self._refusal: PayloadCorrupt | None = None
         self.heard: list[list[Tensor]] | None = None
-        """What the sendings were answered, where a list was put here: with it `replay` does the
-        same elsewhere."""
+        """Answers that the sendings received, if a list was put here. `replay` uses them in another
+        process.
+        """
 
     @property
     def names(self) -> Set[str]:
-        """The tensors that have been launched."""
+        """Names of the tensors that have been launched."""
         return self._names
 
     def context(self, bucket: int) -> Context:
-        """For the sendings of one bucket."""
+        """Return the context of the sendings of one bucket."""
         sources = self._sources
         place = (self.step, bucket, sources.rank, sources.size, sources.node_size)
         return Context(*place, read_sums=self._read_sums)
 
     def launch(self, names: Collection[str], sending: Bucket) -> None:
-        """Put one bucket on the wire.
+        """Launch one bucket.
 
-        A bucket whose ranks still average inside their nodes goes on when the next one comes.
+        A bucket whose ranks still average inside their nodes continues when the next one is
+        launched.
         """
         self._names.update(names)
         self.leave_nodes()
         self._advance(sending, None)
 
     def leave_nodes(self) -> None:
-        """Wait for what ranks still average inside their nodes, and launch what follows from it."""
+        """Wait for the averages inside nodes, and launch the sendings that follow from them."""
         # the same ones on all ranks: what is waited for does not depend on what has arrived
         inside = [each for each in self._waiting if each.in_node]
         self._waiting = [each for each in self._waiting if not each.in_node]
@@ -100,9 +105,7 @@ class Round:
     def replay(
         self, names: Collection[str], sending: Bucket, heard: Sequence[Sequence[Tensor]]
     ) -> None:
-        """Go through an exchange of one bucket with what another process heard in the place of this
-        one.
-        """
+        """Repeat the exchange of one bucket with the answers that another process received."""
         self._names.update(names)
         next(sending)
         for answer in heard:
@@ -114,7 +117,7 @@ class Round:
     def finish(
         self, unchanged: Flags | None = None, order: Mapping[str, int] | None = None
     ) -> Findings:
-        """Wait for everything and check it.
+        """Wait for all buckets and check them.
 
         Args:
             unchanged: Flags that may still lie on a device; read in one copy with the others.
@@ -210,16 +213,15 @@ class Round:
 def read_flags(
     several: Sequence[Flags], numbers: Sequence[Tensor] = ()
 ) -> tuple[list[str | None], list[list[int]]]:
-    """Per set of flags the first name that is not as it should be, and what the integer tensors
-    hold.
+    """Return per set of flags the first name that is False, and the values of integer tensors.
 
     Args:
         several: Sets of flags.
         numbers: int64, shape (m,) each.
 
     Returns:
-        The names, None where all is well, and the numbers. One copy to the host per device, for
-        everything together.
+        The names, None where all flags are True, and the numbers. One copy to the host per device,
+        for everything together.
     """
     waiting = [
         (i, name, flag)
@@ -236,7 +238,7 @@ def read_flags(
 
 
 def _read(pieces: Sequence[Tensor]) -> list[list[int]]:
-    """The numbers in each of the tensors, which are joined per device before they are copied."""
+    """Return the numbers in each of the tensors, which are joined per device before the copy."""
     devices = dict.fromkeys(piece.device for piece in pieces)
     hosts = {
         device: torch.cat([p for p in pieces if p.device == device]).tolist() for device in devices

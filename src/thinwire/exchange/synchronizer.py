@@ -1,6 +1,4 @@
-"""What every exchange stands on: the ranks of a training, what they agree on, and what they must
-hold alike.
-"""
+"""Base of every exchange: the ranks of a training, their agreements, and replicated state."""
 
 import datetime
 from collections.abc import Collection, Mapping, Sequence
@@ -42,33 +40,33 @@ __all__ = ["NO_TRAFFIC", "Joined", "Ranks", "Synchronizer", "agreed_sources", "v
 
 
 class Joined(Protocol):
-    """A member of a run; `thinwire.members.Members` is one."""
+    """A member of a run, such as `thinwire.members.Members`."""
 
     @property
     def job(self) -> Group:
-        """All that agree."""
+        """All ranks that agree."""
 
     @property
     def timeout_s(self) -> float:
-        """For how long a member waits for others."""
+        """Time in seconds for which a member waits for others."""
 
     @property
     def place(self) -> tuple[int, int]:
-        """This rank's number, and how many there are."""
+        """Rank of this process, and number of ranks."""
 
 
 class Ranks:
-    """The ranks of one training, as its user names them.
+    """The ranks of one training, as the user gives them.
 
     Args:
         process_group: None for all of them.
-        timeout: For how long a rank waits for others in one call; None: as the process group.
-        mesh: Of sites and shards, instead of `process_group`.
-        members: Of a run, instead of `process_group` and `timeout`.
-        node_size: Consecutive ranks to a node, as the user says it; refused with a mesh.
+        timeout: Time for which a rank waits for others in one call. None: as the process group.
+        mesh: Mesh of sites and shards, instead of `process_group`.
+        members: Members of a run, instead of `process_group` and `timeout`.
+        node_size: Number of consecutive ranks per node; refused with a mesh.
 
     Raises:
-        TypeError, ValueError: One of them is of a wrong kind, or two do not go together.
+        TypeError, ValueError: An argument is of the wrong kind, or two exclude each other.
     """
 
     def __init__(
@@ -88,14 +86,14 @@ class Ranks:
         self.process_group, self.mesh, self.members = process_group, mesh, members
 
     def again(self) -> "Ranks":
-        """The same ranks, whose counters begin at zero."""
+        """Return the same ranks with counters at zero."""
         again = Ranks(timeout=self.timeout_s, members=self.members)
         again.process_group, again.mesh = self.process_group, self.mesh
         return again
 
     @cached_property
     def group(self) -> Group:
-        """All that agree. Making it is collective with a mesh."""
+        """All ranks that agree. With a mesh, creating it is collective."""
         if self.members is not None:
             return self.members.job
         if self.mesh is not None:
@@ -104,27 +102,27 @@ class Ranks:
 
     @cached_property
     def sites(self) -> Sites | None:
-        """None where every rank holds a whole model."""
+        """The sites. None if every rank holds a whole model."""
         return None if self.mesh is None else Sites(self.group)
 
     @property
     def shards(self) -> DeviceMesh | None:
-        """The mesh of this site."""
+        """The mesh of this site's shards."""
         return None if self.mesh is None else self.mesh["shard"]
 
     @property
     def place(self) -> tuple[int, int]:
-        """This rank's number, and how many there are."""
+        """Rank of this process, and number of ranks."""
         return place_in(self.process_group) if self.members is None else self.members.place
 
     def deadline(self) -> AbstractContextManager[None]:
-        """Let all waiting inside count against one time-out."""
+        """Return a context in which all waiting counts against one time-out."""
         if self.members is not None:
             return one_deadline(self.members.timeout_s)
         return one_deadline(time_limit_s(self.process_group, self.timeout_s))
 
     def identity(self, kind: str) -> str:
-        """Which of the engines and optimizers over these ranks the next one is."""
+        """Return the identity of the next engine or optimizer over these ranks."""
         # members come from processes that have made other things before
         alone = self.members is not None
         return kind if alone else f"{kind} {next_identity(self.process_group)}"
@@ -135,11 +133,11 @@ class Ranks:
         require_agreement(group, facts, what=what, cures=CURES, versions=versions())
 
     def sources(self, node_size: int | None, *, compared: bool = False) -> Sources:
-        """Who counts as one source.
+        """Return the units that count as one source each.
 
         Args:
-            node_size: As the user says it, the same on all ranks; None to look for nodes.
-            compared: Whether ranks have compared the size that was found.
+            node_size: Number of ranks per node, the same on all ranks; None to look for nodes.
+            compared: True if ranks have already compared the size that was found.
         """
         if self.sites is not None:
             return Replicas(self.sites)
@@ -148,12 +146,12 @@ class Ranks:
         return agreed_sources(self.group, node_size, compared=compared)
 
     def compile(self, needs: Collection[Need]) -> None:
-        """Compile loops, while the other ranks wait."""
+        """Compile loops while the other ranks wait."""
         while_busy(self.group, "compiling loops", lambda: float(warm_up(frozenset(needs)) > 0))
 
 
 def agreed_sources(group: Group, node_size: int | None, *, compared: bool = False) -> Sources:
-    """The ranks, or their nodes, once all ranks have found the same size of a node."""
+    """Return the ranks, or their nodes, after all ranks agreed on the node size."""
     width, _ = node_size_of(group.global_ranks, node_size)
     if node_size is None and not compared:
         require_agreement(group, {"ranks of a node": width}, what="comparing nodes")
@@ -161,7 +159,7 @@ def agreed_sources(group: Group, node_size: int | None, *, compared: bool = Fals
 
 
 def versions() -> dict[str, str]:
-    """What may differ between ranks."""
+    """Return the versions that may differ between ranks."""
     return {"thinwire": __version__, "torch": str(torch.__version__)}
 
 
@@ -173,18 +171,18 @@ NO_TRAFFIC: dict[str, Any] = {
     "rate_bit_s": 0.0,
     "waiting_share": 0.0,
 }
-"""Before the first exchange; see `Synchronizer.traffic`."""
+"""Counters before the first exchange; see `Synchronizer.traffic`."""
 
 
 class Synchronizer:
-    """Base of the two exchanges: `GradientExchange`, in every update, and `Averager`, now and then.
+    """Base of the two exchanges: `GradientExchange`, in every update, and `Averager`, periodically.
 
-    Both take the same way: measure what this rank would send, agree that it may be sent, send,
-    verify what came, agree that all is well, and only then change parameters and state.
+    Both follow the same sequence: measure what this rank would send, agree to send it, send, verify
+    what arrived, agree that all is well. Only then do they change parameters and state.
 
     Args:
         group: The ranks that agree.
-        sources: Those who count as one each in what is exchanged.
+        sources: The units that count as one each in what is exchanged.
         what: What is exchanged.
         before: Checks that judge before all others.
         after: Checks that judge after all others.
@@ -209,24 +207,25 @@ class Synchronizer:
         self._after = len(after)
         self.pace = Pace()
         self.same: SameState | None = None
-        """Compares what all ranks must hold alike; None where nothing is compared."""
+        """Check of the replicated state. None if nothing is compared."""
         self.bytes_of_others = 0
-        """What a DistributedDataParallel model that averages besides has sent, since it was found.
+        """Bytes that a DistributedDataParallel model which also averages has sent since it was
+        found.
         """
         self._before = (0, 0, 0.0)
         self.count_from(0)
 
     def add_check(self, check: Check) -> None:
-        """Let all agreements have one more, which judges after those that were added before."""
+        """Add a check to all agreements. It judges after those added before."""
         checks = self.agreement.checks
         checks.insert(len(checks) - self._after, check)
 
     def watch(self, digest: RollingDigest | None, identity: str) -> None:
-        """Have what all ranks must hold alike compared at every step.
+        """Compare the replicated state at every step.
 
         Args:
-            digest: Of it; None to compare nothing.
-            identity: Which of the engines and optimizers over these ranks this is.
+            digest: Digest of that state; None to compare nothing.
+            identity: Identity of this engine or optimizer among those over these ranks.
         """
         self.agreement.engine = identity
         if self.same is not None:
@@ -237,13 +236,13 @@ class Synchronizer:
             self.add_check(self.same)
 
     def require_equal(self, step: int) -> None:
-        """Compare everything that all ranks must hold alike.
+        """Compare all replicated state.
 
         Raises:
             Diverged: On every rank.
-            Mismatch: Ranks are at different places.
+            Mismatch: Ranks are out of step.
 
-        Communication: 24 bytes a rank, twice.
+        Communication: 24 bytes per rank, twice.
         """
         if self.same is None:
             return
@@ -253,7 +252,7 @@ class Synchronizer:
                 self.same.digest.require_equal(self.agreement, step)
 
     def _totals(self) -> tuple[int, int, float]:
-        """Bytes sent and received, and seconds of waiting, in this process."""
+        """Return bytes sent and received, and seconds of waiting, in this process."""
         sources, votes = self.sources, self._votes
         sent, received, wait_s = sources.bytes_sent, sources.bytes_received, sources.wait_s
         if votes is not None:
@@ -262,29 +261,29 @@ class Synchronizer:
         return sent + self.bytes_of_others, received, wait_s
 
     def count_from(self, bytes_sent: int) -> None:
-        """So many bytes were sent until now, in runs before this one."""
+        """Set the bytes sent so far, in runs before this one."""
         self._before = (self._totals()[0] - bytes_sent, *self._before[1:])
 
     def start_counting(self) -> None:
-        """What was exchanged until now was for the start."""
+        """Attribute the exchange so far to the start."""
         self._before = self._totals()
 
     def count_start(self) -> None:
-        """What was exchanged until now counts too."""
+        """Count the exchange so far as well."""
         self._before = (0, *self._before[1:])
 
     @property
     def bytes_sent(self) -> int:
-        """What this rank gave, with headers and agreements; in runs before this one too."""
+        """Bytes that this rank sent, with headers and agreements, including earlier runs."""
         return self._totals()[0] - self._before[0]
 
     @property
     def wait_s(self) -> float:
-        """Seconds for which this rank was blocked by others."""
+        """Seconds for which this rank waited for others."""
         return self._totals()[2] - self._before[2]
 
     def traffic(self) -> dict[str, Any]:
-        """What this rank has exchanged, under the names of `thinwire.core.stats.numbers`."""
+        """Counters of this rank's exchanges, under the names of `thinwire.core.stats.numbers`."""
         sent, received, wait_s = self._totals()
         votes, between = self._votes, None
         if not isinstance(self.sources, Group):
