@@ -1,5 +1,6 @@
-"""Methods of compression, one paper in one file, and the tables in which a new one is entered; none
-speaks to other ranks, and what exchanges imports them.
+"""Methods of compression, one paper per file, and the tables that register them.
+
+None of them communicates; the packages that exchange import them.
 """
 
 from thinwire.compress.dgc import DGC
@@ -27,7 +28,7 @@ OTHER_RANKS: dict[str, OtherRanks] = {
     "momentum_buffer": "mean_zero",
     "factor": "first",
 }
-"""What the state of compressors becomes on another number of ranks, by kind."""
+"""Rule for each kind of compressor state when the number of ranks changes."""
 ChangeConfig = Sparse | Quantized | LowRank
 CHANGE_COMPRESSIONS: dict[str, type[ChangeConfig]] = {
     "sparse": Sparse,
@@ -36,17 +37,20 @@ CHANGE_COMPRESSIONS: dict[str, type[ChangeConfig]] = {
 }
 """The configs that compress changes of local updates, by their tags in strategy files."""
 KEPT: dict[str, OtherRanks] = {ERRORS: "mean_zero", "factors": "first"}
-"""What their state becomes on another number of ranks, by kind."""
+"""Rule for each kind of state of a change compression when the number of ranks changes."""
 
 
 def field_of(compression: object) -> str:
-    """The field of a strategy that says this compression, a config or its class."""
+    """Return the field of a strategy that holds this compression, a config or its class."""
     kind = compression if isinstance(compression, type) else type(compression)
     return next(field for field, each in COMPRESSIONS.items() if issubclass(kind, each))
 
 
 def buckets_of(compression: object) -> tuple[int, int]:
-    """Gradient bytes of the first bucket and of others, of a config or its class; None: dense."""
+    """Return the gradient bytes of the first bucket and of the others.
+
+    `compression` is a config or its class; None stands for dense.
+    """
     field = None if compression is None else field_of(compression)
     return BUCKETS.get(field, (FIRST_BUCKET_BYTES, BUCKET_BYTES))
 
@@ -54,11 +58,12 @@ def buckets_of(compression: object) -> tuple[int, int]:
 def compression_of(
     changes: ChangeConfig | None, of_gradients: DGC | LowRank | None
 ) -> ChangeCompression | None:
-    """What compresses the changes of local updates: the first of the two that is given; None where
-    everything travels densely.
+    """Return the compression of local updates: the first argument that is not None.
+
+    None if everything travels densely.
 
     Raises:
-        ValueError: A setting that is for gradients only.
+        ValueError: A setting that applies to gradients only.
     """
     if changes is None and isinstance(of_gradients, DGC) and of_gradients.state_dtype == "bfloat16":
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The plain mean: every gradient as it is, one all-reduce for each dtype.
+"""The plain mean: every gradient uncompressed, one all-reduce per dtype.
 
-Small sums are sealed: every part travels with a checksum, and all ranks add them up alike, so that
-none arrives damaged unseen.
+Small sums are protected: every part travels with a checksum, and all ranks add the parts in the
+same order. So a damaged part is detected.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,12 +36,12 @@ __all__ = [
 
 
 class Dense:
-    """Takes whatever is left, row-sparse gradients as dense ones.
+    """Takes all remaining gradients; row-sparse ones become dense.
 
     The mean is sum / W in the gradient's dtype, float32 for float16.
 
     Args:
-        check_finite: Whether to look for gradients and sums that are not finite.
+        check_finite: Check gradients and sums for values that are not finite.
     """
 
     def __init__(self, *, check_finite: bool = True) -> None:
@@ -55,7 +55,7 @@ class Dense:
         return send_dense(context, dense, check_finite=self._check_finite)
 
     def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived) -> None:
-        """Nothing: it has no state."""
+        """Do nothing: there is no state."""
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         return {}
@@ -64,13 +64,13 @@ class Dense:
 def send_dense(
     context: Context, tensors: Mapping[str, Tensor], *, check_finite: bool = False
 ) -> Sending:
-    """The sums of dense tensors over the sources.
+    """Sum dense tensors over the sources.
 
     Args:
         context: Of the sending.
         tensors: By name, of any shape; copied, never changed.
-        check_finite: Whether to look for what is not finite: sums, and this rank's own tensors
-            where they are the sum (one source alone) or means over a node.
+        check_finite: Check the sums for values that are not finite. This rank's own tensors are
+            checked where they are the sum (one source alone) or means over a node.
 
     Returns:
         `DenseMeans`.
@@ -105,7 +105,7 @@ class DenseMeans(Arrived):
         super().__init__(context, names)
         self.means: dict[str, Tensor] = {}
         self.check_finite = False
-        """Whether a sum that is not finite matters."""
+        """True if a sum that is not finite must be reported."""
 
     def refuse(self, checks: Sequence[int]) -> None:
         at = self.context
@@ -127,10 +127,11 @@ class DenseMeans(Arrived):
 def sum_of(
     flat: Tensor, context: Context, purpose: str, *, within_node: bool = False
 ) -> Collective:
-    """How a flat tensor is added up: what is small travels with a checksum, so that nothing damaged
-    is added.
+    """Return the collective that sums a flat tensor.
 
-    Communication: an all-reduce; where the parts of all others have at most 64 KiB together, an
+    Small tensors travel with a checksum, so that a damaged part is never added.
+
+    Communication: an all-reduce. If the parts of all other ranks have at most 64 KiB together, an
     all-gather.
     """
     if travels_sealed(flat.nbytes, context.node_size if within_node else context.sources):
@@ -141,14 +142,14 @@ def sum_of(
 def opened(
     collective: Collective, answer: Tensor, dtype: torch.dtype, context: Context
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum that `sum_of` asked for, and which parts are damaged: int64, 0 for whole ones."""
+    """Return the sum that `sum_of` requested, and the damaged parts: int64, 0 for intact ones."""
     if isinstance(collective, AllGather):
         return opened_sum(answer, dtype, _place(context))
     return answer, None
 
 
 def damaged_text(rank: int, context: Context) -> str:
-    """What is said of a part that does not fit its checksum."""
+    """Describe a part that does not match its checksum."""
     return (
         f"the dense tensors of rank {rank} for bucket {context.bucket} of step {context.step} were "
         "refused: they do not fit their checksum"
@@ -156,7 +157,7 @@ def damaged_text(rank: int, context: Context) -> str:
 
 
 def by_dtype(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Tensors that can travel in one buffer, by name."""
+    """Group tensors by dtype, so that each group can travel in one buffer."""
     groups: dict[torch.dtype, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         groups.setdefault(tensor.dtype, {})[name] = tensor
@@ -164,16 +165,17 @@ def by_dtype(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def joined(tensors: Iterable[Tensor]) -> Tensor:
-    """Tensors of one dtype end to end, a copy, shape (n,); float16 as float32.
+    """Concatenate tensors of one dtype into a copy of shape (n,); float16 becomes float32.
 
-    A sum of finite halves may pass 65504, which would look like an overflow of every rank.
+    A sum of finite float16 values may exceed 65504, which would look like an overflow on every
+    rank.
     """
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     return flat.float() if flat.dtype == torch.float16 else flat
 
 
 def parted(flat: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `joined` made, as views by name and in the shapes of `tensors`."""
+    """Split the result of `joined` into views by name, in the shapes of `tensors`."""
     pieces = torch.split(flat, [tensor.numel() for tensor in tensors.values()])
     return {
         name: piece.view(tensor.shape)
@@ -182,12 +184,15 @@ def parted(flat: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """One cheap pass; a finite tensor whose sum overflows is looked at again."""
+    """Return True if all entries are finite.
+
+    One cheap pass; a finite tensor whose sum overflows is checked again.
+    """
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of dense tensors that are not `all_finite`; one host read where all are."""
+    """Return the names of dense tensors that are not `all_finite`; one host read if all are."""
     flags = [tensor.sum().isfinite() for tensor in tensors.values()]
     if not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all()):
         return []
@@ -195,7 +200,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _own_flags(tensors: Mapping[str, Tensor]) -> dict[str, bool | Tensor]:
-    """Of each tensor, where the device is not asked, and of those that are not finite elsewhere."""
+    """Return flags for all tensors of a CUDA device, and for those on CPU that are not finite."""
     waiting: dict[str, bool | Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.numel() and is_static(tensor.device):
@@ -207,7 +212,7 @@ def _own_flags(tensors: Mapping[str, Tensor]) -> dict[str, bool | Tensor]:
 
 
 def _place(context: Context) -> int:
-    """By which a part that belongs elsewhere is told from one that belongs here."""
+    """Return the number that ties a checksum to one sending."""
     return (context.step << 20) + context.bucket
 
 
@@ -217,20 +222,23 @@ def _summed_in(group: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def sealed(part: Tensor, place: int) -> Tensor:
-    """The bytes of a tensor and their checksum, which holds for one `place` in the training, such
-    as a step: uint8, shape (part.nbytes + 8,), on its device; no host synchronization.
+    """Return the bytes of a tensor followed by a checksum.
+
+    The checksum holds for one `place` in the training, such as a step. uint8, shape (part.nbytes +
+    8,), on its device; no host synchronization.
     """
     content = flat_bytes(part)
     return torch.cat([content, _seals(content.unsqueeze(0), place).view(torch.uint8)])
 
 
 def opened_sum(rows: Tensor, dtype: torch.dtype, place: int) -> tuple[Tensor, Tensor]:
-    """The sum of what several sources sealed, uint8, a row each, added in their order; the same
-    bits on every rank.
+    """Sum the parts that several sources packed with `sealed`, in the order of the rows.
+
+    The result is bit-identical on every rank.
 
     Returns:
-        The sum, shape (entries,), in `dtype`; and int64, shape (sources,), 0 for a part that is
-        whole. No host synchronization.
+        The sum, shape (entries,), in `dtype`; and int64, shape (sources,), 0 for an intact part. No
+        host synchronization.
     """
     contents, seals = rows[:, :-SEAL_BYTES], rows[:, -SEAL_BYTES:]
     wanted = _seals(contents, place).view(torch.uint8).view(-1, SEAL_BYTES)
@@ -243,11 +251,11 @@ def opened_sum(rows: Tensor, dtype: torch.dtype, place: int) -> tuple[Tensor, Te
 
 
 def _seals(contents: Tensor, place: int) -> Tensor:
-    """Per row a checksum modulo 2^64, int64: sum over words w_i of mix((2 i + 1) c w_i), plus one
-    of the place.
+    """Return a checksum per row, int64, modulo 2^64.
 
-    `mix` can be undone, so that a change of any single word changes the sum, and is not linear, so
-    that changes of several cannot cancel by their places alone.
+    It is the sum over words w_i of mix((2 i + 1) c w_i), plus a term for the place. `mix` is
+    invertible, so that a change of any single word changes the sum. It is not linear, so that
+    several changes do not cancel through their positions alone.
     """
     rest = -contents.shape[1] % 8
     whole = torch.nn.functional.pad(contents, (0, rest)) if rest else contents.contiguous()

@@ -47,14 +47,15 @@ _COMPRESSIBLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def compressible(param: Tensor, min_numel: int) -> bool:
-    """Whether the gradient of this tensor is ever compressed; smaller ones are not."""
+    """Return True if gradients of this tensor are ever compressed; smaller tensors are not."""
     return param.dtype in _COMPRESSIBLE and param.numel() >= min_numel
 
 
 @dataclass(frozen=True)
 class DGC(ErrorsOnly):
-    """Each rank sends only the few largest accumulated entries of every gradient, about 2,000 times
-    fewer bytes.
+    """Each rank sends only the largest accumulated entries of every gradient.
+
+    That is about 2,000 times fewer bytes with the usual settings.
 
     Attributes:
         rampup_begin_step: Updates before compression begins, >= 0.
@@ -63,19 +64,23 @@ class DGC(ErrorsOnly):
         local_grad_clip_norm: C > 0: a source's share g / N of a compressed tensor is limited to the
             norm C / sqrt(N).
         min_numel: Smaller tensors are exchanged densely, >= 1.
-        value_bits: What one sent value costs: 1, 2, 4, 8, 16 or 32. The rounding error is kept.
-        state_dtype: "float32" or "bfloat16", in which momentum and residual of compressed tensors
-            are stored; bfloat16 is rounded stochastically and takes half the memory. None: float32,
-            float64 for float64 parameters.
-        node_size: Consecutive ranks that share a node, average densely among themselves and count
-            as one source, >= 1; it must divide the ranks. 1 is off. None: torchrun's
-            LOCAL_WORLD_SIZE where ranks fill two nodes or more.
-        exchange: "gather" gives every source all messages, "split" the sums of shares, which does
-            not grow with the sources; "auto" counts, and splits where that moves at most half of
-            the bytes.
+        value_bits: Bits per sent value: 1, 2, 4, 8, 16 or 32. The rounding error is kept.
+        state_dtype: "float32" or "bfloat16": the type in which momentum and residual of compressed
+            tensors are stored. bfloat16 is rounded stochastically and takes half the memory. None:
+            float32, or float64 for float64 parameters.
+        node_size: Consecutive ranks per node, >= 1; it must divide the number of ranks. Ranks of a
+            node average densely among themselves and count as one source. 1 is off. None:
+            torchrun's LOCAL_WORLD_SIZE if ranks fill two nodes or more.
+        exchange: "gather" sends all messages to every source. "split" sends sums of shares, whose
+            size does not grow with the sources. "auto" counts bytes and splits if that moves at
+            most half of them.
 
     Raises:
         TypeError, ValueError: A wrong value.
+
+    Example::
+
+        strategy = Strategy(dgc=DGC(rampup_begin_step=500, sparsity=(0.99, 0.999)))
 
     Source: Lin et al., 2018, arXiv 1712.01887.
     """
@@ -118,15 +123,24 @@ class DGC(ErrorsOnly):
         check.one_of("exchange", self.exchange, EXCHANGES)
 
     def compresses(self, param: Tensor) -> bool:
-        """Whether this tensor is ever compressed; all others are always exchanged densely."""
+        """Return True if this tensor is ever compressed; all others are always exchanged
+        densely.
+        """
         return compressible(param, self.min_numel)
 
     def stored_dtype(self, param: Tensor) -> torch.dtype:
-        """In what the residual of this tensor is stored."""
+        """Return the type in which the residual of this tensor is stored."""
         return stored_dtype(param, named_dtype("state_dtype", self.state_dtype))
 
     def sparsity_in_force(self, step: int) -> float:
-        """Fraction of a tensor that update `step` (from 0) does not send; 0 before it begins."""
+        """Return the fraction of a tensor that update `step` (from 0) does not send.
+
+        0 before compression begins.
+
+        >>> config = DGC(rampup_begin_step=10, rampup_step=2, sparsity=(0.75, 0.999))
+        >>> [config.sparsity_in_force(step) for step in (9, 10, 11, 12)]
+        [0.0, 0.75, 0.999, 0.999]
+        """
         if step < self.rampup_begin_step:
             return 0.0
         return sparsity_at(step, self.rampup_begin_step, self.rampup_step, self.sparsity)
@@ -134,9 +148,9 @@ class DGC(ErrorsOnly):
     def compressor(
         self, params: Mapping[str, Tensor], *, num_trainers: int | None = None
     ) -> "DGCCompressor":
-        """See `Compression`: without momentum correction.
+        """Return the compressor without momentum correction; see `Compression`.
 
-        The state is there from the beginning.
+        The state exists from the beginning.
         """
         rule = Rule(self)
         made = DGCCompressor(
@@ -151,8 +165,10 @@ class DGC(ErrorsOnly):
         return made
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
-        """See `ChangeCompression`: the ramp, counted in local steps. The mean is over all ranks and
-        what is kept does not decay, so that everything is sent in time.
+        """Send the changes by the ramp, counted in local steps; see `ChangeCompression`.
+
+        The mean is over all ranks, and the residual does not decay, so that everything is sent in
+        time.
         """
 
         def count(numel: int) -> int:
@@ -165,24 +181,31 @@ class DGC(ErrorsOnly):
         )
 
     def count_at(self, step: int, numel: int) -> int | None:
-        """Entries sent of `numel` in update `step` (from 0); None before compression begins."""
+        """Return the number of entries sent of `numel` in update `step`, from 0.
+
+        None before compression begins.
+        """
         if step < self.rampup_begin_step:
             return None
         return count_sent(numel, self.sparsity_in_force(step))
 
 
 def limited(grad: Tensor, limit: float, sources: int, dtype: torch.dtype) -> Tensor:
-    """One rank's gradient such that its share of the mean, grad / N, has at most the norm C /
-    sqrt(N): g <- g * min(1, C * sqrt(N) / ||g||), a new tensor of `dtype`, without host
-    synchronization.
+    """Return one rank's gradient, scaled so that its share of the mean is limited.
+
+    The share grad / N gets at most the norm C / sqrt(N): g <- g * min(1, C * sqrt(N) / ||g||). The
+    result is a new tensor of `dtype`; no host synchronization.
 
     Args:
         grad: Any shape, dense, not divided by N; read only.
         limit: C > 0, in the gradient's unit.
-        sources: N >= 1, those whose shares are summed.
-        dtype: In what the norm and the result are computed.
+        sources: N >= 1, the number of shares that are summed.
+        dtype: Type in which the norm and the result are computed.
 
-    Source: section 3.2. Differs: the limit is put on the share, not on the undivided gradient.
+    >>> limited(torch.tensor([3.0, 4.0]), 1.0, 1, torch.float32)
+    tensor([0.6000, 0.8000])
+
+    Source: section 3.2. Differs: the limit applies to the share, not to the undivided gradient.
     """
     return clipped(ClipByNorm(limit * math.sqrt(sources)), [grad.to(dtype)])[0]
 
@@ -196,7 +219,8 @@ def locally_clipped(
     sources: int,
     gather: Callable[[bytes, str], list[bytes]] | None = None,
 ) -> dict[str, Tensor]:
-    """Gradients as they enter the accumulation of this rank: `limited` where they are compressed.
+    """Return the gradients that enter this rank's accumulation: `limited` where they are
+    compressed.
 
     Args:
         grads: This rank's gradients, or its parts of them, by name; read only.
@@ -204,15 +228,15 @@ def locally_clipped(
         config: By name.
         step: Completed updates, from 0.
         sources: N of the limit, >= 1.
-        gather: Over the shards of a tensor, whose norm counts; see `norms_over_shards`. None where
-            tensors are whole.
+        gather: Over the shards of a tensor, whose joint norm counts; see `norms_over_shards`. None
+            if tensors are whole.
 
     Returns:
         By name `limited` in float32 (float64 for float64 parameters), or the gradient itself:
-        without `local_grad_clip_norm`, before `rampup_begin_step`, and for whatever is always
-        exchanged densely. Of shards all that are not above the limit are as wide.
+        without `local_grad_clip_norm`, before `rampup_begin_step`, and for tensors that are always
+        exchanged densely. Shards below the limit get the same type.
 
-    Communication: with a local clip 8 bytes a tensor and shard.
+    Communication: with a local clip 8 bytes per tensor and shard.
     """
     within = dict(grads)
     if all(config(name).local_grad_clip_norm is None for name in grads):
@@ -232,26 +256,28 @@ def locally_clipped(
 
 
 class Rule(NamedTuple):
-    """How one tensor is compressed."""
+    """Settings for the compression of one tensor."""
 
     config: DGC
     momentum: float | None = None
-    """m; None without momentum correction, where another optimizer has a momentum of its own."""
+    """m. None without momentum correction, if another optimizer has its own momentum."""
     nesterov: bool = False
 
 
 class DGCCompressor:
-    """Deep gradient compression of the tensors that `DGC.compresses`, from `rampup_begin_step` on.
+    """Deep gradient compression of the tensors that `DGC.compresses` selects.
+
+    It begins with update `rampup_begin_step`.
 
     Args:
         params: By name, in the same order on all ranks.
         rule: By name; the same on all ranks.
         state: By name `residual` v and, with momentum, `momentum_buffer` u: in the shape of the
             parameter, contiguous. Filled when it is first needed.
-        value_bits: What one sent value costs.
+        value_bits: Bits per sent value.
         exchange: "gather", "split" or "auto".
-        num_trainers: N of the local clip, and of nothing else; None: the sources.
-        decayed: What becomes of a gradient after the local clip: weight decay and the like.
+        num_trainers: N of the local clip only; None: the number of sources.
+        decayed: Transforms a gradient after the local clip, such as by weight decay.
 
     **State**: v and u, of this rank, or common to the ranks of a node.
     """
@@ -309,13 +335,14 @@ class DGCCompressor:
         return found
 
     def fill(self, names: Iterable[str]) -> None:
-        """Give these tensors their state, zeros."""
+        """Create the state of these tensors, filled with zeros."""
         for name in names:
             self._state[name] = self.state_of(name)
 
     def state_of(self, name: str) -> dict[str, Tensor]:
-        """The state of a tensor that is, or will be, compressed; zeros where it has none yet, which
-        enter the state only when the update is applied.
+        """Return the state of a tensor that is, or will be, compressed.
+
+        Zeros if it has none yet; they enter the state only when the update is applied.
         """
         state = self._state.get(name) or {}
         rule, param = self._rule(name), self._params[name]

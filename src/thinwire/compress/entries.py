@@ -1,8 +1,9 @@
-"""A few entries of each tensor on their way: gathered by all, or added up by their owners.
+"""Exchange of a few entries of each tensor: gathered by all sources, or added up by owners.
 
-With "gather" every source gives all of its entries to every other one, and each adds them up in
-the order of the sources. With "split" every source sends the owner of each part of the index space
-what falls into it, and owners send all sources the largest sums; see `thinwire.compress.split`.
+With "gather" every source sends all of its entries to every other one, and each adds them up in the
+order of the sources. With "split" the index space is cut into parts, each with an owner. Every
+source sends each owner the entries of its part, and owners send all sources the largest sums; see
+`thinwire.compress.split`.
 """
 
 import functools
@@ -38,11 +39,13 @@ if TYPE_CHECKING:
 __all__ = ["ArrivedEntries", "Proposed", "send_entries"]
 
 _KEPT = 1 << 31
-"""Added to a seed's key where what an owner keeps is rounded: bits that the commit has not used."""
+"""Added to a seed's key where an owner's residual is rounded: these bits are unused by the
+commit.
+"""
 
 
 class Proposed(NamedTuple):
-    """What one rank wants to send of one tensor."""
+    """Entries of one tensor that one rank proposes to send."""
 
     proposal: Proposal
     numel: int
@@ -50,32 +53,34 @@ class Proposed(NamedTuple):
 
 
 class ArrivedEntries(Arrived):
-    """What all sources gave of each tensor, or the sums that its owners made of it."""
+    """Entries of each tensor from all sources, or the sums that its owners made of them."""
 
     given_word, sums_word = "messages", "sums"
-    """What travels, in errors."""
+    """Names of the payload, for errors."""
 
     def __init__(self, context: Context, names: Sequence[str]) -> None:
         super().__init__(context, names)
         self.given: dict[str, Entries] = {}
-        """What this rank gave, as the others decode it: values (j,) in float32, j at most k."""
+        """Entries that this rank sent, as the others decode them: values (j,) in float32, j at most
+        k.
+        """
         self.parts: dict[str, list[Entries]] = {}
-        """Of each source, or of the sum over them all: float32."""
+        """Entries of each source, or of the sum over all sources: float32."""
         self.rows: dict[str, tuple[Rows, int]] = {}
-        """What lies on a device, and of how many entries its tensor is."""
+        """Rows on a device, with the number of entries of the tensor."""
         self.owned = False
-        """Whether owners added up."""
+        """True if owners added the entries up."""
         self.kept: dict[str, Entries] = {}
-        """What stays at this rank's source of the sums that it owns."""
+        """Residual of the sums owned by this rank's source."""
         self.bad_sum: str | None = None
         self.refused: tuple[Layout, Tensor] | None = None
-        """Layout and messages that `checks` are of."""
+        """Layout and messages that `checks` refers to."""
 
     def first_bad_sum(self) -> str | None:
         return self.overflowed() if self.rows else self.bad_sum
 
     def overflowed(self) -> str | None:
-        """The first tensor whose sum passes what float32 holds, though no part does."""
+        """Return the first tensor whose sum exceeds float32, though no part does."""
         for name in self.rows or self.parts:
             if not self.sparse_mean(name, torch.float32)[1].isfinite().all():
                 return name
@@ -108,7 +113,8 @@ class ArrivedEntries(Arrived):
         return mean
 
     def sparse_mean(self, name: str, dtype: torch.dtype) -> Entries:
-        """Indices (u,) ascending and values (u,) of the mean over the sources; zero elsewhere.
+        """Return indices (u,), ascending, and values (u,) of the mean over the sources; zero
+        elsewhere.
 
         Added in the order of the sources. On CUDA as with `entries`.
         """
@@ -116,7 +122,7 @@ class ArrivedEntries(Arrived):
         return indices, divided_(total, self.context.sources)
 
     def add_kept_(self, name: str, residual: Tensor, key: int) -> None:
-        """Add to a flat `residual` what stays of the sums that this rank's source owns.
+        """Add the residual of the sums that this rank's source owns to a flat `residual`.
 
         Args:
             name: Of the tensor.
@@ -140,23 +146,23 @@ def send_entries(
     arrived: ArrivedEntries | None = None,
     over_senders: bool = False,
 ) -> Sending:
-    """Entries of several tensors in one message; read only.
+    """Send entries of several tensors in one message; read only.
 
-    A proposal that is not finite makes the whole message say so, and its place, instead of values.
+    If a proposal is not finite, the whole message reports that and the position, instead of values.
 
     Args:
         context: Of the sending.
         proposed: By name, at least one, all on one device; the same sizes on all sources.
-        value_bits: What one value costs.
+        value_bits: Bits per value.
         exchange: "gather", "split" or "auto".
-        arrived: An empty one, of these names, to fill in and return; None for a new one.
-        over_senders: Whether owners make means over those who sent an entry, instead of sums.
+        arrived: An empty result for these names, to fill in and return; None for a new one.
+        over_senders: Owners make means over the sources that sent an entry, instead of sums.
 
     Returns:
         `ArrivedEntries`.
 
-    Communication: one all-gather of equally long messages; with "split" an exchange of parts, and
-    an all-gather of sums. Of the ranks of a node, all must send the same bits.
+    Communication: one all-gather of equally long messages; with "split" an all-to-all of parts, and
+    an all-gather of sums. All ranks of a node must send the same bits.
     """
     layout = _layout(tuple(Slot(item.numel, item.k) for item in proposed.values()), value_bits)
     arrived = ArrivedEntries(context, list(proposed)) if arrived is None else arrived
@@ -173,7 +179,10 @@ def send_entries(
 
 @functools.lru_cache(maxsize=256)
 def _layout(slots: tuple[Slot, ...], value_bits: int) -> Layout:
-    """The same one for every step: lengths and digest are computed once for each."""
+    """Return the layout of a message.
+
+    It is the same object in every step, so that lengths and digest are computed once.
+    """
     return Layout(slots, value_bits)
 
 
@@ -207,7 +216,9 @@ def _gathered(
 def _gathered_on_device(
     context: Context, proposed: Mapping[str, Proposed], layout: Layout, arrived: ArrivedEntries
 ) -> _Steps:
-    """As `_gathered`, without a word to the host, which reads the checks later."""
+    """Gather entries as `_gathered` does, without host synchronization. The host reads the checks
+    later.
+    """
     from thinwire.wire import device_message
 
     proposals = [item.proposal for item in proposed.values()]
@@ -231,10 +242,10 @@ def _split(
     arrived: ArrivedEntries,
     over_senders: bool,
 ) -> _Steps:
-    """To the owners, and what they make of it back to all.
+    """Send entries to their owners, and the owners' results back to all sources.
 
-    An owner that cannot use what came takes part in round two with a message that says so, and
-    raises afterwards.
+    An owner that cannot use what arrived still takes part in round two, with a message that reports
+    it, and raises afterwards.
     """
     names, me = list(proposed), context.source
     plan = split_plan(layout, context.sources)
@@ -279,9 +290,10 @@ def _split(
 def _dealt(
     context: Context, proposed: Mapping[str, Proposed], layout: Layout
 ) -> tuple[list[Tensor], list[Entries]]:
-    """A message for each owner, and what the owners decode; no entries where one is not finite.
+    """Return a message for each owner, and the entries that the owners decode.
 
-    Entries for which an owner has no room are not among them.
+    There are no entries if one is not finite. Entries that do not fit the owner's message are left
+    out.
     """
     plan, bad = split_plan(layout, context.sources), _first_bad(proposed)
     step, bucket = context.step, context.bucket
@@ -305,7 +317,10 @@ def _added(
     rows: Tensor,
     over_senders: bool,
 ) -> list[Sums] | None:
-    """Of the pieces that this source owns; None where a source, or their sum, is not finite."""
+    """Return the sums of the pieces that this source owns.
+
+    None if an entry of a source, or their sum, is not finite.
+    """
     plan, me = split_plan(layout, context.sources), context.source
     mine, its = plan.pieces[me], plan.first[me]
     parts = [_unpacked(context, its, row, source) for source, row in enumerate(rows)]

@@ -1,8 +1,8 @@
-"""What follows from the numbers of a config: which tensors it compresses, what it leaves out, how
-long its messages are, which compiled loops it calls.
+"""Properties that follow from the numbers of a config.
 
-A field that a config lacks has no effect: without `sparsity` nothing is left out, without `decay`
-nothing decays.
+They are: the tensors that it compresses, the fraction that it leaves out, the length of its
+messages, and the compiled loops that it calls. A field that a config lacks has no effect: without
+`sparsity` nothing is left out, without `decay` nothing decays.
 """
 
 import logging
@@ -34,8 +34,9 @@ __all__ = [
 
 
 def left_out(config: Any, step: int) -> float:
-    """Fraction of a compressed tensor that update `step`, from 0, does not send; of a change, the
-    averaging after local step `step` of those from 1.
+    """Return the fraction of a compressed tensor that update `step`, from 0, does not send.
+
+    For changes, `step` is the local step of the averaging, from 1.
     """
     if hasattr(config, "sparsity_in_force"):
         return float(config.sparsity_in_force(step))
@@ -43,24 +44,26 @@ def left_out(config: Any, step: int) -> float:
 
 
 def decay_of(config: Config) -> float:
-    """What of a kept error counts at the next averaging, in [0, 1]."""
+    """Return the factor of a kept error at the next averaging, in [0, 1]."""
     return float(getattr(config, "decay", 1.0))
 
 
 def conserves(config: Config) -> bool:
-    """Whether all that was changed is applied in time: none lost, none counted twice."""
+    """Return True if every change is applied in time: none lost, none counted twice."""
     over_all = getattr(config, "mean_over", "all") == "all"
     return decay_of(config) == 1 and over_all and getattr(config, "clip_sources", None) is None
 
 
 def steady_share(config: Config) -> float | None:
-    """About which part of a change that repeats itself at every averaging is applied at least, with
-    an outer rate of 1 and no outer momentum; None where that depends on what is sent.
+    """Estimate the least share of a steady change that is applied.
 
-    It is p / (p + (1 - decay) (1 - p)), with p = 1 - sparsity, of a mean over all ranks: the share
-    of an entry that is sent at random, with probability p at each averaging. Of entries of one size
-    a little more is applied, and more still of the norm where a few are much larger than the
-    others.
+    A steady change repeats itself at every averaging. The outer rate is 1 and there is no outer
+    momentum. None if the share depends on the values that are sent.
+
+    For a mean over all ranks the share is p / (p + (1 - decay) (1 - p)), with p = 1 - sparsity.
+    That is the share of an entry that is sent at random, with probability p at each averaging. If
+    all entries are of one size a little more is applied. If a few entries are much larger than the
+    others, the applied share of the norm is larger still.
     """
     if conserves(config):
         return 1.0
@@ -76,7 +79,9 @@ def steady_share(config: Config) -> float | None:
 def sent_bytes(
     config: Any, step: int, shapes: Sequence[torch.Size], sources: int = 2, source: int = 0
 ) -> int:
-    """Bytes that rank `source` gives to one averaging of float32 changes, headers included."""
+    """Return the bytes that rank `source` sends in one averaging of float32 changes, with
+    headers.
+    """
     if hasattr(config, "rank"):
         return sum(4 * sum(factor_numels(shape, config.rank)) for shape in shapes)
     numels, bits = tuple(shape.numel() for shape in shapes), config.value_bits
@@ -88,7 +93,7 @@ def sent_bytes(
 
 
 def loops_of(config: Any, params: Iterable[Tensor], *, of_gradients: bool) -> frozenset[Need]:
-    """The compiled loops that it calls for these parameters."""
+    """Return the compiled loops that it calls for these parameters."""
     if not hasattr(config, "value_bits"):
         return frozenset()
     bits, mine = config.value_bits, [param for param in params if config.compresses(param)]
@@ -101,11 +106,11 @@ def loops_of(config: Any, params: Iterable[Tensor], *, of_gradients: bool) -> fr
 
 _log = logging.getLogger("thinwire")
 _FEW = 1024
-"""Numbers of a model for which nothing is said: dense, they are a message of 4 kB."""
+"""Number of dense entries below which a model gets no remark: they are a message of 4 kB."""
 
 
 def why_dense(config: Any, param: Tensor) -> str | None:
-    """Why this tensor is never compressed, in words; None where it is."""
+    """Return the reason for which this tensor is never compressed, or None if it is."""
     if config.compresses(param):
         return None
     if hasattr(config, "rank") and param.dim() < 2:
@@ -120,12 +125,12 @@ def why_dense(config: Any, param: Tensor) -> str | None:
 def tell_coverage(
     config: Any, params: Iterable[Tensor], compresses: Callable[[Tensor], bool] | None = None
 ) -> None:
-    """Log which part of the numbers is compressed; warn where that is less than half.
+    """Log the compressed share of the numbers; warn if it is less than half.
 
     Args:
         config: `DGC`, `LowRank`, or a compression of changes.
         params: The trainable parameters, or this rank's shards of them.
-        compresses: Whether one of them is ever compressed; None: as `config` says.
+        compresses: Returns True for a tensor that is ever compressed; None: by `config`.
     """
     params = list(params)
     total = sum(p.numel() for p in params)

@@ -1,18 +1,18 @@
-"""PowerSGD: a matrix of gradients travels as two thin factors, and what they miss is kept.
+"""PowerSGD: a matrix of gradients travels as two thin factors; the approximation error is kept.
 
-Per tensor, seen as a matrix of n rows and m columns (its first dimension and all others), with the
-rank's own gradient G, its error E and the factor Q, shape (m, r), that the last update left:
+Each tensor is seen as a matrix of n rows and m columns: its first dimension, and all others. G is
+the rank's own gradient, E its error, and Q, shape (m, r), the factor of the last update:
 
     P = mean over the sources of (G + E) Q        one all-reduce of n r numbers
     P <- its columns, orthonormal                 `orthonormal`, on every rank for itself
     Q = mean over the sources of (G + E)^T P      one all-reduce of m r numbers
     mean = P Q^T,  E <- G + E - P Q^T
 
-P and Q are held as P^T and Q^T. They are the same bits on all ranks, and so must be what follows
-from them. Library routines for matrices choose their order of additions by processor and number of
-threads; therefore the columns are made orthonormal by sums of a fixed order, and the product of
-thin factors is taken entry by entry. G Q and the like may differ: they are added up over the ranks
-anyway.
+P and Q are held as P^T and Q^T. They are bit-identical on all ranks, and so must be the results
+computed from them. Library routines for matrices choose their order of additions by processor and
+number of threads. Therefore the columns are made orthonormal by sums of a fixed order, and the
+product of thin factors is computed entry by entry. G Q and (G + E)^T P may differ: they are summed
+over the ranks anyway.
 
 Source: Vogels et al., 2019, arXiv 1905.13727, algorithms 1 and 2. Differs: any number of tensors
 travel together and any number of buckets at once; columns that are no more than rounding are
@@ -55,7 +55,7 @@ class LowRank:
     feedback.
 
     Attributes:
-        rank: r, columns of a factor, >= 1; a matrix whose smaller side is not above it travels
+        rank: r, columns of a factor, >= 1. A matrix whose smaller side is at most r travels
             densely.
         begin_step: Updates before compression begins, >= 0.
         min_numel: Smaller tensors, and those of fewer than two dimensions, are exchanged densely,
@@ -63,6 +63,9 @@ class LowRank:
 
     Raises:
         TypeError, ValueError: A wrong value.
+
+    >>> LowRank(rank=4).compresses(torch.empty(1024, 1024))
+    True
 
     Source: Vogels et al., 2019, arXiv 1905.13727.
     """
@@ -72,7 +75,7 @@ class LowRank:
     min_numel: int = 16384
 
     node_size: ClassVar[None] = None
-    """Ranks of one machine average densely and count as one source."""
+    """None: nodes are looked for. Ranks of one machine average densely and count as one source."""
 
     def __post_init__(self) -> None:
         for name, least in (("rank", 1), ("begin_step", 0), ("min_numel", 1)):
@@ -80,7 +83,9 @@ class LowRank:
             object.__setattr__(self, name, value)
 
     def compresses(self, param: Tensor) -> bool:
-        """Whether this tensor is ever compressed; all others are always exchanged densely."""
+        """Return True if this tensor is ever compressed; all others are always exchanged
+        densely.
+        """
         if param.dtype not in _TYPES or param.dim() < 2 or param.numel() < self.min_numel:
             return False
         return self.rank < min(_sides(param))
@@ -90,7 +95,7 @@ class LowRank:
         return {ERRORS: torch.zeros_like(anchor), "factors": factor.to(anchor)}
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
-        """See `ChangeCompression`: two all-reduces per dtype."""
+        """Send the changes by two all-reduces per dtype; see `ChangeCompression`."""
         parts = {name: [change.view(_sides(change))] for name, change in folded.items()}
         return _send_factors(context, {name: kept["factors"][name] for name in folded}, parts)
 
@@ -101,7 +106,7 @@ class LowRank:
 
 
 class LowRankCompressor:
-    """PowerSGD of the tensors that `LowRank.compresses`, from `begin_step` on.
+    """PowerSGD of the tensors that `LowRank.compresses` selects, from `begin_step` on.
 
     **State**: per tensor `residual` E in the shape of the parameter, of this rank or its node, and
     `factor` Q^T, shape (r, m), the same on all ranks; float32 (float64 for float64 parameters).
@@ -164,12 +169,15 @@ class LowRankMeans(MeanChange):
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}
         """P^T, shape (r, n), its rows orthonormal, and Q^T, shape (r, m)."""
         self.found_lost: list[tuple[list[str], Tensor]] = []
-        """Names of several matrices, b, and which columns of their P were no more than rounding,
-        and are zero: bool, shape (r, b)."""
+        """Names of b matrices, and the columns of their P that were only rounding and are now zero:
+        bool, shape (r, b).
+        """
 
     @cached_property
     def lost(self) -> dict[str, list[int]]:
-        """These columns by name, without matrices that have none; one host read per dtype."""
+        """Return these columns by name, without matrices that have none; one host read per
+        dtype.
+        """
         return {
             name: [column for column, gone in enumerate(each) if gone]
             for names, lost in self.found_lost
@@ -184,7 +192,7 @@ class LowRankMeans(MeanChange):
         return None
 
     def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
-        """P Q^T: the same bits on all ranks."""
+        """Return P Q^T: the same bits on all ranks."""
         left, right = self.factors[name]
         mean = place_for(param, left.dtype, into)
         matrix = mean.view(left.shape[1], -1)
@@ -207,8 +215,12 @@ class LowRankMeans(MeanChange):
 def _send_factors(
     context: Context, factors: Mapping[str, Tensor], parts: Mapping[str, Sequence[Tensor]]
 ) -> Sending:
-    """The two rounds of several matrices, from Q^T, shape (r, m), the same on all ranks, and from
-    what this rank's matrix is the sum of, shape (n, m) each.
+    """Run the two rounds of several matrices.
+
+    Args:
+        context: Of the sending.
+        factors: Q^T by name, shape (r, m), the same on all ranks.
+        parts: By name the tensors whose sum is this rank's matrix, shape (n, m) each.
     """
     purpose = f"step {context.step}, bucket {context.bucket}"
     groups = [list(group) for group in by_dtype(factors)]
@@ -243,7 +255,8 @@ def _products(
     *,
     turned: bool = False,
 ) -> Tensor:
-    """(G Q)^T, shape (r, n), of several matrices beside each other; `turned`: P^T G, shape (r, m).
+    """Return (G Q)^T, shape (r, n), of several matrices side by side; `turned`: P^T G, shape (r,
+    m).
 
     With columns as contiguous rows, products of few columns are four times as fast.
     """
@@ -258,14 +271,14 @@ def _products(
 
 
 def _draw_anew_(factor: Tensor, columns: Sequence[int], seed: int) -> None:
-    """Replaces columns of a factor that would stay zero for ever."""
+    """Replace columns of a factor that would otherwise stay zero."""
     drawn = _drawn(factor.shape[0], factor.shape[1], seed)
     for column in columns:
         factor[column] = drawn[column].to(factor)
 
 
 def _drawn(columns: int, rows: int, seed: int) -> Tensor:
-    """A factor to begin with, shape (columns, rows), the same on all ranks and processors."""
+    """Return an initial factor, shape (columns, rows), the same on all ranks and processors."""
     source = torch.Generator().manual_seed(seed)
     drawn = torch.rand(columns, rows, generator=source, dtype=torch.float32, device="cpu")
     return drawn - 0.5
@@ -277,26 +290,27 @@ def _sides(tensor: Tensor) -> tuple[int, int]:
 
 
 _CHUNK = 128
-"""Numbers that one thread adds up; sums of a fixed order are made of these."""
+"""Numbers that one thread adds up. Sums of a fixed order consist of these chunks."""
 _LOST = 1e-12
-"""A column whose square is this much smaller, once the others are taken out, is rounding."""
+"""Threshold for rounding: the ratio of a column's square after and before the other columns are
+taken out.
+"""
 
 
 def orthonormal(columns: Tensor, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The columns of each matrix made orthonormal from left to right, twice by the Cholesky factor
-    of P^T P.
+    """Make the columns of each matrix orthonormal from left to right.
 
-    The same bits from the same bits on every processor with the same vector instructions, whatever
-    its number of threads: sums of a fixed order in float64, everything else entry by entry.
+    It applies the Cholesky factor of P^T P twice. Equal bits give equal bits on every processor
+    with the same vector instructions, for any number of threads: sums have a fixed order in
+    float64, all else is computed entry by entry.
 
     Args:
-        columns: Shape (r, N), float32 or float64: the r columns of all matrices, one matrix beside
-            the other.
+        columns: Shape (r, N), float32 or float64: the r columns of all matrices, side by side.
         rows: Of each of b matrices, N together, more than r each.
 
     Returns:
-        The same of the orthonormal ones; and bool, shape (r, b), true for a column that depends on
-        those before it: it is zero. No host synchronization once `rows` are known.
+        The orthonormal columns, same shape; and bool, shape (r, b), True for a column that depends
+        on those before it: it is zero. No host synchronization once `rows` are known.
     """
     plan = _planned(tuple(rows), columns.device)
     spread = _with_zero(columns.double()).index_select(1, plan.spread)
@@ -309,16 +323,18 @@ def orthonormal(columns: Tensor, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 class _Plan(NamedTuple):
-    """Where the rows of matrices are once each begins with a chunk of its own."""
+    """Positions of the matrices' rows, padded so that each matrix begins with a chunk of
+    its own.
+    """
 
     spread: Tensor
-    """Row that is at each place of the chunks; N for none."""
+    """Row at each position of the chunks; N for padding."""
     places: Tensor
-    """Place of each row."""
+    """Position of each row."""
     owners: Tensor
     """Matrix of each chunk."""
     chunks: Tensor
-    """The chunks of each matrix, as many for all of them, shape (b, any); K for none."""
+    """Chunks of each matrix, padded to the same number, shape (b, any); K for padding."""
 
 
 @lru_cache(maxsize=256)
@@ -340,12 +356,15 @@ def _planned(rows: tuple[int, ...], device: torch.device) -> _Plan:
 
 
 def _with_zero(values: Tensor) -> Tensor:
-    """With one more column, of zeros."""
+    """Append a column of zeros."""
     return torch.cat([values, values.new_zeros(len(values), 1)], 1)
 
 
 def _orthonormalized(chunks: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
-    """One pass over the chunks of all matrices, shape (r, K, _CHUNK), float64; and what is lost."""
+    """Make one pass over the chunks of all matrices, shape (r, K, _CHUNK), float64.
+
+    Return the result and the columns that are only rounding.
+    """
     r = len(chunks)
     # chunks are added up each by one thread, and then those of a matrix
     sums = torch.cat([(chunks[: j + 1] * chunks[j]).sum(2) for j in range(r)])
@@ -364,13 +383,14 @@ def _orthonormalized(chunks: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
 
 
 def _inverse_of_factor(gram: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], Tensor]:
-    """The inverse of R, where R^T R is given, of b matrices at once.
+    """Return the inverse of R of b matrices at once, from R^T R.
 
     Args:
         gram: `gram[j][i]` is the entry (i, j), i <= j, shape (b,).
 
     Returns:
-        Its entries (i, j), j by j, zeros in a column that is lost; and what is lost, shape (r, b).
+        Its entries (i, j), column by column, with zeros in a column that is only rounding; and
+        those columns as flags, shape (r, b).
     """
     upper: list[list[Tensor]] = []
     inverse: list[list[Tensor]] = []

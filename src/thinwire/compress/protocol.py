@@ -1,9 +1,8 @@
-"""What a method of compression is: a generator of collectives, and what it does once all ranks have
-voted.
+"""Protocol of a compression method: a generator of collectives, and a commit after the vote.
 
-A method speaks to nobody and changes nothing before the vote. `send` yields the collectives that
-it needs and is given their results; the driver launches what several methods yielded
-together, waits for all of it, and goes on. `commit_` follows the vote.
+A method does not communicate and changes nothing before the vote. `send` yields the collectives
+that it needs and receives their results. The driver launches the collectives of several methods
+together, waits for all of them, and resumes the generators. `commit_` follows the vote.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -44,39 +43,43 @@ __all__ = [
 Entries = tuple[Tensor, Tensor]
 """Indices (j,), int64, ascending, and values (j,)."""
 Flags = Mapping[str, bool | Tensor]
-"""By name whether a gradient is as it should be; a tensor has shape () and dtype bool."""
+"""One flag per name, True for a gradient without a problem. A tensor has shape () and
+dtype bool.
+"""
 Limit = Callable[[int, Mapping[str, Tensor]], dict[str, Tensor]]
-"""What becomes of a rank's gradients by a local clip, in an update from 0."""
+"""Applies a local clip to a rank's gradients, given the update, from 0."""
 
 
 class AllGather(NamedTuple):
-    """Answered by what all sources gave, shape (sources, B): row i is from source i."""
+    """Request for the messages of all sources, shape (sources, B): row i is from source i."""
 
     message: Tensor
-    """Shape (B,), uint8, as long on every source."""
+    """Shape (B,), uint8, of the same length on every source."""
     purpose: str
     within_node: bool = False
-    """Over the ranks of this node instead of over the nodes."""
+    """True: over the ranks of this node instead of over the nodes."""
 
 
 class AllToAll(NamedTuple):
-    """Answered by what all sources gave to this one, shape (sources, lengths[source])."""
+    """Request for the messages that all sources sent to this one, shape (sources,
+    lengths[source]).
+    """
 
     messages: Tensor
-    """What each source gets, end to end, uint8."""
+    """Messages for each source, end to end, uint8."""
     lengths: Sequence[int]
     """Bytes for each source, the same list on all of them."""
     purpose: str
 
 
 class AllReduce(NamedTuple):
-    """Answered by the sum over the sources, the same bits on all of them."""
+    """Request for the sum over the sources, the same bits on all of them."""
 
     buffer: Tensor
-    """Of any floating-point type; may be overwritten."""
+    """Any floating-point type; may be overwritten."""
     purpose: str
     within_node: bool = False
-    """Over the ranks of this node instead of over the nodes."""
+    """True: over the ranks of this node instead of over the nodes."""
 
 
 Collective = AllGather | AllToAll | AllReduce
@@ -84,36 +87,36 @@ Collective = AllGather | AllToAll | AllReduce
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """To what a message belongs, and who exchanges."""
+    """Step and participants of a message."""
 
     step: int
     """Completed updates, from 0."""
     bucket: int
     source: int
-    """Which of the sources this rank is, or belongs to."""
+    """Index of the source that this rank is, or belongs to."""
     sources: int
-    """W, at least 1: ranks, or nodes of ranks."""
+    """W, at least 1: number of ranks, or of nodes."""
     node_size: int = 1
-    """Ranks to a source."""
+    """Number of ranks per source."""
     read_sums: bool = False
-    """Whether the bits of sums are to be compared over the ranks."""
+    """True if the bits of sums are to be compared over the ranks."""
 
 
 class Arrived:
-    """What one sending brought, by name. Nothing of it may be applied before all ranks have voted.
+    """Result of one sending, by name. It may be applied only after all ranks have voted.
 
     Attributes:
         context: Of the sending.
-        names: What travelled.
-        finite: Whether this rank's own gradients are finite, as far as the method knows.
-        sums_finite: Whether the sums over the sources are, as far as the host knows.
-        sums: What `checked_mean_` found in each of the sums that are the same bits on all ranks
-            unless a message was damaged: int64, shape (2,), or (1,) without bits to compare, where
-            the host has not looked yet.
-        checks: What is wrong with each message, 0 for nothing, int64 (sources,), where the host
+        names: Tensors that were sent.
+        finite: False if the method found that this rank's own gradients are not finite.
+        sums_finite: False if the host found that the sums over the sources are not finite.
+        sums: Results of `checked_mean_` for each sum that is bit-identical on all ranks unless a
+            message was damaged: int64, shape (2,), or (1,) without bits to compare, where the host
+            has not looked yet.
+        checks: Code of the problem with each message, 0 for none, int64 (sources,), where the host
             has not looked yet.
         node_means: The gradients that were folded in, where they are means over a node.
-        sender: Whose it is.
+        sender: The compressor that sent it.
     """
 
     def __init__(self, context: Context, names: Sequence[str]) -> None:
@@ -130,146 +133,147 @@ class Arrived:
         """Raise `PayloadCorrupt` for the first of `checks`, read by the host, that is not 0."""
 
     def first_bad_sum(self) -> str | None:
-        """The first tensor whose sum is not finite, where one may be."""
+        """Return the first tensor whose sum is not finite, if there may be one."""
         return None
 
     def entries(self, name: str, dtype: torch.dtype) -> list[Entries] | None:
-        """Indices and values of each source, or of their sum, in `dtype`; None where all have one.
+        """Return indices and values of each source, or of their sum, in `dtype`.
 
-        On CUDA an index may be there several times, each time with the same value: assign, do not
-        accumulate.
+        None if every entry has a value. On CUDA an index may occur several times, each time with
+        the same value: assign, do not accumulate.
         """
         return None
 
     def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
-        """The mean over the sources.
+        """Return the mean over the sources.
 
         Args:
             name: Of the tensor.
-            param: In whose shape it is given, and in float32, float64 for float64; what is not
-                floating-point in its own type.
-            into: Overwritten with it where it fits: a gradient that nobody needs any more.
+            param: Gives the shape. The type is float32, float64 for float64 parameters, and that of
+                `param` itself if it is not floating-point.
+            into: Overwritten with the result if it fits: a gradient that is no longer needed.
         """
         raise NotImplementedError(f"{type(self).__name__} must define mean")
 
 
 def place_for(param: Tensor, dtype: torch.dtype, into: Tensor | None) -> Tensor:
-    """A tensor in the shape of `param`, of any content: `into`, where that fits."""
+    """Return a tensor in the shape of `param` with undefined content: `into`, if it fits."""
     if into is not None and into.is_contiguous() and into.dtype == dtype:
         return into.detach()
     return torch.empty(param.shape, dtype=dtype, device=param.device)
 
 
 def zeros_for(param: Tensor, dtype: torch.dtype, into: Tensor | None) -> Tensor:
-    """As `place_for`, with zeros."""
+    """Return zeros in the shape of `param`: `into`, if it fits."""
     return place_for(param, dtype, into).zero_()
 
 
 OtherRanks: TypeAlias = Literal["mean_zero", "first"]
-"""What state becomes on another number of ranks, in the words of `checkpoint.combine`: the mean, to
-which ranks that lack it add zero, or the state of the first rank."""
+"""Rule for state when the number of ranks changes, in the words of `checkpoint.combine`: the mean,
+to which ranks without state add zero, or the state of the first rank.
+"""
 Sending = Generator[Sequence[Collective], Sequence[Tensor], Arrived]
-"""Yields collectives that are launched together, and is sent their results in the same order.
+"""Yields collectives that are launched together, and receives their results in the same order.
 
 All sources yield the same kinds, in the same order, with equally long messages. A method that
-cannot use what came goes on to its end, with a message that says so, and raises `PayloadCorrupt`
-after its last result: no source waits for another one.
+cannot use what arrived continues to its end with a message that reports it. It raises
+`PayloadCorrupt` after its last result, so that no source waits for another one.
 """
 Bucket = Generator[Sequence[Collective], Sequence[Tensor], list[Arrived]]
 
 
 Kept: TypeAlias = Mapping[str, Mapping[str, Tensor]]
-"""What a compression of changes keeps, by kind and name of the parameter."""
+"""State of a change compression, by kind and name of the parameter."""
 ERRORS = "errors"
-"""The kind that there is always: what of a change was not sent, of this rank alone."""
+"""The kind that always exists: the unsent part of a change, of this rank alone."""
 
 
 class Config(Protocol):
     """Numbers of a method, such as `LowRank`: a frozen dataclass.
 
-    What follows from the numbers is in `compress.figures`, what is said of them in
-    `strategy.explain.texts`.
+    Their consequences are in `compress.figures`, their descriptions in `strategy.explain.texts`.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def compresses(self, param: Tensor) -> bool:
-        """Whether this tensor, or its change, is ever compressed."""
+        """Return True if this tensor, or its change, is ever compressed."""
 
 
 class Compression(Config, Protocol):
-    """A config of a compression of gradients, entered in `compress.COMPRESSIONS`."""
+    """Config of a gradient compression, registered in `compress.COMPRESSIONS`."""
 
     def compressor(
         self, params: Mapping[str, Tensor], *, num_trainers: int | None = None
     ) -> "Compressor":
-        """Make what does it, for an optimizer that has its momentum and clipping to itself.
+        """Build the compressor for an optimizer that has its own momentum and clipping.
 
         Args:
             params: The trainable parameters by name, in the same order on all ranks.
-            num_trainers: By what a local clip is scaled; None: the sources.
+            num_trainers: Number that scales a local clip; None: the sources.
         """
 
 
 class Compressor(Protocol):
-    """Chooses what a rank sends of its gradients, and keeps the rest."""
+    """Chooses what a rank sends of its gradients, and keeps the rest as residual."""
 
     def takes(self, step: int, name: str, grad: Tensor) -> bool:
-        """Whether it sends this gradient, which is dense on all ranks; the same on all of them."""
+        """Return True if it sends this gradient, which is dense on all ranks. Equal on all
+        ranks.
+        """
 
     def send(self, context: Context, grads: Mapping[str, Tensor]) -> Sending:
-        """Send what it takes of one bucket. Reads gradients and state, and changes neither."""
+        """Send the gradients of one bucket that it takes. Gradients and state are read only."""
 
     def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived) -> None:
-        """Change the state after a vote that found nothing wrong.
+        """Change the state after a vote that found no problem.
 
         Args:
-            grads: Those that were sent, unchanged since.
-            arrived: What `send` returned.
+            grads: The gradients that were sent, unchanged since.
+            arrived: Result of `send`.
         """
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """What only this rank, or its node, holds: the live tensors, by kind and parameter.
+        """Return the state that only this rank, or its node, holds: live tensors, by kind and
+        parameter.
 
         `compress.OTHER_RANKS` has each kind.
         """
 
 
 class ChangeCompression(Config, Protocol):
-    """A config of a compression of changes of local updates, entered in
-    `compress.CHANGE_COMPRESSIONS`.
+    """Config of a compression of local updates, registered in `compress.CHANGE_COMPRESSIONS`.
 
-    What is folded is e <- decay * e + change, with an error e per parameter; what of it is not sent
+    Each parameter has an error e. The sum e <- decay * e + change is to be sent; its unsent part
     becomes e. Steps are local steps, from 1.
     """
 
     def begin(self, anchor: Tensor) -> dict[str, Tensor]:
-        """The state of a parameter at the start, by kind; an error is zeros like the anchor."""
+        """Return the initial state of a parameter by kind. An error is zeros like the anchor."""
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
-        """The collectives of one averaging, which return a `MeanChange`.
+        """Yield the collectives of one averaging, and return a `MeanChange`.
 
         Args:
             context: Its step is a local step, from 1, for the headers of messages.
-            folded: By name what this rank has to send, contiguous, float32 or float64, finite; read
-                only. All names are compressed at this step, at least one, in the same order on all
-                ranks.
+            folded: By name the sum that this rank has to send, contiguous, float32 or float64,
+                finite; read only. All names are compressed at this step, at least one, in the same
+                order on all ranks.
             kept: The state; read only.
         """
 
 
 class MeanChange(Arrived):
-    """What has arrived of the changes and is in order, before anything is applied."""
+    """Changes that arrived without a problem, before they are applied."""
 
     def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
-        """The mean change of one parameter; changes `kept`: what this rank did not send is its
-        error.
+        """Return the mean change of one parameter, and store the unsent part as error in `kept`.
 
         Args:
             name: Of the parameter.
-            folded: What this rank had to send; read only.
-            kept: The state; an error has shape and dtype of `folded`, contiguous, and becomes
-                `folded` less what this rank sent. Of this parameter only.
+            folded: The sum that this rank had to send; read only.
+            kept: The state of this parameter. An error has shape and dtype of `folded`, contiguous;
+                it becomes `folded` minus the part that this rank sent.
 
         Returns:
             A new tensor like `folded`; the same bits on all ranks.
@@ -278,7 +282,7 @@ class MeanChange(Arrived):
 
 
 class ErrorsOnly:
-    """For those whose state is the errors alone."""
+    """Base of change compressions whose only state is the errors."""
 
     def begin(self, anchor: Tensor) -> dict[str, Tensor]:
         """See `ChangeCompression`."""
@@ -286,7 +290,7 @@ class ErrorsOnly:
 
 
 def together(sendings: Sequence[Sending]) -> Bucket:
-    """Several sendings as one, whose collectives are launched together.
+    """Combine several sendings into one, whose collectives are launched together.
 
     Raises:
         PayloadCorrupt: The first that any of them raises, after all of them have ended.

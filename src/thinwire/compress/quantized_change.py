@@ -1,6 +1,4 @@
-"""Quantized changes: every entry of every change travels in few bits; the rounding error is
-kept.
-"""
+"""Quantized changes: every entry travels in few bits, and the rounding error is kept."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -36,24 +34,28 @@ _NARROWEST_PLAIN = 32
 class Quantized(ErrorsOnly):
     """Every entry of each parameter's change is sent in a few bits, without positions.
 
-    All parameters of floating-point type are, whatever their size. A tensor costs its bits and a
-    few float32 scales of its own: 2 at 1 and 2 bits, 8 at 4 bits, 2 at 8 and 16 bits.
+    All parameters of floating-point type are quantized, of any size. A tensor costs its bits and a
+    few float32 scales: 2 at 1 and 2 bits, 8 at 4 bits, 2 at 8 and 16 bits.
 
     Attributes:
-        value_bits: What one entry costs: 1, 2, 4, 8 or 16. The rounding error is kept.
-        decay: What is kept counts this much at the next averaging, in [0, 1]; 1 loses nothing, 0
-            keeps nothing.
+        value_bits: Bits per entry: 1, 2, 4, 8 or 16. The rounding error is kept.
+        decay: Factor of the kept error at the next averaging, in [0, 1]; 1 loses nothing, 0 keeps
+            nothing.
         exchange: "gather": all messages go to all ranks. "split": each rank averages a part of the
-            entries and sends all others the mean in as many bits, whose rounding error it keeps;
-            what a rank sends and receives stays the same however many there are. "auto": split
-            where a rank then moves at most half of the bytes.
+            entries, sends all others the mean in as many bits, and keeps its rounding error. The
+            bytes that a rank sends and receives then do not grow with the number of ranks. "auto":
+            split if a rank then moves at most half of the bytes.
 
     Raises:
         TypeError, ValueError: A wrong value.
 
-    Source: error feedback, Karimireddy et al., 2019, arXiv 1901.09847; changes of a few bits with
-    it, MuLoCo, 2025, arXiv 2505.23725. Differs: levels are means of parts of the magnitudes (at 1
-    bit of each sign), not quantiles.
+    Example::
+
+        strategy = Strategy(local_sgd=LocalSGD(k_steps=16, compression=Quantized(value_bits=1)))
+
+    Source: error feedback, Karimireddy et al., 2019, arXiv 1901.09847; quantized changes with error
+    feedback, MuLoCo, 2025, arXiv 2505.23725. Differs: levels are means of parts of the magnitudes
+    (at 1 bit of each sign), not quantiles.
     """
 
     value_bits: int = 4
@@ -74,11 +76,13 @@ class Quantized(ErrorsOnly):
         object.__setattr__(self, "decay", check.real("decay", self.decay, at_least=0, at_most=1))
 
     def compresses(self, param: Tensor) -> bool:
-        """All parameters, whatever their size."""
+        """Return True for parameters of any size."""
         return True
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
-        """See `ChangeCompression`: one all-gather, or an exchange of parts and an all-gather."""
+        """Send by one all-gather, or by an all-to-all and an all-gather; see
+        `ChangeCompression`.
+        """
         numels = tuple(tensor.numel() for tensor in folded.values())
         layout = WholeLayout(numels, self.value_bits)
         step = context.step
@@ -100,7 +104,9 @@ class Quantized(ErrorsOnly):
 
 
 class _Whole(MeanChange):
-    """What all ranks sent of each tensor, as codes, since decoded they would be as many models."""
+    """Codes that all ranks sent of each tensor; decoded, they would take a model's size
+    per rank.
+    """
 
     value_bits: int
     own: Mapping[str, Tensor]
@@ -120,10 +126,10 @@ class _Whole(MeanChange):
 def _by_shares(
     context: Context, folded: Mapping[str, Tensor], plan: SplitPlan[WholeLayout]
 ) -> Sending:
-    """To the owners, and the means that they make of it back to all.
+    """Send codes to their owners, and the owners' means back to all.
 
-    An owner does not round its own part of what it averages. What rounding the mean takes off
-    stays with it, times the sources, so that it counts once in a later mean.
+    An owner does not round its own part of the average. It keeps the rounding error of the mean,
+    times the number of sources, so that the error counts once in a later mean.
     """
     me, step, flats = context.source, context.step, [t.view(-1) for t in folded.values()]
     cut = [[_cut(flats, piece) for piece in mine] for mine in plan.pieces]

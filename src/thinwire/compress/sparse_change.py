@@ -1,6 +1,4 @@
-"""Sparse changes: the largest entries of every change travel with their positions; the rest is
-kept.
-"""
+"""Sparse changes: the largest entries travel with their positions, and the rest is kept."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -32,31 +30,35 @@ __all__ = ["Sparse", "send_largest", "source_factors", "squared_norms"]
 
 @dataclass(frozen=True)
 class Sparse(ErrorsOnly):
-    """Only the largest entries of each parameter's change are sent; what stays behind is kept.
+    """Only the largest entries of each parameter's change are sent; the rest is kept.
 
     Attributes:
         sparsity: Fraction that is **not** sent, in [0, 1).
-        value_bits: What one sent value costs: 1, 2, 4, 8, 16 or 32. The rounding error is kept.
-        decay: What is kept counts this much at the next averaging, in [0, 1]; 1 loses nothing, 0
-            keeps nothing.
+        value_bits: Bits per sent value: 1, 2, 4, 8, 16 or 32. The rounding error is kept.
+        decay: Factor of the kept rest at the next averaging, in [0, 1]; 1 loses nothing, 0 keeps
+            nothing.
         mean_over: "senders": an entry's mean is over the ranks that sent it; "all": over all ranks.
-            An entry that nobody sent stays as it is.
+            An entry that no rank sent stays unchanged.
         clip_sources: Largest norm of all that one rank sends at an averaging, as a multiple of the
-            median of all ranks' norms, >= 1: what is above is scaled down to it before the mean.
-            What this takes off is dropped and not kept: kept, all of it would be applied later.
-            Ranks that sent only zeros do not count; of two the smaller norm is the median. None
-            limits nothing.
+            median of all ranks' norms, >= 1. A larger one is scaled down to it before the mean. The
+            difference is dropped: if it were kept, all of it would be applied later. Ranks that
+            sent only zeros do not count; of two ranks the smaller norm is the median. None: no
+            limit.
         exchange: "gather": all messages go to all ranks. "split": each rank adds up a part of the
-            index space and sends all others the means of the largest sums; what a rank sends and
-            receives stays the same however many there are, and what is not passed on is kept.
-            "auto": split where a rank then moves at most half of the bytes. With `clip_sources`
-            messages are gathered, since it needs all of them.
+            index space, sends all others the means of the largest sums, and keeps the rest. The
+            bytes that a rank sends and receives then do not grow with the number of ranks. "auto":
+            split if a rank then moves at most half of the bytes. `clip_sources` needs all messages,
+            so with it they are gathered.
 
     Raises:
         TypeError, ValueError: A wrong value.
 
-    Source: SparseLoCo, 2025, arXiv 2508.15706, whose formula has the mean over all ranks and whose
-    code (templar), CCLoco's too, that over the senders; templar limits the norm of what each rank
+    Example::
+
+        strategy = Strategy(local_sgd=LocalSGD(k_steps=16, compression=Sparse(sparsity=0.98)))
+
+    Source: SparseLoCo, 2025, arXiv 2508.15706. Its formula takes the mean over all ranks; its code
+    (templar), like CCLoco's, the mean over the senders. templar limits the norm of what each rank
     sends of a tensor to the median. Differs: selection per tensor instead of per chunk; one norm
     for all tensors.
     """
@@ -89,11 +91,13 @@ class Sparse(ErrorsOnly):
             object.__setattr__(self, "clip_sources", times)
 
     def compresses(self, param: Tensor) -> bool:
-        """All parameters, whatever their size."""
+        """Return True for parameters of any size."""
         return True
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
-        """See `ChangeCompression`: one all-gather, or an exchange of parts and an all-gather."""
+        """Send by one all-gather, or by an all-to-all and an all-gather; see
+        `ChangeCompression`.
+        """
         return send_largest(
             context,
             folded,
@@ -117,7 +121,8 @@ def send_largest(
 ) -> Sending:
     """Send the largest entries of each tensor, gathered or by shares; see `ChangeCompression.send`.
 
-    `count` says how many entries of a tensor are sent, by its numbers; for the others see `Sparse`.
+    `count` maps a tensor's number of entries to the number that is sent. The other arguments are as
+    in `Sparse`.
     """
     proposed = {}
     for name, tensor in folded.items():
@@ -140,11 +145,11 @@ def send_largest(
 
 
 class _Largest(ArrivedEntries, MeanChange):
-    """What all ranks sent of each tensor, or the means that owners made of it."""
+    """Entries that all ranks sent of each tensor, or the means that owners made of them."""
 
     given_word, sums_word = "changes", "means of changes"
     rooms: Mapping[str, int]
-    """Entries of each tensor for which a message has room."""
+    """Number of entries of each tensor that a message can hold."""
     over_senders: bool
     clip_sources: float | None
 
@@ -159,7 +164,7 @@ class _Largest(ArrivedEntries, MeanChange):
         return change
 
     def _mean(self, name: str, dtype: torch.dtype) -> Entries:
-        """Positions, and the mean there over the ranks or over those who sent it."""
+        """Return positions, and the mean there over all ranks or over the senders."""
         if name in self.rows:
             return self._mean_on_device(name, dtype)
         parts = self.parts.get(name, [])
@@ -202,7 +207,9 @@ class _Largest(ArrivedEntries, MeanChange):
 
 
 def squared_norms(rows: Tensor) -> Tensor:
-    """Sum of the squares in each row, float64, in an order that depends on the shape alone."""
+    """Return the sum of squares of each row, float64, in an order that depends on the
+    shape alone.
+    """
     squares = rows.double().square()
     while squares.shape[1] > 1:  # elementwise sums: a reduction's order depends on the threads
         squares = torch.nn.functional.pad(squares, (0, squares.shape[1] % 2))
@@ -212,12 +219,15 @@ def squared_norms(rows: Tensor) -> Tensor:
 
 
 def source_factors(squares: Tensor, times: float) -> Tensor:
-    """What each source's values are multiplied by, so that no norm is above `times` the median,
-    from squared norms, shape (sources,), float64; no host synchronization.
+    """Return the factors that limit each source's norm to `times` the median.
 
-    The median is over the sources whose norm is not 0; of an even number of them it is the lower
-    one of the two in the middle. With the mean of the two, no one of two sources could be limited
-    at `times` >= 2.
+    `squares` are squared norms, shape (sources,), float64; no host synchronization. The median is
+    over the sources whose norm is not 0. For an even number of them it is the lower of the two in
+    the middle: with the mean of the two, neither of two sources could ever be limited at `times` >=
+    2.
+
+    >>> source_factors(torch.tensor([1.0, 1.0, 16.0], dtype=torch.float64), 2.0).tolist()
+    [1.0, 1.0, 0.5]
     """
     norms = squares.sqrt()
     ordered = norms.sort().values  # those that sent nothing come first

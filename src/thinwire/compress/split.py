@@ -1,14 +1,13 @@
-"""Sums of sparse vectors by shares: every source owns a part of the index space, adds it up and
-selects again.
+"""Sums of sparse vectors by shares: each source adds up the part of the index space that it owns.
 
-The tensors of a message, laid end to end, are cut into W equal shares; a share falls into pieces,
-each within one tensor. In round one every source sends each owner what it proposes in the owner's
-pieces; in round two every owner sends all sources the largest sums of its pieces. What does not fit
-stays behind, at the source or at the owner.
+The tensors of a message, laid end to end, are cut into W equal shares; a share consists of pieces,
+each within one tensor. In round one every source sends each owner its proposed entries in the
+owner's pieces. In round two every owner selects again and sends all sources the largest sums of its
+pieces. Entries that do not fit are kept, at the source or at the owner.
 
 Source: Ok-Topk, Li and Hoefler, 2022, arXiv 2201.07598. Differs: equal shares and fixed room
-instead of balancing by the counts of entries, so that no sizes are exchanged; what the owner drops
-is kept, by the owner.
+instead of balancing by the counts of entries, so that no sizes are exchanged; the owner keeps the
+entries that it drops.
 """
 
 from collections.abc import Sequence
@@ -28,25 +27,28 @@ Entries = tuple[Tensor, Tensor]
 
 
 class Sums(NamedTuple):
-    """What an owner makes of one of its pieces; positions count from the beginning of the piece."""
+    """Sums that an owner made of one of its pieces. Positions count from the beginning of the
+    piece.
+    """
 
     indices: Tensor
-    """Wherever any source sent something, ascending."""
+    """Positions of entries that any source sent, ascending."""
     totals: Tensor
-    """The sums there, or means over those who sent something."""
+    """The sums there, or means over the sources that sent an entry."""
     chosen: Tensor
-    """Which of them, as places in `indices`, go on."""
+    """Indices into `indices` of the entries that are sent in round two."""
     unsent: Tensor
-    """What stays of each that does not go on: the sums, or their means over all sources."""
+    """Kept part of each entry that is not sent: the sum, or its mean over all sources."""
 
     @property
     def passed_on(self) -> Entries:
-        """What the owner would send."""
+        """Return the entries that the owner would send."""
         return self.indices[self.chosen], self.totals[self.chosen]
 
     def left_over(self, sent: Tensor) -> Tensor:
-        """What stays at the owner at `indices`, once `sent`, shape of `chosen`, is what all others
-        decode.
+        """Return the residual of the owner at `indices`.
+
+        `sent`, in the shape of `chosen`, are the values that all others decode.
         """
         rest = self.unsent.clone()
         rest[self.chosen] = self.totals[self.chosen] - sent.to(rest.dtype)
@@ -54,11 +56,11 @@ class Sums(NamedTuple):
 
 
 def shares(plan: SplitPlan[Layout], parts: Sequence[Entries]) -> list[list[Entries]]:
-    """What one source sends to every owner, of (indices, values) per tensor.
+    """Return the entries that one source sends to every owner, from (indices, values) per tensor.
 
     Returns:
-        By owner and piece (indices, values), positions counted from the piece's beginning; of more
-        entries than there is room for the largest, equal ones by lowest position.
+        By owner and piece (indices, values), positions counted from the piece's beginning. If there
+        are too many entries the largest are taken, equal ones by lowest position.
     """
     cuts = [
         [0, *torch.searchsorted(indices, torch.tensor(ends, device=indices.device)).tolist()]
@@ -83,16 +85,16 @@ def add_up(
     *,
     over_senders: bool = False,
 ) -> list[Sums]:
-    """The sums of an owner's pieces, added in the order of the sources, and which of them go on.
+    """Add up an owner's pieces, in the order of the sources, and select the entries to send.
 
     Args:
         layout: Of the owner's message in round two.
         parts: By source and piece (indices, values) as decoded, at least one source.
         dtypes: float32 or float64 by piece, in which it is added.
-        over_senders: Means over the sources that sent something go on, those of the largest sums.
-            Of the others the mean over all sources stays: who sends it later is the only one, so
-            that the mean over the senders would be as many times too large as sources sent it, one
-            after another.
+        over_senders: Send means over the sources that sent an entry, those of the largest sums. Of
+            the others the mean over all sources is kept. A source that sends it later is then the
+            only sender, so a mean over senders would be too large: it would count once for each
+            source that sent it.
 
     Returns:
         By piece.
@@ -112,19 +114,20 @@ def add_up(
 
 
 def senders(parts: Sequence[Entries], dtype: torch.dtype) -> Tensor:
-    """How many of the parts have something at each position that `sum_sparse` finds."""
+    """Return the number of parts that have an entry at each position found by `sum_sparse`."""
     return sum_sparse([(indices, torch.ones_like(values)) for indices, values in parts], dtype)[1]
 
 
 def joined(
     plan: SplitPlan[Layout], slots: int, parts: Sequence[Sequence[Entries]]
 ) -> list[Entries | None]:
-    """Entries by owner and piece as entries by tensor, in their own positions; None where no piece
-    says anything.
+    """Convert entries by owner and piece to entries by tensor, in the tensor's own positions.
+
+    None for a tensor without a report from any piece.
 
     Args:
         plan: Of the message.
-        slots: Tensors in it.
+        slots: Number of tensors in it.
         parts: By owner and piece; an owner without pieces here is left out.
     """
     by_slot: list[list[Entries]] = [[] for _ in range(slots)]
