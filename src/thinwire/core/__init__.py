@@ -1,3 +1,4 @@
-"""The mathematics of the methods: tensors in, tensors out. It knows no ranks, modules or
-optimizers, and every package above it may import it.
+"""The mathematics of the methods: tensors in, tensors out.
+
+It does not depend on ranks, modules or optimizers. Every package above it may import it.
 """

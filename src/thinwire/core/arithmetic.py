@@ -1,5 +1,6 @@
-"""What decides how a processor rounds, for ranks that must get the same bits from the same
-numbers.
+"""Facts that decide how a processor rounds.
+
+Ranks that must compute equal bits from equal numbers compare them.
 """
 
 import torch
@@ -30,19 +31,21 @@ CURES = {
         "or call torch.set_num_threads, and torch.set_float32_matmul_precision, alike on all ranks"
     ),
 }
-"""What to do where ranks differ, for `require_agreement`."""
+"""Remedies where ranks differ, for `require_agreement`."""
 
 
 def arithmetic(
     device: torch.device, *, kernels: bool = False, products: bool = False
 ) -> dict[str, str]:
-    """What ranks that train on devices like this one must have in common.
+    """Return the facts that ranks must share if they train on devices like this one.
 
     Args:
         device: Of the parameters.
-        kernels: Whether the bodies of the kernels do not give the same bits for what is to be
-            computed.
-        products: Whether updates that all ranks make alike have products of matrices in them.
+        kernels: True if the kernel bodies differ in bits for the work to come.
+        products: True if replicated updates contain matrix products.
+
+    >>> sorted(arithmetic(torch.device("cuda")))
+    []
     """
     facts = {}
     if device.type == "cpu":
@@ -59,14 +62,14 @@ def arithmetic(
 
 
 def products_are_exact(like: Tensor) -> bool:
-    """Whether products of matrices like this are computed in its type, and not with fewer bits."""
+    """Return True if products of such matrices are computed in full precision of their type."""
     return like.dtype == torch.float64 or (
         like.dtype == torch.float32 and _precision(like.device) == "ieee"
     )
 
 
 def _precision(device: torch.device) -> str:
-    """In which float32 matrices are multiplied, as torch calls it."""
+    """Return the precision of float32 matrix products, by its name in torch."""
     if device.type not in ("cpu", "cuda"):
         return "unknown"
     backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn

@@ -8,29 +8,32 @@ from torch import Tensor
 __all__ = ["ODD", "bit_sums", "checked_mean_", "checksum", "flat_bytes", "odd_weights"]
 
 _WORDS = 512
-"""64-bit words of a block, whose sum has one weight."""
+"""Number of 64-bit words in a block. The sum of a block has one weight."""
 _BLOCK = 8 * _WORDS
 _CACHED = 1 << 19
-"""Bytes that stay in a core's own cache while they are read again."""
+"""Size in bytes that stays in a core's own cache while it is read again."""
 _SMALL = 1 << 15
-"""Bytes; smaller tensors are joined first, since a call for each would cost more than the copy."""
+"""Size in bytes below which tensors are joined first: a call for each costs more than the copy."""
 ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio in 64 bits, as a signed number
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:
-    """One number for the bits of all tensors, in their order.
+    """Return one number for the bits of all tensors, in their order.
 
-    sum over blocks b of (2 b + 1) c sum of the 64-bit words in b, modulo 2^64, over what the
-    tensors hold, one after the other, zeros at the end. Every weight is odd, so that a change of
-    any single word changes the result.
+    It is the sum over blocks b of (2 b + 1) c times the sum of the 64-bit words in b, modulo 2^64.
+    The words are those of all tensors end to end, padded with zeros. Every weight is odd, so that a
+    change of any single word changes the result.
 
     Args:
-        tensors: Any dtypes, shapes, layouts in memory and devices; read only. Entries count in
-            their logical order, NaN by its bits; a sharded tensor counts by what is here.
+        tensors: Any dtypes, shapes, memory layouts and devices; read only. Entries count in their
+            logical order, NaN by its bits. Of a sharded tensor the local shard counts.
 
     Returns:
-        0 to 2^64 - 1, the same on every device. One pass, and one host synchronization where they
-        are elsewhere.
+        0 to 2^64 - 1, the same on every device. One pass; one host synchronization for tensors that
+        are not on the CPU.
+
+    >>> checksum([torch.ones(3)]) == checksum([torch.ones(2), torch.ones(1)])
+    True
     """
     sums: list[Tensor] = []
     small: dict[torch.device, list[Tensor]] = {}
@@ -52,25 +55,25 @@ def checksum(tensors: Sequence[Tensor]) -> int:
 
 
 def bit_sums(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Per tensor the sum of its 64-bit words modulo 2^64, as an int64 tensor of shape () where it
-    is: cheaper than `checksum` of each, and no host synchronization.
+    """Return per tensor the sum of its 64-bit words modulo 2^64, int64, shape (), on its device.
 
-    A change of any single word changes it, an exchange of two words does not.
+    It is cheaper than `checksum` of each and needs no host synchronization. A change of any single
+    word changes it; an exchange of two words does not.
     """
     return [_word_sum(tensor) for tensor in tensors]
 
 
 def checked_mean_(total: Tensor, count: int, *, bits: bool) -> Tensor:
-    """Divides a sum in place, and looks at what comes out while it is still in the cache.
+    """Divide a sum in place, and check the result while it is still in the cache.
 
     Args:
         total: Floating-point or complex, one dimension, contiguous.
-        count: What it is divided by.
-        bits: Whether to read its bits too.
+        count: The divisor.
+        bits: Also compute a number of the result's bits.
 
     Returns:
-        int64, shape (2,), where `total` is: 1 if the entries add up to a finite number, else 0; and
-        a number for the bits of what comes out, which a change of any 64-bit word changes, 0
+        int64, shape (2,), on the device of `total`. First 1 if the entries add up to a finite
+        number, else 0. Then a number that a change of any 64-bit word of the result changes, or 0
         without `bits`. No host synchronization.
     """
     length = (
@@ -89,12 +92,12 @@ def checked_mean_(total: Tensor, count: int, *, bits: bool) -> Tensor:
 
 
 def odd_weights(count: int, device: torch.device) -> Tensor:
-    """(2 i + 1) c for i below `count`, int64: all odd, so none loses a bit of what it weighs."""
+    """Return (2 i + 1) c for i below `count`, int64. Odd weights lose no bit of a word."""
     return torch.arange(count, device=device).mul_(2).add_(1).mul_(ODD)
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """What the tensor holds, uint8, readable as 64-bit words; a copy only if it must be."""
+    """Return the content of a tensor, uint8, readable as 64-bit words; a copy only if necessary."""
     local = tensor.detach().resolve_neg()
     if local.is_complex():
         local = torch.view_as_real(local.resolve_conj())

@@ -1,22 +1,21 @@
-"""Error feedback of what travels sparse: what accumulates of a tensor, which entries are sent, what
-stays, and the step along what came.
+"""Error feedback for sparse messages: accumulation, selection, residual and the sparse step.
 
 Throughout: g gradient, u momentum buffer, v residual, S the entries that are sent, m the momentum.
 All are flat, contiguous and on one device; u and v are float32, float64 or bfloat16, g may be of
 any floating-point type. The arithmetic rounds after every operation, so a proposal and the commit
-that follows it see the same bits. u and v in bfloat16 are read as float32 and computed with in
-float32; what stays is rounded stochastically.
+that follows it see the same bits. u and v in bfloat16 are converted to float32 for computing, and
+rounded stochastically when they are stored.
 
-bfloat16 is the upper half of a float32: 8 bits of significand, with the range of a float32. Of x,
-which lies between two neighbours a < x < b in magnitude, b is stored with the probability (x - a) /
-(b - a), so the expectation is x, exactly, down to the denormals. Nothing that is a bfloat16
-changes, zeros among them; beyond the largest bfloat16, 3.39e38, x becomes that one and never
-infinity. The random bits of position i are those of a hash of i and a seed, 32 a position: the
-lower 16 are for a residual, the upper 16 for a momentum buffer. Position i and i + 2^32 of one
-tensor have the same.
+bfloat16 is the upper half of a float32: 8 bits of significand, with the range of a float32. For x
+between two neighbours a < x < b in magnitude, b is stored with the probability (x - a) / (b - a).
+So the expectation is exactly x, down to the denormals. Values that are representable in bfloat16 do
+not change, including zeros. Beyond the largest bfloat16, 3.39e38, x becomes that value and never
+infinity. The random bits of position i are a hash of i and a seed, 32 per position: the lower 16
+for a residual, the upper 16 for a momentum buffer. Positions i and i + 2^32 of one tensor share
+their bits.
 
-Source: Lin et al., 2018, arXiv 1712.01887, sections 3.1 and 3.2; stochastic rounding as in Gupta
-et al., 2015, arXiv 1502.02551, section 3. Differs: a counter-based hash instead of a generator, so
+Source: Lin et al., 2018, arXiv 1712.01887, sections 3.1 and 3.2; stochastic rounding as in Gupta et
+al., 2015, arXiv 1502.02551, section 3. Differs: a counter-based hash instead of a generator, so
 there is no generator to save, and the order of the work changes no bit.
 """
 
@@ -45,26 +44,27 @@ __all__ = [
 ]
 
 _CHUNK = 1 << 22
-"""Entries of the tensors of one call."""
+"""Entries of all tensors of one call."""
 _Key = TypeVar("_Key")
 
 
 class Proposal(NamedTuple):
-    """What one tensor would send."""
+    """Entries that one tensor would send."""
 
     indices: Tensor
     """Shape (k,), int64, ascending; empty if not finite (but never where `finite` is a tensor)."""
     values: Tensor
-    """Shape (k,), the folded residual at `indices`, in the dtype that is computed in; as long as
-    `indices`."""
+    """Shape (k,), the folded residual at `indices`, in the type of the computation."""
     finite: bool | Tensor
-    """Whether gradient and folded residual hold finite values only; shape (), bool, where the host
-    need not know."""
+    """True if gradient and folded residual are finite. A tensor of shape () and dtype bool if the
+    host need not know.
+    """
 
 
 def in_chunks(sizes: Mapping[_Key, int]) -> Iterator[list[_Key]]:
-    """Tensors, by their sizes, that are worth one call together, so few that what is made for all
-    of them stays small.
+    """Yield groups of tensors for one call each.
+
+    The groups are so small that their temporary tensors stay small.
     """
     chunk: list[_Key] = []
     room = _CHUNK
@@ -79,20 +79,25 @@ def in_chunks(sizes: Mapping[_Key, int]) -> Iterator[list[_Key]]:
 
 
 def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[Proposal]:
-    """Per tensor the `k` entries of largest magnitude of the folded residual; nothing is changed.
+    """Return per tensor the `k` largest entries of the folded residual; nothing changes.
 
-    v' = v + (m * u + g), with Nesterov u' = m * (u + g) and v' = v + u' + g, without momentum
-    buffer v' = v + g.
+    Without a momentum buffer v' = v + g, with one v' = v + (m * u + g). With Nesterov u' = m * (u +
+    g) and v' = v + u' + g.
 
     Args:
         folds: Per tensor g, v and u or None, shape (n,) each, m and Nesterov; all on one device.
-        ks: Between 1 and n of each.
+        ks: Number of entries of each tensor, between 1 and n.
 
     Returns:
-        Positions, values and whether all was finite; equal magnitudes by lowest position.
+        Positions and values, and a flag: all numbers were finite. Of equal magnitudes the lowest
+        positions.
 
     Raises:
         ValueError: Shapes, dtypes or a `k` do not fit.
+
+    >>> fold = Fold(torch.tensor([3.0, -5.0, 1.0]), torch.zeros(3), None, 0.0, False)
+    >>> propose_list([fold], [2])[0].indices
+    tensor([0, 1])
 
     Source: arXiv 1712.01887, algorithms 1 and 4. Differs: exact selection.
     """
@@ -106,17 +111,17 @@ def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[Proposal]:
 def commit_list_(
     folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int | None]
 ) -> None:
-    """Fold gradients for good, take off what was sent and mask the momentum; changes u and v in
-    place.
+    """Fold gradients into u and v, subtract the sent values and mask the momentum.
 
-    u and v become u' and v' of `propose_list`; then v[S] -= sent and u[S] = 0.
+    Changes u and v in place. They become u' and v' of `propose_list`; then v[S] -= sent and u[S] =
+    0.
 
     Args:
         folds: Those of the proposal, gradients unchanged since.
         sent: Per tensor S, shape (j,), int64, strictly ascending from 0 to n - 1 (which is not
-            checked), and what the receivers decode at S, float32 or float64.
-        seeds: For u and v in bfloat16, which need one: 0 to 2^32 - 1, another one in every step and
-            for every tensor. It has no effect on wider ones.
+            checked), and the values that receivers decode at S, float32 or float64.
+        seeds: Required for u and v in bfloat16: 0 to 2^32 - 1, a different one in every step and
+            for every tensor. It has no effect on wider types.
 
     Raises:
         ValueError: Shapes or dtypes do not fit, or a seed is missing.
@@ -174,15 +179,18 @@ def _check_state(grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None)
 
 
 def rounding_seed(step: int, key: int) -> int:
-    """The seed, 0 to 2^32 - 1, for the tensor with the place `key` among all in one step, the same
-    on every rank, so that ranks with equal state stay equal.
+    """Return the rounding seed, 0 to 2^32 - 1, of tensor number `key` in one step.
+
+    It is the same on every rank, so that ranks with equal state stay equal.
     """
     return int(mixed(mixed(step) + key))
 
 
 def store_(target: Tensor, values: Tensor, seed: int) -> None:
-    """Put `values`, float32 or float64, into `target`, contiguous and (n,) both, stochastically
-    rounded if that is bfloat16, else as torch converts; `seed` as in `commit_list_`.
+    """Store `values`, float32 or float64, in `target`.
+
+    Both are contiguous, shape (n,). bfloat16 is rounded stochastically, other types are converted
+    as by torch; `seed` as in `commit_list_`.
 
     Raises:
         ValueError: The shapes do not fit.
@@ -199,8 +207,9 @@ def store_(target: Tensor, values: Tensor, seed: int) -> None:
 
 
 def sum_sparse(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Sum of sparse vectors, added in the order of `parts` starting from zero; the same bits on
-    every rank.
+    """Return the sum of sparse vectors, added in the order of `parts` starting from zero.
+
+    The result is bit-identical on every rank.
 
     Args:
         parts: At least one (indices, values): shape (j,) each, indices int64 and strictly
@@ -209,6 +218,11 @@ def sum_sparse(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tu
 
     Returns:
         Positions, int64, strictly ascending, that occur in any part; and their sums in `dtype`.
+
+    >>> a = (torch.tensor([0, 2]), torch.tensor([1.0, 2.0]))
+    >>> b = (torch.tensor([2, 5]), torch.tensor([3.0, 4.0]))
+    >>> sum_sparse([a, b], torch.float32)
+    (tensor([0, 2, 5]), tensor([1., 5., 4.]))
     """
     if not parts:
         raise ValueError("parts is empty; at least one (indices, values) is needed")
@@ -222,15 +236,16 @@ def step_along_list_(
     sources: int,
     dtypes: Sequence[torch.dtype],
 ) -> None:
-    """Changes `params`: p <- p - rate * mean, of what the sources sent; in one call where the loops
-    are compiled.
+    """Take a step along the mean of sparse vectors: p <- p - rate * mean.
+
+    Changes `params`; one call where the loops are compiled.
 
     Args:
         params: Any shapes and layouts, on one device.
         parts: Per tensor as for `sum_sparse`, positions in the flat tensor.
         rates: Per tensor.
-        sources: What a sum is divided by.
-        dtypes: Per tensor in what is computed, float32 or float64.
+        sources: Divisor of the sum.
+        dtypes: Per tensor the type of the computation, float32 or float64.
     """
     alike: dict[tuple[torch.dtype, int], list[int]] = {}
     for place, (param, own, dtype) in enumerate(zip(params, parts, dtypes, strict=True)):
@@ -248,11 +263,15 @@ def _have_addresses(parts: Sequence[tuple[Tensor, Tensor]]) -> bool:
 
 
 def top_k(values: Tensor, k: int) -> Tensor:
-    """Positions, ascending, of the `k` entries of largest magnitude of flat and finite `values`,
-    exactly; of equal magnitudes the lowest positions.
+    """Return the positions, ascending, of the `k` entries of largest magnitude.
+
+    `values` are flat and finite. The selection is exact; of equal magnitudes the lowest positions.
 
     Raises:
         ValueError: `values` has another shape, or `k` is out of its range.
+
+    >>> top_k(torch.tensor([1.0, -3.0, 2.0]), 2)
+    tensor([1, 2])
 
     Source: arXiv 1712.01887, algorithm 1. Differs: exact, where the paper estimates a threshold
     from a sample.

@@ -1,4 +1,4 @@
-"""What is made of gradients before an update: clipping, decay, centralization.
+"""Transforms of gradients before an update: clipping, decay, centralization.
 
 Sources: Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063 (norms); Paddle, fluid/clip.py and
 regularizer.py (names). Differs: no flag per parameter; a gradient that is not finite stays so.
@@ -31,11 +31,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ClipByGlobalNorm:
-    """Scale all gradients of an optimizer by c / max(G, c), where G is the norm of all of them
-    together.
+    """Scale all gradients of an optimizer by c / max(G, c).
+
+    G is the norm of all gradients together.
 
     Attributes:
         c: Largest norm allowed, in the gradients' unit, > 0.
+
+    >>> clipped(ClipByGlobalNorm(1.0), [torch.tensor([3.0]), torch.tensor([4.0])])
+    [tensor([0.6000]), tensor([0.8000])]
     """
 
     c: float
@@ -50,6 +54,9 @@ class ClipByNorm:
 
     Attributes:
         c: Largest norm allowed, in the gradient's unit, > 0.
+
+    >>> clipped(ClipByNorm(1.0), [torch.tensor([3.0, 4.0]), torch.tensor([0.5])])
+    [tensor([0.6000, 0.8000]), tensor([0.5000])]
     """
 
     c: float
@@ -64,7 +71,10 @@ class ClipByValue:
 
     Attributes:
         max: Largest value allowed, in the gradient's unit.
-        min: Smallest value allowed, at most `max`; -max where it is not given.
+        min: Smallest value allowed, at most `max`; -max if it is not given.
+
+    >>> clipped(ClipByValue(1.0), [torch.tensor([-3.0, 0.5])])
+    [tensor([-1.0000,  0.5000])]
     """
 
     max: float
@@ -87,11 +97,11 @@ Clip = ClipByGlobalNorm | ClipByNorm | ClipByValue
 
 
 def clipped(clip: Clip, grads: Sequence[Tensor]) -> list[Tensor]:
-    """New gradients within the bounds of `clip`; those that are given stay as they are.
+    """Return new gradients within the bounds of `clip`; the inputs do not change.
 
-    All gradients of one update are given, dense or coalesced sparse; sharded ones count with their
-    whole norm. No host synchronization. A tensor with an entry that is not finite keeps such an
-    entry.
+    `grads` are all gradients of one update, dense or coalesced sparse; sharded ones count with
+    their whole norm. No host synchronization. A gradient with an entry that is not finite keeps
+    such an entry.
     """
     if not grads:
         return []
@@ -108,7 +118,7 @@ def clipped(clip: Clip, grads: Sequence[Tensor]) -> list[Tensor]:
 
 
 def scaled(values: Tensor, factor: Tensor) -> Tensor:
-    """A new tensor, values times a factor of shape (), rounded once."""
+    """Return a new tensor: values times a factor of shape (), rounded once."""
     # in half precision the factor itself could round to zero
     wide = torch.promote_types(values.dtype, torch.float32)
     return (values.to(wide) * factor.to(values.device, wide)).to(values.dtype)
@@ -125,6 +135,9 @@ class L1Decay:
 
     Attributes:
         c: Coefficient, >= 0, in the gradient's unit.
+
+    >>> decayed(torch.zeros(2), torch.tensor([2.0, -3.0]), regularizer=L1Decay(0.5))
+    tensor([ 0.5000, -0.5000])
     """
 
     c: float
@@ -139,6 +152,9 @@ class L2Decay:
 
     Attributes:
         c: Coefficient, >= 0, in the gradient's unit per unit of the parameter.
+
+    >>> decayed(torch.zeros(2), torch.tensor([2.0, -3.0]), regularizer=L2Decay(0.5))
+    tensor([ 1.0000, -1.5000])
     """
 
     c: float
@@ -157,17 +173,17 @@ def decayed(
     weight_decay: float = 0.0,
     regularizer: Regularizer | None = None,
 ) -> Tensor:
-    """The gradient with decay and regularizer: g + wd * p, then + c * p or + c * sign(p).
+    """Return the gradient with decay and regularizer: g + wd * p, then + c * p or + c * sign(p).
 
     Args:
         grad: Any shape, dense or coalesced sparse; read only.
-        param: Same shape, read only; converted to the gradient's dtype. Where the gradient is
-            sparse, only the entries that it stores take part.
+        param: Same shape, read only; converted to the gradient's dtype. With a sparse gradient only
+            the stored entries take part.
         weight_decay: wd, >= 0; 0 is off.
         regularizer: Added on top of wd; None is off.
 
     Returns:
-        A new tensor like `grad`, or `grad` itself where there is nothing to add.
+        A new tensor like `grad`, or `grad` itself if there is nothing to add.
     """
     strength = regularizer.c if regularizer is not None else 0.0
     if weight_decay == 0 and strength == 0:
@@ -184,16 +200,20 @@ def decayed(
 
 
 def centralized(grad: Tensor) -> Tensor:
-    """The gradient minus its mean over all axes but the first.
+    """Return the gradient minus its mean over all axes but the first.
 
     Args:
-        grad: Dense, or coalesced and row-sparse, where the rows present are centred; read only.
+        grad: Dense, or coalesced and row-sparse. Of a row-sparse gradient the rows present are
+            centred. Read only.
 
     Returns:
         A new tensor like `grad`; `grad` itself if it has fewer than two dimensions.
 
     Raises:
         RuntimeError: A sparse gradient with more than one sparse dimension.
+
+    >>> centralized(torch.tensor([[1.0, 3.0]]))
+    tensor([[-1.,  1.]])
 
     Source: Yong et al., 2020, arXiv 2004.01461, equation 1. Differs: MindSpore's acts only where
     shape[1] is a multiple of 16; there is no such rule here.

@@ -14,8 +14,8 @@ __all__ = ["LambRule", "lamb_", "lamb_list_"]
 def lamb_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, rule: LambRule
 ) -> Tensor:
-    """Changes `param`, `exp_avg` and `exp_avg_sq`: one update of one tensor, as the paper writes
-    it.
+    """Update one tensor by LAMB, as the paper writes it; changes `param`, `exp_avg` and
+    `exp_avg_sq`.
 
     m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, r = m^/(sqrt(v^) + eps) + wd p with m^ = m/(1
     - b1^t) and v^ = v/(1 - b2^t), p <- p - lr T r with T = ||p||/||r||.
@@ -48,10 +48,10 @@ def lamb_list_(
     exp_avg_sqs: TensorList,
     rule: LambRule,
 ) -> tuple[Tensor, ...]:
-    """Changes `params`, `exp_avgs` and `exp_avg_sqs`: `lamb_` to rounding, in fewer passes over the
-    memory.
+    """Update a list of tensors by LAMB; changes `params`, `exp_avgs` and `exp_avg_sqs`.
 
-    Compiled where `compiled_steps` says so, else by torch's list operations. All are contiguous, of
+    The result equals `lamb_` up to rounding, with fewer passes over the memory. Compiled if
+    `compiled_steps` returns a body, else by torch's list operations. All tensors are contiguous, of
     one type and device, on a CPU or CUDA.
 
     Returns:
@@ -75,7 +75,7 @@ def _with_fused_adam_(
     exp_avg_sqs: TensorList,
     rule: LambRule,
 ) -> tuple[Tensor, ...]:
-    """The direction r is what torch's fused Adam makes of wd p with the rate -1."""
+    """Update by torch's fused Adam, which computes the direction r from wd p and the rate -1."""
     directions = torch._foreach_mul(params, rule.weight_decay)
     step = torch.full((), rule.step, dtype=torch.float32, device=params[0].device)
     torch._fused_adam_(

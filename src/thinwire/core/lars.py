@@ -12,7 +12,7 @@ __all__ = ["LarsRule", "lars_", "lars_list_"]
 
 
 def lars_(param: Tensor, grad: Tensor, velocity: Tensor | None, rule: LarsRule) -> Tensor:
-    """Changes `param` and `velocity`: one update of one tensor, as the formula has it.
+    """Update one tensor by LARS; changes `param` and `velocity`.
 
     L = lr * trust ratio, d = L (g + wd p), b <- momentum b + d, p <- p - b, with Nesterov p <- p -
     (d + momentum b).
@@ -42,11 +42,11 @@ def lars_(param: Tensor, grad: Tensor, velocity: Tensor | None, rule: LarsRule) 
 def lars_list_(
     params: TensorList, grads: TensorList, velocities: TensorList | None, rule: LarsRule
 ) -> tuple[Tensor, ...]:
-    """Changes `params` and `velocities`: `lars_` to rounding, in fewer passes over the memory and
-    no more of it.
+    """Update a list of tensors by LARS; changes `params` and `velocities`.
 
-    Compiled where `compiled_steps` says so, else by torch's list operations. All are contiguous, of
-    one type and device.
+    The result equals `lars_` up to rounding, with fewer passes over the memory and no more of it.
+    Compiled if `compiled_steps` returns a body, else by torch's list operations. All tensors are
+    contiguous, of one type and device.
 
     Returns:
         The trust ratio of each, shape (); no host synchronization.

@@ -1,7 +1,7 @@
-"""Loss scaling: two configs, and the rule by which the scale follows the overflows.
+"""Loss scaling: two configs, and the rule that adapts the scale to overflows.
 
-A loss is multiplied by the scale before the backward pass, so that small gradients survive a narrow
-type, and the gradients are divided by it before anything else sees them. A gradient that is not
+A loss is multiplied by the scale before the backward pass, so that small gradients do not underflow
+in a narrow type. The gradients are divided by it before any other use. A gradient that is not
 finite is an overflow.
 
 Sources: Micikevicius et al., 2018, arXiv 1710.03740, section 3.2; MindSpore,
@@ -39,8 +39,10 @@ class FixedLossScale:
 
     Attributes:
         loss_scale: Factor of the loss, >= 1.
-        drop_overflow_update: Whether a step whose gradients overflowed is dropped; False applies it
-            unchecked.
+        drop_overflow_update: Drop a step whose gradients overflowed; False applies it unchecked.
+
+    >>> initial_scale(FixedLossScale(128.0)).scale
+    128.0
     """
 
     loss_scale: float = 128.0
@@ -54,12 +56,16 @@ class FixedLossScale:
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """A loss scale that falls at an overflow and grows after a while without one.
+    """A loss scale that falls at an overflow and grows after enough good updates.
 
     Attributes:
         init_loss_scale: Factor of the loss at the start, >= 1.
-        scale_factor: What the scale is divided or multiplied by, > 1.
+        scale_factor: Divisor at an overflow and factor of growth, > 1.
         scale_window: Good updates in a row after which the scale grows, an int >= 1.
+
+    >>> config = DynamicLossScale(init_loss_scale=1024.0, scale_factor=2.0)
+    >>> next_scale(config, initial_scale(config), overflow=True).scale
+    512.0
     """
 
     init_loss_scale: float = 2.0**24
@@ -82,7 +88,7 @@ LossScale = FixedLossScale | DynamicLossScale
 
 @dataclass(frozen=True)
 class ScaleState:
-    """Where the rule stands between two steps."""
+    """State of the rule between two steps."""
 
     scale: float
     """Factor of the next loss."""
@@ -95,23 +101,23 @@ class ScaleState:
 
 
 def initial_scale(config: LossScale) -> ScaleState:
-    """The state before the first step."""
+    """Return the state before the first step."""
     return ScaleState(
         config.loss_scale if isinstance(config, FixedLossScale) else config.init_loss_scale
     )
 
 
 def next_scale(config: LossScale, state: ScaleState, *, overflow: bool) -> ScaleState:
-    """The state after a step.
+    """Return the state after a step.
 
-    Overflow: scale <- max(scale/factor, 1) and the count of good updates starts anew. Good update:
-    count + 1; when it reaches the window, scale <- scale * factor, unless float32 cannot hold that,
-    and the count starts anew.
+    Overflow: scale <- max(scale/factor, 1), and the count of good updates restarts. Good update:
+    count + 1. When the count reaches the window, scale <- scale * factor, unless float32 cannot
+    hold that, and the count restarts.
 
     Args:
         config: The rule; a fixed scale only counts.
         state: The state before the step.
-        overflow: Whether the step was dropped for a gradient that is not finite, on any rank.
+        overflow: True if the step was dropped for a gradient that is not finite, on any rank.
 
     Raises:
         NonFinite: More than 1000 steps in a row have been dropped.
@@ -133,8 +139,9 @@ def next_scale(config: LossScale, state: ScaleState, *, overflow: bool) -> Scale
 
 
 def any_non_finite(grads: Iterable[Tensor]) -> Tensor:
-    """Whether any gradient, dense or sparse, has an entry that is not finite: shape (), bool, on
-    the first one's device; no host synchronization.
+    """Return a flag: some gradient, dense or sparse, has an entry that is not finite.
+
+    Shape (), bool, on the first gradient's device; no host synchronization.
     """
     flags = [~values_of(coalesced(grad)).isfinite().all() for grad in grads]
     if not flags:

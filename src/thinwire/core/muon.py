@@ -1,4 +1,4 @@
-"""Muon's update of a matrix: its momentum with all singular values brought near 1."""
+"""Muon's update of a matrix: the momentum with all singular values moved close to 1."""
 
 from collections.abc import Sequence
 from math import log, prod, sqrt
@@ -13,7 +13,7 @@ from thinwire.core.norms import into_range
 __all__ = ["MuonRule", "descend_", "direction_", "muon_", "newton_schulz", "products"]
 
 _LARGEST_NOISE = 0.01
-"""Of an eigenvalue of X Xᵀ, beside 1."""
+"""Allowed rounding error of an eigenvalue of X Xᵀ, relative to 1."""
 
 
 class MuonRule(NamedTuple):
@@ -22,18 +22,19 @@ class MuonRule(NamedTuple):
     weight_decay: float
     """Decoupled, >= 0."""
     momentum: float
-    """>= 0: factor of the old buffer; that of the gradient is what is left of 1."""
+    """>= 0: factor of the old buffer; the gradient has the factor 1 - momentum."""
     nesterov: bool
     coefficients: tuple[float, float, float]
     """a, b and c of X <- (a + b X Xᵀ + c (X Xᵀ)²) X."""
     iterations: int
     eps: float
-    """The least Frobenius norm that is divided by."""
+    """Lower limit of the Frobenius norm that is divided by."""
     match_rms_adamw: bool
-    """Whether the rate is multiplied by 0.2 sqrt(max(rows, columns)); otherwise by sqrt(rows /
-    columns) where there are more rows."""
+    """True: the rate is multiplied by 0.2 sqrt(max(rows, columns)). False: by sqrt(rows / columns)
+    if there are more rows than columns.
+    """
     dtype: torch.dtype
-    """What the iteration is computed in."""
+    """Type of the iteration."""
 
 
 @torch.no_grad()
@@ -50,6 +51,10 @@ def muon_(param: Tensor, grad: Tensor, momentum_buffer: Tensor, lr: float, rule:
     Source: Jordan et al., 2024, kellerjordan.github.io/posts/muon; the rate that matches AdamW's:
     Liu et al., 2025, arXiv 2502.16982. Differs: without Nesterov, torch.optim.Muon normalises the
     buffer itself where that is bfloat16.
+
+    Example::
+
+        muon_(weight, weight.grad, buffer, lr=0.02, rule=rule)
     """
     update = newton_schulz(direction_(grad, momentum_buffer, rule).flatten(1), rule)
     descend_(param, update.reshape(param.shape), param.shape, lr, rule)
@@ -57,8 +62,9 @@ def muon_(param: Tensor, grad: Tensor, momentum_buffer: Tensor, lr: float, rule:
 
 @torch.no_grad()
 def direction_(grad: Tensor, momentum_buffer: Tensor, rule: MuonRule) -> Tensor:
-    """Move the buffer on; returns what is orthogonalised then. Entry by entry, of a part of a
-    matrix too.
+    """Update the momentum buffer, and return the matrix to orthogonalise.
+
+    Computed entry by entry, so it works on a part of a matrix too.
     """
     momentum_buffer.lerp_(grad, 1 - rule.momentum)
     return grad.lerp(momentum_buffer, rule.momentum) if rule.nesterov else momentum_buffer
@@ -68,8 +74,9 @@ def direction_(grad: Tensor, momentum_buffer: Tensor, rule: MuonRule) -> Tensor:
 def descend_(
     param: Tensor, update: Tensor, shape: Sequence[int], lr: float, rule: MuonRule
 ) -> None:
-    """Decay a parameter and take its orthogonal update off. Entry by entry, of a part of a matrix
-    too, whose whole shape is `shape`.
+    """Decay a parameter and subtract its orthogonal update.
+
+    Computed entry by entry, so it works on a part of a matrix too; `shape` is the whole matrix's.
     """
     rows, columns = _sides(shape)
     if rule.match_rms_adamw:
@@ -81,7 +88,9 @@ def descend_(
 
 
 def products(shape: Sequence[int]) -> int:
-    """What orthogonalising a matrix of this shape costs, in multiplications of one product."""
+    """Return the cost of one product in orthogonalising a matrix of this shape, in
+    multiplications.
+    """
     rows, columns = _sides(shape)
     return rows * columns * min(rows, columns)
 
@@ -91,14 +100,14 @@ def _sides(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def newton_schulz(matrix: Tensor, rule: MuonRule) -> Tensor:
-    """A matrix with the singular vectors of `matrix`, and singular values near 1.
+    """Return a matrix with the singular vectors of `matrix` and singular values close to 1.
 
     Args:
         matrix: Shape (m, n); not changed.
         rule: Coefficients, iterations, eps and dtype.
 
     Returns:
-        Shape (m, n) and the rule's dtype; zeros where `matrix` is zero and eps is not.
+        Shape (m, n) and the rule's dtype; zeros if `matrix` is zero and eps is not.
 
     Source: as `muon_`; by X Xᵀ alone: Gram Newton-Schulz, tridao.me/blog/2026/gram-newton-schulz.
     """
@@ -126,7 +135,7 @@ def _iterated(x: Tensor, rule: MuonRule) -> Tensor:
 
 
 def _iterated_by_gram(x: Tensor, iterations: int, rule: MuonRule) -> Tensor:
-    """Several iterations at once, as polynomials in X Xᵀ, which commute: x is multiplied once."""
+    """Compute several iterations as polynomials in X Xᵀ, which commute: x is multiplied once."""
     a, b, c = rule.coefficients
     gram = x @ x.T
     product = None
@@ -140,10 +149,10 @@ def _iterated_by_gram(x: Tensor, iterations: int, rule: MuonRule) -> Tensor:
 
 
 def _iterations_of_a_gram(rule: MuonRule) -> int:
-    """After which X Xᵀ is made anew.
+    """Return the number of iterations after which X Xᵀ must be computed again.
 
-    Rounding gives it small eigenvalues below zero where it has none, each iteration multiplies
-    them by a², and near -1 they would grow without limit.
+    Rounding turns zero eigenvalues into small negative ones. Each iteration multiplies them by a²,
+    and near -1 they would grow without limit.
     """
     growth, noise = abs(rule.coefficients[0]), torch.finfo(rule.dtype).eps
     return 1 + int(log(_LARGEST_NOISE / noise) / (2 * log(growth))) if growth > 1 else 1

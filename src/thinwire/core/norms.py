@@ -1,9 +1,8 @@
-"""Euclidean norms of whole tensors, on the device, accumulated in float32 or wider; and the trust
-ratio that LARS and LAMB make of them.
+"""Euclidean norms of whole tensors, and the trust ratio that LARS and LAMB use.
 
-A parameter sharded over ranks (a DTensor) counts with its whole norm: the shards agree by one
-reduction per placement. Such tensors are recognised by their methods, so that nothing here needs to
-know ranks.
+Norms are computed on the device, in float32 or wider. A parameter sharded over ranks (a DTensor)
+counts with its whole norm: the shards are combined by one reduction per placement. Such tensors are
+recognised by their methods, so that this module does not depend on ranks.
 """
 
 import math
@@ -32,18 +31,20 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def norm(tensor: Tensor) -> Tensor:
-    """Euclidean norm over all entries; a sparse tensor has to be coalesced.
+    """Return the Euclidean norm over all entries; a sparse tensor must be coalesced.
 
     Returns:
-        Shape (), finite where the entries are, on the tensor's device; no host synchronization.
-        float32, or float64: for double precision, for larger squares, and on other devices than
-        CPUs.
+        Shape (), finite if the entries are, on the tensor's device; no host synchronization.
+        float64 for double precision, for larger squares, and on other devices than CPUs; else
+        float32.
     """
     return norms([tensor])[0]
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """`norm` of each, with one reduction for all sharded tensors of one mesh and placement."""
+    """Return `norm` of each, with one reduction for all sharded tensors of one mesh and
+    placement.
+    """
     values = [values_of(tensor) for tensor in tensors]
     found = _rough(values)
     doubted = [i for i, n in enumerate(found) if n.device.type != "cpu" or not bool(n.isfinite())]
@@ -55,8 +56,10 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def into_range(size: Tensor) -> Tensor:
-    """1 where a norm is finite, else a power of two that keeps the squares of finite numbers, and
-    their sum, inside its type; no host synchronization.
+    """Return 1 for a finite norm, else a scale that keeps squares in range.
+
+    The scale is a power of two. It keeps the squares of finite numbers, and their sum, inside their
+    type. No host synchronization.
     """
     small = 2.0**-532 if size.dtype == torch.float64 else 2.0**-84
     return torch.where(size.isfinite(), torch.ones_like(size), small)
@@ -81,8 +84,9 @@ def _rough(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def whole_norms(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-    """`norms` of dense tensors of one type and device, stacked; of whole ones elsewhere than on a
-    CPU by one list operation, which large squares make infinite.
+    """Return `norms` of dense tensors of one type and device, stacked.
+
+    Whole tensors outside a CPU take one list operation, in which large squares become infinite.
     """
     one_by_one = is_sharded(tensors[0]) or tensors[0].device.type == "cpu"
     found = norms(tensors) if one_by_one else torch._foreach_norm(tensors)
@@ -92,11 +96,12 @@ def whole_norms(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
 def norms_over_shards(
     tensors: Mapping[str, Tensor], gather: Callable[[bytes, str], list[bytes]]
 ) -> dict[str, float]:
-    """The norm, in float64, of each tensor of which every rank has a part, which may be empty.
+    """Return the norm, in float64, of each tensor that is sharded over ranks.
 
-    `gather` takes bytes and an occasion, and gives every rank's bytes in the order of the ranks.
+    Every rank has a part of each tensor, which may be empty. `gather` takes bytes and an occasion,
+    and returns every rank's bytes in the order of the ranks.
 
-    Communication: 8 bytes a tensor and rank.
+    Communication: 8 bytes per tensor and rank.
     """
     if not tensors:
         return {}
@@ -109,13 +114,16 @@ def norms_over_shards(
 
 
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm over all entries of all tensors together.
+    """Return the Euclidean norm over all entries of all tensors together.
 
     Args:
         tensors: At least one; any shapes, dtypes and devices.
 
     Returns:
         Shape (), float32 or wider, on the first tensor's device; no host synchronization.
+
+    >>> global_norm([torch.tensor([3.0]), torch.tensor([4.0])])
+    tensor(5.)
     """
     parts = norms(tensors)
     return norm(torch.stack([part.to(parts[0].device, _widest(parts)) for part in parts]))
@@ -126,10 +134,10 @@ def _widest(parts: Sequence[Tensor]) -> torch.dtype:
 
 
 def trust_ratio(param_norm: Tensor, update_norm: Tensor, rule: TrustRule) -> Tensor:
-    """Ratio that gives the update a norm proportional to the parameter's.
+    """Return the ratio that gives the update a norm proportional to the parameter's.
 
-    r = coefficient * ||p|| / (||u|| + weight_decay * ||p|| + eps), limited to [low, high]; r = 1,
-    whatever the limits, where one of the norms is zero, so that a tensor of zeros can leave it.
+    r = coefficient * ||p|| / (||u|| + weight_decay * ||p|| + eps), limited to [low, high]. If one
+    of the norms is zero, r = 1 whatever the limits, so that a tensor of zeros can move.
 
     Args:
         param_norm: ||p||, any shape: one entry for each tensor.
@@ -138,6 +146,9 @@ def trust_ratio(param_norm: Tensor, update_norm: Tensor, rule: TrustRule) -> Ten
 
     Returns:
         Shape and dtype of the norms, on their device; no host synchronization.
+
+    >>> trust_ratio(torch.tensor(6.0), torch.tensor(2.0), TrustRule(coefficient=0.5))
+    tensor(1.5000)
 
     Source: You et al., arXiv 1708.03888, equation 6 (LARS: u is the gradient, with weight decay in
     the denominator); arXiv 1904.00962, algorithm 2 (LAMB: u contains the decay). Differs: LAMB's

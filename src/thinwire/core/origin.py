@@ -1,4 +1,4 @@
-"""Whose state it is that was saved, for state that differs from rank to rank."""
+"""Provenance of saved state that differs from rank to rank."""
 
 import zlib
 from collections.abc import Mapping
@@ -11,44 +11,48 @@ from torch import Tensor
 __all__ = ["ORIGIN", "Origin", "checksum_of", "without_origin"]
 
 ORIGIN = "origin"
-"""The key under which an origin lies in a state."""
+"""Key of the provenance in a state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a state comes from."""
+    """Provenance of a state.
+
+    >>> origin = Origin(rank=1, ranks=4, position=100, checksum=7)
+    >>> Origin.read(origin.packed()) == origin
+    True
+    """
 
     rank: int
-    """Which rank's it is."""
+    """Rank that saved it."""
     ranks: int
-    """How many there were."""
+    """Number of ranks then."""
     position: int
-    """Updates that had been made."""
+    """Updates made before."""
     checksum: int
-    """Of what is the rank's own, as `checksum_of` gives it."""
+    """Checksum of the rank's own state, as returned by `checksum_of`."""
 
     def packed(self) -> Tensor:
-        """As a tensor, which every way of saving keeps: int64, shape (4,)."""
+        """Return a tensor, which every way of saving keeps: int64, shape (4,)."""
         return torch.tensor(astuple(self), dtype=torch.int64, device="cpu")
 
     @classmethod
     def read(cls, value: object) -> "Origin | None":
-        """What `packed` gave; None for anything else."""
+        """Read the result of `packed`; None for anything else."""
         if not isinstance(value, Tensor) or value.numel() != 4 or value.dtype != torch.int64:
             return None
         return cls(*value.reshape(-1).tolist())
 
     def problem(self, rank: int, ranks: int, checksum: int) -> str | None:
-        """What is wrong when this rank loads it, in words: it is another rank's, or not what was
-        saved.
+        """Return the reason for which this rank must not load the state, or None.
 
-        The state of a single process is good for any number of ranks: the mean of what is pending
-        stays the same.
+        It belongs to another rank, or differs from what was saved. The state of a single process
+        fits any number of ranks, because the mean of the pending updates stays the same.
 
         Args:
-            rank: That loads.
-            ranks: There are now.
-            checksum: Of what is loaded.
+            rank: The rank that loads.
+            ranks: Number of ranks now.
+            checksum: Of the loaded state.
         """
         cure = (
             "Residuals and momentum that are still to be applied are each rank's own: let every "
@@ -70,10 +74,10 @@ class Origin:
 
 
 def checksum_of(tree: Any) -> int:
-    """The sum of the CRC-32 of all tensors in a tree, in any order: 63 bits.
+    """Return the sum of the CRC-32 of all tensors in a tree, in any order: 63 bits.
 
     Args:
-        tree: Nested mappings, lists and tuples; anything but tensors is left out. Read only.
+        tree: Nested mappings, lists and tuples; only tensors count. Read only.
     """
     if isinstance(tree, Tensor):
         flat = tree.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -84,7 +88,7 @@ def checksum_of(tree: Any) -> int:
 
 
 def without_origin(tree: Any) -> Any:
-    """The same tree without any origin; containers are new, leaves the same."""
+    """Return the same tree without provenance; containers are new, leaves the same."""
     if isinstance(tree, Mapping):
         return {key: without_origin(value) for key, value in tree.items() if key != ORIGIN}
     return type(tree)(map(without_origin, tree)) if type(tree) in (list, tuple) else tree

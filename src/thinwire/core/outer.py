@@ -11,18 +11,22 @@ __all__ = ["OuterRule", "outer_list_", "outer_step_"]
 
 
 def outer_step_(change: Tensor, buffer: Tensor | None, rule: OuterRule) -> Tensor:
-    """What to take off the anchor; changes `buffer` in place.
+    """Return the step of the outer optimizer, to be subtracted from the anchor.
 
-    b <- momentum * b + change; step = lr * (change + momentum * b) with Nesterov, else lr * b.
+    Changes `buffer` in place. b <- momentum * b + change; step = lr * (change + momentum * b) with
+    Nesterov, else lr * b.
 
     Args:
         change: Anchor minus parameters, averaged over the ranks; any shape; read only.
-        buffer: b, same shape and dtype; None where the momentum is 0, which is a buffer that is
-            always `change`.
+        buffer: b, same shape and dtype. None without momentum, where b is always `change`.
         rule: The constants.
 
     Returns:
         A tensor like `change`, or `change` itself.
+
+    >>> import torch
+    >>> outer_step_(torch.tensor([2.0]), None, OuterRule(lr=0.5))
+    tensor([1.])
 
     Source: Douillard et al., 2023, arXiv 2311.08105, algorithm 1.
     """
@@ -40,8 +44,10 @@ def outer_list_(
     buffers: Sequence[Tensor] | None,
     rule: OuterRule,
 ) -> None:
-    """Changes `anchors` and `buffers`: anchor <- anchor - outer_step_(change, buffer), bit for bit,
-    of each.
+    """Take the outer step on each anchor: anchor <- anchor - outer_step_(change, buffer), bit for
+    bit.
+
+    Changes `anchors` and `buffers`.
     """
     if not anchors:
         return

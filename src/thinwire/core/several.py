@@ -1,4 +1,4 @@
-"""Several optimizers that train one model, as one."""
+"""Several optimizers that train one model, combined into one."""
 
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +11,17 @@ __all__ = ["SeveralOptimizers", "all_of", "kinds_of", "together"]
 
 
 class SeveralOptimizers(torch.optim.Optimizer):
-    """Optimizers of one model, taken together: their groups and their state, one after the other.
+    """Optimizers of one model, combined: the groups and the state of all of them.
 
-    Hooks, schedulers and clipping are each optimizer's own.
+    Hooks, schedulers and clipping remain separate for each optimizer.
 
     Args:
         optimizers: At least two, of different parameters.
+
+    >>> a, b = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    >>> several = SeveralOptimizers([torch.optim.SGD([a], 0.1), torch.optim.AdamW([b], 0.01)])
+    >>> [group["lr"] for group in several.param_groups]
+    [0.1, 0.01]
     """
 
     # the constructor of torch would take the parameters of others
@@ -26,16 +31,16 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of all optimizers; a list made anew of the very groups."""
+        """Groups of all optimizers: a new list of the same group objects."""
         return [group for each in self.optimizers for group in each.param_groups]
 
     @property
     def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
-        """That of all optimizers."""
+        """State of all optimizers."""
         return ChainMap(*(dict(each.state) for each in self.optimizers))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of each, after the closure."""
+        """Make one step of each optimizer, after the closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -50,8 +55,9 @@ class SeveralOptimizers(torch.optim.Optimizer):
             each.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of one optimizer: parameters are numbered through. What the others beside `state` and
-        `param_groups` have, such as positions of schedules, is in `each`.
+        """Return the state as of one optimizer, with parameters numbered through.
+
+        Entries beside `state` and `param_groups`, such as positions of schedules, are in `each`.
         """
         whole: dict[str, Any] = {"state": {}, "param_groups": [], "each": []}
         first = 0
@@ -69,10 +75,10 @@ class SeveralOptimizers(torch.optim.Optimizer):
         return whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave; keys of parameters may be any numbers.
+        """Load the result of `state_dict`; keys of parameters may be any numbers.
 
         Raises:
-            ValueError: It is of other numbers of groups or optimizers.
+            ValueError: The number of groups or optimizers differs.
         """
         groups, own = list(state_dict["param_groups"]), state_dict["each"]
         if len(own) != len(self.optimizers) or len(groups) != len(self.param_groups):
@@ -88,24 +94,24 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
 
 def all_of(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers that it stands for: itself, where it is one."""
+    """Return the optimizers that it combines, or the optimizer itself."""
     return optimizer.optimizers if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
 
 
 def kinds_of(optimizer: torch.optim.Optimizer) -> str:
-    """The names of the classes of all of them, for messages and comparisons."""
+    """Return the class names of all its optimizers, for messages and comparisons."""
     return " and ".join(type(each).__name__ for each in all_of(optimizer))
 
 
 def together(optimizers: Any, names: Mapping[Tensor, str]) -> Any:
-    """What a user gave as optimizer: one, or a sequence of them.
+    """Return one optimizer for the user's argument: an optimizer, or a sequence of them.
 
     Args:
-        optimizers: Of a wrong kind, it is returned as it is, for others to refuse.
+        optimizers: An argument of another kind is returned unchanged, and refused elsewhere.
         names: Of the model's parameters, for errors.
 
     Returns:
-        The only one, or all together.
+        The only one, or all combined.
 
     Raises:
         TypeError: An entry of the sequence is no optimizer.

@@ -1,8 +1,8 @@
-"""Parameters that are sharded over ranks, and the part of them that lies here.
+"""Parameters that are sharded over ranks, and this rank's part of them.
 
-`torch.distributed.fsdp.fully_shard` leaves a `DTensor` in the place of each parameter. This rank's
-shard is a plain tensor inside it, which may be put in another place when the model is first used:
-so it is always asked for anew.
+`torch.distributed.fsdp.fully_shard` replaces each parameter by a `DTensor`. This rank's shard is a
+plain tensor inside it. It may be replaced when the model is first used, so it is always looked up
+again.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,13 +28,13 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a `DTensor`."""
+    """Return True for a `DTensor`."""
     # it is asked for every tensor of every step: a class is found sooner than an attribute is not
     return type(tensor) not in _PLAIN and hasattr(tensor, "to_local")
 
 
 def shard_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, in its memory; every other tensor itself."""
+    """Return this rank's part of a sharded tensor, sharing memory; any other tensor itself."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():  # else it is a new tensor with a gradient of its own
@@ -43,7 +43,9 @@ def shard_of(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(shard: Tensor, param: Tensor) -> Tensor:
-    """A tensor sharded as `param` whose part here is `shard`; `shard` where `param` is whole."""
+    """Return a tensor sharded as `param` with the local part `shard`; `shard` if `param`
+    is whole.
+    """
     if not is_sharded(param) or is_sharded(shard):
         return shard
     whole: Tensor = type(param).from_local(  # type: ignore[attr-defined]
@@ -58,15 +60,14 @@ def sharded_like(shard: Tensor, param: Tensor) -> Tensor:
 
 
 def require_shards(params: Mapping[str, Tensor], mesh: Any) -> None:
-    """Refuse parameters that do not lie as a mesh says.
+    """Raise if parameters are not sharded over a mesh, or not whole without one.
 
     Args:
         params: By name.
-        mesh: The mesh of one site's shards, of one dimension; None where every rank has a whole
-            model.
+        mesh: The mesh of one site's shards, of one dimension; None if every rank has a whole model.
 
     Raises:
-        ValueError: Names the first one that is sharded in another way, or whole.
+        ValueError: Names the first parameter that does not fit.
     """
     for name, param in params.items():
         if mesh is None:
@@ -95,10 +96,10 @@ def require_shards(params: Mapping[str, Tensor], mesh: Any) -> None:
 
 
 def require_elementwise(optimizer: Any) -> None:
-    """Refuse an optimizer of torch that needs whole matrices.
+    """Raise for an optimizer of torch that needs whole matrices.
 
     Raises:
-        ValueError: It is a Muon or an Adafactor, and not of this library.
+        ValueError: It is torch's Muon or Adafactor.
     """
     for each in all_of(optimizer):
         names = {kind.__name__ for kind in type(each).__mro__}
@@ -119,11 +120,10 @@ def _placed(param: Tensor) -> str:
 
 
 def reshard_(model: torch.nn.Module) -> None:
-    """Free the whole parameters that a forward pass has left behind, so that the model has its
-    shards again.
+    """Free whole parameters that a forward pass has kept, so that the model has its shards again.
 
-    After an evaluation the outermost module keeps whole copies for a backward pass. They are no
-    longer right once the shards are written.
+    After an evaluation the outermost module keeps whole copies for a backward pass. They are
+    outdated once the shards are written.
     """
     for module in model.modules():
         reshard = getattr(module, "reshard", None)
@@ -132,10 +132,10 @@ def reshard_(model: torch.nn.Module) -> None:
 
 
 class Shards(Mapping[str, Tensor]):
-    """This rank's part of each parameter, by name: what is exchanged.
+    """This rank's part of each parameter, by name: the tensors that are exchanged.
 
     Args:
-        params: By name; those that are not sharded stand for themselves.
+        params: By name; parameters that are not sharded count as a whole.
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:

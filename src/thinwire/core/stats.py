@@ -1,5 +1,6 @@
-"""What a rank has done so far, under one set of names, flat, numbers only; and how it keeps to its
-plan: seconds of a step, and the share of them that is waiting.
+"""Statistics of a rank: numbers only, flat, under one set of names.
+
+They also compare the run with its plan: seconds per step, and the share of waiting.
 """
 
 import math
@@ -28,38 +29,41 @@ def numbers(
     waiting_share: float = 0.0,
     goodput: float = 1.0,
 ) -> dict[str, float]:
-    """The statistics of an engine, of local updates, or of an optimizer that exchanges.
+    """Return the statistics of an engine, of local updates, or of an optimizer that exchanges.
 
     Args:
-        step: Updates made by this rank; local steps where it trains locally.
-        bytes_sent: Message bytes that this rank gave to exchanges, with headers and agreements.
-        bytes_dense: What dense gradients would have been: 4 bytes per trainable element and update.
-        bytes_received: What came from other ranks, in this process.
-        bytes_between_nodes: Of `bytes_sent` what left the node; all of it where that is None.
-        bytes_between_stages: That this rank gave to the other stages of its pipeline, in this
+        step: Updates made by this rank; local steps if it trains locally.
+        bytes_sent: Message bytes that this rank sent, with headers and agreements.
+        bytes_dense: Bytes of dense gradients: 4 per trainable element and update.
+        bytes_received: Bytes received from other ranks, in this process.
+        bytes_between_nodes: The part of `bytes_sent` that left the node; None: all of it.
+        bytes_between_stages: Bytes that this rank sent to other stages of its pipeline, in this
             process; in no other sum.
-        wait_s: Seconds in which this rank was blocked until an exchange was over, in this process.
-        sparsity: Fraction of a compressed tensor that is not sent in the next exchange; 0 where
+        wait_s: Seconds for which this rank waited for exchanges, in this process.
+        sparsity: Fraction of a compressed tensor that is not sent in the next exchange; 0 if
             nothing is left out, or no tensor is compressed.
-        microsteps: Of an unfinished update.
+        microsteps: Microsteps of an unfinished update.
         dropped_steps: Updates that were dropped.
-        averagings: Of parameters, under local updates.
-        k_steps: Updates between two exchanges that are in force.
+        averagings: Averagings of parameters, under local updates.
+        k_steps: Updates between two exchanges, as currently in force.
         loss_scale: Factor of the next loss; 1 without one.
         applied_share: Estimated part of the ranks' mean change that compressed averagings have
-            applied so far, see `LocalUpdates.stats`; 1 where all of it is applied in time.
-        rate_bit_s: Payload that this rank's line carries, in bits a second: a moving mean over
-            about the last 20 exchanges of 64 KiB and more that this rank was blocked for, late
-            ranks included; 0 before the first one. Of this process.
-        waiting_share: Part of the time for which this rank was blocked until an exchange was over:
-            a moving mean over about the last 20 rounds, each an update or the local steps up to an
-            averaging; 0 before the second one. Of this process.
-        goodput: Useful steps over those that the time would have allowed without waiting for
+            applied so far, see `LocalUpdates.stats`; 1 if all of it is applied in time.
+        rate_bit_s: Payload rate of this rank's link, in bits per second: a moving mean over about
+            the last 20 exchanges of 64 KiB and more that this rank waited for, late ranks included;
+            0 before the first one. Of this process.
+        waiting_share: Share of the time for which this rank waited for exchanges: a moving mean
+            over about the last 20 rounds; 0 before the second one. A round is an update, or the
+            local steps up to an averaging. Of this process.
+        goodput: Useful steps over the steps that were possible in the time without waiting for
             others and without saving, in [0, 1]; 1 before the second round. Of this process.
 
     Returns:
-        All of these by name, and `ratio`, bytes_dense / bytes_sent: larger is better, infinite
-        where nothing was sent.
+        All of these by name, and `ratio`, bytes_dense / bytes_sent: larger is better, infinite if
+        nothing was sent.
+
+    >>> numbers(step=10, bytes_sent=100, bytes_dense=400)["ratio"]
+    4.0
     """
     return {
         "step": step,
@@ -88,26 +92,26 @@ _KEPT = 1 - 1 / _ROUNDS
 
 
 class Planned(Protocol):
-    """What was expected of a run: a row of `thinwire.plan`."""
+    """Expectation of a run: a row of `thinwire.plan`."""
 
     @property
     def name(self) -> str:
-        """Of the strategy."""
+        """Name of the strategy."""
         ...
 
     @property
     def step_seconds(self) -> tuple[float, float, float]:
-        """Of a step: low, mid and high."""
+        """Seconds of a step: low, mid and high."""
         ...
 
     @property
     def waiting_share(self) -> float:
-        """The part of a step that is not spent on the step itself."""
+        """Share of a step that is spent on waiting."""
         ...
 
 
 def planned_row(plan: Any) -> Planned | None:
-    """The row that is meant: a plan stands for the one that it recommends.
+    """Return the row of a plan: the recommended one, or the row itself.
 
     Raises:
         TypeError: Neither a plan nor a row of one.
@@ -125,7 +129,13 @@ class Pace:
     """Moving means over about the last 20 rounds; a round ends with an exchange.
 
     Args:
-        planned: What the rounds are compared with; None for nothing.
+        planned: Expectation to compare the rounds with; None for no comparison.
+
+    >>> pace = Pace()
+    >>> for now_s, waited_s in ((0.0, 0.0), (1.0, 0.25), (2.0, 0.5)):
+    ...     _ = pace.round(1, now_s, waited_s)
+    >>> round(pace.waiting_share, 2)
+    0.25
     """
 
     def __init__(self, planned: Planned | None = None) -> None:
@@ -139,20 +149,21 @@ class Pace:
 
     @property
     def waiting_share(self) -> float:
-        """The part of the time for which this rank was blocked; 0 before the second round."""
+        """Share of the time for which this rank waited; 0 before the second round."""
         return self._mean_wait_s / self._mean_s if self._mean_s else 0.0
 
     def lose(self, seconds: float) -> None:
-        """Count time that went to something else than steps, such as saving."""
+        """Count seconds lost to work other than steps, such as saving."""
         self._lost_s += seconds
 
     def goodput(self, useful: int, dropped: int) -> float:
-        """The steps that count over those that the time since the first round would have allowed
-        without waiting and other losses.
+        """Return useful steps over the steps that were possible since the first round.
+
+        The possible steps are those that fit into this time less waiting and other losses.
 
         Args:
             useful: Steps that count.
-            dropped: Steps that were made for nothing.
+            dropped: Steps whose work was dropped.
         """
         if self._begun is None or self._now_s is None or self._now_s <= self._begun[0]:
             return 1.0
@@ -164,17 +175,17 @@ class Pace:
     def round(
         self, steps: int, now_s: float, waited_s: float, bit_s: float = 0.0, *, compare: bool = True
     ) -> str | None:
-        """A round is over.
+        """End a round.
 
         Args:
-            steps: That it has had, at least 1.
+            steps: Steps in the round, at least 1.
             now_s: The time, by any clock.
             waited_s: Seconds of waiting so far.
-            bit_s: The measured rate, for the text; 0 where it is not known.
-            compare: Whether the round is one that the plan is about.
+            bit_s: The measured rate, for the text; 0 if unknown.
+            compare: True if the plan covers this round.
 
         Returns:
-            What to warn of, once: 20 rounds in a row were all outside what was planned.
+            A warning, once: 20 rounds in a row were all outside the plan.
         """
         before_s, self._now_s = self._now_s, now_s
         wait_s, self._waited_s = waited_s - self._waited_s, waited_s

@@ -1,8 +1,7 @@
-"""Small facts about tensors: which entries a gradient stores, in which type is computed, whose
-memory it is, how many fit into a cache.
+"""Helpers for tensors: stored entries, types of computation, memory and cache sizes.
 
 A sparse gradient is a COO tensor here; row-sparse means sparse_dim 1, so that its values are whole
-rows of the parameter. Everything expects it coalesced: duplicates are summed.
+rows of the parameter. All functions expect it coalesced, with duplicates summed.
 """
 
 from collections import Counter
@@ -30,17 +29,17 @@ __all__ = [
 
 
 def coalesced(grad: Tensor) -> Tensor:
-    """`grad` with duplicate entries summed; a dense tensor is returned as it is."""
+    """Return `grad` with duplicate entries summed; a dense tensor is returned unchanged."""
     return grad.coalesce() if grad.layout is torch.sparse_coo else grad
 
 
 def values_of(grad: Tensor) -> Tensor:
-    """`grad` itself, or the values of a coalesced sparse one; shares memory."""
+    """Return `grad` itself, or the values of a coalesced sparse one; shares memory."""
     return grad.values() if grad.layout is torch.sparse_coo else grad
 
 
 def with_values(grad: Tensor, values: Tensor) -> Tensor:
-    """A tensor with the layout and the positions of `grad` and other values."""
+    """Return a tensor with the layout and the positions of `grad` and other values."""
     if grad.layout is not torch.sparse_coo:
         return values
     return torch.sparse_coo_tensor(
@@ -49,7 +48,7 @@ def with_values(grad: Tensor, values: Tensor) -> Tensor:
 
 
 def entries_of(param: Tensor, grad: Tensor) -> Tensor:
-    """The part of `param` that `grad` stores values for: all of it, or the rows present."""
+    """Return the part of `param` that `grad` stores values for: all of it, or the rows present."""
     return param[tuple(grad.indices())] if grad.layout is torch.sparse_coo else param
 
 
@@ -57,10 +56,10 @@ _Key = TypeVar("_Key")
 
 
 def with_own_storage(tensors: Mapping[_Key, Tensor]) -> set[_Key]:
-    """The keys of dense tensors that share no storage with another one of these, and may be written
-    to on their own.
+    """Return the keys of dense tensors that share no storage with another one of the mapping.
 
-    Autograd gives two parameters views of one gradient where both enter a sum through views.
+    These may be written to independently. Autograd gives two parameters views of one gradient if
+    both enter a sum through views.
     """
     places = {
         key: x.untyped_storage().data_ptr() for key, x in tensors.items() if x.layout is strided
@@ -73,17 +72,21 @@ _CHOICES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def state_dtype(param: Tensor) -> torch.dtype:
-    """In what state is kept and computed: float32, float64 for float64 parameters."""
+    """Return the type of state and computation: float32, float64 for float64 parameters."""
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
 def named_dtype(argument: str, choice: object) -> str | None:
-    """The name of a type that a user gave as `argument`: "float32", "bfloat16", the torch dtype of
-    one of these names, or None.
+    """Return the name of the type that a user gave as `argument`, or None.
+
+    Accepted are "float32", "bfloat16" and the torch dtypes of these names.
 
     Raises:
         TypeError: Neither a string nor a torch dtype.
         ValueError: Another type.
+
+    >>> named_dtype("state_dtype", torch.bfloat16)
+    'bfloat16'
     """
     if choice is None:
         return None
@@ -95,12 +98,12 @@ def named_dtype(argument: str, choice: object) -> str | None:
 
 
 def stored_dtype(param: Tensor, choice: str | None) -> torch.dtype:
-    """In what momentum and residual of a compressed tensor are stored; None: `state_dtype`."""
+    """Return the type of a compressed tensor's momentum and residual; None: `state_dtype`."""
     return state_dtype(param) if choice is None else _CHOICES[choice]
 
 
 def narrowed(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """`value` in another type, rounded to nearest, and finite where it was finite."""
+    """Return `value` in another type, rounded to nearest; a finite value stays finite."""
     limit = torch.finfo(dtype).max
     if limit < torch.finfo(value.dtype).max:
         value = torch.where(value.isfinite(), value.clamp(-limit, limit), value)
@@ -108,15 +111,16 @@ def narrowed(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 TensorList = list[Tensor] | tuple[Tensor, ...]
-"""What torch's list operations take."""
+"""Type accepted by torch's list operations."""
 
 _CACHED_BYTES = 1 << 21
-"""Of tensors that are worked on together on a CPU: what stays in its cache from one operation to
-the next."""
+"""Total bytes of tensors that are processed together on a CPU, so that they stay in its cache from
+one operation to the next.
+"""
 
 
 def cache_sized(tensors: TensorList) -> Iterator[slice]:
-    """Slices of the list that are small enough for the cache on a CPU; elsewhere the whole list."""
+    """Yield slices of the list that fit a CPU's cache; on other devices the whole list."""
     start, size = 0, 0
     for i, tensor in enumerate(tensors):
         size += tensor.numel() * tensor.element_size()
