@@ -1,3 +1,4 @@
-"""Bytes on the wire: messages, positions, values. It knows no method and no rank; `compress` and
-whoever reads messages import it.
+"""Message formats: headers, positions, values.
+
+Independent of methods and ranks. `compress` and all readers of messages import it.
 """

@@ -1,15 +1,15 @@
-"""Codes of what is sent of a tensor: its positions and its values.
+"""Codes of the positions and values that are sent of a tensor.
 
 **Positions**: Elias-Fano, of a size that is known from (n, k) alone, about 2 + log2(n/k) bits each.
 
-The code of k ascending positions out of n, with l = max(0, floor(log2(n / k))): first the k * l low
-bits, packed one position after the other, least significant bit first; then a bitmap of k + ((n -
-1) >> l) + 1 bits, in which the i-th position p sets bit (p >> l) + i. Each part is padded with
-zeros to whole bytes. Fewer than k positions are allowed: the bitmap shows how many there are, and
-what they leave of the first part is zero.
+The code of k ascending positions out of n, with l = max(0, floor(log2(n / k))), has two parts.
+First the k * l low bits, packed one position after the other, least significant bit first. Then a
+bitmap of k + ((n - 1) >> l) + 1 bits, in which the i-th position p sets bit (p >> l) + i. Each part
+is padded with zeros to whole bytes. Fewer than k positions are allowed: the bitmap gives their
+number, and the unused low bits are zero.
 
 Source: Elias, JACM 1974; Fano, MIT memorandum 61, 1971. Differs: the length is that of k positions,
-however many came.
+however many were sent.
 
 **Values**: 1, 2, 4, 8, 16 or 32 bits each, with scales of this tensor only.
 
@@ -21,8 +21,8 @@ however many came.
 | 32 | none | float32 |
 
 The code is the scales, then k fields, least significant bit first, the sign (1: negative) in a
-field's highest bit. A level is the nearest one, the lower of two. Magnitudes beyond float32
-saturate. Sums are float64 in a fixed order.
+field's highest bit. A value takes the nearest level, the lower of two equally near. Magnitudes
+beyond float32 saturate. Sums are float64 in a fixed order.
 """  # noqa: E501 (a table row)
 
 import torch
@@ -36,11 +36,16 @@ __all__ = ["decode_positions", "decode_values", "encode_positions", "encode_valu
 
 
 def encode_positions(indices: Tensor, numel: int, k: int) -> Tensor:
-    """Code, shape (position_bytes(numel, k),), of positions, int64, strictly ascending, in [0,
-    numel).
+    """Return the code, shape (position_bytes(numel, k),), of positions.
+
+    They are int64, strictly ascending, in [0, numel).
 
     Raises:
         ValueError: More than `k` positions, or one outside [0, numel).
+
+    >>> code = encode_positions(torch.tensor([3, 500]), 1000, 2)
+    >>> decode_positions(code, 1000, 2)
+    tensor([  3, 500])
     """
     parts = position_parts(numel, k)
     count = indices.numel()
@@ -54,11 +59,12 @@ def encode_positions(indices: Tensor, numel: int, k: int) -> Tensor:
 
 
 def decode_positions(code: Tensor, numel: int, k: int) -> Tensor:
-    """Positions in the code, int64, strictly ascending, all in [0, numel), at most `k`; whatever
-    the bytes are, nothing is read or written out of bounds.
+    """Return the positions in the code, int64, strictly ascending, all in [0, numel), at most `k`.
+
+    Arbitrary bytes never cause an access out of bounds.
 
     Raises:
-        PayloadCorrupt: No sender writes this code: wrong length, too many positions, order, range,
+        PayloadCorrupt: The code is invalid: wrong length, too many positions, order, range,
             padding.
     """
     parts = position_parts(numel, k)
@@ -86,14 +92,13 @@ def _has_bits_after(code: Tensor, used_bits: int) -> bool:
 
 
 def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
-    """Code of the values, and what its receivers will decode.
+    """Return the code of the values, and the values that receivers will decode.
 
     Args:
         values: Shape (j,), j at most `k`, floating-point, finite; at 1 bit none may be 0, since one
             bit is a sign.
         bits: One of 1, 2, 4, 8, 16, 32.
-        k: Values for which there is room; at 1 bit the mean is over `k`, values that are absent
-            count as 0.
+        k: Number of values that fit. At 1 bit the mean is over `k`; missing values count as 0.
 
     Returns:
         The code, shape (value_bytes(k, bits),), uint8; and shape (j,), float32, bit for bit
@@ -101,6 +106,10 @@ def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
 
     Raises:
         ValueError: More than `k` values, another number of bits, or a 0 at 1 bit.
+
+    >>> code, decoded = encode_values(torch.tensor([1.0, -3.0]), 1, 2)
+    >>> decoded
+    tensor([ 2., -2.])
 
     Source: arXiv 1802.04434 (signs with one scale), 1901.09847 (error feedback). Differs: levels
     from means of parts.
@@ -115,11 +124,12 @@ def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def decode_values(code: Tensor, count: int, bits: int, k: int) -> Tensor:
-    """`count` values in the code of at most `k`, float32, finite; the same bits on every rank and
-    device.
+    """Return the `count` values in the code of at most `k`, float32, finite.
+
+    The result is bit-identical on every rank and device.
 
     Raises:
-        PayloadCorrupt: No sender writes this code: wrong length, too many values, not finite.
+        PayloadCorrupt: The code is invalid: wrong length, too many values, not finite.
         ValueError: Another number of bits.
     """
     nbytes = value_bytes(k, bits)

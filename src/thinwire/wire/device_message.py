@@ -1,10 +1,10 @@
-"""The messages of `wire.message`, byte for byte, made and read on a device without a word to the
-host.
+"""Messages of `wire.message`, byte for byte, packed and read on a device without host
+synchronization.
 
-All shapes follow from the layout. What depends on data stays in device memory: how many entries are
-carried, whether a gradient was not finite, the checksum. What `unpack` would refuse is a verdict
-per message, a mask of `FAULTS`, that the host reads when it likes and explains with `explain`;
-until then nothing of the message may be applied. To be imported where `kernels.is_static` is true,
+All shapes follow from the layout. Values that depend on data stay in device memory: the number of
+entries, the flag of a gradient that was not finite, the checksum. Where `unpack` would raise, the
+verdict of a message is a mask of `FAULTS`. The host reads it later and explains it with `explain`;
+until then nothing of the message may be applied. Import it only if `kernels.is_static` is True,
 since it needs Triton.
 """
 
@@ -30,38 +30,40 @@ from thinwire.wire.message import CHECKSUM, header_words, unpack
 __all__ = ["FAULTS", "Arrived", "Rows", "explain", "pack", "read", "sum_rows"]
 
 FAULTS = ("header", "checksum", "flags", "positions", "values", "number of entries")
-"""What bit i of a verdict says is wrong."""
+"""Meaning of bit i of a verdict."""
 _FLAGS_SHIFT = 40
 _FLAGS_MASK = 0xFF << _FLAGS_SHIFT
 _CHECKSUM_SHIFT = 32
 
 
 class Rows(NamedTuple):
-    """What all ranks sent of one tensor."""
+    """Entries of one tensor from all ranks."""
 
     indices: Tensor
-    """Shape (ranks, k), int64, of no meaning behind a rank's count."""
+    """Shape (ranks, k), int64, undefined after a rank's count."""
     values: Tensor
     """Shape (ranks, k), float32."""
     counts: Tensor
-    """Shape (ranks,), int64: entries that a rank carried, 0 where it said that a gradient was not
-    finite."""
+    """Shape (ranks,), int64: number of entries of each rank, 0 if it reported a gradient that was
+    not finite.
+    """
 
 
 class Arrived(NamedTuple):
-    """What the messages of all ranks say, to be used once the verdicts are known to be 0."""
+    """Content of the messages of all ranks. Use it only if all verdicts are 0."""
 
     verdicts: Tensor
-    """Shape (ranks,), int64: 0, or a mask of what is wrong with a rank's message."""
+    """Shape (ranks,), int64: 0, or a mask of the faults of a rank's message."""
     parts: list[Rows]
-    """Per slot."""
+    """Entries per slot."""
 
 
 def pack(
     layout: Layout, step: int, bucket: int, proposals: Sequence[Proposal]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Message of the proposals, or of the number of the first that is not finite; see
-    `wire.message`.
+    """Return the message of the proposals, or of the number of the first one that is not finite.
+
+    See `wire.message` for the format.
 
     Args:
         layout: Of the message.
@@ -71,8 +73,8 @@ def pack(
             ().
 
     Returns:
-        The message, shape (layout.nbytes,), uint8; and per slot what was sent at the given indices,
-        shape (k,), float32. No host synchronization.
+        The message, shape (layout.nbytes,), uint8; and per slot the sent values at the given
+        indices, shape (k,), float32. No host synchronization.
 
     Raises:
         ValueError: Proposals do not fit the layout, or step or bucket their fields.
@@ -110,8 +112,9 @@ def pack(
 
 
 def read(layout: Layout, rows: Tensor, *, step: int, bucket: int) -> Arrived:
-    """What the messages of all ranks say, and per message a verdict on everything that
-    `wire.message.unpack` checks; no host synchronization.
+    """Return the content of the messages of all ranks, and a verdict per message.
+
+    The verdict covers all checks of `wire.message.unpack`; no host synchronization.
 
     Args:
         layout: That they must have.
@@ -152,8 +155,9 @@ def read(layout: Layout, rows: Tensor, *, step: int, bucket: int) -> Arrived:
 def explain(
     layout: Layout, message: Tensor, verdict: int, *, step: int, bucket: int, source: int
 ) -> NoReturn:
-    """Raise what `wire.message.unpack` raises for a message with a verdict other than 0; reads it
-    on the host.
+    """Raise the error of `wire.message.unpack` for a message with a verdict other than 0.
+
+    The message is read on the host.
 
     Raises:
         PayloadCorrupt: Always.
@@ -167,12 +171,12 @@ def explain(
 
 
 def sum_rows(rows: Rows, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The sum over the ranks where the verdict was 0; the bits of `core.feedback.sum_sparse`.
+    """Return the sum over the ranks with verdict 0; the bits of `core.feedback.sum_sparse`.
 
     Returns:
-        Positions, int64, ascending but for repetitions, and sums, shape (ranks * k,) both. What
-        repeats a position repeats its sum: assign, never accumulate. (0, 0.0) everywhere where
-        nothing was carried. No host synchronization.
+        Positions, int64, ascending but for repetitions, and sums, shape (ranks * k,) both. A
+        repeated position has the same sum each time: assign, never accumulate. (0, 0.0) everywhere
+        if no rank has an entry. No host synchronization.
     """
     return codes.sum_rows(*rows, numel, dtype)
 
@@ -188,7 +192,7 @@ def _flag(finite: bool | Tensor, device: torch.device) -> Tensor:
 def _encoded(
     numel: int, k: int, value_bits: int, indices: Tensor, values: Tensor
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Codes of positions and values that are not 0, what is decoded, and how many are carried."""
+    """Return codes of positions and values that are not 0, the decoded values, and their number."""
     carried = values != 0
     count = carried.sum()
     rank = carried.cumsum(0) - 1
@@ -201,7 +205,7 @@ def _encoded(
 
 
 def _decoded(layout: Layout, rows: Tensor, alarm: Tensor) -> tuple[list[Rows], Tensor, Tensor]:
-    """Per slot what the rows say, and per row whether any position or value is wrong."""
+    """Return the entries per slot, and per row a flag: some position or value is wrong."""
     parts = []
     wrong_positions, wrong_values = torch.zeros_like(alarm), torch.zeros_like(alarm)
     at = HEADER_BYTES
@@ -224,7 +228,9 @@ def _decoded(layout: Layout, rows: Tensor, alarm: Tensor) -> tuple[list[Rows], T
 def _wrong(
     positions: tuple[Tensor, Tensor, Tensor], low: Tensor, numel: int, low_bits_of_all: int
 ) -> Tensor:
-    """Per row: too many positions, not ascending, beyond the tensor, or excess low bits."""
+    """Return a flag per row: too many positions, not ascending, out of range, or excess
+    low bits.
+    """
     indices, counts, low_fields = positions
     there = torch.arange(indices.shape[1], device=indices.device) < counts.unsqueeze(1)
     wrong = counts > indices.shape[1]

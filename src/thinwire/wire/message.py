@@ -1,18 +1,17 @@
-"""One message per bucket: a header of 32 bytes, then positions and values of one tensor after the
-other.
+"""Format of a message: a header of 32 bytes, then positions and values of each tensor in order.
 
-Header, little-endian: magic (4 bytes), version (1), flags (1), bucket (2), step (8), layout (8),
-entries carried (4), CRC-32 (4) of the whole message with this field zero. Flag bit 0: a gradient
-was not finite; the payload is then the number of the tensor (4 bytes) and zeros. Entries whose
-value is 0 are not carried. The length follows from the layout, so the messages of all ranks are
-equally long and one all-gather moves them.
+There is one message per bucket. Header, little-endian: magic (4 bytes), version (1), flags (1),
+bucket (2), step (8), layout (8), number of entries (4), CRC-32 (4) of the whole message with this
+field zero. Flag bit 0: a gradient was not finite; the payload is then the number of the tensor (4
+bytes) and zeros. Entries whose value is 0 are not sent. The length follows from the layout, so the
+messages of all ranks are equally long and one all-gather moves them.
 
-A message of whole tensors (`pack_whole`) has every entry in few bits and no positions, since none
-is left out; no flag, and no count of entries. At 2, 4, 8 and 16 bits a tensor is the code of
-`wire.codes`. At 1 bit it has two scales in float32, the mean of the entries that are not negative
-and the mean magnitude of the negative ones, and one bit an entry, set where the entry is negative,
-the least significant bit first: each half stands at its own mean, so that what is lost never has a
-larger norm than what was to be sent, however lopsided the entries are.
+A message of whole tensors (`pack_whole`) has every entry in few bits. It has no positions, no flag
+and no count of entries. At 2, 4, 8 and 16 bits a tensor is the code of `wire.codes`. At 1 bit it
+has two scales in float32, the mean of the nonnegative entries and the mean magnitude of the
+negative ones, and one bit per entry, set if the entry is negative, the least significant bit first.
+Each sign has its own mean, so that the error never has a larger norm than the input, however
+asymmetric the entries are.
 """
 
 import struct
@@ -63,12 +62,12 @@ WIRE_VERSION = 1
 _MAGIC = b"thwr"
 _CRC_BYTES = 4
 CHECKSUM = (HEADER_BYTES - _CRC_BYTES, HEADER_BYTES)
-"""First byte of the checksum and the one after the last."""
+"""First byte of the checksum, and the end of it."""
 _FLAG_NONFINITE = 1
 
 
 class Form(Protocol):
-    """What is known of a message before it comes; equal on all ranks."""
+    """Properties of a message that are known before it arrives; equal on all ranks."""
 
     @property
     def nbytes(self) -> int:
@@ -76,11 +75,11 @@ class Form(Protocol):
 
     @property
     def digest(self) -> int:
-        """64 bits that stand for the form in the header."""
+        """64 bits that identify the form in the header."""
 
 
 class Unpacked(NamedTuple):
-    """What a message says."""
+    """Content of a message."""
 
     culprit: int | None
     """Number of the tensor whose gradient was not finite, or None."""
@@ -91,7 +90,7 @@ class Unpacked(NamedTuple):
 def pack(
     layout: Layout, step: int, bucket: int, parts: Sequence[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Message of the entries, and what its receivers will decode.
+    """Return the message of the entries, and the values that receivers will decode.
 
     Args:
         layout: Of the message.
@@ -101,11 +100,17 @@ def pack(
             strictly ascending; values finite.
 
     Returns:
-        The message, shape (layout.nbytes,), uint8, on the device of the parts; and per slot what
-        was sent at the given indices, shape (j,), float32, 0 where the value was 0.
+        The message, shape (layout.nbytes,), uint8, on the device of the parts; and per slot the
+        sent values at the given indices, shape (j,), float32, 0 where the value was 0.
 
     Raises:
         ValueError: Parts do not fit the layout, or step or bucket their fields.
+
+    >>> layout = Layout.of([1000], sparsity=0.99, value_bits=1)
+    >>> part = torch.tensor([3, 500]), torch.tensor([1.0, -1.0])
+    >>> message, _ = pack(layout, 0, 0, [part])
+    >>> unpack(layout, message, step=0, bucket=0, source=1).parts[0][0]
+    tensor([  3, 500])
     """
     if len(parts) != len(layout.slots):
         raise ValueError(
@@ -131,8 +136,9 @@ def pack(
 
 
 def pack_nonfinite(layout: Layout, step: int, bucket: int, culprit: int) -> Tensor:
-    """Message, on the CPU, that says that a gradient was not finite: of the tensor with the number
-    `culprit`, in [0, 2^32). Other arguments as in `pack`.
+    """Return a message on the CPU that reports a gradient that was not finite.
+
+    `culprit` is the number of the tensor, in [0, 2^32). Other arguments as in `pack`.
 
     Raises:
         ValueError: A number does not fit its field.
@@ -146,7 +152,7 @@ def pack_nonfinite(layout: Layout, step: int, bucket: int, culprit: int) -> Tens
 
 
 def unpack(layout: Layout, message: Tensor, *, step: int, bucket: int, source: int) -> Unpacked:
-    """What a message says, once everything about it has been checked.
+    """Return the content of a message after all checks.
 
     Args:
         layout: That it must have.
@@ -159,8 +165,8 @@ def unpack(layout: Layout, message: Tensor, *, step: int, bucket: int, source: i
         The parts on `message.device`, or the culprit.
 
     Raises:
-        PayloadCorrupt: The message is damaged or belongs elsewhere; names the rank, what was
-            expected and what came.
+        PayloadCorrupt: The message is damaged or belongs to another step, bucket or layout; names
+            the rank, the expected and the actual value.
     """
     try:
         return _unpack(layout, message, step, bucket)
@@ -169,7 +175,9 @@ def unpack(layout: Layout, message: Tensor, *, step: int, bucket: int, source: i
 
 
 def refused(refusal: PayloadCorrupt, *, step: int, bucket: int, source: int) -> PayloadCorrupt:
-    """The same refusal with the rank that the message came from, and where it belonged."""
+    """Return the same error with the rank that sent the message, and its expected step and
+    bucket.
+    """
     message = f"the message of rank {source} for bucket {bucket} of step {step}"
     return PayloadCorrupt(f"{message} was refused and nothing applied: {refusal}")
 
@@ -177,7 +185,7 @@ def refused(refusal: PayloadCorrupt, *, step: int, bucket: int, source: int) -> 
 def sealed(
     form: Form, step: int, bucket: int, payload: list[Tensor], *, flags: int = 0, carried: int = 0
 ) -> Tensor:
-    """The header with its checksum, and the payload, on the payload's device.
+    """Return the header with its checksum, followed by the payload, on the payload's device.
 
     Args:
         form: Of the message.
@@ -185,7 +193,7 @@ def sealed(
         bucket: As in `pack`.
         payload: At least one, uint8, one dimension each.
         flags: Of the header.
-        carried: Entries carried, in [0, 2^32).
+        carried: Number of entries, in [0, 2^32).
     """
     raw = np.concatenate(
         [np.zeros(HEADER_BYTES, np.uint8), *(part.cpu().numpy() for part in payload)]
@@ -195,10 +203,10 @@ def sealed(
 
 
 def opened(form: Form, message: Tensor, step: int, bucket: int) -> tuple[memoryview, int, int]:
-    """The bytes of a message on the CPU, its flags and the entries it says to carry.
+    """Return the bytes of a message on the CPU, its flags and its number of entries.
 
     Raises:
-        PayloadCorrupt: It is damaged, of another form, or of another place.
+        PayloadCorrupt: It is damaged, of another form, or of another step or bucket.
     """
     _expect("length in bytes", message.numel(), form.nbytes)
     raw = message.cpu().contiguous().numpy().data
@@ -214,8 +222,9 @@ def opened(form: Form, message: Tensor, step: int, bucket: int) -> tuple[memoryv
 
 
 def header_words(layout: Layout, step: int, bucket: int) -> tuple[int, int, int]:
-    """The header up to the entries carried, with no flag set, as three little-endian signed numbers
-    of 64 bits.
+    """Return the header up to the number of entries, with no flag set.
+
+    Three little-endian signed numbers of 64 bits.
 
     Raises:
         ValueError: A number does not fit its field.
@@ -229,7 +238,7 @@ def header_words(layout: Layout, step: int, bucket: int) -> tuple[int, int, int]
 def _encoded(
     slot: Slot, layout: Layout, indices: Tensor, values: Tensor
 ) -> tuple[list[Tensor], Tensor, int]:
-    """Codes of positions and values, what is decoded, and how many are carried."""
+    """Return codes of positions and values, the decoded values, and the number of entries."""
     if for_device(values.device).count_nonzero(values) == values.numel():
         code, sent = encode_values(
             values, layout.value_bits, max(1, values.numel()) if layout.part else slot.k
@@ -280,7 +289,7 @@ def _expect(what: str, came: object, expected: object) -> None:
 def _stamped(
     raw: NDArray[np.uint8], form: Form, step: int, bucket: int, *, flags: int = 0, carried: int = 0
 ) -> NDArray[np.uint8]:
-    """`raw` with the header in the place that is left for it at its beginning."""
+    """Write the header into the space reserved at the beginning of `raw`, and return `raw`."""
     _check_place(step, bucket)
     fields = (_MAGIC, WIRE_VERSION, flags, bucket, step, form.digest, carried)
     checksum = _checksum(HEADER.pack(*fields, 0)[:-_CRC_BYTES], raw[HEADER_BYTES:].data)
@@ -300,11 +309,19 @@ def _checksum(header: bytes | memoryview, payload: memoryview) -> int:
 
 
 def pack_whole(layout: WholeLayout, step: int, bucket: int, tensors: Sequence[Tensor]) -> Tensor:
-    """Message of tensors, shape (n,) each, n as in the layout, floating-point and finite, on their
-    device. Other arguments as in `pack`.
+    """Return the message of tensors, on their device.
+
+    They have shape (n,) each, n as in the layout, floating-point and finite. Other arguments as in
+    `pack`.
 
     Raises:
         ValueError: Tensors do not fit the layout, or step or bucket their fields.
+
+    >>> layout = WholeLayout((4,), 1)
+    >>> message = pack_whole(layout, 0, 0, [torch.tensor([1.0, 3.0, -2.0, -4.0])])
+    >>> (code,) = unpack_whole(layout, message, step=0, bucket=0, source=1)
+    >>> decode_whole(code, 4, 1)
+    tensor([ 2.,  2., -3., -3.])
     """
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if shapes != [(numel,) for numel in layout.numels] or not shapes:
@@ -320,11 +337,10 @@ def pack_whole(layout: WholeLayout, step: int, bucket: int, tensors: Sequence[Te
 def unpack_whole(
     layout: WholeLayout, message: Tensor, *, step: int, bucket: int, source: int
 ) -> list[Tensor]:
-    """The codes in a message, once everything about it has been checked; arguments and errors as in
-    `unpack`.
+    """Return the codes in a message after all checks; arguments and errors as in `unpack`.
 
     Returns:
-        One per tensor for `decode_whole`, which refuses none of them; views of the message.
+        One per tensor for `decode_whole`, which accepts all of them; views of the message.
     """
     try:
         _, flags, carried = opened(layout, message, step, bucket)
@@ -343,10 +359,10 @@ def unpack_whole(
 
 
 def decode_whole(code: Tensor, numel: int, value_bits: int) -> Tensor:
-    """The entries of one tensor.
+    """Return the entries of one tensor.
 
     Args:
-        code: What `unpack_whole` gave; read only.
+        code: Result of `unpack_whole`; read only.
         numel: Entries of the tensor.
         value_bits: Of the layout.
 
@@ -381,5 +397,7 @@ def _encoded_whole(values: Tensor, bits: int) -> Tensor:
 
 
 def _mean(values: Tensor, count: int) -> Tensor:
-    """The float32 mean magnitude of `count` entries, 0 where not given, as 4 bytes."""
+    """Return the float32 mean magnitude of `count` entries as 4 bytes; missing entries
+    count as 0.
+    """
     return encode_values(values, 1, max(1, count))[0][:SCALE_BYTES]
