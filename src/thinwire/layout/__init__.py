@@ -1,3 +1,4 @@
-"""How long messages are and who sends what to whom: plain arithmetic, without torch, for every
-package.
+"""Lengths of messages and assignment of work to ranks: plain arithmetic, without torch.
+
+Every package may import it.
 """

@@ -1,4 +1,4 @@
-"""What messages consist of, and how long they are."""
+"""Contents and lengths of messages."""
 
 import hashlib
 import struct
@@ -39,20 +39,24 @@ CULPRIT = struct.Struct("<I")
 VALUE_BITS = (1, 2, 4, 8, 16, 32)
 WHOLE_BITS = (1, 2, 4, 8, 16)
 SCALE_COUNT = {1: 1, 2: 2, 4: 8, 8: 2, 16: 2, 32: 0}
-"""Numbers in float32 that come with the values of a tensor, by the bits of a value."""
+"""Number of float32 scales per tensor, by the bits of a value."""
 SCALE_BYTES = 4
 SEAL_BYTES = 8
-"""Of the checksum with which a small part of a dense sum travels."""
+"""Bytes of the checksum with which a small part of a dense sum travels."""
 SKETCH_NUMEL = 64
-"""Sums, in float32, that stand for a change where not all of it is applied in time."""
+"""Number of float32 sums that represent a change where not all of it is applied in time."""
 
 
 def count_sent(numel: int, sparsity: float) -> int:
-    """Number of entries that are sent: max(1, round(numel * (1 - sparsity))), in float64 arithmetic
-    and by Python's `round` (halves to even).
+    """Return the number of entries that are sent: max(1, round(numel * (1 - sparsity))).
+
+    Computed in float64, with Python's `round` (halves to even).
 
     Raises:
         ValueError: `numel` is less than 1, or `sparsity` not in [0, 1).
+
+    >>> count_sent(1000, 0.99)
+    10
 
     Source: arXiv 1712.01887. Differs: rounded instead of truncated, at least one.
     """
@@ -66,10 +70,10 @@ def count_sent(numel: int, sparsity: float) -> int:
 
 
 class PositionParts(NamedTuple):
-    """How a code is divided."""
+    """Sizes of the parts of a position code."""
 
     low_bits: int
-    """Of each position, l."""
+    """Low bits of each position, l."""
     low_bytes: int
     """Length of the low bits of all positions."""
     high_bytes: int
@@ -77,18 +81,25 @@ class PositionParts(NamedTuple):
 
 
 def position_bytes(numel: int, k: int) -> int:
-    """Length of the code of up to `k` positions out of `numel`, in bytes: a function of the two
-    numbers only, so every rank knows it without asking.
+    """Return the length in bytes of the code of up to `k` positions out of `numel`.
+
+    It depends on the two numbers only, so every rank knows it without communication.
 
     Raises:
         ValueError: `k` is not between 1 and `numel`.
+
+    >>> position_bytes(1000, 10)
+    12
     """
     parts = position_parts(numel, k)
     return parts.low_bytes + parts.high_bytes
 
 
 def position_parts(numel: int, k: int) -> PositionParts:
-    """How the code of up to `k` positions out of `numel` is divided; see `position_bytes`."""
+    """Return the sizes of the parts of the code of up to `k` positions out of `numel`.
+
+    See `position_bytes`.
+    """
     if not 1 <= k <= numel:
         raise ValueError(f"k is {k}; it must be between 1 and numel = {numel}")
     low_bits = (numel // k).bit_length() - 1
@@ -97,10 +108,13 @@ def position_parts(numel: int, k: int) -> PositionParts:
 
 
 def value_bytes(k: int, bits: int) -> int:
-    """Length of the code of up to `k` values of so many bits, scales included, in bytes.
+    """Return the length in bytes of the code of up to `k` values, scales included.
 
     Raises:
         ValueError: Another number of bits than 1, 2, 4, 8, 16, 32.
+
+    >>> value_bytes(10, bits=1)
+    6
     """
     if bits not in VALUE_BITS:
         raise ValueError(f"bits is {bits}; it must be one of 1, 2, 4, 8, 16, 32")
@@ -109,29 +123,36 @@ def value_bytes(k: int, bits: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of one tensor in a message."""
+    """Space of one tensor in a message."""
 
     numel: int
     """Entries of the tensor."""
     k: int
-    """Entries for which there is room, between 1 and `numel`."""
+    """Number of entries that fit, between 1 and `numel`."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a message consists of; equal on all ranks."""
+    """Contents of a message of positions and values; equal on all ranks.
+
+    >>> Layout.of([1000], sparsity=0.99, value_bits=1).nbytes
+    50
+    """
 
     slots: tuple[Slot, ...]
     """One per tensor, in order."""
     value_bits: int
-    """Cost of one value: 1, 2, 4, 8, 16 or 32."""
+    """Bits per value: 1, 2, 4, 8, 16 or 32."""
     part: str = ""
-    """Which part of a split exchange this is; empty for a whole message. Parts have room to spare,
-    so that at 1 bit their scale is the mean of the values that came."""
+    """Part of a split exchange; empty for a whole message. A part has spare room, so that at 1 bit
+    its scale is the mean over the values sent.
+    """
 
     @classmethod
     def of(cls, numels: Iterable[int], sparsity: float, value_bits: int) -> Self:
-        """Tensors of which all but the fraction `sparsity` of the entries is sent."""
+        """Return the layout for tensors of which all but the fraction `sparsity` of the entries is
+        sent.
+        """
         return cls(tuple(Slot(numel, count_sent(numel, sparsity)) for numel in numels), value_bits)
 
     @cached_property
@@ -144,8 +165,7 @@ class Layout:
 
     @cached_property
     def places(self) -> NDArray[np.int64]:
-        """Shape (slots, 7): of every slot the sizes of its codes and where they begin, for compiled
-        loops.
+        """Sizes and offsets of the codes of every slot for compiled loops, shape (slots, 7).
 
         The columns are numel, k, low bits of a position, and the bytes of the low bits, the high
         parts and the values, and the first byte.
@@ -164,21 +184,25 @@ class Layout:
 
     @cached_property
     def digest(self) -> int:
-        """64 bits that stand for the layout in the header."""
+        """64 bits that identify the layout in the header."""
         slots = ",".join(f"{s.k}/{s.numel}" for s in self.slots)
         return _digest(f"elias-fano;{self.value_bits};{slots}{self.part}")
 
 
 @dataclass(frozen=True)
 class WholeLayout:
-    """What a message consists of; equal on all ranks."""
+    """Contents of a message of whole tensors; equal on all ranks.
+
+    >>> WholeLayout((1000,), value_bits=1).nbytes
+    165
+    """
 
     numels: tuple[int, ...]
     """Entries of each tensor, in order; at least one tensor, none of them empty."""
     value_bits: int
-    """Cost of one entry: 1, 2, 4, 8 or 16."""
+    """Bits per entry: 1, 2, 4, 8 or 16."""
     part: str = ""
-    """Which part of a split exchange this is; empty for whole tensors."""
+    """Part of a split exchange; empty for whole tensors."""
 
     @cached_property
     def nbytes(self) -> int:
@@ -187,7 +211,7 @@ class WholeLayout:
 
     @cached_property
     def digest(self) -> int:
-        """64 bits that stand for the layout in the header."""
+        """64 bits that identify the layout in the header."""
         return _digest(f"whole;{self.value_bits};{','.join(map(str, self.numels))}{self.part}")
 
 
@@ -196,10 +220,14 @@ def _digest(text: str) -> int:
 
 
 def whole_bytes(numel: int, bits: int) -> int:
-    """Length of the code of a whole tensor, in bytes; at 1 bit each sign has a scale."""
+    """Return the length in bytes of the code of a whole tensor; at 1 bit each sign has a scale."""
     return value_bytes(numel, bits) + (SCALE_BYTES if bits == 1 else 0)
 
 
 def factor_numels(shape: Sequence[int], rank: int) -> tuple[int, int]:
-    """Entries of the two factors of `rank` columns that stand for a matrix."""
+    """Return the numbers of entries of the two factors of `rank` columns that represent a matrix.
+
+    >>> factor_numels((100, 20), 2)
+    (200, 40)
+    """
     return rank * prod(shape[:1]), rank * prod(shape[1:])

@@ -1,4 +1,4 @@
-"""Which rank works on which tensor, where tensors lie in shards and each is needed whole."""
+"""Assignment of sharded tensors to the ranks that process them as a whole."""
 
 from collections.abc import Sequence
 
@@ -6,17 +6,20 @@ __all__ = ["dealt", "shard_lengths"]
 
 
 def dealt(costs: Sequence[int], ranks: int) -> list[list[int | None]]:
-    """Rounds in which every rank has one tensor at most, the dearest ones first.
+    """Return rounds in which every rank has one tensor at most, the most expensive ones first.
 
-    In each round the dearest goes to the rank that had the least before it, so that all of them
-    work about as long.
+    In each round the most expensive tensor goes to the rank with the least cost so far, which
+    balances the total cost per rank.
 
     Args:
         costs: Of the tensors, in any unit.
         ranks: At least 1.
 
     Returns:
-        By round and rank, which tensor; None for none.
+        By round and rank, the index of the tensor; None for none.
+
+    >>> dealt([5, 1, 4], 2)
+    [[0, 2], [None, 1]]
     """
     order = sorted(range(len(costs)), key=lambda i: -costs[i])
     load, rounds = [0] * ranks, []
@@ -32,8 +35,12 @@ def dealt(costs: Sequence[int], ranks: int) -> list[list[int | None]]:
 
 
 def shard_lengths(length: int, ranks: int) -> list[int]:
-    """How much of a dimension each rank holds, cut as by `torch.chunk`: the last ones may have
-    less, or nothing.
+    """Return the length of a dimension on each rank, cut as by `torch.chunk`.
+
+    The last ranks may have less, or nothing.
+
+    >>> shard_lengths(10, 4)
+    [3, 3, 3, 1]
     """
     most = -(-length // ranks)
     return [min(max(length - rank * most, 0), most) for rank in range(ranks)]

@@ -1,8 +1,8 @@
-"""Who owns what, and how long every message is, where sums are added up by shares; and which
-tensors belong to which part of a model, where parts are averaged in turn.
+"""Owners of shares and lengths of their messages; assignment of tensors to parts of a model.
 
-The tensors of a message, laid end to end, are cut into W equal shares; a share falls into pieces,
-each within one tensor; see `thinwire.compress.split`.
+Shares serve sums that owners add up; parts serve models that are averaged part by part. The tensors
+of a message, laid end to end, are cut into W equal shares; a share consists of pieces, each within
+one tensor; see `thinwire.compress.split`.
 """
 
 from collections.abc import Sequence
@@ -16,18 +16,18 @@ from thinwire.layout.message import Layout, Slot, WholeLayout
 __all__ = ["Piece", "SplitPlan", "contiguous", "partition", "split_plan", "strided", "whole_split"]
 
 _FIRST_ROOM = 2
-"""Room of a piece in round one, in multiples of the entries that fall into it on average."""
+"""Capacity of a piece in round one, in multiples of its average number of entries."""
 
 
 class Piece(NamedTuple):
     """A contiguous range of one tensor."""
 
     slot: int
-    """Which tensor of the message."""
+    """Index of the tensor in the message."""
     start: int
-    """Its first position."""
+    """First position."""
     numel: int
-    """How many there are."""
+    """Number of positions."""
 
 
 _Form = TypeVar("_Form", Layout, WholeLayout)
@@ -35,18 +35,18 @@ _Form = TypeVar("_Form", Layout, WholeLayout)
 
 @dataclass(frozen=True)
 class SplitPlan(Generic[_Form]):
-    """Who owns what, and how long every message is; the same on all sources."""
+    """Owners of pieces and lengths of all messages; the same on all sources."""
 
     pieces: tuple[tuple[Piece, ...], ...]
-    """By owner, in the order of the tensors."""
+    """Pieces by owner, in the order of the tensors."""
     first: tuple[_Form, ...]
-    """By owner: what every source sends it in round one."""
+    """Layout by owner of the message that every source sends it in round one."""
     second: tuple[_Form, ...]
-    """By owner: what it sends to all in round two."""
+    """Layout by owner of the message that it sends to all in round two."""
 
     @cached_property
     def ends(self) -> list[list[int]]:
-        """By tensor, where its pieces end."""
+        """Return the ends of the pieces, by tensor."""
         found: list[list[int]] = []
         for piece in (piece for mine in self.pieces for piece in mine):
             found += [[] for _ in range(piece.slot + 1 - len(found))]
@@ -55,25 +55,29 @@ class SplitPlan(Generic[_Form]):
 
     @cached_property
     def row_bytes(self) -> int:
-        """Length to which all messages of round two are filled up."""
+        """Length to which all messages of round two are padded."""
         return max(layout.nbytes for layout in self.second)
 
 
 @lru_cache(maxsize=64)
 def split_plan(layout: Layout, sources: int) -> SplitPlan[Layout]:
-    """The plan for messages of this layout.
+    """Return the plan for messages of this layout.
 
     Args:
-        layout: What every source would send to all others.
+        layout: Of the message that every source would send to all others.
         sources: W, at least 1.
 
     Returns:
-        At most tensors + W - 1 pieces. Of a tensor with room for k of n entries, a piece of m
-        positions has room for ceil(2 k m / n) entries in round one, and the pieces together for
-        about k in round two; each for at least 1.
+        At most tensors + W - 1 pieces. If a tensor of n entries sends k, a piece of m positions has
+        room for ceil(2 k m / n) entries in round one. In round two its pieces together have room
+        for about k. Each piece has room for at least 1.
 
     Raises:
         ValueError: Fewer than one source.
+
+    >>> plan = split_plan(Layout.of([1000], sparsity=0.99, value_bits=1), 2)
+    >>> [[piece.numel for piece in pieces] for pieces in plan.pieces]
+    [[500], [500]]
     """
     if sources < 1:
         raise ValueError(f"sources is {sources}; it must be at least 1")
@@ -94,7 +98,10 @@ def split_plan(layout: Layout, sources: int) -> SplitPlan[Layout]:
 
 
 def partition(numels: Sequence[int], sources: int) -> list[list[Piece]]:
-    """By owner its equal share of tensors laid end to end, in pieces within one tensor each."""
+    """Return the equal share of each owner, as pieces within one tensor each.
+
+    The tensors are laid end to end.
+    """
     total, owner, at = sum(numels), 0, 0
     pieces: list[list[Piece]] = [[] for _ in range(sources)]
     for slot, numel in enumerate(numels):
@@ -113,7 +120,10 @@ def _first_room(slot: Slot, piece: Piece) -> Slot:
 
 
 def _second_room(slot: Slot, piece: Piece) -> Slot:
-    """Shares of k that are whole numbers and add up to k, but for the 1 that a tiny piece has."""
+    """Return the slot of a piece in round two.
+
+    The sizes are whole numbers that add up to k, except that a tiny piece gets 1.
+    """
     before, after = (
         (2 * slot.k * at + slot.numel) // (2 * slot.numel)
         for at in (piece.start, piece.start + piece.numel)
@@ -123,7 +133,7 @@ def _second_room(slot: Slot, piece: Piece) -> Slot:
 
 @lru_cache(maxsize=64)
 def whole_split(layout: WholeLayout, sources: int) -> SplitPlan[WholeLayout] | None:
-    """The plan for tensors of this layout; None where there are fewer entries than sources."""
+    """Return the plan for whole tensors; None if there are fewer entries than sources."""
     if sum(layout.numels) < sources:
         return None
     pieces = tuple(tuple(mine) for mine in partition(layout.numels, sources))
@@ -139,11 +149,15 @@ def whole_split(layout: WholeLayout, sources: int) -> SplitPlan[WholeLayout] | N
 
 
 def contiguous(sizes: Sequence[int], parts: int) -> list[range]:
-    """`parts` contiguous ranges of positions that cover `sizes`, none empty, each ended where it
-    comes closest to its share.
+    """Return `parts` contiguous, nonempty ranges of indices that cover `sizes`.
+
+    Each range ends where its sum is closest to its share.
 
     Raises:
         ValueError: There are fewer tensors than parts.
+
+    >>> contiguous([4, 1, 1, 2], 2)
+    [range(0, 1), range(1, 4)]
     """
     _require_enough(len(sizes), parts)
     ends = list(accumulate(sizes))  # ends[i]: elements in the tensors up to i
@@ -157,26 +171,28 @@ def contiguous(sizes: Sequence[int], parts: int) -> list[range]:
 
 
 def strided(names: Sequence[str], parts: int) -> list[list[str]]:
-    """Layers dealt out in turn: layer l belongs to part l mod `parts`.
+    """Assign layers round-robin: layer l belongs to part l mod `parts`.
 
-    A layer is all tensors whose names share what goes up to their first integer, such as
-    `blocks.3` of `blocks.3.qkv.weight`; layers are counted from 0 in the order of their first
-    tensors. The tensors in no layer follow, each on its own, and go on with the count. Where
-    layers and these are fewer than `parts`, every tensor counts on its own.
+    A layer is all tensors whose names have the same prefix up to their first integer, such as
+    `blocks.3` of `blocks.3.qkv.weight`. Layers are counted from 0 in the order of their first
+    tensors. Tensors in no layer follow, each counted on its own. If there are fewer of both than
+    `parts`, every tensor counts on its own.
 
     Args:
         names: Of all tensors, in the model's order.
-        parts: How many parts, between 1 and len(names).
+        parts: Number of parts, between 1 and len(names).
 
     Returns:
-        `parts` lists that cover the names, none empty, each in the model's order; a function of
+        `parts` lists that cover the names, none empty, each in the model's order. They depend on
         the two arguments only.
 
     Raises:
         ValueError: There are fewer tensors than parts.
 
-    Source: Streaming DiLoCo, 2025, arXiv 2501.18512. Differs: what is in no layer is dealt out
-    too.
+    >>> strided(["blocks.0.w", "blocks.0.b", "blocks.1.w"], 2)
+    [['blocks.0.w', 'blocks.0.b'], ['blocks.1.w']]
+
+    Source: Streaming DiLoCo, 2025, arXiv 2501.18512. Differs: tensors in no layer are assigned too.
     """
     _require_enough(len(names), parts)
     unit_of = {name: _layer(name) or name for name in names}
@@ -189,7 +205,7 @@ def strided(names: Sequence[str], parts: int) -> list[list[str]]:
 
 
 def _layer(name: str) -> str | None:
-    """The name up to its first integer; None where it has none."""
+    """Return the name up to its first integer; None if it has none."""
     words = name.split(".")
     places = [i for i, word in enumerate(words) if word.isdecimal()]
     return ".".join(words[: places[0] + 1]) if places else None

@@ -1,6 +1,4 @@
-"""How much an exchange moves, counted from the layouts that make its messages, before anything is
-sent.
-"""
+"""Bytes that an exchange moves, computed from message layouts before anything is sent."""
 
 from functools import lru_cache
 from typing import NamedTuple, overload
@@ -27,55 +25,59 @@ __all__ = [
 GATHER, SPLIT = "gather", "split"
 EXCHANGES = ("auto", GATHER, SPLIT)
 BUCKET_BYTES = 25 * 2**20
-"""Gradient bytes of a bucket whose message is compressed: the fewer messages, the less each costs
-in latency."""
+"""Gradient bytes of a bucket whose message is compressed. Fewer messages cost less latency."""
 FIRST_BUCKET_BYTES = 2**20
-"""Of the bucket that is ready first: small, so that the link does not idle while the backward pass
-begins."""
+"""Gradient bytes of the first bucket. It is small, so that the link does not idle at the beginning
+of the backward pass.
+"""
 BUCKETS = {
     None: (FIRST_BUCKET_BYTES, 5 * 2**20),  # the backward pass cannot hide the last bucket
     "dgc": (FIRST_BUCKET_BYTES, BUCKET_BYTES),
     "low_rank": (BUCKET_BYTES, BUCKET_BYTES),  # a small first one does not pay in two rounds
 }
-"""Gradient bytes that travel together in the first bucket of an update and in the others, by the
-field of the compression; None for dense ones, measured at 1 Gbit/s."""
+"""Gradient bytes of the first bucket of an update and of the others, by the field of the
+compression. None is for dense gradients, measured at 1 Gbit/s.
+"""
 _WORTH = 2
-"""How many times fewer bytes the split exchange must move to be chosen: it passes on k sums, where
-a gather passes on the entries of all, and waits for the wire twice."""
+"""Factor by which the split exchange must reduce the bytes to be chosen. It passes on k sums, where
+a gather passes on the entries of all sources, but it waits for the wire twice.
+"""
 _MOST_SEALED_BYTES = 64 << 10
-"""That a rank receives from all others: beyond it an all-reduce, which needs 2 / N of the bytes, is
-worth more."""
+"""Limit of the bytes that a rank receives from all others. Above it an all-reduce is better, which
+needs 2 / N of the bytes.
+"""
 
 
 def begin_step(config: object, default: int = 0) -> int:
-    """Updates, or local steps, before a method begins to compress, by the fields of its config;
-    `default` where it has no such field.
+    """Return the updates, or local steps, before a method begins to compress.
+
+    `default` if the config has no such field.
     """
     begin: int = getattr(config, "rampup_begin_step", getattr(config, "begin_step", default))
     return begin
 
 
 def settled_step(config: object) -> int:
-    """The update, from 1, from which on messages of gradients have their last length."""
+    """Return the first update, from 1, whose gradient messages have their final length."""
     levels = max(1, len(getattr(config, "sparsity", ())))
     length = getattr(config, "rampup_step", 1)
     return 1 + begin_step(config) - (-length * (levels - 1) // levels)
 
 
 class Messages(NamedTuple):
-    """Bytes of what one source gives to an exchange; agreements and dense tensors aside."""
+    """Bytes that one source sends in an exchange, without agreements and dense tensors."""
 
     to_owners: tuple[int, ...]
-    """By owner of sums, which gets it; empty where messages are gathered."""
+    """Bytes for each owner of sums; empty if messages are gathered."""
     to_all: int
-    """Given once, whoever carries it to whom."""
+    """Bytes for all others, counted once, whatever the route."""
 
     def sent(self, source: int) -> int:
-        """What a source gives; what it deals to itself is not given."""
+        """Return the bytes that a source sends. Its own part does not count."""
         return sum(self.to_owners) - self._own(source) + self.to_all
 
     def received(self, source: int, sources: int) -> int:
-        """What it gets from the others."""
+        """Return the bytes that it receives from the others."""
         return (sources - 1) * (self._own(source) + self.to_all)
 
     def _own(self, source: int) -> int:
@@ -83,7 +85,10 @@ class Messages(NamedTuple):
 
 
 def messages(layout: Layout | WholeLayout, exchange: str, sources: int) -> Messages:
-    """What each of `sources` gives for messages of this layout; arguments as in `chosen_split`."""
+    """Return the bytes that each of `sources` sends in messages of this layout.
+
+    Arguments as in `chosen_split`.
+    """
     plan = chosen_split(exchange, layout, sources)
     if plan is None:
         return Messages((), layout.nbytes)
@@ -99,14 +104,14 @@ def chosen_split(
 def chosen_split(
     exchange: str, layout: Layout | WholeLayout, sources: int
 ) -> SplitPlan[Layout] | SplitPlan[WholeLayout] | None:
-    """The plan by which messages of this layout are split; None where they are gathered.
+    """Return the plan by which messages of this layout are split; None if they are gathered.
 
     Args:
-        exchange: "gather", "split" or "auto": split where a source then moves at most half of the
+        exchange: "gather", "split" or "auto": split if a source then moves at most half of the
             bytes.
         layout: Of the message, as every source would send it to all.
-        sources: W, at least 1; one source alone always gathers. Fewer entries than sources are
-            gathered too.
+        sources: W, at least 1. Messages of a single source, or of fewer entries than sources, are
+            always gathered.
     """
     return None if sources == 1 or exchange == GATHER else _plan(exchange, layout, sources)
 
@@ -127,15 +132,13 @@ def _plan(
 
 
 def travels_sealed(nbytes: int, sources: int) -> bool:
-    """Whether a dense sum of so many bytes over so many sources is gathered, each part with a
-    checksum.
-    """
+    """Return True if a dense sum of this size is gathered, each part with a checksum."""
     return sources > 1 and (sources - 1) * (nbytes + SEAL_BYTES) <= _MOST_SEALED_BYTES
 
 
 def first_split(layout: Layout, *, up_to: int = 256) -> int | None:
-    """The smallest number of sources for which "auto" splits messages of this layout; None where
-    there is none.
+    """Return the smallest number of sources for which "auto" splits messages; None if there is
+    none.
     """
     return next(
         (w for w in range(2, up_to + 1) if chosen_split("auto", layout, w) is not None), None
