@@ -1,11 +1,10 @@
-"""The loops behind `core` and `wire`, which import them, in three bodies with one signature: torch
-for any device, numba for CPU, Triton for CUDA.
+"""Loops behind `core` and `wire`, in three bodies with one signature.
 
-`for_device` chooses: numba for the CPU and Triton for CUDA where they can be imported, torch
-everywhere else. In the environment `THINWIRE_KERNELS=reference` forces torch, and
-`THINWIRE_KERNELS=triton` Triton, on the CPU too, where its interpreter runs it
-(`TRITON_INTERPRET=1`): slow, for tests. All bodies give the same bits, but for a rounding of the
-trust ratios in `compiled_steps`.
+The bodies are torch for any device, numba for CPU and Triton for CUDA. `for_device` chooses numba
+for the CPU and Triton for CUDA if they can be imported, else torch. In the environment
+`THINWIRE_KERNELS=reference` forces torch. `THINWIRE_KERNELS=triton` forces Triton, on the CPU too,
+where its interpreter runs it (`TRITON_INTERPRET=1`): slow, for tests. All bodies return the same
+bits, except for the rounding of trust ratios in `compiled_steps`.
 """
 
 import functools
@@ -33,7 +32,9 @@ __all__ = ["CompiledSteps", "Kernels", "body_name", "compiled_steps", "for_devic
 
 
 class Kernels(Protocol):
-    """What all bodies provide, as `core.feedback` and `wire.codes` say, which check arguments."""
+    """Functions of every body. `core.feedback` and `wire.codes` describe them and check the
+    arguments.
+    """
 
     def top_k(self, values: Tensor, k: int) -> Tensor: ...
 
@@ -91,17 +92,21 @@ class Kernels(Protocol):
 
 
 def for_device(device: torch.device) -> Kernels:
-    """The kernels for tensors on `device`.
+    """Return the kernels for tensors on `device`.
 
     Args:
-        device: Where all tensors of the call are.
+        device: Of all tensors of the call.
 
     Returns:
-        The numba body for a CPU, the Triton body for CUDA; the torch body for other devices and
-        where those cannot be imported.
+        The numba body for a CPU, the Triton body for CUDA. The torch body for other devices, and if
+        those cannot be imported.
 
     Raises:
-        ValueError: `THINWIRE_KERNELS` is set to something unknown, or to what cannot run here.
+        ValueError: `THINWIRE_KERNELS` is unknown, or names a body that cannot run here.
+
+    Example::
+
+        body = for_device(tensor.device)
     """
     choice = os.environ.get("THINWIRE_KERNELS", "auto")
     if choice not in {"auto", "reference", "triton"}:
@@ -119,7 +124,7 @@ def for_device(device: torch.device) -> Kernels:
 
 
 def body_name(device: torch.device) -> str:
-    """Which body `for_device` chooses, in a word."""
+    """Return the name of the body that `for_device` chooses."""
     kernels = for_device(device)
     if kernels is reference:
         return "reference"
@@ -127,7 +132,13 @@ def body_name(device: torch.device) -> str:
 
 
 def is_static(device: torch.device) -> bool:
-    """Whether exchanges on `device` have static shapes and never ask it: where Triton runs."""
+    """Return True if exchanges on `device` have static shapes and no host synchronization.
+
+    That is the case where Triton runs.
+
+    >>> is_static(torch.device("cpu"))
+    False
+    """
     kernels = for_device(device)
     return kernels is not reference and kernels is not _numba_kernels()
 
@@ -174,19 +185,19 @@ class CompiledSteps(Protocol):
 
 
 def compiled_steps(*lists: Sequence[Tensor]) -> CompiledSteps | None:
-    """Compiled steps for tensors like these, None where torch has to do it.
+    """Return compiled steps for tensors like these, or None if torch must compute them.
 
     Args:
         lists: All tensors of the call; the first list is not empty.
 
     Returns:
-        The body that `for_device` chooses, if it is compiled, where all are contiguous float32 or
-        all float64, on one device and of no class but torch's own: shards and tensors of a
-        compiler's trace hold no addresses that may be written to. None of the first list may share
-        memory with another one, since several threads work on them.
+        The body of `for_device`, if it is compiled and all tensors fit: contiguous, all float32 or
+        all float64, on one device, of torch's own classes. Shards and tensors of a compiler's trace
+        have no memory that may be written to. No tensor of the first list may share memory with
+        another one, since several threads work on them.
 
     Raises:
-        ValueError: `THINWIRE_KERNELS` is set to something unknown, or to what cannot run here.
+        ValueError: `THINWIRE_KERNELS` is unknown, or names a body that cannot run here.
     """
     dtype, device = lists[0][0].dtype, lists[0][0].device
     tensors = (tensor for each in lists for tensor in each)
@@ -217,7 +228,10 @@ _STEP_TYPES = (torch.float32, torch.float64)
 
 @functools.cache
 def _numba_kernels() -> Kernels | None:
-    """The numba body, imported at the first use as that takes half a second; None without numba."""
+    """Return the numba body, or None without numba.
+
+    Imported at the first use, which takes half a second.
+    """
     try:
         import numba
     except ImportError:
@@ -231,7 +245,10 @@ def _numba_kernels() -> Kernels | None:
 
 @functools.cache
 def _triton_kernels() -> Kernels | None:
-    """The Triton body, imported at the first use as that takes a second; None without triton."""
+    """Return the Triton body, or None without Triton.
+
+    Imported at the first use, which takes a second.
+    """
     try:
         import triton  # noqa: F401
     except ImportError:

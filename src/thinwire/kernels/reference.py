@@ -1,5 +1,6 @@
-"""The kernels in torch operations, for any device: the readable twin of all others, and their
-fallback.
+"""Kernels in torch operations, for any device.
+
+They are the reference implementation of the other bodies, and the fallback.
 """
 
 from collections.abc import Callable, Sequence
@@ -96,7 +97,7 @@ def step_along_list_(
     rates: Sequence[float],
     sources: int,
 ) -> None:
-    """P <- p - rate * (sum of the parts / sources), of contiguous tensors."""
+    """Take a step p <- p - rate * (sum of the parts / sources) on contiguous tensors."""
     for param, own, rate in zip(params, parts, rates, strict=True):
         step_along_(param, *summed(own, param.dtype, sum_sparse), rate, sources)
 
@@ -106,10 +107,10 @@ def summed(
     dtype: torch.dtype,
     sum_several: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """The sum of one part or, by a body's `sum_sparse`, of several.
+    """Return the single part, or the sum of several by a body's `sum_sparse`.
 
-    A part alone stays in the order that it came in: on a device an index may be there several
-    times, with the same value.
+    A single part keeps its order: on a device an index may occur several times, with the same
+    value.
     """
     if len(parts) == 1:
         return parts[0][0], parts[0][1].to(dtype) + 0.0  # from zero: no minus zero, as with several
@@ -118,7 +119,9 @@ def summed(
 
 
 def step_along_(param: Tensor, touched: Tensor, total: Tensor, rate: float, sources: int) -> None:
-    """P <- p - rate * total / sources at the entries `touched`, of any layout and type."""
+    """Take a step p <- p - rate * total / sources at the entries `touched`, of any layout
+    and type.
+    """
     flat = param.view(-1) if param.is_contiguous() else param.reshape(-1)
     step = divided_(total, sources).mul_(rate)
     flat[touched] = (flat[touched].to(total.dtype) - step).to(param.dtype)
@@ -127,20 +130,20 @@ def step_along_(param: Tensor, touched: Tensor, total: Tensor, rate: float, sour
 
 
 def divided_(total: Tensor, count: int) -> Tensor:
-    """`total` divided by `count`, in place; the same bits on every device.
+    """Divide `total` by `count` in place; the same bits on every device.
 
-    By a tensor: where a GPU divides by a plain number, torch multiplies by the reciprocal, which
-    rounds otherwise.
+    The divisor is a tensor: on a GPU torch divides by a plain number through its reciprocal, which
+    rounds differently.
     """
     return total.div_(torch.full((), count, dtype=total.dtype, device=total.device))
 
 
 def encode_slots(slots: object, parts: object, bits: int, *, spare: bool, code: object) -> None:
-    """None: tensors are coded one after the other."""
+    """Return None: tensors are coded one by one."""
 
 
 def decode_slots(slots: object, code: object, bits: int) -> None:
-    """None: tensors are decoded one after the other."""
+    """Return None: tensors are decoded one by one."""
 
 
 def store_(target: Tensor, values: Tensor, seed: int) -> None:
@@ -148,11 +151,15 @@ def store_(target: Tensor, values: Tensor, seed: int) -> None:
 
 
 def mixed(x: Any) -> Any:
-    """A number from 0 to 2^32 - 1 that looks random, for every integer, of which the lowest 32 bits
-    count.
+    """Return a pseudorandom number from 0 to 2^32 - 1 for every integer.
+
+    Only the lowest 32 bits of `x` count.
 
     Args:
         x: An int, or int64 of any shape.
+
+    >>> mixed(1) == mixed(1 + 2**32)
+    True
 
     Source: multiplications and shifts as in the finalizer of MurmurHash3 (Appleby), with the
     constants that Wellons, "Prospecting for hash functions", 2018, found to leave the least bias.
@@ -168,7 +175,7 @@ def mixed(x: Any) -> Any:
 
 
 def _rounded(values: Tensor, seed: int, *, for_buffer: bool) -> Tensor:
-    """A float32 rounded stochastically to bfloat16; what is not finite stays as it is."""
+    """Round a float32 stochastically to bfloat16; values that are not finite stay unchanged."""
     noise = mixed(torch.arange(values.numel(), device=values.device) ^ seed)
     noise = noise >> 16 if for_buffer else noise & 0xFFFF
     bits = values.view(torch.int32).long() & _LOW_32
@@ -179,7 +186,7 @@ def _rounded(values: Tensor, seed: int, *, for_buffer: bool) -> Tensor:
 
 
 def _widened(state: Tensor) -> Tensor:
-    """State in the type that is computed in: itself, or a copy in float32."""
+    """Return state in the type of the computation: itself, or a copy in float32."""
     return state.float() if state.dtype == torch.bfloat16 else state
 
 
@@ -196,12 +203,12 @@ def _folded_residual(fold: Fold) -> Tensor:
 
 
 def count_nonzero(values: Tensor) -> int:
-    """How many values are not zero."""
+    """Return the number of values that are not zero."""
     return int(values.count_nonzero())
 
 
 def is_ascending(indices: Tensor) -> bool:
-    """Whether each of the indices is larger than the one before."""
+    """Return True if each index is larger than the one before."""
     return bool((indices[1:] > indices[:-1]).all())
 
 
@@ -214,7 +221,7 @@ def encode_positions(indices: Tensor, low_bits: int, low_bytes: int, high_bytes:
 
 
 def decode_positions(code: Tensor, k: int, low_bits: int, low_bytes: int) -> tuple[Tensor, int]:
-    """Positions as the code has them, at most `k` and unchecked, and how many bits are set."""
+    """Return the positions in the code, at most `k` and unchecked, and the number of set bits."""
     ones = _unpack_bits(code[low_bytes:]).nonzero().squeeze(1)
     count = ones.numel()
     ones = ones[:k]
@@ -253,7 +260,7 @@ def sum_sparse(
 
 
 def _scales(magnitudes: Tensor, bits: int, k: int) -> Tensor:
-    """What travels with the fields: the mean, the code book, or the smallest and the largest."""
+    """Return the scales that travel with the fields: mean, code book, or smallest and largest."""
     if bits == 1:
         scales = [_halving_sum(magnitudes) / k]
     elif bits <= 4:
@@ -274,7 +281,7 @@ def _split_at_means(magnitudes: Tensor, depth: int, parent_mean: float) -> list[
 
 
 def _halving_sum(x: Tensor) -> float:
-    """Sum by adding the upper half to the lower: an order that every device can follow."""
+    """Sum by adding the upper half to the lower: an order that every device can reproduce."""
     n = x.numel()
     while n > 1:
         half = (n + 1) // 2
@@ -284,7 +291,9 @@ def _halving_sum(x: Tensor) -> float:
 
 
 def _nearest_level(magnitudes: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Number of the level nearest to each magnitude, the lower one of two that are equally near."""
+    """Return the number of the nearest level of each magnitude, the lower one of two
+    equally near.
+    """
     if bits == 1:
         return torch.zeros_like(magnitudes, dtype=torch.int64)
     if bits <= 4:

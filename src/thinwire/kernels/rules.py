@@ -1,5 +1,6 @@
-"""What calls over many tensors take: of each tensor, and the constants of a step; where the entries
-of tensors are; and what a training is going to ask of the compiled loops.
+"""Arguments of calls over many tensors, and the compiled loops that a training needs.
+
+They are: the tensors of a fold, the constants of a step, and checks of a tensor's memory.
 """
 
 import math
@@ -28,7 +29,7 @@ __all__ = [
 
 
 class Fold(NamedTuple):
-    """One tensor's gradient, and what it is folded into; see `core.feedback`."""
+    """One tensor's gradient with residual and momentum; see `core.feedback`."""
 
     grad: Tensor
     residual: Tensor
@@ -39,7 +40,11 @@ class Fold(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrustRule:
-    """The constants of a trust ratio."""
+    """Constants of a trust ratio.
+
+    >>> TrustRule(coefficient=0.001, weight_decay=1e-4).high
+    inf
+    """
 
     coefficient: float = 1.0
     """Unitless, larger takes longer steps."""
@@ -55,7 +60,12 @@ class TrustRule:
 
 @dataclass(frozen=True, slots=True)
 class LambRule:
-    """The constants of one update."""
+    """Constants of one LAMB update.
+
+    Example::
+
+        rule = LambRule(0.01, 0.9, 0.999, 1e-6, 0.01, step=1, trust=TrustRule(high=10.0))
+    """
 
     lr: float
     """Learning rate."""
@@ -74,46 +84,55 @@ class LambRule:
 
     @property
     def corrections(self) -> tuple[float, float]:
-        """1/(1 - b1^t) and 1/(1 - b2^t): what takes the start at zero out of the moments."""
+        """1/(1 - b1^t) and 1/(1 - b2^t): correction of the moments for their start at zero."""
         return 1 / (1 - self.beta1**self.step), 1 / (1 - self.beta2**self.step)
 
 
 @dataclass(frozen=True, slots=True)
 class LarsRule:
-    """The constants of one update."""
+    """Constants of one LARS update.
+
+    Example::
+
+        rule = LarsRule(0.1, 0.9, nesterov=False, trust=TrustRule(0.001, 1e-4))
+    """
 
     lr: float
     """Learning rate."""
     momentum: float
     """>= 0."""
     nesterov: bool
-    """Look one step ahead."""
+    """True to look one step ahead."""
     trust: TrustRule
     """Constants of the trust ratio, with the weight decay wd; without wd the ratio is 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class OuterRule:
-    """SGD with momentum; the defaults are plain averaging."""
+    """SGD with momentum; the defaults are plain averaging.
+
+    >>> OuterRule().plain, OuterRule(lr=0.7, momentum=0.9, nesterov=True).plain
+    (True, False)
+    """
 
     lr: float = 1.0
     """Unitless, at least 0; 1 goes all the way to the mean."""
     momentum: float = 0.0
-    """In [0, 1)."""
+    """Momentum, in [0, 1)."""
     nesterov: bool = False
-    """Whether to look ahead; needs momentum."""
+    """True to look ahead; needs momentum."""
 
     @property
     def plain(self) -> bool:
-        """Whether anchors become the mean."""
+        """True if anchors become the mean."""
         return self.lr == 1 and not self.momentum
 
     def gain(self, times: int) -> float:
-        """How far the anchors have moved, in multiples of the sum of the changes, after so many
-        averagings whose changes have one size.
+        """Return the distance that anchors move, in multiples of the sum of the changes.
 
-        lr (1 - m (1 - m^T) / (T (1 - m))) / (1 - m) for a momentum m and T averagings, whether
-        changes repeat each other or have nothing in common; with Nesterov lr + m times that.
+        It holds for `times` averagings whose changes have one size. The distance is lr (1 - m (1 -
+        m^T) / (T (1 - m))) / (1 - m) for a momentum m and T averagings, whether changes are equal
+        or uncorrelated; with Nesterov lr + m times that.
         """
         m = self.momentum
         if not m or not times:
@@ -132,15 +151,15 @@ class Need:
     """One kind of work on tensors of one type on the CPU."""
 
     work: Work
-    """Of which kind."""
+    """Kind of work."""
     dtype: torch.dtype
-    """Of the state that is worked on: float32 or float64; bfloat16 too for sparse exchange."""
+    """Type of the state: float32 or float64; bfloat16 too for sparse exchange."""
     grad_dtype: torch.dtype = torch.float32
-    """Of the gradients as the loops read them."""
+    """Type of the gradients as the loops read them."""
     param_dtype: torch.dtype = torch.float32
-    """Of the parameters that a sparse exchange moves."""
+    """Type of the parameters that a sparse exchange moves."""
     value_bits: int = 1
-    """What a sent value costs."""
+    """Bits per sent value."""
 
 
 def needs_of(
@@ -150,15 +169,18 @@ def needs_of(
     state_dtype: torch.dtype | None = None,
     value_bits: int = 1,
 ) -> frozenset[Need]:
-    """What work of this kind on these parameters will call.
+    """Return the loops that work of this kind on these parameters calls.
 
     Args:
         work: See `Need`.
-        params: The parameters; those on other devices, or of other types than float32, float64 and
+        params: The parameters. Those on other devices, or of other types than float32, float64 and
             (for a sparse exchange) bfloat16 and float16, need nothing.
-        state_dtype: In which a sparse exchange keeps its state; None: float64 for float64
-            parameters, else float32.
-        value_bits: What a sent value costs.
+        state_dtype: Type of a sparse exchange's state; None: float64 for float64 parameters, else
+            float32.
+        value_bits: Bits per sent value.
+
+    >>> [need.work for need in needs_of("sparse", [torch.zeros(4)])]
+    ['sparse']
     """
     needs = set()
     for device, dtype in {(param.device.type, param.dtype) for param in params}:
@@ -178,12 +200,12 @@ _PLAIN_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def has_address(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether its entries of `dtype` lie one after the other in the CPU's memory."""
+    """Return True if its entries have type `dtype` and are contiguous in the CPU's memory."""
     return tensor.is_cpu and is_plain(tensor, dtype)
 
 
 def is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether it is a tensor of torch's own classes, contiguous, that owns memory."""
+    """Return True for a contiguous tensor of torch's own classes that owns memory."""
     plain = type(tensor) in _PLAIN_CLASSES and tensor.dtype == dtype
     strided = (
         plain and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
@@ -193,12 +215,14 @@ def is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def bump_versions(*lists: Sequence[Tensor]) -> None:
-    """Tell autograd that loops have written to these tensors, so that older graphs complain."""
+    """Tell autograd that loops have written to these tensors, so that older graphs raise
+    an error.
+    """
     torch.autograd.graph.increment_version([tensor for tensors in lists for tensor in tensors])
 
 
 def share_memory(tensors: Sequence[Tensor]) -> bool:
-    """Whether two of these contiguous tensors overlap."""
+    """Return True if two of these contiguous tensors overlap."""
     ends = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
         for tensor in tensors

@@ -1,6 +1,4 @@
-"""Compiling ahead: what a training will call is compiled, or read from disk, before its
-first step.
-"""
+"""Compilation ahead of time: loops are compiled, or read from disk, before the first step."""
 
 import contextlib
 import logging
@@ -23,18 +21,22 @@ _met: set[Need] = set()
 
 
 def warm_up(needs: Collection[Need]) -> float:
-    """Compile what is needed, once per machine; later processes read it from disk, and a second
-    call does nothing.
+    """Compile the needed loops, once per machine.
 
-    Of several processes on a machine each compiles what none of the others is at, and reads the
-    rest. Says so in one line on a terminal, and in the log of `thinwire`. Nothing happens where
-    nothing is compiled: without numba, on other devices, with THINWIRE_KERNELS=reference.
+    Later processes read them from disk, and a second call does nothing. Of several processes on a
+    machine each compiles loops that no other one is compiling, and reads the rest. Progress is one
+    line on a terminal, and in the log of `thinwire`. Nothing happens where nothing is compiled:
+    without numba, on other devices, with THINWIRE_KERNELS=reference.
 
     Args:
         needs: See `needs_of`.
 
     Returns:
-        Seconds that it took.
+        Duration in seconds.
+
+    Example::
+
+        seconds = warm_up(needs_of("lamb", model.parameters()))
     """
     begun = time.perf_counter()
     if not needs or body_name(torch.device("cpu")) != "numba":
@@ -84,7 +86,7 @@ def _compile(needs: Collection[Need]) -> None:
 
 
 class _Progress:
-    """One line on a terminal while loops are compiled, and two in the log."""
+    """Progress: one line on a terminal while loops are compiled, and two in the log."""
 
     def __init__(self) -> None:
         self._begun = False

@@ -1,1 +1,1 @@
-"""The loops for the CPU, compiled by numba; `kernels` alone imports them."""
+"""Loops for the CPU, compiled by numba; imported by `kernels` only."""

@@ -1,5 +1,6 @@
-"""Every compiled loop that some work calls, called on nothing: with the types that the work has,
-which compiles it.
+"""Calls that compile the loops of some work.
+
+Every compiled loop is called on empty arrays of the types that the work has.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ _SEED = np.uint32(0)
 
 
 def calls_for(need: Need) -> _Calls:
-    """The loops, the dearest first, ready to be called."""
+    """Return the calls of all loops, the slowest to compile first."""
     if need.work in ("lamb", "lars", "outer"):
         return [_step(need)]
     values = np.empty(0, np.float64 if need.dtype == torch.float64 else np.float32)

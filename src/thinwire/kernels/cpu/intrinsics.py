@@ -1,6 +1,4 @@
-"""What compiled loops need below numba's own functions, in few instructions, which compile
-at once.
-"""
+"""Intrinsics for compiled loops: few instructions each, so they compile at once."""
 
 from typing import Any
 
@@ -24,7 +22,7 @@ _populate_array: Any = arrayobj.populate_array
 
 
 def _array_code(context: Any, address: Any, length: Any, like: Any) -> Any:
-    """A flat array of `length` entries at `address`, of the type of `like`, unchecked."""
+    """Make a flat array of `length` entries at `address`, of the type of `like`, unchecked."""
     flat: Any = types.Array
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -45,7 +43,7 @@ def _array_code(context: Any, address: Any, length: Any, like: Any) -> Any:
 
 
 def _trailing_zeros_code(context: Any, word: Any) -> Any:
-    """Bits below the lowest one that is set, of an unsigned integer other than zero."""
+    """Count the zero bits below the lowest set bit of an unsigned integer other than zero."""
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
@@ -54,7 +52,7 @@ def _trailing_zeros_code(context: Any, word: Any) -> Any:
 
 
 def _wide_code(context: Any, entry: Any) -> Any:
-    """An entry in the type that is computed in: a bfloat16, which comes as uint16, as float32."""
+    """Convert an entry to the type of the computation: bfloat16, passed as uint16, to float32."""
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if entry != types.uint16:
@@ -73,7 +71,9 @@ def _bits_code(context: Any, number: Any) -> Any:
 
 
 def _magnitude_code(context: Any, key: Any, like: Any) -> Any:
-    """The number of the bits `key`, int64, in the type of the array `like`: float32 or float64."""
+    """Convert the bits `key`, int64, to a number of the type of the array `like`: float32 or
+    float64.
+    """
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if like.dtype == types.float64:
@@ -84,7 +84,7 @@ def _magnitude_code(context: Any, key: Any, like: Any) -> Any:
 
 
 def _float_at(target: Any, builder: Any, kind: Any, code: Any, at: Any) -> Any:
-    """Pointer to a float32 at any byte `at` of the array `code`, unchecked."""
+    """Return a pointer to a float32 at byte `at` of the array `code`, unaligned and unchecked."""
     data = _make_array(kind)(target, builder, value=code).data
     return builder.bitcast(builder.gep(data, [at]), ir.FloatType().as_pointer())
 

@@ -1,15 +1,14 @@
-"""How the loops for the CPU are compiled, and what was compiled, on disk: one file for a loop with
-its types, which tells whether it is whole.
+"""Compilation of the loops for the CPU, and their cache on disk.
 
-Compiling is expensive, and every first user of a machine waits for it. What keeps it cheap: no
-array functions of numba's inside a loop (`np.empty` and a view cost 0.1 s each, a minimum 0.5 s,
-assigning to a slice 2 s, once for each type), so scratch comes as an argument; one type for one
-argument, so counts that a loop passes on are `i64`; and nothing in a loop that is needed rarely,
-such as the codes of several bits in the loop for one.
+There is one file per loop and types, with a checksum. Compiling is expensive, and the first user of
+each machine waits for it. Four rules keep it cheap. A loop calls no array functions of numba
+(`np.empty` and a view cost 0.1 s each, a minimum 0.5 s, assigning to a slice 2 s, once for each
+type), so scratch is an argument. An argument has one type, so counts that a loop passes on are
+`i64`. Rarely needed code is not in a loop, such as the codes of several bits in the loop for one.
 
-numba's own cache would do, but for three things: one damaged byte in it ends every later start; a
-folder that cannot be written is passed over without a word; and processes that start together
-compile everything, each for itself.
+numba's own cache has three defects here. One damaged byte in it makes every later start fail. A
+folder that cannot be written is skipped silently. Processes that start together each compile
+everything.
 """
 
 import contextlib
@@ -60,26 +59,26 @@ _rebuilt: Any = compiler.CompileResult._rebuild
 _MAGIC = b"thinwire loop 1\n"
 _DIGEST_BYTES = 32
 _PATIENCE_S = 120.0
-"""How long to wait for another process that compiles the same loop; it may be stopped."""
+"""Time limit of waiting for another process that compiles the same loop; it may be stopped."""
 _POLL_S = 0.02
 _log = logging.getLogger("thinwire")
 
 
 class Compilations:
-    """What this process has compiled so far, for the line that says so."""
+    """Loops that this process has compiled so far, for the progress line."""
 
     def __init__(self) -> None:
         self.count = 0
         self.warned = False
         self.begins: Callable[[], None] | None = None
-        """Called whenever one begins."""
+        """Called whenever a compilation begins."""
 
 
 compilations = Compilations()
 
 
 class LoopCache(_Cache):
-    """The cache of one function, as numba's dispatcher asks it."""
+    """Cache of one function, with the interface of numba's dispatcher."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -91,7 +90,7 @@ class LoopCache(_Cache):
         return None if folder is None else str(folder)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """What was compiled for these types; None: the caller compiles, and saves."""
+        """Return the compiled loop for these types. None: the caller compiles, and saves."""
         target_context.refresh()
         name = self._file_name(sig, target_context.codegen())
         found = self._found(name, target_context)
@@ -107,7 +106,7 @@ class LoopCache(_Cache):
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Write what was compiled for these types; the loop works where that fails."""
+        """Save the compiled loop for these types. The loop works even if that fails."""
         name, folder = self._file_name(sig, data.codegen), _writable_folder()
         try:
             if folder is None:
@@ -122,13 +121,13 @@ class LoopCache(_Cache):
             _locks.release(name)
 
     def enable(self) -> None:
-        """There is nothing to switch."""
+        """Do nothing: the cache is always enabled."""
 
     def disable(self) -> None:
-        """There is nothing to switch."""
+        """Do nothing: the cache is always enabled."""
 
     def flush(self) -> None:
-        """There is nothing to forget: other sources than those of the files are noticed."""
+        """Do nothing: changed sources are detected by their digest."""
 
     def _file_name(self, sig: Any, codegen: Any) -> str:
         machine = (
@@ -168,7 +167,9 @@ class LoopCache(_Cache):
 
 
 def _danger(status: os.stat_result) -> str | None:
-    """Say why others may have written this file or folder, which runs; None: they cannot."""
+    """Return the reason for which others may have written this executable file or folder,
+    or None.
+    """
     if os.name == "nt":  # which has neither such owners nor such modes
         return None
     if status.st_uid not in (0, os.geteuid()):
@@ -194,7 +195,7 @@ def _write(path: Path, payload: bytes) -> None:
 
 @functools.cache
 def sources_digest() -> str:
-    """Of this folder's files: all that a loop calls is compiled into it."""
+    """Return the digest of this folder's files: all that a loop calls is compiled into it."""
     sources = sorted(
         (
             each
@@ -208,7 +209,9 @@ def sources_digest() -> str:
 
 @functools.cache
 def _folders() -> tuple[Path, ...]:
-    """Where the environment says, or else beside the sources or in the user's cache."""
+    """Return the candidate folders: from the environment, else beside the sources or in the user's
+    cache.
+    """
     own = hashlib.sha256(str(Path(__file__).parent).encode()).hexdigest()[:12]
     if _settings.CACHE_DIR:
         return (Path(_settings.CACHE_DIR) / f"thinwire-{own}",)
@@ -255,11 +258,10 @@ def _warn_once(why: str, folder: Path | None) -> None:
 
 
 class _Locks:
-    """Locks on loops that are being compiled, among the processes of a machine: byte ranges of one
-    file.
+    """Locks among the processes of a machine on loops that are being compiled.
 
-    A process that ends frees its locks. Loops that a loop calls are locked while it is: calls
-    have no cycles, so nobody waits for ever.
+    They are byte ranges of one file. A process that ends frees its locks. While a loop is locked,
+    so are the loops that it calls. Calls have no cycles, so there is no deadlock.
     """
 
     def __init__(self) -> None:
@@ -269,10 +271,10 @@ class _Locks:
         self.waits_to = True
 
     def hold(self, name: str) -> bool:
-        """Wait for the lock; False where there are no locks, or somebody holds it for too long.
+        """Wait for the lock. False if there are no locks, or another process holds it for too long.
 
         Raises:
-            BlockingIOError: Somebody else has it and `waits_to` is off, unless a loop that calls
+            BlockingIOError: Another process has it and `waits_to` is off, unless a loop that calls
                 this one is held.
         """
         file = self._opened()
@@ -295,13 +297,13 @@ class _Locks:
                 return True
 
     def release(self, name: str) -> None:
-        """Let go of it, if it is held."""
+        """Release the lock, if it is held."""
         if name in self._held:
             self._held.discard(name)
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _place(name))
 
     def release_all(self) -> None:
-        """Let go of what an error has left."""
+        """Release the locks that remain after an error."""
         for name in list(self._held):
             self.release(name)
 
@@ -317,7 +319,7 @@ class _Locks:
 
 
 def _place(name: str) -> int:
-    """The byte that stands for a loop."""
+    """Return the byte that stands for a loop."""
     return int(name.rsplit("-", 1)[1][:7], 16)
 
 
@@ -328,7 +330,10 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def holding_no_lock(*, waiting: bool) -> Iterator[None]:
-    """Leave no lock behind; without `waiting` it is a BlockingIOError where others compile."""
+    """Return a context that leaves no lock behind.
+
+    Without `waiting` it raises BlockingIOError where others compile.
+    """
     _locks.waits_to = waiting
     try:
         yield
@@ -338,20 +343,20 @@ def holding_no_lock(*, waiting: bool) -> Iterator[None]:
 
 
 Int: TypeAlias = Any
-"""An int64, which Python's and NumPy's integers both become."""
+"""An int64. Python's and NumPy's integers are both converted to it."""
 i64: Any = np.int64
 u64: Any = np.uint64
-"""Indices of arrays are unsigned in hot loops: a signed one might count from the end, which costs a
-comparison."""
+"""Type of array indices in hot loops. A signed index might count from the end, which costs a
+comparison.
+"""
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def jit(function: F) -> F:
-    """Compiled by numba without the GIL, cached on disk where a folder for it can be written.
+    """Compile with numba without the GIL, cached on disk if a folder for it can be written.
 
-    Division is the processor's: raising an error on zero, as Python does, would keep loops from
-    being vectorised.
+    Division follows the processor: Python's error on zero would prevent vectorisation.
     """
     compiled: Any = numba.njit(**_OPTIONS)(function)
     compiled._cache = LoopCache(f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}")
@@ -359,5 +364,5 @@ def jit(function: F) -> F:
 
 
 def jit_inline(function: F) -> F:
-    """Compiled into each of its callers, which costs less where there is one."""
+    """Compile into each of its callers, which costs less if there is only one."""
     return cast("F", numba.njit(inline="always", **_OPTIONS)(function))

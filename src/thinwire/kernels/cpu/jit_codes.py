@@ -1,7 +1,6 @@
 """Compiled loops of the codes for positions and values, and of the sparse sum. All arrays are flat.
 
-A code begins at the byte `at` of the bytes `code`, which are zero before something is written into
-them.
+A code begins at the byte `at` of the bytes `code`, which must be zero before it is written.
 """
 
 from typing import Any
@@ -21,8 +20,9 @@ FLOAT32_MAX = np.float64(np.finfo(np.float32).max)
 def pack_fields(
     fields: Array, width_bits: Int, start: Int, stop: Int, code: Array, at: Int
 ) -> None:
-    """Write the low `width_bits` of the fields [start, stop), start a multiple of 8, least
-    significant bit first.
+    """Write the low `width_bits` of the fields [start, stop), least significant bit first.
+
+    `start` is a multiple of 8.
     """
     pending, pending_bits = u64(0), i64(0)
     place = u64(at + start * width_bits // 8)
@@ -45,7 +45,7 @@ def pack_fields(
 
 @jit
 def field_at(code: Array, at: Int, i: Any, width_bits: Int) -> Any:
-    """The i-th field of `width_bits`."""
+    """Return the i-th field of `width_bits`."""
     bit = u64(i) * u64(width_bits)
     value, shift = u64(0), u64(0)
     while shift < u64(width_bits):
@@ -60,7 +60,7 @@ def field_at(code: Array, at: Int, i: Any, width_bits: Int) -> Any:
 
 @jit
 def set_high_parts(indices: Array, low_bits: Int, code: Array, at: Int) -> None:
-    """Unary high parts of ascending positions."""
+    """Set the unary high parts of ascending positions."""
     for i in range(u64(len(indices))):
         bit = u64(indices[i] >> low_bits) + i
         code[u64(at) + (bit >> u64(3))] |= np.uint8(u64(1) << (bit & u64(7)))
@@ -68,7 +68,7 @@ def set_high_parts(indices: Array, low_bits: Int, code: Array, at: Int) -> None:
 
 @jit
 def find_high_parts(code: Array, at: Int, nbytes: Int, low_bits: Int, indices: Array) -> Int:
-    """High parts into `indices` as far as there is room; returns how many bits are set."""
+    """Write high parts into `indices` as long as they fit; return the number of set bits."""
     count, room = u64(0), u64(len(indices))
     for byte in range(u64(nbytes)):
         bits = u64(code[u64(at) + byte])
@@ -85,7 +85,7 @@ def find_high_parts(code: Array, at: Int, nbytes: Int, low_bits: Int, indices: A
 def add_low_fields(
     code: Array, at: Int, low_bits: Int, start: Int, stop: Int, indices: Array
 ) -> None:
-    """Complete the positions [start, stop), start a multiple of 8, with their low bits."""
+    """Add the low bits to the positions [start, stop), start a multiple of 8."""
     pending, pending_bits = u64(0), i64(0)
     place = u64(at + start * low_bits // 8)
     for i in range(u64(start), u64(stop)):
@@ -105,7 +105,7 @@ def add_low_fields(
 
 @jit
 def capped_magnitudes(values: Array, magnitudes: Array) -> None:
-    """Magnitudes in float64, at most the largest float32."""
+    """Write magnitudes in float64, limited to the largest float32."""
     for i in range(u64(len(values))):
         magnitude = abs(np.float64(values[i]))
         magnitudes[i] = magnitude if magnitude < FLOAT32_MAX else FLOAT32_MAX
@@ -113,7 +113,9 @@ def capped_magnitudes(values: Array, magnitudes: Array) -> None:
 
 @jit
 def halving_sum(values: Array, start: Int, count: Int) -> Any:
-    """Sum of `count` from `start` on, upper half to lower until one is left; overwrites them."""
+    """Sum `count` values from `start` on, by adding the upper half to the lower;
+    overwrites them.
+    """
     n, first = u64(count), u64(start)
     while n > u64(1):
         half = (n + u64(1)) >> u64(1)
@@ -125,7 +127,7 @@ def halving_sum(values: Array, start: Int, count: Int) -> Any:
 
 @jit
 def sign_fields(values: Array, scale: Any, code: Array, at: Int, sent: Array) -> None:
-    """One bit a value, set where it is negative; the scale with that sign into `sent`."""
+    """Write one bit per value, set if it is negative; the scale with that sign goes into `sent`."""
     whole = u64(len(values)) >> u64(3)
     for byte in range(whole):
         bits = u64(0)
@@ -143,7 +145,7 @@ def sign_fields(values: Array, scale: Any, code: Array, at: Int, sent: Array) ->
 
 @jit
 def decode_signs(code: Array, at: Int, scale: Any, start: Int, stop: Int, values: Array) -> None:
-    """Values [start, stop) of one bit each."""
+    """Decode the values [start, stop) of one bit each."""
     for i in range(u64(start), u64(stop)):
         byte = u64(code[u64(at) + (i >> u64(3))])
         values[i] = -scale if (byte >> (i & u64(7))) & u64(1) else scale
@@ -153,10 +155,10 @@ def decode_signs(code: Array, at: Int, scale: Any, start: Int, stop: Int, values
 def split_at_means(
     magnitudes: Array, depth: Int, scratch: Array, edges: Array, means: Array
 ) -> None:
-    """Means of the 2^depth parts that splitting at the mean gives, ascending; reorders
-    `magnitudes`.
+    """Write the means of the 2^depth parts from splitting at the mean, ascending.
 
-    `scratch` is as long as `magnitudes`, `edges` has 2^depth + 1 numbers, `means` 2^depth.
+    Reorders `magnitudes`. `scratch` is as long as `magnitudes`, `edges` has 2^depth + 1 numbers,
+    `means` 2^depth.
     """
     edges[0] = 0
     edges[1] = len(magnitudes)
@@ -194,8 +196,9 @@ def split_at_means(
 
 @jit
 def book_fields(values: Array, book: Array, sign_shift: Int, fields: Array, sent: Array) -> None:
-    """Sign and number of the nearest level of the ascending `book` into `fields`, what that stands
-    for into `sent`.
+    """Write sign and number of the nearest level of the ascending `book` into `fields`.
+
+    The decoded value goes into `sent`.
     """
     for i in range(u64(len(values))):
         magnitude = abs(np.float64(values[i]))
@@ -213,7 +216,7 @@ def book_fields(values: Array, book: Array, sign_shift: Int, fields: Array, sent
 def grid_fields(
     values: Array, low: float, high: float, sign_shift: Int, fields: Array, sent: Array
 ) -> None:
-    """As `book_fields` for equidistant levels from `low` to `high`."""
+    """Write fields as `book_fields` does, for equidistant levels from `low` to `high`."""
     top = np.float64((i64(1) << sign_shift) - 1)
     level_width = (high - low) / top
     for i in range(u64(len(values))):
@@ -232,7 +235,7 @@ def grid_fields(
 def decode_book(
     code: Array, at: Int, bits: Int, book: Array, start: Int, stop: Int, values: Array
 ) -> None:
-    """Values [start, stop) by look-up in `book`."""
+    """Decode the values [start, stop) by look-up in `book`."""
     sign_shift = bits - 1
     for i in range(u64(start), u64(stop)):
         field = field_at(code, at, i, bits)
@@ -244,7 +247,7 @@ def decode_book(
 def decode_grid(
     code: Array, at: Int, bits: Int, low: float, high: float, start: Int, stop: Int, values: Array
 ) -> None:
-    """Values [start, stop) on equidistant levels from `low` to `high`."""
+    """Decode the values [start, stop) on equidistant levels from `low` to `high`."""
     sign_shift = bits - 1
     level_width = (high - low) / np.float64((i64(1) << sign_shift) - 1)
     for i in range(u64(start), u64(stop)):
@@ -263,9 +266,9 @@ def merge(
     indices: Array,
     sums: Array,
 ) -> Int:
-    """Sum of two sparse vectors, both ascending, into `indices` and `sums`; returns the length.
+    """Add two sparse vectors, both ascending, into `indices` and `sums`; return the length.
 
-    Of the left one the first `left_count` entries count, of the right one all.
+    Only the first `left_count` entries of the left one count, and all of the right one.
     """
     left, right, count = u64(0), u64(0), u64(0)
     lefts, rights = u64(left_count), u64(len(right_indices))

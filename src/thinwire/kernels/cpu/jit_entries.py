@@ -1,11 +1,11 @@
-"""Compiled loops over the entries of one tensor: the fold, and the largest of what is folded.
+"""Compiled loops over the entries of one tensor: the fold, and the largest folded entries.
 
-Arrays are flat; a part is a range of positions that one thread works on. What is sent comes in the
-type that is computed in: that of the state, or float32 where the state is bfloat16. An array of
-uint16 holds bfloat16, which NumPy does not know: the upper half of a float32.
+Arrays are flat; a part is a range of positions that one thread works on. Sent values have the type
+of the computation: that of the state, or float32 if the state is bfloat16. An array of uint16 holds
+bfloat16, which NumPy does not know: the upper half of a float32.
 
-Without its sign, the bit pattern of a number is in the order of the magnitudes: the key of an
-entry. What is not finite has the largest keys.
+The key of an entry is its bit pattern without the sign. Keys have the same order as magnitudes.
+Values that are not finite have the largest keys.
 """
 
 from typing import Any
@@ -19,18 +19,19 @@ from thinwire.kernels.cpu.jit_cache import Int, i64, jit, jit_inline, u64
 Array = NDArray[Any]
 
 VALUES, PLAIN, MOMENTUM, NESTEROV = range(4)
-"""What is folded: nothing (the residual as it is), v + g, v + (m u + g), or (v + m (u + g)) + g."""
+"""Modes of the fold: none (the residual itself), v + g, v + (m u + g), or (v + m (u + g)) + g."""
 
 # entries that stay in the nearest cache from their fold until what was sent of them is taken off
 _SPAN = 2048
 _LARGEST_BFLOAT16 = np.uint32(0x7F7F0000)
-"""As a float32; from there on up, rounding away from zero would make infinity of a finite number.
+"""Bits of the largest bfloat16 as a float32. From there on, rounding away from zero would turn a
+finite number into infinity.
 """
 
 
 @jit
 def folded(g: Any, v: Any, u: Any, m: Any, mode: Int) -> Any:
-    """The folded residual of one entry, rounded after every operation."""
+    """Return the folded residual of one entry, rounded after every operation."""
     if mode == VALUES:
         return wide(v)
     if mode == PLAIN:
@@ -52,10 +53,9 @@ def commit(
     indices: Array,
     sent: Array,
 ) -> None:
-    """Fold [start, stop) for good, take off what was sent and clear the momentum there; state is
-    float32 or float64.
+    """Fold [start, stop), subtract the sent values and clear the momentum there.
 
-    `indices`, strictly ascending, are all in [start, stop).
+    The state is float32 or float64. `indices`, strictly ascending, are all in [start, stop).
     """
     at = 0
     for first in range(start, stop, _SPAN):
@@ -73,7 +73,7 @@ def commit(
 def _fold(
     grad: Array, residual: Array, buffer: Array, m: Any, mode: Int, first: Any, end: Any
 ) -> None:
-    """Fold [first, end) for good, as if nothing had been sent."""
+    """Fold [first, end) as if nothing had been sent."""
     if mode == PLAIN:
         for i in range(first, end):
             residual[i] = residual[i] + wide(grad[i])
@@ -104,7 +104,7 @@ def commit_bfloat16(
     sent: Array,
     left: Array,
 ) -> None:
-    """As `commit` for state in bfloat16; what was sent comes off before anything is rounded.
+    """Commit as `commit` does, for state in bfloat16; sent values are subtracted before rounding.
 
     `left` is scratch, as long as `indices`.
     """
@@ -150,14 +150,16 @@ def _fold_bfloat16(
 
 @jit
 def store(target: Array, values: Array, seed: Any, start: Int, stop: Int) -> None:
-    """Round `values` of [start, stop) into `target`, bfloat16, by a buffer's random bits."""
+    """Round `values` of [start, stop) into `target`, bfloat16, with the random bits of a buffer."""
     for i in range(u64(start), u64(stop)):
         target[i] = _rounded(values[i], _for_buffer(_mixed(i, seed)))
 
 
 @jit
 def _mixed(position: Any, seed: Any) -> Any:
-    """See `reference.mixed`; results are cut to 32 bits, without which nothing is vectorised."""
+    """Mix bits as `reference.mixed` does. Results are cut to 32 bits, which allows
+    vectorisation.
+    """
     x = np.uint32(np.uint32(position) ^ seed)
     x = np.uint32(x ^ (x >> np.uint32(16)))
     x = np.uint32(x * np.uint32(0x7FEB352D))
@@ -168,7 +170,7 @@ def _mixed(position: Any, seed: Any) -> Any:
 
 @jit
 def _rounded(x: Any, noise: Any) -> Any:
-    """A float32 rounded to bfloat16 by 16 random bits; what is not finite stays as it is."""
+    """Round a float32 to bfloat16 by 16 random bits; values that are not finite stay unchanged."""
     bits = bits_of(x)
     finite = (bits & np.uint32(0x7FFFFFFF)) <= _LARGEST_BFLOAT16
     return np.uint16(np.uint32(bits + (noise if finite else np.uint32(0))) >> np.uint32(16))
@@ -185,12 +187,12 @@ def _for_buffer(noise: Any) -> Any:
 
 
 BLOCK = 64
-"""Neighbours of which one bit each makes a word."""
+"""Number of neighbours that form a word, one bit each."""
 RUN = 16
-"""Neighbours that are sampled together: they share a cache line."""
+"""Number of neighbours that are sampled together: they share a cache line."""
 _DIGIT_BITS = 11
 DIGITS = 1 << _DIGIT_BITS
-"""Numbers of scratch that `keep_largest` and `scan` need."""
+"""Length of the scratch that `keep_largest` and `scan` need."""
 
 
 @jit
@@ -211,13 +213,12 @@ def scan(
     words: Array,
     histogram: Array,
 ) -> Int:
-    """Candidates for the `k` largest of [start, stop) that are at least `floor`, ascending; returns
-    how many.
+    """Find candidates for the `k` largest of [start, stop) that are at least `floor`, ascending.
 
-    Once the room is used up only the `k` largest so far stay, and later ones have to exceed the
-    last of them. Values that are not finite are candidates always. `floor` is not NaN; `bits` is
-    the integer view of `values`. Scratch: `marks`, of BLOCK bytes, of which `words` is the view as
-    uint64, and `histogram`, of DIGITS numbers.
+    Returns their number. When the room is full, only the `k` largest so far stay, and later ones
+    must exceed the last of them. Values that are not finite are always candidates. `floor` is not
+    NaN; `bits` is the integer view of `values`. Scratch: `marks`, of BLOCK bytes, of which `words`
+    is the view as uint64, and `histogram`, of DIGITS numbers.
     """
     count = u64(0)
     first = u64(start)
@@ -264,7 +265,7 @@ def _mark(
     floor: Any,
     marks: Array,
 ) -> None:
-    """Mark where the folded residual from `first` on reaches `floor`, or is not a number."""
+    """Mark the entries from `first` on whose folded residual reaches `floor` or is NaN."""
     if mode == VALUES:
         for i in range(length):
             marks[i] = not (abs(wide(residual[first + i])) < floor)
@@ -288,9 +289,9 @@ def keep_largest(
 ) -> Any:
     """Move the `k` largest of the first `count` candidates to the front, in order.
 
-    Returns the k-th magnitude, infinity in place of NaN, which could be the floor of nothing.
-    Of equal magnitudes the first ones stay. `bits` is the integer view of `values`; `histogram`
-    scratch of DIGITS.
+    Returns the k-th magnitude. Infinity replaces NaN, which cannot serve as a floor. Of equal
+    magnitudes the first ones stay. `bits` is the integer view of `values`; `histogram` is scratch
+    of DIGITS.
     """
     mask = i64(0x7FFFFFFF if bits.itemsize == 4 else 0x7FFFFFFFFFFFFFFF)
     high = i64(31 if bits.itemsize == 4 else 63)
@@ -327,11 +328,10 @@ def keep_above(
     kept_values: Array,
     room: Int,
 ) -> None:
-    """Of the first `count` those of larger keys, and the first `ties` of just this key, in order;
-    at
-    most `room`.
+    """Keep those of the first `count` with larger keys, and the first `ties` with this key.
 
-    What is kept may lie in the memory of the candidates, from their beginning on.
+    The order stays, and at most `room` are kept. The result may overlap the beginning of the
+    candidates' memory.
     """
     mask = i64(0x7FFFFFFF if bits.itemsize == 4 else 0x7FFFFFFFFFFFFFFF)
     kept, most = u64(0), u64(room)
@@ -352,7 +352,7 @@ def keep_above(
 
 @jit
 def count_keys(bits: Array, shift: Int, bins: Array) -> None:
-    """Histogram of the keys, into the zeroed `bins` of 2^shift keys each."""
+    """Add a histogram of the keys to the zeroed `bins` of 2^shift keys each."""
     mask = i64(0x7FFFFFFF if bits.itemsize == 4 else 0x7FFFFFFFFFFFFFFF)
     for i in range(u64(len(bits))):
         bins[u64((i64(bits[i]) & mask) >> shift)] += 1
@@ -360,7 +360,7 @@ def count_keys(bits: Array, shift: Int, bins: Array) -> None:
 
 @jit
 def keys_between(bits: Array, low: Int, high: Int, keys: Array) -> None:
-    """The keys in [low, high), for which there is just room in `keys`."""
+    """Write the keys in [low, high) to `keys`, which has exactly their number."""
     mask = i64(0x7FFFFFFF if bits.itemsize == 4 else 0x7FFFFFFFFFFFFFFF)
     count = u64(0)
     for i in range(u64(len(bits))):
@@ -382,7 +382,7 @@ def sample(
     stride: Int,
     values: Array,
 ) -> None:
-    """Folded residual of the runs [first, last), each in its place in `values`."""
+    """Write the folded residual of the runs [first, last) to their positions in `values`."""
     for run in range(u64(first), u64(last)):
         for i in range(u64(RUN)):
             at = run * u64(stride) + i

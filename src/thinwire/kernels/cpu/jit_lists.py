@@ -1,7 +1,6 @@
-"""Compiled loops over lists of tensors: selection, fold and sparse update of many tensors in one
-call.
+"""Compiled loops over lists of tensors: selection, fold and sparse update in one call.
 
-A tensor is a row of addresses. All of one call have the same types, momentum and mode; see
+A tensor is a row of addresses. All tensors of a call have the same types, momentum and mode; see
 `jit_entries` for the modes.
 """
 
@@ -42,12 +41,12 @@ def propose(
     values: Array,
     finite: Array,
 ) -> None:
-    """The largest entries of the tensors [first, last).
+    """Select the largest entries of the tensors [first, last).
 
-    `rows` holds the addresses of gradient, residual and momentum buffer; `numbers` per tensor n, k,
-    where in `indices` and `values` its k entries begin, and the runs, the stride and the rank of
-    `cpu_select.sampling`. The room is scratch, for the largest of the tensors; so are `marks`,
-    `words` and `histogram`, see `jit_entries.scan`.
+    `rows` holds the addresses of gradient, residual and momentum buffer. `numbers` holds per tensor
+    n, k, the offset of its k entries in `indices` and `values`, and the runs, the stride and the
+    rank of `cpu_select.sampling`. The room is scratch, for the largest of the tensors; so are
+    `marks`, `words` and `histogram`, see `jit_entries.scan`.
     """
     for t in range(first, last):
         n, k, start = numbers[t, 0], numbers[t, 1], numbers[t, 2]
@@ -106,10 +105,10 @@ def commit(
     m: Any,
     mode: Int,
 ) -> None:
-    """`jit_entries.commit` of the tensors [first, last).
+    """Call `jit_entries.commit` for the tensors [first, last).
 
     `rows` holds the addresses of gradient, residual, momentum buffer, positions and sent values,
-    `numbers` per tensor n and how many were sent.
+    `numbers` per tensor n and the number of sent entries.
     """
     for t in range(first, last):
         n, k = numbers[t, 0], numbers[t, 1]
@@ -132,7 +131,10 @@ def commit_bfloat16(
     seeds: Array,
     left: Array,
 ) -> None:
-    """As `commit`; `left` is scratch, of float32, as long as the longest list of what was sent."""
+    """Commit as `commit` does, for state in bfloat16.
+
+    `left` is float32 scratch, as long as the longest list of sent entries.
+    """
     for t in range(first, last):
         n, k = numbers[t, 0], numbers[t, 1]
         grad = array_at(rows[t, 0], n, like_grad)
@@ -156,12 +158,12 @@ def step_along(
     merged: Array,
     merged_sums: Array,
 ) -> None:
-    """Take rate times the mean over the sources off the tensors [first, last): p <- p - (sum / W)
-    rate.
+    """Take a step on the tensors [first, last) along the mean of sources: p <- p - (sum / W) rate.
 
     `rows` holds the address of the tensor, then of indices and values of each source; `numbers` n,
-    then how many entries came from each. The sum is that of `thinwire.core.feedback.sum_sparse`, in
-    the type of the tensors. The last four are scratch, as long as what came for any of the tensors.
+    then the number of entries of each source. The sum is that of
+    `thinwire.core.feedback.sum_sparse`, in the type of the tensors. The last four are scratch, as
+    long as all entries received for any tensor.
     """
     for t in range(first, last):
         param = array_at(rows[t, 0], numbers[t, 0], like)

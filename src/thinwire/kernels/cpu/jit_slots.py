@@ -1,10 +1,8 @@
-"""Compiled loops over all slots of a message: the codes of `jit_codes` for one tensor after the
-other in one call.
+"""Compiled loops over all slots of a message, which apply `jit_codes` to all tensors in one call.
 
-A message of 160 tensors would otherwise cost 160 times the way from Python into these loops, which
-is more than the work in them. Rows of `slots` are numbers of one slot, in the order of `FIELDS`.
-Positions first; values then, by one of three loops: signs at 1 bit, levels at 2 to 16, floats at
-32.
+For a message of 160 tensors, 160 calls from Python would cost more than the work in these loops. A
+row of `slots` has the numbers of one slot, in the order of `FIELDS`. Positions are coded first.
+Values follow by one of three loops: signs at 1 bit, levels at 2 to 16, floats at 32.
 """
 
 from typing import Any
@@ -34,7 +32,7 @@ from thinwire.kernels.cpu.jit_codes import decode_signs as _signs_at
 Array = NDArray[Any]
 
 FIELDS = ("numel", "k", "low_bits", "low_bytes", "high_bytes", "value_bytes", "at")
-"""What a row of `slots` holds: the code begins at byte `at`."""
+"""Columns of a row of `slots`. The code begins at byte `at`."""
 _NUMEL, _K, _LOW_BITS, _LOW_BYTES, _HIGH_BYTES, _VALUE_BYTES, _AT = range(len(FIELDS))
 
 
@@ -42,12 +40,11 @@ _NUMEL, _K, _LOW_BITS, _LOW_BYTES, _HIGH_BYTES, _VALUE_BYTES, _AT = range(len(FI
 def encode_positions(
     slots: Array, parts: Array, first: Int, last: Int, like: Array, code: Array, kept: Array
 ) -> bool:
-    """Codes of the positions of the slots [first, last) into the zeroed bytes `code`; whether all
-    fit their slots.
+    """Write the codes of the positions of the slots [first, last) into the zeroed bytes `code`.
 
-    Where not, the checks of `thinwire.wire.codes` say what is wrong. `parts` holds per slot
-    the addresses of indices and values and their number. `kept` says how many values are not 0:
-    where some are, nothing is written.
+    Returns False if some do not fit their slots; the checks of `thinwire.wire.codes` then describe
+    the problem. `parts` holds per slot the addresses of indices and values and their number. `kept`
+    receives the number of values that are not 0. If some values are 0, nothing is written.
     """
     for t in range(first, last):
         count = parts[t, 2]
@@ -81,10 +78,10 @@ def encode_signs(
     starts: Array,
     magnitudes: Array,
 ) -> None:
-    """Codes at 1 bit of values other than 0, whose positions `encode_positions` has written.
+    """Write codes at 1 bit of values other than 0, after `encode_positions`.
 
-    What is decoded goes into `sent` from `starts` on. `spare`: the scale is the mean of what came,
-    not over k. `magnitudes` is scratch, as long as the longest part.
+    The decoded values go into `sent` from `starts` on. `spare`: the scale is the mean over the sent
+    values, not over k. `magnitudes` is scratch, as long as the longest part.
     """
     for t in range(first, last):
         count = parts[t, 2]
@@ -115,7 +112,10 @@ def encode_levels(
     means: Array,
     fields: Array,
 ) -> None:
-    """As `encode_signs` at 2 to 16 bits; `scales`, float32, and the last ones are scratch."""
+    """Write codes as `encode_signs` does, at 2 to 16 bits.
+
+    `scales`, float32, and the last arguments are scratch.
+    """
     for t in range(first, last):
         count = parts[t, 2]
         values, its_sent = array_at(parts[t, 1], count, like), sent[starts[t] : starts[t] + count]
@@ -139,7 +139,7 @@ def encode_levels(
 
 @jit
 def _extremes(magnitudes: Array, count: Int, means: Array) -> None:
-    """The smallest and the largest of the first `count`, 0 if there are none."""
+    """Return the smallest and the largest of the first `count`, 0 if there are none."""
     means[0] = magnitudes[0] if count else 0.0
     means[1] = means[0]
     for i in range(count):
@@ -158,7 +158,7 @@ def encode_floats(
     sent: Array,
     starts: Array,
 ) -> None:
-    """As `encode_signs` at 32 bits."""
+    """Write codes as `encode_signs` does, at 32 bits."""
     for t in range(first, last):
         count = parts[t, 2]
         values, start = array_at(parts[t, 1], count, like), starts[t]
@@ -172,11 +172,10 @@ def encode_floats(
 def decode_positions(
     slots: Array, first: Int, last: Int, code: Array, starts: Array, indices: Array, counts: Array
 ) -> bool:
-    """Positions of the slots [first, last), from `starts` on; whether every code is what a sender
-    writes.
+    """Decode the positions of the slots [first, last), from `starts` on.
 
-    Whatever the bytes are, nothing is read or written out of bounds. Where the answer is False, the
-    checks of `thinwire.wire.codes` say what is wrong.
+    Returns False for an invalid code; the checks of `thinwire.wire.codes` then describe the
+    problem. Arbitrary bytes never cause an access out of bounds.
     """
     for t in range(first, last):
         k, low_bits, at = slots[t, _K], slots[t, _LOW_BITS], slots[t, _AT]
@@ -205,7 +204,7 @@ def decode_positions(
 def decode_signs(
     slots: Array, first: Int, last: Int, code: Array, starts: Array, values: Array, counts: Array
 ) -> bool:
-    """Values at 1 bit of the positions that were found; whether the scales are finite."""
+    """Decode values at 1 bit of the positions found. Returns True if the scales are finite."""
     for t in range(first, last):
         at = slots[t, _AT] + slots[t, _LOW_BYTES] + slots[t, _HIGH_BYTES]
         scale = read_float(code, at)
@@ -227,7 +226,10 @@ def decode_levels(
     values: Array,
     counts: Array,
 ) -> bool:
-    """As `decode_signs` at 2 to 16 bits; `scales`, float32, is scratch for those of one slot."""
+    """Decode values as `decode_signs` does, at 2 to 16 bits.
+
+    `scales`, float32, is scratch for the scales of one slot.
+    """
     for t in range(first, last):
         at = slots[t, _AT] + slots[t, _LOW_BYTES] + slots[t, _HIGH_BYTES]
         for i in range(len(scales)):
@@ -248,7 +250,7 @@ def decode_levels(
 def decode_floats(
     slots: Array, first: Int, last: Int, code: Array, starts: Array, values: Array, counts: Array
 ) -> bool:
-    """As `decode_signs` at 32 bits; whether the values are finite."""
+    """Decode values as `decode_signs` does, at 32 bits. Returns True if the values are finite."""
     for t in range(first, last):
         at = slots[t, _AT] + slots[t, _LOW_BYTES] + slots[t, _HIGH_BYTES]
         for i in range(counts[t]):

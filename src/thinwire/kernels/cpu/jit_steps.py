@@ -1,11 +1,9 @@
-"""Compiled loops of the steps of LAMB, LARS and the outer SGD, for many contiguous tensors in one
-call.
+"""Compiled steps of LAMB, LARS and the outer SGD, for many contiguous tensors in one call.
 
-A row of `table` holds the addresses of one tensor's arrays, `sizes` how long they are. An item
-(tensor, start, stop) is a part of a tensor that begins at a multiple of CHUNK. Norms are summed in
-float64 in an order that follows from the length alone: over lanes within a chunk, then chunk after
-chunk. So the bits depend neither on how many threads share the work nor on how wide the processor's
-registers are.
+A row of `table` holds the addresses of one tensor's arrays, `sizes` their length. An item (tensor,
+start, stop) is a part of a tensor that begins at a multiple of CHUNK. Norms are summed in float64
+in an order that follows from the length alone: over lanes within a chunk, then chunk after chunk.
+So the bits depend neither on the number of threads nor on the width of the processor's registers.
 """
 
 from typing import Any
@@ -34,16 +32,17 @@ __all__ = [
 Array = NDArray[Any]
 
 CHUNK = 1 << 15
-"""Entries whose squares have a sum of their own."""
+"""Number of entries whose squares have a sum of their own."""
 WHOLE, SUMS, MOVE = range(3)
-"""What is done with the items: all of it, which takes whole tensors; only the sums for the norms;
-only the rest."""
+"""Phases of work on the items: all of it, for whole tensors; only the sums for the norms; only the
+rest.
+"""
 NO_MOMENTUM, PLAIN, NESTEROV = range(3)
 """The kinds of momentum."""
 BLOCK = 1024
-"""Entries that stay in the first cache from their direction to its square."""
+"""Number of entries that stay in the first-level cache from direction to square."""
 LANES = 128
-"""Sums that grow side by side."""
+"""Number of sums that are accumulated in parallel."""
 _ROWS = BLOCK // LANES // 2
 
 
@@ -61,11 +60,11 @@ def lamb(
     lanes: Array,
     directions: Array,
 ) -> None:
-    """LAMB on p, g, m, v; changes p, m, v, `sums` and `ratios`.
+    """Update p, g, m, v by LAMB; changes p, m, v, `sums` and `ratios`.
 
     `constants`: lr, b1, 1 - b1, b2, 1 - b2, 1/(1 - b1^t), 1/(1 - b2^t), eps, wd. `trust`: see
     `_trust_ratio`. Scratch: `lanes`, zeros of shape (2, LANES), and `directions`, as long as a
-    block, and as the longest for WHOLE.
+    block, and as the longest tensor for WHOLE.
     """
     for item in range(len(items)):
         tensor = items[item, 0]
@@ -107,7 +106,9 @@ def _lamb_block(
     r: Array,
     shift: Any,
 ) -> None:
-    """Moments of [first, last) and their directions, `shift` entries further ahead."""
+    """Update the moments of [first, last), and write their directions `shift` entries further
+    ahead.
+    """
     b1, rest1, b2, rest2 = constants[1], constants[2], constants[3], constants[4]
     scale1, scale2, eps, wd = constants[5], constants[6], constants[7], constants[8]
     for i in range(first, last):
@@ -122,7 +123,7 @@ def _lamb_block(
 def _lamb_move(
     p: Array, m: Array, v: Array, constants: Array, ratio: Any, first: Any, last: Any
 ) -> None:
-    """The directions once more: reading m and v again is no dearer than keeping them."""
+    """Compute the directions again: reading m and v twice costs no more than storing them."""
     rate = constants[0] * ratio
     scale1, scale2, eps, wd = constants[5], constants[6], constants[7], constants[8]
     for i in range(first, last):
@@ -149,11 +150,10 @@ def lars(
     ratios: Array,
     lanes: Array,
 ) -> None:
-    """LARS on p, g and, with momentum, b; changes p, b, `sums` and `ratios`; `constants`: lr,
-    momentum, wd.
+    """Update p, g and, with momentum, b by LARS; changes p, b, `sums` and `ratios`.
 
-    Without wd there is no ratio, and no sums are needed for MOVE.
-    `lanes`: zeros of shape (2, LANES), scratch.
+    `constants`: lr, momentum, wd. Without wd there is no ratio, and MOVE needs no sums. `lanes`:
+    zeros of shape (2, LANES), scratch.
     """
     for item in range(len(items)):
         tensor = items[item, 0]
@@ -199,7 +199,7 @@ def _lars_move(
 
 @jit
 def outer(table: Array, sizes: Array, items: Array, kind: int, constants: Array) -> None:
-    """The outer step of s by the change c, with momentum b; `constants`: lr, momentum."""
+    """Take the outer step of s by the change c, with momentum b; `constants`: lr, momentum."""
     for item in range(len(items)):
         tensor = items[item, 0]
         n = sizes[tensor]
@@ -230,7 +230,7 @@ def _outer_move(
 
 @jit
 def _trust_ratio(sums: Array, first_chunk: int, n: int, trust: Array) -> float:
-    """`core.norms.trust_ratio` from squares; `trust`: coefficient, wd, eps, low, high."""
+    """Return `core.norms.trust_ratio` from squares; `trust`: coefficient, wd, eps, low, high."""
     param, update = 0.0, 0.0
     for chunk in range(first_chunk, first_chunk + (n + CHUNK - 1) // CHUNK):
         param += sums[chunk, 0]
@@ -269,7 +269,7 @@ def _add_squares(x: Array, first: Any, last: Any, lanes: Array) -> None:
 
 @jit
 def _drain(lanes: Array, sums: Array) -> None:
-    """Sums of the lanes by halves, into `sums`; leaves zeros."""
+    """Sum the lanes by halves into `sums`, and set them to zero."""
     half = LANES // 2
     while half:
         for j in range(half):

@@ -1,5 +1,6 @@
-"""The kernels for the CPU: compiled by numba, several threads where it pays, bit for bit what
-`reference` gives.
+"""Kernels for the CPU, compiled by numba; bit for bit the results of `reference`.
+
+Several threads work where it pays.
 """
 
 from collections.abc import Sequence
@@ -209,7 +210,7 @@ def _floats(values: Tensor) -> Array:
 
 
 def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor, Tensor, bool]]:
-    """Per tensor what `propose` says."""
+    """Return the result of `propose` for each tensor."""
     found: dict[int, tuple[Tensor, Tensor, bool]] = {}
     for kind, places in _by_kind(folds).items():
         if kind is None:
@@ -224,7 +225,7 @@ def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor,
 
 
 def commit_list_(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]) -> None:
-    """Changes residuals and momentum buffers: `commit_` of each tensor."""
+    """Commit each tensor as `commit_` does; changes residuals and momentum buffers."""
     for kind, places in _by_kind(folds, [values.dtype for _, values in sent]).items():
         if kind is None:
             for place in places:
@@ -242,15 +243,16 @@ def step_along_list_(
     rates: Sequence[float],
     sources: int,
 ) -> None:
-    """Changes `params`, contiguous, float32 or float64 and all alike: p <- p - (sum of the parts /
-    sources) rate.
+    """Take a step along the mean of sources: p <- p - (sum of the parts / sources) rate.
+
+    Changes `params`, which are contiguous and all float32 or all float64.
 
     Args:
         params: Any shape.
-        parts: Per tensor (indices, values) of each source, contiguous, values float32 for all or of
+        parts: Per tensor (indices, values) of each source, contiguous, values all float32 or all of
             the params' type.
         rates: Per tensor.
-        sources: What the sum is divided by.
+        sources: Divisor of the sum.
     """
     rows = [
         [p.data_ptr(), *(x.data_ptr() for part in own for x in part)]
@@ -278,7 +280,9 @@ def step_along_list_(
 
 
 def _by_kind(folds: Sequence[Fold], more: Sequence[object] | None = None) -> dict[Any, list[int]]:
-    """Places of tensors that one call can take; None: those worth several threads each."""
+    """Group the indices of tensors that one call can take; None: those worth several
+    threads each.
+    """
     total = sum(fold.residual.numel() for fold in folds)
     large = max(2 * SMALLEST_PART, total // (2 * torch.get_num_threads()))
     kinds: dict[Any, list[int]] = {}
@@ -299,7 +303,7 @@ def _by_kind(folds: Sequence[Fold], more: Sequence[object] | None = None) -> dic
 
 
 class _Kind(NamedTuple):
-    """Tensors of one kind as the loops take them; `grads` keeps their memory."""
+    """Tensors of one kind as the loops take them; `grads` keeps their memory alive."""
 
     grads: list[Tensor]
     rows: list[tuple[int, int, int]]

@@ -1,11 +1,11 @@
-"""The steps of LAMB, LARS and the outer SGD for whole lists of tensors on the CPU, compiled by
-numba.
+"""Steps of LAMB, LARS and the outer SGD for lists of tensors on the CPU, compiled by numba.
 
-Moments, momentum without a ratio and the outer step have the bits of the readable twins. LAMB's
-direction may be a rounding apart, where torch's root is. Norms are summed in float64 here, so that
-a ratio is off by no more than its rounding to the type of the tensors, and squares neither overflow
-nor vanish in float32; the twins sum n squares in that type, with a relative error of up to about n
-2^-24. All bits follow from the values and lengths alone: the number of threads changes none.
+Moments, momentum without a ratio and the outer step have the same bits as the reference
+implementations in torch. LAMB's direction may differ by a rounding, as torch's root does. Norms are
+summed in float64 here, so that a ratio has no error but its rounding to the type of the tensors,
+and squares neither overflow nor underflow in float32. The reference sums n squares in that type,
+with a relative error of up to about n 2^-24. All bits follow from the values and lengths alone: the
+number of threads changes none.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,11 +24,12 @@ __all__ = ["lamb_", "lars_", "outer_", "scratch"]
 
 Array = NDArray[Any]
 Item = tuple[int, int, int]
-"""Of which tensor, and from where to where."""
+"""Index of the tensor, start and stop."""
 
 _KEPT_BYTES = 1 << 22
-"""Of a tensor that one thread takes whole: as much of it may still be in the cache once its norm is
-known."""
+"""Bytes of a tensor that one thread takes whole. That much may still be in the cache once its norm
+is known.
+"""
 _BUNDLES = 8  # for each thread: few hand-overs, and yet nobody waits long for the last one
 
 
@@ -39,7 +40,7 @@ def lamb_(
     exp_avg_sqs: Sequence[Tensor],
     rule: LambRule,
 ) -> Tensor:
-    """See `thinwire.core.lamb.lamb_list_`; returns the ratios in one tensor."""
+    """Update by LAMB, see `thinwire.core.lamb.lamb_list_`; return the ratios in one tensor."""
     table = _table(params, grads, exp_avgs, exp_avg_sqs)
     betas = rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2
     constants = table.floats(rule.lr, *betas, *rule.corrections, rule.eps, rule.weight_decay)
@@ -61,7 +62,7 @@ def lars_(
     velocities: Sequence[Tensor] | None,
     rule: LarsRule,
 ) -> Tensor:
-    """See `thinwire.core.lars.lars_list_`; returns the ratios in one tensor."""
+    """Update by LARS, see `thinwire.core.lars.lars_list_`; return the ratios in one tensor."""
     buffers = params if velocities is None else velocities
     table, kind = _table(params, grads, buffers), _kind(velocities, rule.nesterov)
     constants = table.floats(rule.lr, rule.momentum, rule.trust.weight_decay)
@@ -93,7 +94,7 @@ def outer_(
 
 
 def scratch(longest: int, dtype: Any) -> tuple[Array, Array]:
-    """Lanes and directions of a thread; see `jit_steps.lamb`."""
+    """Return the lanes and directions of a thread; see `jit_steps.lamb`."""
     return np.zeros((2, jit_steps.LANES)), np.empty(max(longest, jit_steps.BLOCK), dtype)
 
 
@@ -103,7 +104,7 @@ class _Table(NamedTuple):
     rows: Array
     sizes: Array
     first_chunks: Array
-    """Of each tensor in the list of the chunks of all."""
+    """Index of each tensor's first chunk in the list of all chunks."""
     chunks: int
     dtype: Any
 
@@ -135,7 +136,9 @@ def _kind(buffers: Sequence[Tensor] | None, nesterov: bool) -> int:
 
 
 def _with_norms(table: _Table, work: Callable[[Array, int], None]) -> None:
-    """Small tensors as wholes; large ones in parts, first for the norms and then for the rest."""
+    """Run small tensors as a whole; large ones in parts, first for the norms and then for
+    the rest.
+    """
     share, most = _share(table), _KEPT_BYTES // np.dtype(table.dtype).itemsize
     if torch.get_num_threads() > 1:
         most = min(most, max(share * _BUNDLES // 2, 2 * threads.SMALLEST_PART))
@@ -164,7 +167,7 @@ def _in_parts(table: _Table, work: Callable[[Array], None]) -> None:
 
 
 def _share(table: _Table) -> int:
-    """Entries that are worth a hand-over, a multiple of the chunk."""
+    """Return the number of entries worth a task for a thread, a multiple of the chunk."""
     share = int(table.sizes.sum()) // (torch.get_num_threads() * _BUNDLES)
     return max(share, threads.SMALLEST_PART, jit_steps.CHUNK) // jit_steps.CHUNK * jit_steps.CHUNK
 
@@ -174,7 +177,7 @@ def _partition(tensor: int, size: int, share: int) -> list[Item]:
 
 
 def _bundles(items: Sequence[Item], share: int) -> list[Array]:
-    """Neighbours together until there are `share` entries."""
+    """Group neighbouring items until there are `share` entries."""
     bundles: list[list[Item]] = []
     room = 0
     for item in items:

@@ -1,4 +1,4 @@
-"""Exact selection of the largest entries of what is folded, over several threads."""
+"""Exact selection of the largest folded entries, by several threads."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -38,7 +38,7 @@ _BINS_BITS = 13  # of the histogram of all keys: 2^this many bins
 
 
 class Folding(NamedTuple):
-    """What is folded and how, as the compiled loops take it."""
+    """Inputs and mode of the fold, as the compiled loops take them."""
 
     grad: Array
     residual: Array
@@ -48,12 +48,12 @@ class Folding(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """In what is computed."""
+        """Type of the computation."""
         return self.momentum.dtype
 
 
 def folding(fold: Fold) -> Folding:
-    """The same as arrays."""
+    """Return the fold as arrays."""
     v = as_array(fold.residual)
     wide = np.float64 if fold.residual.dtype == torch.float64 else np.float32
     g = as_array(fold.grad.to(read_as(fold)))
@@ -64,14 +64,14 @@ def folding(fold: Fold) -> Folding:
 
 
 def read_as(fold: Fold) -> torch.dtype:
-    """The type in which loops read a gradient: bfloat16, or the one that is computed in."""
+    """Return the type in which loops read a gradient: bfloat16, or that of the computation."""
     if fold.residual.dtype == torch.float64:
         return torch.float64
     return torch.bfloat16 if fold.grad.dtype == torch.bfloat16 else torch.float32
 
 
 def largest(what: Folding, k: int) -> _Part:
-    """Positions and values of the `k` largest, ascending: the best of each part's candidates."""
+    """Return positions and values of the `k` largest, ascending, from each part's candidates."""
     estimate = _estimated_floor(what, k)
     for floor in (
         estimate,
@@ -93,17 +93,17 @@ def largest(what: Folding, k: int) -> _Part:
 
 
 def room_for(n: int, k: int) -> int:
-    """Entries of scratch that the candidates for the `k` largest of `n` need."""
+    """Return the length of scratch for the candidates of the `k` largest of `n`."""
     return min(n, max(2 * k, _SMALLEST_ROOM) + jit_entries.BLOCK)
 
 
 def sampling(n: int, k: int) -> tuple[int, int, int]:
-    """How to judge the `k`-th largest of `n` by a sample: its runs of neighbours, how far apart
-    they begin, and a rank.
+    """Return the sample that estimates the `k`-th largest of `n`: its runs, their stride, and a
+    rank.
 
-    Somewhat more than `k` of all are as large as the one of that rank in the sample: six standard
-    deviations of an independent sample more, since neighbours are alike, which widens the spread.
-    No runs where a sample is no use.
+    A run is a number of neighbours. Somewhat more than `k` entries are as large as the one of that
+    rank in the sample: by six standard deviations of an independent sample, since neighbours are
+    alike, which increases the variance. No runs if a sample would not help.
     """
     if n < 16 * _SMALLEST_SAMPLE:
         return 0, 0, 4
@@ -119,24 +119,24 @@ def sampling(n: int, k: int) -> tuple[int, int, int]:
 
 
 def marks() -> tuple[Array, Array]:
-    """Scratch of `jit_entries.scan`: bytes, and the same memory as words."""
+    """Return scratch of `jit_entries.scan`: bytes, and the same memory as words."""
     room = np.empty(jit_entries.BLOCK, np.uint8)
     return room, room.view(np.uint64)
 
 
 def as_array(tensor: Tensor) -> Array:
-    """The tensor's memory; bfloat16, which NumPy does not know, as uint16."""
+    """Return the tensor's memory as an array; bfloat16, which NumPy does not know, as uint16."""
     plain = tensor.detach().contiguous()
     return (plain.view(torch.uint16) if plain.dtype == torch.bfloat16 else plain).numpy()
 
 
 def bits_of(values: Array) -> Array:
-    """The same memory as integers."""
+    """Return the same memory as integers."""
     return values.view(np.int32 if values.dtype == np.float32 else np.int64)
 
 
 def _estimated_floor(what: Folding, k: int) -> Any:
-    """A magnitude that somewhat more than `k` reach, by a sample; 0 where a sample is no use."""
+    """Estimate a magnitude that somewhat more than `k` reach; 0 if a sample would not help."""
     runs, stride, wanted = sampling(len(what.residual), k)
     length = jit_entries.RUN
     values = np.empty(runs * length, what.dtype)

@@ -1,5 +1,5 @@
-"""All slots of a message in one call into compiled loops; bit for bit what coding them one by one
-gives.
+"""Coding of all slots of a message in one call; bit for bit the result of coding them one
+by one.
 """
 
 from collections.abc import Sequence
@@ -21,28 +21,26 @@ Array = NDArray[Any]
 Parts = Sequence[tuple[Tensor, Tensor]]
 
 _LARGEST_SLOT = 2 * SMALLEST_PART
-"""Entries; a larger one is worth several threads for itself."""
+"""Number of entries above which a slot is worth several threads of its own."""
 _LEVELS = 8
-"""At most, of a book."""
+"""Largest number of levels of a book."""
 
 
 def encode_slots(
     slots: Array, parts: Parts, bits: int, *, spare: bool, code: Array
 ) -> tuple[list[Tensor], int] | None:
-    """Codes of all parts into the zeroed bytes `code`.
+    """Write the codes of all parts into the zeroed bytes `code`.
 
     Args:
         slots: Shape (T, 7), int64, the fields of `jit_slots.FIELDS`.
         parts: Per slot (indices, values).
-        bits: Cost of a value.
-        spare: Whether a scale at 1 bit is the mean of the values that came, instead of one over k.
+        bits: Bits per value.
+        spare: True: a scale at 1 bit is the mean over the sent values, instead of over k.
         code: uint8, contiguous.
 
     Returns:
-        Per slot what is decoded at the indices, float32; and how many entries are carried. None,
-        with `code` in any
-        state, where this way is not for these parts: they must be coded one by one, which also
-            checks them.
+        Per slot the decoded values at the indices, float32; and the number of entries. None, with
+        `code` in any state, if the parts must be coded one by one, which also checks them.
     """
     dtype = parts[0][1].dtype if parts else torch.float32
     if not _worth_it(slots) or not all(_plain(*part, dtype) for part in parts):
@@ -97,13 +95,14 @@ def encode_slots(
 
 
 def decode_slots(slots: Array, code: Array, bits: int) -> list[tuple[Tensor, Tensor]] | None:
-    """The parts in `code`, or None where they must be decoded one by one, which also says what is
-    wrong with them.
+    """Return the parts in `code`, or None if they must be decoded one by one.
+
+    That also describes invalid codes.
 
     Args:
         slots: Shape (T, 7), int64, the fields of `jit_slots.FIELDS`.
         code: uint8, as long as the layout says.
-        bits: Cost of a value.
+        bits: Bits per value.
     """
     if not _worth_it(slots):
         return None

@@ -1,5 +1,6 @@
-"""Loops over parts of a range on a few threads; numba's own threading layers may not be entered by
-two threads.
+"""Loops over parts of a range on a few threads.
+
+numba's own threading layers must not be entered by two threads, so they are not used.
 """
 
 import os
@@ -28,7 +29,7 @@ _ALIGNMENT = (
 
 
 class _Pool:
-    """One executor per process: a forked child inherits the object, but not its threads."""
+    """One executor per process. A forked child inherits the object, but not its threads."""
 
     def __init__(self) -> None:
         self.executor: ThreadPoolExecutor | None = None
@@ -49,10 +50,13 @@ if hasattr(os, "register_at_fork"):
 
 
 def in_parts(length: int, work: Callable[[int, int], T]) -> list[T]:
-    """Results of `work(start, stop)` over contiguous parts, in order, on up to
-    torch.get_num_threads() threads.
+    """Return the results of `work(start, stop)` over contiguous parts, in order.
 
-    All parts but the last begin and end at multiples of 64.
+    Up to torch.get_num_threads() threads work. All parts but the last begin and end at multiples of
+    64.
+
+    >>> in_parts(10, lambda start, stop: stop - start)
+    [10]
     """
     parts = _parts_of(length)
     edges = [length * i // parts // _ALIGNMENT * _ALIGNMENT for i in range(parts)] + [length]
@@ -66,10 +70,9 @@ def in_parts(length: int, work: Callable[[int, int], T]) -> list[T]:
 
 
 def in_turns(works: Sequence[Callable[[], object]]) -> None:
-    """Run all `works` on up to torch.get_num_threads() threads, each taking the next one that is
-    left.
+    """Run all `works` on up to torch.get_num_threads() threads, each taking the next one left.
 
-    Whatever goes wrong is raised once nothing runs any more.
+    An error is raised after all threads have finished.
     """
     left = deque(works)
 
@@ -95,7 +98,7 @@ def in_turns(works: Sequence[Callable[[], object]]) -> None:
 def in_spans(
     weights: Sequence[int] | NDArray[np.int64], work: Callable[[int, int], object]
 ) -> None:
-    """`work(first, last)` over spans of items of about equal weight, on a few threads."""
+    """Run `work(first, last)` over spans of items of about equal weight, on a few threads."""
     total = np.cumsum(weights)
     spans = min(_parts_of(int(total[-1])), len(total))
     cuts = np.searchsorted(total, total[-1] * np.arange(1, spans) / spans).tolist()

@@ -1,1 +1,1 @@
-"""The loops for CUDA, compiled by Triton; `kernels` and `wire.device_message` import them."""
+"""Loops for CUDA, compiled by Triton; imported by `kernels` and `wire.device_message`."""

@@ -1,14 +1,14 @@
-"""Codes of positions and values on the device, of one tensor or of several rows at once, the sum of
-all rows, and the checksum of rows of bytes, CRC-32.
+"""Codes of positions and values on the device, the sum of rows, and CRC-32 of rows of bytes.
 
-Shapes are those of `k` entries; how many of them count is a number in device memory, and what lies
-behind it is zero. All divisions are of a tensor by a tensor: torch multiplies by the reciprocal
-where a GPU divides by a plain number, which may round otherwise than the CPU does.
+Codes are of one tensor or of several rows at once. Shapes are those of `k` entries. The number that
+counts is in device memory, and entries after it are zero. All divisions are of a tensor by a
+tensor: on a GPU torch divides by a plain number through its reciprocal, which may round differently
+from the CPU.
 
-Without its first and last complement the CRC is linear over GF(2): that of a message is the sum of
-what each of its bits contributes, which depends on the bit's distance from the end only. One
-program sums a block with a table of the places in a block, another the blocks with a table of their
-places; the complements add the CRC of as many zero bytes. Source: Sarwate, CACM 1988 (the byte
+Without its first and last complement the CRC is linear over GF(2). The CRC of a message is the sum
+of the contributions of its bits, which depend only on a bit's distance from the end. One program
+sums a block with a table of the positions in a block, another sums the blocks with a table of their
+positions. The complements add the CRC of as many zero bytes. Source: Sarwate, CACM 1988 (the byte
 table); the linear form is folklore.
 """
 
@@ -37,16 +37,16 @@ __all__ = [
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _SMALLEST_TAIL = 1024
-"""Segments of at most so many entries are summed by one program."""
+"""Number of entries up to which one program sums a segment."""
 
 
 class PositionRows(NamedTuple):
-    """What the codes of `rows` senders say, in no way checked."""
+    """Decoded positions of `rows` senders, unchecked."""
 
     indices: Tensor
-    """Shape (rows, k), int64; of no meaning behind a row's count."""
+    """Shape (rows, k), int64; undefined after a row's count."""
     counts: Tensor
-    """Shape (rows,), int64: how many bits the bitmap has set, which may be more than k."""
+    """Shape (rows,), int64: number of bits set in the bitmap, which may exceed k."""
     low_fields: Tensor
     """Shape (rows, k), int64: the low bits, of all k fields."""
 
@@ -54,7 +54,7 @@ class PositionRows(NamedTuple):
 def encode_positions(
     indices: Tensor, count: Tensor, low_bits: int, low_bytes: int, high_bytes: int
 ) -> Tensor:
-    """See `thinwire.wire.codes.encode_positions`, for the first `count` of the indices."""
+    """Return the code of the first `count` indices; see `thinwire.wire.codes.encode_positions`."""
     block = launching.BLOCK
     code = torch.empty(low_bytes, dtype=torch.uint8, device=indices.device)
     if low_bits:
@@ -68,7 +68,7 @@ def encode_positions(
 
 
 def decode_positions(codes: Tensor, k: int, low_bits: int, low_bytes: int) -> PositionRows:
-    """Positions of every row of `codes`, shape (rows, bytes), contiguous along a row."""
+    """Return the positions of every row of `codes`, shape (rows, bytes), contiguous along a row."""
     rows, block = codes.shape[0], launching.BLOCK
     low, high = codes[:, :low_bytes], codes[:, low_bytes:]
     fields = torch.zeros((rows, k), dtype=torch.int64, device=codes.device)
@@ -88,7 +88,10 @@ def decode_positions(codes: Tensor, k: int, low_bits: int, low_bytes: int) -> Po
 
 
 def encode_values(values: Tensor, count: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """As `wire.codes.encode_values`, of the first `count` of k values; the others must be zero."""
+    """Return the code of the first `count` of k values; the others must be zero.
+
+    See `wire.codes.encode_values`.
+    """
     if bits == 32:
         sent = values.clamp(-_FLOAT32_MAX, _FLOAT32_MAX).float()
         return sent.view(torch.uint8), sent
@@ -107,17 +110,17 @@ def encode_values(values: Tensor, count: Tensor, bits: int) -> tuple[Tensor, Ten
 
 
 def decode_values(codes: Tensor, counts: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
-    """Values of every row of `codes`, shape (rows, bytes).
+    """Return the values of every row of `codes`, shape (rows, bytes).
 
     Args:
         codes: uint8, contiguous along a row; read only.
-        counts: Shape (rows,), int64, how many of a row's values count.
-        bits: Cost of one value.
-        k: Values for which there is room.
+        counts: Shape (rows,), int64, number of valid values in each row.
+        bits: Bits per value.
+        k: Number of values that fit.
 
     Returns:
-        Shape (rows, k), float32, zero behind a row's count; and shape (rows,), bool: whether the
-        scales, or without scales the values that count, are finite.
+        Shape (rows, k), float32, zero after a row's count; and flags, shape (rows,), bool: the
+        scales, or without scales the valid values, are finite.
     """
     rows, block = codes.shape[0], launching.BLOCK
     if bits == 32:
@@ -138,12 +141,13 @@ def decode_values(codes: Tensor, counts: Tensor, bits: int, k: int) -> tuple[Ten
 def sum_rows(
     indices: Tensor, values: Tensor, counts: Tensor, numel: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """See `thinwire.core.feedback.sum_sparse`, for rows of which the first `counts` entries count.
+    """Return the sum of rows, of which the first `counts` entries are valid.
+
+    See `thinwire.core.feedback.sum_sparse`.
 
     Returns:
         Positions and sums, shape (rows * k,) both. A position may occur several times, each time
-        with the same sum, so that an assignment to these positions is right; where no row has an
-        entry they are (0, 0).
+        with the same sum: assign, never accumulate. If no row has an entry they are (0, 0).
     """
     rows, k = indices.shape
     there = torch.arange(k, device=indices.device) < counts.unsqueeze(1)
@@ -165,7 +169,7 @@ def _floats(codes: Tensor) -> Tensor:
 
 
 def _scales(magnitudes: Tensor, count: Tensor, bits: int) -> Tensor:
-    """What travels with the fields: the mean, the code book, or the smallest and the largest."""
+    """Return the scales that travel with the fields: mean, code book, or smallest and largest."""
     k = magnitudes.numel()
     if bits == 1:
         total = _segment_sums(magnitudes, torch.zeros_like(count).view(1), count.view(1))
@@ -178,7 +182,10 @@ def _scales(magnitudes: Tensor, count: Tensor, bits: int) -> Tensor:
 
 
 def _split_at_means(magnitudes: Tensor, count: Tensor, depth: int) -> Tensor:
-    """Means of the 2^depth parts, split at means, ascending; an empty part has its parent's."""
+    """Return the means of the 2^depth parts from splitting at means, ascending.
+
+    An empty part has the mean of its parent.
+    """
     place = torch.arange(magnitudes.numel(), device=magnitudes.device)
     part = (place >= count).long()  # the last part is that of the entries that do not count
     counts, means = count.view(1), torch.zeros(1, dtype=torch.float64, device=magnitudes.device)
@@ -197,7 +204,9 @@ def _split_at_means(magnitudes: Tensor, count: Tensor, depth: int) -> Tensor:
 
 
 def _segment_sums(values: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
-    """Per segment the sum by adding the upper half to the lower; overwrites `values`."""
+    """Return the sum of each segment, by adding the upper half to the lower; overwrites
+    `values`.
+    """
     block, level = launching.BLOCK, 0
     tail, segments = max(block, _SMALLEST_TAIL), starts.numel()
     longest = values.numel()
@@ -216,15 +225,15 @@ Words = NDArray[Any]
 
 
 def crc32(rows: Tensor, hole: tuple[int, int] = (0, 0)) -> Tensor:
-    """`zlib.crc32` of each row, the bytes of the hole counted as zeros.
+    """Return `zlib.crc32` of each row, with the bytes of the hole counted as zeros.
 
     Args:
         rows: Shape (rows, nbytes), uint8, contiguous; read only.
         hole: First byte that counts as zero, and the one after the last.
 
     Returns:
-        Shape (rows,), int32: the bits of the checksum. No host synchronization, but for the first
-        row length of a kind, whose tables are copied to the device.
+        Shape (rows,), int32: the bits of the checksum. No host synchronization, except for the
+        first call with a row length, whose tables are copied to the device.
     """
     count, nbytes = rows.shape
     block = launching.BLOCK
@@ -259,7 +268,9 @@ def _applied(operator: Words, states: Words) -> Words:
 
 @functools.lru_cache(maxsize=64)
 def _tables(blocks: int, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What bit j contributes at each place in a block, (8, block), and in a sum, (32, blocks)."""
+    """Return the contributions of bit j by position: in a block, (8, block); in a sum, (32,
+    blocks).
+    """
     places, ends = np.empty((8, block), np.uint32), np.empty((32, blocks), np.uint32)
     states = _byte_table()[1 << np.arange(8)]
     for place in range(block - 1, -1, -1):

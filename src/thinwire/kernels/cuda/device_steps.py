@@ -1,10 +1,10 @@
-"""The steps of LAMB, LARS and the outer SGD for whole lists of tensors on the device: the same as
-in `cpu.numba_steps`.
+"""Steps of LAMB, LARS and the outer SGD for lists of tensors on the device, as in
+`cpu.numba_steps`.
 
-A step is one launch for the whole list, or three where it needs norms: the squares, block by block;
-the ratio of each tensor; the move. The host waits nowhere. Moments, momentum without a ratio and
-the outer step have the bits of those; a ratio may be a rounding apart, since its squares are
-added in another order.
+A step is one launch for the whole list. If it needs norms it is three: the squares, block by block;
+the ratio of each tensor; the move. There is no host synchronization. Moments, momentum without a
+ratio and the outer step have the same bits as on the CPU. A ratio may differ by a rounding, since
+its squares are added in another order.
 """
 
 import functools
@@ -33,7 +33,7 @@ def lamb_(
     exp_avg_sqs: Sequence[Tensor],
     rule: LambRule,
 ) -> Tensor:
-    """See `thinwire.core.lamb.lamb_list_`; returns the ratios in one tensor."""
+    """Update by LAMB, see `thinwire.core.lamb.lamb_list_`; return the ratios in one tensor."""
     betas = rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2
     constants = (rule.lr, *betas, *rule.corrections, rule.eps, rule.weight_decay)
     table = _table((params, grads, exp_avgs, exp_avg_sqs), constants, rule.trust)
@@ -51,7 +51,7 @@ def lars_(
     velocities: Sequence[Tensor] | None,
     rule: LarsRule,
 ) -> Tensor:
-    """See `thinwire.core.lars.lars_list_`; returns the ratios in one tensor."""
+    """Update by LARS, see `thinwire.core.lars.lars_list_`; return the ratios in one tensor."""
     buffers = params if velocities is None else velocities
     constants = (rule.lr, rule.momentum, rule.trust.weight_decay)
     table = _table((params, grads, buffers), constants, rule.trust)
@@ -81,12 +81,12 @@ def outer_(
 
 
 class _Layout(NamedTuple):
-    """How the tensors are cut into blocks, on the device."""
+    """Assignment of blocks to tensors, on the device."""
 
     owners: Tensor
-    """Of each block, int32: its tensor."""
+    """Tensor of each block, int32."""
     tensors: Tensor
-    """Of each tensor, int64: its first block and its entries."""
+    """First block and number of entries of each tensor, int64."""
 
 
 class _Table(NamedTuple):
@@ -133,14 +133,17 @@ def _table(
 
 
 def _sent(words: NDArray[np.int64], device: torch.device) -> Tensor:
-    """On the device, by a copy that the host does not wait for."""
+    """Copy to the device without host synchronization."""
     here = torch.from_numpy(words)
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
 
 @functools.lru_cache(maxsize=32)
 def _layout(sizes: tuple[int, ...], block: int, device: torch.device) -> _Layout:
-    """Copied once; the host waits for it, so that every stream may read it."""
+    """Return the layout for these sizes.
+
+    It is copied once; the host waits for the copy, so that every stream may read it.
+    """
     blocks = np.array([blocks_of(size, block) for size in sizes])
     tensors = np.stack((blocks.cumsum() - blocks, sizes), axis=1)
     owners = np.repeat(np.arange(len(sizes), dtype=np.int32), blocks)

@@ -1,11 +1,11 @@
-"""The kernels in Triton, for CUDA: bit for bit what `reference` gives.
+"""Kernels in Triton, for CUDA; bit for bit the results of `reference`.
 
-The functions that every body has follow the data with their shapes, so they wait for the device.
-Fold and selection, and `codes` and `crc`, exchange messages in static shapes, without a word to the
-host. The selection is exact, by radix: histograms of one digit after the other of the magnitude's
-bit pattern, from the highest; after each, one program finds the digit of the k-th largest magnitude
-and how many entries are still wanted there. The folded residual is computed anew in every pass, so
-that no copy of full size is needed.
+The shapes of the functions that every body has depend on data, so these wait for the device. Fold
+and selection, `codes` and `crc` use static shapes, without host synchronization. The selection is
+exact, by radix: it makes a histogram of one digit of the magnitude's bit pattern after another,
+from the highest. After each, one program finds the digit of the k-th largest magnitude, and the
+number of entries still wanted there. The folded residual is computed again in every pass, so that
+no copy of full size is needed.
 """
 
 from collections.abc import Sequence
@@ -41,8 +41,9 @@ __all__ = [
 _DIGITS = {torch.float32: (10, 10, 11), torch.float64: (10, 10, 10, 11, 11, 11)}
 """Bits of each digit, from the highest; together all bits but the sign."""
 _PROGRAMS = 1024
-"""At most so many programs count digits: each keeps a histogram while it strides over several
-blocks."""
+"""Largest number of programs that count digits: each keeps a histogram while it strides over
+several blocks.
+"""
 
 
 class _Folding(NamedTuple):
@@ -52,11 +53,11 @@ class _Folding(NamedTuple):
     momentum: Tensor
     mode: Any
     wide: torch.dtype
-    """In what is computed."""
+    """Type of the computation."""
 
     @property
     def given(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The tensors."""
+        """Return the tensors."""
         return self.grad, self.residual, self.buffer, self.momentum
 
 
@@ -66,7 +67,7 @@ def top_k(values: Tensor, k: int) -> Tensor:
 
 
 def propose(fold: Fold, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Always `k` entries, and shape (), bool: whether all was finite."""
+    """Return exactly `k` entries, and a flag, shape (), bool: all numbers were finite."""
     indices, values = _largest(_folding(fold), k)
     # Whatever is not finite counts as larger than all that is, so it is among the k.
     return indices, values, values.isfinite().all()
@@ -94,7 +95,7 @@ def store_(target: Tensor, values: Tensor, seed: int) -> None:
 
 
 def _signed(seed: int) -> int:
-    """The same 32 bits, signed: one type for all seeds, so that nothing is compiled again."""
+    """Return the same 32 bits, signed. One type for all seeds avoids compiling again."""
     return seed - (1 << 32) if seed >> 31 else seed
 
 
@@ -129,7 +130,7 @@ def _largest(folding: _Folding, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _last_chosen(folding: _Folding, k: int) -> Tensor:
-    """The k-th largest key, and how many entries with just this key are wanted: (2,), int64."""
+    """Return the k-th largest key, and the number of entries wanted with this key: (2,), int64."""
     residual, block = folding.residual, launching.BLOCK
     numel, digits = residual.numel(), _DIGITS[folding.wide]
     state = torch.zeros(2, dtype=torch.int64, device=residual.device)

@@ -1,9 +1,9 @@
 """Triton kernels of the codes for positions and values, of the sparse sum, and of the CRC-32.
 
-A code is a string of bytes; several of them, one per row, are `stride` bytes apart, and the second
-axis of the grid counts the rows. Counts that depend on data are read from device memory. Whatever
-the bytes are, nothing is read or written out of bounds. Launched without contraction of a * b + c,
-as `triton_select` is.
+A code is a string of bytes. Several codes, one per row, are `stride` bytes apart, and the second
+axis of the grid counts the rows. Counts that depend on data are read from device memory. Arbitrary
+bytes never cause an access out of bounds. Launched without contraction of a * b + c, as
+`triton_select` is.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def _field_at(code_ptr, i, inside, nbytes, width_bits, field_mask):
-    """The i-th field of `width_bits` (at most 56); bytes that are not there count as zero."""
+    """Return the i-th field of `width_bits` (at most 56); missing bytes count as zero."""
     bit = i * width_bits
     first = bit >> 3
     value = tl.zeros_like(bit)
@@ -24,7 +24,7 @@ def _field_at(code_ptr, i, inside, nbytes, width_bits, field_mask):
 
 @triton.jit
 def pack_fields(fields_ptr, count_ptr, code_ptr, nbytes, width_bits, BLOCK: tl.constexpr):
-    """The low `width_bits` of each of the counted fields, lowest bit first; then zeros."""
+    """Write the low `width_bits` of each of the counted fields, lowest bit first; then zeros."""
     byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = byte < nbytes
     count = tl.load(count_ptr)
@@ -40,7 +40,7 @@ def pack_fields(fields_ptr, count_ptr, code_ptr, nbytes, width_bits, BLOCK: tl.c
 def unpack_fields(
     code_ptr, stride, fields_ptr, k, nbytes, width_bits, field_mask, BLOCK: tl.constexpr
 ):
-    """All `k` fields of every row."""
+    """Read all `k` fields of every row."""
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < k
@@ -50,7 +50,7 @@ def unpack_fields(
 
 @triton.jit
 def set_high_parts(indices_ptr, count_ptr, words_ptr, low_bits, BLOCK: tl.constexpr):
-    """Unary high parts of the counted positions into zeroed words of 32 bits."""
+    """Set the unary high parts of the counted positions in zeroed words of 32 bits."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < tl.load(count_ptr)
     bit = (tl.load(indices_ptr + i, inside, other=0) >> low_bits) + i
@@ -63,14 +63,14 @@ def set_high_parts(indices_ptr, count_ptr, words_ptr, low_bits, BLOCK: tl.conste
 
 @triton.jit
 def _bits(code_ptr, bit, bit_count):
-    """Bits of a row of bytes as 0 and 1; 0 behind the end."""
+    """Return bits of a row of bytes as 0 and 1; 0 after the end."""
     byte = tl.load(code_ptr + (bit >> 3), bit < bit_count, other=0).to(tl.int64)
     return (byte >> (bit & 7)) & 1
 
 
 @triton.jit
 def count_bits(code_ptr, stride, counts_ptr, bit_count, BLOCK: tl.constexpr):
-    """Per row and block how many bits are set."""
+    """Count the set bits per row and block."""
     block = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     bits = _bits(code_ptr + row * stride, block * BLOCK + tl.arange(0, BLOCK), bit_count)
@@ -81,7 +81,10 @@ def count_bits(code_ptr, stride, counts_ptr, bit_count, BLOCK: tl.constexpr):
 def find_high_parts(
     code_ptr, stride, before_ptr, indices_ptr, bit_count, k, low_bits, BLOCK: tl.constexpr
 ):
-    """High parts of the first `k` bits set; `before_ptr` sums `count_bits` before a block."""
+    """Find the high parts of the first `k` set bits.
+
+    `before_ptr` has the sum of `count_bits` over the blocks before each.
+    """
     block = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     bit = block * BLOCK + tl.arange(0, BLOCK)
@@ -136,8 +139,9 @@ def book_fields(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sign and number of the nearest level of the ascending book, and what that stands for; zeros
-    behind the count.
+    """Write sign and number of the nearest level of the ascending book, and the decoded value.
+
+    Entries after the count are zero.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < tl.load(count_ptr)
@@ -173,7 +177,7 @@ def grid_fields(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """As `book_fields` for equidistant levels between two scales."""
+    """Write fields as `book_fields` does, for equidistant levels between two scales."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < tl.load(count_ptr)
     x = tl.load(values_ptr + i, inside, other=0.0).to(tl.float64)
@@ -202,7 +206,7 @@ def decode_values(
     SCALES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What the fields of every row stand for; zeros behind the row's count."""
+    """Decode the fields of every row; entries after the row's count are zero."""
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (i < k) & (i < tl.load(counts_ptr + row))
@@ -221,7 +225,9 @@ def decode_values(
 
 @triton.jit
 def sum_runs(keys_ptr, values_ptr, sums_ptr, length, limit, BLOCK: tl.constexpr):
-    """Where a run of equal keys below `limit` begins, the sum of its values in order."""
+    """Write the sum of each run of equal keys below `limit`, in order, at the beginning of
+    the run.
+    """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < length
     key = tl.load(keys_ptr + i, inside, other=limit)
@@ -242,10 +248,11 @@ def sum_runs(keys_ptr, values_ptr, sums_ptr, length, limit, BLOCK: tl.constexpr)
 def reduce_blocks(
     rows_ptr, nbytes, lead, hole_start, hole_stop, table_ptr, blocks_ptr, BLOCK: tl.constexpr
 ):
-    """Per row and block the sum of what its bits contribute to the block's end.
+    """Sum the contributions of bits to the end of their block, per row and block.
 
-    `lead` zero bytes are thought before each row, so that the last block ends with it; the bytes of
-    the hole count as zeros. Row j of the table has what bit j contributes at each place of a block.
+    The kernel assumes `lead` zero bytes before each row, so that the last block ends with it. The
+    bytes of the hole count as zeros. Row j of the table has the contribution of bit j at each
+    position of a block.
     """
     block = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
@@ -261,7 +268,7 @@ def reduce_blocks(
 
 @triton.jit
 def combine_blocks(blocks_ptr, table_ptr, sums_ptr, block_count, BLOCK: tl.constexpr):
-    """Per row the sum of what its blocks contribute to its end; row j of the table is for bit j."""
+    """Sum the contributions of blocks to the end of their row; row j of the table is for bit j."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], tl.int32)
     for first in range(0, block_count, BLOCK):

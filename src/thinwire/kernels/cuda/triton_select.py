@@ -1,10 +1,10 @@
-"""Triton kernels of fold and selection. Arrays are flat; a program works on one block of them or
-strides over several.
+"""Triton kernels of fold and selection.
 
-The order of |x| is the integer order of its bit pattern without the sign, called the key. What
-decides is kept on the device: `state_ptr` holds the digits of the k-th largest key found so far,
-and how many entries at or below them are still wanted. All kernels are launched without contraction
-of a * b + c, which would round once instead of twice.
+Arrays are flat; a program works on one block of them or strides over several. The key of x is the
+bit pattern of |x|; keys have the same order as magnitudes. The state of the selection is kept on
+the device: `state_ptr` holds the digits of the k-th largest key found so far, and the number of
+entries at or below them that are still wanted. All kernels are launched without contraction of a *
+b + c, which would round once instead of twice.
 """
 
 import triton
@@ -14,14 +14,14 @@ VALUES = tl.constexpr(0)
 PLAIN = tl.constexpr(1)
 MOMENTUM = tl.constexpr(2)
 NESTEROV = tl.constexpr(3)
-"""What is folded: nothing (the residual as it is), v + g, v + (m u + g), or (v + m (u + g)) + g."""
+"""Modes of the fold: none (the residual itself), v + g, v + (m u + g), or (v + m (u + g)) + g."""
 LARGEST_BFLOAT16 = tl.constexpr(0x7F7F0000)
 """The bits of the largest bfloat16, as a float32."""
 
 
 @triton.jit
 def _widened(x):
-    """State in the type that is computed in; bfloat16 comes as its bits, int16."""
+    """Convert state to the type of the computation; bfloat16 is passed as its bits, int16."""
     if x.dtype == tl.int16:
         wide = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -31,7 +31,7 @@ def _widened(x):
 
 @triton.jit
 def _noise(at, seed):
-    """32 bits that look random, of position and seed; see `reference.mixed`."""
+    """Return 32 pseudorandom bits of position and seed; see `reference.mixed`."""
     x = (at ^ seed).to(tl.uint32)
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
@@ -42,7 +42,7 @@ def _noise(at, seed):
 
 @triton.jit
 def _store(ptr, at, x, inside, seed, FOR_BUFFER: tl.constexpr):
-    """State from the type that is computed in, rounded stochastically to bfloat16."""
+    """Store state from the type of the computation, rounded stochastically to bfloat16."""
     if ptr.dtype.element_ty == tl.int16:
         bits = x.to(tl.uint32, bitcast=True)
         noise = _noise(at, seed)
@@ -98,7 +98,9 @@ def count_digits(
     MODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Histogram of the digit above bit `low` of entries that share the state's higher digits."""
+    """Make a histogram of the digit above bit `low`, of entries that share the state's higher
+    digits.
+    """
     prefix = tl.load(state_ptr)
     counts = tl.zeros([1 << DIGIT_BITS], tl.int32)
     first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -117,7 +119,7 @@ def count_digits(
 
 @triton.jit
 def choose_digit(histogram_ptr, state_ptr, DIGIT_BITS: tl.constexpr):
-    """Append the digit at which entries from the largest reach the wanted number; clear counts."""
+    """Append the digit at which the wanted number is reached from the largest; clear the counts."""
     at = tl.arange(0, 1 << DIGIT_BITS)
     counts = tl.load(histogram_ptr + at)
     wanted = tl.load(state_ptr + 1)
@@ -140,7 +142,7 @@ def count_chosen(
     MODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Per block how many keys are above the k-th largest, and in a second row how many equal it."""
+    """Count per block the keys above the k-th largest, and in a second row those that equal it."""
     block = tl.program_id(0).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
@@ -168,7 +170,7 @@ def write_chosen(
     MODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The chosen positions and values in ascending order; of equal magnitudes the first ones.
+    """Write the chosen positions and values in ascending order; of equal magnitudes the first ones.
 
     `before_ptr` has the two counts of `count_chosen`, summed over the blocks before each.
     """
@@ -203,7 +205,7 @@ def keep_rest(
     MODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The folded residual less what was sent, where it is sent, before anything is rounded."""
+    """Store the folded residual minus the sent values, at their positions, before rounding."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     at = tl.load(indices_ptr + i, inside, other=0)
@@ -222,7 +224,7 @@ def fold_(
     MODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Fold the gradient for good; changes residual and momentum buffer."""
+    """Fold the gradient; changes residual and momentum buffer."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     v = _widened(tl.load(residual_ptr + at, inside, other=0))
@@ -253,7 +255,7 @@ def put_rest_(
     HAS_BUFFER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What `keep_rest` has kept into the residual, and zero into the momentum buffer."""
+    """Write the result of `keep_rest` into the residual, and zero into the momentum buffer."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     at = tl.load(indices_ptr + i, inside, other=0)
@@ -265,7 +267,7 @@ def put_rest_(
 
 @triton.jit(do_not_specialize=["seed"])
 def round_(target_ptr, values_ptr, numel, seed, BLOCK: tl.constexpr):
-    """Values rounded into a buffer."""
+    """Round values into a buffer."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     _store(

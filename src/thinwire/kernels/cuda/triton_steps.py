@@ -1,12 +1,11 @@
-"""Triton kernels of the steps of LAMB, LARS and the outer SGD, for all tensors of a list in one
-launch.
+"""Triton kernels of LAMB, LARS and the outer SGD, for all tensors of a list in one launch.
 
-`addresses_ptr` holds the addresses of each tensor's arrays, one row for each tensor. A program
-works on one block of one tensor: `owners_ptr` says of which, `tensors_ptr` which block is its first
-and how many entries it has. What `constants_ptr` holds in float64 is rounded to the type of the
-tensors, TYPE. Norms are summed in float64, within blocks and then over the blocks of a tensor, in
-an order that follows from its length alone. All kernels are launched without contraction of a * b +
-c, which would round once instead of twice.
+`addresses_ptr` holds the addresses of each tensor's arrays, one row per tensor. A program works on
+one block of one tensor. `owners_ptr` has the tensor of each block, `tensors_ptr` the first block
+and the number of entries of each tensor. `constants_ptr` is float64 and is rounded to the type of
+the tensors, TYPE. Norms are summed in float64, within blocks and then over the blocks of a tensor,
+in an order that follows from its length alone. All kernels are launched without contraction of a *
+b + c, which would round once instead of twice.
 """
 
 import triton
@@ -20,7 +19,7 @@ NESTEROV = tl.constexpr(2)
 
 @triton.jit
 def _place(owners_ptr, tensors_ptr, BLOCK: tl.constexpr):
-    """The tensor of this program, the positions of its block and which of them are inside."""
+    """Return the tensor of this program, the positions of its block, and the mask of valid ones."""
     tensor = tl.load(owners_ptr + tl.program_id(0))
     block = tl.program_id(0) - tl.load(tensors_ptr + 2 * tensor)
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -34,7 +33,7 @@ def _array(addresses_ptr, tensor, column, COLUMNS: tl.constexpr, TYPE: tl.conste
 
 @triton.jit
 def _quotient(x, y):
-    """Rounded as IEEE 754 has it: the plain division of float32 is only approximate on a GPU."""
+    """Divide, rounded by IEEE 754: the plain division of float32 is only approximate on a GPU."""
     if x.dtype == tl.float32:
         z = tl.div_rn(x, y)
     else:
@@ -44,7 +43,7 @@ def _quotient(x, y):
 
 @triton.jit
 def _root(x):
-    """Rounded as IEEE 754 has it."""
+    """Take the square root, rounded by IEEE 754."""
     if x.dtype == tl.float32:
         z = tl.sqrt_rn(x)
     else:
@@ -54,7 +53,7 @@ def _root(x):
 
 @triton.jit
 def _store_squares(sums_ptr, x, y):
-    """The sums over a block of x^2 and y^2, zero outside, in float64."""
+    """Store the sums over a block of x^2 and y^2, zero outside, in float64."""
     wide_x, wide_y = x.to(tl.float64), y.to(tl.float64)
     tl.store(sums_ptr + 2 * tl.program_id(0), tl.sum(wide_x * wide_x, 0))
     tl.store(sums_ptr + 2 * tl.program_id(0) + 1, tl.sum(wide_y * wide_y, 0))
@@ -62,8 +61,9 @@ def _store_squares(sums_ptr, x, y):
 
 @triton.jit
 def trust_ratios(tensors_ptr, trust_ptr, sums_ptr, ratios_ptr, BLOCK: tl.constexpr):
-    """`core.norms.trust_ratio`, one tensor a program; `trust_ptr`: coefficient, wd, eps, low,
-    high.
+    """Compute `core.norms.trust_ratio`, one tensor per program.
+
+    `trust_ptr`: coefficient, wd, eps, low, high.
     """
     tensor = tl.program_id(0)
     first = tl.load(tensors_ptr + 2 * tensor)
@@ -101,7 +101,7 @@ def lamb_moments_(
     BLOCK: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """The moments m and v of p, g, m, v, and the sums of the squares of p and of the direction.
+    """Update the moments m and v of p, g, m, v; sum the squares of p and of the direction.
 
     `constants_ptr`: lr, b1, 1 - b1, b2, 1 - b2, 1/(1 - b1^t), 1/(1 - b2^t), eps, wd.
     """
@@ -129,7 +129,7 @@ def lamb_move_(
     BLOCK: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """The directions once more, and p along them."""
+    """Compute the directions again, and move p along them."""
     tensor, at, inside = _place(owners_ptr, tensors_ptr, BLOCK)
     p_ptr = _array(addresses_ptr, tensor, 0, 4, TYPE)
     p = tl.load(p_ptr + at, inside, other=0.0)
@@ -143,7 +143,7 @@ def lamb_move_(
 def lars_squares(
     addresses_ptr, owners_ptr, tensors_ptr, sums_ptr, BLOCK: tl.constexpr, TYPE: tl.constexpr
 ):
-    """The sums of the squares of p and g."""
+    """Sum the squares of p and g."""
     tensor, at, inside = _place(owners_ptr, tensors_ptr, BLOCK)
     p = tl.load(_array(addresses_ptr, tensor, 0, 3, TYPE) + at, inside, other=0.0)
     g = tl.load(_array(addresses_ptr, tensor, 1, 3, TYPE) + at, inside, other=0.0)
@@ -152,7 +152,7 @@ def lars_squares(
 
 @triton.jit
 def _with_momentum(step, b_ptr, at, inside, momentum, KIND: tl.constexpr):
-    """What is gone by, of a step and the momentum b, which changes."""
+    """Return the step with momentum, from a step and the momentum b, which changes."""
     change = step
     if KIND != NO_MOMENTUM:
         velocity = momentum * tl.load(b_ptr + at, inside, other=0.0) + step
@@ -175,7 +175,7 @@ def lars_move_(
     BLOCK: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """LARS on p, g and, with momentum, b; `constants_ptr`: lr, momentum, wd."""
+    """Update p, g and, with momentum, b by LARS; `constants_ptr`: lr, momentum, wd."""
     tensor, at, inside = _place(owners_ptr, tensors_ptr, BLOCK)
     p_ptr = _array(addresses_ptr, tensor, 0, 3, TYPE)
     b_ptr = _array(addresses_ptr, tensor, 2, 3, TYPE)
@@ -200,7 +200,7 @@ def outer_(
     BLOCK: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """The outer step of s by the change c, with momentum b; `constants_ptr`: lr, momentum."""
+    """Take the outer step of s by the change c, with momentum b; `constants_ptr`: lr, momentum."""
     tensor, at, inside = _place(owners_ptr, tensors_ptr, BLOCK)
     s_ptr = _array(addresses_ptr, tensor, 0, 3, TYPE)
     b_ptr = _array(addresses_ptr, tensor, 2, 3, TYPE)
