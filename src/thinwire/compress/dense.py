@@ -204,7 +204,7 @@ def _own_flags(tensors: Mapping[str, Tensor]) -> dict[str, bool | Tensor]:
     waiting: dict[str, bool | Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.numel() and is_static(tensor.device):
-            # the largest magnitude is not finite if any is not; no temporary of full size
+            # the largest magnitude is finite only if all are; it needs no temporary of full size
             largest: Tensor = torch.linalg.vector_norm(tensor, torch.inf)
             waiting[name] = largest.isfinite()
     known = {name: tensor for name, tensor in tensors.items() if name not in waiting}

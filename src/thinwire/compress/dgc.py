@@ -317,7 +317,8 @@ class DGCCompressor:
             folds = []
             for name in names:
                 self._state[name] = self.state_of(name)
-                # the second fold: `send` kept no copy, so gradients and state must be as then
+                # the second fold: `send` kept no copy of the first, which would cost as much memory
+                # as the gradients; so gradients and state must be unchanged since `send`
                 grad = arrived.node_means.get(name, grads[name])
                 folds.append(self._fold(arrived.context, name, grad))
             given = [arrived.given[name] for name in names]

@@ -204,7 +204,7 @@ def _gathered(
     largest = 0.0
     for source, row in enumerate(rows):
         parts = _unpacked(context, layout, row, source)
-        for name, part in zip(proposed, parts, strict=False):  # none in one that is not finite
+        for name, part in zip(proposed, parts, strict=False):  # no parts if one is not finite
             arrived.parts.setdefault(name, []).append(part)
         values = torch.cat([values for _, values in parts]) if parts else rows.new_empty(0)
         largest += float(values.abs().max()) if values.numel() else 0.0
@@ -249,6 +249,7 @@ def _split(
     """
     names, me = list(proposed), context.source
     plan = split_plan(layout, context.sources)
+    # round one: to the owners
     messages, given = _dealt(context, proposed, layout)
     for name, entries in zip(names, given, strict=False):
         arrived.given[name] = entries
@@ -256,6 +257,7 @@ def _split(
     purpose = _purpose(f"dealing {arrived.given_word}", context)
     [rows] = yield [AllToAll(torch.cat(messages), lengths, purpose)]
 
+    # round two happens in any case: the other sources wait in it
     refusal: PayloadCorrupt | None = None
     sums: list[Sums] | None = None
     try:

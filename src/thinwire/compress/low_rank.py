@@ -134,7 +134,7 @@ class LowRankCompressor:
 
         Communication: two all-reduces per dtype, r n and r m numbers per matrix.
         """
-        # (G + E) Q, or (G + E)^T P, without a tensor for the sum
+        # (G + E) Q, or (G + E)^T P, without materializing the sum
         parts = {name: (self._matrix(name, g), self._errors[name]) for name, g in grads.items()}
         return _send_factors(context, {name: self._factors[name] for name in grads}, parts)
 
@@ -404,7 +404,7 @@ def _inverse_of_factor(gram: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], 
                 rest = rest - upper[i][k] * column[k]
             column.append(rest * inverse[i][i])
             square = square - column[i] * column[i]
-        lost = ~(square > _LOST * entries[j])  # nor where it is not a number
+        lost = ~(square > _LOST * entries[j])  # True for NaN as well
         scale = torch.where(lost, 0.0, 1.0 / square.sqrt())
         upper.append(column)
         inverse.append([])

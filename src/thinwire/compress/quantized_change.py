@@ -146,7 +146,7 @@ def _by_shares(
             codes = unpack_whole(plan.first[me], row, step=step, bucket=0, source=rank)
             for total, code, own in zip(means, codes, cut[me], strict=True):
                 total.add_(own if source == me else _decoded(plan.first[me], code, own))
-    except PayloadCorrupt as found:  # the others wait in round two
+    except PayloadCorrupt as found:  # raised after round two, in which the other sources wait
         refusal = found
     message = pack_whole(
         plan.second[me], step, 0, [divided_(mean, context.sources) for mean in means]

@@ -168,7 +168,7 @@ class _Largest(ArrivedEntries, MeanChange):
         if name in self.rows:
             return self._mean_on_device(name, dtype)
         parts = self.parts.get(name, [])
-        if not parts:  # owners have passed nothing on
+        if not parts:  # owners sent no entry
             none = torch.empty(0, dtype=torch.int64, device="cpu")
             return none, none.to(dtype)
         if self._factors is not None:
@@ -189,7 +189,7 @@ class _Largest(ArrivedEntries, MeanChange):
             return positions, divided_(total, self.context.sources)
         ones = came._replace(values=torch.ones_like(came.values))
         counts = device_message.sum_rows(ones, numel, dtype)[1]
-        return positions, total.div_(counts.clamp_(min=1))  # 0 where nothing was carried
+        return positions, total.div_(counts.clamp_(min=1))  # 0 where no entry was sent
 
     @cached_property
     def _factors(self) -> Tensor | None:
@@ -230,7 +230,7 @@ def source_factors(squares: Tensor, times: float) -> Tensor:
     [1.0, 1.0, 0.5]
     """
     norms = squares.sqrt()
-    ordered = norms.sort().values  # those that sent nothing come first
+    ordered = norms.sort().values  # norms of 0 come first
     some = (norms > 0).sum()
     place = norms.numel() - some + torch.div((some - 1).clamp(min=0), 2, rounding_mode="floor")
     limit = times * ordered.gather(0, place.clamp(max=norms.numel() - 1).view(1))

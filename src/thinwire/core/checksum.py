@@ -85,7 +85,7 @@ def checked_mean_(total: Tensor, count: int, *, bits: bool) -> Tensor:
         words += bit_sums([piece]) if bits else []
     finite = (sums[0] if len(sums) == 1 else torch.stack(sums).sum()).isfinite().long()
     if len(words) > 1:
-        # odd weights: none loses a bit of a change
+        # odd weights preserve every bit of a change
         weights = torch.arange(len(words), device=total.device).mul_(2).add_(1)
         words = [(torch.stack(words) * weights).sum()]
     return torch.stack([finite, *(words or [torch.zeros_like(finite)])])
@@ -114,7 +114,7 @@ def _word_sum(tensor: Tensor) -> Tensor:
         and tensor.shape[-1] * size % 8 == tensor.storage_offset() * size % 8 == 0
         and not (tensor.is_complex() or tensor.is_neg())
     ):
-        return tensor.detach().view(torch.int64).sum()  # most are so: in as few calls as it takes
+        return tensor.detach().view(torch.int64).sum()  # the common case, in the fewest calls
     flat = flat_bytes(tensor)
     rest = flat.numel() % 8
     if not rest:

@@ -30,7 +30,7 @@ def lamb_(
     Returns:
         T, shape (); no host synchronization.
     """
-    # one operation at a time: torch's combined ones round once or twice, as the processor has it
+    # one operation at a time: torch's fused ones round once or twice, depending on the processor
     exp_avg.mul_(rule.beta1).add_(grad * (1 - rule.beta1))
     exp_avg_sq.mul_(rule.beta2).add_(grad.square() * (1 - rule.beta2))
     mean, square = exp_avg * rule.corrections[0], exp_avg_sq * rule.corrections[1]

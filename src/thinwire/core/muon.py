@@ -116,11 +116,11 @@ def newton_schulz(matrix: Tensor, rule: MuonRule) -> Tensor:
     x = x.T if tall else x
     x = x * into_range(x.norm())
     x = x / x.norm().clamp(min=rule.eps)
-    # for more columns than that it takes fewer multiplications; with fewer bits than those of
-    # float32 its errors would grow
+    # with more columns than that it needs fewer multiplications; in less than float32 its
+    # errors would grow
     by_gram = 2 * x.size(1) > 3 * x.size(0) and products_are_exact(x)
     left = rule.iterations
-    with torch.autocast(x.device.type, enabled=False):  # the user's would change the type
+    with torch.autocast(x.device.type, enabled=False):  # the user's autocast would change the type
         while left:
             done = min(left, _iterations_of_a_gram(rule)) if by_gram else 1
             x = _iterated_by_gram(x, done, rule) if by_gram else _iterated(x, rule)

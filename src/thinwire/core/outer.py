@@ -33,7 +33,7 @@ def outer_step_(change: Tensor, buffer: Tensor | None, rule: OuterRule) -> Tenso
     step = change
     if buffer is not None:
         buffer.mul_(rule.momentum).add_(change)
-        # not add(..., alpha): whether that rounds once or twice is up to the processor
+        # not add(..., alpha): that rounds once or twice, depending on the processor
         step = change + rule.momentum * buffer if rule.nesterov else buffer
     return step if rule.lr == 1 else step * rule.lr
 

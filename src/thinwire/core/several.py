@@ -24,7 +24,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
     [0.1, 0.01]
     """
 
-    # the constructor of torch would take the parameters of others
+    # torch's constructor would register the parameters again
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
         self.defaults = self.optimizers[0].defaults
@@ -67,7 +67,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
                 {**group, "params": [first + key for key in group["params"]]}
                 for group in own.pop("param_groups")
             ]
-            for key, entries in own.pop("state").items():  # one may be the user's own
+            for key, entries in own.pop("state").items():  # the user may have entries of their own
                 whole["state"][first + key if isinstance(key, int) else key] = entries
             whole["param_groups"] += groups
             whole["each"].append(own)

@@ -29,7 +29,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def is_sharded(tensor: Tensor) -> bool:
     """Return True for a `DTensor`."""
-    # it is asked for every tensor of every step: a class is found sooner than an attribute is not
+    # called for every tensor of every step: a class test is faster than a missing attribute
     return type(tensor) not in _PLAIN and hasattr(tensor, "to_local")
 
 
@@ -37,7 +37,7 @@ def shard_of(tensor: Tensor) -> Tensor:
     """Return this rank's part of a sharded tensor, sharing memory; any other tensor itself."""
     if not is_sharded(tensor):
         return tensor
-    with torch.no_grad():  # else it is a new tensor with a gradient of its own
+    with torch.no_grad():  # otherwise it would be a new tensor with its own gradient
         shard: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return shard
 

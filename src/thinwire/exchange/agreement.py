@@ -198,9 +198,10 @@ class Agreement:
             told |= check.say(turn)
         told |= {key: value for key, value in said.items() if value is not None}
         answers = self._heard(told, turn.what)
+        # most specific cause first; a unanimous report without an event needs no look
         if not (answers.unanimous and told.keys() <= _QUIET):
             _refuse_failures(answers)
-            _refuse_misuse(answers)  # where a rank says why, its messages are refused for that
+            _refuse_misuse(answers)  # before `corrupt`: a user error is the cause of bad messages
             _refuse_different_places(answers, turn.what)
             _refuse_corrupt(answers)
         for check in self.checks:
@@ -240,6 +241,7 @@ def _read(rows: Sequence[bytes | None], mine: bytes, told: Said, what: str) -> l
     found = []
     for rank, row in enumerate(rows):
         if row is None or row == mine:
+            # None: equal to this rank's report, or a rank of another part that had no event
             found.append(told if row else _common(told))
             continue
         try:

@@ -217,7 +217,7 @@ class SameHyperparameters:
         """See `Check`."""
         groups = self._optimizer.param_groups
         said: Said = {"settings": self._settings()}
-        if turn.last:  # there are methods without a learning rate
+        if turn.last:  # some methods have no learning rate
             said["rates"] = [float(group["lr"]) for group in groups if "lr" in group]
         return said
 

@@ -263,7 +263,7 @@ def _pieces(name: str, tensor: Tensor, length: int) -> Iterator[tuple[_Piece, in
     """Yield runs of rows of about `length` bytes each, with their sizes in bytes."""
     rows = tensor.shape[0] if tensor.dim() else 1
     row_bytes = tensor.nbytes // max(rows, 1)
-    # by eights, so that a piece can be read as 64-bit words wherever its tensor can
+    # a multiple of 8 rows, so that a piece can be read as 64-bit words if its tensor can
     step = max(8, length // max(row_bytes, 1) // 8 * 8)
     if tensor.nbytes <= max(_WHOLE, length) or step >= rows:
         yield _Piece(name), tensor.nbytes

@@ -239,7 +239,7 @@ class GradientExchange(Synchronizer):
         """Wait for the launched buckets and discard them."""
         launched, self._launched = self._launched, None
         if launched is not None:
-            with contextlib.suppress(PayloadCorrupt):  # nothing of it is used
+            with contextlib.suppress(PayloadCorrupt):  # its result is discarded
                 launched.finish()
         self.forget()
 
@@ -293,8 +293,10 @@ class GradientExchange(Synchronizer):
         if early is None:
             params = self.params.values()
             self.likeness.bring(grads.values(), params, self.group.replica_count)
+        # the vote: before anything is sent, or after the launched messages have arrived
         said: dict[str, Any] = {"overflow": overflow, "misuse": misuse, "unusable": unusable}
-        # all ranks decide from the same answers alone from here on
+        # from here on all ranks decide from the same answers alone: a decision from local state
+        # could send one rank into a collective that the others never enter
         if early is None:
             answers = self.agreement(step, "proposed", **said)
         else:
@@ -305,10 +307,11 @@ class GradientExchange(Synchronizer):
             self.bytes_of_others += sum(sizes)
         if (verdict := verdict_of(answers)) is not Verdict.APPLY:
             return self._dropped(verdict, step, answers)
+        # the vote above carried no messages, or some rank's launched messages were wrong
         if early is None or any(True for _ in answers.of("unusable")):
             if early is not None:
                 self.presence.reset()
-            grads = self.presence.completed(grads)  # lengths of messages follow from it
+            grads = self.presence.completed(grads)  # decides the lengths of messages
             early = self._sent(step, grads)
             answers = self._verified(early, "exchanged", grads, first=False, overflow=overflow)
             if (verdict := verdict_of(answers)) is not Verdict.APPLY:
@@ -363,7 +366,7 @@ class GradientExchange(Synchronizer):
         if verdict is not Verdict.END and scaled:
             self.drops.overflowed()
         elif verdict is Verdict.DROP:
-            self.require_equal(step)  # damage on one rank may have made it so
+            self.require_equal(step)  # damaged state on one rank may be the cause
             self.drops.dropped(step, answers)
         return Outcome(verdict, answers)
 
@@ -441,7 +444,7 @@ class GradientExchange(Synchronizer):
         step = one_round.step
         if self.same is not None:  # while the messages are on their way
             self.same.read(step)
-        # whatever is wrong here is said and not raised: the others wait for this rank
+        # report a problem here instead of raising: the other ranks wait for this one's vote
         try:
             found = one_round.finish(unchanged, self._places)
             said["misuse"] = said.get("misuse") or _changed_since_launch(found.changed)

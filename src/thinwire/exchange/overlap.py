@@ -171,7 +171,7 @@ class Overlap:
         self._readiness = Readiness(())
         self._pending: _PendingStep | None = None
         self._armed = False
-        self._lock = threading.Lock()  # backward passes over several devices run on several threads
+        self._lock = threading.Lock()  # autograd runs one thread per device
 
     def remove(self) -> None:
         """Remove the hooks. May be called twice."""
@@ -214,7 +214,7 @@ class Overlap:
         except BaseException as error:
             self._armed = False
             if self._pending is not None:
-                self._tell(self._pending, error)
+                self._tell(self._pending, error)  # before the error leaves: the others wait
             raise
         finally:
             self._armed, self._pending = False, None
@@ -252,7 +252,7 @@ class Overlap:
     @torch.no_grad()
     def _launch(self, pending: "_PendingStep", place: int) -> None:
         number, names = pending.buckets[place]
-        # an error between here and the end leaves others in a collective that this rank never joins
+        # after an error in this section other ranks wait in a collective that this rank never joins
         pending.launching = True
         grads = {name: pending.gradient(name, self._params[name]) for name in names}
         with self._exchange.launching():
@@ -273,6 +273,7 @@ class Overlap:
         ):
             pending.gradients.abandon(text)
             return
+        # the others launch all buckets and vote: do the same with zeros, and report the error there
         try:
             for place in pending.readiness.rest():
                 number, names = pending.buckets[place]
@@ -282,7 +283,7 @@ class Overlap:
             misuse = f"its backward pass ended with {text}"
             pending.gradients.exchange(pending.step, {}, misuse=misuse, again=True)
         except ThinwireError as told:
-            if type(told) is not ThinwireError:  # that one is how the others hear of it
+            if type(told) is not ThinwireError:  # raised on all ranks by this report itself
                 error.add_note(f"while telling the other ranks: {told}")
         except Exception as other:
             error.add_note(f"while telling the other ranks: {other}")
@@ -335,7 +336,7 @@ class _PendingStep:
             now = params[name].grad
             if now is not grad or (now is not None and now._version != version):
                 self._note(f"the gradient of {name} changed after it had been sent")
-        self._seen = dict.fromkeys(self._seen, (None, 0))  # the tensors may be large
+        self._seen = dict.fromkeys(self._seen, (None, 0))  # release the tensors, which may be large
 
     def compare(self, grads: Mapping[str, Tensor]) -> None:
         """Note a gradient that was not sent, or one that was sent and does not count."""

@@ -97,7 +97,7 @@ class Round:
 
     def leave_nodes(self) -> None:
         """Wait for the averages inside nodes, and launch the sendings that follow from them."""
-        # the same ones on all ranks: what is waited for does not depend on what has arrived
+        # the same collectives on all ranks: the choice must not depend on which have finished
         inside = [each for each in self._waiting if each.in_node]
         self._waiting = [each for each in self._waiting if not each.in_node]
         self._go_on(inside)
@@ -155,8 +155,7 @@ class Round:
         return Findings(found[0], bad_sum, found[1])
 
     def _go_on(self, those: Sequence[_OnItsWay]) -> None:
-        # in the same order on all ranks; what came is read while the next ones are still on their
-        # way
+        # in the same order on all ranks; one answer is read while the next ones still travel
         for each in those:
             answers = [pending.wait() for pending in each.pending]
             if self.heard is not None:
@@ -169,7 +168,7 @@ class Round:
         except StopIteration as end:
             self._ended += end.value
         except PayloadCorrupt as found:
-            self._refusal = self._refusal or found
+            self._refusal = self._refusal or found  # raised by `finish`, after all collectives
         else:
             pending = [self._launched(collective) for collective in collectives]
             in_node = any(not isinstance(c, AllToAll) and c.within_node for c in collectives)
@@ -178,7 +177,7 @@ class Round:
     def _launched(self, collective: Collective) -> Pending[Tensor]:
         sources, what = self._sources, collective.purpose
         proofs = sources.proofs
-        # a sum comes into being on the way, so that nobody can prove it
+        # a sum is formed in transit, so no rank can authenticate it
         if proofs is None or isinstance(collective, AllReduce):
             return self._unproven(collective)
         number, to = proofs.next(), ALL_RANKS
@@ -206,7 +205,7 @@ class Round:
             sources = sources.node
         if isinstance(collective, AllGather):
             return sources.all_gather(collective.message, what=what)
-        # the buffer is the sum's from here on: gloo writes into it while others work
+        # hand-over: from here on gloo may write into the buffer at any time
         return sources.all_reduce_(collective.buffer, what=what)
 
 

@@ -123,7 +123,7 @@ class Ranks:
 
     def identity(self, kind: str) -> str:
         """Return the identity of the next engine or optimizer over these ranks."""
-        # members come from processes that have made other things before
+        # processes of members may have created other engines before, so counts would differ
         alone = self.members is not None
         return kind if alone else f"{kind} {next_identity(self.process_group)}"
 
@@ -199,7 +199,7 @@ class Synchronizer:
     ) -> None:
         self.group, self.sources = group, sources
         exchanging = getattr(sources, "all_ranks", sources)
-        # sources count the agreements of sites, and their own
+        # the counters of sources include the agreements of sites
         apart = exchanging is not group and not isinstance(sources, Replicas)
         self._votes = group if apart else None
         self.likeness = Likeness(what)
@@ -246,7 +246,7 @@ class Synchronizer:
         """
         if self.same is None:
             return
-        with self.group.uncounted():  # no exchange of an update
+        with self.group.uncounted():  # not part of an update's exchange
             self.agreement(step, COMPARING, first=False)
             if self.group.size > 1:
                 self.same.digest.require_equal(self.agreement, step)

@@ -170,7 +170,7 @@ def mixed(x: Any) -> Any:
     x = x ^ (x >> 15)
     x = (
         x * (0x846CA68B - (1 << 32))
-    ) & _LOW_32  # less 2^32, the same in 32 bits, so that int64 cannot overflow
+    ) & _LOW_32  # minus 2^32: equal in 32 bits, and int64 cannot overflow
     return x ^ (x >> 16)
 
 

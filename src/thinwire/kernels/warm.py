@@ -53,7 +53,7 @@ def warm_up_beside(needs: Collection[Need]) -> None:
     """Begin `warm_up` on a thread; the next call of `warm_up` waits for it."""
 
     def work() -> None:
-        with contextlib.suppress(Exception):  # it comes again where it is waited for
+        with contextlib.suppress(Exception):  # the error recurs in the call that waits
             warm_up(needs)
 
     if not _met.issuperset(needs):
@@ -68,7 +68,7 @@ def _compile(needs: Collection[Need]) -> None:
     begun, before, said = time.perf_counter(), compilations.count, _Progress()
     compilations.begins = said.begin
     try:
-        # processes that begin at different places seldom want the same loop at once
+        # processes start at different loops, so that they rarely need the same one at once
         first = len(calls) * (os.getpid() % 8) // 8
         left: list[Callable[[], object]] = []
         for call in calls[first:] + calls[:first]:

@@ -126,7 +126,7 @@ def _plan(
     if plan is None or exchange == SPLIT:
         return plan
     dealt = [part.nbytes for part in plan.first]
-    # sent and received by the source that moves most
+    # sent plus received bytes of the busiest source
     moved = sum(dealt) + sources * plan.row_bytes + (sources - 2) * max(dealt)
     return plan if sources * layout.nbytes >= _WORTH * moved else None
 

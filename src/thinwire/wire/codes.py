@@ -137,7 +137,7 @@ def decode_values(code: Tensor, count: int, bits: int, k: int) -> Tensor:
         raise PayloadCorrupt(f"the code of values has {code.numel()} bytes, expected {nbytes}")
     if not 0 <= count <= k:
         raise PayloadCorrupt(f"{count} values came, expected at most k = {k}")
-    # From finite scales only finite values follow; without scales the values speak for themselves.
+    # Finite scales give finite values; without scales the values themselves are checked.
     floats = code[: 4 * (SCALE_COUNT[bits] or count)].clone().view(torch.float32)
     if not bool(torch.isfinite(floats).all()):
         raise PayloadCorrupt("values came that are not finite")

@@ -38,7 +38,7 @@ from thinwire._files import replacing
 
 try:
     import fcntl
-except ImportError:  # on Windows: processes that start together compile for themselves
+except ImportError:  # on Windows: processes that start together each compile everything
     fcntl = None  # type: ignore[assignment]
 
 __all__ = [
@@ -170,7 +170,7 @@ def _danger(status: os.stat_result) -> str | None:
     """Return the reason for which others may have written this executable file or folder,
     or None.
     """
-    if os.name == "nt":  # which has neither such owners nor such modes
+    if os.name == "nt":  # no such owners and modes there
         return None
     if status.st_uid not in (0, os.geteuid()):
         return f"it belongs to user {status.st_uid}"
@@ -314,7 +314,7 @@ class _Locks:
                 with contextlib.suppress(OSError):
                     self._file = (folder / "loops.lock").open(
                         "ab"
-                    )  # never closed: that would let go of all
+                    )  # never closed: closing would release all locks
             return self._file
 
 

@@ -20,8 +20,8 @@ __all__ = ["SMALLEST_PART", "in_parts", "in_spans", "in_turns"]
 
 T = TypeVar("T")
 
-SMALLEST_PART = 1 << 16  # entries; below, handing over to a thread costs more than the loop
-# for each thread: few hand-overs, and yet nobody waits long for a thread that has to share its core
+SMALLEST_PART = 1 << 16  # entries; below, starting a thread costs more than the loop
+# per thread: few tasks, and still no long wait for a thread that must share its core
 _SPANS = 4
 _ALIGNMENT = (
     64  # entries; fields of any width then fill whole bytes, and no two threads share a cache line
@@ -80,7 +80,7 @@ def in_turns(works: Sequence[Callable[[], object]]) -> None:
         while left:
             try:
                 work = left.popleft()
-            except IndexError:  # somebody else was faster
+            except IndexError:  # another thread took the last one
                 return
             work()
 
@@ -89,6 +89,7 @@ def in_turns(works: Sequence[Callable[[], object]]) -> None:
     try:
         take()
     finally:
+        # helpers that have not started are not needed; the others must end before buffers go
         wait([future for future in futures if not future.cancel()])
     for future in futures:
         if not future.cancelled():
