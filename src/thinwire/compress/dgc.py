@@ -123,9 +123,7 @@ class DGC(ErrorsOnly):
         check.one_of("exchange", self.exchange, EXCHANGES)
 
     def compresses(self, param: Tensor) -> bool:
-        """Return True if this tensor is ever compressed; all others are always exchanged
-        densely.
-        """
+        """Return True if this tensor is ever compressed; others always travel densely."""
         return compressible(param, self.min_numel)
 
     def stored_dtype(self, param: Tensor) -> torch.dtype:
@@ -219,8 +217,7 @@ def locally_clipped(
     sources: int,
     gather: Callable[[bytes, str], list[bytes]] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the gradients that enter this rank's accumulation: `limited` where they are
-    compressed.
+    """Return the gradients to accumulate on this rank: `limited` where they are compressed.
 
     Args:
         grads: This rank's gradients, or its parts of them, by name; read only.

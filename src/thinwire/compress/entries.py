@@ -113,8 +113,7 @@ class ArrivedEntries(Arrived):
         return mean
 
     def sparse_mean(self, name: str, dtype: torch.dtype) -> Entries:
-        """Return indices (u,), ascending, and values (u,) of the mean over the sources; zero
-        elsewhere.
+        """Return indices (u,), ascending, and values (u,) of the mean; zero elsewhere.
 
         Added in the order of the sources. On CUDA as with `entries`.
         """
@@ -216,8 +215,9 @@ def _gathered(
 def _gathered_on_device(
     context: Context, proposed: Mapping[str, Proposed], layout: Layout, arrived: ArrivedEntries
 ) -> _Steps:
-    """Gather entries as `_gathered` does, without host synchronization. The host reads the checks
-    later.
+    """Gather entries as `_gathered` does, without host synchronization.
+
+    The host reads the checks later.
     """
     from thinwire.wire import device_message
 

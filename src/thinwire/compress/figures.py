@@ -79,8 +79,9 @@ def steady_share(config: Config) -> float | None:
 def sent_bytes(
     config: Any, step: int, shapes: Sequence[torch.Size], sources: int = 2, source: int = 0
 ) -> int:
-    """Return the bytes that rank `source` sends in one averaging of float32 changes, with
-    headers.
+    """Return the bytes that rank `source` sends in one averaging, with headers.
+
+    Changes are float32.
     """
     if hasattr(config, "rank"):
         return sum(4 * sum(factor_numels(shape, config.rank)) for shape in shapes)

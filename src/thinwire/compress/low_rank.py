@@ -51,8 +51,9 @@ _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class LowRank:
-    """Each matrix of gradients travels as two factors of few columns (PowerSGD), with error
-    feedback.
+    """Send each matrix of gradients as two factors of few columns (PowerSGD).
+
+    The approximation error is kept and added to the next gradient (error feedback).
 
     Attributes:
         rank: r, columns of a factor, >= 1. A matrix whose smaller side is at most r travels
@@ -83,9 +84,7 @@ class LowRank:
             object.__setattr__(self, name, value)
 
     def compresses(self, param: Tensor) -> bool:
-        """Return True if this tensor is ever compressed; all others are always exchanged
-        densely.
-        """
+        """Return True if this tensor is ever compressed; others always travel densely."""
         if param.dtype not in _TYPES or param.dim() < 2 or param.numel() < self.min_numel:
             return False
         return self.rank < min(_sides(param))
@@ -175,9 +174,7 @@ class LowRankMeans(MeanChange):
 
     @cached_property
     def lost(self) -> dict[str, list[int]]:
-        """Return these columns by name, without matrices that have none; one host read per
-        dtype.
-        """
+        """Return these columns by name, for matrices that have some; one host read per dtype."""
         return {
             name: [column for column, gone in enumerate(each) if gone]
             for names, lost in self.found_lost
@@ -255,8 +252,9 @@ def _products(
     *,
     turned: bool = False,
 ) -> Tensor:
-    """Return (G Q)^T, shape (r, n), of several matrices side by side; `turned`: P^T G, shape (r,
-    m).
+    """Return (G Q)^T, shape (r, n), of several matrices; `turned`: P^T G, shape (r, m).
+
+    The results lie side by side.
 
     With columns as contiguous rows, products of few columns are four times as fast.
     """
@@ -323,9 +321,7 @@ def orthonormal(columns: Tensor, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 class _Plan(NamedTuple):
-    """Positions of the matrices' rows, padded so that each matrix begins with a chunk of
-    its own.
-    """
+    """Positions of the matrices' rows, padded: each matrix begins with its own chunk."""
 
     spread: Tensor
     """Row at each position of the chunks; N for padding."""

@@ -61,8 +61,9 @@ class AllGather(NamedTuple):
 
 
 class AllToAll(NamedTuple):
-    """Request for the messages that all sources sent to this one, shape (sources,
-    lengths[source]).
+    """Request for the messages of all sources to this one.
+
+    The answer has shape (sources, lengths[source]).
     """
 
     messages: Tensor
@@ -218,8 +219,9 @@ class Compressor(Protocol):
     """Chooses what a rank sends of its gradients, and keeps the rest as residual."""
 
     def takes(self, step: int, name: str, grad: Tensor) -> bool:
-        """Return True if it sends this gradient, which is dense on all ranks. Equal on all
-        ranks.
+        """Return True if it sends this gradient.
+
+        The gradient is dense on all ranks, and the answer is equal on all ranks.
         """
 
     def send(self, context: Context, grads: Mapping[str, Tensor]) -> Sending:
@@ -234,8 +236,7 @@ class Compressor(Protocol):
         """
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state that only this rank, or its node, holds: live tensors, by kind and
-        parameter.
+        """Return the state of this rank, or its node: live tensors, by kind and parameter.
 
         `compress.OTHER_RANKS` has each kind.
         """

@@ -80,9 +80,7 @@ class Quantized(ErrorsOnly):
         return True
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
-        """Send by one all-gather, or by an all-to-all and an all-gather; see
-        `ChangeCompression`.
-        """
+        """Send by an all-gather, perhaps after an all-to-all; see `ChangeCompression`."""
         numels = tuple(tensor.numel() for tensor in folded.values())
         layout = WholeLayout(numels, self.value_bits)
         step = context.step
@@ -104,8 +102,9 @@ class Quantized(ErrorsOnly):
 
 
 class _Whole(MeanChange):
-    """Codes that all ranks sent of each tensor; decoded, they would take a model's size
-    per rank.
+    """Codes that all ranks sent of each tensor.
+
+    They are kept as codes: decoded, each rank's change is as large as the model.
     """
 
     value_bits: int

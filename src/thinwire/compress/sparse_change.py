@@ -95,9 +95,7 @@ class Sparse(ErrorsOnly):
         return True
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
-        """Send by one all-gather, or by an all-to-all and an all-gather; see
-        `ChangeCompression`.
-        """
+        """Send by an all-gather, perhaps after an all-to-all; see `ChangeCompression`."""
         return send_largest(
             context,
             folded,
@@ -207,8 +205,9 @@ class _Largest(ArrivedEntries, MeanChange):
 
 
 def squared_norms(rows: Tensor) -> Tensor:
-    """Return the sum of squares of each row, float64, in an order that depends on the
-    shape alone.
+    """Return the sum of squares of each row, float64.
+
+    The order of additions depends on the shape alone.
     """
     squares = rows.double().square()
     while squares.shape[1] > 1:  # elementwise sums: a reduction's order depends on the threads

@@ -27,8 +27,9 @@ Entries = tuple[Tensor, Tensor]
 
 
 class Sums(NamedTuple):
-    """Sums that an owner made of one of its pieces. Positions count from the beginning of the
-    piece.
+    """Sums that an owner made of one of its pieces.
+
+    Positions count from the beginning of the piece.
     """
 
     indices: Tensor

@@ -14,8 +14,7 @@ __all__ = ["LambRule", "lamb_", "lamb_list_"]
 def lamb_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, rule: LambRule
 ) -> Tensor:
-    """Update one tensor by LAMB, as the paper writes it; changes `param`, `exp_avg` and
-    `exp_avg_sq`.
+    """Update one tensor by LAMB; changes `param`, `exp_avg` and `exp_avg_sq`.
 
     m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, r = m^/(sqrt(v^) + eps) + wd p with m^ = m/(1
     - b1^t) and v^ = v/(1 - b2^t), p <- p - lr T r with T = ||p||/||r||.

@@ -88,9 +88,7 @@ def descend_(
 
 
 def products(shape: Sequence[int]) -> int:
-    """Return the cost of one product in orthogonalising a matrix of this shape, in
-    multiplications.
-    """
+    """Return the multiplications of one product in orthogonalising a matrix of this shape."""
     rows, columns = _sides(shape)
     return rows * columns * min(rows, columns)
 

@@ -42,9 +42,7 @@ def norm(tensor: Tensor) -> Tensor:
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return `norm` of each, with one reduction for all sharded tensors of one mesh and
-    placement.
-    """
+    """Return `norm` of each; one reduction for sharded tensors of equal mesh and placement."""
     values = [values_of(tensor) for tensor in tensors]
     found = _rough(values)
     doubted = [i for i, n in enumerate(found) if n.device.type != "cpu" or not bool(n.isfinite())]

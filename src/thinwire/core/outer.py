@@ -44,8 +44,9 @@ def outer_list_(
     buffers: Sequence[Tensor] | None,
     rule: OuterRule,
 ) -> None:
-    """Take the outer step on each anchor: anchor <- anchor - outer_step_(change, buffer), bit for
-    bit.
+    """Take the outer step on each anchor, bit for bit as `outer_step_`.
+
+    anchor <- anchor - outer_step_(change, buffer).
 
     Changes `anchors` and `buffers`.
     """

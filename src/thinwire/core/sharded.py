@@ -43,8 +43,9 @@ def shard_of(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(shard: Tensor, param: Tensor) -> Tensor:
-    """Return a tensor sharded as `param` with the local part `shard`; `shard` if `param`
-    is whole.
+    """Return a tensor sharded as `param` with the local part `shard`.
+
+    If `param` is whole, that is `shard` itself.
     """
     if not is_sharded(param) or is_sharded(shard):
         return shard

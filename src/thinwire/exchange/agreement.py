@@ -93,8 +93,7 @@ class Answers(Sequence[Said]):
         return next(list(part.values()) for part in self.by_part() if self._rank in part)
 
     def of_my_replica(self, key: str) -> list[Any]:
-        """Return the values of the ranks that together hold this rank's replica, in the order of
-        parts.
+        """Return the values from the ranks of this rank's replica, in the order of parts.
 
         The ranks of a replica are consecutive. Empty if no rank reported this key.
         """
@@ -241,7 +240,7 @@ def _read(rows: Sequence[bytes | None], mine: bytes, told: Said, what: str) -> l
     found = []
     for rank, row in enumerate(rows):
         if row is None or row == mine:
-            # None: equal to this rank's report, or a rank of another part that had no event
+            # None: a rank of another part, known by the common keys only
             found.append(told if row else _common(told))
             continue
         try:

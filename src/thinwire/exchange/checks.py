@@ -37,8 +37,9 @@ _TYPE_OF = {letter: dtype for kinds in (_DENSE, _ROW_SPARSE) for dtype, letter i
 
 
 class Presence:
-    """Check that ranks have gradients of the same parameters; one letter per gradient gives its
-    type.
+    """Check that ranks have gradients of the same parameters and types.
+
+    A report has one letter per gradient, for its type.
 
     A parameter with a gradient on some ranks only is an error, unless a rank reports that its
     missing gradients count as zero.

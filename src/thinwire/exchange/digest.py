@@ -186,9 +186,7 @@ class RollingDigest:
         )
 
     def _difference(self, ranks: Group, sites: Group | None, step: int) -> str:
-        """Return a description of the difference between these ranks, or sites; empty if there is
-        none.
-        """
+        """Describe the difference between these ranks, or sites; empty if there is none."""
         group = ranks if sites is None else sites
         pieces = [each for part in self._parts for each in part.everything()]
         mine = {str(piece): f"{checksum([tensor]):016x}" for piece, tensor in pieces}

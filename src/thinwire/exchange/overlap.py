@@ -120,9 +120,7 @@ class Early(Protocol):
         """Set the parameters that travel together."""
 
     def place(self, step: int) -> int:
-        """Return the number of updates, as `gradients` counts them, when the engine has made
-        `step`.
-        """
+        """Return the number of updates, as counted by `gradients`, before engine step `step`."""
 
     def launching(self) -> contextlib.AbstractContextManager[None]:
         """Return the context manager of a launch."""
@@ -221,8 +219,9 @@ class Overlap:
             gradients.forget()
 
     def complete(self) -> None:
-        """Launch the remaining buckets after the backward pass, before gradients are unscaled in
-        place.
+        """Launch the remaining buckets after the backward pass.
+
+        Call it before gradients are unscaled in place.
         """
         self._armed = False
         if self._pending is not None:
@@ -231,8 +230,7 @@ class Overlap:
             self._pending.look_again(self._params)
 
     def unusable(self, grads: Mapping[str, Tensor]) -> str | None:
-        """Return the reason for which launched messages do not match the update's gradients, or
-        None.
+        """Return why the launched messages do not match the update's gradients, or None.
 
         The exchange must follow.
         """
@@ -261,8 +259,9 @@ class Overlap:
 
     @torch.no_grad()
     def _tell(self, pending: "_PendingStep", error: BaseException) -> None:
-        """Finish the collectives of this step, so that the other ranks receive the error and can
-        continue.
+        """Finish the collectives of this step, so that the others receive the error.
+
+        All ranks can continue afterwards.
         """
         self._pending = None
         text = f"{type(error).__name__}: {error}"
@@ -314,8 +313,9 @@ class _PendingStep:
         self._seen: dict[str, tuple[Tensor | None, int]] = {}
 
     def gradient(self, name: str, param: Parameter) -> Tensor:
-        """Return the tensor to send for a parameter: zeros, and a reason, if it has no dense
-        gradient.
+        """Return the tensor to send for a parameter.
+
+        It is zeros if there is no dense gradient, which is then noted as the reason.
         """
         grad = param.grad
         self._seen[name] = grad, 0 if grad is None else grad._version

@@ -32,8 +32,9 @@ __all__ = ["CompiledSteps", "Kernels", "body_name", "compiled_steps", "for_devic
 
 
 class Kernels(Protocol):
-    """Functions of every body. `core.feedback` and `wire.codes` describe them and check the
-    arguments.
+    """Functions of every body.
+
+    `core.feedback` and `wire.codes` describe them and check the arguments.
     """
 
     def top_k(self, values: Tensor, k: int) -> Tensor: ...

@@ -119,8 +119,9 @@ def summed(
 
 
 def step_along_(param: Tensor, touched: Tensor, total: Tensor, rate: float, sources: int) -> None:
-    """Take a step p <- p - rate * total / sources at the entries `touched`, of any layout
-    and type.
+    """Take a step p <- p - rate * total / sources at the entries `touched`.
+
+    `p` has any layout and type.
     """
     flat = param.view(-1) if param.is_contiguous() else param.reshape(-1)
     step = divided_(total, sources).mul_(rate)
@@ -291,9 +292,7 @@ def _halving_sum(x: Tensor) -> float:
 
 
 def _nearest_level(magnitudes: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Return the number of the nearest level of each magnitude, the lower one of two
-    equally near.
-    """
+    """Return the number of the nearest level of each magnitude, the lower of two."""
     if bits == 1:
         return torch.zeros_like(magnitudes, dtype=torch.int64)
     if bits <= 4:

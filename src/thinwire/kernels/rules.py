@@ -215,9 +215,7 @@ def is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def bump_versions(*lists: Sequence[Tensor]) -> None:
-    """Tell autograd that loops have written to these tensors, so that older graphs raise
-    an error.
-    """
+    """Tell autograd that loops wrote to these tensors, so that older graphs raise an error."""
     torch.autograd.graph.increment_version([tensor for tensors in lists for tensor in tensors])
 
 

@@ -150,9 +150,7 @@ class Layout:
 
     @classmethod
     def of(cls, numels: Iterable[int], sparsity: float, value_bits: int) -> Self:
-        """Return the layout for tensors of which all but the fraction `sparsity` of the entries is
-        sent.
-        """
+        """Return the layout for tensors of these sizes, sent without the fraction `sparsity`."""
         return cls(tuple(Slot(numel, count_sent(numel, sparsity)) for numel in numels), value_bits)
 
     @cached_property

@@ -137,9 +137,7 @@ def travels_sealed(nbytes: int, sources: int) -> bool:
 
 
 def first_split(layout: Layout, *, up_to: int = 256) -> int | None:
-    """Return the smallest number of sources for which "auto" splits messages; None if there is
-    none.
-    """
+    """Return the least number of sources for which "auto" splits messages, or None."""
     return next(
         (w for w in range(2, up_to + 1) if chosen_split("auto", layout, w) is not None), None
     )

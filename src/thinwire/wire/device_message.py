@@ -1,5 +1,4 @@
-"""Messages of `wire.message`, byte for byte, packed and read on a device without host
-synchronization.
+"""Messages of `wire.message`, byte for byte, on a device without host synchronization.
 
 All shapes follow from the layout. Values that depend on data stay in device memory: the number of
 entries, the flag of a gradient that was not finite, the checksum. Where `unpack` would raise, the
@@ -228,8 +227,9 @@ def _decoded(layout: Layout, rows: Tensor, alarm: Tensor) -> tuple[list[Rows], T
 def _wrong(
     positions: tuple[Tensor, Tensor, Tensor], low: Tensor, numel: int, low_bits_of_all: int
 ) -> Tensor:
-    """Return a flag per row: too many positions, not ascending, out of range, or excess
-    low bits.
+    """Return True per row for invalid positions.
+
+    Invalid are too many, not ascending, out of range, or excess low bits.
     """
     indices, counts, low_fields = positions
     there = torch.arange(indices.shape[1], device=indices.device) < counts.unsqueeze(1)

@@ -175,9 +175,7 @@ def unpack(layout: Layout, message: Tensor, *, step: int, bucket: int, source: i
 
 
 def refused(refusal: PayloadCorrupt, *, step: int, bucket: int, source: int) -> PayloadCorrupt:
-    """Return the same error with the rank that sent the message, and its expected step and
-    bucket.
-    """
+    """Return the same error with the sending rank, and the expected step and bucket."""
     message = f"the message of rank {source} for bucket {bucket} of step {step}"
     return PayloadCorrupt(f"{message} was refused and nothing applied: {refusal}")
 
@@ -397,7 +395,8 @@ def _encoded_whole(values: Tensor, bits: int) -> Tensor:
 
 
 def _mean(values: Tensor, count: int) -> Tensor:
-    """Return the float32 mean magnitude of `count` entries as 4 bytes; missing entries
-    count as 0.
+    """Return the float32 mean magnitude of `count` entries as 4 bytes.
+
+    Missing entries count as 0.
     """
     return encode_values(values, 1, max(1, count))[0][:SCALE_BYTES]

@@ -71,9 +71,7 @@ def _bits_code(context: Any, number: Any) -> Any:
 
 
 def _magnitude_code(context: Any, key: Any, like: Any) -> Any:
-    """Convert the bits `key`, int64, to a number of the type of the array `like`: float32 or
-    float64.
-    """
+    """Convert the bits `key`, int64, to a float of the array `like`'s type."""
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if like.dtype == types.float64:

@@ -167,9 +167,7 @@ class LoopCache(_Cache):
 
 
 def _danger(status: os.stat_result) -> str | None:
-    """Return the reason for which others may have written this executable file or folder,
-    or None.
-    """
+    """Return why others may have written this executable file or folder, or None."""
     if os.name == "nt":  # no such owners and modes there
         return None
     if status.st_uid not in (0, os.geteuid()):
@@ -209,8 +207,9 @@ def sources_digest() -> str:
 
 @functools.cache
 def _folders() -> tuple[Path, ...]:
-    """Return the candidate folders: from the environment, else beside the sources or in the user's
-    cache.
+    """Return the candidate folders for the cache.
+
+    The environment names one; else beside the sources, then in the user's cache.
     """
     own = hashlib.sha256(str(Path(__file__).parent).encode()).hexdigest()[:12]
     if _settings.CACHE_DIR:

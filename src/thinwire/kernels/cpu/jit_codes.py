@@ -113,9 +113,7 @@ def capped_magnitudes(values: Array, magnitudes: Array) -> None:
 
 @jit
 def halving_sum(values: Array, start: Int, count: Int) -> Any:
-    """Sum `count` values from `start` on, by adding the upper half to the lower;
-    overwrites them.
-    """
+    """Sum `count` values from `start` on, by halves; overwrites them."""
     n, first = u64(count), u64(start)
     while n > u64(1):
         half = (n + u64(1)) >> u64(1)

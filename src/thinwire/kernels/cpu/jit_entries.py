@@ -157,9 +157,7 @@ def store(target: Array, values: Array, seed: Any, start: Int, stop: Int) -> Non
 
 @jit
 def _mixed(position: Any, seed: Any) -> Any:
-    """Mix bits as `reference.mixed` does. Results are cut to 32 bits, which allows
-    vectorisation.
-    """
+    """Mix bits as `reference.mixed` does, cut to 32 bits, which allows vectorisation."""
     x = np.uint32(np.uint32(position) ^ seed)
     x = np.uint32(x ^ (x >> np.uint32(16)))
     x = np.uint32(x * np.uint32(0x7FEB352D))

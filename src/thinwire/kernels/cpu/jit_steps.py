@@ -106,9 +106,7 @@ def _lamb_block(
     r: Array,
     shift: Any,
 ) -> None:
-    """Update the moments of [first, last), and write their directions `shift` entries further
-    ahead.
-    """
+    """Update the moments of [first, last); write directions `shift` entries further ahead."""
     b1, rest1, b2, rest2 = constants[1], constants[2], constants[3], constants[4]
     scale1, scale2, eps, wd = constants[5], constants[6], constants[7], constants[8]
     for i in range(first, last):

@@ -136,9 +136,7 @@ def _kind(buffers: Sequence[Tensor] | None, nesterov: bool) -> int:
 
 
 def _with_norms(table: _Table, work: Callable[[Array, int], None]) -> None:
-    """Run small tensors as a whole; large ones in parts, first for the norms and then for
-    the rest.
-    """
+    """Run small tensors as a whole; large ones in parts, first for norms, then for the rest."""
     share, most = _share(table), _KEPT_BYTES // np.dtype(table.dtype).itemsize
     if torch.get_num_threads() > 1:
         most = min(most, max(share * _BUNDLES // 2, 2 * threads.SMALLEST_PART))

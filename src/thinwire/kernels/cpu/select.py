@@ -98,8 +98,9 @@ def room_for(n: int, k: int) -> int:
 
 
 def sampling(n: int, k: int) -> tuple[int, int, int]:
-    """Return the sample that estimates the `k`-th largest of `n`: its runs, their stride, and a
-    rank.
+    """Return the sample that estimates the `k`-th largest of `n`.
+
+    It is a number of runs, their stride, and a rank.
 
     A run is a number of neighbours. Somewhat more than `k` entries are as large as the one of that
     rank in the sample: by six standard deviations of an independent sample, since neighbours are

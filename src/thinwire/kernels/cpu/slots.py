@@ -1,5 +1,6 @@
-"""Coding of all slots of a message in one call; bit for bit the result of coding them one
-by one.
+"""Coding of all slots of a message in one call.
+
+The result is bit for bit that of coding them one by one.
 """
 
 from collections.abc import Sequence

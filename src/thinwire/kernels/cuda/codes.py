@@ -204,9 +204,7 @@ def _split_at_means(magnitudes: Tensor, count: Tensor, depth: int) -> Tensor:
 
 
 def _segment_sums(values: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
-    """Return the sum of each segment, by adding the upper half to the lower; overwrites
-    `values`.
-    """
+    """Return the sum of each segment, by halves; overwrites `values`."""
     block, level = launching.BLOCK, 0
     tail, segments = max(block, _SMALLEST_TAIL), starts.numel()
     longest = values.numel()
@@ -268,8 +266,9 @@ def _applied(operator: Words, states: Words) -> Words:
 
 @functools.lru_cache(maxsize=64)
 def _tables(blocks: int, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the contributions of bit j by position: in a block, (8, block); in a sum, (32,
-    blocks).
+    """Return tables of the contribution of bit j by position.
+
+    In a block, (8, block); in a sum, (32, blocks).
     """
     places, ends = np.empty((8, block), np.uint32), np.empty((32, blocks), np.uint32)
     states = _byte_table()[1 << np.arange(8)]

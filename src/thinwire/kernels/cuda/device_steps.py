@@ -1,5 +1,6 @@
-"""Steps of LAMB, LARS and the outer SGD for lists of tensors on the device, as in
-`cpu.numba_steps`.
+"""Steps of LAMB, LARS and the outer SGD for lists of tensors on the device.
+
+Their counterpart on the CPU is `cpu.numba_steps`.
 
 A step is one launch for the whole list. If it needs norms it is three: the squares, block by block;
 the ratio of each tensor; the move. There is no host synchronization. Moments, momentum without a

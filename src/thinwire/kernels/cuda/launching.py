@@ -12,9 +12,7 @@ BLOCK = 1024
 
 
 def blocks_of(length: int, block: int) -> int:
-    """Return the number of blocks that cover `length` entries; at least one, as a grid must not be
-    empty.
-    """
+    """Return the number of blocks that cover `length` entries, at least 1 for a valid grid."""
     return max(1, -(-length // block))
 
 

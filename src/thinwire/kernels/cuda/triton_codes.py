@@ -225,8 +225,9 @@ def decode_values(
 
 @triton.jit
 def sum_runs(keys_ptr, values_ptr, sums_ptr, length, limit, BLOCK: tl.constexpr):
-    """Write the sum of each run of equal keys below `limit`, in order, at the beginning of
-    the run.
+    """Write the sum of each run of equal keys below `limit` at its beginning.
+
+    Values are added in order.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < length

@@ -98,8 +98,9 @@ def count_digits(
     MODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Make a histogram of the digit above bit `low`, of entries that share the state's higher
-    digits.
+    """Make a histogram of the digit above bit `low`.
+
+    Only entries that share the state's higher digits count.
     """
     prefix = tl.load(state_ptr)
     counts = tl.zeros([1 << DIGIT_BITS], tl.int32)
