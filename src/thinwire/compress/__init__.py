@@ -41,7 +41,11 @@ KEPT: dict[str, OtherRanks] = {ERRORS: "mean_zero", "factors": "first"}
 
 
 def field_of(compression: object) -> str:
-    """Return the field of a strategy that holds this compression, a config or its class."""
+    """Return the field of a strategy that holds this compression, a config or its class.
+
+    >>> field_of(DGC)
+    'dgc'
+    """
     kind = compression if isinstance(compression, type) else type(compression)
     return next(field for field, each in COMPRESSIONS.items() if issubclass(kind, each))
 

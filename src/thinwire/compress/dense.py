@@ -76,6 +76,10 @@ def send_dense(
         `DenseMeans`.
 
     Communication: see `sum_of`, one for each dtype.
+
+    Example::
+
+        means = yield from send_dense(context, tensors)
     """
     groups = by_dtype(tensors)
     finite = {}
@@ -157,7 +161,11 @@ def damaged_text(rank: int, context: Context) -> str:
 
 
 def by_dtype(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Group tensors by dtype, so that each group can travel in one buffer."""
+    """Group tensors by dtype, so that each group can travel in one buffer.
+
+    >>> by_dtype({"a": torch.zeros(1), "b": torch.zeros(1, dtype=torch.float64)})
+    [{'a': tensor([0.])}, {'b': tensor([0.], dtype=torch.float64)}]
+    """
     groups: dict[torch.dtype, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         groups.setdefault(tensor.dtype, {})[name] = tensor
@@ -175,7 +183,12 @@ def joined(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def parted(flat: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Split the result of `joined` into views by name, in the shapes of `tensors`."""
+    """Split the result of `joined` into views by name, in the shapes of `tensors`.
+
+    >>> tensors = {"a": torch.ones(2), "b": torch.zeros(1, 1)}
+    >>> parted(joined(tensors.values()), tensors)
+    {'a': tensor([1., 1.]), 'b': tensor([[0.]])}
+    """
     pieces = torch.split(flat, [tensor.numel() for tensor in tensors.values()])
     return {
         name: piece.view(tensor.shape)
@@ -192,7 +205,11 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of dense tensors that are not `all_finite`; one host read if all are."""
+    """Return the names of dense tensors that are not `all_finite`; one host read if all are.
+
+    >>> not_finite({"a": torch.ones(2), "b": torch.tensor([torch.inf])})
+    ['b']
+    """
     flags = [tensor.sum().isfinite() for tensor in tensors.values()]
     if not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all()):
         return []
@@ -239,6 +256,10 @@ def opened_sum(rows: Tensor, dtype: torch.dtype, place: int) -> tuple[Tensor, Te
     Returns:
         The sum, shape (entries,), in `dtype`; and int64, shape (sources,), 0 for an intact part. No
         host synchronization.
+
+    >>> rows = torch.stack([sealed(torch.tensor([x]), place=7) for x in (1.0, 2.0)])
+    >>> opened_sum(rows, torch.float32, place=7)
+    (tensor([3.]), tensor([0, 0]))
     """
     contents, seals = rows[:, :-SEAL_BYTES], rows[:, -SEAL_BYTES:]
     wanted = _seals(contents, place).view(torch.uint8).view(-1, SEAL_BYTES)

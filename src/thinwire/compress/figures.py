@@ -37,6 +37,10 @@ def left_out(config: Any, step: int) -> float:
     """Return the fraction of a compressed tensor that update `step`, from 0, does not send.
 
     For changes, `step` is the local step of the averaging, from 1.
+
+    >>> from thinwire.compress import DGC, LowRank
+    >>> left_out(DGC(rampup_begin_step=0, sparsity=(0.999,)), 0), left_out(LowRank(), 0)
+    (0.999, 0.0)
     """
     if hasattr(config, "sparsity_in_force"):
         return float(config.sparsity_in_force(step))
@@ -82,6 +86,10 @@ def sent_bytes(
     """Return the bytes that rank `source` sends in one averaging, with headers.
 
     Changes are float32.
+
+    >>> from thinwire.compress import Quantized
+    >>> sent_bytes(Quantized(1), 1, [torch.Size([1000])])
+    165
     """
     if hasattr(config, "rank"):
         return sum(4 * sum(factor_numels(shape, config.rank)) for shape in shapes)
@@ -111,7 +119,12 @@ _FEW = 1024
 
 
 def why_dense(config: Any, param: Tensor) -> str | None:
-    """Return the reason for which this tensor is never compressed, or None if it is."""
+    """Return the reason for which this tensor is never compressed, or None if it is.
+
+    >>> from thinwire.compress import LowRank
+    >>> why_dense(LowRank(), torch.zeros(512, 512)) is None
+    True
+    """
     if config.compresses(param):
         return None
     if hasattr(config, "rank") and param.dim() < 2:

@@ -309,6 +309,10 @@ def orthonormal(columns: Tensor, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
     Returns:
         The orthonormal columns, same shape; and bool, shape (r, b), True for a column that depends
         on those before it: it is zero. No host synchronization once `rows` are known.
+
+    >>> columns, lost = orthonormal(torch.tensor([[2.0, 0.0, 0.0], [1.0, 3.0, 0.0]]), [3])
+    >>> columns.tolist(), lost.tolist()
+    ([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]], [[False], [False]])
     """
     plan = _planned(tuple(rows), columns.device)
     spread = _with_zero(columns.double()).index_select(1, plan.spread)

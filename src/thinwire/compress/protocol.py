@@ -295,6 +295,10 @@ def together(sendings: Sequence[Sending]) -> Bucket:
 
     Raises:
         PayloadCorrupt: The first that any of them raises, after all of them have ended.
+
+    Example::
+
+        results = yield from together([send_dense(context, small), compressor.send(context, large)])
     """
     arrived: list[Arrived | None] = [None] * len(sendings)
     waiting: dict[int, Sequence[Collective]] = {}

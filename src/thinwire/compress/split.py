@@ -62,6 +62,12 @@ def shares(plan: SplitPlan[Layout], parts: Sequence[Entries]) -> list[list[Entri
     Returns:
         By owner and piece (indices, values), positions counted from the piece's beginning. If there
         are too many entries the largest are taken, equal ones by lowest position.
+
+    >>> from thinwire.layout.shares import split_plan
+    >>> plan = split_plan(Layout.of([8], sparsity=0.5, value_bits=32), 2)
+    >>> [[(_, values)], [_]] = shares(plan, [(torch.tensor([1, 5]), torch.tensor([3.0, 4.0]))])
+    >>> values
+    tensor([3.])
     """
     cuts = [
         [0, *torch.searchsorted(indices, torch.tensor(ends, device=indices.device)).tolist()]

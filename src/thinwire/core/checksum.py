@@ -59,6 +59,9 @@ def bit_sums(tensors: Sequence[Tensor]) -> list[Tensor]:
 
     It is cheaper than `checksum` of each and needs no host synchronization. A change of any single
     word changes it; an exchange of two words does not.
+
+    >>> int(bit_sums([torch.tensor([5])])[0])
+    5
     """
     return [_word_sum(tensor) for tensor in tensors]
 
@@ -75,6 +78,10 @@ def checked_mean_(total: Tensor, count: int, *, bits: bool) -> Tensor:
         int64, shape (2,), on the device of `total`. First 1 if the entries add up to a finite
         number, else 0. Then a number that a change of any 64-bit word of the result changes, or 0
         without `bits`. No host synchronization.
+
+    >>> total = torch.tensor([2.0, 4.0])
+    >>> int(checked_mean_(total, 2, bits=False)[0]), total
+    (1, tensor([1., 2.]))
     """
     length = (
         _CACHED // total.element_size() if total.device.type == "cpu" else max(1, total.numel())

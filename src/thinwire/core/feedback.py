@@ -65,6 +65,9 @@ def in_chunks(sizes: Mapping[_Key, int]) -> Iterator[list[_Key]]:
     """Yield groups of tensors for one call each.
 
     The groups are so small that their temporary tensors stay small.
+
+    >>> list(in_chunks({"a": 1 << 22, "b": 10, "c": 10}))
+    [['a'], ['b', 'c']]
     """
     chunk: list[_Key] = []
     room = _CHUNK
@@ -127,6 +130,12 @@ def commit_list_(
         ValueError: Shapes or dtypes do not fit, or a seed is missing.
 
     Source: arXiv 1712.01887, algorithm 4. Differs: the rounding error of the values stays in v.
+
+    >>> residual = torch.zeros(3)
+    >>> fold = Fold(torch.tensor([3.0, -5.0, 1.0]), residual, None, 0.0, False)
+    >>> commit_list_([fold], [(torch.tensor([1]), torch.tensor([-4.0]))], [None])
+    >>> residual
+    tensor([ 3., -1.,  1.])
     """
     device = folds[0].residual.device if folds else torch.device("cpu")
     for fold, (indices, values), seed in zip(folds, sent, seeds, strict=True):
@@ -246,6 +255,12 @@ def step_along_list_(
         rates: Per tensor.
         sources: Divisor of the sum.
         dtypes: Per tensor the type of the computation, float32 or float64.
+
+    >>> param = torch.ones(3)
+    >>> parts = [(torch.tensor([0]), torch.tensor([4.0])), (torch.tensor([2]), torch.tensor([2.0]))]
+    >>> step_along_list_([param], [parts], [0.5], 2, [torch.float32])
+    >>> param
+    tensor([0.0000, 1.0000, 0.5000])
     """
     alike: dict[tuple[torch.dtype, int], list[int]] = {}
     for place, (param, own, dtype) in enumerate(zip(params, parts, dtypes, strict=True)):

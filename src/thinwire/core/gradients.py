@@ -184,6 +184,9 @@ def decayed(
 
     Returns:
         A new tensor like `grad`, or `grad` itself if there is nothing to add.
+
+    >>> decayed(torch.ones(2), torch.tensor([2.0, -2.0]), weight_decay=0.5)
+    tensor([2., 0.])
     """
     strength = regularizer.c if regularizer is not None else 0.0
     if weight_decay == 0 and strength == 0:

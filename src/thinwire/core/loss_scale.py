@@ -142,6 +142,9 @@ def any_non_finite(grads: Iterable[Tensor]) -> Tensor:
     """Return a flag: some gradient, dense or sparse, has an entry that is not finite.
 
     Shape (), bool, on the first gradient's device; no host synchronization.
+
+    >>> any_non_finite([torch.ones(2), torch.tensor([torch.nan])])
+    tensor(True)
     """
     flags = [~values_of(coalesced(grad)).isfinite().all() for grad in grads]
     if not flags:

@@ -88,7 +88,11 @@ def descend_(
 
 
 def products(shape: Sequence[int]) -> int:
-    """Return the multiplications of one product in orthogonalising a matrix of this shape."""
+    """Return the multiplications of one product in orthogonalising a matrix of this shape.
+
+    >>> products((4, 8))
+    128
+    """
     rows, columns = _sides(shape)
     return rows * columns * min(rows, columns)
 
@@ -108,6 +112,11 @@ def newton_schulz(matrix: Tensor, rule: MuonRule) -> Tensor:
         Shape (m, n) and the rule's dtype; zeros if `matrix` is zero and eps is not.
 
     Source: as `muon_`; by X Xᵀ alone: Gram Newton-Schulz, tridao.me/blog/2026/gram-newton-schulz.
+
+    >>> rule = MuonRule(0.0, 0.95, True, (1.5, -0.5, 0.0), 10, 1e-7, True, torch.float32)
+    >>> newton_schulz(torch.diag(torch.tensor([3.0, 1.0])), rule).round(decimals=2)
+    tensor([[1., 0.],
+            [0., 1.]])
     """
     tall = matrix.size(0) > matrix.size(1)
     x = matrix.to(rule.dtype)

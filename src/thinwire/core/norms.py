@@ -37,6 +37,9 @@ def norm(tensor: Tensor) -> Tensor:
         Shape (), finite if the entries are, on the tensor's device; no host synchronization.
         float64 for double precision, for larger squares, and on other devices than CPUs; else
         float32.
+
+    >>> norm(torch.tensor([3.0, 4.0]))
+    tensor(5.)
     """
     return norms([tensor])[0]
 
@@ -100,6 +103,10 @@ def norms_over_shards(
     and returns every rank's bytes in the order of the ranks.
 
     Communication: 8 bytes per tensor and rank.
+
+    >>> one_rank = {"weight": torch.tensor([3.0, 4.0])}
+    >>> norms_over_shards(one_rank, lambda content, occasion: 2 * [content])
+    {'weight': 7.0710678118654755}
     """
     if not tensors:
         return {}

@@ -88,7 +88,11 @@ def checksum_of(tree: Any) -> int:
 
 
 def without_origin(tree: Any) -> Any:
-    """Return the same tree without provenance; containers are new, leaves the same."""
+    """Return the same tree without provenance; containers are new, leaves the same.
+
+    >>> without_origin({"step": 3, ORIGIN: torch.zeros(4)})
+    {'step': 3}
+    """
     if isinstance(tree, Mapping):
         return {key: without_origin(value) for key, value in tree.items() if key != ORIGIN}
     return type(tree)(map(without_origin, tree)) if type(tree) in (list, tuple) else tree

@@ -116,6 +116,10 @@ def together(optimizers: Any, names: Mapping[Tensor, str]) -> Any:
     Raises:
         TypeError: An entry of the sequence is no optimizer.
         ValueError: The sequence is empty, or a parameter is in two of them.
+
+    Example::
+
+        optimizer = together([torch.optim.AdamW(embeddings), Muon(matrices)], names)
     """
     if isinstance(optimizers, torch.optim.Optimizer) or not isinstance(optimizers, Sequence):
         return optimizers

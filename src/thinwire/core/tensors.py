@@ -34,7 +34,11 @@ def coalesced(grad: Tensor) -> Tensor:
 
 
 def values_of(grad: Tensor) -> Tensor:
-    """Return `grad` itself, or the values of a coalesced sparse one; shares memory."""
+    """Return `grad` itself, or the values of a coalesced sparse one; shares memory.
+
+    >>> values_of(torch.tensor([0.0, 2.0]).to_sparse().coalesce())
+    tensor([2.])
+    """
     return grad.values() if grad.layout is torch.sparse_coo else grad
 
 
@@ -48,7 +52,12 @@ def with_values(grad: Tensor, values: Tensor) -> Tensor:
 
 
 def entries_of(param: Tensor, grad: Tensor) -> Tensor:
-    """Return the part of `param` that `grad` stores values for: all of it, or the rows present."""
+    """Return the part of `param` that `grad` stores values for: all of it, or the rows present.
+
+    >>> rows = torch.tensor([[0.0, 0.0], [1.0, 1.0]]).to_sparse(1).coalesce()
+    >>> entries_of(torch.arange(4.0).view(2, 2), rows)
+    tensor([[2., 3.]])
+    """
     return param[tuple(grad.indices())] if grad.layout is torch.sparse_coo else param
 
 
@@ -60,6 +69,10 @@ def with_own_storage(tensors: Mapping[_Key, Tensor]) -> set[_Key]:
 
     These may be written to independently. Autograd gives two parameters views of one gradient if
     both enter a sum through views.
+
+    >>> both = torch.zeros(4)
+    >>> with_own_storage({"a": both[:2], "b": both[2:], "c": torch.zeros(1)})
+    {'c'}
     """
     places = {
         key: x.untyped_storage().data_ptr() for key, x in tensors.items() if x.layout is strided
@@ -72,7 +85,11 @@ _CHOICES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def state_dtype(param: Tensor) -> torch.dtype:
-    """Return the type of state and computation: float32, float64 for float64 parameters."""
+    """Return the type of state and computation: float32, float64 for float64 parameters.
+
+    >>> state_dtype(torch.zeros(1, dtype=torch.float16))
+    torch.float32
+    """
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
@@ -103,7 +120,11 @@ def stored_dtype(param: Tensor, choice: str | None) -> torch.dtype:
 
 
 def narrowed(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `value` in another type, rounded to nearest; a finite value stays finite."""
+    """Return `value` in another type, rounded to nearest; a finite value stays finite.
+
+    >>> narrowed(torch.tensor([1e6]), torch.float16)
+    tensor([65504.], dtype=torch.float16)
+    """
     limit = torch.finfo(dtype).max
     if limit < torch.finfo(value.dtype).max:
         value = torch.where(value.isfinite(), value.clamp(-limit, limit), value)

@@ -62,6 +62,10 @@ class Answers(Sequence[Said]):
 
     Where ranks hold different parts of the model and all is well, the reports of other parts are
     shortened to the keys that are common to all ranks, such as `step` and `phase`.
+
+    >>> answers = Answers([{"step": 3}, {"step": 3, "failure": "x"}], (), 0)
+    >>> answers.unanimous, list(answers.of("failure"))
+    (False, [(1, 'x')])
     """
 
     def __init__(self, said: Sequence[Said], parts: Sequence[int], rank: int) -> None:
@@ -158,6 +162,11 @@ class Agreement:
     Communication: `Group.gather_parts`, 24 bytes per rank if all reports are equal. Where ranks
     hold different parts of the model, the reports of each part must be equal, and no rank may
     report an event.
+
+    Example::
+
+        agreement = Agreement(group, [presence])
+        answers = agreement(step, "proposed", misuse=None)
     """
 
     def __init__(self, group: Group, checks: Sequence[Check] = (), *, engine: str = "") -> None:
@@ -315,6 +324,9 @@ def verdict_of(answers: Answers) -> Verdict:
     The keys are `batches` (this rank has a batch), `overflow` (a loss scaler found an overflow),
     `non_finite` and `sum_non_finite` (the first parameter whose gradient is not finite: on this
     rank alone, or in the sum over several ranks).
+
+    >>> verdict_of(Answers([{"non_finite": "weight"}, {}], (), 0))
+    <Verdict.DROP: 'drop'>
     """
     batches = [batch for _, batch in answers.of("batches")]
     if batches and not any(batches):

@@ -92,6 +92,7 @@ class Presence:
             return
         self.all_ready = all(said.get("ready", False) for said in answers)
         told = [said["kinds"] for said in answers.of_my_part()]
+        # the usual step: nothing new since the last one
         if answers.unanimous and told[0] == self._told:
             self.pattern.observe(self._kinds)
             return
@@ -103,6 +104,7 @@ class Presence:
                 _refuse_partial(
                     turn, names, {rank: said.get("kinds", "") for rank, said in part.items()}
                 )
+        # per parameter one letter for each rank; a missing one gets the first type
         columns = [
             "".join(column).replace(_ABSENT, next((k for k in column if k != _ABSENT), _ABSENT))
             for column in zip(*told, strict=True)
@@ -171,6 +173,12 @@ class GradientPattern:
     The result is the same on all ranks. A rank that sends early must know the tensors in advance,
     and sends twice if they turn out to be others. Therefore early sending starts after two equal
     steps in a row. Each wrong prediction doubles that number.
+
+    >>> pattern = GradientPattern()
+    >>> for _ in range(2):
+    ...     pattern.observe({"weight": "aa"})
+    >>> pattern.names
+    frozenset({'weight'})
     """
 
     def __init__(self) -> None:

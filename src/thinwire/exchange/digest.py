@@ -123,6 +123,13 @@ class RollingDigest:
 
     Communication: only the digest, which `SameState` compares. Where it differs, `explain` gathers
     8 bytes and a name per piece.
+
+    >>> param = torch.zeros(4)
+    >>> digest = RollingDigest(lambda: {"weight": param}, dict, every=1)
+    >>> before = digest.at(0)
+    >>> _ = param.add_(1)
+    >>> digest.at(1) == before
+    False
     """
 
     def __init__(
@@ -173,6 +180,7 @@ class RollingDigest:
         """
         text = self._difference(group, group.replicas, step)
         if group.replicas is not None:
+            # each part compared its own replicas; all ranks must raise the same text
             found = group.gather_bytes(text.encode(), what=f"telling what differs at step {step}")
             rank, text = next(((r, t.decode()) for r, t in enumerate(found) if t), (0, ""))
             part = "stage" if group.shards is None else "shard"

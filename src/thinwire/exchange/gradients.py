@@ -78,6 +78,13 @@ class GradientExchange(Synchronizer):
     launched early only the second, unless they are sent again. See the compressors for the
     messages. Among nodes, one all-reduce per dtype inside each node before them. Failure: after an
     error or a dropped step nothing has been applied on this rank. `drops` counts dropped steps.
+
+    Example::
+
+        outcome = exchange.exchange(step, grads)
+        if outcome.came is not None:
+            means = {name: outcome.came.arrived[name].mean(name, params[name]) for name in grads}
+            exchange.commit_(outcome.came, outcome.grads)
     """
 
     def __init__(
@@ -310,7 +317,7 @@ class GradientExchange(Synchronizer):
         # the vote above carried no messages, or some rank's launched messages were wrong
         if early is None or any(True for _ in answers.of("unusable")):
             if early is not None:
-                self.presence.reset()
+                self.presence.reset()  # the prediction was wrong: learn the pattern again
             grads = self.presence.completed(grads)  # decides the lengths of messages
             early = self._sent(step, grads)
             answers = self._verified(early, "exchanged", grads, first=False, overflow=overflow)
@@ -389,6 +396,7 @@ class GradientExchange(Synchronizer):
         present = {name: grad for name, grad in grads.items() if not grad.is_sparse}
         whole = {name: present.get(name, self.params[name]) for name in steady}
         whole = {n: g if n in present else self.presence.zeros(n) for n, g in whole.items()}
+        # always all steady tensors: the others launch the same buckets before any vote
         with self.launching():
             for number, names in self._buckets_of(whole):
                 self._send(fresh, number, {name: whole[name] for name in names})
@@ -463,6 +471,7 @@ class GradientExchange(Synchronizer):
     def _blamed(self, name: str, grads: Grads, *, own: bool) -> dict[str, str]:
         """Return the report about a gradient that is not finite: this rank's own, or the sum."""
         grad = grads.get(name)
+        # inside a node only means were checked, so look at this rank's own gradient again
         if grad is not None and (isinstance(self.sources, Nodes) or not own):
             values = grad.coalesce().values() if grad.is_sparse else grad
             own = not all_finite(values)
@@ -534,6 +543,10 @@ def gradients_of(
 
     Communication: if nodes must be found, one comparison of their size and the creation of their
     groups.
+
+    Example::
+
+        exchange = gradients_of(group, dict(model.named_parameters()), DGC())
     """
     if num_trainers is not None:
         check.integer("num_trainers", num_trainers, at_least=1)

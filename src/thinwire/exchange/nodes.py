@@ -92,6 +92,7 @@ def in_nodes(
                 refusal = PayloadCorrupt(
                     f"inside node {context.source}, whose ranks count from 0: {text}"
                 )
+    # send even after damage: the other nodes wait for this one's messages
     arrived = yield from together(send({name: means[name] for name in grads}))
     if refusal is not None:
         raise refusal

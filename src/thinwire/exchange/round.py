@@ -49,6 +49,13 @@ class Round:
 
     Communication: the collectives that the sendings yield. All ranks must launch the same buckets
     in the same order.
+
+    Example::
+
+        one_round = Round(sources, step)
+        sending = send_dense(one_round.context(0), grads)
+        one_round.launch(grads.keys(), together([sending]))
+        findings = one_round.finish()
     """
 
     def __init__(self, sources: Sources, step: int, *, read_sums: bool = True) -> None:
@@ -128,6 +135,7 @@ class Round:
             PayloadCorrupt: A message is damaged or belongs elsewhere; names its source.
             PeerLost, PeerStalled: See `thinwire.comm.Group`.
         """
+        # a sending may yield further collectives, so go on until none is left
         while self._waiting:
             waiting, self._waiting = self._waiting, []
             self._go_on(waiting)
@@ -140,6 +148,7 @@ class Round:
         checked = [(each, each.checks) for each in self._ended if each.checks is not None]
         summed = [(each, report) for each in self._ended for report in each.sums]
         reports = [report for _, report in summed]
+        # one copy to the host for all flags and checks
         found, read = read_flags(
             [own, unchanged or {}], [*(checks for _, checks in checked), *reports]
         )
@@ -221,6 +230,9 @@ def read_flags(
     Returns:
         The names, None where all flags are True, and the numbers. One copy to the host per device,
         for everything together.
+
+    >>> read_flags([{"a": True, "b": False}, {}], [torch.tensor([1, 2])])
+    (['b', None], [[1, 2]])
     """
     waiting = [
         (i, name, flag)

@@ -123,7 +123,11 @@ def value_bytes(k: int, bits: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Space of one tensor in a message."""
+    """Space of one tensor in a message.
+
+    >>> Slot(numel=1000, k=10)
+    Slot(numel=1000, k=10)
+    """
 
     numel: int
     """Entries of the tensor."""
@@ -218,7 +222,11 @@ def _digest(text: str) -> int:
 
 
 def whole_bytes(numel: int, bits: int) -> int:
-    """Return the length in bytes of the code of a whole tensor; at 1 bit each sign has a scale."""
+    """Return the length in bytes of the code of a whole tensor; at 1 bit each sign has a scale.
+
+    >>> whole_bytes(1000, bits=1)
+    133
+    """
     return value_bytes(numel, bits) + (SCALE_BYTES if bits == 1 else 0)
 
 

@@ -101,6 +101,9 @@ def partition(numels: Sequence[int], sources: int) -> list[list[Piece]]:
     """Return the equal share of each owner, as pieces within one tensor each.
 
     The tensors are laid end to end.
+
+    >>> [[piece.numel for piece in pieces] for pieces in partition([6, 2], 2)]
+    [[4], [2, 2]]
     """
     total, owner, at = sum(numels), 0, 0
     pieces: list[list[Piece]] = [[] for _ in range(sources)]

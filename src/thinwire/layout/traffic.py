@@ -88,6 +88,10 @@ def messages(layout: Layout | WholeLayout, exchange: str, sources: int) -> Messa
     """Return the bytes that each of `sources` sends in messages of this layout.
 
     Arguments as in `chosen_split`.
+
+    >>> from thinwire.layout.message import WholeLayout
+    >>> messages(WholeLayout((1000,), 1), "gather", 4).sent(0)
+    165
     """
     plan = chosen_split(exchange, layout, sources)
     if plan is None:
@@ -112,6 +116,10 @@ def chosen_split(
         layout: Of the message, as every source would send it to all.
         sources: W, at least 1. Messages of a single source, or of fewer entries than sources, are
             always gathered.
+
+    >>> from thinwire.layout.message import WholeLayout
+    >>> chosen_split("auto", WholeLayout((1000,), 1), 2) is None
+    True
     """
     return None if sources == 1 or exchange == GATHER else _plan(exchange, layout, sources)
 
@@ -132,7 +140,11 @@ def _plan(
 
 
 def travels_sealed(nbytes: int, sources: int) -> bool:
-    """Return True if a dense sum of this size is gathered, each part with a checksum."""
+    """Return True if a dense sum of this size is gathered, each part with a checksum.
+
+    >>> travels_sealed(1024, 4), travels_sealed(1 << 20, 4)
+    (True, False)
+    """
     return sources > 1 and (sources - 1) * (nbytes + SEAL_BYTES) <= _MOST_SEALED_BYTES
 
 

@@ -131,6 +131,10 @@ def decode_values(code: Tensor, count: int, bits: int, k: int) -> Tensor:
     Raises:
         PayloadCorrupt: The code is invalid: wrong length, too many values, not finite.
         ValueError: Another number of bits.
+
+    >>> code, _ = encode_values(torch.tensor([0.5, -2.0]), 32, 2)
+    >>> decode_values(code, 2, 32, 2)
+    tensor([ 0.5000, -2.0000])
     """
     nbytes = value_bytes(k, bits)
     if code.numel() != nbytes:

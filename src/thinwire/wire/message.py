@@ -142,6 +142,10 @@ def pack_nonfinite(layout: Layout, step: int, bucket: int, culprit: int) -> Tens
 
     Raises:
         ValueError: A number does not fit its field.
+
+    >>> layout = Layout.of([10], sparsity=0.5, value_bits=8)
+    >>> unpack(layout, pack_nonfinite(layout, 0, 0, 3), step=0, bucket=0, source=1).culprit
+    3
     """
     if not 0 <= culprit < 1 << 32:
         raise ValueError(f"culprit is {culprit}; it must be in [0, 2^32)")
