@@ -76,8 +76,10 @@ class GradientExchange(Synchronizer):
 
     Communication: per step, one small agreement before the messages and one after. With buckets
     launched early only the second, unless they are sent again. See the compressors for the
-    messages. Among nodes, one all-reduce per dtype inside each node before them. Failure: after an
-    error or a dropped step nothing has been applied on this rank. `drops` counts dropped steps.
+    messages. Among nodes, one all-reduce per dtype inside each node before them.
+
+    Failure: after an error or a dropped step nothing has been applied on this rank. `drops` counts
+    dropped steps.
 
     Example::
 
