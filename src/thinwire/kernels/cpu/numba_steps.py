@@ -1,8 +1,8 @@
 """Steps of LAMB, LARS and the outer SGD for lists of tensors on the CPU, compiled by numba.
 
 Moments, momentum without a ratio and the outer step have the same bits as the reference
-implementations in torch. LAMB's direction may differ by a rounding, as torch's root does. Norms are
-summed in float64 here, so that a ratio has no error but its rounding to the type of the tensors,
+implementations in torch. LAMB's direction may differ by a rounding, where torch's root does. Norms
+are summed in float64 here, so a ratio has no error but its rounding to the type of the tensors,
 and squares neither overflow nor underflow in float32. The reference sums n squares in that type,
 with a relative error of up to about n 2^-24. All bits follow from the values and lengths alone: the
 number of threads changes none.
