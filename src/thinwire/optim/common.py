@@ -240,8 +240,8 @@ class CommonOptimizer(torch.optim.Optimizer):
         self._show_rates()
 
     def _ordered_params(self) -> list[Tensor]:
-        """Return all parameters, in the order in which gradients are listed, exchanged and applied.
-
+        """Return all parameters, in the order in which gradients are listed, exchanged and
+        applied.
         """
         return list(self._common.places) if self._common.order is None else self._common.order
 
@@ -441,8 +441,8 @@ class CommonOptimizer(torch.optim.Optimizer):
     def apply_optimize(
         self, loss: Tensor, params_grads: Iterable[tuple[Tensor, Tensor | None]]
     ) -> list[Any]:
-        """Call `apply_gradients(params_grads)`. `loss` is accepted for the signature and not used.
-
+        """Call `apply_gradients(params_grads)`. `loss` is accepted for the signature and not
+        used.
         """
         return self.apply_gradients(params_grads)
 

@@ -379,8 +379,8 @@ class DGCMomentum(DGCSettings):
         )
 
     def plain_state_dict(self) -> dict[str, Any]:
-        """Return `state_dict` without the origin, for callers that separate the ranks themselves.
-
+        """Return `state_dict` without the origin, for callers that separate the ranks
+        themselves.
         """
         state_dict = super().state_dict()
         if self._ranks.mesh is None:

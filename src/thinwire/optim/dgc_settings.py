@@ -63,8 +63,8 @@ class DGCSettings(CommonOptimizer):
         return config_of(self.param_groups[0]).sparsity_in_force(self.position)
 
     def _stored_dtype(self, param: Tensor) -> torch.dtype:
-        """Return the dtype in which the state of this parameter is stored, before compression too.
-
+        """Return the dtype in which the state of this parameter is stored, before compression
+        too.
         """
         return (
             stored_dtype(param, self.state_dtype) if self.compresses(param) else wide_dtype(param)

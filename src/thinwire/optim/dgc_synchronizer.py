@@ -204,8 +204,8 @@ class DGCSynchronizer:
         return grad
 
     def _compared(self) -> GradientExchange:
-        """Return the exchange under these names, after a comparison of the settings over all ranks.
-
+        """Return the exchange under these names, after a comparison of the settings over all
+        ranks.
         """
         optimizer, ranks = self.optimizer, self.ranks
         group, problem, node = ranks.group, None, 1

@@ -141,8 +141,8 @@ def check_regularizer(regularizer: object) -> None:
 
 
 def check_common_values(values: dict[str, Any]) -> None:
-    """Check the common keys of a group or of the defaults. Tensors of one element become numbers.
-
+    """Check the common keys of a group or of the defaults. Tensors of one element become
+    numbers.
     """
     check_regularizer(values.get("regularizer"))
     check.boolean("grad_centralization", values.get("grad_centralization", False))
@@ -201,8 +201,8 @@ def parse_exclusion(exclude: object) -> Exclusion:
 
 
 def excluded_flags(exclude: Exclusion, entries: Sequence[tuple[str | None, Tensor]]) -> list[bool]:
-    """Return True for every excluded (name, parameter) pair; a predicate is called once for each.
-
+    """Return True for every excluded (name, parameter) pair; a predicate is called once for
+    each.
     """
     if not exclude:
         return [False] * len(entries)

@@ -31,8 +31,8 @@ def counted(optimizer: CommonOptimizer, params: Sequence[Tensor]) -> list[int]:
 
 
 def buffer_of(optimizer: CommonOptimizer, param: Tensor, key: str, fill: float = 0.0) -> Tensor:
-    """Return the state tensor `key` of `param`, created with the value `fill`, in the working type.
-
+    """Return the state tensor `key` of `param`, created with the value `fill`, in the working
+    type.
     """
     state = optimizer.state[param]
     if key not in state:
