@@ -1,4 +1,4 @@
-"""Process groups over a store alone, without `init_process_group`: for ranks that come and go."""
+"""Process groups over a store alone, without `init_process_group`, for ranks that come and go."""
 
 import datetime
 import json
@@ -26,28 +26,28 @@ _listening = threading.Lock()
 
 
 class Direct:
-    """The process groups of ranks that met at a store: what `Private` is for those of a job.
+    """Process groups of ranks that met at a store; the counterpart of `Private` for members.
 
     Attributes:
-        group: Of the data; None once it was released.
-        control: Of the small messages by which ranks agree.
+        group: Process group of the data; None after `release`.
+        control: Process group of the small messages by which ranks agree.
 
     Args:
-        store: Where the ranks find each other; one that was never used for this.
-        rank: Of this process.
-        size: Ranks, at least 2.
-        timeout_s: For the making, which is collective.
-        address: Of this machine, on which the groups listen.
+        store: Store at which the ranks meet; a fresh prefix.
+        rank: Rank of this process.
+        size: Number of ranks, at least 2.
+        timeout_s: Time-out of the construction, which is collective.
+        address: Address of this machine on which the groups listen.
 
     Raises:
         PeerLost, PeerStalled: One of the ranks died, or did not come within the time-out.
 
-    Source: `ProcessGroupGloo` and `ProcessGroup` in torch/csrc/distributed/c10d. `abort` ends no
-    wait there; a connection that is closed does (`hang_up`).
+    Source: `ProcessGroupGloo` and `ProcessGroup` in torch/csrc/distributed/c10d. `abort` does not
+    end a wait there; closing its connections does (`hang_up`).
     """
 
     courier = None
-    """What tells who is alive; the store of the members does that here."""
+    """Heartbeat thread; None here, since the membership thread reports who is alive."""
     watched_here = True
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float, address: str) -> None:
@@ -55,7 +55,9 @@ class Direct:
         self.group: ProcessGroup | None
         self.control: ProcessGroup | None
         self._store: Store | None = None
-        """torch keeps no reference to a store that is an object of Python."""
+        """Reference that keeps the store alive: torch holds none to a store implemented in
+        Python.
+        """
         self._connections: list[Connection] = []
         begun = time.monotonic()
         try:
@@ -89,31 +91,34 @@ class Direct:
 
     @property
     def lives(self) -> bool:
-        """Whether it has not been released."""
+        """True until `release`."""
         return self.group is not None
 
     def hang_up(self) -> None:
-        """Close the connections: every wait of this process and of the others ends at once."""
+        """Close the connections, which ends every wait of this process and of the others at
+        once.
+        """
         for each in self._connections:
             shut_down(each)
 
     def release(self) -> None:
-        """Hang up and let go of the groups, which joins their threads; may be called twice."""
+        """Close the connections and drop the groups, which joins their threads. May be called
+        twice.
+        """
         self.hang_up()
         self.group = self.control = None
 
 
 def between(here: Place, there: Set[Place]) -> list[Connection]:
-    """The connections of this process that it accepted at a place, or made to one of others.
+    """Return the connections that this process accepted at `here` or made to one of `there`.
 
-    A port alone says too little: another network of this process may have the same, on another
-    machine.
+    The port alone is ambiguous: this process may use the same port on another machine.
     """
     return [each for each in connections() if each.here == here or each.there in there]
 
 
 class _Ahead(Store):
-    """A store that asks for the addresses of all ranks at once, as gloo does one after another."""
+    """Store that fetches the addresses of all ranks at once; gloo asks for one after another."""
 
     def __init__(self, store: Store, size: int) -> None:
         super().__init__()
@@ -142,13 +147,19 @@ class _Ahead(Store):
 
 
 class Line:
-    """Bytes from one process to another one, in order, in pieces that each have the time-out.
+    """Ordered bytes from one process to another, in pieces that each have the whole time-out.
+
+    Example::
+
+        line = Line(store, giver=True, timeout_s=30.0, address="10.0.0.1")
+        line.send(b"state")  # the other side: Line(..., giver=False).receive(1 << 30)
+        line.close()
 
     Args:
-        store: Where the two find each other; one that was never used for this.
-        giver: Whether this is the process that sends.
-        timeout_s: For the making, and for each piece of at most 4 MiB.
-        address: Of this machine.
+        store: Store at which the two meet; a fresh prefix.
+        giver: True for the process that sends.
+        timeout_s: Time-out of the construction, and of each piece of at most 4 MiB.
+        address: Address of this machine.
 
     Raises:
         PeerLost, PeerStalled: The other one died, or did not come within the time-out.
@@ -160,17 +171,17 @@ class Line:
         self._other = 1 if giver else 0
 
     def send(self, content: bytes | bytearray | memoryview) -> None:
-        """Send bytes whose number the other one learns first."""
+        """Send bytes, after their number."""
         self._pass(torch.tensor([len(content)], dtype=torch.int64, device="cpu"), give=True)
         whole = torch.frombuffer(bytearray(content), dtype=torch.uint8) if len(content) else None
         for piece in () if whole is None else torch.split(whole, _PIECE_BYTES):
             self._pass(piece, give=True)
 
     def receive(self, at_most: int) -> bytearray:
-        """The bytes that the other one sent.
+        """Return the bytes that the other process sent.
 
         Raises:
-            PeerLost: It claims to send more than `at_most`: it is none of ours.
+            PeerLost: It announces more than `at_most` bytes, so its message is damaged.
         """
         length = torch.empty(1, dtype=torch.int64, device="cpu")
         self._pass(length, give=False)
@@ -203,7 +214,7 @@ class Line:
             raise PeerLost(str(told)) from error
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._ends.release()
 
 
@@ -221,7 +232,7 @@ def _device(address: str) -> tuple[Any, Place]:
 
 
 def _gloo(store: Store, rank: int, size: int, timeout_s: float, device: Any) -> ProcessGroup:
-    """A gloo group that is in no registry of torch's."""
+    """Return a gloo group that is not in torch's registry."""
     kind: Any = ProcessGroupGloo
     options = kind._Options()
     options._devices = [device]

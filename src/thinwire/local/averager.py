@@ -98,8 +98,8 @@ class Averager(Synchronizer):
     ) -> None:
         """Build the averager of one block.
 
-        `after_averaging(goes_on)` is called after an averaging and returns True if this rank continues
-        with the others. `goes_on` is true if another averaging follows in the same call.
+        `after_averaging(goes_on)` is called after an averaging and returns True if this rank
+        continues with the others. `goes_on` is true if another averaging follows in the same call.
         """
         super().__init__(group, averaging.sources, what="changes", before=[_SameWrites(self)])
         self.tensors = tensors
@@ -427,8 +427,8 @@ class Averager(Synchronizer):
 
     def _finish(self, pending: PendingAveraging) -> None:
         """Send, verify, vote, and only then apply. Retry if members have left meanwhile."""
-        # Nothing changes before the vote in `_verified`: an exchange and its vote are repeated together
-        # if the membership changes, from the same measured values (`pending.moved` is only read).
+        # the exchange and its vote are one attempt: if the membership changes, both are repeated;
+        # nothing is applied before the vote
         while True:
             try:
                 with self.group.one_attempt():
@@ -455,7 +455,7 @@ class Averager(Synchronizer):
         """Return the answers of all ranks after everything has arrived."""
         if pending.round is None:
             self._launch(pending)
-        # a rank that received damaged data still votes: raising here would leave the others waiting
+        # a rank that received damaged data still votes: if it raised here, the others would wait
         corrupt = pending.refused
         try:
             pending.finish()
