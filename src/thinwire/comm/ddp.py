@@ -48,9 +48,9 @@ class BucketTap:
         if (ddp := self._ddp()) is not None:
             vars(ddp).pop("join_hook", None)
 
-    # DDP inspects this signature: a bound method whose second argument is called `bucket` and
-    # really annotated so.
-    # torch.distributed has it, its stub not
+    # DDP inspects this signature: it needs a bound method whose second argument is named `bucket`
+    # and annotated with the class itself, not with a string
+    # missing in torch's stubs
     def _hook(self, _state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
         if self.on_bucket is not None:
@@ -62,7 +62,7 @@ class BucketTap:
         return future
 
 
-# torch.distributed has it, its stub not
+# missing in torch's stubs
 def _gradients(bucket: dist.GradBucket) -> list[Tensor]:  # type: ignore[name-defined]
     """Return views of a bucket in the layouts of the parameters, as DDP's reducer lays them out.
 
@@ -136,5 +136,5 @@ def living(kind: type[_T]) -> list[_T]:
     """Return all objects of a type in this process. It visits every object, which takes a
     moment.
     """
-    # type() and not isinstance, which would ask proxies of others for their class
+    # type() and not isinstance, which would resolve the class of proxies
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]

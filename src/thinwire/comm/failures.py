@@ -143,7 +143,7 @@ class Courier:
         """Stop the thread within a second; may be called more than once."""
         self._over.set()
         self._wanted.put(None)
-        if threading.current_thread() is self._thread:  # as garbage is collected on any thread
+        if threading.current_thread() is self._thread:  # garbage collection may call it here
             return
         self._thread.join(0.2)
         if self._thread.is_alive():
@@ -153,11 +153,13 @@ class Courier:
             _couriers.remove(self)
 
     def _run(self, store: "Store") -> None:
-        # whatever the store says or does not: it is asked only to make an error clearer
+        # Errors of the store are ignored: heartbeats only make an error message clearer.
+        # The clone has a connection of its own. It is found as the new one to the store's port, so
+        # only one thread at a time may connect.
         with contextlib.suppress(RuntimeError, ValueError):
             with _connecting:
                 self._others = _connections_to(self._host)
-                # torch has it, its stub not
+                # missing in torch's stubs
                 own: Store = store.clone()  # type: ignore[attr-defined]
                 self._mine = _connections_to(self._host) - self._others
             del store

@@ -85,7 +85,7 @@ class Group:
     one.
 
     >>> import torch
-    >>> group = Group.alone()
+    >>> group = Group.alone(timeout_s=60.0)
     >>> group.all_reduce_(torch.ones(2), what="adding").wait().tolist()
     [1.0, 1.0]
 
@@ -237,7 +237,7 @@ class Group:
     @property
     def _private(self) -> dist.ProcessGroup:
         shared = self._shared
-        if shared is None or shared.group is None:  # never go on over the user's own group
+        if shared is None or shared.group is None:  # never use the user's own group instead
             raise ThinwireError(
                 "the library's process group has been released: nothing can be exchanged at exit"
             )
@@ -295,7 +295,7 @@ class Group:
         out = message.new_empty(self.size * message.numel())
         rows, limit = out.view(self.size, -1), piece_bytes(self.timeout_s)
         if message.numel() <= limit:
-            # the newer name comes with 2.13
+            # torch 2.13 renamed it
             launch = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             launches = [partial(launch, out, message)]
         else:
@@ -374,7 +374,7 @@ class Group:
             return device
         try:
             backend = self._private._get_backend(device)
-        except RuntimeError:  # such as NCCL, which takes nothing from a CPU
+        except RuntimeError:  # such as NCCL, which needs tensors on a GPU
             return self.device
         return torch.device("cpu") if backend.name() == "gloo" else device
 
@@ -531,6 +531,8 @@ class Group:
 
     def _wait_for(self, work: dist.Work, what: str) -> None:
         assert self._shared is not None, "something was launched"
+        # wait in slices; shortly before the limit ask whether the missing ranks are busy: if so, the
+        # limit moves (`longer`), else it stands (`denied`) and the wait runs out
         limit_s, begun, ended = left_s(self.timeout_s), time.monotonic(), False
         longer = denied = False
         while True:
@@ -550,7 +552,7 @@ class Group:
             except RuntimeError as error:
                 if work.is_completed():
                     forget(work)
-                    if not ended:  # perhaps it did so just now, and well
+                    if not ended:  # it may have succeeded since: wait again, to see its outcome
                         ended = True
                         continue
                 elif time.monotonic() - begun < until_s:

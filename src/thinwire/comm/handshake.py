@@ -43,7 +43,7 @@ def require_agreement(
 
     Example::
 
-        require_agreement(group, {"k_steps": 16}, what="comparing settings", cures={})
+        require_agreement(group, {"k_steps": 16}, what="comparing settings")
 
     Args:
         group: The ranks that must agree.
@@ -66,13 +66,13 @@ def require_agreement(
         if row.pop(_CALL, None) != what:
             raise elsewhere(what, rank, answers[rank])
     builds = [row.pop(_VERSIONS, None) for row in rows]
-    if None not in builds:  # else a rank compares something else, which is told below
+    if None not in builds:  # else a rank makes another comparison, which is reported below
         _warn_of_versions(builds)
     first, *others = ({at: repr(leaf) for at, leaf in leaves("", row)} for row in rows)
     for rank, other in enumerate(others, start=1):
         pairs = {at: (first.get(at, "nothing"), other.get(at, "nothing")) for at in first | other}
         differ = {where: both for where, both in pairs.items() if both[0] != both[1]}
-        # where one rank has an empty mapping or list, what is in the other one's says more
+        # if one rank has an empty mapping or list, show the entries of the other one
         clear = [where for where, both in differ.items() if not {"{}", "[]"} & {*both}]
         clear = clear or list(differ)
         if clear:
@@ -175,7 +175,7 @@ def while_busy(
 
     Example::
 
-        paths = while_busy(group, "writing a file", write, limit_s=None)
+        paths = while_busy(group, "writing a file", write)
 
     The work runs on a second thread, so that the main thread can report that it is still running. A
     rank that reports nothing within the time-out of the group counts as lost. Every wait for the
@@ -253,7 +253,7 @@ class _Work:
         """Do the work on the calling thread."""
         try:
             self._answer = {"result": self._act()}
-        except BaseException as failure:  # whatever it is, the others must hear of it
+        except BaseException as failure:  # every failure must be reported to the other ranks
             self.failure = failure
             kind = type(failure).__name__
             named = f"{'' if isinstance(failure, ThinwireError) else f'{kind}: '}{failure}"
@@ -273,6 +273,8 @@ def _answers(
     while True:
         since = begun if moved is None else max(begun, moved())
         left = _PACE_S if limit_s is None else max(limit_s - (time.monotonic() - since), 0.0)
+        # the main thread reports "busy" in every round while the work runs on the other thread; all
+        # ranks see the same answers, so all leave the loop in the same round
         answer = work.answer(min(group.timeout_s / 4, _PACE_S, left))
         if answer is None:
             answer = {"busy": True}

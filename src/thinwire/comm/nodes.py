@@ -80,7 +80,7 @@ class Sites:
     Example, on every rank::
 
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-        sites = Sites.of(mesh, timeout=None)
+        sites = Sites.of(mesh)
 
     Args:
         job: All ranks of all sites, with `Group.shards` and `Group.replicas`.
@@ -373,7 +373,7 @@ class Grid:
 
     Example, on every rank::
 
-        grid = Grid(stages=4, timeout=None)
+        grid = Grid(stages=4)
         grid.stage, grid.replica
 
     Attributes:
@@ -425,7 +425,7 @@ class Grid:
             first, every = self.replica * self.stages, range(self.replicas)
             stages = list(range(first, first + self.stages))
             replicas = [replica * self.stages + self.stage for replica in every]
-            # transfers between stages are torch's own, so the backend has to watch the time
+            # torch makes the transfers between stages, so the backend must enforce the time-out
             return Private(stages, timeout_s, timed=True), Private(replicas, timeout_s, timed=True)
 
         return made_once(world, (self.stages, timeout_s), make)

@@ -84,10 +84,10 @@ class Private:
         self.control = _new_group(ranks, timeout_s) if gloo and not timed else self._group
         if gloo and not timed:
             for group in (self._group, self.control):
-                # set afterwards: the same value limits the making
+                # set afterwards: the same value limits the construction
                 group._get_backend(torch.device("cpu"))._set_default_timeout(_NEVER)
         if gloo and timed:
-            # the making was limited by what was left of a deadline, which ranks do not have alike
+            # construction was limited by the rest of a deadline, which differs between ranks
             backend = self._group._get_backend(torch.device("cpu"))
             backend.options._timeout = datetime.timedelta(seconds=timeout_s)
             backend._set_default_timeout(datetime.timedelta(seconds=timeout_s))
@@ -119,7 +119,7 @@ class Private:
         for group in groups:
             stuck = any(pending[0] is group for pending in _pending.values())
             if not stuck and dist.is_initialized():
-                # of a world that was destroyed before
+                # it belongs to a world that was destroyed
                 with contextlib.suppress(ValueError, AssertionError):
                     dist.destroy_process_group(group)
 
@@ -215,8 +215,8 @@ def _new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
 
     begun = time.monotonic()
     try:
-        # a store whose host is stopped answers never, whatever its time-out; nccl wants the thread
-        # of its device
+        # a store whose host is stopped never answers, whatever its time-out, so the call needs a
+        # thread of its own; nccl must stay on the thread of its device
         return make() if dist.get_backend() == "nccl" else made_within(limit_s, make)
     except RuntimeError as error:
         rank, within = ranks.index(dist.get_rank()), f"{limit_s:g} s"
@@ -256,6 +256,7 @@ def _release_all() -> None:
         if pending[1].is_completed():
             del _pending[key]
         else:
+            # leaked on purpose: freeing it while the backend uses it would abort the process
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(pending))
     for private in [made() for made in reversed(_made)]:
         if private is not None:

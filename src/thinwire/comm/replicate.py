@@ -132,7 +132,7 @@ def make_models_equal_(
     make_equal_(params, group.replicas, what="copying the shards of the first site")
     if group.stays:
         make_equal_(buffers, group, what="copying the buffers of rank 0")
-    else:  # members exchange with those that hold the same shard alone
+    else:  # members exchange only with holders of the same shard
         make_equal_(buffers, group.replicas, what="copying the buffers of the first site")
         make_equal_(buffers, group.shards, what="copying the buffers of the first shard")
 
@@ -152,7 +152,7 @@ def _copy_(buffers: list[Tensor], group: Group, what: str, source: int) -> None:
             part.copy_(piece[at : at + part.numel()])
             at += part.numel()
         done += piece.numel()
-        # all ranks follow the slowest, so that all cut alike
+        # the slowest rank decides, so that all ranks cut pieces of one size
         said = group.gather_now(_SECONDS.pack(taken_s), what=what)
         slowest_s = max(_SECONDS.unpack(answer)[0] for answer in said)
         growth = min(target_s / max(slowest_s, 1e-9), 4.0)

@@ -35,7 +35,7 @@ def connections() -> list[Connection]:
     found = []
     for descriptor, inode, held in _streams():
         here, there = _place("getsockname", held), _place("getpeername", held)
-        if here is not None and there is not None:  # one that listens has no other end
+        if here is not None and there is not None:  # a listening socket has no peer
             found.append(Connection(descriptor, inode, here, there))
     return found
 
@@ -82,7 +82,7 @@ def _streams() -> Iterator[tuple[int, int, int]]:
     """
     folder = Path("/proc/self/fd")
     for entry in list(folder.iterdir()) if folder.is_dir() else ():
-        # the one through which the folder was read is closed by now
+        # the descriptor that listed the folder is closed by now
         with contextlib.suppress(OSError), _held(int(entry.name)) as (inode, held):
             if inode is not None and _option(held, socket.SO_TYPE) == socket.SOCK_STREAM:
                 yield int(entry.name), inode, held
@@ -93,8 +93,8 @@ def _held(descriptor: int) -> Iterator[tuple[int | None, int]]:
     """Yield the inode of a socket (None for anything else) and a descriptor that no other code
     closes.
     """
-    # no object of Python's socket: under socket.setdefaulttimeout it would make the connection
-    # itself non-blocking, for torch and whoever else uses it
+    # not a Python socket object: under socket.setdefaulttimeout it would make the connection
+    # non-blocking for all its users, torch included
     held = os.dup(descriptor)
     try:
         about = os.fstat(held)
@@ -122,6 +122,6 @@ def _place(function: str, descriptor: int) -> Place | None:
         address = raw[4:8]
     elif family == socket.AF_INET6:
         address = raw[8:24]
-    else:  # the other end of a pipe within this machine
+    else:  # a local socket, such as a socket pair
         return None
     return socket.inet_ntop(family, address), int.from_bytes(raw[2:4], "big")

@@ -99,7 +99,7 @@ class Attached:
         """
         samples, self._samples = self._samples, {}
         if scaled and self._exchange.in_flight:
-            self._exchange.discard()  # what was launched before the scale was known has its unit
+            self._exchange.discard()  # launched with scaled gradients: drop it
             self._deferred = True
         if not self._exchange.in_flight:
             return None

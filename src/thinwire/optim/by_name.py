@@ -46,10 +46,10 @@ def in_order(
     ):
         return groups
     places = _matched(list(map(_numbered, came)), list(map(_numbered, here)))
-    if places is None:  # one of both may have been wrapped since
+    if places is None:  # a wrapper may have changed the names
         known, wanted = (list(map(_plain_names, each)) for each in (came, here))
         told = [len(set(names)) for names in (*came, *here)]
-        if [len(set(names)) for names in (*known, *wanted)] == told:  # prefixes tell none apart
+        if [len(set(names)) for names in (*known, *wanted)] == told:  # plain names are still unique
             places = _matched(list(map(_numbered, known)), list(map(_numbered, wanted)))
         if places is None:
             _refuse(known, wanted)
@@ -85,8 +85,8 @@ def _matched(
         return None
     found = []
     for i, names in enumerate(wanted):
-        # groups without parameters, such as those of other stages, all look alike: they keep their
-        # place
+        # groups without parameters, such as those of other stages, are all equal: try the same
+        # index first
         match = next((k for k in [i, *range(len(known))] if set(known[k]) == set(names)), None)
         if match is None:
             return None

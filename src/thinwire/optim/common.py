@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
-# torch.compiler.disable imports the compiler at once, for a second
+# torch.compiler.disable would import the compiler here, which takes a second
 from torch._compile import _disable_dynamo
 
 from thinwire import _validate as check
@@ -278,7 +278,7 @@ class CommonOptimizer(torch.optim.Optimizer):
             self._step_untraced()
         return loss
 
-    # a trace would freeze the counters and rates that change from update to update
+    # a trace would freeze counters and rates, which change in every update
     @_disable_dynamo
     def _step_untraced(self) -> None:
         """Make one update, or one with rate 0 if the caller has set all rates to 0.
@@ -352,8 +352,8 @@ class CommonOptimizer(torch.optim.Optimizer):
         """Clip over all pairs, then apply `_with_decay`. Gradients that change are copied."""
         grads = [coalesced(g) for _, g in pairs]
         if self.grad_clip is not None:
-            # the global norm is summed in the order of the groups, so that order_params changes no
-            # bit
+            # the global norm is summed in the order of the groups, so that order_params does not
+            # change its bits
             places = [self._common.places[p].index for p, _ in pairs]
             ranking = sorted(range(len(places)), key=places.__getitem__)
             new = clipped(self.grad_clip, [grads[i] for i in ranking])

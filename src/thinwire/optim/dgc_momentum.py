@@ -386,7 +386,7 @@ class DGCMomentum(DGCSettings):
         if self._ranks.mesh is None:
             return state_dict
         params = [p for group in self.param_groups for p in group["params"]]
-        # what looks like whole tensors would be taken for the same on all ranks by other savers
+        # other checkpoint formats would take plain tensors for values equal on all ranks
         state = {
             key: {
                 name: sharded_like(value, params[key]) if name in _OWN else value

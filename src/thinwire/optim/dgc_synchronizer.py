@@ -109,7 +109,7 @@ class DGCSynchronizer:
         self._identity, self._names_of_engine, self._among = identity, names, among
         self.optimizer.digest_every = digest_every
         self.list_anew()
-        # counts begin anew
+        # counters start again
         self._exchange = None
         self.ranks = self.ranks.again()
         self._tell_coverage()
@@ -185,7 +185,7 @@ class DGCSynchronizer:
         group, clip = self.optimizer.param_groups[index], self.optimizer.grad_clip
         if self._in_force is not None:
             group = {**group, **self._in_force[index]}
-        # that of shards comes before: see `limited`
+        # shards are clipped before: see `limited`
         limit = group["local_grad_clip_norm"] if self.ranks.mesh is None else None
         if clip is not None:
             assert isinstance(clip, ClipByNorm), "no other is taken"
@@ -212,14 +212,14 @@ class DGCSynchronizer:
         try:
             if ranks.mesh is None:
                 node, _ = node_size_of(group.global_ranks, optimizer.node_size)
-        except ValueError as error:  # the others must hear of it first
+        except ValueError as error:  # raised below, after the other ranks have received it
             problem = error
         facts = self._facts(node if problem is None else str(problem))
         ranks.compare(facts, "comparing settings and parameters")
         if problem is not None:
             raise problem
         ranks.compile(optimizer.needs)
-        if not self._names_of_engine:  # an engine has told it in `prepare`
+        if not self._names_of_engine:  # an engine reports it in `prepare`
             self._tell_coverage()
         self.compressor = DGCCompressor(
             self.shards,
@@ -315,7 +315,7 @@ class _StateByName(MutableMapping[str, dict[str, Tensor]]):
     """View of an optimizer's state under the names of the exchange."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
-        # the optimizer, and not its state, in whose place loading puts another one
+        # the optimizer, not its state: loading replaces the state object
         self._optimizer, self._params = optimizer, params
 
     def __getitem__(self, name: str) -> dict[str, Tensor]:
@@ -383,8 +383,8 @@ class DGCUpdate:
             `_make_momentum_common`.
         """
         sync = self._synchronizer
-        # what decides here must be common to all ranks: one of them may hold a row-sparse gradient,
-        # another a dense one
+        # decide by facts common to all ranks: one may hold a row-sparse gradient, another a dense
+        # one
         arrived = {name: done.arrived[name] for name in grads}
         sparse = [n for n in grads if isinstance(arrived[n], ArrivedEntries)]
         dense = [n for n in grads if not isinstance(arrived[n], ArrivedEntries)]
@@ -441,7 +441,8 @@ class DGCUpdate:
         totals = [group.all_reduce_(each.clone(), what=what) for each in wide.values()]
         means = [total.wait().div_(group.size) for total in totals]
         if differ:
-            group.gather_bytes(b"", what=what)  # nothing has moved where one of them failed
+            # vote: no rank overwrites its momentum before all have received the means
+            group.gather_bytes(b"", what=what)
         for name, mean in zip(differ, means, strict=True):
             held[name].copy_(mean)
             optimizer.state[params[name]] = states[name]

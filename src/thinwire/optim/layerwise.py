@@ -70,7 +70,7 @@ def _runs(
     kinds: dict[tuple[Any, ...], Run] = {}
     steps = counted(optimizer, [param for param, _ in pairs]) if count else [0] * len(pairs)
     for i, ((param, grad), step) in enumerate(zip(pairs, steps, strict=True)):
-        if grad.shape != param.shape:  # loops over addresses trust it
+        if grad.shape != param.shape:  # compiled loops trust the shape
             raise RuntimeError(
                 f"the gradient of {optimizer._label(param)} has shape "
                 f"{tuple(grad.shape)} and the parameter {tuple(param.shape)}: run the backward "

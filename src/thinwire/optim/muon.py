@@ -174,7 +174,7 @@ class Muon(TorchOptimizer):
         return Matrix(self._label(param), param, param.grad, state["momentum_buffer"], rate, rule)
 
     def _is_plain(self) -> bool:
-        # the update of matrices does not know maximize
+        # the update of matrices does not implement maximize
         return super()._is_plain() and not any(g["maximize"] for g in self.param_groups)
 
 

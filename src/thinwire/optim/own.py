@@ -26,7 +26,7 @@ def counted(optimizer: CommonOptimizer, params: Sequence[Tensor]) -> list[int]:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
     counts = [state["step"] for state in states]
     torch._foreach_add_(counts, 1)
-    # one reading for all: a hundred small ones cost as much as the update of a million parameters
+    # read all at once: a hundred small reads cost as much as an update of a million parameters
     return torch.stack([count.cpu() for count in counts]).int().tolist() if counts else []
 
 
@@ -38,7 +38,7 @@ def buffer_of(optimizer: CommonOptimizer, param: Tensor, key: str, fill: float =
     if key not in state:
         state[key] = torch.full_like(param, fill, dtype=state_dtype(param), requires_grad=False)
     buffer: Tensor = state[key]
-    if buffer.shape != param.shape:  # loops over addresses trust it
+    if buffer.shape != param.shape:  # compiled loops trust the shape
         raise RuntimeError(
             f"{key} of {optimizer._label(param)} has shape {tuple(buffer.shape)} and the parameter "
             f"{tuple(param.shape)}: load the state of the same model, or make a new optimizer"

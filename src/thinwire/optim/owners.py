@@ -37,7 +37,7 @@ class Matrix(NamedTuple):
         """
         if not is_sharded(self.param):
             return None
-        # a DTensor
+        # it is a DTensor
         mesh: Any = self.param.device_mesh  # type: ignore[attr-defined]
         places = self.param.placements  # type: ignore[attr-defined]
         if getattr(self.grad, "placements", None) != places:
@@ -125,8 +125,9 @@ def _update_(group: Group, dim: int, matrices: Sequence[Matrix]) -> None:
     ]
     try:
         for turn in range(len(rounds) + 2):
-            # the shards of one round leave, while those of the one before are orthogonalised and
-            # the results of the one before that come back; in this order on all ranks
+            # pipeline of three rounds: send the shards of one, orthogonalise the one before, and
+            # receive the results of the one before that. All ranks launch in this order, oldest
+            # round last
             for each in reversed(rounds[max(turn - 2, 0) : turn + 1]):
                 next(each, None)
     except BaseException as error:
@@ -150,7 +151,7 @@ def _round(group: Group, dim: int, owned: Sequence[Matrix | None]) -> Iterator[N
         coming.wait()
     else:
         results += _orthogonal(mine.rule, coming.wait(), shapes[group.rank], dim)
-    del coming  # its memory
+    del coming  # free its buffer before the results are sent
     going = _swapped(group, results, numels)
     del results
     yield

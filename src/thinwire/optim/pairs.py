@@ -35,8 +35,8 @@ def differentiate(loss: Tensor, wanted: Sequence[Tensor], order: Sequence[Tensor
         if wanted:
             torch.autograd.backward(loss, inputs=wanted)
         return
-    # the graph ends at parameters that were gathered, from which FSDP makes the gradients of the
-    # shards: it cannot be told which are wanted
+    # under FSDP the graph ends at gathered parameters, from which FSDP makes the gradients of the
+    # shards: a selection is not possible
     ours = set(map(id, wanted))
     kept = [(p, p.grad) for p in order if id(p) not in ours]
     for p, _ in kept:

@@ -69,8 +69,8 @@ def rates_of_(
         if schedule is not None:
             rate = rate_at(schedule, position)
         elif isinstance(rate, float) and -1e-12 < rate < 0:
-            # torch's `LinearLR` with end_factor=0 leaves it where it means 0: it multiplies the
-            # rate before by a quotient in every step
+            # rounding of 0 by torch's `LinearLR` with end_factor=0, which multiplies the last rate
+            # by a quotient in every step
             rate = 0.0
         else:
             rate = check.scalar(where, rate, at_least=0)

@@ -117,7 +117,7 @@ def _require_shapes(
     """Raise if a shape does not fit, which can reveal another order where there are no names."""
     keys = (key for group in groups for key in group["params"])
     params = (param for group in here for param in group["params"])
-    for key, param in zip(keys, params, strict=False):  # torch compares how many there are
+    for key, param in zip(keys, params, strict=False):  # torch checks the lengths
         for name in _LIKE_THE_PARAMETER:
             value = state.get(key, {}).get(name)
             if not isinstance(value, Tensor):
@@ -199,5 +199,5 @@ def laid_out(param: Tensor, value: Tensor) -> Tensor:
     value = value.to(device=param.device, dtype=state_dtype(param))
     if value.shape != param.shape or value.stride() == param.stride() or is_sharded(value):
         return value
-    # fused kernels walk parameter and state alike, so both need one layout
+    # fused kernels walk parameter and state in step, so both need one layout
     return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)

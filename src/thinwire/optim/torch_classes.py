@@ -56,7 +56,7 @@ class TorchOptimizer(CommonOptimizer):
         bound.apply_defaults()
         values = bound.arguments
         values["params"], values["lr"] = self._open(values["params"], values["lr"], **common)
-        # before torch compares them, whose errors name neither argument nor value
+        # before torch checks them: its errors name neither argument nor value
         self._check_hyperparameters(values)
         super().__init__(**values)
         self._close()
@@ -79,8 +79,8 @@ class TorchOptimizer(CommonOptimizer):
                 )
 
     def _coupled_decay(self, facts: ParamFacts) -> float:
-        # torch adds the decay itself, before the update; only what comes between the two takes it
-        # over
+        # torch adds the decay itself before the update; it is added here only if a stage must come
+        # between the two
         takes_over = facts.regularizer is not None or facts.grad_centralization
         decoupled = facts.group.get("decoupled_weight_decay", False)
         return facts.weight_decay if takes_over and not decoupled else 0.0
@@ -130,7 +130,7 @@ class TorchOptimizer(CommonOptimizer):
             return
         self.grad_scale = None
         try:
-            # the scale that a GradScaler begins with, 65,536, is no number of float16
+            # the initial scale of a GradScaler, 65,536, does not fit in float16
             wide = [(p, g.to(state_dtype(g))) for p, g in pairs]
             yield [(p, g / scale.to(g.device, g.dtype)) for p, g in wide]
         finally:
@@ -179,8 +179,7 @@ def unhooked_step(torch_class: type[torch.optim.Optimizer]) -> Any:
     """Return the step of a class of torch, without the hooks of the instance that it is called
     with.
     """
-    # torch wraps the step of a class at its first construction; the hooks are run by our own step
-    # already
+    # torch wraps the step of a class at its first construction; our own step runs the hooks already
     step: Any = torch_class.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
