@@ -60,6 +60,13 @@ class Mismatch(ThinwireError):
 class Diverged(ThinwireError):
     """Values that must be equal on all ranks differ.
 
+    Example::
+
+        try:
+            engine.require_equal()
+        except tw.Diverged as error:
+            print(error)
+
     Names the first parameter that differs and the updates between which it happened.
     """
 

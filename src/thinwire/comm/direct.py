@@ -35,9 +35,9 @@ class Direct:
     Args:
         store: Store at which the ranks meet; a fresh prefix.
         rank: Rank of this process.
-        size: Number of ranks, at least 2.
-        timeout_s: Time-out of the construction, which is collective.
-        address: Address of this machine on which the groups listen.
+        size: Ranks, at least 2.
+        timeout_s: For the making, which is collective.
+        address: Of this machine, on which the groups listen.
 
     Raises:
         PeerLost, PeerStalled: One of the ranks died, or did not come within the time-out.
@@ -47,7 +47,7 @@ class Direct:
     """
 
     courier = None
-    """Heartbeat thread; None here, since the membership thread reports who is alive."""
+    """What tells who is alive; the store of the members does that here."""
     watched_here = True
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float, address: str) -> None:
@@ -147,19 +147,13 @@ class _Ahead(Store):
 
 
 class Line:
-    """Ordered bytes from one process to another, in pieces that each have the whole time-out.
-
-    Example::
-
-        line = Line(store, giver=True, timeout_s=30.0, address="10.0.0.1")
-        line.send(b"state")  # the other side: Line(..., giver=False).receive(1 << 30)
-        line.close()
+    """Bytes from one process to another one, in order, in pieces that each have the time-out.
 
     Args:
-        store: Store at which the two meet; a fresh prefix.
-        giver: True for the process that sends.
-        timeout_s: Time-out of the construction, and of each piece of at most 4 MiB.
-        address: Address of this machine.
+        store: Where the two find each other; one that was never used for this.
+        giver: Whether this is the process that sends.
+        timeout_s: For the making, and for each piece of at most 4 MiB.
+        address: Of this machine.
 
     Raises:
         PeerLost, PeerStalled: The other one died, or did not come within the time-out.
@@ -171,17 +165,17 @@ class Line:
         self._other = 1 if giver else 0
 
     def send(self, content: bytes | bytearray | memoryview) -> None:
-        """Send bytes, after their number."""
+        """Send bytes whose number the other one learns first."""
         self._pass(torch.tensor([len(content)], dtype=torch.int64, device="cpu"), give=True)
         whole = torch.frombuffer(bytearray(content), dtype=torch.uint8) if len(content) else None
         for piece in () if whole is None else torch.split(whole, _PIECE_BYTES):
             self._pass(piece, give=True)
 
     def receive(self, at_most: int) -> bytearray:
-        """Return the bytes that the other process sent.
+        """The bytes that the other one sent.
 
         Raises:
-            PeerLost: It announces more than `at_most` bytes, so its message is damaged.
+            PeerLost: It claims to send more than `at_most`: it is none of ours.
         """
         length = torch.empty(1, dtype=torch.int64, device="cpu")
         self._pass(length, give=False)
@@ -214,7 +208,7 @@ class Line:
             raise PeerLost(str(told)) from error
 
     def close(self) -> None:
-        """Close the connection."""
+        """Hang up."""
         self._ends.release()
 
 

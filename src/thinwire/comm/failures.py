@@ -269,6 +269,11 @@ def state_told(state: str) -> Iterator[None]:
     """Let errors of exchanges inside the block describe this rank's state, if it has changed before
     them.
 
+    Example::
+
+        with state_told("Some matrices may have moved on some ranks"):
+            pending.wait()
+
     Args:
         state: A sentence without its full stop.
     """

@@ -69,7 +69,11 @@ class Regrouped(Exception):
 
 @dataclass(slots=True)
 class Pending(Generic[_T]):
-    """A launched exchange. `wait` blocks until the result is there, and may be called once."""
+    """A launched exchange. `wait` blocks until the result is there, and may be called once.
+
+    >>> Pending(lambda: 3).wait()
+    3
+    """
 
     _finish: Callable[[], _T]
 
@@ -123,7 +127,7 @@ class Group:
     """
     rank, size = 0, 1
     stays = True
-    """True for a static membership; members of a run come and go."""
+    """Whether its ranks stay the same; members come and go."""
     node_size = 1
     """Ranks that count as one source: 1 here, see `Nodes`."""
     shards: "Group | None" = None
@@ -531,8 +535,8 @@ class Group:
 
     def _wait_for(self, work: dist.Work, what: str) -> None:
         assert self._shared is not None, "something was launched"
-        # wait in slices; shortly before the limit ask whether the missing ranks are busy: if so, the
-        # limit moves (`longer`), else it stands (`denied`) and the wait runs out
+        # wait in slices; shortly before the limit ask whether the missing ranks are busy: if so,
+        # the limit moves (`longer`), else it stands (`denied`) and the wait runs out
         limit_s, begun, ended = left_s(self.timeout_s), time.monotonic(), False
         longer = denied = False
         while True:

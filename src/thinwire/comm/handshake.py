@@ -112,7 +112,11 @@ def elsewhere(what: str, rank: int, answer: bytes | Mapping[str, Any] = b"") -> 
 
 
 def mapping_of(answer: bytes) -> dict[str, Any]:
-    """Return the mapping that a rank sent as JSON, or an empty one if its bytes are not one."""
+    """Return the mapping that a rank sent as JSON, or an empty one if its bytes are not one.
+
+    >>> mapping_of(b'{"a": 1}'), mapping_of(b"?")
+    ({'a': 1}, {})
+    """
     try:
         value = json.loads(answer)
     except ValueError:
@@ -217,7 +221,11 @@ def while_busy(
 
 
 def by_rank(texts: Sequence[str | None]) -> list[str]:
-    """Return every text once, with the ranks that reported it; None is left out."""
+    """Return every text once, with the ranks that reported it; None is left out.
+
+    >>> by_rank(["disk full", None, "disk full"])
+    ['ranks 0, 2: disk full']
+    """
     speakers: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text is not None:

@@ -288,6 +288,9 @@ def job_ranks() -> list[int]:
 def node_size_of(ranks: Sequence[int], node_size: int | None) -> tuple[int, str]:
     """Return the number of consecutive ranks of a group that share a node, and the reason in words.
 
+    >>> node_size_of([0, 1, 2, 3], 2)
+    (2, 'node_size=2 was given')
+
     Args:
         ranks: Global ranks that exchange, in the order of the group.
         node_size: The user's value. None follows the launcher: `LOCAL_WORLD_SIZE` if the group has
@@ -314,6 +317,11 @@ def require_divisor(node_size: int | None, ranks: int) -> None:
 def sources_of(group: Group, node_size: int) -> Sources:
     """Return the group itself if every rank is a source, else its nodes. The first call is
     collective over the group.
+
+    >>> from thinwire.comm import Group
+    >>> group = Group.alone(timeout_s=60.0)
+    >>> sources_of(group, node_size=1) is group
+    True
 
     Raises:
         PeerLost, PeerStalled: A rank died or did not come while the process groups were made.

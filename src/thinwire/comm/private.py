@@ -267,7 +267,11 @@ _numbered: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKey
 
 
 def is_alone() -> bool:
-    """Return True if this process has no process group, so that no other rank waits for it."""
+    """Return True if this process has no process group, so that no other rank waits for it.
+
+    >>> is_alone()
+    True
+    """
     return not (dist.is_available() and dist.is_initialized())
 
 
@@ -287,7 +291,11 @@ def next_identity(process_group: dist.ProcessGroup | None = None) -> int:
 
 
 def place_in(process_group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    """Return this rank's index among these ranks and their number; (0, 1) without a group."""
+    """Return this rank's index among these ranks and their number; (0, 1) without a group.
+
+    >>> place_in(None)
+    (0, 1)
+    """
     if is_alone():
         return 0, 1
     return max(dist.get_rank(process_group), 0), max(dist.get_world_size(process_group), 1)

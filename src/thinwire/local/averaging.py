@@ -179,7 +179,7 @@ class Averaging:
                 for name, tensor in tensors.items()
             }
             make_common_(kept, sources)
-            for group, nbytes in zip(counted, sent, strict=True):  # no exchange of an update
+            for group, nbytes in zip(counted, sent, strict=True):  # not an exchange of updates
                 group.bytes_sent = nbytes
         self._common = True
 
@@ -265,7 +265,7 @@ class Averaging:
 
     def _taken(self, step: int, moved: Mapping[str, Tensor]) -> frozenset[str]:
         """Return the parameters whose change is compressed at this step."""
-        # rounds that end by time count from 0, and what has no such step compresses there too
+        # timed rounds count from 0; a compression without a begin step compresses at step 0 too
         if self.changes is None or step <= begin_step(self.changes, -1):
             return frozenset()
         return frozenset(name for name in moved if name in self.errors)
@@ -298,7 +298,7 @@ class Averaging:
 
     def _prepared(self, pending: PendingAveraging) -> tuple[Round, Set[str], Bucket]:
         """Return an averaging's round, its tensors, and the plan by which they are sent."""
-        # a pending that was loaded may hold its tensors in another order than the ranks' own
+        # a loaded averaging may list its tensors in another order: all ranks sort alike
         names = sorted(pending.moved, key=self._keys.__getitem__)
         given = {name: pending.moved[name] for name in names}
         given |= {_extra(key): value for key, value in pending.extras.items()}
@@ -356,7 +356,7 @@ class Averaging:
                 self._move(name, pending, step)
         for key, value in pending.extras.items():
             mean = pending.mean_of(_extra(key), value)
-            if not (self._alone and torch.equal(mean, value)):  # what came since would be lost
+            if not (self._alone and torch.equal(mean, value)):  # do not undo later changes
                 overwrite_(real_view(extras[key]), mean)
         if before is not None:
             applied = before - self.sketch_of({n: self.anchors[n] for n in pending.moved})
@@ -407,8 +407,8 @@ class Averaging:
         before = widened(param if pending.measured is None else pending.measured[name])
         target = anchor - step
         if self._alone:
-            # S - (S - p) is p but for rounding; alone, averaging must not change a bit of p where
-            # all of its change, and nothing that was kept, is applied
+            # S - (S - p) is p except for rounding. A single rank must keep p bit for bit where its
+            # whole change, without a residual, is applied
             target = torch.where(step == anchor - before, before, target)
         place = real_view(param)
         target = target.to(place.dtype)

@@ -190,7 +190,7 @@ def adapted_interval(
     above, below = first_rate * loss, rate * first_loss
     if below > 0 and math.isfinite(above) and math.isfinite(below):
         root = math.sqrt(above / below)
-    else:  # a product left the range of a double; the quotients need not
+    else:  # a product overflowed or underflowed; the quotients may not
         root = math.sqrt(first_rate / rate) * math.sqrt(loss / first_loss)
     wanted = root * init_k_steps
     return max_k_steps if wanted >= max_k_steps else max(1, math.ceil(wanted))

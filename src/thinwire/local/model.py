@@ -320,7 +320,7 @@ def _differs(now: Tensor, before: Tensor | None) -> Tensor:
         or before.device != now.device
     ):
         return torch.ones((), dtype=torch.bool, device=now.device)
-    # a NaN that stays is no change
+    # a value that stays NaN has not changed
     return ((now != before) & ~(now.isnan() & before.isnan())).any()
 
 

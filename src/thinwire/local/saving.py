@@ -95,7 +95,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     averaging.sketches.copy_(state["sketches"])
     for key in _COUNTERS:
         setattr(averager.counters, key, state[key])
-    if averager.counters.last > averager.counters.step:  # nothing has been averaged yet
+    if averager.counters.last > averager.counters.step:  # no averaging was made yet
         averager.counters.last = averager.config.begin_step
     for key in INTERVAL:
         setattr(averager.interval, key, state[key])
@@ -103,7 +103,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     averager.interval.observe_again(state["observed"])
     averager.begin_anew(state["tokens"])
     averager.count_from(state["bytes_sent"])
-    if pending is not None:  # it travels again when its time has come
+    if pending is not None:  # it is sent again when it is due
         devices = {name: p.device for name, p in tensors.params.items()}
         measured = {name: value.to(devices[name]) for name, value in pending["measured"].items()}
         extras = {

@@ -278,10 +278,10 @@ class LocalUpdates:
                 members.fetch(NewcomersWork(averager, members.group))
                 for each in self._tensors.optimizers:
                     begin_at = getattr(each, "begin_at", None)
-                    if begin_at is not None:  # schedules of the others are at this step
+                    if begin_at is not None:  # the schedules of the other ranks are at this step
                         begin_at(self.step)
                 averager.average_if_due()
-        averager.start_counting()  # what it takes to start is not an exchange of updates
+        averager.start_counting()  # traffic of the start is not counted as exchange of updates
         first = ranks.place[0] == 0
         if first and self._changes is not None:
             tell_coverage(self._changes, self._tensors.params.values())
@@ -299,7 +299,7 @@ class LocalUpdates:
         ]
         _open.append(self)
         for each in self._tensors.optimizers:
-            call_params = getattr(each, "call_params", None)  # of an optimizer of this library
+            call_params = getattr(each, "call_params", None)  # only optimizers of this library have it
             if call_params is not None:
                 call_params({p: name for name, p in named_parameters(self._tensors.model)})
         return self
@@ -341,7 +341,8 @@ class LocalUpdates:
         averager = self._open_averager()
         k_steps = self.k_steps
         members = self._members
-        # the ranks of a site do so at averagings, together; and all who have agreed on a change
+        # take up a change of membership here; ranks of a site, and ranks that have already agreed on a
+        # change, do so at the averaging instead
         if members is not None and members.site is None and members.group.over is None:
             members.group.take_up()
         with (
@@ -376,7 +377,7 @@ class LocalUpdates:
 
     def _round_over(self, averager: Averager) -> None:
         steps, self._paced_step = self.step - self._paced_step, self.step
-        if not steps:  # a round by time in which no rank made one
+        if not steps:  # a timed round in which no rank made a step
             return
         told = averager.pace.round(
             steps,
@@ -550,7 +551,7 @@ class LocalUpdates:
     def _applied_share(self) -> float:
         if self._averager is None:
             return 1.0
-        parts = self._averager.parts  # each has an outer optimizer of its own
+        parts = self._averager.parts  # each fragment has an outer optimizer of its own
         return self._averager.averaging.applied_share(-(-self._counters.averagings // parts))
 
     def traffic(self) -> dict[str, Any]:
@@ -689,7 +690,7 @@ def _tell_of_evaluation(model: nn.Module, _: object) -> None:
     for block in _open:
         own = block._tensors.model is model and block.apart and not block.synced
         if own and block._open_averager().group.size > 1:
-            block._hooks.pop().remove()  # it is the last one
+            block._hooks.pop().remove()  # it was appended last
             warnings.warn(
                 "the model is evaluated between two averagings, where its parameters are this "
                 "rank's own and not the mean of all ranks: evaluate where sync.synced is true, or "

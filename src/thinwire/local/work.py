@@ -94,7 +94,7 @@ def weights_of(works: Sequence[Work]) -> list[float]:
         ThinwireError: Some ranks reported tokens and some did not.
     """
     tokens = [each for _, each in works]
-    # a rank without a step has nothing to tell tokens of, and counts 0 either way
+    # a rank without a step reports no tokens, and its weight is 0 either way
     silent = [rank for rank, (steps, told) in enumerate(works) if told is None and steps]
     if silent and any(each is not None for each in tokens):
         raise ThinwireError(
