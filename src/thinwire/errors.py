@@ -63,7 +63,7 @@ class Diverged(ThinwireError):
     Example::
 
         try:
-            engine.require_equal()
+            sync.require_equal()
         except tw.Diverged as error:
             print(error)
 

@@ -299,7 +299,7 @@ class LocalUpdates:
         ]
         _open.append(self)
         for each in self._tensors.optimizers:
-            call_params = getattr(each, "call_params", None)  # only optimizers of this library have it
+            call_params = getattr(each, "call_params", None)  # of optimizers of this library
             if call_params is not None:
                 call_params({p: name for name, p in named_parameters(self._tensors.model)})
         return self
@@ -341,8 +341,8 @@ class LocalUpdates:
         averager = self._open_averager()
         k_steps = self.k_steps
         members = self._members
-        # take up a change of membership here; ranks of a site, and ranks that have already agreed on a
-        # change, do so at the averaging instead
+        # take up a change of membership here; ranks of a site, and ranks that have already agreed
+        # on a change, do so at the averaging instead
         if members is not None and members.site is None and members.group.over is None:
             members.group.take_up()
         with (
