@@ -28,7 +28,7 @@ class ThinwireError(RuntimeError):
     Example::
 
         try:
-            engine.train_step(batch)
+            engine.train_step(inputs, targets)
         except tw.ThinwireError as error:
             log.error("%s", error)
             raise SystemExit(1)

@@ -158,9 +158,8 @@ def busy(at_most: float | datetime.timedelta) -> Iterator[None]:
     Raises:
         TypeError, ValueError: `at_most` is not a duration, or not positive.
 
-    Communication: none in the block; the heartbeat thread reports it through the rendezvous store.
-    With
-        nccl, and between the stages of a pipeline, the time-out stays as it is.
+    Communication: none; the heartbeat thread reports the work through the rendezvous store. With
+    nccl, and between the stages of a pipeline, the time-out stays as it is.
     """
     with busy_for(seconds_given("at_most", at_most)):
         yield

@@ -1,7 +1,7 @@
 """Sources of an exchange that are not single ranks: nodes, sites of sharded models, and pipelines.
 
-Of a node one rank, the leader, exchanges with other nodes. Sites each hold a whole model in shards,
-pipelines in stages.
+One rank of a node, the leader, exchanges with other nodes. A site holds a whole model in shards, a
+pipeline holds it in stages.
 """
 
 import datetime

@@ -378,8 +378,8 @@ class Averaging:
         return mean if pending.share == 1 else mean / pending.share
 
     def _batches(self, pending: PendingAveraging) -> list[list[str]]:
-        """Yield the means in batches: all that exist already in one, each of the others alone,
-        since it needs a buffer.
+        """Return the names in batches: all whose mean exists already in one, each of the others
+        alone, since it needs a buffer.
         """
         together = [
             n for n in pending.moved if self._is_plain(n, pending) and n not in pending.compressed

@@ -201,8 +201,8 @@ def parse_exclusion(exclude: object) -> Exclusion:
 
 
 def excluded_flags(exclude: Exclusion, entries: Sequence[tuple[str | None, Tensor]]) -> list[bool]:
-    """Return True for every excluded (name, parameter) pair; a predicate is called once for
-    each.
+    """Return a flag for every (name, parameter) pair, True if excluded. A predicate is called
+    once per pair.
     """
     if not exclude:
         return [False] * len(entries)
