@@ -1,4 +1,4 @@
-"""Work that may hang, on a thread of its own."""
+"""Run work that may hang on a thread of its own."""
 
 import socket
 import threading
@@ -11,11 +11,15 @@ _T = TypeVar("_T")
 
 
 class Late(Exception):
-    """Something did not end in its time."""
+    """The work did not end within its time limit."""
 
 
 def within(limit_s: float, work: Callable[[], _T], *, name: str) -> _T:
-    """The result of `work`, which is left behind on a thread of this name where it takes longer.
+    """Return the result of `work`, which runs on a thread of this name. Work that takes longer is
+    left running on that thread.
+
+    >>> within(1.0, lambda: 2 + 3, name="sum")
+    5
 
     Raises:
         Late: It takes longer.
@@ -40,14 +44,15 @@ def within(limit_s: float, work: Callable[[], _T], *, name: str) -> _T:
 
 
 def addresses_of(host: str, limit_s: float) -> tuple[str, ...]:
-    """The addresses of a host, in the order in which they are to be tried.
+    """Return the addresses of a host, in the order in which to try them.
 
     Args:
         host: Name or address.
-        limit_s: How long to wait for name servers, which may keep silent for long.
+        limit_s: Longest wait for name servers.
 
     Raises:
-        OSError: It has none, it is no name, or nobody answers; `strerror` says which.
+        OSError: The host has no address, is not a valid name, or no name server answers; `strerror`
+            says which.
     """
     try:
         rows = within(

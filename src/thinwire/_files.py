@@ -1,4 +1,4 @@
-"""Small files: read with a limit, and written as a whole; without torch."""
+"""Small files: size-limited reads and atomic writes; without torch."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     """Return the content of a regular file.
 
     Raises:
-        OSError: It cannot be read, or is a pipe or a device, whose reading may never end.
+        OSError: It cannot be read, or is a pipe or a device, where a read may never end.
         ValueError: It has more bytes than `most_bytes`.
     """
     mode = path.stat().st_mode
@@ -30,8 +30,14 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a name to write a new file under, which then takes the place of the old one: readers
-    see one or the other, and after an error the old one.
+    """Yield a temporary path for a new file, which replaces `path` at the end.
+
+    Readers see the old file or the new one. After an error the old one remains.
+
+    Example::
+
+        with replacing(path) as temporary:
+            temporary.write_text("content")
     """
     aside = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
@@ -43,7 +49,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file as `replacing` does, and force it to the disk."""
+    """Write a file as `replacing` does, and force it to disk."""
     with replacing(path) as aside, aside.open("xb") as file:
         file.write(content)
         file.flush()

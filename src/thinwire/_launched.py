@@ -1,5 +1,5 @@
-"""The place among ranks that a launcher such as torchrun or srun gives to a process by its
-environment; without torch.
+"""Rank and world size that a launcher such as torchrun or srun sets in the environment; without
+torch.
 """
 
 from collections.abc import Mapping
@@ -11,10 +11,13 @@ _TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 def named_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Rank and number of ranks; None where not all four variables are set.
+    """Return rank and number of ranks, or None unless all four variables are set.
+
+    >>> named_place({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500"})
+    (1, 4)
 
     Raises:
-        ValueError: They are no numbers.
+        ValueError: They are not numbers, or the rank is not below the size.
     """
     texts = [environment.get(name, "") for name in _NAMES]
     if not all(texts):
@@ -26,11 +29,13 @@ def named_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def place_among_ranks(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Rank and number of ranks, where torchrun has started this process, or another launcher
-    several. MASTER_ADDR and MASTER_PORT alone say nothing.
+    """Return rank and number of ranks if torchrun, or another launcher of several ranks, started
+    this process.
+
+    None otherwise; MASTER_ADDR and MASTER_PORT alone do not count as a launch.
 
     Raises:
-        ValueError: They are no numbers, or some of the variables are missing.
+        ValueError: They are not numbers, or some of the variables are missing.
     """
     by_torchrun = _TORCHRUN in environment
     place = named_place(environment)
@@ -49,7 +54,7 @@ def place_among_ranks(environment: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher has started this process, with or without all that it should have set."""
+    """Return True if a launcher started this process, even with some of its variables missing."""
     try:
         return _TORCHRUN in environment or place_among_ranks(environment) is not None
     except ValueError:

@@ -1,5 +1,5 @@
-"""Names of a model's tensors, the same whether `torch.compile` has wrapped the model, parts of it,
-or nothing.
+"""Names of a model's tensors, the same with or without `torch.compile` on the model or its
+parts.
 """
 
 from collections.abc import Iterable
@@ -20,11 +20,13 @@ __all__ = [
 ]
 
 _WRAPPED = "_orig_mod"
-"""Under which a compiled module has the one that it compiles."""
+"""Attribute of a compiled module that holds the original module."""
 
 
 def plain_name(name: str) -> str:
-    """The name without what `torch.compile` puts into it; of words between blanks, each."""
+    """Return the name without the prefixes of `torch.compile`; words separated by blanks are
+    treated one by one.
+    """
     if _WRAPPED not in name:
         return name
     words = ([part for part in word.split(".") if part != _WRAPPED] for word in name.split(" "))
@@ -32,8 +34,9 @@ def plain_name(name: str) -> str:
 
 
 def plain_names(names: Iterable[str]) -> list[str]:
-    """The plain ones; all as they came where two of them would become one, as in a model that gives
-    an attribute of its own that name.
+    """Return the plain names, or all names unchanged if two of them would become equal.
+
+    That happens in a model with an attribute of the wrapper's name.
     """
     given = list(names)
     plain = [plain_name(name) for name in given]
@@ -41,10 +44,10 @@ def plain_names(names: Iterable[str]) -> list[str]:
 
 
 def require_shapes(model: nn.Module) -> None:
-    """Refuse a model with parameters or buffers that have no shape yet.
+    """Raise for a model with parameters or buffers that have no shape yet.
 
     Raises:
-        ValueError: Names the first one.
+        ValueError: A tensor has no shape; names the first one.
     """
     for name, tensor in [*named_parameters(model), *named_buffers(model)]:
         if is_lazy(tensor):
@@ -55,20 +58,21 @@ def require_shapes(model: nn.Module) -> None:
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, Parameter]]:
-    """As `model.named_parameters()`, with plain names."""
+    """Return `model.named_parameters()` as a list, with plain names."""
     pairs = list(model.named_parameters())
     return list(zip(plain_names(name for name, _ in pairs), (p for _, p in pairs), strict=True))
 
 
 def named_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """As `model.named_buffers()`, with plain names."""
+    """Return `model.named_buffers()` as a list, with plain names."""
     pairs = list(model.named_buffers())
     return list(zip(plain_names(name for name, _ in pairs), (b for _, b in pairs), strict=True))
 
 
 def non_persistent_buffers(model: nn.Module) -> frozenset[str]:
-    """The plain names of those that were registered with persistent=False, and that torch's
-    `state_dict` leaves out: caches, which a forward pass may make or replace.
+    """Return the plain names of buffers registered with persistent=False.
+
+    torch's `state_dict` leaves them out: caches, which a forward pass may make or replace.
     """
     lasting = {
         id(buffer)
@@ -80,5 +84,7 @@ def non_persistent_buffers(model: nn.Module) -> frozenset[str]:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a glob pattern is for this name, as it is or plain; the pattern may be of either."""
+    """Return True if a glob pattern matches this name; both are tried as given and as plain
+    names.
+    """
     return fnmatchcase(name, pattern) or fnmatchcase(plain_name(name), plain_name(pattern))

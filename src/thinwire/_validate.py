@@ -1,4 +1,4 @@
-"""Checks of arguments, shared by everything: one wording, one rule for every kind of value."""
+"""Argument checks shared by all modules, with one wording and one rule for every kind of value."""
 
 import math
 import operator
@@ -34,14 +34,17 @@ def real(
 ) -> float:
     """Return `value` as a float if it is a number in the range.
 
+    >>> real("momentum", 0.9, at_least=0, below=1)
+    0.9
+
     Args:
-        name: What the message calls the argument.
+        name: Name of the argument in messages.
         value: An int or a float; bool, str and None are refused.
         at_least: Smallest value allowed.
         above: The value must be larger than this.
         at_most: Largest value allowed.
         below: The value must be smaller than this.
-        finite: False lets infinity through; NaN is refused always.
+        finite: False allows infinity; NaN is always refused.
 
     Raises:
         TypeError: Not a number.
@@ -77,9 +80,12 @@ def integer(
 ) -> int:
     """Return `value` as an int if it is an integer in the range.
 
+    >>> integer("k_steps", 16, at_least=1)
+    16
+
     Args:
-        name: What the message calls the argument.
-        value: Anything with `__index__` (a 0-dim integer tensor too) but bool.
+        name: Name of the argument in messages.
+        value: Anything with `__index__` (a 0-dim integer tensor too) except bool.
         at_least: Smallest value allowed.
         at_most: Largest value allowed.
 
@@ -114,7 +120,7 @@ def boolean(name: str, value: object) -> bool:
 
 
 def scalar(name: str, value: object, *, at_least: float | None = None) -> float:
-    """`real`, but a tensor of one element is taken too and read once."""
+    """Return `real(...)` of a number or of a tensor of one element, which is read once."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise ValueError(
@@ -140,9 +146,7 @@ def instance(name: str, value: object, kinds: type | tuple[type, ...], *, advice
 
 
 def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
-    """Raise `ValueError` unless `value` is one of `allowed`; suggest the closest where that is a
-    word.
-    """
+    """Raise `ValueError` unless `value` is one of `allowed`; suggest the closest for a string."""
     choices = list(allowed)
     if value not in choices:
         raise ValueError(
@@ -151,21 +155,26 @@ def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
 
 
 def closest(word: object, candidates: Iterable[object]) -> str:
-    """A hint such as `; did you mean 'weight_decay'?`, or an empty string when nothing is near."""
+    """Return a hint such as `; did you mean 'weight_decay'?`, or an empty string if nothing is
+    near.
+
+    >>> closest("weigth_decay", ["lr", "weight_decay"])
+    "; did you mean 'weight_decay'?"
+    """
     names = [name for name in candidates if isinstance(name, str)]
     matches = near(word, names) if isinstance(word, str) else []
     return f"; did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
 
 
 def closest_or_all(word: object, known: Collection[str]) -> str:
-    """As `closest`; where nothing is near, all that are known."""
+    """Return the hint of `closest`, or a list of all known words if nothing is near."""
     return closest(word, known) or f"; known are {', '.join(known)}"
 
 
 def same_shapes(
     kind: str, came: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor], *, advice: str
 ) -> None:
-    """Raise `ValueError` unless a saved state has the tensors that are here, by name and shape."""
+    """Raise `ValueError` unless a saved state has the same tensors as here, by name and shape."""
     for name in {**came, **here}:
         before, now = (tuple(t[name].shape) if name in t else "nothing" for t in (came, here))
         if before != now:

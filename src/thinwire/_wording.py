@@ -1,4 +1,4 @@
-"""What messages say of values and of unknown words; without torch."""
+"""Wording of values and of unknown words in messages; without torch."""
 
 import re
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ _MOST_CHARACTERS = 120
 
 
 def shown(value: object) -> str:
-    """`repr` of a value, or its beginning where it is long."""
+    """Return the `repr` of a value, shortened if it is long."""
     text = repr(value)
     if len(text) <= _MOST_CHARACTERS:
         return text
@@ -19,19 +19,22 @@ def shown(value: object) -> str:
 
 
 def plain(text: str) -> str:
-    """The text itself; its `repr` where it holds what steers a terminal or cannot be seen."""
+    """Return the text, or its `repr` if it holds terminal control codes or invisible characters."""
     return text if text.isprintable() else repr(text)
 
 
 def near(word: str, candidates: Iterable[str]) -> list[str]:
-    """The candidates that differ from `word` in few letters, nearest first; often none.
+    """Return the candidates that differ from `word` in few letters, nearest first; often none.
 
-    Letters that are missing, too many, others, or two that changed places count one each; a third
-    of the longer word's letters may differ, and one at least. Capitals count as small letters. One
-    of which `word` is a whole part, as `bits` is of `value_bits`, comes after those.
+    >>> near("momentun", ["lr", "momentum"])
+    ['momentum']
+
+    A missing, extra, replaced or transposed letter counts one. Up to a third of the longer word's
+    letters may differ, and always one. Case is ignored. Candidates that contain `word` as a whole
+    part, as `value_bits` contains `bits`, come last.
 
     Returns:
-        At most three; of equally near ones the later.
+        At most three; on a tie the later candidates.
     """
     found = []
     for place, candidate in enumerate(candidates):
@@ -47,7 +50,7 @@ def near(word: str, candidates: Iterable[str]) -> list[str]:
 
 
 def _distance(a: str, b: str) -> int:
-    """Edits between two words: the restricted Damerau-Levenshtein distance."""
+    """Return the restricted Damerau-Levenshtein distance between two words."""
     two_before, before = [0] * (len(b) + 1), list(range(len(b) + 1))
     for i, letter in enumerate(a, start=1):
         row = [i]

@@ -1,5 +1,5 @@
-"""The command `thinwire`: an exit status and one line for whatever goes wrong; commands are in
-`tools`, `strategy` and `members`.
+"""The command `thinwire`: an exit status, and one line for every error. Commands are in `tools`,
+`strategy` and `members`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _FAILED, _BAD_INPUT, _INTERRUPTED, _TERMINATED = 1, 2, 130, 143
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command line and exits: 0 done, 1 failed, 2 bad input, 130 interrupted, 143
+    """Run the command line and exit: 0 done, 1 failed, 2 bad input, 130 interrupted, 143
     terminated.
 
     Args:
-        arguments: Instead of those of the process.
+        arguments: Command-line words; None for those of the process.
     """
     try:
         _run(list(sys.argv[1:] if arguments is None else arguments))
@@ -109,8 +109,8 @@ def _orderly_termination() -> Iterator[None]:
 
 
 def _script_apart(typed: Sequence[str], app: App) -> list[str]:
-    """What was typed, with "--" before the script of `run`: all that follows is the script's, as
-    torchrun takes it.
+    """Return the words typed, with "--" before the script of `run`: all words after it belong to
+    the script, as with torchrun.
     """
     words = list(typed)
     if words[:1] != ["run"]:
@@ -134,7 +134,9 @@ def _script_apart(typed: Sequence[str], app: App) -> list[str]:
 
 
 def _meant(error: Exception) -> str:
-    """The error on one line, without a suggestion that differs from the word in many letters."""
+    """Return the error on one line, without a suggestion that differs from the word in many
+    letters.
+    """
     from cyclopts import UnknownCommandError, UnknownOptionError
 
     text = " ".join(str(error).split())
@@ -151,7 +153,7 @@ def _meant(error: Exception) -> str:
 
 
 def _advice(error: Exception, typed: Sequence[str]) -> str:
-    """For whoever gives a script its options as other launchers take them."""
+    """Return advice for a user who passes options to a script as with other launchers."""
     from cyclopts import UnknownOptionError
 
     if isinstance(error, UnknownOptionError) and typed[0] == "run" and "--" not in typed:

@@ -1,8 +1,7 @@
-"""The errors that thinwire raises at run time, one family, every one of them a `RuntimeError`.
+"""Run-time errors of thinwire: one family, all of them subclasses of `RuntimeError`.
 
 Wrong arguments are `TypeError` and `ValueError` as everywhere in Python. The one exception here is
-`StrategyError`, a `ValueError` for a strategy that cannot be; all others are for what goes wrong
-later.
+`StrategyError`, a `ValueError` for an invalid strategy. All others report failures at run time.
 """
 
 __all__ = [
@@ -24,7 +23,16 @@ __all__ = [
 
 
 class ThinwireError(RuntimeError):
-    """Base of the run-time errors of this library."""
+    """Base of the run-time errors of this library.
+
+    Example::
+
+        try:
+            engine.train_step(inputs, targets)
+        except tw.ThinwireError as error:
+            log.error("%s", error)
+            raise SystemExit(1)
+    """
 
 
 class PeerLost(ThinwireError):
@@ -36,32 +44,37 @@ class PeerStalled(ThinwireError):
 
 
 class QuorumLost(ThinwireError):
-    """Too few members are left to go on: fewer than `min_members`, or not more than half of the
+    """Too few members are left to continue: fewer than `min_members`, or at most half of the
     last generation.
     """
 
 
 class Evicted(ThinwireError):
-    """The other members went on without this one, which was away for too long."""
+    """The other members continued without this one, which was away for too long."""
 
 
 class Mismatch(ThinwireError):
-    """Two ranks disagree: on versions, configuration, parameters or on what is exchanged in this
-    step.
-    """
+    """Ranks disagree on versions, configuration, parameters or the content of this exchange."""
 
 
 class Diverged(ThinwireError):
-    """What ranks must hold alike differs.
+    """Values that must be equal on all ranks differ.
 
-    Names the first parameter and the updates between which it happened.
+    Example::
+
+        try:
+            sync.require_equal()
+        except tw.Diverged as error:
+            print(error)
+
+    Names the first parameter that differs and the updates between which it happened.
     """
 
 
 class PayloadCorrupt(ThinwireError):
     """A message is damaged, or belongs to another step or layout.
 
-    Names the rank it came from; nothing was applied.
+    Names the sender; nothing was applied.
     """
 
 
@@ -70,27 +83,38 @@ class NonFinite(ThinwireError):
 
 
 class CheckpointError(ThinwireError):
-    """A checkpoint cannot be written, or there is none that can be loaded.
+    """A checkpoint cannot be written, or no checkpoint can be loaded.
 
     Raised on every rank, with the cause.
     """
 
 
 class CheckpointCorrupt(CheckpointError):
-    """A file of a checkpoint is damaged, missing or of another checkpoint; names the file."""
+    """A file of a checkpoint is damaged, missing or from another checkpoint; names the file."""
 
 
 class CheckpointMissing(CheckpointError):
-    """There is no checkpoint in the directory yet, not even a damaged one."""
+    """The directory has no checkpoint yet, not even a damaged one.
 
+    Example::
 
-class CheckpointMismatch(CheckpointError):
-    """A checkpoint is whole and belongs to something else: another strategy, model, optimizer or
-    pipeline.
+        try:
+            engine.load("checkpoints")
+        except tw.CheckpointMissing:
+            pass  # the first start
     """
 
 
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint is intact but belongs to another strategy, model, optimizer or pipeline."""
+
+
 class StrategyError(ValueError):
-    """Parts of a strategy do not go together, or not with this model, optimizer or number of ranks;
-    lists all of it.
+    """Parts of a strategy conflict with each other, or with the model, the optimizer or the number
+    of ranks; lists every conflict.
+
+    >>> import thinwire as tw
+    >>> tw.DistributedStrategy(lars=tw.LARS(), lamb=tw.LAMB())  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    thinwire.errors.StrategyError: ...
     """

@@ -1,6 +1,4 @@
-"""What talks to other ranks, the one place that calls `torch.distributed`; whatever needs ranks
-imports it.
-"""
+"""Communication with other ranks; the only package that calls `torch.distributed`."""
 
 from thinwire.comm.ddp import BucketTap, tap_buckets
 from thinwire.comm.failures import state_told

@@ -1,6 +1,4 @@
-"""The place in DistributedDataParallel's backward pass where gradients become ready, bucket by
-bucket.
-"""
+"""Tap DistributedDataParallel's backward pass where gradients become ready, bucket by bucket."""
 
 import gc
 import weakref
@@ -25,11 +23,10 @@ _taps: "weakref.WeakKeyDictionary[DistributedDataParallel, BucketTap]" = weakref
 
 
 class BucketTap:
-    """Calls a function for every bucket and leaves the rank's own gradients in place of their
-    average.
+    """Call a function for every bucket and keep the rank's own gradients instead of their average.
 
-    DDP takes one communication hook for good. Closing the tap therefore leaves a hook that passes
-    local gradients through, and `tap_buckets` opens the same tap again.
+    DDP accepts one communication hook and cannot remove it. A closed tap therefore leaves a hook
+    that passes local gradients through, and `tap_buckets` opens the same tap again.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -38,20 +35,22 @@ class BucketTap:
         ddp.register_comm_hook(None, self._hook)
 
     def open(self, on_bucket: OnBucket, instead: str) -> None:
-        """Call the function from now on, and refuse DDP's `join`; `instead` says what to do."""
+        """Start to call the function, and refuse DDP's `join`; `instead` is the advice in that
+        error.
+        """
         self.on_bucket = on_bucket
         if (ddp := self._ddp()) is not None:
             vars(ddp)["join_hook"] = partial(_refuse_join, instead)
 
     def close(self) -> None:
-        """From now on only pass gradients through."""
+        """Stop calling the function; gradients pass through."""
         self.on_bucket = None
         if (ddp := self._ddp()) is not None:
             vars(ddp).pop("join_hook", None)
 
-    # DDP inspects this signature: a bound method whose second argument is called `bucket` and
-    # really annotated so.
-    # torch.distributed has it, its stub not
+    # DDP inspects this signature: it needs a bound method whose second argument is named `bucket`
+    # and annotated with the class itself, not with a string
+    # missing in torch's stubs
     def _hook(self, _state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
         if self.on_bucket is not None:
@@ -63,10 +62,11 @@ class BucketTap:
         return future
 
 
-# torch.distributed has it, its stub not
+# missing in torch's stubs
 def _gradients(bucket: dist.GradBucket) -> list[Tensor]:  # type: ignore[name-defined]
-    """Views of a bucket in the layouts of the parameters, as DDP's reducer lays them out;
-    `bucket.gradients()` reads those of channels_last, for instance, in the wrong order.
+    """Return views of a bucket in the layouts of the parameters, as DDP's reducer lays them out.
+
+    `bucket.gradients()` returns some layouts, such as channels_last, in the wrong order.
 
     Source: torch/csrc/distributed/c10d/reducer.cpp, `initialize_bucket_views`: the strides of the
     parameter where it is dense without overlap, else contiguous.
@@ -84,15 +84,21 @@ def _gradients(bucket: dist.GradBucket) -> list[Tensor]:  # type: ignore[name-de
 def tap_buckets(
     ddp: DistributedDataParallel, group: Group, on_bucket: OnBucket, *, instead: str
 ) -> BucketTap:
-    """Have `on_bucket(index, parameters, gradients)` called in every synchronising backward pass of
-    `ddp`, whose gradients are no longer averaged.
+    """Call `on_bucket(index, parameters, gradients)` in every synchronising backward pass of `ddp`.
+    DDP no longer averages its gradients.
 
-    The function gets this rank's gradients, views shaped as their parameters, and must neither
-    change them nor block on a collective that other ranks have not launched.
+    Example::
+
+        tap = tap_buckets(ddp, group, launch, instead="call engine.join()")
+        loss.backward()  # calls launch(index, parameters, gradients) for every bucket
+        tap.close()
+
+    The function receives this rank's gradients as views shaped like their parameters. It must not
+    change them, and must not block on a collective that other ranks have not launched.
 
     Raises:
         ValueError: The model spans other ranks than `group`, its buckets are tapped already, or it
-            has a hook of somebody else.
+            has another communication hook.
     """
     if dist.get_world_size(ddp.process_group) != group.size:
         raise ValueError(
@@ -127,6 +133,8 @@ def _refuse_join(instead: str, **_: Any) -> NoReturn:
 
 
 def living(kind: type[_T]) -> list[_T]:
-    """All objects of a kind in this process: it looks at all objects, which takes a moment."""
-    # type() and not isinstance, which would ask proxies of others for their class
+    """Return all objects of a type in this process. It visits every object, which takes a
+    moment.
+    """
+    # type() and not isinstance, which would resolve the class of proxies
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]

@@ -1,4 +1,4 @@
-"""Process groups over a store alone, without `init_process_group`: for ranks that come and go."""
+"""Process groups over a store alone, without `init_process_group`, for ranks that come and go."""
 
 import datetime
 import json
@@ -26,15 +26,15 @@ _listening = threading.Lock()
 
 
 class Direct:
-    """The process groups of ranks that met at a store: what `Private` is for those of a job.
+    """Process groups of ranks that met at a store; the counterpart of `Private` for members.
 
     Attributes:
-        group: Of the data; None once it was released.
-        control: Of the small messages by which ranks agree.
+        group: Process group of the data; None after `release`.
+        control: Process group of the small messages by which ranks agree.
 
     Args:
-        store: Where the ranks find each other; one that was never used for this.
-        rank: Of this process.
+        store: Store at which the ranks meet; a fresh prefix.
+        rank: Rank of this process.
         size: Ranks, at least 2.
         timeout_s: For the making, which is collective.
         address: Of this machine, on which the groups listen.
@@ -42,8 +42,8 @@ class Direct:
     Raises:
         PeerLost, PeerStalled: One of the ranks died, or did not come within the time-out.
 
-    Source: `ProcessGroupGloo` and `ProcessGroup` in torch/csrc/distributed/c10d. `abort` ends no
-    wait there; a connection that is closed does (`hang_up`).
+    Source: `ProcessGroupGloo` and `ProcessGroup` in torch/csrc/distributed/c10d. `abort` does not
+    end a wait there; closing its connections does (`hang_up`).
     """
 
     courier = None
@@ -55,7 +55,9 @@ class Direct:
         self.group: ProcessGroup | None
         self.control: ProcessGroup | None
         self._store: Store | None = None
-        """torch keeps no reference to a store that is an object of Python."""
+        """Reference that keeps the store alive: torch holds none to a store implemented in
+        Python.
+        """
         self._connections: list[Connection] = []
         begun = time.monotonic()
         try:
@@ -89,31 +91,34 @@ class Direct:
 
     @property
     def lives(self) -> bool:
-        """Whether it has not been released."""
+        """True until `release`."""
         return self.group is not None
 
     def hang_up(self) -> None:
-        """Close the connections: every wait of this process and of the others ends at once."""
+        """Close the connections, which ends every wait of this process and of the others at
+        once.
+        """
         for each in self._connections:
             shut_down(each)
 
     def release(self) -> None:
-        """Hang up and let go of the groups, which joins their threads; may be called twice."""
+        """Close the connections and drop the groups, which joins their threads. May be called
+        twice.
+        """
         self.hang_up()
         self.group = self.control = None
 
 
 def between(here: Place, there: Set[Place]) -> list[Connection]:
-    """The connections of this process that it accepted at a place, or made to one of others.
+    """Return the connections that this process accepted at `here` or made to one of `there`.
 
-    A port alone says too little: another network of this process may have the same, on another
-    machine.
+    The port alone is ambiguous: this process may use the same port on another machine.
     """
     return [each for each in connections() if each.here == here or each.there in there]
 
 
 class _Ahead(Store):
-    """A store that asks for the addresses of all ranks at once, as gloo does one after another."""
+    """Store that fetches the addresses of all ranks at once; gloo asks for one after another."""
 
     def __init__(self, store: Store, size: int) -> None:
         super().__init__()
@@ -221,7 +226,7 @@ def _device(address: str) -> tuple[Any, Place]:
 
 
 def _gloo(store: Store, rank: int, size: int, timeout_s: float, device: Any) -> ProcessGroup:
-    """A gloo group that is in no registry of torch's."""
+    """Return a gloo group that is not in torch's registry."""
     kind: Any = ProcessGroupGloo
     options = kind._Options()
     options._devices = [device]

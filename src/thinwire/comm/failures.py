@@ -1,6 +1,7 @@
-"""Turning what a backend says about a broken exchange into one of our errors, and saying truly
-whose fault it is: every rank tells the store now and then that it is alive, and where, and asks
-only when an exchange has failed.
+"""Turn a backend's failure into one of our errors and name the rank at fault.
+
+Every rank sends heartbeats with its current exchange to the store. They are read only after an
+exchange has failed.
 """
 
 import contextlib
@@ -36,22 +37,24 @@ if TYPE_CHECKING:
 _KEY = "thinwire/alive"
 _SHORTEST_S, _LONGEST_S = 0.5, 5.0
 _PROMPT_S = 0.2
-"""With what `ask` adds: what a store that answers at all needs on a loaded machine."""
+"""Time limit for a quick answer, beside the slack in `ask`: enough for a responsive store on a
+loaded machine.
+"""
 _connecting = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """Facts about a rank that has said something.
+    """Last heartbeat of a rank.
 
     Attributes:
-        age_s: Since it last did, by the clocks of both, which began when the group was made.
-        interval_s: In which it does.
-        what: The exchange that it was in or had left; empty before its first.
-        waiting: Whether it was waiting there.
-        since_s: For how long, at that time.
-        failed: How an exchange of this group failed there: "stalled", "lost" or empty.
-        idle_s: Since it was known to be at work of its own that may take long; None: it never was.
+        age_s: Age of the heartbeat, by the clocks of both ranks since the group was made.
+        interval_s: Heartbeat interval.
+        what: Its current or last exchange; empty before the first.
+        waiting: True if it was waiting there.
+        since_s: Time spent waiting or away, at that moment.
+        failed: Failure of an exchange of this group there: "stalled", "lost" or empty.
+        idle_s: Time since its last `busy` work was known to last; None: there was none.
     """
 
     age_s: float
@@ -64,22 +67,22 @@ class Sighting:
 
     @property
     def silent(self) -> bool:
-        """Whether it is too long ago for a rank that is alive, with room for a busy machine."""
+        """True if the heartbeat is too old for a living rank, even on a busy machine."""
         return self.age_s > max(3 * self.interval_s, 2.0)
 
     @property
     def is_there(self) -> bool:
-        """Whether its exchange has failed too, or it waits in one."""
+        """True if its exchange has failed too, or it waits in one."""
         return bool(self.failed) or (self.waiting and not self.silent)
 
 
 class Courier:
-    """Carries this rank's signs of life to the store of a group, on a thread of its own.
+    """Heartbeat thread: reports this rank to the store of a group.
 
-    A client of the store is busy until the store's host has answered, and that host may be stopped
-    or cut off: the thread has a connection of its own, saying takes no answer, and `ask` gives up
-    by closing the connection. So the main thread waits no longer than it wants to, and no thread is
-    left in the middle of a call at exit, where it would abort the interpreter.
+    A store client blocks until the store's host answers, and that host may be stopped or cut off.
+    So the thread has a connection of its own, heartbeats need no answer, and `ask` gives up by
+    closing the connection. The main thread never waits longer than it allows. No thread is left
+    inside a call at exit, where it would abort the interpreter.
     """
 
     def __init__(self, store: "Store", rank: int, size: int, timeout_s: float) -> None:
@@ -99,12 +102,13 @@ class Courier:
         self._thread.start()
 
     def ask(self, failed: str, patience_s: float) -> Sequence[Sighting | None] | None:
-        """Say how an exchange has failed here, "stalled" or "lost", or "", and hear about all
-        ranks, within half a second of `patience_s`: how long to wait for ranks that have not said
-        the same.
+        """Report a failure here ("stalled", "lost" or "") and return the heartbeats of all ranks.
+
+        Takes at most half a second more than `patience_s`, the time to wait for ranks that have not
+        reported a failure too.
 
         Returns:
-            By rank, None for one that was never heard of; None where the store does not answer.
+            One entry per rank, None without a heartbeat; None if the store does not answer.
         """
         if not self._thread.is_alive():
             return None
@@ -116,11 +120,13 @@ class Courier:
         return question.answer
 
     def more_s(self, timeout_s: float) -> float:
-        """Seconds that this rank may still wait for ranks that are busy: until `timeout_s` after
-        the last of them was known to be. Takes milliseconds, and a second where the store is away.
+        """Return how long this rank may still wait for busy ranks: until `timeout_s` after the last
+        of them was known to be busy.
+
+        Takes milliseconds, or a second if the store does not answer.
 
         Returns:
-            Seconds from now; 0 or less where another rank than those is missing, or none is.
+            Seconds from now; 0 or less if a rank is missing that is not busy, or none is missing.
         """
         seen = self.ask("", _PROMPT_S)
         if seen is None or seen[self._rank] is None:
@@ -134,10 +140,10 @@ class Courier:
         return timeout_s - max(idle, default=math.inf)
 
     def stop(self) -> None:
-        """End the thread, within a second; may be called more than once."""
+        """Stop the thread within a second; may be called more than once."""
         self._over.set()
         self._wanted.put(None)
-        if threading.current_thread() is self._thread:  # as garbage is collected on any thread
+        if threading.current_thread() is self._thread:  # garbage collection may call it here
             return
         self._thread.join(0.2)
         if self._thread.is_alive():
@@ -147,11 +153,13 @@ class Courier:
             _couriers.remove(self)
 
     def _run(self, store: "Store") -> None:
-        # whatever the store says or does not: it is asked only to make an error clearer
+        # Errors of the store are ignored: heartbeats only make an error message clearer.
+        # The clone has a connection of its own. It is found as the new one to the store's port, so
+        # only one thread at a time may connect.
         with contextlib.suppress(RuntimeError, ValueError):
             with _connecting:
                 self._others = _connections_to(self._host)
-                # torch has it, its stub not
+                # missing in torch's stubs
                 own: Store = store.clone()  # type: ignore[attr-defined]
                 self._mine = _connections_to(self._host) - self._others
             del store
@@ -202,7 +210,7 @@ class Courier:
         return Sighting(age_s, self.interval_s, *said, idle_s)
 
     def _hang_up(self) -> None:
-        """Close the connection under a call that waits for an answer, or for it."""
+        """Close the connection, to end a call that waits for it or for an answer."""
         mine = self._mine if self._mine is not None else _connections_to(self._host) - self._others
         for each in mine:
             shut_down(each)
@@ -219,13 +227,13 @@ _couriers: list[Courier] = []
 
 
 def stop_all() -> None:
-    """End all threads: at exit, before anything that they use goes."""
+    """Stop all heartbeat threads; at exit, before anything that they use is freed."""
     for courier in list(_couriers):
         courier.stop()
 
 
 def _host_of(store: "Store") -> int | None:
-    """The port of the store's host, None where the store is no server."""
+    """Return the port of the store's host, or None if the store has no server."""
     inner: Any = getattr(store, "_underlying_non_prefix_store", store)
     port = getattr(inner, "port", None)
     return port if isinstance(port, int) else None
@@ -236,8 +244,7 @@ def _connections_to(port: int | None) -> set[Connection]:
 
 
 _PATIENCE_S = 0.5
-"""For the reports of ranks that are alive: their exchange fails within milliseconds of this one's.
-"""
+"""Wait for the reports of living ranks: their exchange fails within milliseconds of this one's."""
 _AT_WORK = (
     "Where a rank works that long on purpose, let it say so, with thinwire.busy, or give more "
     "timeout=."
@@ -259,8 +266,13 @@ _told = _Told()
 
 @contextmanager
 def state_told(state: str) -> Iterator[None]:
-    """Let errors of the exchanges in here say this of the rank's state, where it has moved before
+    """Let errors of exchanges inside the block describe this rank's state, if it has changed before
     them.
+
+    Example::
+
+        with state_told("Some matrices may have moved on some ranks"):
+            pending.wait()
 
     Args:
         state: A sentence without its full stop.
@@ -273,7 +285,7 @@ def state_told(state: str) -> Iterator[None]:
 
 
 def state_after_failure() -> str:
-    """The state after an exchange that fails now, as a sentence without its full stop."""
+    """Return the state after an exchange that fails now, as a sentence without its full stop."""
     return _told.state
 
 
@@ -286,16 +298,16 @@ def explain_failure(
     within: str,
     courier: Courier | None = None,
 ) -> ThinwireError:
-    """The error to raise on this rank for a collective that failed; keep `error` as its cause.
+    """Return the error to raise on this rank for a failed collective; keep `error` as its cause.
     Takes at most 1 s.
 
     Args:
-        error: What the backend raised.
+        error: The exception of the backend.
         what: The exchange in plain words, such as "gathering messages".
         rank: This rank, of `size`.
         size: Number of ranks in the group.
-        within: For how long this rank has waited at most, with the unit.
-        courier: Through which ranks that still live report.
+        within: Longest wait of this rank, with the unit.
+        courier: Heartbeat thread through which living ranks report.
 
     Returns:
         `PeerStalled` for a time-out, here or on the rank that hung up; `PeerLost` for a closed

@@ -1,4 +1,4 @@
-"""The ranks that exchange, as one object that also works alone."""
+"""The ranks that exchange, as one object that also works on a single rank."""
 
 import contextlib
 import datetime
@@ -48,19 +48,20 @@ __all__ = [
 ]
 
 _SLICE_S = 1.0
-"""After which a wait looks at the clock, and lets a signal in."""
+"""Interval at which a wait checks the clock and lets signals in."""
 _NEWS_S = 10.0
 _ALONE_S = 1800.0
 _LONGEST_BYTES = 64 << 20
 _log = logging.getLogger("thinwire")
 _HEAD = struct.Struct("<Q8s8s")
-"""Length of a message, its digest, and the digest of what ranks of all parts must say alike."""
+"""Header of a message: its length, its digest, and the digest of what ranks of all parts must
+have in common.
+"""
 _T = TypeVar("_T")
 
 
 class Regrouped(Exception):
-    """The ranks are others than when this exchange began: make it again, from what was agreed on
-    last.
+    """Membership changed during this exchange; retry it from the last agreed state.
 
     Never leaves the library.
     """
@@ -68,66 +69,78 @@ class Regrouped(Exception):
 
 @dataclass(slots=True)
 class Pending(Generic[_T]):
-    """Something launched on the wire; `wait` blocks until it is there, and may be called once."""
+    """A launched exchange. `wait` blocks until the result is there, and may be called once.
+
+    >>> Pending(lambda: 3).wait()
+    3
+    """
 
     _finish: Callable[[], _T]
 
     def wait(self) -> _T:
-        """The result, or a `thinwire.errors` error that says which exchange failed and why."""
+        """Return the result, or raise a `thinwire.errors` error that names the exchange and the
+        cause.
+        """
         return self._finish()
 
 
 class Group:
-    """The ranks that exchange with each other; one process without a process group is a group of
+    """The ranks that exchange with each other. One process without a process group is a group of
     one.
+
+    >>> import torch
+    >>> group = Group.alone(timeout_s=60.0)
+    >>> group.all_reduce_(torch.ones(2), what="adding").wait().tolist()
+    [1.0, 1.0]
 
     A private process group carries the library's traffic, one for each group of the user, so that
     collectives of the user cannot interleave with it.
 
     Args:
         process_group: The ranks; None for all of them.
-        timeout: For how long a rank waits for others, in seconds or as a timedelta; None: as long
-            as `process_group` itself would. The same on all ranks. What is larger than a few MiB
-            goes in pieces, each of which has this time for itself.
+        timeout: Longest wait for other ranks, in seconds or as a timedelta; None: the time-out of
+            `process_group`. The same on all ranks. Messages above a few MiB are sent in pieces,
+            each with the whole time-out.
 
     Raises:
-        TypeError, ValueError: `process_group` or `timeout` is none, or this rank does not belong to
-            the group.
+        TypeError, ValueError: `process_group` or `timeout` is invalid, or this rank does not belong
+            to the group.
         PeerLost, PeerStalled: A rank died or did not come while the private group was made.
 
     Warns:
         UserWarning: A launcher has started several ranks, and there is no process group.
 
     Communication: making the first one over given ranks is collective over them. `bytes_sent`
-    counts every byte given to an exchange, on one rank too; `bytes_received` what came from others,
-    the result of a sum as a whole; `wait_s` the seconds for which this rank was blocked until an
-    exchange was over.
+    counts every byte passed to an exchange, on one rank too. `bytes_received` counts bytes from
+    other ranks, and the result of a sum once. `wait_s` counts the seconds for which this rank was
+    blocked in exchanges.
     Failure: a dead rank is `PeerLost` on the others, a stopped one `PeerStalled` within a second
-    after the time-out. After that nothing goes over these ranks any more.
+    after the time-out. After that, all exchanges over these ranks are refused.
     """
 
     on_the_wire: ClassVar[float] = 0.0
-    """Bytes that all groups of this process have put on the wire, agreements included, without what
-    TCP and IP add. By the algorithms of gloo and NCCL for large messages: a gathered one goes W-1
-    times, where `bytes_sent` counts it once, a rank's part of an all-reduce 2(W-1)/W times."""
+    """Bytes that all groups of this process have put on the wire, agreements included, without TCP
+    and IP headers.
+
+    Counted for the algorithms of gloo and NCCL on large messages: a gathered message is sent W-1
+    times (`bytes_sent` counts it once), and a rank's part of an all-reduce 2(W-1)/W times.
+    """
     rank, size = 0, 1
     stays = True
     """Whether its ranks stay the same; members come and go."""
     node_size = 1
-    """Ranks that count as one: every rank is a source of its own here; see `Nodes`."""
+    """Ranks that count as one source: 1 here, see `Nodes`."""
     shards: "Group | None" = None
-    """Of all ranks of sites that hold sharded models: those of this rank's site; see `Sites`."""
+    """Ranks of this rank's site, on a group of all ranks of sharded models; see `Sites`."""
     replicas: "Group | None" = None
-    """Of all ranks, where they hold different parts of a model: those that hold the same one as
-    this rank."""
+    """Ranks that hold the same part of a model as this rank, on a group of all ranks."""
     parts: Sequence[int] = ()
-    """Likewise: by rank the number of its part, a shard or a stage; empty where all hold the whole
-    model."""
+    """Index of each rank's part, a shard or a stage; empty if every rank holds the whole model."""
     proofs: Proofs | None = None
-    """Of messages that the caller of `all_gather` and `all_to_all` exchanges; see `prove`."""
+    """MACs for messages that callers of `all_gather` and `all_to_all` exchange; see `prove`."""
     _agreement_proofs: Proofs | None = None
     _asks_ahead_s = 0.0
-    """How long before a time-out it asks whether ranks that are missing are busy."""
+    """Time before a time-out at which it asks whether missing ranks are busy."""
     _shared: Private | None
 
     def __init__(
@@ -157,14 +170,14 @@ class Group:
 
     @classmethod
     def alone(cls, timeout_s: float) -> "Group":
-        """A group of this rank and nobody else, whatever process groups there are."""
+        """Return a group of this rank only, whatever process groups there are."""
         group = cls.__new__(cls)
         group._begin(timeout_s)
         return group
 
     @classmethod
     def over_private(cls, private: Private, timeout_s: float) -> "Group":
-        """A group over a process group that is the library's own already."""
+        """Return a group over a process group that already belongs to the library."""
         assert private.group is not None, "made just now"
         group = cls.__new__(cls)
         group._begin(timeout_s)
@@ -173,7 +186,7 @@ class Group:
         return group
 
     def _begin(self, timeout_s: float) -> None:
-        """One rank that has exchanged nothing yet."""
+        """Set the counters and the state of one rank that has exchanged nothing yet."""
         self.timeout_s = timeout_s
         self.bytes_sent = self.bytes_received = 0
         self.wait_s = 0.0
@@ -181,39 +194,39 @@ class Group:
         self._shared = None
 
     def prove(self, key: bytes) -> None:
-        """From here on let every agreement carry a proof made with `key`, and offer `proofs` to
-        those who exchange messages.
+        """Add a MAC made with `key` to every further agreement, and offer `proofs` to callers that
+        exchange messages.
 
         Args:
-            key: For these ranks and this group alone; see `Proofs`.
+            key: Key of these ranks and this group only; see `Proofs`.
 
-        Communication: none; all ranks call it at the same place. 16 bytes more in each agreement.
+        Communication: none; all ranks call it at the same point. 16 bytes more in each agreement.
         """
         self.proofs = Proofs(key, "messages", self.rank)
         self._agreement_proofs = Proofs(key, "agreements", self.rank)
 
     def one_deadline(self) -> AbstractContextManager[None]:
-        """See `waiting.one_deadline`, with this group's time-out."""
+        """Apply `waiting.one_deadline` with this group's time-out."""
         return one_deadline(self.timeout_s)
 
     def one_attempt(self) -> AbstractContextManager[None]:
-        """Around an exchange and the agreement about it, which belong together: where ranks come
-        and go, both are made again.
+        """Bind an exchange to the agreement about it: if the membership changes, both must be
+        repeated.
 
         Raises:
-            Regrouped: The ranks are others than when the block began, or than when something that
-                is waited for in it was launched. Never by a group that stays the same.
+            Regrouped: Membership changed since the block began, or since an exchange that is waited
+                for in it was launched. Never raised with a static membership.
         """
         return nullcontext()
 
     @property
     def replica_count(self) -> int:
-        """How many hold a whole model: the ranks, or the sites of sharded models."""
+        """Number of whole models: the ranks, or the sites of sharded models."""
         return self.size if self.replicas is None else self.replicas.size
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Inside, what is sent is not counted in `bytes_sent`."""
+        """Leave exchanges inside the block out of `bytes_sent`."""
         groups = [group for group in (self, self.shards, self.replicas) if group is not None]
         sent = [group.bytes_sent for group in groups]
         yield
@@ -222,13 +235,13 @@ class Group:
 
     @property
     def global_ranks(self) -> list[int]:
-        """The ranks of this group as the whole job counts them, in the order of the group."""
+        """Global ranks of this group, in the order of the group."""
         return dist.get_process_group_ranks(self._private) if self.size > 1 else [0]
 
     @property
     def _private(self) -> dist.ProcessGroup:
         shared = self._shared
-        if shared is None or shared.group is None:  # never go on over the user's own group
+        if shared is None or shared.group is None:  # never use the user's own group instead
             raise ThinwireError(
                 "the library's process group has been released: nothing can be exchanged at exit"
             )
@@ -247,35 +260,38 @@ class Group:
 
     @property
     def rate_bit_s(self) -> float:
-        """Moving mean of what this rank's line has carried, in bits a second; see `Rate`."""
+        """Moving mean of this rank's throughput, in bits a second; see `Rate`."""
         return self._rate.bit_s
 
     def abandon(self, reason: str) -> None:
-        """Refuse all further traffic over these ranks: it would meet what is on its way."""
+        """Refuse all further traffic over these ranks: it would mix with exchanges in flight."""
         if self._shared is not None:
             self._shared.abandoned = reason
 
     @property
     def place(self) -> int:
-        """Of this rank's own answer among those that it has heard last."""
+        """Index of this rank's answer among the last answers received."""
         return self.rank
 
     @property
     def device(self) -> torch.device:
-        """Where small control tensors must lie for this group's backend."""
+        """Device on which this group's backend needs small control tensors."""
         if self.size > 1 and dist.get_backend(self._private) == "nccl":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
     def all_gather(self, message: Tensor, *, what: str) -> Pending[Tensor]:
-        """Launch an all-gather of equally long byte strings, uint8 of one dimension, which must
-        stay untouched until `wait`; row r of the result is from rank r. `what` is the exchange in
-        plain words.
+        """Launch an all-gather of equally long byte strings, uint8 of one dimension.
+
+        The input must not change until `wait`. Row r of the result is from rank r. `what` names the
+        exchange in plain words, for errors.
         """
         return self._gather(message, what, control=False)
 
     def _gather(self, message: Tensor, what: str, *, control: bool) -> Pending[Tensor]:
-        """As `all_gather`; `control` messages go beside the data and meet their kind only."""
+        """Gather as `all_gather` does; `control` messages use a process group of their own,
+        beside the data.
+        """
         self.bytes_sent += message.numel()
         self.bytes_received += (self.size - 1) * message.numel()
         if self.size == 1:
@@ -283,7 +299,7 @@ class Group:
         out = message.new_empty(self.size * message.numel())
         rows, limit = out.view(self.size, -1), piece_bytes(self.timeout_s)
         if message.numel() <= limit:
-            # the newer name comes with 2.13
+            # torch 2.13 renamed it
             launch = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             launches = [partial(launch, out, message)]
         else:
@@ -296,7 +312,7 @@ class Group:
         )
 
     def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, what: str) -> Pending[Tensor]:
-        """Launch an exchange in which every rank gives every rank a byte string of its own.
+        """Launch an all-to-all in which every rank sends a byte string of its own to every rank.
 
         Args:
             parts: uint8, one dimension: the strings for rank 0, 1, ..., end to end; untouched until
@@ -313,10 +329,10 @@ class Group:
     def swap(
         self, parts: Tensor, lengths: Sequence[Sequence[int]], *, what: str
     ) -> Pending[Tensor]:
-        """As `all_to_all`, of strings whose lengths differ by sender too.
+        """Launch an all-to-all of strings whose lengths differ by sender too.
 
         Args:
-            parts: As there; on any device, which gloo is given a copy of.
+            parts: As in `all_to_all`, on any device; gloo gets a copy on the CPU.
             lengths: By sender and then by receiver, in bytes, the same on every rank.
             what: The exchange in plain words, for errors.
 
@@ -357,18 +373,18 @@ class Group:
         )
 
     def _carrier(self, device: torch.device) -> torch.device:
-        """Where strings from a device must lie for this group's backend."""
+        """Device on which this group's backend needs byte strings."""
         if device == self.device:
             return device
         try:
             backend = self._private._get_backend(device)
-        except RuntimeError:  # such as NCCL, which takes nothing from a CPU
+        except RuntimeError:  # such as NCCL, which needs tensors on a GPU
             return self.device
         return torch.device("cpu") if backend.name() == "gloo" else device
 
     def all_reduce_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
-        """Launch an all-reduce that overwrites `buffer` with its sum over the ranks, bit-identical
-        on all of them.
+        """Launch an all-reduce that overwrites `buffer` with its sum over the ranks,
+        bit-identical on all.
         """
         self.bytes_sent += buffer.nbytes
         if self.size == 1:
@@ -380,7 +396,7 @@ class Group:
         return self._launched(launches, lambda: buffer, what, [buffer], wire_bytes=share)
 
     def broadcast_(self, buffer: Tensor, *, what: str, source: int = 0) -> Pending[Tensor]:
-        """Launch a broadcast of rank `source`'s `buffer`, whose bytes are counted there."""
+        """Launch a broadcast of rank `source`'s `buffer`; only that rank counts its bytes."""
         if self.size == 1:
             return Pending(lambda: buffer)
         self.bytes_sent += buffer.nbytes if self.rank == source else 0
@@ -393,23 +409,28 @@ class Group:
         )
 
     def gather_bytes(self, payload: bytes, *, what: str) -> list[bytes]:
-        """Every rank's byte string, of any lengths, in rank order.
+        """Return every rank's byte string, of any lengths, in rank order.
 
-        One round of 24 bytes where all ranks say the same, which is what they do in a healthy step;
-        a second one, padded to the longest, where they differ.
+        Example::
+
+            answers = group.gather_bytes(b"ready", what="starting")
+
+        One round of 24 bytes if all strings are equal, as in a healthy step. Otherwise a second
+        round, padded to the longest.
 
         Raises:
-            PayloadCorrupt: A rank claims more than 64 MiB and 16 times what the shortest one sends,
-                on every rank; or what came from a rank is not what it sent, on the rank that sees
-                it.
+            PayloadCorrupt: A rank announces more than 64 MiB and 16 times the shortest string:
+                raised on every rank. Or a received string differs from the sent one: raised on the
+                rank that sees it.
         """
         return [answer or b"" for answer in self._gathered(payload, payload, (), what)]
 
     def gather_parts(self, payload: bytes, common: bytes, *, what: str) -> list[bytes | None]:
-        """As `gather_bytes`, of ranks that hold different parts of a model, see `parts`.
+        """Gather as `gather_bytes` does, for ranks that hold different parts of a model; see
+        `parts`.
 
-        Where the ranks of each part say the same, and all the same `common`, such as the step,
-        there is no second round: None stands for what ranks of other parts have said.
+        If the strings are equal within each part, and `common` (such as the step) is equal on all
+        ranks, there is no second round, and None stands for the strings of other parts.
         """
         if not self.stays or not self.parts:
             return list(self.gather_bytes(payload, what=what))
@@ -444,7 +465,7 @@ class Group:
         return list(answers)
 
     def gather_now(self, payload: bytes, what: str) -> list[bytes]:
-        """As `gather_bytes`, of strings that are equally long on all ranks, in one round."""
+        """Gather strings of equal length on all ranks, in one round."""
         message = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         proofs = self._agreement_proofs
         number = 0 if proofs is None else proofs.next()
@@ -468,7 +489,7 @@ class Group:
         rated: bool = True,
         control: bool = False,
     ) -> Pending[Tensor]:
-        """Launch all pieces; `held` stays until they end, `wire_bytes` is for the rate."""
+        """Launch all pieces. `held` is kept until they end; `wire_bytes` counts for the rate."""
         group, launched_s = self._private, time.perf_counter()
         Group.on_the_wire += wire_bytes
         if control and self._shared is not None:
@@ -514,6 +535,8 @@ class Group:
 
     def _wait_for(self, work: dist.Work, what: str) -> None:
         assert self._shared is not None, "something was launched"
+        # wait in slices; shortly before the limit ask whether the missing ranks are busy: if so,
+        # the limit moves (`longer`), else it stands (`denied`) and the wait runs out
         limit_s, begun, ended = left_s(self.timeout_s), time.monotonic(), False
         longer = denied = False
         while True:
@@ -533,7 +556,7 @@ class Group:
             except RuntimeError as error:
                 if work.is_completed():
                     forget(work)
-                    if not ended:  # perhaps it did so just now, and well
+                    if not ended:  # it may have succeeded since: wait again, to see its outcome
                         ended = True
                         continue
                 elif time.monotonic() - begun < until_s:
@@ -580,11 +603,10 @@ def _digest(content: bytes) -> bytes:
 def time_limit_s(
     process_group: dist.ProcessGroup | None, timeout: float | datetime.timedelta | None
 ) -> float:
-    """For how long a rank waits for others in one call: `timeout`, or what the process group says
-    itself.
+    """Return the longest wait for other ranks in one call: `timeout`, or that of the process group.
 
     Raises:
-        TypeError, ValueError: `process_group` or `timeout` is none.
+        TypeError, ValueError: `process_group` or `timeout` is invalid.
     """
     require_process_group(process_group)
     own_s = seconds_of(timeout)
@@ -603,8 +625,9 @@ def used_by_a_thread(private: Private) -> None:
 
 
 def collective_calls() -> int:
-    """Number of collective calls of this process over its groups of gloo and NCCL, whoever made
-    them, without those of other threads of this library.
+    """Return the number of collectives of this process over its gloo and NCCL groups.
+
+    Those of other libraries count; those of other threads of this library do not.
     """
     calls = 0
     for group in dist.distributed_c10d._world.pg_map:
@@ -618,7 +641,7 @@ def collective_calls() -> int:
 
 
 def require_process_group(value: object) -> None:
-    """Raise `TypeError` unless `value` is None, for all ranks, or a process group."""
+    """Raise `TypeError` unless `value` is a process group or None (all ranks)."""
     if value is None or (dist.is_available() and isinstance(value, dist.ProcessGroup)):
         return
     if dist.is_available() and value is dist.GroupMember.NON_GROUP_MEMBER:
@@ -644,14 +667,14 @@ def _warn_unless_alone() -> None:
 
 _LEAST_BYTES, _SEEN_S = 2**16, 1e-4
 _KEPT = 0.95
-"""Of the mean so far at each exchange: it is that of about the last 20."""
+"""Weight of the old mean at each exchange: the mean covers about the last 20."""
 
 
 class Rate:
-    """A moving mean of the payload that this rank sends while an exchange is under way.
+    """Moving mean of this rank's send throughput during exchanges.
 
-    Only exchanges of 64 KiB and more whose end this rank was blocked for count; waiting for ranks
-    that come late is in it.
+    Only exchanges of 64 KiB and more whose end this rank waited for count. Waiting for late ranks
+    is included.
     """
 
     def __init__(self) -> None:
@@ -659,11 +682,13 @@ class Rate:
 
     @property
     def bit_s(self) -> float:
-        """Bits in a second; 0 before the first exchange that counts."""
+        """Bits a second; 0 before the first exchange that counts."""
         return 8 * self._bytes / self._s if self._s else 0.0
 
     def ended(self, nbytes: float, launched_s: float, waits_s: float, now_s: float) -> None:
-        """Count an exchange of `nbytes`: when it was launched, first waited for, and over."""
+        """Count an exchange of `nbytes` by the times of its launch, of the first wait, and of
+        its end.
+        """
         if nbytes < _LEAST_BYTES or now_s - waits_s < _SEEN_S:
             return
         seconds = now_s - max(launched_s, self._until_s)
@@ -677,18 +702,17 @@ _BYTES_PER_S = 32 << 10
 
 
 def piece_bytes(timeout_s: float) -> int:
-    """The largest piece, in bytes: one that a line of 0.5 Mbit/s carries within the time-out, two
-    being on their way.
+    """Return the largest piece, in bytes: what a line of 0.5 Mbit/s carries within the time-out,
+    with two pieces in flight.
 
-    The time-out must be the same on all ranks. Larger pieces than 4 MiB gain nothing on a fast
-    line.
+    The time-out must be the same on all ranks. Pieces above 4 MiB are no faster.
     """
     wanted = int(min(timeout_s, 1e6)) * _BYTES_PER_S
     return min(max(wanted, _SMALLEST_BYTES), _LARGEST_BYTES)
 
 
 def pieces_of(buffer: Tensor, limit_bytes: int) -> Sequence[Tensor]:
-    """Views of `buffer`, one after the other; itself where it is small or not contiguous."""
+    """Return views of `buffer`, in order; the buffer itself if it is small or not contiguous."""
     if buffer.nbytes <= limit_bytes or not buffer.is_contiguous():
         return [buffer]
     return torch.split(buffer.view(-1), limit_bytes // buffer.element_size())
@@ -697,11 +721,11 @@ def pieces_of(buffer: Tensor, limit_bytes: int) -> Sequence[Tensor]:
 def rows_of(
     out: Tensor, message: Tensor, limit_bytes: int
 ) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """For every piece of `message`, where it goes in the rows of `out` and the piece itself."""
+    """Return, for every piece of `message`, its destination in the rows of `out` and the piece."""
     for at in range(0, message.numel(), limit_bytes):
         yield [row[at : at + limit_bytes] for row in out], message[at : at + limit_bytes]
 
 
 def _cut(lengths: Sequence[int], begins: Sequence[int], width: int) -> list[list[int]]:
-    """Round by round, how much of each string goes in it."""
+    """Return, round by round, how much of each string is sent."""
     return [[min(max(each - at, 0), width) for each in lengths] for at in begins]

@@ -1,6 +1,4 @@
-"""What ranks tell each other outside of a step: the facts that they must have in common, compared
-once, and that long work of one of them goes on.
-"""
+"""Exchanges outside of a step: comparing facts once, and reporting long work of one rank."""
 
 import datetime
 import json
@@ -30,7 +28,7 @@ __all__ = [
 _SAME_SCRIPT = "All ranks must run the same script with the same settings"
 _CALL, _VERSIONS = "call", "versions"
 _told: set[str] = set()
-"""The warnings that this process has given."""
+"""Warnings that this process has given."""
 
 
 def require_agreement(
@@ -41,19 +39,23 @@ def require_agreement(
     cures: Mapping[str, str] | None = None,
     versions: Mapping[str, str] | None = None,
 ) -> None:
-    """Compare `facts` over the ranks.
+    """Raise on all ranks unless `facts` are equal on all of them.
+
+    Example::
+
+        require_agreement(group, {"k_steps": 16}, what="comparing settings")
 
     Args:
         group: The ranks that must agree.
-        facts: What they must have in common: strings, numbers, booleans, None, lists and mappings
-            of these. The order of entries is the order in which differences are looked for.
+        facts: Facts that must be equal: strings, numbers, booleans, None, lists and mappings of
+            these. Differences are searched in the order of entries.
         what: The occasion in plain words, for errors.
         cures: What to do where an entry of `facts` differs, by its name; sentences.
-        versions: What may differ, and is warned of once in a process.
+        versions: Facts that may differ, with one warning per process.
 
     Raises:
         Mismatch: On every rank, with the same text: the first entry that differs, both values, both
-            ranks. Or a rank compares something else altogether.
+            ranks. Or a rank makes another comparison.
 
     Communication: `Group.gather_bytes`, 24 bytes a rank when all agree.
     """
@@ -64,13 +66,13 @@ def require_agreement(
         if row.pop(_CALL, None) != what:
             raise elsewhere(what, rank, answers[rank])
     builds = [row.pop(_VERSIONS, None) for row in rows]
-    if None not in builds:  # else a rank compares something else, which is told below
+    if None not in builds:  # else a rank makes another comparison, which is reported below
         _warn_of_versions(builds)
     first, *others = ({at: repr(leaf) for at, leaf in leaves("", row)} for row in rows)
     for rank, other in enumerate(others, start=1):
         pairs = {at: (first.get(at, "nothing"), other.get(at, "nothing")) for at in first | other}
         differ = {where: both for where, both in pairs.items() if both[0] != both[1]}
-        # where one rank has an empty mapping or list, what is in the other one's says more
+        # if one rank has an empty mapping or list, show the entries of the other one
         clear = [where for where, both in differ.items() if not {"{}", "[]"} & {*both}]
         clear = clear or list(differ)
         if clear:
@@ -82,7 +84,9 @@ def require_agreement(
 
 
 def _warn_of_versions(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Builds that speak the same over the wire train together, and may round differently."""
+    """Warn of different builds that share a wire format: they train together but may round
+    differently.
+    """
     for key in dict.fromkeys(key for row in rows for key in row):
         for rank, row in enumerate(rows):
             if row.get(key) != rows[0].get(key):
@@ -98,7 +102,7 @@ def _warn_of_versions(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def elsewhere(what: str, rank: int, answer: bytes | Mapping[str, Any] = b"") -> Mismatch:
-    """The error for a rank whose answer belongs to another call than `what`."""
+    """Return the error for a rank whose answer belongs to another call than `what`."""
     call = (mapping_of(answer) if isinstance(answer, bytes) else answer).get(_CALL)
     return Mismatch(
         f"{what}: rank {rank} is in another exchange of this library{f', {call}' if call else ''}. "
@@ -108,7 +112,11 @@ def elsewhere(what: str, rank: int, answer: bytes | Mapping[str, Any] = b"") -> 
 
 
 def mapping_of(answer: bytes) -> dict[str, Any]:
-    """The mapping that a rank sent as JSON; an empty one where its bytes are something else."""
+    """Return the mapping that a rank sent as JSON, or an empty one if its bytes are not one.
+
+    >>> mapping_of(b'{"a": 1}'), mapping_of(b"?")
+    ({'a': 1}, {})
+    """
     try:
         value = json.loads(answer)
     except ValueError:
@@ -117,7 +125,7 @@ def mapping_of(answer: bytes) -> dict[str, Any]:
 
 
 def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What stands in nested mappings and lists, by dotted paths that begin with `path`."""
+    """Yield the leaves of nested mappings and lists, by dotted paths that begin with `path`."""
     if isinstance(value, dict | list) and value:
         for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(f"{path}.{key}" if path else str(key), entry)
@@ -128,29 +136,30 @@ def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 _T = TypeVar("_T")
 _Answer = dict[str, Any]
 _PACE_S = 5.0
-"""At most this long a rank works without a word to the others."""
+"""Longest time that a rank works without a report to the others."""
 _log = logging.getLogger("thinwire")
 
 
 @contextmanager
 def busy(at_most: float | datetime.timedelta) -> Iterator[None]:
-    """Around long work that this rank does alone, such as evaluating on rank 0: `with tw.busy(600):
-    evaluate()`.
+    """Announce long work of one rank, such as evaluation on rank 0, so that the others wait for it.
 
-    The time-out of the others, which wait for it in their next exchange, begins anew when the block
-    ends or `at_most` has passed. A rank that dies in the block is found at once, and one that is
-    stopped or cut off a time-out after it was last heard of. Blocks may be nested; the one that
-    ends last counts.
+    >>> with busy(600):
+    ...     total = sum(range(10))
+
+    The other ranks wait for it in their next exchange. Their time-out starts again when the block
+    ends or `at_most` has passed. A rank that dies in the block is detected at once. A stopped or
+    disconnected rank is detected one time-out after its last heartbeat. Blocks may be nested; the
+    one that ends last counts.
 
     Args:
-        at_most: How long it may take, in seconds or as a timedelta; what takes longer is no error
-            here.
+        at_most: Longest duration, in seconds or as a timedelta; exceeding it is no error here.
 
     Raises:
-        TypeError, ValueError: `at_most` is no time, or not positive.
+        TypeError, ValueError: `at_most` is not a duration, or not positive.
 
-    Communication: none; a thread of the library's own tells it through the rendezvous store. With
-        nccl, and between the stages of a pipeline, the time-out stays as it is.
+    Communication: none; the heartbeat thread reports the work through the rendezvous store. With
+    nccl, and between the stages of a pipeline, the time-out stays as it is.
     """
     with busy_for(seconds_given("at_most", at_most)):
         yield
@@ -167,21 +176,23 @@ def while_busy(
 ) -> list[_T]:
     """Run `act` on every rank and wait for all of them, however long they take.
 
-    The work is done on a thread beside the main one, so that a slow rank can say in time that it is
-    still at it: a rank that says nothing within the time-out of the group is one that is lost.
-    Every wait for the others has a deadline of its own, and a line in the log of `thinwire` tells
-    every now and then who is waited for.
+    Example::
+
+        paths = while_busy(group, "writing a file", write)
+
+    The work runs on a second thread, so that the main thread can report that it is still running. A
+    rank that reports nothing within the time-out of the group counts as lost. Every wait for the
+    others has a deadline of its own. The log of `thinwire` names the slow ranks from time to time.
 
     Args:
         group: The ranks; all of them must call this.
         what: The work in plain words, the same on all ranks, for errors and for the log.
         act: Local, without communication; returns what JSON holds.
-        limit_s: How long, in seconds, the work may take on any rank before it is an error on all of
-            them; None: as long as it takes. Work that has not ended by then goes on alone, and
-            nobody hears what becomes of it.
-        moved: When the work of this rank last made progress, on the clock of `time.monotonic`:
-            `limit_s` is counted from there.
-        error: What to raise when the work failed on a rank.
+        limit_s: Longest duration of the work in seconds, on any rank, before it is an error on all
+            ranks; None: no limit. Work that exceeds it keeps running, and its result is lost.
+        moved: Returns the time of the last progress of this rank's work, by `time.monotonic`;
+            `limit_s` counts from there.
+        error: Error class to raise if the work failed on a rank.
 
     Returns:
         The results in rank order, lists for tuples.
@@ -190,11 +201,11 @@ def while_busy(
         error: On every rank with the same text, when the work failed on any or took longer than
             `limit_s`; the subclass of it that all who failed agree on, if there is one. The cause
             is this rank's own exception, if it has one.
-        Mismatch: A rank is at other work than this.
+        Mismatch: A rank does other work than this.
         PeerLost, PeerStalled: A rank died or stopped.
 
     Communication: one `Group.gather_bytes` where all end within 5 s of each other, and one more for
-    every 5 s (or quarter of the time-out, where that is shorter) in which a rank is still at it.
+    every 5 s (or quarter of the time-out, where that is shorter) in which a rank is still working.
     """
     work = _Work(act)
     rows = (
@@ -209,7 +220,11 @@ def while_busy(
 
 
 def by_rank(texts: Sequence[str | None]) -> list[str]:
-    """Every text once, with the ranks that say so; None says nothing."""
+    """Return every text once, with the ranks that reported it; None is left out.
+
+    >>> by_rank(["disk full", None, "disk full"])
+    ['ranks 0, 2: disk full']
+    """
     speakers: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text is not None:
@@ -233,19 +248,19 @@ class _Work:
         self._done = threading.Event()
 
     def start(self) -> None:
-        """Begin on a thread that never holds up the end of the process."""
+        """Start the work on a daemon thread, which never blocks the end of the process."""
         threading.Thread(target=self.outcome, name="thinwire-work", daemon=True).start()
 
     def answer(self, patience_s: float) -> _Answer | None:
-        """The outcome, None where it is not done within `patience_s` seconds."""
+        """Return the outcome, or None if it is not done within `patience_s` seconds."""
         self._done.wait(patience_s)
         return self._answer if self._done.is_set() else None
 
     def outcome(self) -> _Answer:
-        """Do the work here and now."""
+        """Do the work on the calling thread."""
         try:
             self._answer = {"result": self._act()}
-        except BaseException as failure:  # whatever it is, the others must hear of it
+        except BaseException as failure:  # every failure must be reported to the other ranks
             self.failure = failure
             kind = type(failure).__name__
             named = f"{'' if isinstance(failure, ThinwireError) else f'{kind}: '}{failure}"
@@ -257,12 +272,16 @@ class _Work:
 def _answers(
     group: Group, what: str, work: _Work, limit_s: float | None, moved: Callable[[], float] | None
 ) -> list[_Answer]:
-    """Answers of every rank about its work once all have ended it, or one has taken too long."""
+    """Return the answers of all ranks after all have ended their work, or one has taken too
+    long.
+    """
     begun = told = time.monotonic()
     work.start()
     while True:
         since = begun if moved is None else max(begun, moved())
         left = _PACE_S if limit_s is None else max(limit_s - (time.monotonic() - since), 0.0)
+        # the main thread reports "busy" in every round while the work runs on the other thread; all
+        # ranks see the same answers, so all leave the loop in the same round
         answer = work.answer(min(group.timeout_s / 4, _PACE_S, left))
         if answer is None:
             answer = {"busy": True}

@@ -1,6 +1,7 @@
-"""Who counts as one source of an exchange where that is not each rank: nodes, of which one rank
-speaks to other nodes; sites side by side, each with a whole model in shards; pipelines that train
-side by side, each with a model in stages.
+"""Sources of an exchange that are not single ranks: nodes, sites of sharded models, and pipelines.
+
+One rank of a node, the leader, exchanges with other nodes. A site holds a whole model in shards, a
+pipeline holds it in stages.
 """
 
 import datetime
@@ -35,16 +36,17 @@ __all__ = [
 ]
 
 DIMENSIONS = ("replicate", "shard")
-"""What the dimensions of the mesh are called."""
+"""Names of the dimensions of the mesh."""
 
 
 def require_mesh(mesh: Any, **besides: object) -> None:
-    """Refuse what is no mesh of sites over all ranks of this job, and what else says who exchanges.
+    """Raise unless the value is a mesh of sites over all ranks of this job, given without other
+    arguments that choose ranks.
 
     Raises:
-        TypeError: It is none.
-        ValueError: Its dimensions have other names, it leaves ranks out, or something of `besides`,
-            which may not be given with a mesh, was.
+        TypeError: It is not a mesh.
+        ValueError: Its dimensions have other names, it leaves ranks out, or an argument in
+            `besides` was given, which a mesh excludes.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
@@ -73,13 +75,18 @@ def require_mesh(mesh: Any, **besides: object) -> None:
 
 
 class Sites:
-    """Where this rank stands in a mesh of sites and shards, and the groups that follow from it.
+    """Position of this rank in a mesh of sites and shards, with the groups that follow from it.
+
+    Example, on every rank::
+
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        sites = Sites.of(mesh)
 
     Args:
         job: All ranks of all sites, with `Group.shards` and `Group.replicas`.
 
     Attributes:
-        job: All ranks, which vote together: a shard's bad message must stop all of them.
+        job: All ranks, which vote together: a bad message to one shard must stop all ranks.
         shards: The ranks of this site, which hold a model together.
         replicas: The ranks that hold this rank's shard, one at each site; they exchange.
     """
@@ -90,10 +97,10 @@ class Sites:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, timeout: float | datetime.timedelta | None = None) -> "Sites":
-        """The sites of this job.
+        """Return the sites of this job.
 
         Args:
-            mesh: With the dimensions "replicate" (the sites) and "shard"; see `require_mesh`.
+            mesh: Mesh with the dimensions "replicate" (the sites) and "shard"; see `require_mesh`.
             timeout: As for `Group`.
 
         Communication: making the first one over a mesh is collective over all ranks.
@@ -108,15 +115,16 @@ class Sites:
 
     @property
     def shard(self) -> int:
-        """Which shard this rank holds, from 0."""
+        """Index of this rank's shard, from 0."""
         return self.shards.rank
 
 
 class _Joined:
-    """Sources that exchange over one group and agree over others: counts are those of all.
+    """Sources that exchange over one group and agree over others; counters are totals over all
+    groups.
 
     Args:
-        exchange: Between the sources; None where this rank takes no part in it.
+        exchange: Group between the sources; None if this rank takes no part in it.
         others: All other groups of this rank.
     """
 
@@ -126,12 +134,12 @@ class _Joined:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank gave to exchanges of all kinds."""
+        """Bytes that this rank passed to exchanges of all kinds."""
         return sum(group.bytes_sent for group in self._groups)
 
     @property
     def bytes_received(self) -> int:
-        """Bytes that came to this rank."""
+        """Bytes that this rank received."""
         return sum(group.bytes_received for group in self._groups)
 
     @property
@@ -141,7 +149,7 @@ class _Joined:
 
     @property
     def rate_bit_s(self) -> float:
-        """Of the line between the sources; 0 where this rank takes no part."""
+        """Throughput between the sources; 0 if this rank takes no part."""
         return 0.0 if self._exchange is None else self._exchange.rate_bit_s
 
     def abandon(self, reason: str) -> None:
@@ -161,12 +169,12 @@ class Replicas(_Joined):
 
     @property
     def rank(self) -> int:
-        """Which site this is."""
+        """Index of this site."""
         return self._between.rank
 
     @property
     def size(self) -> int:
-        """Sites."""
+        """Number of sites."""
         return self._between.size
 
     @property
@@ -175,7 +183,7 @@ class Replicas(_Joined):
 
     @property
     def bytes_between_nodes(self) -> int:
-        """Bytes that this rank gave to exchanges between the sites, agreements aside."""
+        """Bytes that this rank passed to exchanges between the sites, agreements aside."""
         return 0 if self.size == 1 else self._between.bytes_sent - self._sent_before
 
     def all_gather(self, message: Tensor, *, what: str) -> Pending[Tensor]:
@@ -189,29 +197,34 @@ class Replicas(_Joined):
 
 
 class Nodes(_Joined):
-    """A group whose members are nodes of `node_size` consecutive ranks; `rank` and `size` count
+    """Group whose members are nodes of `node_size` consecutive ranks; `rank` and `size` count
     nodes.
 
-    `all_gather`, `all_to_all` and `all_reduce_` have the meaning of `Group`'s: each node gives
-    once, by its first rank, the leader, and every rank of every node gets the result. What the
-    ranks of a node give must be the same bits on all of them.
+    Example::
+
+        nodes = sources_of(group, node_size=8)
+        rows = nodes.all_gather(message, what="gathering").wait()  # one row per node
+
+    `all_gather`, `all_to_all` and `all_reduce_` work as in `Group`, with one input per node. Its
+    first rank, the leader, sends it, and every rank of every node gets the result. The ranks of a
+    node must pass bit-identical inputs.
 
     Attributes:
         all_ranks: All ranks.
         node: The ranks of this node.
         node_size: Ranks to a node, at least 2.
-        rank: Number of this node, from 0.
-        size: Nodes.
-        leaders: The leaders of all nodes, where this rank is one of them.
+        rank: Index of this node, from 0.
+        size: Number of nodes.
+        leaders: The leaders of all nodes, if this rank is one of them.
 
     Communication: making the first one over a group is collective over it. A result is launched
     between the leaders at once; `wait` broadcasts it inside the node, so all ranks of a node must
     wait in the same order.
-    Failure: as for `Group`; a leader that fails leaves, and its node with it.
+    Failure: as for `Group`; a leader that fails takes its node with it.
     """
 
     proofs: None = None
-    """Messages between nodes have none; see `Group.prove`."""
+    """None: messages between nodes have no MAC; see `Group.prove`."""
 
     def __init__(self, all_ranks: Group, node_size: int) -> None:
         self.all_ranks = all_ranks
@@ -229,30 +242,32 @@ class Nodes(_Joined):
 
     @property
     def bytes_between_nodes(self) -> int:
-        """Bytes that this rank gave to exchanges between the sources, agreements aside."""
+        """Bytes that this rank passed to exchanges between the sources, agreements aside."""
         return 0 if self.leaders is None else self.leaders.bytes_sent
 
     def all_gather(self, message: Tensor, *, what: str) -> Pending[Tensor]:
-        """See `Group.all_gather`: shape (size, B), row n from node n."""
+        """Gather as `Group.all_gather` does: shape (size, B), row n from node n."""
         pending = None if self.leaders is None else self.leaders.all_gather(message, what=what)
         return self._shared(pending, lambda: message.new_empty((self.size, message.numel())), what)
 
     def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, what: str) -> Pending[Tensor]:
-        """See `Group.all_to_all`: shape (size, lengths[rank]), row n from node n."""
+        """Exchange as `Group.all_to_all` does: shape (size, lengths[rank]), row n from node n."""
         pending = (
             None if self.leaders is None else self.leaders.all_to_all(parts, lengths, what=what)
         )
         return self._shared(pending, lambda: parts.new_empty((self.size, lengths[self.rank])), what)
 
     def all_reduce_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
-        """See `Group.all_reduce_`: the sum over the nodes; all ranks of one give the same."""
+        """Sum over the nodes as `Group.all_reduce_` does; all ranks of a node pass the same
+        input.
+        """
         pending = None if self.leaders is None else self.leaders.all_reduce_(buffer, what=what)
         return self._shared(pending, lambda: buffer, what)
 
     def _shared(
         self, pending: Pending[Tensor] | None, place: Callable[[], Tensor], what: str
     ) -> Pending[Tensor]:
-        """Pass what the leader gets from other nodes on to all ranks of this node."""
+        """Broadcast the leader's result to all ranks of this node."""
 
         def finish() -> Tensor:
             result = place() if pending is None else pending.wait()
@@ -262,21 +277,24 @@ class Nodes(_Joined):
 
 
 Sources = Group | Nodes | Replicas
-"""The sources of an exchange: ranks, nodes of ranks, or those that hold the same shard."""
+"""Sources of an exchange: ranks, nodes of ranks, or the holders of one shard."""
 
 
 def job_ranks() -> list[int]:
-    """All ranks of this job, [0] without a process group; no communication."""
+    """Return all ranks of this job, [0] without a process group; no communication."""
     return [0] if is_alone() else list(range(dist.get_world_size()))
 
 
 def node_size_of(ranks: Sequence[int], node_size: int | None) -> tuple[int, str]:
-    """Number of consecutive ranks of a group that share a node, and why, in words.
+    """Return the number of consecutive ranks of a group that share a node, and the reason in words.
+
+    >>> node_size_of([0, 1, 2, 3], 2)
+    (2, 'node_size=2 was given')
 
     Args:
-        ranks: Those that exchange, as the whole job counts them, in the order of the group.
-        node_size: What the user said; None to follow the launcher: `LOCAL_WORLD_SIZE`, where the
-            group has at least two nodes and every one of them has that many of its ranks, else 1.
+        ranks: Global ranks that exchange, in the order of the group.
+        node_size: The user's value. None follows the launcher: `LOCAL_WORLD_SIZE` if the group has
+            at least two nodes and that many ranks on each, else 1.
 
     Raises:
         ValueError: `node_size` does not divide the size of the group.
@@ -288,7 +306,7 @@ def node_size_of(ranks: Sequence[int], node_size: int | None) -> tuple[int, str]
 
 
 def require_divisor(node_size: int | None, ranks: int) -> None:
-    """Raise `ValueError` where ranks do not fall into nodes of the size that was given."""
+    """Raise `ValueError` if the ranks do not divide into nodes of the given size."""
     if node_size is not None and ranks % node_size:
         raise ValueError(
             f"node_size={node_size} does not divide the {ranks} ranks that exchange: give a "
@@ -297,8 +315,13 @@ def require_divisor(node_size: int | None, ranks: int) -> None:
 
 
 def sources_of(group: Group, node_size: int) -> Sources:
-    """The group itself where every rank counts, else its nodes; collective over the group the first
-    time.
+    """Return the group itself if every rank is a source, else its nodes. The first call is
+    collective over the group.
+
+    >>> from thinwire.comm import Group
+    >>> group = Group.alone(timeout_s=60.0)
+    >>> sources_of(group, node_size=1) is group
+    True
 
     Raises:
         PeerLost, PeerStalled: A rank died or did not come while the process groups were made.
@@ -332,7 +355,7 @@ _shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, _Made]]" = (
 
 
 def made_once(parent: dist.ProcessGroup, key: object, make: Callable[[], _Made]) -> _Made:
-    """Two process groups of ranks of `parent`, made once for each key."""
+    """Return two process groups of ranks of `parent`, made once for each key."""
     made = _shared.setdefault(parent, {})
     if key not in made:
         made[key] = make()
@@ -340,7 +363,7 @@ def made_once(parent: dist.ProcessGroup, key: object, make: Callable[[], _Made])
 
 
 def _groups_of(nodes: Nodes) -> _Made:
-    """The process groups of this node and, on leaders of several, of the leaders, made once."""
+    """Return the process groups of this node and, on leaders, of the leaders; made once."""
     all_ranks, width = nodes.all_ranks, nodes.node_size
 
     def make() -> _Made:
@@ -353,15 +376,21 @@ def _groups_of(nodes: Nodes) -> _Made:
 
 
 class Grid:
-    """Rank = replica · stages + stage: the stages of one replica are consecutive ranks.
+    """Pipelines side by side. Rank = replica · stages + stage: the stages of a replica are
+    consecutive ranks.
+
+    Example, on every rank::
+
+        grid = Grid(stages=4)
+        grid.stage, grid.replica
 
     Attributes:
-        stages: Stages of a pipeline.
-        replicas: Pipelines side by side, ranks / stages.
-        stage: Which stage this rank holds, from 0.
-        replica: Which pipeline this rank belongs to, from 0.
-        peers: The stages of this rank's replica, for what they agree on; their traffic is apart
-            from `stage_group`'s.
+        stages: Number of stages of a pipeline.
+        replicas: Number of pipelines, ranks / stages.
+        stage: Index of this rank's stage, from 0.
+        replica: Index of this rank's pipeline, from 0.
+        peers: The stages of this rank's replica, for agreements, apart from the traffic of
+            `stage_group`.
         job: All ranks, which agree on every update: a stage must not go on where another cannot.
 
     Args:
@@ -404,23 +433,23 @@ class Grid:
             first, every = self.replica * self.stages, range(self.replicas)
             stages = list(range(first, first + self.stages))
             replicas = [replica * self.stages + self.stage for replica in every]
-            # transfers between stages are torch's own, so the backend has to watch the time
+            # torch makes the transfers between stages, so the backend must enforce the time-out
             return Private(stages, timeout_s, timed=True), Private(replicas, timeout_s, timed=True)
 
         return made_once(world, (self.stages, timeout_s), make)
 
     @property
     def stage_group(self) -> dist.ProcessGroup | None:
-        """The ranks of this replica's pipeline in the order of the stages; None without ranks."""
+        """Ranks of this replica's pipeline in the order of the stages; None without ranks."""
         return self._group(0)
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold this stage in the order of the replicas; None without ranks."""
+        """Ranks that hold this stage in the order of the replicas; None without ranks."""
         return self._group(1)
 
     def explain(self, error: RuntimeError, *, what: str) -> ThinwireError:
-        """The error for a transfer between stages that failed; ranks count within the replica."""
+        """Return the error for a failed transfer between stages; ranks count within the replica."""
         peers, shared = self.peers, self.peers._shared
         within, courier = f"{peers.timeout_s:g} s", None if shared is None else shared.courier
         place = {"rank": peers.rank, "size": peers.size}

@@ -1,5 +1,5 @@
-"""The process groups of the library's own: made within a limit, shared, and freed at exit
-without blocking.
+"""Process groups of the library: made within a time limit, shared, and freed at exit without
+blocking.
 """
 
 import atexit
@@ -49,28 +49,28 @@ class _Released(Protocol):
 _NEVER = datetime.timedelta(days=30)
 _EXIT_PATIENCE_S = 0.5
 _SLACK_S = 1.6
-"""A wait at the store ends up to a second late."""
+"""Slack for waits at the store, which end up to a second late."""
 _RESTART_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _LONGEST_UNKNOWN_S = 1800.0
-"""The time-out of a backend that does not say its own; torch's default."""
+"""Time-out of a backend that does not report its own; torch's default."""
 
 
 class Private:
-    """One process group with its courier, shared by all who exchange over the same ranks.
+    """A process group with its heartbeat thread, shared by all users of the same ranks.
 
     Attributes:
-        control: The process group of the small messages by which ranks agree, beside that of the
-            data: a rank that makes another call than the others meets them in an agreement, never
-            in a message of another length, for which gloo aborts the process.
-        courier: Tells the others that this rank is alive; None where the group has no store.
-        abandoned: Why nothing may be exchanged over it any more; None while that is not so.
+        control: The process group of the small messages by which ranks agree, separate from the
+            data. A rank that makes a different call then meets the others in an agreement, never in
+            a message of another length, for which gloo aborts the process.
+        courier: Heartbeat thread; None if the group has no store.
+        abandoned: Reason why further exchanges are refused; None if they are not.
 
     Args:
         ranks: Global ranks, this one among them; making it is collective over them.
-        timeout_s: For the making; and for every exchange, where `timed`.
-        timed: Whether the backend watches the time. Else the caller that waits does: then an
-            exchange may be launched long before others get to it, and a large one may take as long
-            as it makes progress.
+        timeout_s: Time-out of the construction, and of every exchange if `timed`.
+        timed: True if the backend enforces the time-out. Otherwise the waiting caller does: an
+            exchange may then be launched long before other ranks reach it, and a large one may take
+            as long as it makes progress.
 
     Raises:
         PeerLost, PeerStalled: One of the ranks died, or did not come within the time-out.
@@ -84,10 +84,10 @@ class Private:
         self.control = _new_group(ranks, timeout_s) if gloo and not timed else self._group
         if gloo and not timed:
             for group in (self._group, self.control):
-                # set afterwards: the same value limits the making
+                # set afterwards: the same value limits the construction
                 group._get_backend(torch.device("cpu"))._set_default_timeout(_NEVER)
         if gloo and timed:
-            # the making was limited by what was left of a deadline, which ranks do not have alike
+            # construction was limited by the rest of a deadline, which differs between ranks
             backend = self._group._get_backend(torch.device("cpu"))
             backend.options._timeout = datetime.timedelta(seconds=timeout_s)
             backend._set_default_timeout(datetime.timedelta(seconds=timeout_s))
@@ -100,12 +100,12 @@ class Private:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group; None once it has been released."""
+        """Process group; None after `release`."""
         return self._group
 
     @property
     def lives(self) -> bool:
-        """Whether nobody has called `destroy_process_group` for it or for the world."""
+        """True until `destroy_process_group` is called for it or for the world."""
         try:
             dist.get_backend(self._group)
         except (ValueError, AssertionError):
@@ -113,13 +113,13 @@ class Private:
         return True
 
     def release(self) -> None:
-        """Let go of the groups, which joins their threads, unless one of these may be blocked."""
+        """Drop the groups, which joins their threads, unless one of these may be blocked."""
         groups = [] if self._group is None else list(dict.fromkeys([self._group, self.control]))
         self._group = None
         for group in groups:
             stuck = any(pending[0] is group for pending in _pending.values())
             if not stuck and dist.is_initialized():
-                # of a world that was destroyed before
+                # it belongs to a world that was destroyed
                 with contextlib.suppress(ValueError, AssertionError):
                     dist.destroy_process_group(group)
 
@@ -130,7 +130,7 @@ _pending: dict[int, _Pending] = {}
 
 
 def private_group(parent: dist.ProcessGroup, timeout_s: float) -> Private:
-    """The library's own group over the ranks of `parent`, made once within `timeout_s`."""
+    """Return the library's own group over the ranks of `parent`, made once within `timeout_s`."""
     if parent not in _shared:
         warn_of_restarts()
         with one_deadline(timeout_s):
@@ -139,23 +139,23 @@ def private_group(parent: dist.ProcessGroup, timeout_s: float) -> Private:
 
 
 def released_at_exit(groups: _Released) -> None:
-    """Free these groups before the interpreter ends, as `_release_all` says."""
+    """Register groups for `_release_all`, which frees them before the interpreter ends."""
     _made[:] = [made for made in _made if made() is not None]
     _made.append(weakref.ref(groups))
 
 
 def hold(group: dist.ProcessGroup, work: dist.Work, tensors: Sequence[Tensor]) -> None:
-    """Remember what is on its way: neither its group nor its tensors may go before it has ended."""
+    """Keep an exchange in flight: its group and its tensors must live until it ends."""
     if len(_pending) > 1000:
         forget_ended()
     _pending[id(work)] = group, work, tensors
 
 
 def forget_ended(patience_s: float = 0.0) -> None:
-    """Forget all that has ended: where groups come and go, none is kept for it.
+    """Drop all exchanges that have ended, so that no group of an earlier membership is kept.
 
     Args:
-        patience_s: For how long to wait for what has not, such as what was hung up just now.
+        patience_s: Time to wait for exchanges that have not ended, such as those just interrupted.
     """
     until = time.monotonic() + patience_s
     while True:
@@ -168,13 +168,13 @@ def forget_ended(patience_s: float = 0.0) -> None:
 
 
 def forget(work: dist.Work) -> None:
-    """Forget what `hold` remembers: it has ended, well or not."""
+    """Drop an exchange kept by `hold`, which has ended, with or without success."""
     _pending.pop(id(work), None)
 
 
 @cache
 def warn_of_restarts() -> None:
-    """Warn once, on rank 0, where torchrun may restart this job and the restart is likely to fail.
+    """Warn once, on rank 0, if torchrun may restart this job and the restart is likely to fail.
 
     Source: pytorch issue 135712: workers that start again meet keys of the last start in the store
     of the launcher.
@@ -193,12 +193,12 @@ def warn_of_restarts() -> None:
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """The store through which the ranks of a group found each other, or None."""
+    """Return the rendezvous store of a group, or None."""
     return group.get_group_store() if hasattr(group, "get_group_store") else None
 
 
 def timeout_s_of(group: dist.ProcessGroup) -> float:
-    """The time-out that the user gave to a group; torch offers no public way to ask."""
+    """Return the time-out that the user gave to a group; torch has no public way to read it."""
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     options = getattr(group._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None)
@@ -215,8 +215,8 @@ def _new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
 
     begun = time.monotonic()
     try:
-        # a store whose host is stopped answers never, whatever its time-out; nccl wants the thread
-        # of its device
+        # a store whose host is stopped never answers, whatever its time-out, so the call needs a
+        # thread of its own; nccl must stay on the thread of its device
         return make() if dist.get_backend() == "nccl" else made_within(limit_s, make)
     except RuntimeError as error:
         rank, within = ranks.index(dist.get_rank()), f"{limit_s:g} s"
@@ -229,10 +229,10 @@ def _new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
 
 
 def made_within(limit_s: float, make: Callable[[], _T]) -> _T:
-    """What `make` returns, which waits for other ranks for `limit_s` seconds by itself.
+    """Return the result of `make`, which waits for other ranks for `limit_s` seconds by itself.
 
     Raises:
-        RuntimeError: It failed, or did not end, since the host of the store is stopped.
+        RuntimeError: It failed, or did not end because the host of the store is stopped.
     """
     try:
         return within(limit_s + _SLACK_S, make, name="thinwire-connect")
@@ -244,9 +244,9 @@ def made_within(limit_s: float, make: Callable[[], _T]) -> _T:
 def _release_all() -> None:
     """Free all groups, the latest first, which joins their threads.
 
-    A thread of the backend that frees a tensor once the interpreter is finalizing aborts the
-    process; one that is blocked in an exchange would hold it up. What is still on its way is
-    therefore kept for ever.
+    A backend thread that frees a tensor while the interpreter is finalizing aborts the process, and
+    a thread blocked in an exchange would delay it. Exchanges still in flight are therefore never
+    freed.
     """
     stop_all()
     until = time.monotonic() + _EXIT_PATIENCE_S
@@ -256,6 +256,7 @@ def _release_all() -> None:
         if pending[1].is_completed():
             del _pending[key]
         else:
+            # leaked on purpose: freeing it while the backend uses it would abort the process
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(pending))
     for private in [made() for made in reversed(_made)]:
         if private is not None:
@@ -266,13 +267,19 @@ _numbered: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKey
 
 
 def is_alone() -> bool:
-    """Whether this process has no process group, so that nobody waits for it."""
+    """Return True if this process has no process group, so that no other rank waits for it.
+
+    >>> is_alone()
+    True
+    """
     return not (dist.is_available() and dist.is_initialized())
 
 
 def next_identity(process_group: dist.ProcessGroup | None = None) -> int:
-    """The number, from 1, of what is being made over these ranks, all if None, which must make the
-    same things in the same order; 0 where there is no process group, and nothing is compared.
+    """Return the number, from 1, of the next object over these ranks (None: all), which all ranks
+    make in the same order.
+
+    0 without a process group, where nothing is compared.
     """
     if is_alone():
         return 0
@@ -284,7 +291,11 @@ def next_identity(process_group: dist.ProcessGroup | None = None) -> int:
 
 
 def place_in(process_group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    """This rank's number among these ranks, and how many they are; (0, 1) without a group."""
+    """Return this rank's index among these ranks and their number; (0, 1) without a group.
+
+    >>> place_in(None)
+    (0, 1)
+    """
     if is_alone():
         return 0, 1
     return max(dist.get_rank(process_group), 0), max(dist.get_world_size(process_group), 1)

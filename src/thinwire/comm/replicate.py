@@ -1,4 +1,4 @@
-"""Making replicas equal: tensors of rank 0 copied to all."""
+"""Make replicas equal: copy tensors of rank 0 to all ranks."""
 
 import hashlib
 import logging
@@ -26,12 +26,12 @@ _log = logging.getLogger("thinwire")
 
 @torch.no_grad()
 def copy_from_first_(tensors: Iterable[Tensor], group: Group, *, what: str) -> None:
-    """Overwrite `tensors`, of the same shapes and dtypes on all ranks, with those of rank 0: all,
-    or none.
+    """Overwrite `tensors`, of the same shapes and dtypes on all ranks, with those of rank 0: all or
+    none.
 
     Raises:
-        PayloadCorrupt: They arrived damaged here, which other ranks have not heard of; nothing was
-            written.
+        PayloadCorrupt: They arrived damaged on this rank; nothing was written. The other ranks do
+            not know.
         PeerLost, PeerStalled: See `thinwire.errors`.
 
     Communication: one broadcast of all bytes and a digest per device.
@@ -58,12 +58,15 @@ def copy_from_first_(tensors: Iterable[Tensor], group: Group, *, what: str) -> N
 
 @torch.no_grad()
 def make_equal_(tensors: Mapping[str, Tensor], group: Group, *, what: str, source: int = 0) -> None:
-    """Give those of `tensors` that differ between ranks the value of rank `source`, all of them or
-    none.
+    """Copy those of `tensors` that differ between ranks from rank `source`: all of them or none.
 
-    However slow the line is: the copy goes in pieces whose size follows the speed, so that each
-    takes a small part of the time-out, and the log of `thinwire` tells the progress every 5 s. What
-    has arrived is compared with the digests of `source` before anything is written.
+    Example, on every rank::
+
+        make_equal_(dict(model.named_parameters()), group, what="copying the model")
+
+    It works over slow lines: the size of the pieces follows the speed, so that each takes a small
+    part of the time-out. The log of `thinwire` reports progress every 5 s. Received tensors are
+    compared with the digests of `source` before anything is written.
 
     Args:
         tensors: By name; the same names, shapes, dtypes and order on all ranks.
@@ -117,8 +120,10 @@ def make_equal_(tensors: Mapping[str, Tensor], group: Group, *, what: str, sourc
 def make_models_equal_(
     params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], group: Group, *, source: int = 0
 ) -> None:
-    """`make_equal_` of a model, parameters or this rank's shards of them, and buffers, which all
-    hold whole: those of rank `source`, or of the first site.
+    """Copy a model's parameters (or this rank's shards) and buffers from rank `source`, or from the
+    first site.
+
+    All ranks hold whole buffers.
     """
     if group.replicas is None or group.shards is None:
         told = f"copying the model of rank {source}"
@@ -127,7 +132,7 @@ def make_models_equal_(
     make_equal_(params, group.replicas, what="copying the shards of the first site")
     if group.stays:
         make_equal_(buffers, group, what="copying the buffers of rank 0")
-    else:  # members exchange with those that hold the same shard alone
+    else:  # members exchange only with holders of the same shard
         make_equal_(buffers, group.replicas, what="copying the buffers of the first site")
         make_equal_(buffers, group.shards, what="copying the buffers of the first shard")
 
@@ -147,7 +152,7 @@ def _copy_(buffers: list[Tensor], group: Group, what: str, source: int) -> None:
             part.copy_(piece[at : at + part.numel()])
             at += part.numel()
         done += piece.numel()
-        # all ranks follow the slowest, so that all cut alike
+        # the slowest rank decides, so that all ranks cut pieces of one size
         said = group.gather_now(_SECONDS.pack(taken_s), what=what)
         slowest_s = max(_SECONDS.unpack(answer)[0] for answer in said)
         growth = min(target_s / max(slowest_s, 1e-9), 4.0)
@@ -161,7 +166,7 @@ def _copy_(buffers: list[Tensor], group: Group, what: str, source: int) -> None:
 
 
 def _parts(buffers: list[Tensor], first: int, end: int) -> Iterator[Tensor]:
-    """Views of the bytes `first` to `end` of the stream."""
+    """Yield views of the bytes `first` to `end` of the stream."""
     starts = [0]
     for buffer in buffers:
         starts.append(starts[-1] + buffer.numel())
@@ -185,7 +190,9 @@ def _write_(tensor: Tensor, content: Tensor) -> None:
 
 
 def overwrite_(tensor: Tensor, values: Tensor) -> None:
-    """As `tensor.copy_(values)`, also of what `expand` has made, which torch does not write to."""
+    """Copy as `tensor.copy_(values)`, also into an expanded tensor, which torch does not write
+    to.
+    """
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
             tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)

@@ -1,4 +1,4 @@
-"""The connections of this process, found by its descriptors, and an end to them."""
+"""Find the connections of this process by its descriptors, and shut them down."""
 
 import contextlib
 import ctypes
@@ -13,16 +13,16 @@ from typing import NamedTuple
 __all__ = ["Connection", "Place", "connections", "end_unanswered", "listeners", "shut_down"]
 
 _SYSTEM = ctypes.CDLL(None)
-"""The C library of this process; of its calls here 0 is success."""
+"""C library of this process; its calls here return 0 on success."""
 _LONGEST_NAME_BYTES = 128
-"""Of a `sockaddr_storage`."""
+"""Size of a `sockaddr_storage`."""
 
 Place = tuple[str, int]
-"""An address as text, and a port."""
+"""Address as text, and port."""
 
 
 class Connection(NamedTuple):
-    """One connection; the inode tells whether the descriptor still means it."""
+    """One connection; the inode tells whether the descriptor still refers to it."""
 
     descriptor: int
     inode: int
@@ -31,17 +31,17 @@ class Connection(NamedTuple):
 
 
 def connections() -> list[Connection]:
-    """All of this process over the internet protocols; none where the system is not Linux."""
+    """Return all internet connections of this process; none on systems other than Linux."""
     found = []
     for descriptor, inode, held in _streams():
         here, there = _place("getsockname", held), _place("getpeername", held)
-        if here is not None and there is not None:  # one that listens has no other end
+        if here is not None and there is not None:  # a listening socket has no peer
             found.append(Connection(descriptor, inode, here, there))
     return found
 
 
 def listeners() -> dict[int, Place]:
-    """Where this process listens, by inode."""
+    """Return the addresses on which this process listens, by inode."""
     found = {}
     for _, inode, held in _streams():
         here = _place("getsockname", held)
@@ -51,15 +51,18 @@ def listeners() -> dict[int, Place]:
 
 
 def shut_down(each: Connection) -> None:
-    """End a connection for both sides; nothing where it has been closed, or is another by now."""
+    """Shut a connection down for both sides. Does nothing if it was closed or its descriptor was
+    reused.
+    """
     with contextlib.suppress(OSError), _held(each.descriptor) as (inode, held):
         if inode == each.inode:
             _SYSTEM.shutdown(held, socket.SHUT_RDWR)
 
 
 def end_unanswered(each: Connection, seconds: int) -> None:
-    """Let the kernel end a connection once nothing that was sent has been confirmed for so long; it
-    asks once a second where nothing is sent. A process that is stopped confirms all the same.
+    """Let the kernel end a connection whose data or probes go unacknowledged for `seconds`.
+
+    It probes once a second while nothing is sent. A stopped process still acknowledges.
     """
     options = (
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -74,10 +77,12 @@ def end_unanswered(each: Connection, seconds: int) -> None:
 
 
 def _streams() -> Iterator[tuple[int, int, int]]:
-    """Descriptor and inode of every stream of this process, and another descriptor of it."""
+    """Yield descriptor and inode of every stream socket of this process, and a duplicate
+    descriptor.
+    """
     folder = Path("/proc/self/fd")
     for entry in list(folder.iterdir()) if folder.is_dir() else ():
-        # the one through which the folder was read is closed by now
+        # the descriptor that listed the folder is closed by now
         with contextlib.suppress(OSError), _held(int(entry.name)) as (inode, held):
             if inode is not None and _option(held, socket.SO_TYPE) == socket.SOCK_STREAM:
                 yield int(entry.name), inode, held
@@ -85,9 +90,11 @@ def _streams() -> Iterator[tuple[int, int, int]]:
 
 @contextlib.contextmanager
 def _held(descriptor: int) -> Iterator[tuple[int | None, int]]:
-    """Inode of a socket, None of anything else, and a descriptor that nobody else closes."""
-    # no object of Python's socket: under socket.setdefaulttimeout it would make the connection
-    # itself non-blocking, for torch and whoever else uses it
+    """Yield the inode of a socket (None for anything else) and a descriptor that no other code
+    closes.
+    """
+    # not a Python socket object: under socket.setdefaulttimeout it would make the connection
+    # non-blocking for all its users, torch included
     held = os.dup(descriptor)
     try:
         about = os.fstat(held)
@@ -115,6 +122,6 @@ def _place(function: str, descriptor: int) -> Place | None:
         address = raw[4:8]
     elif family == socket.AF_INET6:
         address = raw[8:24]
-    else:  # the other end of a pipe within this machine
+    else:  # a local socket, such as a socket pair
         return None
     return socket.inet_ntop(family, address), int.from_bytes(raw[2:4], "big")

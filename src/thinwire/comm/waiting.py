@@ -1,6 +1,5 @@
-"""How long a rank waits for others: one time-out for a whole call, whatever number of exchanges it
-makes, and a line in the log where it was long; and where this process is, for those that wait for
-it.
+"""Waiting for other ranks: one time-out for a whole call, log lines for long waits, and this
+process's current exchange, for the heartbeat.
 """
 
 import datetime
@@ -32,14 +31,15 @@ __all__ = [
 _LONG_S = 10.0
 _log = logging.getLogger("thinwire")
 _place: list[tuple[str, bool, float]] = [("", False, time.monotonic())]
-"""The last exchange of this process, whether it is waited for, and since when it is or is not;
-replaced as a whole."""
+"""Last exchange of this process, True if it is waited for, and the time since then; replaced as
+a whole.
+"""
 _busy_until: list[float | None] = [None]
-"""Until when this process has said that it may be at work of its own; None: it never has."""
+"""Time until which this process has announced work of its own; None: never announced."""
 
 
 class _Call(threading.local):
-    """The rest of the time-out of the outermost call that this thread is in; None outside."""
+    """Remaining time-out of the outermost call on this thread; None outside."""
 
     timeout_s: float | None = None
     left_s: float | None = None
@@ -50,11 +50,15 @@ _call = _Call()
 
 @contextmanager
 def one_deadline(timeout_s: float) -> Iterator[None]:
-    """Let all waiting for others in here count against one time-out; in another such block, against
-    that one's.
+    """Count all waiting inside the block against one time-out; nested blocks share the outer one.
 
-    What counts is the time for which this rank is blocked: its own work in between takes nothing
-    off.
+    Example::
+
+        with one_deadline(60.0):
+            first.wait()
+            second.wait()  # has what is left of the 60 s
+
+    Only the time for which this rank is blocked counts; its own work in between does not.
     """
     if _call.left_s is not None:
         yield
@@ -68,7 +72,7 @@ def one_deadline(timeout_s: float) -> Iterator[None]:
 
 @contextmanager
 def own_deadlines() -> Iterator[None]:
-    """Let every wait in here have the whole time-out: for work that is known to go on."""
+    """Give every wait inside the block the whole time-out, for work that is known to progress."""
     outer = _call.timeout_s, _call.left_s
     _call.timeout_s = _call.left_s = None
     try:
@@ -78,12 +82,12 @@ def own_deadlines() -> Iterator[None]:
 
 
 def left_s(timeout_s: float) -> float:
-    """What is left of the call that a wait is in, or `timeout_s` outside of any."""
+    """Return the time left in the current call, or `timeout_s` outside of any."""
     return timeout_s if _call.left_s is None else max(_call.left_s, 0.0)
 
 
 def whole_s(timeout_s: float) -> float:
-    """The time-out of the call that a wait is in, or `timeout_s` outside of any."""
+    """Return the time-out of the current call, or `timeout_s` outside of any."""
     return timeout_s if _call.timeout_s is None else _call.timeout_s
 
 
@@ -94,12 +98,16 @@ def waited(seconds: float) -> None:
 
 
 def progressed() -> None:
-    """Let the time-out of the call begin anew: a part of something large has arrived."""
+    """Restart the time-out of the call: a part of a large exchange has arrived."""
     _call.left_s = _call.timeout_s
 
 
 def seconds_of(timeout: float | datetime.timedelta | None) -> float | None:
-    """A user's `timeout=` in seconds; None stays None, for the process group's own.
+    """Return a user's `timeout=` in seconds; None stays None, for the process group's own.
+
+    >>> import datetime
+    >>> seconds_of(datetime.timedelta(minutes=2))
+    120.0
 
     Raises:
         TypeError, ValueError: As `seconds_given`.
@@ -108,10 +116,10 @@ def seconds_of(timeout: float | datetime.timedelta | None) -> float | None:
 
 
 def seconds_given(name: str, value: float | datetime.timedelta) -> float:
-    """A time that a user gave for the argument `name`, in seconds.
+    """Return a user's value for the argument `name`, a duration, in seconds.
 
     Raises:
-        TypeError: No number and no timedelta.
+        TypeError: Neither a number nor a timedelta.
         ValueError: Not positive or not finite.
     """
     seconds = value.total_seconds() if isinstance(value, datetime.timedelta) else value
@@ -120,7 +128,14 @@ def seconds_given(name: str, value: float | datetime.timedelta) -> float:
 
 @contextmanager
 def long_waits_logged(what: str, wait_s: Callable[[], float]) -> Iterator[None]:
-    """Log how long this rank waited in the block by `wait_s`, if that was more than 10 s."""
+    """Log how long this rank waited inside the block, measured by `wait_s`, if that was more than
+    10 s.
+
+    Example::
+
+        with long_waits_logged("saving", lambda: group.wait_s):
+            save()
+    """
     before = wait_s()
     try:
         yield
@@ -131,14 +146,16 @@ def long_waits_logged(what: str, wait_s: Callable[[], float]) -> Iterator[None]:
 
 
 def here(what: str, *, waiting: bool) -> None:
-    """Note where this process is: it waits for `what`, or has left it for work of its own."""
+    """Record the exchange in which this process waits, or which it has left for work of its own."""
     _place[0] = what, waiting, time.monotonic()
 
 
 @contextmanager
 def busy_for(seconds: float) -> Iterator[None]:
-    """Tell the others, with the next sign of life, that they may wait until the block ends, but not
-    for longer than this; of nested blocks the one that ends last counts.
+    """Announce, with the next heartbeat, that others may wait until the block ends, at most
+    `seconds`.
+
+    Of nested blocks the one that ends last counts.
     """
     outer, until = _busy_until[0], time.monotonic() + seconds
     _busy_until[0] = until if outer is None else max(outer, until)
@@ -150,15 +167,15 @@ def busy_for(seconds: float) -> Iterator[None]:
 
 
 def idle_s() -> float | None:
-    """Since this process was known to be at long work of its own; None: it never was."""
+    """Return the time since this process was last known to be at announced work; None: never."""
     return None if _busy_until[0] is None else max(time.monotonic() - _busy_until[0], 0.0)
 
 
 def whereabouts() -> tuple[str, bool, float]:
-    """The exchange that this process is in or has left, whether it waits there, and since when."""
+    """Return the current or last exchange, True if this process waits there, and since when."""
     return _place[0]
 
 
 def waits() -> bool:
-    """Whether this process waits in an exchange."""
+    """Return True if this process waits in an exchange."""
     return _place[0][1]

@@ -1,3 +1,3 @@
-"""Local updates: ranks train on their own and average now and then. `strategy` and `integrations`
-import it.
+"""Local updates: ranks train independently and average every few steps. `strategy` and
+`integrations` import it.
 """

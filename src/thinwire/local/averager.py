@@ -1,6 +1,4 @@
-"""Which averaging follows after a local step, and how it is carried out: measure, agree, send,
-verify, apply.
-"""
+"""Decide which averaging follows a local step and run it: measure, agree, send, verify, apply."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,57 +28,57 @@ __all__ = [
 ]
 
 _FROZEN = "frozen parameter"
-"""What parameters that do not train are called in errors."""
+"""Label of frozen parameters in errors."""
 
 
 class Roll(Protocol):
-    """Who takes part, where members come and go; `thinwire.members.Members` is one."""
+    """Membership of a run whose members come and go; `thinwire.members.Members` is one."""
 
     @property
     def gives(self) -> bool:
-        """Whether a newcomer hears of every averaging from this rank."""
+        """True if this rank sends every averaging to a joiner."""
 
     def report(self) -> dict[str, Any]:
-        """What this rank says in the agreement that ends an averaging."""
+        """Return this rank's entry in the agreement that ends an averaging."""
 
     def hear(self, said: Sequence[Mapping[str, Any]]) -> None:
-        """Remember what all ranks have said there."""
+        """Store the entries of all ranks."""
 
 
 class OwnScale(Protocol):
-    """A loss scale that every rank adapts on its own between two averagings;
+    """Loss scale that every rank adapts on its own between two averagings;
     `thinwire.amp.LossScaler` is one.
     """
 
     @property
     def scale(self) -> float:
-        """This rank's scale."""
+        """Loss scale of this rank."""
 
     def take_scale(self, scale: float) -> None:
-        """Go on with the smallest scale of all ranks."""
+        """Continue with the smallest scale of all ranks."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """Where local updates stand; the same on all ranks."""
+    """Progress of local updates; the same on all ranks."""
 
     last: int
     """Step of the last averaging."""
     step: int = 0
     """Local steps taken."""
     whole: int = 0
-    """Step after which all ranks were equal in everything."""
+    """Step of the last full sync: all ranks were equal in everything after it."""
     turn: int = 0
-    """Averagings of single parts so far."""
+    """Averagings of single fragments so far; selects the next fragment."""
     averagings: int = 0
     """Averagings so far."""
 
 
 class Averager(Synchronizer):
-    """Follows the local steps and averages when a turn has come.
+    """Count local steps and average when an averaging is due.
 
-    An averaging that fails, on whichever rank, changes nothing on any rank but `Counters.step`,
-    which counts the local steps that were made.
+    An averaging that fails on any rank changes only `Counters.step`, the number of local steps, on
+    all ranks.
     """
 
     def __init__(
@@ -98,8 +96,10 @@ class Averager(Synchronizer):
         roll: Roll | None = None,
         after_averaging: Callable[[bool], bool] = lambda goes_on: True,
     ) -> None:
-        """`after_averaging` says whether this rank goes on with the others, and is told whether
-        another averaging follows in the same call.
+        """Build the averager of one block.
+
+        `after_averaging(goes_on)` is called after an averaging and returns True if this rank
+        continues with the others. `goes_on` is true if another averaging follows in the same call.
         """
         super().__init__(group, averaging.sources, what="changes", before=[_SameWrites(self)])
         self.tensors = tensors
@@ -107,30 +107,35 @@ class Averager(Synchronizer):
         self.averaging = averaging
         self.counters = counters
         self.synced = False
-        """Whether the last step took part in an averaging (with a delay: measured one)."""
+        """True if the last step took part in an averaging (with a delay: was measured for one)."""
         seconds = config.round_seconds
         self.work = None if seconds is None else RoundWork(seconds)
-        """What this rank has done in a round that ends by time; None where steps are counted."""
+        """Work of this rank in a timed round; None if rounds are counted in steps."""
         self.steps_made = 0
-        """Local steps since this was made, dropped ones too."""
+        """Local steps since construction, dropped ones included."""
         self.counting_only = False
-        """Whether steps are counted and no round ends by time, since all are about to flush."""
+        """True while steps are only counted and end no timed round, because all ranks will
+        flush.
+        """
         self.given_up: str | None = None
-        """Why this rank cannot go on; all hear of it at the next averaging."""
+        """Reason why this rank cannot continue; sent to all ranks at the next averaging."""
         self.written: str | None = None
-        """Digest of the parameters that somebody else wrote since all ranks were equal; None where
-        nobody did."""
+        """Digest of parameters that other code wrote since the last full sync; None if there was
+        no write.
+        """
         self.pending: PendingAveraging | None = None
-        """An averaging that is on its way."""
+        """Averaging in flight."""
         self.last: PendingAveraging | None = None
-        """The last averaging that was applied, while a newcomer needs it."""
+        """Last applied averaging, kept while a joiner needs it."""
         self._roll, self._after_averaging = roll, after_averaging
         self.config = config
         self._parts = fragments_of(tensors.trained, config)
         self._scaler = scaler
         self._weight = 1.0
         self.digest: RollingDigest | None = None
-        """Of anchors, outer momentum and what does not train, at every averaging."""
+        """Rolling digest of anchors, outer momentum and frozen parameters, compared at every
+        averaging.
+        """
         if digest_every:
             slices = max(1, digest_every // interval.longest)
             self.digest = RollingDigest(self._anchors, self._outer_momentum, every=slices)
@@ -138,14 +143,14 @@ class Averager(Synchronizer):
         self.watch(self.digest, identity)
 
     def begin_anew(self, tokens: int | None) -> None:
-        """All state has been loaded, but for a result on its way.
+        """Reset after all state was loaded, except a result in flight.
 
         Args:
-            tokens: Observed since the last step; None where none were told.
+            tokens: Tokens observed since the last step; None if none were reported.
         """
         self.synced, self.pending, self.written = False, None, None
         self.given_up = None
-        forget_ended()  # what was on its way has no other end
+        forget_ended()  # an averaging in flight is dropped, and nothing else releases it
         if self.work is not None:
             self.work.begin()
             if tokens is not None:
@@ -154,7 +159,7 @@ class Averager(Synchronizer):
             self.likeness.skip()
 
     def start_anew(self) -> None:
-        """See `LocalUpdates.start_anew`."""
+        """Implement `LocalUpdates.start_anew`."""
         self.averaging.anchor_()
         self.averaging.forget_()
         self.tensors.made_common()
@@ -162,17 +167,17 @@ class Averager(Synchronizer):
 
     @property
     def apart(self) -> bool:
-        """Whether this rank made steps since all were equal in everything."""
+        """True if this rank made steps since the last full sync."""
         begun = self.work is not None and self.work.steps > 0
         return begun or self.counters.step > self.counters.whole
 
     @property
     def parts(self) -> int:
-        """Into how many the model is cut, which are averaged in turn."""
+        """Number of fragments, which are averaged in turn."""
         return len(self._parts)
 
     def require_equal(self, step: int | None = None) -> None:
-        """See `Synchronizer`."""
+        """Compare the ranks as `Synchronizer.require_equal` does, at the local step by default."""
         with _frozen_explained():
             super().require_equal(self.counters.step if step is None else step)
 
@@ -192,14 +197,16 @@ class Averager(Synchronizer):
             return self.agreement(step, phase, first=False, last=last, **said)
 
     def before_step(self) -> None:
-        """Where all ranks should be equal, measure from the parameters as they are: weights may
-        have been loaded since. Whether all ranks have loaded the same comes out at the averaging.
+        """Set anchors to the current parameters where all ranks should be equal: weights may have
+        been loaded.
+
+        The next averaging checks that all ranks have loaded the same.
         """
         if self.group.size > 1 and self.work is None:
             refuse_scaler(self.tensors.optimizer)
         if self.apart or self.pending or self._roll is not None or self.averaging.plain:
             return
-        # written by others: no change of this rank's steps
+        # other code wrote the parameters: not a change by this rank's steps
         if (digest := self.averaging.written()) is not None:
             self.averaging.anchor_()
             self.written = digest if self.group.shards is None else "a shard"  # shards differ
@@ -212,7 +219,7 @@ class Averager(Synchronizer):
                 self._after_step_of(self.work)
             else:
                 self._after_counted_step()
-        finally:  # a loss that an averaging was refused for is not seen again
+        finally:  # if the averaging fails, its loss must not count in the next step
             self.interval.forget()
 
     def _after_counted_step(self) -> None:
@@ -228,7 +235,9 @@ class Averager(Synchronizer):
             self.average_if_due()
 
     def _after_step_of(self, work: RoundWork) -> None:
-        """`Counters.step` moves at averagings alone, so that it is the same on all ranks."""
+        """Count a step of a timed round. `Counters.step` moves only at averagings and so stays
+        equal on all ranks.
+        """
         self.synced = False
         work.step()
         if self.counting_only:
@@ -237,10 +246,10 @@ class Averager(Synchronizer):
             self.end_round()
 
     def _over(self, work: RoundWork) -> bool:
-        """Whether it is time to average. The ranks of a site make their steps together, so the
-        clock of its first one counts.
+        """Return True if it is time to average. The clock of a site's first rank decides for the
+        site, whose ranks step together.
 
-        Communication: of a site, 1 byte a rank inside it.
+        Communication: for a site, 1 byte per rank inside it.
         """
         over, shards = work.over(self.interval.k_steps), self.group.shards
         if shards is None or work.steps >= self.interval.k_steps:
@@ -248,14 +257,14 @@ class Averager(Synchronizer):
         return shards.gather_now(bytes([over]), "asking whether a round is over")[0] == b"\x01"
 
     def end_round(self) -> None:
-        """Average what this rank has done in a round that ends by time, however little."""
+        """Average the work of this rank in a timed round, even if it made no step."""
         if self.counters.step < self.config.begin_step:
             self._average_all("averaging", with_loss=False)
         else:
             self._average_part()
 
     def average_if_due(self) -> None:
-        """Average a part whose turn has come."""
+        """Average the next fragment if its interval is over."""
         at = self.counters
         if at.step - at.last >= max(1, self.interval.k_steps // self.config.fragments):
             self._average_part()
@@ -263,28 +272,28 @@ class Averager(Synchronizer):
             self.interval.read(self._agree("first loss", None, []), at.step)
 
     def flush(self) -> None:
-        """See `LocalUpdates.flush`."""
+        """Implement `LocalUpdates.flush`."""
         work = None if self.work is None else self.work.told()
         changed = list(self.tensors.changed_buffers())
-        # what is not of these steps, as of a second optimizer after the last averaging
+        # a write that is not from these steps, such as by a second optimizer after the averaging
         moved = self.averaging.written() if self.counters.averagings and not self.apart else None
         answers = self._agree_on(
             self.counters.step, "flushing", work=work, state=changed, moved=moved
         )
         self._apply_pending(goes_on=True)
-        some = any(work[0] for _, work in answers.of("work"))  # maybe on other ranks
+        some = any(work[0] for _, work in answers.of("work"))  # other ranks may have made steps
         parted = any(answers.unlike("moved"))
         if some or parted or self.counters.step > self.counters.whole:
             self._average_all("averaging for the last time", with_loss=False)
         elif any(state for _, state in answers.of("state")):
-            # as after update_bn(): no step, so that nothing else may move, momentum included
+            # such as after update_bn(): no step was made, so outer momentum must not move either
             pending, _ = self._measure("averaging buffers", [])
             self._finish(pending)
             self._after_averaging(False)
 
     def _average_all(self, phase: str, *, with_loss: bool) -> None:
         at = self.counters
-        self._apply_pending(goes_on=True)  # one is left where a loaded run begins with these
+        self._apply_pending(goes_on=True)  # a loaded state may hold one
         pending, answers = self._measure(phase, list(self.tensors.params))
         if with_loss:
             self.interval.read(answers, at.step)
@@ -307,7 +316,7 @@ class Averager(Synchronizer):
         if delayed:
             try:
                 self._launch(pending)
-            except Regrouped:  # then it is launched when it is waited for
+            except Regrouped:  # launched again when it is waited for
                 pending.round = None
             self.pending = pending
         else:
@@ -327,14 +336,14 @@ class Averager(Synchronizer):
 
     @property
     def _number(self) -> int:
-        """Of the next averaging, from 1; a part of the model counts its own."""
+        """Number of the next averaging, from 1; each fragment counts its own."""
         at = self.counters
         return at.averagings - at.turn + at.turn // len(self._parts) + 1
 
     def _measure(
         self, phase: str, names: list[str], *, mixing: float = 0.0, keep: bool = False
     ) -> tuple[PendingAveraging, Answers]:
-        """What this rank would send, once all ranks have agreed that it may be sent."""
+        """Measure the change of this rank, after all ranks have agreed to send theirs."""
         step = self.counters.step
         self.averaging.make_common()
         problem = self.tensors.difference()
@@ -355,7 +364,7 @@ class Averager(Synchronizer):
                 keep=keep,
                 fold=self.work is None,
             )
-            # a mask of infinities that nobody changes is no fault
+            # a buffer of infinities, such as a mask, is valid while it does not change
             if (culprit := pending.first_not_finite(changed)) is not None:
                 problem = (
                     f"{culprit} is not finite at the averaging of step {step}: lower the learning "
@@ -372,8 +381,8 @@ class Averager(Synchronizer):
             pending.refused = self.tensors.settle_buffers(shards)
             wide = {key: widened(buffer) for key, buffer in buffers.items()}
             pending.extras |= {key: w.clone() if keep else w for key, w in wide.items()}
-        # a rank whose parameters got no gradient yet has no state to give; buffers that no rank has
-        # changed stay as they are
+        # average only optimizer state that all ranks have (a parameter without a gradient has none
+        # yet), and only buffers that some rank has changed
         told = [said.get("state", []) for said in answers]
         common = set(state).intersection(*told) | set(buffers).intersection(chain(*told))
         pending.extras = {key: value for key, value in pending.extras.items() if key in common}
@@ -382,7 +391,7 @@ class Averager(Synchronizer):
         return pending, answers
 
     def _weigh(self, pending: PendingAveraging, answers: Answers) -> None:
-        """Let this rank's part count by what it did, and go on to the step that all agree on."""
+        """Weight this rank's change by its work, and advance to the step on which all agree."""
         works = [(steps, tokens) for _, (steps, tokens) in answers.of("work")]
         weights, width = weights_of(works), 1
         if self.group.shards is not None:
@@ -417,7 +426,9 @@ class Averager(Synchronizer):
             self._scaler.take_scale(min(scales))
 
     def _finish(self, pending: PendingAveraging) -> None:
-        """Send, verify, vote, and only then apply; again, where ranks have gone meanwhile."""
+        """Send, verify, vote, and only then apply. Retry if members have left meanwhile."""
+        # the exchange and its vote are one attempt: if the membership changes, both are repeated;
+        # nothing is applied before the vote
         while True:
             try:
                 with self.group.one_attempt():
@@ -428,7 +439,7 @@ class Averager(Synchronizer):
         names = list(pending.moved)
         if self.work is not None:
             self.counters.step = pending.step
-            # some may have gone since the weights were agreed on
+            # members may have left since the weights were agreed on: divide by those that voted
             weights = [weight for _, weight in answers.of("weight")]
             pending.share = sum(weights) / len(weights)
             self.work.begin()
@@ -441,9 +452,10 @@ class Averager(Synchronizer):
             self.last = pending if self._roll.gives else None
 
     def _verified(self, pending: PendingAveraging) -> Answers:
-        """What all ranks have said once everything had arrived."""
+        """Return the answers of all ranks after everything has arrived."""
         if pending.round is None:
             self._launch(pending)
+        # a rank that received damaged data still votes: if it raised here, the others would wait
         corrupt = pending.refused
         try:
             pending.finish()
@@ -467,8 +479,10 @@ class Averager(Synchronizer):
         )
 
     def _apply_pending(self, *, goes_on: bool = False) -> bool:
-        """Whether this rank goes on with the others; `goes_on` as there is an averaging to come
-        in this call, before which nobody comes or goes.
+        """Apply a result in flight; return True if this rank continues with the others.
+
+        `goes_on` is true if another averaging follows in this call: membership does not change
+        before it.
         """
         if self.pending is None:
             return True
@@ -478,18 +492,18 @@ class Averager(Synchronizer):
 
 
 class _SameWrites:
-    """A check that what somebody else wrote into the parameters was written on all ranks alike."""
+    """Check that writes of other code into the parameters were the same on all ranks."""
 
     def __init__(self, averager: Averager) -> None:
         self._averager = averager
 
     def say(self, turn: Turn) -> Said:
-        """See `Check`."""
+        """Implement `Check.say`."""
         written = self._averager.written
         return {} if turn.last or written is None else {"written": written}
 
     def judge(self, turn: Turn, answers: Answers) -> None:
-        """See `Check`."""
+        """Implement `Check.judge`."""
         for first, ours, rank, theirs in answers.unlike("written"):
             who = f"ranks {first} and {rank}" if ours and theirs else "some ranks"
             raise Mismatch(
@@ -500,7 +514,7 @@ class _SameWrites:
 
 
 def _not_there(keys: Iterable[str]) -> str | None:
-    """What is wrong where a result on its way belongs to optimizer state that is gone."""
+    """Describe a result in flight whose optimizer state no longer exists."""
     key = next(iter(keys), None)
     if key is None:
         return None
@@ -512,7 +526,7 @@ def _not_there(keys: Iterable[str]) -> str | None:
 
 @contextmanager
 def _frozen_explained() -> Iterator[None]:
-    """Say why a parameter that does not train may differ by design."""
+    """Add to errors why a frozen parameter may differ by design."""
     try:
         yield
     except Diverged as error:

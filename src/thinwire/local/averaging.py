@@ -1,6 +1,4 @@
-"""One averaging of parameters: what is measured, what travels, and what it changes once it is
-there.
-"""
+"""One averaging of parameters: measurement, messages, and application of the result."""
 
 import hashlib
 from collections.abc import Mapping, Sequence, Set
@@ -36,15 +34,13 @@ _SKETCH = "sketch of the change"
 
 
 def real_view(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a view of a complex one with real and imaginary parts as a last
-    axis.
-    """
+    """Return the tensor, or a view of a complex one with real and imaginary parts as last axis."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """The values in which averages are computed: float32, float64 for double precision; real; a
-    copy if it must.
+    """Return real values in the type of averages: float32, or float64 for double precision.
+    Copies only if needed.
     """
     real = real_view(tensor.detach())
     return real if real.dtype == torch.float64 else real.float()
@@ -52,57 +48,57 @@ def widened(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class PendingAveraging:
-    """One averaging between its measurement and its application."""
+    """State of one averaging between its measurement and its application."""
 
     step: int
-    """Step after which it was measured."""
+    """Local step after which it was measured."""
     moved: dict[str, Tensor]
-    """Per parameter what is to be sent: anchor minus parameter, with the kept error where it is
-    compressed."""
+    """Value to send for each parameter: anchor minus parameter, plus the residual if compressed."""
     extras: dict[str, Tensor]
-    """Buffers and optimizer state, averaged plainly."""
+    """Buffers and optimizer state, averaged without compression."""
     compressed: frozenset[str]
-    """The parameters whose change is compressed; the others travel densely."""
+    """Parameters whose change is compressed; all others are sent densely."""
     sketch: Tensor | None = None
-    """Of this rank's change, before anything that was kept; None where all of it is applied in
-    time."""
+    """Sketch of this rank's change without residuals; None if all of it is applied in time."""
     mixing: float = 0.0
-    """The part of its local value that a parameter keeps."""
+    """Fraction of its local value that a parameter keeps."""
     measured: dict[str, Tensor] | None = None
-    """The parameters as they were, where local steps go on before the result is applied."""
+    """Copies of the measured parameters, if local steps continue before the result is applied."""
     round: Round | None = None
-    """What travels densely."""
+    """Exchange round of the dense tensors."""
     refused: str | None = None
-    """Why this rank could not take what other shards gave it before; the vote tells the others."""
+    """Reason why this rank refused data of other shards; the vote reports it to all ranks."""
     share: float = 1.0
-    """The mean weight of those who took part: what they sent is divided by it."""
+    """Mean weight of the ranks that took part; sums are divided by it."""
 
     def finish(self) -> None:
         """Wait for everything and check it.
 
         Raises:
-            PayloadCorrupt: A message is damaged or belongs elsewhere.
+            PayloadCorrupt: A message is damaged or belongs to another exchange.
             PeerLost, PeerStalled: See `Group`.
         """
         assert self.round is not None, "launched"
         self.round.finish()
 
     def mean_of(self, name: str, like: Tensor) -> Tensor:
-        """The mean over the ranks of what travelled densely under a name."""
+        """Return the mean over the ranks of a dense tensor, by name."""
         assert self.round is not None, "launched"
         mean = self.round.arrived[name].mean(name, like)
         return mean if self.share == 1 else mean / self.share
 
     @property
     def digest(self) -> int:
-        """Of all sums that have arrived, which are the same on all ranks: a pass over them, so ask
-        once.
+        """Return a digest of all received sums, which are equal on all ranks. Reads them all, so
+        call it once.
         """
         assert self.round is not None, "launched"
         return self.round.sums_digest
 
     def first_not_finite(self, buffers: Mapping[str, bool]) -> str | None:
-        """The first tensor that must not be given to others; of buffers those that hold."""
+        """Return the name of the first tensor that is not finite; of buffers, only those with a
+        true flag count.
+        """
         extras = {
             key: value
             for key, value in self.extras.items()
@@ -115,15 +111,15 @@ class PendingAveraging:
 
 
 class Averaging:
-    """Anchors, outer momentum and what compression keeps of all parameters by name, and how an
-    averaging changes them.
+    """State of averaging: anchors, outer momentum and residuals by name, and how a result changes
+    them.
 
     An anchor S is a parameter's value after its last averaging, in float32 or wider, equal on all
-    ranks; outer momentum is equal too; kept errors are this rank's own, or its node's. Nothing
-    changes before `commit_`.
+    ranks; Outer momentum is equal too; residuals belong to this rank or its node. Nothing changes
+    before `commit_`.
 
-    Where `sources` are `Nodes`, the ranks of a node first average what they have to send, and then
-    send the same: what they keep of it is the same too.
+    If `sources` are `Nodes`, the ranks of a node first average their changes and then send the same
+    message, so their residuals are the same too.
     """
 
     def __init__(
@@ -150,19 +146,20 @@ class Averaging:
             kind: {}
             for kind in ((ERRORS,) if changes is None else changes.begin(torch.zeros(1, 1)))
         }
-        """What the compression keeps, by kind and name."""
+        """State of the compression, by kind and name."""
         for name, p in params.items():
             # a shard may be empty
             if changes is not None and p.numel() and changes.compresses(p):
                 for kind, tensor in changes.begin(self.anchors[name]).items():
                     self.kept[kind][name] = tensor
         self.sketches = torch.zeros(2, SKETCH_NUMEL, dtype=torch.float64, device="cpu")
-        """Of all that the mean of the ranks has changed so far, and of all that was applied of it.
+        """Sketches of the mean change of the ranks so far, and of the part of it that was
+        applied.
         """
 
     @property
     def errors(self) -> dict[str, Tensor]:
-        """What of each parameter's change was not sent, of this rank alone."""
+        """Residual of each parameter: the unsent part of its change, of this rank alone."""
         return self.kept[ERRORS]
 
     @property
@@ -171,9 +168,7 @@ class Averaging:
 
     @torch.no_grad()
     def make_common(self) -> None:
-        """Give the ranks of each node the mean of what they keep, where it was loaded and may
-        differ.
-        """
+        """Average loaded residuals inside each node, where they may differ."""
         sources = self.sources
         if isinstance(sources, Nodes) and not self._common:
             counted = sources.all_ranks, sources.node
@@ -184,22 +179,22 @@ class Averaging:
                 for name, tensor in tensors.items()
             }
             make_common_(kept, sources)
-            for group, nbytes in zip(counted, sent, strict=True):  # no exchange of an update
+            for group, nbytes in zip(counted, sent, strict=True):  # not an exchange of updates
                 group.bytes_sent = nbytes
         self._common = True
 
     def state_loaded(self) -> None:
-        """What is kept was put in from elsewhere: it may differ inside a node."""
+        """Note that residuals were loaded and may differ inside a node."""
         self._common = False
 
     @property
     def plain(self) -> bool:
-        """Whether a change is applied as it is."""
+        """True if a change is applied as it is."""
         return self.changes is None and self._outer.plain
 
     @torch.no_grad()
     def written(self) -> str | None:
-        """Digest of the parameters, for where each should be its anchor and one is not."""
+        """Return a digest of the parameters if one of them differs from its anchor, else None."""
         now = {name: widened(p) for name, p in self._params.items()}
         if not changed_since(self.anchors, now):
             return None
@@ -208,13 +203,13 @@ class Averaging:
 
     @torch.no_grad()
     def anchor_(self) -> None:
-        """Take the parameters as they are for anchors."""
+        """Set the anchors to the current parameters."""
         for name, anchor in self.anchors.items():
             anchor.copy_(widened(self._params[name]))
 
     @torch.no_grad()
     def forget_(self) -> None:
-        """Nothing was kept of earlier changes, and there is no outer momentum yet."""
+        """Clear residuals and outer momentum."""
         for tensor in [*self.errors.values(), *self.momentum.values()]:
             tensor.zero_()
 
@@ -228,8 +223,10 @@ class Averaging:
         keep: bool = False,
         fold: bool = True,
     ) -> PendingAveraging:
-        """This rank's part of an averaging; `keep` copies what is measured, for a result that is
-        applied later. Without `fold` what was kept is missing until `weigh_`.
+        """Measure this rank's part of an averaging.
+
+        `keep` copies the measured parameters, for a result that is applied later. Without `fold`
+        the residual is missing until `weigh_`.
         """
         moved = {
             name: (self.anchors[name] - widened(value)).contiguous()
@@ -248,15 +245,15 @@ class Averaging:
         return PendingAveraging(step, moved, wide, taken, own, mixing, measured)
 
     def _fold_(self, moved: Mapping[str, Tensor], taken: Set[str]) -> None:
-        """Add what was kept of earlier changes."""
+        """Add the residuals of earlier changes."""
         for name in taken:
             assert self.changes is not None, "something is compressed"
             moved[name].add_(self.errors[name], alpha=decay_of(self.changes))
 
     @torch.no_grad()
     def weigh_(self, pending: PendingAveraging, weight: float) -> None:
-        """Let the change of this rank count so much, and fold in what was kept, which counts as it
-        did.
+        """Multiply this rank's change by its weight, then fold in the residual, which keeps its
+        own weight.
         """
         if weight != 1:
             pending.extras = {key: value * weight for key, value in pending.extras.items()}
@@ -267,19 +264,19 @@ class Averaging:
         self._fold_(pending.moved, pending.compressed)
 
     def _taken(self, step: int, moved: Mapping[str, Tensor]) -> frozenset[str]:
-        """The parameters whose change is compressed at this step."""
-        # rounds that end by time count from 0, and what has no such step compresses there too
+        """Return the parameters whose change is compressed at this step."""
+        # timed rounds count from 0; a compression without a begin step compresses at step 0 too
         if self.changes is None or step <= begin_step(self.changes, -1):
             return frozenset()
         return frozenset(name for name in moved if name in self.errors)
 
     def launch(self, pending: PendingAveraging, *, heard: bool = False) -> None:
-        """Put it on the wire without waiting: what the compression asks for, and one buffer per
-        dtype of the rest.
+        """Start the exchange without waiting: the collectives of the compression, and one buffer
+        per dtype of the dense tensors.
 
         Args:
-            pending: What is sent.
-            heard: Whether to keep what is heard, for `replay` elsewhere.
+            pending: The averaging to send.
+            heard: True to record received messages, for `replay` on another rank.
 
         Communication: sum_ per dtype; the collectives of the compression. Among nodes one
         all-reduce per dtype inside each before them, which is waited for.
@@ -291,8 +288,8 @@ class Averaging:
         one_round.leave_nodes()
 
     def replay(self, pending: PendingAveraging, heard: Sequence[Sequence[Tensor]]) -> None:
-        """Instead of `launch` and waiting: go through it with what another rank has heard, while
-        the group stands in its place.
+        """Run an averaging from the messages that another rank recorded, instead of `launch` and
+        waiting. A stand-in takes the place of the group.
         """
         one_round, names, sending = self._prepared(pending)
         pending.round = one_round
@@ -300,8 +297,8 @@ class Averaging:
         one_round.finish()
 
     def _prepared(self, pending: PendingAveraging) -> tuple[Round, Set[str], Bucket]:
-        """An averaging's round, what it carries, and how that is sent."""
-        # a pending that was loaded may hold its tensors in another order than the ranks' own
+        """Return an averaging's round, its tensors, and the plan by which they are sent."""
+        # a loaded averaging may list its tensors in another order: all ranks sort alike
         names = sorted(pending.moved, key=self._keys.__getitem__)
         given = {name: pending.moved[name] for name in names}
         given |= {_extra(key): value for key, value in pending.extras.items()}
@@ -324,24 +321,24 @@ class Averaging:
         return one_round, given.keys(), sending
 
     def sketch_of(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The sketch of these parts of the model, one long vector, on the CPU."""
+        """Return the sketch of these tensors as one long vector, on the CPU."""
         return torch.stack(
             [sketch(tensor, self._keys[name]).cpu() for name, tensor in tensors.items()]
         ).sum(0)
 
     def applied_share(self, averagings: int) -> float:
-        """See `LocalUpdates.stats`."""
+        """Return the share that `LocalUpdates.stats` describes."""
         change, applied = self.sketches
         square = float(change @ change)
         return float(applied @ change) / square if square else self._outer.gain(averagings)
 
     @torch.no_grad()
     def commit_(self, pending: PendingAveraging, extras: Mapping[str, Tensor]) -> None:
-        """Apply a pending whose round has finished: parameters, anchors, momentum, errors and
-        `extras` change.
+        """Apply a pending averaging whose round has finished: parameters, anchors, momentum,
+        residuals and `extras` change.
 
-        p <- S - step, S <- p. Where local steps went on after the measurement: p <- p + (S_new -
-        p_measured). Of a mixing m: p <- p + (1 - m) (S_new - p_measured).
+        p <- S - step, S <- p. If local steps continued after the measurement: p <- p + (S_new -
+        p_measured). With mixing m: p <- p + (1 - m) (S_new - p_measured).
         """
         assert pending.round is not None, "launched"
         before = (
@@ -359,7 +356,7 @@ class Averaging:
                 self._move(name, pending, step)
         for key, value in pending.extras.items():
             mean = pending.mean_of(_extra(key), value)
-            if not (self._alone and torch.equal(mean, value)):  # what came since would be lost
+            if not (self._alone and torch.equal(mean, value)):  # do not undo later changes
                 overwrite_(real_view(extras[key]), mean)
         if before is not None:
             applied = before - self.sketch_of({n: self.anchors[n] for n in pending.moved})
@@ -368,7 +365,9 @@ class Averaging:
             self.sketches += torch.stack([mean.cpu().double(), applied])
 
     def _mean_change(self, name: str, pending: PendingAveraging) -> Tensor:
-        """The mean of what all ranks sent; what this one did not send stays in its error."""
+        """Return the mean of all sent changes; the unsent part of this rank stays in its
+        residual.
+        """
         if name not in pending.compressed:
             return pending.mean_of(name, pending.moved[name])
         assert pending.round is not None, "launched"
@@ -379,8 +378,8 @@ class Averaging:
         return mean if pending.share == 1 else mean / pending.share
 
     def _batches(self, pending: PendingAveraging) -> list[list[str]]:
-        """All means that are there already in one, each of the others on its own, since it needs a
-        buffer.
+        """Return the names in batches: all whose mean exists already in one, each of the others
+        alone, since it needs a buffer.
         """
         together = [
             n for n in pending.moved if self._is_plain(n, pending) and n not in pending.compressed
@@ -391,8 +390,8 @@ class Averaging:
         ]
 
     def _is_plain(self, name: str, pending: PendingAveraging) -> bool:
-        """Whether the parameter becomes its anchor, bit for bit, which is only moved by the
-        step.
+        """Return True if the parameter becomes its anchor bit for bit, and the step only moves
+        the anchor.
         """
         same_type = real_view(self._params[name]).dtype == self.anchors[name].dtype
         return not self._alone and pending.measured is None and not pending.mixing and same_type
@@ -408,8 +407,8 @@ class Averaging:
         before = widened(param if pending.measured is None else pending.measured[name])
         target = anchor - step
         if self._alone:
-            # S - (S - p) is p but for rounding; alone, averaging must not change a bit of p where
-            # all of its change, and nothing that was kept, is applied
+            # S - (S - p) is p except for rounding. A single rank must keep p bit for bit where its
+            # whole change, without a residual, is applied
             target = torch.where(step == anchor - before, before, target)
         place = real_view(param)
         target = target.to(place.dtype)
@@ -421,5 +420,7 @@ class Averaging:
 
 
 def _extra(key: str) -> str:
-    """What a buffer or state is called in the exchange, where parameters have their own names."""
+    """Return the name of a buffer or state tensor in the exchange, distinct from parameter
+    names.
+    """
     return f"extra {key}"

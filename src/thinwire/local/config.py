@@ -1,4 +1,4 @@
-"""The configs of local updates: how often ranks average, and what they send."""
+"""Configs of local updates: how often ranks average, and what they send."""
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
@@ -13,7 +13,7 @@ __all__ = ["AdaptiveLocalSGD", "LocalConfig", "LocalSGD"]
 
 @dataclass(frozen=True)
 class _Common:
-    """What both forms of local updates share."""
+    """Methods shared by both configs of local updates."""
 
     _: KW_ONLY
     outer_lr: float = 1.0
@@ -64,14 +64,17 @@ class _Common:
             self._set(check.integer, "average_state", at_least=0)
 
     def averages_state(self, number: int) -> bool:
-        """Whether the averaging of this number, from 1, is one of the optimizer's state too."""
+        """Return True if averaging `number` (from 1) includes the optimizer's state."""
         every = int(self.average_state)
         return every > 0 and number % every == 0
 
 
 @dataclass(frozen=True)
 class LocalSGD(_Common):
-    """Every rank trains on its own; every `k_steps` steps the parameters are averaged.
+    """Train every rank on its own and average the parameters every `k_steps` steps.
+
+    >>> import thinwire as tw
+    >>> strategy = tw.DistributedStrategy(localsgd=LocalSGD(k_steps=16, outer_momentum=0.9))
 
     Attributes:
         k_steps: Local steps between two averagings, >= 1.
@@ -79,7 +82,7 @@ class LocalSGD(_Common):
         outer_lr: Rate of the outer SGD, whose gradient is the averaged change, > 0; 1 is plain
             averaging.
         outer_momentum: Its momentum, in [0, 1).
-        outer_nesterov: Whether it looks ahead; needs outer_momentum.
+        outer_nesterov: True for Nesterov momentum in the outer SGD; needs outer_momentum.
         compression: `Sparse` to send only the largest entries of the change, `Quantized` to send
             all of them in a few bits, `LowRank` to send matrices as two thin factors; None sends
             all of it.
@@ -88,24 +91,23 @@ class LocalSGD(_Common):
         fragment_order: "contiguous": neighbours in the model make a part, parts of nearly equal
             size; "strided": layer l belongs to part l mod fragments, counted by the first integer
             in the names, and tensors in no layer follow.
-        delay: Local steps that go on while an averaging is on its way, 0 to k_steps // fragments -
-            1.
+        delay: Local steps made while an averaging is in flight, 0 to k_steps // fragments - 1.
         mixing: m in [0, 1), the part of its local value that a parameter keeps when a result
             arrives: p becomes (1 - m) times what it would be at m = 0, and m times p. The first
             steps, until `begin_step`, and `flush` leave ranks equal at any m.
-        average_state: Whether the optimizer's floating-point tensors of a parameter's shape are
-            averaged too: True at every averaging, a number k at every k-th one.
+        average_state: True to average the optimizer's floating-point tensors of a parameter's shape
+            too; a number k for every k-th averaging only.
         node_size: Consecutive ranks that share a node, average densely among themselves first and
             count as one source of changes, >= 1; it must divide the ranks. 1 is off. None:
             torchrun's LOCAL_WORLD_SIZE where changes are compressed and ranks fill two nodes or
             more.
-        round_seconds: After how many seconds a rank averages, or after `k_steps` steps where those
-            are made sooner: slow ranks make fewer steps in a round, and fast ones do not wait for
-            them. Each change counts by what the rank did: steps, or tokens where
-            `observe(tokens=)` tells them; by w the mean is sum(w change) / sum(w). `sync.step`
-            moves at averagings alone, by the most steps that a rank made. Not with fragments,
-            delay, nodes, a mean over senders or a pipeline. The ranks of a site (`mesh=`) end a
-            round by the clock of the first of them. None: all make `k_steps`, and count alike.
+        round_seconds: Seconds after which a rank averages, or after `k_steps` steps if that is
+            sooner. Slow ranks make fewer steps in a round, and fast ones do not wait for them. Each
+            change is weighted by the rank's steps, or by its tokens if `observe(tokens=)` reports
+            them: with weights w the mean is sum(w change) / sum(w). `sync.step` moves at averagings
+            alone, by the most steps that a rank made. Not combinable with fragments, delay, nodes,
+            a mean over senders or a pipeline. The ranks of a site (`mesh=`) end a round by the
+            clock of the first of them. None: all ranks make `k_steps` steps and count equally.
 
     Raises:
         TypeError, ValueError: A wrong value.
@@ -120,7 +122,7 @@ class LocalSGD(_Common):
 
     @property
     def by_time(self) -> bool:
-        """Whether rounds end by time, so that ranks make unequal numbers of steps."""
+        """True if rounds end by time, so that ranks make unequal numbers of steps."""
         return self.round_seconds is not None
 
     def __post_init__(self) -> None:
@@ -152,20 +154,25 @@ class LocalSGD(_Common):
 
 @dataclass(frozen=True)
 class AdaptiveLocalSGD(_Common):
-    """`LocalSGD` whose interval follows the loss and the learning rate; needs `observe(loss)`
-    before every step.
+    """`LocalSGD` with an interval that follows the loss and the learning rate.
+
+    Call `observe(loss)` before every step.
+
+    >>> import thinwire as tw
+    >>> config = AdaptiveLocalSGD(init_k_steps=4, max_k_steps=32)
+    >>> strategy = tw.DistributedStrategy(adaptive_localsgd=config)
 
     Attributes:
         init_k_steps: Interval at the start, 1 to max_k_steps.
         begin_step: Steps 1 to this one end with an averaging each, >= 0.
         max_k_steps: Largest interval, >= 1.
-        outer_lr: As in `LocalSGD`, and so are the others.
+        outer_lr: See `LocalSGD`.
         outer_momentum: See `LocalSGD`.
         outer_nesterov: See `LocalSGD`.
         compression: See `LocalSGD`.
-        fragments: 1 to init_k_steps, else as in `LocalSGD`.
+        fragments: 1 to init_k_steps; see `LocalSGD`.
         fragment_order: See `LocalSGD`.
-        delay: 0 to init_k_steps // fragments - 1. Where the interval falls below it, a result is
+        delay: 0 to init_k_steps // fragments - 1. If the interval falls below it, a result is
             applied early.
         mixing: See `LocalSGD`.
         average_state: See `LocalSGD`.

@@ -1,4 +1,4 @@
-"""How a model is cut into the parts that take turns in being averaged."""
+"""Split a model into fragments that are averaged in turn."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ __all__ = ["fragments_of"]
 
 
 def fragments_of(params: Mapping[str, Tensor], config: LocalConfig) -> list[list[str]]:
-    """The names of the parameters that are averaged in one turn, by turn.
+    """Return the names of the parameters of each fragment, in the order of averaging.
 
     Raises:
         ValueError: There are fewer parameters than fragments.

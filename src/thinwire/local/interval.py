@@ -1,6 +1,4 @@
-"""When local updates average: the interval in force, and the one that follows loss and learning
-rate.
-"""
+"""Averaging interval of local updates: fixed, or adapted to loss and learning rate."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +18,9 @@ __all__ = [
 
 
 class Interval:
-    """The interval, the losses observed since the last step, and the loss and rate at the start."""
+    """State of the interval: its value, the losses observed since the last step, and the loss
+    and rate at the start.
+    """
 
     def __init__(self, config: LocalConfig, optimizer: torch.optim.Optimizer) -> None:
         self._adaptive = config if isinstance(config, AdaptiveLocalSGD) else None
@@ -42,18 +42,18 @@ class Interval:
             )
 
     def allowed(self, k_steps: int) -> int:
-        """The interval with which a saved state goes on: the saved one as far as the config leaves
-        it open.
+        """Return the interval with which a loaded state continues: the saved one, within the
+        limits of the config.
         """
         return self._fixed if self._adaptive is None else min(k_steps, self._adaptive.max_k_steps)
 
     @property
     def lacks_start(self) -> bool:
-        """Whether an adaptive interval still waits for its first loss at a positive rate."""
+        """True if an adaptive interval still waits for its first loss at a positive rate."""
         return self._adaptive is not None and self.first_loss is None
 
     def observe(self, loss: float | Tensor) -> None:
-        """See `LocalUpdates.observe`."""
+        """Implement `LocalUpdates.observe`."""
         if isinstance(loss, Tensor):
             if loss.numel() != 1:
                 raise ValueError(
@@ -69,15 +69,15 @@ class Interval:
             self._observed.append(loss)
 
     def observed(self) -> list[float]:
-        """The losses observed since the last step, as numbers."""
+        """Return the losses observed since the last step, as numbers."""
         return [float(loss) for loss in self._observed]
 
     def observe_again(self, losses: Sequence[float]) -> None:
-        """Have observed these and no others."""
+        """Replace the observed losses by these."""
         self._observed = list(losses)
 
     def before_step(self, step: int, *, dropped: bool = False) -> None:
-        """Note the rate that the update will use.
+        """Record the rate that the update will use.
 
         Raises:
             RuntimeError: No loss was observed, and the interval follows it.
@@ -94,7 +94,9 @@ class Interval:
         self._rate = float(get_lr() if callable(get_lr) else self._optimizer.param_groups[0]["lr"])
 
     def report(self) -> tuple[float | None, float | None]:
-        """This rank's loss and rate of the step, for the others; None where there is none."""
+        """Return this rank's loss and rate of the step, for the other ranks; None if there is
+        none.
+        """
         if self._adaptive is None:
             return None, None
         if not self._observed:
@@ -103,17 +105,17 @@ class Interval:
         return None if self._dropped and not math.isfinite(loss) else loss, self._rate
 
     def forget(self) -> None:
-        """The step is over."""
+        """Clear the losses at the end of a step."""
         self._observed.clear()
 
     def read(self, answers: Answers, step: int, *, adapt: bool = False) -> int:
-        """The interval that follows from all ranks' losses and rank 0's rate; the first ones are
-        remembered.
+        """Return the interval that follows from all ranks' losses and rank 0's rate. Store the
+        first ones.
 
         Args:
-            answers: The same on every rank, so that the result is too.
-            step: For errors.
-            adapt: Whether the interval may change.
+            answers: Answers of all ranks, the same on every rank.
+            step: Local step, for errors.
+            adapt: True if the interval may change.
 
         Raises:
             ThinwireError: The mean loss is not finite or negative, or the rate is not a rate.
@@ -161,17 +163,20 @@ def adapted_interval(
     rate: float,
     first_rate: float,
 ) -> int:
-    """Steps until the next averaging: clip(ceil(sqrt((lr0 F) / (lr F0)) * init_k_steps), 1,
-    max_k_steps).
+    """Return the steps until the next averaging: clip(ceil(sqrt((lr0 F) / (lr F0)) * init_k_steps),
+    1, max_k_steps).
 
-    As the loss falls ranks average more often; as the rate falls they average less often.
+    >>> from thinwire.local.interval import adapted_interval
+    >>> adapted_interval(8, 64, loss=1.0, first_loss=4.0, rate=0.1, first_rate=0.1)
+    4
+
+    Ranks average more often as the loss falls, and less often as the rate falls.
 
     Args:
         init_k_steps: Interval at the start, 1 <= init_k_steps <= max_k_steps.
         max_k_steps: Largest interval.
         loss: F, the mean loss now, >= 0. 0 gives the interval 1.
-        first_loss: F0, the mean loss at the start, >= 0. 0 says nothing, and the interval is
-            `init_k_steps`.
+        first_loss: F0, the mean loss at the start, >= 0. For 0 the interval is `init_k_steps`.
         rate: lr, the learning rate now, > 0.
         first_rate: lr0, the learning rate at the start, > 0.
 
@@ -185,7 +190,7 @@ def adapted_interval(
     above, below = first_rate * loss, rate * first_loss
     if below > 0 and math.isfinite(above) and math.isfinite(below):
         root = math.sqrt(above / below)
-    else:  # a product left the range of a double; the quotients need not
+    else:  # a product overflowed or underflowed; the quotients may not
         root = math.sqrt(first_rate / rate) * math.sqrt(loss / first_loss)
     wanted = root * init_k_steps
     return max_k_steps if wanted >= max_k_steps else max(1, math.ceil(wanted))

@@ -1,5 +1,5 @@
-"""The tensors that local updates concern: which there are, by name, and whether they are still the
-same; and the optimizer inside what a training framework wraps around it.
+"""Tensors of local updates: their names, checks that they stay the same, and the optimizer
+inside a framework's wrapper.
 """
 
 import math
@@ -44,11 +44,11 @@ class LocalModel:
 
     Args:
         model: Whole, or sharded over the ranks of a site.
-        optimizer: Of its parameters.
+        optimizer: The optimizer of its parameters.
         shards: The mesh of one site's shards; None where the model is whole.
 
     Raises:
-        TypeError: The model or the optimizer exchanges by itself, or is of another kind.
+        TypeError: The model or the optimizer exchanges by itself, or has another type.
         ValueError: The model has nothing to train, or the optimizer trains something else.
     """
 
@@ -64,15 +64,17 @@ class LocalModel:
         self.model = model
         self.optimizer = optimizer
         self.trained = {n: p for n, p in named_parameters(model) if p.requires_grad and p.numel()}
-        """The parameters that train, by name."""
+        """Trainable parameters by name."""
         self.params: Mapping[str, Tensor] = Shards(self.trained)
-        """What is averaged: those, or this rank's part of each."""
+        """Tensors to average: the trainable parameters, or this rank's shard of each."""
         self.frozen = Shards({n: p for n, p in named_parameters(model) if n not in self.trained})
-        """All other parameters, or this rank's part of each."""
+        """All other parameters, or this rank's shard of each."""
         self._seen: dict[str, Tensor | None] = {}
-        """What all ranks had of each buffer last; None for one that a load found changed since."""
+        """Last value of each buffer that was common to all ranks; None for one that a load found
+        changed.
+        """
         self._loaded: Mapping[str, float] = {}
-        """What the last load told of `unchanged_buffers`."""
+        """Flags of `unchanged_buffers` in the last loaded state."""
         self._layout = dict(_layout(model))
         self._ids = {name: id(p) for name, p in named_parameters(model)}
         if not self.params:
@@ -84,28 +86,28 @@ class LocalModel:
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """All that train the model."""
+        """All optimizers that train the model."""
         return all_of(self.optimizer)
 
     @property
     def numel(self) -> int:
-        """Trainable elements."""
+        """Number of trainable elements."""
         return sum(p.numel() for p in self.params.values())
 
     @property
     def device(self) -> torch.device:
-        """Of the first parameter."""
+        """Device of the first parameter."""
         return next(iter(self.params.values())).device
 
     def facts(self) -> dict[str, Any]:
-        """What all ranks must have in common."""
+        """Return the facts that must be equal on all ranks."""
         return {
             "optimizer": kinds_of(self.optimizer),
             "layout": [f"{n}: {t}" for n, t in self._layout.items()],
         }
 
     def difference(self) -> str | None:
-        """What has changed about the model since construction, in words; None if nothing has."""
+        """Describe a change of the model since construction; None if there is none."""
         if self._sharded:
             reshard_(self.model)
         now = dict(_layout(self.model))
@@ -128,40 +130,44 @@ class LocalModel:
         return None
 
     def buffers(self) -> dict[str, Tensor]:
-        """Floating-point buffers by name, as they are now."""
+        """Return the current floating-point buffers by name."""
         return {f"buffer {name}": b for name, b in named_buffers(self.model) if _averaged(b)}
 
     def changed_buffers(self) -> dict[str, bool]:
-        """Those that are not as all ranks had them last; true where that is known."""
+        """Return the names of buffers that differ from their last common value; True if that
+        value is known.
+        """
         now = self.buffers()
         return {name: name in self._seen for name in changed_since(self._seen, now)}
 
     def made_common(self, names: Iterable[str] | None = None) -> None:
-        """All ranks hold these buffers alike, or all of them."""
+        """Record that all ranks hold these buffers, or all buffers, with equal values."""
         now = self.buffers()
         self._seen.update(
             {name: now[name].clone() for name in (now if names is None else names) if name in now}
         )
 
     def forget_common(self) -> None:
-        """It is not known any more what all ranks hold alike."""
+        """Forget which buffers all ranks hold with equal values."""
         self._seen.clear()
 
     def unchanged_buffers(self) -> dict[str, float]:
-        """1 for a buffer that is as all ranks had it last, 0 for one that is not, and NaN where
-        that is not known: the mean over ranks is 1 where no rank has changed it.
+        """Return 1 for a buffer at its last common value, 0 for a changed one, NaN if that is not
+        known.
+
+        The mean over ranks is 1 if no rank has changed the buffer.
         """
         changed = self.changed_buffers()
         known = {name: 0.0 if known else math.nan for name, known in changed.items()}
         return {name: known.get(name, 1.0) for name in self.buffers()}
 
     def load_unchanged(self, saved: Mapping[str, float]) -> None:
-        """Take what `unchanged_buffers` gave, for buffers as they are."""
+        """Load the flags of `unchanged_buffers`, for the current buffers."""
         self._loaded = saved
         self.buffers_are_back()
 
     def buffers_are_back(self) -> None:
-        """Buffers have been written since `load_unchanged`, as they were at the save."""
+        """Record that buffers were written since `load_unchanged`, with their saved values."""
         self.made_common(name for name, share in self._loaded.items() if share == 1)
         for name, share in self._loaded.items():
             if math.isnan(share):
@@ -170,8 +176,8 @@ class LocalModel:
                 self._seen[name] = None
 
     def state(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The optimizer's floating-point tensors of a parameter's shape, by parameter and key; no
-        step counters.
+        """Return the optimizer's floating-point tensors of a parameter's shape, by parameter and
+        key. Step counters are left out.
         """
         return {
             f"state {name} {key}": shard_of(value)
@@ -184,20 +190,20 @@ class LocalModel:
         }
 
     def copy_from_first(self, group: Group) -> None:
-        """Give parameters, frozen ones too, and floating-point buffers the values of rank 0, or of
-        the first site, where they differ.
+        """Copy parameters (frozen ones too) and floating-point buffers of rank 0, or of the first
+        site, to ranks where they differ.
 
-        Communication: that of `make_models_equal_`.
+        Communication: see `make_models_equal_`.
         """
         params = {f"parameter {name}": shard_of(p) for name, p in named_parameters(self.model)}
         make_models_equal_(params, self.buffers(), group)
         self.made_common()
 
     def settle_buffers(self, shards: Group) -> str | None:
-        """Before an averaging: give the ranks of a site the buffers of its first one.
+        """Copy the buffers of a site's first rank to the site, before an averaging.
 
         Returns:
-            Why they were refused here, for the others; None where all is well.
+            Reason why this rank refused them, for the other ranks; None on success.
 
         Communication: one broadcast inside the site.
         """
@@ -238,7 +244,7 @@ def _layout(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def require_own_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer of other parameters than the model's."""
+    """Raise for an optimizer of other parameters than the model's."""
     known = set(map(id, model.parameters()))
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
     if foreign:
@@ -252,8 +258,9 @@ def require_own_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> No
 def warn_of_others(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, own_state: bool = False
 ) -> None:
-    """Warn of trainable parameters that are in no group, which another optimizer may train; and,
-    where each rank has a state of its own, of one that makes parameters from it.
+    """Warn of trainable parameters in no group, which another optimizer may train.
+
+    Warn also of an optimizer that derives parameters from a state that each rank has for itself.
     """
     own = {id(p) for g in optimizer.param_groups for p in g["params"]}
     left = [n for n, p in named_parameters(model) if p.requires_grad and id(p) not in own]
@@ -275,8 +282,8 @@ def warn_of_others(
 
 
 def warn_of_averages(model: nn.Module, averagings: int) -> None:
-    """Warn of an `AveragedModel` of this model that was updated more often than ranks were equal;
-    takes a moment.
+    """Warn of an `AveragedModel` of this model that was updated more often than ranks were
+    equal. Takes a moment.
     """
     shapes = [p.shape for p in model.parameters()]
     for each in living(AveragedModel):
@@ -295,8 +302,8 @@ def _warn(text: str) -> None:
 
 
 def changed_since(before: Mapping[str, Tensor | None], now: Mapping[str, Tensor]) -> list[str]:
-    """The names under which other values are now; by value, since batch norm writes its statistics
-    without raising their version.
+    """Return the names whose values have changed. Values are compared: batch norm writes its
+    statistics without raising their version.
     """
     flags = [_differs(tensor, before.get(name)) for name, tensor in now.items()]
     if not flags:
@@ -313,12 +320,12 @@ def _differs(now: Tensor, before: Tensor | None) -> Tensor:
         or before.device != now.device
     ):
         return torch.ones((), dtype=torch.bool, device=now.device)
-    # a NaN that stays is no change
+    # a value that stays NaN has not changed
     return ((now != before) & ~(now.isnan() & before.isnan())).any()
 
 
 def looks(tensor: Tensor) -> str:
-    """Type and shape of a tensor, for comparisons over ranks."""
+    """Return type and shape of a tensor, for comparisons over ranks."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
@@ -327,23 +334,24 @@ def _averaged(buffer: Tensor) -> bool:
 
 
 _HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
-"""Of torch's wrapper of `step`, which runs the hooks."""
+"""Code of torch's wrapper of `step`, which runs the hooks."""
 
 
 def calls_of_step(optimizer: object) -> int:
-    """How many calls of `step` of this optimizer are under way: two in the hooks of a step that
-    another one has called, as `super().step()` does. Torch wraps the step of every class that has
-    ever been constructed, and runs the hooks of the instance in each.
+    """Return the number of nested calls of this optimizer's `step`.
+
+    It is two in the hooks of a step that another step has called, as `super().step()` does. Torch
+    wraps the step of every class that has been constructed, and each wrapper runs the hooks.
     """
     frames = (frame for frame, _ in walk_stack(sys._getframe()))
     return sum(f.f_code is _HOOKED_STEP and f.f_locals.get("self") is optimizer for f in frames)
 
 
 def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `RuntimeError` where a `GradScaler` calls `step` that may leave it out on one rank.
+    """Raise `RuntimeError` if `step` is called by a `GradScaler` that may skip it on one rank only.
 
-    None does where the optimizer takes its scale and flag; and that of FSDP, which has a process
-    group, agrees over its ranks.
+    A scaler is safe if the optimizer takes its scale and flag. That of FSDP has a process group and
+    agrees over its ranks.
     """
     if all(getattr(each, "_step_supports_amp_scaling", False) for each in all_of(optimizer)):
         return
@@ -361,11 +369,11 @@ SCALER = (
 
 
 def given_optimizer(given: object, model: object) -> torch.optim.Optimizer:
-    """The optimizer of a model as its user gave it: bare, and several of a sequence together.
+    """Return the optimizer that the user passed: without wrappers, and several of a sequence as
+    one.
 
     Raises:
-        TypeError, ValueError: See `bare_optimizer` and `together`; all else that is none is left
-            for others to refuse.
+        TypeError, ValueError: See `bare_optimizer` and `together`; other types are refused later.
     """
     if isinstance(given, SeveralOptimizers):
         return given
@@ -378,17 +386,15 @@ def given_optimizer(given: object, model: object) -> torch.optim.Optimizer:
 
 
 _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
-"""Packages whose wrappers pass every step on to `.optimizer`; wrappers of others may do more than
-that."""
+"""Packages whose wrappers pass every step on to `.optimizer`; other wrappers may do more."""
 
 
 def bare_optimizer(optimizer: object) -> object:
-    """What Accelerate (and with it the Trainer of transformers) or Lightning has wrapped; else the
-    very object.
+    """Return the optimizer inside a wrapper of Accelerate (also used by transformers' Trainer) or
+    Lightning, else the object itself.
 
     Raises:
-        TypeError: A wrapper of somebody else that is a torch.optim.Optimizer by name only and takes
-            no hooks.
+        TypeError: An unknown wrapper that subclasses torch.optim.Optimizer but takes no hooks.
     """
     while type(optimizer).__module__.partition(".")[0] in _WRAPPERS:
         inside = getattr(optimizer, "optimizer", None)

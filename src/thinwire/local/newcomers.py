@@ -1,4 +1,4 @@
-"""What a newcomer learns of local updates: what all ranks hold alike, and every averaging since."""
+"""State of local updates for a joiner: all values that ranks share, and every averaging since."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -19,9 +19,9 @@ __all__ = ["NewcomersWork"]
 
 
 class NewcomersWork:
-    """The state that a member gives, and that a newcomer takes; see `thinwire.members.Work`.
+    """Send the state that a member gives and take it on a joiner; see `thinwire.members.Work`.
 
-    A newcomer has no kept error, its own optimizer's state, and parameters that are the anchors.
+    A joiner has no residual, the state of its own optimizer, and parameters equal to the anchors.
     """
 
     def __init__(self, averager: Averager, group: ElasticGroup) -> None:
@@ -29,12 +29,14 @@ class NewcomersWork:
 
     @property
     def most_bytes(self) -> int:
-        """A bound of the tensors of one message: 64 times those of the model, and 64 MiB."""
+        """Upper bound on the tensor bytes of one message: 64 times those of the model, and 64
+        MiB.
+        """
         tensors = [t for of_kind in self._shared().values() for t in of_kind.values()]
         return 64 * sum(tensor.nbytes for tensor in tensors) + (64 << 20)
 
     def state_for_newcomer(self) -> Given:
-        """See `Work`; copies, so that training may go on."""
+        """Return the state for a joiner, see `Work`; copied, so that training may continue."""
         found = {
             f"{kind} {name}": tensor.detach().clone(memory_format=torch.contiguous_format)
             for kind, tensors in self._shared().items()
@@ -43,7 +45,7 @@ class NewcomersWork:
         return Given("state", self._plain(), found)
 
     def last_round(self) -> Given:
-        """See `Work`: what this member heard in the last averaging."""
+        """Return the messages that this member received in the last averaging; see `Work`."""
         pending = self._averager.last
         assert pending is not None and pending.round is not None, "somebody listens"
         heard = pending.round.heard
@@ -70,7 +72,7 @@ class NewcomersWork:
 
     @torch.no_grad()
     def take(self, given: Given) -> None:
-        """See `Work`."""
+        """Take the state of a donor; see `Work`."""
         if given.kind == "state":
             for kind, tensors in self._shared().items():
                 for name, tensor in tensors.items():
@@ -95,7 +97,7 @@ class NewcomersWork:
             self._averager.work.begin()
 
     def own_state(self) -> Given | None:
-        """See `Work`: kept errors, copied."""
+        """Return copies of the residuals; see `Work`."""
         kept = self._averager.averaging.kept
         found = {
             f"{kind} {name}": tensor.clone()
@@ -106,7 +108,7 @@ class NewcomersWork:
 
     @torch.no_grad()
     def inherit(self, given: Given, factor: float) -> None:
-        """See `Work`."""
+        """Take over the residuals of a member that left; see `Work`."""
         kept = self._averager.averaging.kept
         for kind in self._own_kinds():
             for name, tensor in kept[kind].items():
@@ -139,7 +141,7 @@ class NewcomersWork:
             averaging.commit_(pending, places)
 
     def _state_places(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        """Optimizer state that was averaged: this member's own, or somewhere to put it where it
+        """Return tensors for the averaged optimizer state: this member's own, or new ones if it
         has none.
         """
         params = self._averager.tensors.params
@@ -156,11 +158,11 @@ class NewcomersWork:
         return {"counters": asdict(self._averager.counters), "interval": interval}
 
     def _own_kinds(self) -> list[str]:
-        """The kinds of state that are each rank's own."""
+        """Kinds of state that belong to one rank."""
         return [kind for kind in self._averager.averaging.kept if KEPT[kind] == "mean_zero"]
 
     def _shared(self) -> dict[str, dict[str, Tensor]]:
-        """Everything that all ranks hold alike after an averaging, by kind and name."""
+        """Return all values that are equal on all ranks after an averaging, by kind and name."""
         averaging, model = self._averager.averaging, self._averager.tensors.model
         own = self._own_kinds()
         frozen: dict[str, Tensor] = {

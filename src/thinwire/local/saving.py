@@ -1,4 +1,4 @@
-"""The state of local updates as plain values and tensors, and back."""
+"""Save and load the state of local updates as plain values and tensors."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -21,10 +21,10 @@ INTERVAL = ("k_steps", "first_loss", "first_rate")
 
 
 def saved(averager: Averager) -> dict[str, Any]:
-    """Everything that a later step depends on, copied.
+    """Return a copy of all state on which a later step depends.
 
     Raises:
-        RuntimeError: In the middle of a round that ends by time, where ranks are at unequal steps.
+        RuntimeError: A timed round is under way, so that ranks are at unequal steps.
     """
     if averager.work is not None and averager.work.steps:
         raise RuntimeError(
@@ -56,7 +56,7 @@ def saved(averager: Averager) -> dict[str, Any]:
 
 
 def own_checksum(state: Mapping[str, Any]) -> int:
-    """Of what is this rank's own in a state; 0 where there is nothing of the kind."""
+    """Return a checksum of the state that belongs to this rank alone; 0 if there is none."""
     errors = [error for error in (state.get("errors") or {}).values() if bool(error.any())]
     measured = (state.get("pending") or {}).get("measured")
     return checksum_of([errors, measured, state.get("local")])
@@ -64,7 +64,7 @@ def own_checksum(state: Mapping[str, Any]) -> int:
 
 @torch.no_grad()
 def load(state: Mapping[str, Any], averager: Averager) -> None:
-    """Put everything back; all is checked before anything changes."""
+    """Restore a saved state. Everything is checked before anything changes."""
     averaging, tensors = averager.averaging, averager.tensors
     places = {"anchors": averaging.anchors, "outer_momentum": averaging.momentum, **averaging.kept}
     wanted = {*_COUNTERS, *INTERVAL, *places, "bytes_sent", "pending", "local"}
@@ -95,7 +95,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     averaging.sketches.copy_(state["sketches"])
     for key in _COUNTERS:
         setattr(averager.counters, key, state[key])
-    if averager.counters.last > averager.counters.step:  # nothing has been averaged yet
+    if averager.counters.last > averager.counters.step:  # no averaging was made yet
         averager.counters.last = averager.config.begin_step
     for key in INTERVAL:
         setattr(averager.interval, key, state[key])
@@ -103,7 +103,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     averager.interval.observe_again(state["observed"])
     averager.begin_anew(state["tokens"])
     averager.count_from(state["bytes_sent"])
-    if pending is not None:  # it travels again when its time has come
+    if pending is not None:  # it is sent again when it is due
         devices = {name: p.device for name, p in tensors.params.items()}
         measured = {name: value.to(devices[name]) for name, value in pending["measured"].items()}
         extras = {

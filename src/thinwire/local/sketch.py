@@ -1,12 +1,11 @@
-"""A few sums that stand for a tensor of any size: inner products of tensors survive in them.
+"""Sketches: 64 sums that stand for a tensor of any size and preserve inner products of tensors.
 
-Every entry is added, with a random sign, to one of 64 sums. For two tensors the inner product of
-their sums is, on average over the signs, that of the tensors, with a standard deviation of about
-1 / sqrt(64) of the product of their norms; and the sums of a sum are the sum of the sums. Of a
-tensor with more than 4,096 entries as many are drawn at random, with repetition, and scaled up.
+Every entry is added, with a random sign, to one of 64 sums. The inner product of two tensors' sums
+is, on average over the signs, that of the tensors, with a standard deviation of about 1 / sqrt(64)
+of the product of their norms. The sketch is linear: the sums of a sum are the sum of the sums. From
+a larger tensor 4,096 entries are drawn at random, with repetition, and scaled up.
 
-Signs and draws are those of a hash of position and key: the same in every averaging and on every
-rank.
+Signs and draws come from a hash of position and key, the same in every averaging and on every rank.
 
 Source: count sketch, Charikar, Chen and Farach-Colton, 2002, section 3. Differs: one row, whose
 places follow from the position; only a sample of a large tensor.
@@ -28,11 +27,17 @@ _DRAWS, _SIGNS = 1, 2
 
 
 def sketch(values: Tensor, key: int) -> Tensor:
-    """The 64 sums of one tensor.
+    """Return the 64 sums of one tensor.
+
+    >>> import torch
+    >>> a = torch.ones(100)
+    >>> bool(torch.equal(sketch(a + a, 0), 2 * sketch(a, 0)))
+    True
 
     Args:
         values: Any shape, real, finite; read only.
-        key: The tensor's place among all, >= 0, so that tensors add up as parts of one long vector.
+        key: Index of the tensor among all, >= 0, so that tensors add up as parts of one long
+            vector.
 
     Returns:
         Shape (64,), float64, on `values.device`; no host synchronization.
@@ -49,8 +54,8 @@ def sketch(values: Tensor, key: int) -> Tensor:
 
 @functools.lru_cache(maxsize=512)
 def _plan(numel: int, key: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
-    """Which entries are drawn, None for all of them, and their signs times the scale; at most 64
-    KiB.
+    """Return the drawn entries (None for all of them) and their signs times the scale; at most
+    64 KiB.
     """
     count = min(numel, _MOST)
     places = torch.arange(count, device=device)

@@ -1,4 +1,4 @@
-"""Following the local steps that a training loop makes."""
+"""Follow the local steps of a training loop."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ __all__ = ["FollowedSteps"]
 
 
 class FollowedSteps:
-    """Hooks around `step` of optimizers. A local step is over when each of them has made one of its
-    own, in any order.
+    """Hook `step` of several optimizers. A local step ends when each has made one step, in any
+    order.
 
     Args:
-        optimizers: That train one model.
+        optimizers: The optimizers that train one model.
         before: Called before a local step.
-        observed: Called once its loss is known: after the closure, where `step` gets one.
+        observed: Called when its loss is known: after the closure, if `step` gets one.
         after: Called after a local step.
     """
 
@@ -41,13 +41,13 @@ class FollowedSteps:
         ]
 
     def remove(self) -> None:
-        """Follow no step any more; may be called twice."""
+        """Remove the hooks; may be called twice."""
         self._made.clear()
         for hook in self._hooks:
             hook.remove()
 
     def finish(self) -> None:
-        """A local step that only some optimizers have made is over."""
+        """End a local step that only some optimizers have made."""
         if self._made:
             self._made.clear()
             self._after()
@@ -55,7 +55,9 @@ class FollowedSteps:
     def _before_one(
         self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Called with all arguments of `step`, the optimizer first."""
+        """Handle the start of one step; called with all arguments of `step`, the optimizer
+        first.
+        """
         if self._made or calls_of_step(args[0]) > 1:
             return None
         self._before()

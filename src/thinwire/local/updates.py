@@ -1,4 +1,4 @@
-"""Local updates: ranks train on their own and average their parameters now and then."""
+"""Local updates: ranks train independently and average their parameters every few steps."""
 
 import datetime
 import logging
@@ -57,7 +57,7 @@ __all__ = ["LocalUpdates", "local_sgd"]
 
 _log = logging.getLogger("thinwire")
 _open: "list[LocalUpdates]" = []
-"""The blocks that have been entered and not been left, in this process."""
+"""Blocks of this process that have been entered and not left."""
 
 
 def local_sgd(
@@ -72,46 +72,52 @@ def local_sgd(
     plan: Any = None,
     mesh: DeviceMesh | None = None,
 ) -> "LocalUpdates":
-    """Training on every rank alone, with an averaging of the parameters now and then, as a context
-    manager.
+    """Train every rank on its own and average the parameters every few steps; a context manager.
 
-    `with local_sgd(model, optimizer, LocalSGD(16)) as sync:` stands around an ordinary training
-    loop.
+    Example, on every rank::
+
+        with local_sgd(model, optimizer, LocalSGD(k_steps=16)):
+            for x, y in batches:
+                optimizer.zero_grad()
+                loss_fn(model(x), y).backward()
+                optimizer.step()  # every 16th step averages
+
+    `as sync` gives the block's `LocalUpdates`.
 
     Args:
         model: The bare model, the same on all ranks; not wrapped in DistributedDataParallel.
         optimizer: Any optimizer of its parameters that does not exchange by itself. Every call of
-            its `step` counts. Or a sequence of several, of different parameters: a local step is
-            over when each has stepped once, in any order. One that Accelerate, the Trainer of
-            transformers or Lightning has wrapped is taken out of its wrapper.
+            its `step` counts. A sequence of optimizers of different parameters is accepted too: a
+            local step ends when each has stepped once, in any order. Wrappers of Accelerate,
+            transformers' Trainer and Lightning are removed.
         config: `LocalSGD` or `AdaptiveLocalSGD`.
         process_group: The ranks that average; None for all of them. One process alone works too.
         digest_every: Steps within which a difference between the ranks' anchors, outer momentum or
             frozen parameters is found, at an averaging: at every one where averagings are farther
             apart. 0 compares nothing.
-        timeout: For how long a rank waits for others in one call, in seconds or as a timedelta;
-            None: as long as the process group itself would. The same on all ranks.
-        members: What `thinwire.join` returned: the ranks that average are the members of that run,
-            and may come and go; instead of `process_group` and `timeout`. A member that dies costs
-            the others a part of one averaging. A newcomer gets all that the others hold alike when
-            it enters the block, and goes on from their step.
-        plan: What `thinwire.plan` returned, or a row of it: rank 0 warns once where 20 rounds in a
-            row, each the local steps up to an averaging, take less or more time than it expected.
+        timeout: Longest wait for other ranks in one call, in seconds or as a timedelta; None: the
+            time-out of the process group. The same on all ranks.
+        members: The result of `thinwire.join`: the ranks that average are the members of that run,
+            who may come and go; instead of `process_group` and `timeout`. A member that dies costs
+            the others a part of one averaging. A joiner receives the shared state when it enters
+            the block, and continues from the others' step.
+        plan: The result of `thinwire.plan`, or a row of it. Rank 0 warns once if 20 rounds in a row
+            (the local steps up to an averaging) take less or more time than planned.
         mesh: Of sites and shards, with the dimensions "replicate" and "shard", over all ranks,
-            where the model was sharded by `fully_shard(model, mesh=mesh["shard"])`: sites train on
-            their own, and each rank averages its own shards with those that hold the same ones; all
-            vote together. Instead of `process_group` and `node_size`. With members: the mesh that
-            `thinwire.join` was given, of this site alone.
+            where the model was sharded by `fully_shard(model, mesh=mesh["shard"])`: sites train
+            independently, and each rank averages its shards with the ranks that hold the same ones.
+            All ranks vote together. Instead of `process_group` and `node_size`. With members: the
+            mesh that `thinwire.join` was given, of this site alone.
 
     Returns:
         A context manager. Entering it compares the model over the ranks by name and copies rank 0's
-        parameters and floating-point buffers to all; leaving it normally averages once more, and
-        always takes its hooks off.
+        parameters and floating-point buffers to all. Leaving it without an error averages once
+        more. Leaving it always removes its hooks.
 
     Raises:
         TypeError: An argument of another kind; a model or an optimizer that exchanges gradients
             itself.
-        ValueError: More fragments than parameters, an optimizer of something else, or a parameter
+        ValueError: More fragments than parameters, an optimizer of other parameters, or a parameter
             in two optimizers.
     """
     return LocalUpdates(
@@ -128,25 +134,31 @@ def local_sgd(
 
 
 class LocalUpdates:
-    """What `local_sgd` returns: follows the optimizer's steps and averages when their turn has
-    come.
+    """Hook the optimizer and average every `k_steps` steps; `local_sgd` returns it.
 
-    Two arguments are for those who combine methods. `compression`, one of gradients, says what is
-    sent of the averaged change, in place of `config.compression`: what it does in update s - 1 at
-    local step s (from 1), and all of the rest is kept; where it compresses nothing, the change
-    travels densely. `scaler` is this rank's own loss scale: at every averaging all ranks take the
-    smallest one, which travels with the agreement; a rank adapts its scale before the step, so that
-    it counts.
+    Example::
+
+        with local_sgd(model, optimizer, LocalSGD(k_steps=16)) as sync:
+            train(model, optimizer)
+            sync.flush()  # all ranks are equal now
+            torch.save(sync.state_dict(), f"sync-{rank}.pt")
+
+    Two arguments serve combinations of methods. `compression`, one of gradients, replaces
+    `config.compression`: local step s (from 1) compresses the averaged change as update s - 1
+    would, and the unsent part is kept as residual. Where it compresses nothing, the change is sent
+    densely. `scaler` is this rank's own loss scale. At every averaging all ranks take the smallest
+    scale, which is sent with the agreement. A rank adapts its scale before the step, so that it
+    counts.
 
     **State** in `state_dict`: counters, interval, first loss and rate, anchors, outer momentum,
-    kept errors, a result that is on its way, and this rank's own parameters between two averagings.
-    Every rank saves its own. On another number of ranks each may load the mean of the old ranks'
-    tensors without its `origin`, which says whose it was. **Communication** per averaging: 24 bytes
-    a rank of agreement before and after (more where losses or scales differ), one all-reduce per
-    dtype, and for what is compressed one all-gather of equally long messages; where ranks share
+    residuals, a result in flight, and this rank's own parameters between two averagings. Every rank
+    saves its own. On another number of ranks, each may load the mean of the old ranks' tensors
+    without `origin`, the record of the rank that saved it. **Communication** per averaging: 24
+    bytes a rank of agreement before and after (more where losses or scales differ), one all-reduce
+    per dtype, and for what is compressed one all-gather of equally long messages; where ranks share
     nodes, one all-reduce per dtype inside each before, and only its first rank sends. Between two
-    averagings nothing, but for the first loss and rate of an adaptive interval. **Failure**: an
-    averaging that fails, on whichever rank, changes nothing on any rank but the step counter.
+    averagings there is none, except the first loss and rate of an adaptive interval. **Failure**:
+    an averaging that fails on any rank changes only the step counter, on all ranks.
 
     Raises:
         TypeError, ValueError: As `local_sgd`; `compression` together with one of the config, or
@@ -192,7 +204,7 @@ class LocalUpdates:
         fragments_of(self._tensors.trained, config)  # refuses more fragments than parameters
         warn_of_others(model, optimizer, own_state=not config.average_state)
         self.config = config
-        """What it was made with."""
+        """Config passed to the constructor."""
         self._scaler = scaler
         self._interval = Interval(config, optimizer)
         self._counters = Counters(last=config.begin_step)
@@ -266,10 +278,10 @@ class LocalUpdates:
                 members.fetch(NewcomersWork(averager, members.group))
                 for each in self._tensors.optimizers:
                     begin_at = getattr(each, "begin_at", None)
-                    if begin_at is not None:  # schedules of the others are at this step
+                    if begin_at is not None:  # the schedules of the other ranks are at this step
                         begin_at(self.step)
                 averager.average_if_due()
-        averager.start_counting()  # what it takes to start is not an exchange of updates
+        averager.start_counting()  # traffic of the start is not counted as exchange of updates
         first = ranks.place[0] == 0
         if first and self._changes is not None:
             tell_coverage(self._changes, self._tensors.params.values())
@@ -287,19 +299,19 @@ class LocalUpdates:
         ]
         _open.append(self)
         for each in self._tensors.optimizers:
-            call_params = getattr(each, "call_params", None)  # of an optimizer of this library
+            call_params = getattr(each, "call_params", None)  # of optimizers of this library
             if call_params is not None:
                 call_params({p: name for name, p in named_parameters(self._tensors.model)})
         return self
 
     @property
     def _compressed(self) -> list[Tensor]:
-        """The parameters whose changes are ever compressed."""
+        """Parameters whose changes may be compressed."""
         changes, params = self._changes, self._tensors.params.values()
         return [] if changes is None else [p for p in params if changes.compresses(p)]
 
     def _needs(self) -> frozenset[Need]:
-        """The compiled loops that an averaging calls."""
+        """Compiled loops that an averaging calls."""
         loops = loops_of(self._changes, self._compressed, of_gradients=False)
         return loops | needs_of("outer", list(self._tensors.params.values()))
 
@@ -325,11 +337,12 @@ class LocalUpdates:
         self._follow(self._open_averager().after_step)
 
     def _follow(self, move: Callable[[], None]) -> None:
-        """What the averager does after a step, or in place of one."""
+        """Run the averager's work after a step, or in place of one."""
         averager = self._open_averager()
         k_steps = self.k_steps
         members = self._members
-        # the ranks of a site do so at averagings, together; and all who have agreed on a change
+        # take up a change of membership here; ranks of a site, and ranks that have already agreed
+        # on a change, do so at the averaging instead
         if members is not None and members.site is None and members.group.over is None:
             members.group.take_up()
         with (
@@ -350,8 +363,8 @@ class LocalUpdates:
             )
 
     def _after_averaging(self, goes_on: bool) -> bool:
-        """Between two averagings, with none on its way: members come and go. Whether this one goes
-        on.
+        """Admit joiners and release leaving members between two averagings, with none in flight.
+        Return True if this rank continues.
         """
         members, averager = self._members, self._averager
         if members is not None and averager is not None:
@@ -364,7 +377,7 @@ class LocalUpdates:
 
     def _round_over(self, averager: Averager) -> None:
         steps, self._paced_step = self.step - self._paced_step, self.step
-        if not steps:  # a round by time in which no rank made one
+        if not steps:  # a timed round in which no rank made a step
             return
         told = averager.pace.round(
             steps,
@@ -377,7 +390,7 @@ class LocalUpdates:
             warnings.warn(told, UserWarning, stacklevel=6)
 
     def close(self) -> None:
-        """Take the hooks off, without an averaging; may be called twice.
+        """Remove the hooks without an averaging; may be called twice.
 
         Leaving the block does it.
         """
@@ -391,69 +404,74 @@ class LocalUpdates:
 
     @property
     def steps_made(self) -> int:
-        """Local steps of this rank inside the block, dropped ones too."""
+        """Local steps of this rank inside the block, dropped ones included."""
         return 0 if self._averager is None else self._averager.steps_made
 
     @property
     def k_steps(self) -> int:
-        """The interval in force, in steps."""
+        """Current interval, in steps."""
         return self._interval.k_steps
 
     @property
     def step(self) -> int:
-        """Local steps taken; with `round_seconds` up to the last averaging, by whoever made most,
-        and so the same on all ranks.
+        """Local steps made. With `round_seconds`, the most steps of any rank up to the last
+        averaging, and so the same on all ranks.
         """
         return self._counters.step
 
     @property
     def synced(self) -> bool:
-        """Whether the last step took part in an averaging; with a delay, measured one."""
+        """True if the last step took part in an averaging; with a delay, was measured for one."""
         return self._averager is not None and self._averager.synced
 
     @property
     def apart(self) -> bool:
-        """Whether this rank made steps since all ranks were equal in everything."""
+        """True if this rank made steps since the last full sync."""
         return self._averager is not None and self._averager.apart
 
     @property
     def left(self) -> bool:
-        """Whether this one was a member of those that average, and has left."""
+        """True if this rank was a member of the run and has left."""
         return self._members is not None and self._members.left
 
     @property
     def pending(self) -> PendingAveraging | None:
-        """The averaging that is on its way, if there is one."""
+        """Averaging in flight, or None."""
         return None if self._averager is None else self._averager.pending
 
     def observe(self, loss: float | Tensor, *, tokens: int | None = None) -> None:
-        """Tell the loss of this step: `AdaptiveLocalSGD` needs it before every `optimizer.step()`,
-        `LocalSGD` does not.
+        """Report the loss of this step. `AdaptiveLocalSGD` needs it before every
+        `optimizer.step()`; `LocalSGD` does not.
+
+        Example::
+
+            sync.observe(loss, tokens=batch.numel())
+            optimizer.step()
 
         Args:
             loss: This rank's mean loss, unscaled: a number or a tensor of one element, which is not
                 read before it is needed. Several before one step are averaged.
-            tokens: Of this rank in this step, >= 1, or samples, whatever changes shall count by;
-                for `round_seconds`, before every step on all ranks or never. Several before one
-                step are added.
+            tokens: Weight of this rank's step in timed rounds, >= 1: its tokens or samples. Only
+                with `round_seconds`, and before every step on all ranks or never. Several before
+                one step are added.
 
         Raises:
-            TypeError: No number.
-            ValueError: A tensor of more than one element; tokens where nothing is weighed.
+            TypeError: Not a number.
+            ValueError: A tensor of more than one element; tokens without `round_seconds`.
         """
         self._interval.observe(loss)
         if tokens is not None:
             self.count_tokens(tokens)
 
     def count_tokens(self, tokens: int) -> None:
-        """The part of `observe` that is about tokens."""
+        """Report the tokens of this step, as `observe` does."""
         require_tokens(tokens, self.config)
         work = self._open_averager().work
         assert work is not None, "it ends by time"
         work.observe(tokens)
 
     def skip_step(self) -> None:
-        """Count a step whose update this rank drops, for instance because of an overflow; call it
+        """Count a step whose update this rank drops, for instance after an overflow. Call it
         instead of `step`.
 
         Ranks must average at the same step, so a dropped one counts. A loss that is not finite is
@@ -466,17 +484,19 @@ class LocalUpdates:
         self._follow(averager.after_step)
 
     def give_up(self, why: str | None) -> None:
-        """Raise `NonFinite` on all ranks at the next averaging, with these words; not with None."""
+        """Raise `NonFinite` with this message on all ranks at the next averaging; None cancels
+        it.
+        """
         self._open_averager().given_up = why
 
     def end_round(self) -> None:
-        """Take part in the averaging of a round that ends by time, with the steps made so far, be
-        they none: for a rank that has nothing more to do while others have.
+        """Join the averaging of a timed round with the steps made so far, even none. For a rank
+        that has no more work while others do.
 
         It waits for the others until their round is over.
 
         Raises:
-            ValueError: Rounds that are counted in steps, where `skip_step` does it.
+            ValueError: Rounds are counted in steps; use `skip_step` instead.
         """
         if not self.config.by_time:
             raise ValueError(
@@ -487,8 +507,8 @@ class LocalUpdates:
 
     @contextmanager
     def counting_only(self) -> Iterator[None]:
-        """Steps inside are counted, and end no round by time: for those that ranks make before
-        they flush, each a number of its own.
+        """Count steps inside the block without ending a timed round. For unequal numbers of
+        steps before a flush.
         """
         averager = self._open_averager()
         averager.counting_only = True
@@ -498,11 +518,13 @@ class LocalUpdates:
             averager.counting_only = False
 
     def flush(self) -> None:
-        """Apply a result that is on its way, and average everything if there were steps since all
-        ranks were equal, or a parameter has moved otherwise; without either, floating-point buffers
-        that changed since, as in `update_bn`.
+        """Apply a result in flight, and average everything if ranks made steps, or parameters
+        moved, since the last full sync.
 
-        All ranks must call it after the same step. Leaving the block does it.
+        Otherwise average the floating-point buffers that changed since, as `update_bn` changes
+        them.
+
+        All ranks must call it after the same step. Leaving the block calls it.
 
         Raises:
             Mismatch: Ranks are at different steps.
@@ -518,7 +540,7 @@ class LocalUpdates:
             warn_of_averages(self._tensors.model, self._counters.averagings)
 
     def require_equal(self) -> None:
-        """Compare all that ranks must hold alike; on all ranks.
+        """Raise if values that must be equal on all ranks differ; call it on all ranks.
 
         Raises:
             Diverged: On every rank.
@@ -529,11 +551,11 @@ class LocalUpdates:
     def _applied_share(self) -> float:
         if self._averager is None:
             return 1.0
-        parts = self._averager.parts  # each has an outer optimizer of its own
+        parts = self._averager.parts  # each fragment has an outer optimizer of its own
         return self._averager.averaging.applied_share(-(-self._counters.averagings // parts))
 
     def traffic(self) -> dict[str, Any]:
-        """See `Synchronizer.traffic`."""
+        """Return the traffic counters; see `Synchronizer.traffic`."""
         return NO_TRAFFIC if self._averager is None else self._averager.traffic()
 
     def lose(self, seconds: float) -> None:
@@ -547,7 +569,7 @@ class LocalUpdates:
         return self._averager.pace.goodput(self.step - self._skipped, self._skipped)
 
     def counts(self) -> dict[str, Any]:
-        """`traffic`, and further numbers of `thinwire.core.stats`."""
+        """Return `traffic` and further numbers of `thinwire.core.stats`."""
         changes = self._changes
         return {
             "averagings": self._counters.averagings,
@@ -558,24 +580,23 @@ class LocalUpdates:
         }
 
     def stats(self) -> dict[str, float]:
-        """This rank so far, flat and in numbers only; the names are those of
-        `thinwire.core.stats.numbers`.
+        """Return flat numbers about this rank so far; names as in `thinwire.core.stats.numbers`.
 
         `bytes_sent` counts the messages of averagings with their headers and agreements, not the
         copy of the model at the start; `bytes_dense` 4 bytes per trainable element and step;
         `dropped_steps` the calls of `skip_step`.
 
         `applied_share` estimates <applied, change> / <change, change>: `change` is the sum, over
-        the averagings so far, of the mean over the ranks of what local steps changed, and `applied`
-        that of what the anchors moved by, outer optimizer included. At 1 the anchors have moved as
-        far as the ranks' steps on the mean; below 1 a part is lost to decay, or still kept; above 1
-        what was sent counts more than once (`mean_over="senders"`). It comes from 64 sums of
-        entries with random signs (`local.sketch`), 256 bytes beside every compressed averaging, so
-        its standard error is about an eighth of what was applied across the change, relative to the
-        change. Equal on all ranks. Where all is applied in time (without compression, with one of
-        gradients, and at decay 1 with a mean over all ranks) no byte is sent for it: it is what the
-        outer optimizer makes of changes of one size, 1 for plain averaging and outer_lr without
-        outer momentum.
+        the averagings so far, of the mean change by local steps, and `applied` is the sum of the
+        moves of the anchors, outer optimizer included. At 1 the anchors have moved as far as the
+        ranks' mean. Below 1 a part is lost to decay, or still in residuals. Above 1 sent values
+        count more than once (`mean_over="senders"`). It comes from 64 sums of entries with random
+        signs (`local.sketch`), 256 bytes beside every compressed averaging, so its standard error
+        is about an eighth of what was applied across the change, relative to the change. Equal on
+        all ranks. If all of it is applied in time (without compression, with one of gradients, and
+        at decay 1 with a mean over all ranks), no byte is sent for it. It is then the factor of the
+        outer optimizer for changes of one size, 1 for plain averaging and outer_lr without outer
+        momentum.
         """
         return numbers(
             step=self.step,
@@ -587,11 +608,11 @@ class LocalUpdates:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a later step depends on, of this rank, as plain values and copies of tensors.
+        """Return a copy of all state of this rank on which a later step depends.
 
         Between two averagings it holds this rank's own parameters and buffers too, since those of
-        rank 0 are copied on entry; `load_state_dict` puts them back. The optimizer's state is the
-        optimizer's. No communication.
+        rank 0 are copied on entry; `load_state_dict` puts them back. The optimizer's state is not
+        included. No communication.
         """
         state = self.plain_state_dict()
         return {
@@ -600,20 +621,22 @@ class LocalUpdates:
         }
 
     def plain_state_dict(self) -> dict[str, Any]:
-        """`state_dict` without the origin, for callers that keep ranks apart by other means."""
+        """Return `state_dict` without the origin, for callers that separate the ranks
+        themselves.
+        """
         return saving.saved(self._entered_averager())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict` of the same rank, bit for bit; inside the block, on all
+        """Continue bit for bit from a `state_dict` of the same rank; inside the block, on all
         ranks. No communication.
 
         Warns:
-            UserWarning: It is another rank's, and has what is its own: parameters between
-            averagings, kept errors.
+            UserWarning: It was saved by another rank and holds that rank's own parameters or
+                residuals.
 
         Raises:
             RuntimeError: The block has not been entered.
-            TypeError, ValueError: The state is of another model or config; nothing has changed.
+            TypeError, ValueError: The state is of another model or config; nothing was changed.
         """
         origin = Origin.read(state.get(ORIGIN)) if isinstance(state, Mapping) else None
         state = without_origin(state)
@@ -626,12 +649,13 @@ class LocalUpdates:
         self._paced_step = self.step
 
     def start_anew(self) -> None:
-        """Go on from the parameters and buffers as they are, which must be equal on all ranks: the
-        next averaging is measured from them, and what was kept of earlier changes, outer momentum
-        too, is gone. For weights that were put back in the middle of a run, after `flush()`.
+        """Continue from the current parameters and buffers, which must be equal on all ranks.
+
+        The next averaging is measured from them. Residuals and outer momentum are cleared. For
+        weights restored in the middle of a run, after `flush()`.
 
         Raises:
-            RuntimeError: The block is not open, or a result is on its way.
+            RuntimeError: The block is not open, or a result is in flight.
         """
         averager = self._open_averager()
         if averager.pending is not None:
@@ -642,11 +666,11 @@ class LocalUpdates:
         averager.start_anew()
 
     def buffers_loaded(self) -> None:
-        """The buffers of what was loaded were written as well."""
+        """Record that the buffers of a loaded state were written as well."""
         self._open_averager().tensors.buffers_are_back()
 
     def _entered_averager(self) -> Averager:
-        """Also after the block, for who saves what it ended with."""
+        """Return the averager, also after the block, for callers that save its final state."""
         return self._open_averager() if self._averager is None else self._averager
 
     def _open_averager(self) -> Averager:
@@ -658,13 +682,15 @@ class LocalUpdates:
 
 
 def _tell_of_evaluation(model: nn.Module, _: object) -> None:
-    """Before a forward pass of a block's model, or of a copy, which brings this along; once."""
+    """Warn once before an evaluation between two averagings; a hook on the block's model and its
+    copies.
+    """
     if model.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
     for block in _open:
         own = block._tensors.model is model and block.apart and not block.synced
         if own and block._open_averager().group.size > 1:
-            block._hooks.pop().remove()  # it is the last one
+            block._hooks.pop().remove()  # it was appended last
             warnings.warn(
                 "the model is evaluated between two averagings, where its parameters are this "
                 "rank's own and not the mean of all ranks: evaluate where sync.synced is true, or "
@@ -681,7 +707,7 @@ def _require_alone(
     timeout: object,
     node_size: int | None,
 ) -> None:
-    """Refuse what says who averages, beside members."""
+    """Raise if arguments that choose the ranks are given beside members."""
     check.instance("members", members, Members)
     assert isinstance(members, Members)
     for name, value in {"process_group": process_group, "timeout": timeout}.items():

@@ -1,4 +1,4 @@
-"""Rounds that end by time: what a rank has done in one, and how much its change counts."""
+"""Timed rounds: the work of a rank in a round, and the weight of its change."""
 
 import time
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from thinwire.local.config import LocalConfig
 __all__ = ["RoundWork", "of_site", "require_tokens", "weights_of"]
 
 Work = tuple[int, int | None]
-"""Steps, and tokens where all of them told some."""
+"""Steps, and tokens if every step reported some."""
 
 
 def require_tokens(tokens: object, config: LocalConfig | None) -> None:
-    """Refuse what is no number of tokens, or where nothing is weighed by them.
+    """Raise unless `tokens` is a valid weight in a timed round.
 
     Raises:
-        TypeError, ValueError: It is so.
+        TypeError, ValueError: It is not an integer >= 1, or rounds are not timed.
     """
     if config is None or not config.by_time:
         raise ValueError(
@@ -28,34 +28,32 @@ def require_tokens(tokens: object, config: LocalConfig | None) -> None:
 
 
 class RoundWork:
-    """What this rank has done since the last averaging."""
+    """Work of this rank since the last averaging."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self.begin()
 
     def begin(self) -> None:
-        """A round begins."""
+        """Start a round."""
         self._until = time.monotonic() + self._seconds
         self.steps = self._tokens = self._told_steps = 0
         self._tells = False
         self.problem: str | None = None
 
     def observe(self, tokens: int) -> None:
-        """The tokens of the step that is being made."""
+        """Add tokens of the current step."""
         self._tokens += tokens
         self._tells = True
 
     @property
     def tokens_before_step(self) -> int | None:
-        """Those observed since the round began, in which no step was made yet; None where none
-        were.
-        """
+        """Tokens observed before the first step of the round; None if there are none."""
         return self._tokens if self._tells else None
 
     def step(self) -> None:
-        """A step was made; `problem` where it told tokens and one before it did not, or the other
-        way round, which all ranks hear of when they average.
+        """Count a step. Set `problem` if only some steps of the round reported tokens; all ranks
+        receive it when they average.
         """
         self.steps += 1
         self._told_steps += self._tells
@@ -67,31 +65,36 @@ class RoundWork:
             )
 
     def over(self, most_steps: int) -> bool:
-        """Whether it is time to average."""
+        """Return True if it is time to average."""
         return self.steps >= most_steps or time.monotonic() >= self._until
 
     def told(self) -> Work:
-        """For the other ranks."""
+        """Return the work of this rank, for the other ranks."""
         return self.steps, self._tokens if self._told_steps else None
 
 
 def of_site(works: Sequence[Work]) -> Work:
-    """The work of a site, whose ranks make the same steps: these, and the tokens of all of them."""
+    """Return the work of a site: the steps of one rank, since all make the same, and the tokens
+    of all.
+    """
     told = [tokens for _, tokens in works if tokens is not None]
     return works[0][0], sum(told) if len(told) == len(works) else None
 
 
 def weights_of(works: Sequence[Work]) -> list[float]:
-    """By rank, or site, how much its change counts, so that they are 1 on average.
+    """Return the weight of each rank's (or site's) change; the mean weight is 1.
 
-    w_r n / sum(w) for n ranks, where w is a rank's tokens if all ranks told some, else its steps;
-    equal ones are exactly 1.
+    >>> weights_of([(3, None), (1, None)])
+    [1.5, 0.5]
+
+    w_r n / sum(w) for n ranks, where w is a rank's tokens if all ranks reported some, else its
+    steps. Equal work gives exactly 1.
 
     Raises:
-        ThinwireError: Some ranks told tokens and some did not; nobody did anything.
+        ThinwireError: Some ranks reported tokens and some did not.
     """
     tokens = [each for _, each in works]
-    # a rank without a step has nothing to tell tokens of, and counts 0 either way
+    # a rank without a step reports no tokens, and its weight is 0 either way
     silent = [rank for rank, (steps, told) in enumerate(works) if told is None and steps]
     if silent and any(each is not None for each in tokens):
         raise ThinwireError(

@@ -1,4 +1,4 @@
-"""Optimizers: those of torch with the common part of this library, and those for large batches and
+"""Optimizers: torch's classes with this library's common options, and methods for large batches and
 sparse rows. `strategy` and `integrations` import them.
 """
 

@@ -1,4 +1,4 @@
-"""The keyword arguments that optimizers have in common, once."""
+"""Keyword arguments that all optimizers share, defined once."""
 
 from collections.abc import Iterable
 from inspect import Parameter, Signature
@@ -11,7 +11,7 @@ __all__ = ["Common", "CommonOwn", "require_known", "spelled_out"]
 
 
 class Common(TypedDict, total=False):
-    """Of all optimizers; each is None where it is not given."""
+    """Keywords of all optimizers; each is None if it is not given."""
 
     grad_clip: Clip | None
     regularizer: Regularizer | None
@@ -19,7 +19,7 @@ class Common(TypedDict, total=False):
 
 
 class CommonOwn(Common, total=False):
-    """Of all methods that are not torch's."""
+    """Keywords of all methods that are not torch's."""
 
     maximize: bool
     foreach: bool | None
@@ -35,7 +35,7 @@ def require_known(kind: type, given: Iterable[str], known: Iterable[str]) -> Non
 
 
 def spelled_out(constructor: Signature, common: type) -> Signature:
-    """The signature with the common arguments by name in place of `**common`, for `help`."""
+    """Return the signature with the common arguments by name in place of `**common`, for `help`."""
     own = [p for p in constructor.parameters.values() if p.kind != Parameter.VAR_KEYWORD]
     shared = [
         Parameter(

@@ -20,7 +20,14 @@ _INSTEAD_OF_JOIN = "train with DistributedStrategy(dgc=DGC(...)) inside `with en
 
 
 class Attached:
-    """The handle of `DGCMomentum.attach`."""
+    """Handle returned by `DGCMomentum.attach`.
+
+    Example::
+
+        handle = optimizer.attach(DistributedDataParallel(model))
+        train(...)
+        handle.remove()  # step() exchanges again
+    """
 
     def __init__(
         self,
@@ -34,10 +41,10 @@ class Attached:
         """Move the exchange of `optimizer` into the backward pass of `ddp`.
 
         Args:
-            optimizer: Whose exchange moves.
-            synchronizer: Of it.
+            optimizer: The optimizer whose exchange moves.
+            synchronizer: The exchange of `optimizer`.
             ddp: See `DGCMomentum.attach`.
-            stats: Of the optimizer.
+            stats: Returns the statistics of `optimizer`.
             removed: Called once by `remove`.
 
         Raises:
@@ -53,16 +60,16 @@ class Attached:
         self._optimizer: DGCSettings | None = optimizer
         self._synchronizer, self._stats, self._removed = synchronizer, stats, removed
         self._samples: dict[str, Tensor] = {}
-        """By name the sum of the bits of each gradient when it was launched."""
+        """Sum of the bits of each launched gradient, by name."""
         self._deferred = False
-        """Whether buckets wait for `step`, because a loss scaler is in use."""
+        """True if buckets wait for `step` because a loss scaler is in use."""
         with synchronizer.ranks.deadline():
             self._exchange = synchronizer.joined()
         group = self._exchange.group
         self._tap = tap_buckets(ddp, group, self._launch, instead=_INSTEAD_OF_JOIN)
 
     def stats(self) -> dict[str, float]:
-        """Of the optimizer: see `DGCMomentum.stats`.
+        """Return the statistics of the optimizer; see `DGCMomentum.stats`.
 
         Raises:
             RuntimeError: After `remove`.
@@ -72,7 +79,7 @@ class Attached:
         return self._stats()
 
     def remove(self) -> None:
-        """Move the exchange back into `step`, which then finds local gradients; may be called
+        """Move the exchange back into `step`, which then reads local gradients. May be called
         twice.
         """
         if self._optimizer is not None:
@@ -82,16 +89,17 @@ class Attached:
             self._removed()
 
     def unchanged(self, grads: Mapping[str, Tensor], *, scaled: bool) -> dict[str, Tensor] | None:
-        """Per gradient that has been launched whether it is still the same; None where none is
-        on its way.
+        """Return, for each launched gradient, a tensor that is true if it has not changed since.
+
+        None if nothing was launched.
 
         Args:
             grads: By name, as `step` finds them.
-            scaled: Whether a loss scaler is in use.
+            scaled: True if a loss scaler is in use.
         """
         samples, self._samples = self._samples, {}
         if scaled and self._exchange.in_flight:
-            self._exchange.discard()  # what was launched before the scale was known has its unit
+            self._exchange.discard()  # launched with scaled gradients: drop it
             self._deferred = True
         if not self._exchange.in_flight:
             return None
@@ -100,7 +108,7 @@ class Attached:
         return {name: words == samples[name] for name, words in zip(names, now, strict=True)}
 
     def _launch(self, bucket: int, params: Sequence[Parameter], grads: Sequence[Tensor]) -> None:
-        """Called in the backward pass."""
+        """Launch the exchange of one bucket; called in the backward pass."""
         optimizer = self._optimizer
         if self._deferred or optimizer is None:
             return
@@ -112,7 +120,7 @@ class Attached:
 
 
 def _same_params(optimizer: DGCSettings, ddp: DistributedDataParallel) -> dict[Tensor, str]:
-    """The model's names of the optimizer's parameters, which must be the same."""
+    """Return the model's names of the optimizer's parameters; raise if the two sets differ."""
     mine = {p for p in optimizer._ordered_params() if p.requires_grad}
     theirs: dict[Tensor, str] = {
         p: name for name, p in named_parameters(ddp.module) if p.requires_grad

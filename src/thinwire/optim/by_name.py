@@ -1,4 +1,4 @@
-"""Whose state it is: names decide, not the order in which an optimizer was given its parameters."""
+"""Match saved state to parameters by name instead of by position."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,11 @@ __all__ = ["in_order", "names_of"]
 Groups = Sequence[Mapping[str, Any]]
 _Name = tuple[str, int]
 _WRAPPER = "module"
-"""The prefix that DistributedDataParallel puts into the names of the model inside it."""
+"""Prefix that DistributedDataParallel puts before the names of the wrapped model."""
 
 
 def names_of(groups: Groups) -> list[list[str]] | None:
-    """The names of the parameters by group, where named ones were given to all groups; else
-    None.
-    """
+    """Return the parameter names by group, or None unless every group has named parameters."""
     if not all("param_names" in group for group in groups):
         return None
     return [list(group["param_names"]) for group in groups]
@@ -26,19 +24,19 @@ def names_of(groups: Groups) -> list[list[str]] | None:
 def in_order(
     saved: Groups, came: Sequence[Sequence[str]] | None, here: Sequence[Sequence[str]] | None
 ) -> list[dict[str, Any]]:
-    """The saved groups of a state_dict in the order of the groups and parameters that are here.
+    """Reorder the saved groups of a state_dict to the groups and parameters of this optimizer.
 
     Args:
         saved: `param_groups` of a state_dict; `params` are the keys of the parameters in its
             `state`. Read only.
         came: The names of the saved groups' parameters; None where they were saved without.
-        here: Those of the optimizer that loads; None where it has none.
+        here: The names in the optimizer that loads; None where it has none.
 
     Returns:
-        Groups for torch to load, which goes by position; as they came where one side has no names.
+        Groups for torch, which loads by position. Unchanged where one side has no names.
 
     Raises:
-        ValueError: A group here has other parameters than any that was saved; names the first.
+        ValueError: No saved group has the parameters of a group here; names the first such group.
     """
     groups = [dict(group) for group in saved]
     if (
@@ -48,10 +46,10 @@ def in_order(
     ):
         return groups
     places = _matched(list(map(_numbered, came)), list(map(_numbered, here)))
-    if places is None:  # one of both may have been wrapped since
+    if places is None:  # a wrapper may have changed the names
         known, wanted = (list(map(_plain_names, each)) for each in (came, here))
         told = [len(set(names)) for names in (*came, *here)]
-        if [len(set(names)) for names in (*known, *wanted)] == told:  # prefixes tell none apart
+        if [len(set(names)) for names in (*known, *wanted)] == told:  # plain names are still unique
             places = _matched(list(map(_numbered, known)), list(map(_numbered, wanted)))
         if places is None:
             _refuse(known, wanted)
@@ -66,7 +64,7 @@ def in_order(
 
 
 def _numbered(names: Sequence[str]) -> list[tuple[str, int]]:
-    """Each name with how often it was there before: a group may hold those of several models."""
+    """Pair each name with its count so far: a group may hold the parameters of several models."""
     seen: Counter[str] = Counter()
     found = []
     for name in names:
@@ -78,15 +76,17 @@ def _numbered(names: Sequence[str]) -> list[tuple[str, int]]:
 def _matched(
     known: Sequence[Sequence[_Name]], wanted: Sequence[Sequence[_Name]]
 ) -> list[tuple[int, list[int]]] | None:
-    """For every wanted group the place of the known one with the same names, and of each of its
-    names; None where there is none.
+    """Return, for every wanted group, the index of the known group with the same names and the
+    index of each name in it.
+
+    None if a group has no match.
     """
     if len(known) != len(wanted):
         return None
     found = []
     for i, names in enumerate(wanted):
-        # groups without parameters, such as those of other stages, all look alike: they keep their
-        # place
+        # groups without parameters, such as those of other stages, are all equal: try the same
+        # index first
         match = next((k for k in [i, *range(len(known))] if set(known[k]) == set(names)), None)
         if match is None:
             return None
@@ -96,7 +96,7 @@ def _matched(
 
 
 def _refuse(known: list[list[str]], wanted: list[list[str]]) -> NoReturn:
-    """Say what differs; of names that are told apart by their prefixes only, all of them."""
+    """Raise the error that says what differs; list all names that differ only in their prefixes."""
     for i, names in enumerate(wanted):
         if len(known) != len(wanted) or all(sorted(names) != sorted(each) for each in known):
             raise ValueError(_difference(i, names, known, len(wanted)))

@@ -1,5 +1,5 @@
-"""The one base of all optimizers: parameter groups, one update from its rates to its end, the two
-phases, and what is saved.
+"""Base class of all optimizers: parameter groups, the update, the two phases and the saved
+state.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
-# torch.compiler.disable imports the compiler at once, for a second
+# torch.compiler.disable would import the compiler here, which takes a second
 from torch._compile import _disable_dynamo
 
 from thinwire import _validate as check
@@ -48,7 +48,7 @@ __all__ = ["CommonOptimizer"]
 
 @dataclasses.dataclass(slots=True)
 class _Common:
-    """The state of the common part beside torch's attributes; copied and pickled as a whole."""
+    """State of the common part beside torch's attributes; copied and pickled as a whole."""
 
     lr: float | Schedule
     grad_clip: Clip | None
@@ -63,16 +63,17 @@ class _Common:
 
 
 class CommonOptimizer(torch.optim.Optimizer):
-    """Base of every optimizer here, beside torch's own class or `torch.optim.Optimizer` itself.
+    """Base of every optimizer here, beside a class of torch or `torch.optim.Optimizer` itself.
 
-    A method's constructor calls `_construct`. One that has a constructor of torch's to call makes
-    three calls: `groups, rate = self._open(params, lr, ...)`, then torch's constructor with
-    `groups` and the number `rate`, then `self._close()`.
+    A method's constructor calls `_construct`. A method on top of a class of torch makes three calls
+    instead: `groups, rate = self._open(params, lr, ...)`, then torch's constructor with `groups`
+    and the number `rate`, then `self._close()`.
 
-    One update: rates (errors come before anything changes), the (param, grad) pairs in order,
-    negated under `maximize`, and `_update`. Only if that returns True the position moves on.
+    One update reads the rates, lists the (param, grad) pairs in order, negated under `maximize`,
+    and calls `_update`. Errors are raised before anything changes. The position advances only if
+    `_update` returns True.
 
-    A subclass defines `_update_group`, or `_update` as a whole, and where it needs them
+    A subclass defines `_update_group`, or `_update` as a whole, and, if needed,
     `_check_hyperparameters`, `_check_rate` and the class attributes below.
 
     **State**: torch's `state` and `param_groups`, and `position`. Schedules, `grad_clip`,
@@ -81,20 +82,19 @@ class CommonOptimizer(torch.optim.Optimizer):
     """
 
     _wide_state = True
-    """Whether loaded floating-point state keeps float32 for narrower parameters."""
+    """True if loaded floating-point state keeps float32 for narrower parameters."""
     _takes_complex = True
     _takes_rows = False
-    """Whether row-sparse gradients are allowed."""
+    """True if row-sparse gradients are allowed."""
     _decay_inside = False
-    """Whether weight decay is in the method's own formula, not in the gradient."""
+    """True if weight decay is part of the method's own formula, not of the gradient."""
     _common: _Common
     _given: list[ParamGrad] | None = None
-    """The pairs of the update that `apply_gradients` is making; None where they come from `p.grad`.
-    """
+    """Pairs passed to `apply_gradients`; None if they come from `p.grad`."""
     _loops: ClassVar[Work | None] = None
-    """The compiled loops of the method, if it has some."""
+    """Compiled loops of the method, if it has any."""
     _ratios: dict[Tensor, Tensor] | None = None
-    """The trust ratios of the last update, of the methods that have them."""
+    """Trust ratios of the last update, for methods that have them."""
     __signature__: ClassVar[Signature]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -107,7 +107,7 @@ class CommonOptimizer(torch.optim.Optimizer):
     def _construct(
         self, params: object, lr: object, values: Mapping[str, Any], common: CommonOwn
     ) -> None:
-        """Make a method of this library; `values` are its hyper-parameters."""
+        """Construct a method of this library; `values` are its hyper-parameters."""
         require_known(type(self), common, CommonOwn.__annotations__)
         shared: dict[str, Any] = {"maximize": False, "foreach": None, **common}
         own = {key: shared.pop(key) for key in ("maximize", "foreach")}
@@ -124,7 +124,7 @@ class CommonOptimizer(torch.optim.Optimizer):
         regularizer: Regularizer | None = None,
         exclude_from_weight_decay: object = None,
     ) -> tuple[Any, float]:
-        """Check the common arguments; returns `params` and `lr` for torch's constructor."""
+        """Check the common arguments; return `params` and `lr` for torch's constructor."""
         rate = parse_rate("lr", lr)
         if grad_clip is not None:
             check.instance("grad_clip", grad_clip, (ClipByGlobalNorm, ClipByNorm, ClipByValue))
@@ -135,7 +135,7 @@ class CommonOptimizer(torch.optim.Optimizer):
         return groups, rate_at(rate, 0) if isinstance(rate, Schedule) else rate
 
     def _close(self) -> None:
-        """Check what can be seen only with all groups at hand."""
+        """Check what depends on all groups together."""
         common = self._common
         grouping.check_common_values(self.defaults)
         self._check_hyperparameters(self.defaults)
@@ -144,13 +144,17 @@ class CommonOptimizer(torch.optim.Optimizer):
             common.order = grouping.ordered(common.asked_order, common.places)
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
-        """Raise for a value that the method does not allow, of the constructor or of a group."""
+        """Raise for a value that the method does not allow, in the constructor or in a group."""
 
     def _check_rate(self, rate: float, where: str) -> None:
-        """Raise ValueError for a rate that the method does not allow; asked ahead of an update."""
+        """Raise ValueError for a rate that the method does not allow; called before an update."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch; patterns and predicate are asked about the new parameters only.
+        """Add a group, as in torch. Exclusion patterns are applied to the new parameters only.
+
+        Example::
+
+            optimizer.add_param_group({"params": head.parameters(), "lr": 1e-2})
 
         Args:
             param_group: `params` and, where they differ from the constructor's, `lr`,
@@ -189,22 +193,22 @@ class CommonOptimizer(torch.optim.Optimizer):
 
     @property
     def position(self) -> int:
-        """The updates completed so far, which is the step of schedules in the next one."""
+        """Updates completed so far; schedules are evaluated at this step in the next update."""
         return self._common.position
 
     @property
     def grad_clip(self) -> Clip | None:
-        """The clipping that was asked for at construction."""
+        """Clipping config passed to the constructor."""
         return self._common.grad_clip
 
     def replace_grad_clip(self, clip: Clip | None) -> Clip | None:
-        """Clip by another config, or not at all; returns the one before."""
+        """Replace the clipping config (None: no clipping); return the previous one."""
         before, self._common.grad_clip = self._common.grad_clip, clip
         return before
 
     def call_params(self, names: Mapping[Tensor, str]) -> None:
-        """Give names to parameters that came without, for messages and for arguments that take
-        names; groups and `state_dict` stay as they are.
+        """Name the parameters that came without names, for messages and for arguments that take
+        names. Groups and `state_dict` stay as they are.
         """
         places = self._common.places
         for param, place in places.items():
@@ -213,11 +217,11 @@ class CommonOptimizer(torch.optim.Optimizer):
 
     @property
     def has_schedule(self) -> bool:
-        """Whether a schedule or a list drives the rate of any group."""
+        """True if a schedule or a list drives the rate of any group."""
         return any(schedule is not None for schedule in self._common.schedules)
 
     def shared_settings(self) -> dict[str, Any]:
-        """The values that ranks which train together must have in common beside `param_groups`."""
+        """Return the settings, beside `param_groups`, that must be equal on all ranks of a run."""
         places, schedules = self._common.places.values(), self._common.schedules
         return {
             "grad_clip": repr(self.grad_clip),
@@ -229,22 +233,24 @@ class CommonOptimizer(torch.optim.Optimizer):
         }
 
     def begin_at(self, position: int) -> None:
-        """Go on as after so many updates: the step at which schedules are read. For a member that
-        comes to a run which has made them.
+        """Continue as after `position` updates, the step at which schedules are read. Used for a
+        member that joins a run.
         """
         self._common.position = position
         self._show_rates()
 
     def _ordered_params(self) -> list[Tensor]:
-        """All parameters, in the order in which gradients are listed, exchanged and applied."""
+        """Return all parameters, in the order in which gradients are listed, exchanged and
+        applied.
+        """
         return list(self._common.places) if self._common.order is None else self._common.order
 
     def _label(self, param: Tensor) -> str:
-        """What messages call a parameter."""
+        """Return the name of a parameter in messages."""
         return self._common.places[param].label
 
     def _facts(self, param: Tensor) -> ParamFacts:
-        """The settings of a parameter in the update at hand."""
+        """Return the settings of a parameter in the current update."""
         place = self._common.places[param]
         group = self.param_groups[place.group_index]
         decay = 0.0 if place.excluded else group["weight_decay"]
@@ -252,17 +258,17 @@ class CommonOptimizer(torch.optim.Optimizer):
         return ParamFacts(place.name, place.group_index, group, decay, regularizer, centralization)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one update from the gradients in `p.grad`, which stay as they are.
+        """Make one update from the gradients in `p.grad`, which stay unchanged.
 
         Args:
             closure: Computes the loss and its gradients again; called once, with gradients enabled.
 
         Returns:
-            What `closure` returned, or None.
+            The result of `closure`, or None.
 
         Raises:
-            IndexError: A list of rates has ended; nothing has changed.
-            ValueError: The rate is negative or not finite; nothing has changed.
+            IndexError: A list of rates has ended; nothing was changed.
+            ValueError: The rate is negative or not finite; nothing was changed.
         """
         loss = None
         if closure is not None:
@@ -272,11 +278,12 @@ class CommonOptimizer(torch.optim.Optimizer):
             self._step_untraced()
         return loss
 
-    # a trace would freeze the counters and rates that change from update to update
+    # a trace would freeze counters and rates, which change in every update
     @_disable_dynamo
     def _step_untraced(self) -> None:
-        """Make one update, or one that moves nothing where somebody has set all rates to 0, as
-        torch's `get_optimizer_state_dict` does to have the state made.
+        """Make one update, or one with rate 0 if the caller has set all rates to 0.
+
+        torch's `get_optimizer_state_dict` sets them to 0 to have the state created.
         """
         if not any(group["lr"] for group in self.param_groups) and any(
             s and rate_ahead(s, self.position, 0.0) for s in self._common.schedules
@@ -290,7 +297,7 @@ class CommonOptimizer(torch.optim.Optimizer):
         return rates_of_(self.param_groups, self._common.schedules, self.position, self._check_rate)
 
     def _show_rates(self) -> None:
-        """Let driven groups show the rate of the next update."""
+        """Write the rate of the next update into the groups that a schedule drives."""
         for group, schedule in zip(self.param_groups, self._common.schedules, strict=True):
             if schedule is not None:
                 group["lr"] = rate_ahead(schedule, self.position, group["lr"])
@@ -299,7 +306,9 @@ class CommonOptimizer(torch.optim.Optimizer):
         return self._update(self._collected(), rates)
 
     def _collected(self) -> list[ParamGrad]:
-        """The pairs of this update, in order; gradients negated where the group maximizes."""
+        """Return the pairs of this update, in order; gradients are negated where the group
+        maximizes.
+        """
         pairs = self._given
         if pairs is None:
             pairs = [
@@ -311,13 +320,13 @@ class CommonOptimizer(torch.optim.Optimizer):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The compiled loops that an update calls."""
+        """Compiled loops that an update calls."""
         if self._loops is None:
             return frozenset()
         return needs_of(self._loops, (p for group in self.param_groups for p in group["params"]))
 
     def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
-        """Update the parameters of `pairs`, if any; False if it was dropped and nothing changed."""
+        """Update the parameters of `pairs`, if any. Return False if the update was dropped."""
         if self._ratios is None:
             warm_up(self.needs)
         self._ratios = {}
@@ -340,11 +349,11 @@ class CommonOptimizer(torch.optim.Optimizer):
         )
 
     def _processed(self, pairs: Sequence[ParamGrad]) -> list[ParamGrad]:
-        """Clip over all pairs, then `_with_decay`; copies, where there is something to do."""
+        """Clip over all pairs, then apply `_with_decay`. Gradients that change are copied."""
         grads = [coalesced(g) for _, g in pairs]
         if self.grad_clip is not None:
-            # the global norm is summed in the order of the groups, so that order_params changes no
-            # bit
+            # the global norm is summed in the order of the groups, so that order_params does not
+            # change its bits
             places = [self._common.places[p].index for p, _ in pairs]
             ranking = sorted(range(len(places)), key=places.__getitem__)
             new = clipped(self.grad_clip, [grads[i] for i in ranking])
@@ -353,8 +362,8 @@ class CommonOptimizer(torch.optim.Optimizer):
         return [(p, self._with_decay(p, g)) for (p, _), g in zip(pairs, grads, strict=True)]
 
     def _with_decay(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Coupled decay, regularizer and centralization, on a copy; `grad` itself where there is
-        nothing to do.
+        """Apply coupled decay, regularizer and centralization to a copy of `grad`; return `grad`
+        itself if none applies.
         """
         facts = self._facts(param)
         here = param if is_sharded(grad) else shard_of(param)
@@ -364,7 +373,7 @@ class CommonOptimizer(torch.optim.Optimizer):
         return centralized(grad) if facts.grad_centralization else grad
 
     def _coupled_decay(self, facts: ParamFacts) -> float:
-        """The weight decay that goes through the gradient."""
+        """Return the weight decay that goes through the gradient."""
         return 0.0 if self._decay_inside else facts.weight_decay
 
     def backward(
@@ -392,8 +401,8 @@ class CommonOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: A callback or an entry of the wrong kind.
-            ValueError: An unknown name, a name without named parameters, a parameter of somebody
-                else.
+            ValueError: An unknown name, a name without named parameters, a parameter that is not in
+                this optimizer.
         """
         calls = checked_callbacks(callbacks)
         order = self._ordered_params()
@@ -406,20 +415,20 @@ class CommonOptimizer(torch.optim.Optimizer):
         return pairs
 
     def apply_gradients(self, params_grads: Iterable[tuple[Tensor, Tensor | None]]) -> list[Any]:
-        """Make one whole update from the given pairs; the second half of `minimize`.
+        """Make one update from the given pairs; the second half of `minimize`.
 
-        `step()` runs with these pairs instead of `p.grad`, hooks included. Neither they nor
-        `p.grad` are changed.
+        `step()` runs with these pairs instead of `p.grad`, hooks included. The pairs and `p.grad`
+        stay unchanged.
 
         Args:
             params_grads: (parameter, gradient) pairs; a parameter that is not listed, or with None,
                 is not updated.
 
         Returns:
-            An empty list: there is no graph of operators.
+            An empty list, since there is no graph of operators.
 
         Raises:
-            TypeError: No iterable of pairs.
+            TypeError: Not an iterable of pairs.
             ValueError: A parameter that is foreign or repeated, or a gradient of another shape.
         """
         self._given = checked_pairs(params_grads, self._ordered_params(), self._common.places)
@@ -432,7 +441,9 @@ class CommonOptimizer(torch.optim.Optimizer):
     def apply_optimize(
         self, loss: Tensor, params_grads: Iterable[tuple[Tensor, Tensor | None]]
     ) -> list[Any]:
-        """`apply_gradients(params_grads)`; `loss` is there for the signature and not used."""
+        """Call `apply_gradients(params_grads)`. `loss` is accepted for the signature and not
+        used.
+        """
         return self.apply_gradients(params_grads)
 
     def minimize(
@@ -441,11 +452,18 @@ class CommonOptimizer(torch.optim.Optimizer):
         parameters: Iterable[Tensor | str] | None = None,
         no_grad_set: Iterable[Tensor | str] | None = None,
     ) -> tuple[list[Any], list[ParamGrad]]:
-        """`backward`, then `apply_gradients`. Do not call `loss.backward()` before; gradients are
-        not cleared.
+        """Run `backward`, then `apply_gradients`. Do not call `loss.backward()` before. Gradients
+        are not cleared.
+
+        >>> import torch
+        >>> from thinwire.optim import SGD
+        >>> p = torch.nn.Parameter(torch.tensor([1.0]))
+        >>> _, pairs = SGD([p], lr=0.1).minimize((p * p).sum())
+        >>> p.item(), len(pairs)
+        (0.800000011920929, 1)
 
         Returns:
-            An empty list, and the pairs that `backward` gave.
+            An empty list, and the pairs from `backward`.
         """
         pairs = self.backward(loss, parameters, no_grad_set)
         return self.apply_gradients(pairs), pairs
@@ -455,20 +473,20 @@ class CommonOptimizer(torch.optim.Optimizer):
         self.zero_grad(set_to_none=True)
 
     def get_lr(self) -> float:
-        """The rate that the next update will use, of the first group without an `lr` of its own
-        (else of the first).
+        """Return the rate of the next update, of the first group without an `lr` of its own, else
+        of the first group.
         """
         return float(self.param_groups[self._groups_of_constructor()[0]]["lr"])
 
     def set_lr(self, value: float) -> None:
-        """Set the rate of all groups without an `lr` of their own; of all groups if every one has
-        its own.
+        """Set the rate of all groups without an `lr` of their own, or of all groups if every one
+        has its own.
 
         Args:
             value: >= 0.
 
         Raises:
-            TypeError: No number.
+            TypeError: Not a number.
             ValueError: Negative or not finite.
             RuntimeError: A schedule, a list or a `ScheduledLR` drives the rate of one of them.
         """
@@ -482,24 +500,26 @@ class CommonOptimizer(torch.optim.Optimizer):
             self.param_groups[i]["lr"] = rate
 
     def _groups_of_constructor(self) -> list[int]:
-        """Groups that follow the constructor's rate, or all if there is none."""
+        """Return the groups that follow the constructor's rate, or all groups if none does."""
         following = [i for i, own in enumerate(self._common.own_lr) if not own]
         return following or list(range(len(self.param_groups)))
 
     def _as_loaded(self, param: Tensor, value: Tensor) -> Tensor:
-        """Floating-point state that was loaded, in the type and layout that it has here."""
+        """Convert loaded floating-point state to the type and layout that it has here."""
         return laid_out(param, value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's dictionary of plain values and tensors, and `position`, the completed updates."""
+        """Return torch's dictionary of plain values and tensors, with `position`, the completed
+        updates.
+        """
         return {**packed(super().state_dict()), "position": self.position}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave; one of torch's class of the same name is taken too.
+        """Load a `state_dict` of this class, or of torch's class of the same name.
 
         Floating-point state of this library's own methods keeps float32 (float64 for float64
-        parameters). Where named parameters were given, then and now, names decide whose state it
-        is, in any order of groups and parameters.
+        parameters). If both optimizers have named parameters, state is matched by name, in any
+        order of groups and parameters.
 
         Raises:
             ValueError: The groups do not fit, or the position is missing while a schedule drives

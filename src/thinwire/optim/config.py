@@ -1,4 +1,4 @@
-"""The configs by which a strategy replaces an optimizer by LARS or LAMB."""
+"""Configs with which a strategy replaces an optimizer by LARS or LAMB."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +10,11 @@ __all__ = ["LAMB", "LARS"]
 
 @dataclass(frozen=True)
 class LARS:
-    """`thinwire.optim.Lars` instead of an SGD, whose rate, momentum, clipping and groups are
-    taken over.
+    """Replace an SGD by `thinwire.optim.Lars`, which takes over its rate, momentum, clipping and
+    groups.
+
+    >>> import thinwire as tw
+    >>> strategy = tw.DistributedStrategy(lars=tw.LARS(exclude_from_weight_decay=("*.bias",)))
 
     Attributes:
         lars_coeff: The trust coefficient, > 0.
@@ -37,8 +40,11 @@ class LARS:
 
 @dataclass(frozen=True)
 class LAMB:
-    """`thinwire.optim.Lamb` instead of an Adam, whose rate, betas, clipping and groups are
-    taken over.
+    """Replace an Adam by `thinwire.optim.Lamb`, which takes over its rate, betas, clipping and
+    groups.
+
+    >>> import thinwire as tw
+    >>> strategy = tw.DistributedStrategy(lamb=tw.LAMB(lamb_weight_decay=0.01))
 
     Attributes:
         lamb_weight_decay: Weight decay, >= 0.
@@ -58,7 +64,7 @@ class LAMB:
 
 
 def _settle(config: LARS | LAMB, *numbers: str) -> None:
-    """Check the numbers, which are at least 0, and the patterns."""
+    """Check the patterns, and that each of `numbers` is at least 0."""
     for name in numbers:
         object.__setattr__(config, name, check.real(name, getattr(config, name), at_least=0))
     patterns: Any = config.exclude_from_weight_decay

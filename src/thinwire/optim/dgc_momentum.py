@@ -1,4 +1,4 @@
-"""SGD with momentum over deep gradient compression: each rank sends its few largest accumulated
+"""SGD with momentum over deep gradient compression: each rank sends its largest accumulated
 entries.
 """
 
@@ -38,11 +38,19 @@ from thinwire.schedules import Schedule
 __all__ = ["Attached", "DGCMomentum"]
 
 _OWN = ("residual", "momentum_buffer")
-"""State that differs from rank to rank."""
+"""Keys of the state that differs from rank to rank."""
 
 
 class DGCMomentum(DGCSettings):
-    """SGD with momentum that exchanges gradients itself, about 2,000 times smaller.
+    """SGD with momentum that exchanges gradients itself, in messages about 2,000 times smaller.
+
+    Example, on every rank::
+
+        optimizer = DGCMomentum(model.parameters(), lr=0.1, momentum=0.9, sparsity=[0.999])
+        for x, y in batches:
+            loss_fn(model(x), y).backward()
+            optimizer.step()  # exchanges and updates
+            optimizer.zero_grad()
 
     Each rank holds the gradient of its own mean loss in `p.grad`; `step` exchanges and updates. Per
     tensor of at least `min_numel` elements::
@@ -53,7 +61,7 @@ class DGCMomentum(DGCSettings):
         v <- v - sent;  u <- 0 where something was sent
         p <- p - lr * mean of sent over the ranks
 
-    All other tensors, and all of them before `rampup_begin_step`, are averaged densely and follow
+    All other tensors, and all tensors before `rampup_begin_step`, are averaged densely and follow
     torch's SGD.
 
     Args:
@@ -63,22 +71,22 @@ class DGCMomentum(DGCSettings):
         rampup_begin_step: Updates before compression begins, >= 0.
         rampup_step: Updates over which the levels of `sparsity` are spread, >= 1.
         sparsity: Fractions that are **not** sent, each in [0, 1); the last one stays.
-        nesterov: Whether to look ahead; needs momentum.
+        nesterov: True for Nesterov momentum; needs momentum.
         weight_decay: Added to each rank's own gradient before it is folded in, >= 0.
         local_grad_clip_norm: C > 0: a source's share g / N of a compressed tensor is limited to the
             norm C / sqrt(N). A source is a rank, or a node with the mean of its ranks.
-        num_trainers: N of that limit, and of nothing else; the number of sources where it is None.
+        num_trainers: N of that limit only; None: the number of sources.
         min_numel: Smaller tensors are exchanged densely, >= 1.
-        value_bits: What one sent value costs: 1, 2, 4, 8, 16 or 32. The rounding error stays in v.
+        value_bits: Bits of one sent value: 1, 2, 4, 8, 16 or 32. The rounding error stays in v.
         state_dtype: u and v of compressed tensors are stored as "float32" or "bfloat16" (a torch
             dtype is taken too), half the memory, rounded stochastically; None: float32, float64 for
             float64 parameters.
         node_size: Consecutive ranks that share a node, average densely among themselves and count
             as one source, >= 1; it must divide the ranks. 1 is off. None: torchrun's
             LOCAL_WORLD_SIZE where ranks fill two nodes or more.
-        exchange: "gather" gives every source all messages, "split" the sums of shares, which does
-            not grow with the sources; "auto" counts, and splits where that moves at most half of
-            the bytes.
+        exchange: "gather" sends every message to every source. "split" sends sums of shares, and
+            its cost does not grow with the number of sources. "auto" splits where that moves at
+            most half of the bytes.
         process_group: The ranks that exchange; None for all of them. One process alone works too.
         mesh: Of sites and shards, with the dimensions "replicate" and "shard", over all ranks: the
             model was sharded by `fully_shard(model, mesh=mesh["shard"])` before this was made. Each
@@ -86,30 +94,30 @@ class DGCMomentum(DGCSettings):
             shard is what is compressed, and `min_numel` counts. Instead of `process_group`.
         digest_every: Updates within which a difference between the ranks' parameters, or in
             momentum that is averaged densely, is found, >= 1; 0 compares nothing.
-        timeout: For how long a rank waits for others in one call, in seconds or as a timedelta;
-            None: as long as the process group itself would. The same on all ranks.
+        timeout: Longest wait for other ranks in one call, in seconds or as a timedelta; None: the
+            time-out of the process group. The same on all ranks.
         grad_clip: `ClipByNorm` only: its c is C for compressed tensors and a plain limit for those
             that stay dense.
         regularizer: `L1Decay` or `L2Decay`, treated as `weight_decay` is.
         exclude_from_weight_decay: Patterns over names, or a predicate (name, parameter) -> bool.
-        maximize: Whether to go up instead of down.
+        maximize: True to maximize the objective.
         foreach: Accepted for the common signature; the exchange decides the order of work.
 
     **State** in `state[p]`: `momentum_buffer` u and, for compressed tensors, `residual` v, float32
     (float64 for float64 parameters) or `state_dtype`, local to the rank, or common to the ranks of
-    a node; `position` in the state_dict. Every rank saves its own. What is loaded takes on the type
-    that is asked for here: rounded to nearest, once, where that is narrower.
+    a node; `position` in the state_dict. Every rank saves its own. Loaded state is converted to the
+    configured type, rounded to nearest if that is narrower.
     **Communication** per step: 24 bytes a rank of agreement before and after, one all-gather of
-    equally long messages, one all-reduce per dtype of dense tensors. A digest of what all ranks
-    must hold alike rides in the agreement. The first step also compares settings and parameters
-    over the ranks. With nodes these go between the first ranks of the nodes, after one all-reduce
-    per dtype inside each; with "split" the all-gather becomes an exchange of parts and an
-    all-gather of their sums.
-    **Failure**: a gradient that is not finite, on any rank, drops the step on all of them; nothing
-    changes, a warning names parameter, rank and step, and the tenth in a row is
-    `thinwire.errors.NonFinite`. Ranks that do not hold the same any more are
-    `thinwire.errors.Diverged` on all of them, within `digest_every` updates. Every other error of
-    an exchange leaves parameters and state as they were before the step.
+    equally long messages, one all-reduce per dtype of dense tensors. The agreement carries a digest
+    of the values that must be equal on all ranks. The first step also compares settings and
+    parameters over the ranks. With nodes these go between the first ranks of the nodes, after one
+    all-reduce per dtype inside each; with "split" the all-gather becomes an exchange of parts and
+    an all-gather of their sums.
+    **Failure**: a gradient that is not finite, on any rank, drops the step on all of them. Nothing
+    changes, and a warning names parameter, rank and step. The tenth in a row raises
+    `thinwire.errors.NonFinite`. Ranks whose values differ raise `thinwire.errors.Diverged` on all
+    ranks, within `digest_every` updates. Every other error of an exchange leaves parameters and
+    state as they were before the step.
 
     Raises:
         TypeError, ValueError: A wrong argument, at construction.
@@ -119,11 +127,11 @@ class DGCMomentum(DGCSettings):
     """
 
     exchanges_gradients = True
-    """For those who average parameters instead, and must not do both."""
+    """True: methods that average parameters instead must refuse this optimizer."""
     _step_supports_amp_scaling = True
     _synchronizer: DGCSynchronizer | None = None
     _arrived: Round | None = None
-    """What an engine has exchanged for the step that it asks for."""
+    """Exchange result handed in by the engine for the step that it calls."""
     _dense_bytes = 0
     _attached: Attached | None = None
 
@@ -219,7 +227,7 @@ class DGCMomentum(DGCSettings):
 
     @property
     def synchronizer(self) -> DGCSynchronizer:
-        """Its exchange with the other ranks."""
+        """Exchange with the other ranks."""
         if self._synchronizer is None or self._synchronizer.optimizer is not self:
             self._synchronizer = DGCSynchronizer(self, self._ranks, self._identity)
             self._update_from = DGCUpdate(self, self._synchronizer)
@@ -227,29 +235,29 @@ class DGCMomentum(DGCSettings):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The compiled loops that its exchange calls."""
+        """Compiled loops that the exchange calls."""
         params = [shard_of(p) for p in self.synchronizer.params.values() if self.compresses(p)]
         state = torch.bfloat16 if self.state_dtype == "bfloat16" else None
         return needs_of("sparse", params, state_dtype=state, value_bits=self.value_bits)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in the base class; the next step compares settings and parameters over
-        the ranks anew.
+        """Add a group, as in the base class. The next step compares settings and parameters over
+        the ranks again.
         """
         super().add_param_group(param_group)
         if self._synchronizer is not None:
             self._synchronizer.list_anew()
 
     def attach(self, ddp: DistributedDataParallel) -> "Attached":
-        """Move the exchange into the backward pass of `ddp`, bucket by bucket, so that it overlaps
-        with it.
+        """Move the exchange into the backward pass of `ddp`, bucket by bucket, so that the two
+        overlap.
 
-        From now on `p.grad` holds, after the backward pass, the rank's own gradient (not the mean),
-        and `step` waits for what is on its way, checks it and updates; leave `p.grad` alone in
-        between. Parameters and state end up bit-identical to `step` alone for compressed tensors
-        that are gathered; in a split exchange, owners follow the buckets. Under `ddp.no_sync()`
-        gradients accumulate locally. A `torch.amp.GradScaler` reveals its scale only in `step`:
-        with one, the exchange happens there.
+        After the backward pass `p.grad` holds the rank's own gradient, not the mean. `step` waits
+        for the exchange in flight, checks it and updates. Do not change `p.grad` in between.
+        Parameters and state end up bit-identical to `step` alone for compressed tensors that are
+        gathered; in a split exchange, owners follow the buckets. Under `ddp.no_sync()` gradients
+        accumulate locally. A `torch.amp.GradScaler` reveals its scale only in `step`: with one, the
+        exchange happens there.
 
         Args:
             ddp: A model whose parameters are exactly those of this optimizer.
@@ -258,9 +266,9 @@ class DGCMomentum(DGCSettings):
             The handle whose `remove` moves the exchange back into `step`, with all state kept.
 
         Raises:
-            TypeError: `ddp` is no DistributedDataParallel.
-            ValueError: It is attached already, has other parameters or other ranks, or a hook of
-                somebody else.
+            TypeError: `ddp` is not a DistributedDataParallel.
+            ValueError: It is attached already, has other parameters or other ranks, or another
+                communication hook.
 
         Communication: the comparison of settings and parameters, if it has not been made yet.
         """
@@ -277,24 +285,26 @@ class DGCMomentum(DGCSettings):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks that exchange, as given; None for all of them."""
+        """Process group passed to the constructor; None for all ranks."""
         return self._ranks.process_group
 
     def call_params(self, names: Mapping[Tensor, str]) -> None:
-        """See `CommonOptimizer.call_params`; the exchange uses these names too."""
+        """Name parameters, as `CommonOptimizer.call_params` does; the exchange uses these names
+        too.
+        """
         super().call_params(names)
         self.synchronizer.list_anew()
 
     def one_deadline(self) -> AbstractContextManager[None]:
-        """Let all that is waited for inside count against the one time-out of this optimizer."""
+        """Count all waiting inside the block against one time-out of this optimizer."""
         return self._ranks.deadline()
 
     @contextmanager
     def updating_from(self, done: Round) -> Iterator[None]:
-        """Around a `step` that exchanges nothing, since an engine has done so.
+        """Run a `step` inside the block without an exchange, since an engine has made it.
 
         Args:
-            done: What came for the gradients that `step` will find.
+            done: Result of the exchange of the gradients that `step` will find.
         """
         self._arrived = done
         try:
@@ -304,9 +314,9 @@ class DGCMomentum(DGCSettings):
 
     @torch.no_grad()
     def require_equal(self) -> None:
-        """Compare all that ranks must hold alike; on all ranks.
+        """Raise if values that must be equal on all ranks differ; call it on all ranks.
 
-        Nothing before the first step, or where `digest_every` is 0.
+        Does nothing before the first step, or if `digest_every` is 0.
 
         Raises:
             Diverged: On every rank.
@@ -315,13 +325,12 @@ class DGCMomentum(DGCSettings):
             exchange.require_equal(self.position)
 
     def stats(self) -> dict[str, float]:
-        """This rank so far, flat and in numbers only; the names are those of
-        `thinwire.core.stats.numbers`.
+        """Return flat numbers about this rank so far; names as in `thinwire.core.stats.numbers`.
 
-        With nodes `bytes_sent` has the dense traffic inside the node too; `bytes_between_nodes` is
-        what left it. `sparsity` is that of the first group in the next update. Where a
-        DistributedDataParallel model was found that averages besides, because `attach` was
-        forgotten, what it sends counts too.
+        With nodes, `bytes_sent` includes the dense traffic inside the node, and
+        `bytes_between_nodes` counts the bytes that left it. `sparsity` is that of the first group
+        in the next update. If `attach` was forgotten and a DistributedDataParallel model averages
+        as well, its traffic counts too.
         """
         exchange = self.synchronizer.last
         dropped = 0 if exchange is None else exchange.drops.total
@@ -335,7 +344,8 @@ class DGCMomentum(DGCSettings):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch, with `position`; of this rank, which `load_state_dict` compares.
+        """Return torch's dictionary, with `position` and the origin that `load_state_dict`
+        compares.
 
         `state` has an entry `origin` beside the residual of one parameter: rank, ranks, position
         and a checksum of residuals and momentum, as an int64 tensor, which every way of saving
@@ -350,8 +360,8 @@ class DGCMomentum(DGCSettings):
         return state_dict
 
     def _own_place(self) -> tuple[int, int]:
-        """This rank's number among those that exchange, and how many they are; of shards, the
-        site's.
+        """Return this rank's index among the ranks that exchange, and their number; for shards,
+        those of the site.
         """
         mesh = self._ranks.mesh
         if mesh is None:
@@ -359,8 +369,8 @@ class DGCMomentum(DGCSettings):
         return mesh.get_local_rank("replicate"), mesh["replicate"].size()
 
     def _own_checksum(self, state: Mapping[Any, Mapping[str, Any]]) -> int:
-        """Of residuals and momentum, wherever they lie; 0 of shards, whose ranks share one origin
-        with torch's ways of saving.
+        """Return a checksum of residuals and momentum on any device; 0 for shards, whose ranks
+        share one origin in torch's checkpoint formats.
         """
         if self._ranks.mesh is not None:
             return 0
@@ -369,12 +379,14 @@ class DGCMomentum(DGCSettings):
         )
 
     def plain_state_dict(self) -> dict[str, Any]:
-        """`state_dict` without the origin, for callers that keep ranks apart by other means."""
+        """Return `state_dict` without the origin, for callers that separate the ranks
+        themselves.
+        """
         state_dict = super().state_dict()
         if self._ranks.mesh is None:
             return state_dict
         params = [p for group in self.param_groups for p in group["params"]]
-        # what looks like whole tensors would be taken for the same on all ranks by other savers
+        # other checkpoint formats would take plain tensors for values equal on all ranks
         state = {
             key: {
                 name: sharded_like(value, params[key]) if name in _OWN else value
@@ -385,15 +397,14 @@ class DGCMomentum(DGCSettings):
         return {**state_dict, "state": {**state_dict["state"], **state}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, with `position`; names decide whose state it is where named parameters were
-        given.
+        """Load torch's dictionary with `position`. Named parameters are matched by name.
 
         Warns:
-            UserWarning: It is another rank's, its tensors come from several ranks, or it has lost
-            its position.
+            UserWarning: The state is another rank's, mixes tensors of several ranks, or lacks its
+                position.
 
         Raises:
-            ValueError: The groups or shapes do not fit; nothing has changed.
+            ValueError: The groups or shapes do not fit; nothing was changed.
         """
         state = state_dict["state"]
         every = of_params(state).values()
@@ -418,8 +429,8 @@ class DGCMomentum(DGCSettings):
             warnings.warn(f"thinwire.optim.DGCMomentum: {problem}", UserWarning, stacklevel=2)
 
     def _collected(self) -> list[ParamGrad]:
-        """As in the base class, but signs change where gradients are used: what is exchanged are
-        gradients.
+        """Return the pairs without a sign change: the exchange takes plain gradients, and
+        `maximize` is applied where they are used.
         """
         pairs = self._given
         if pairs is None:
@@ -459,8 +470,8 @@ class DGCMomentum(DGCSettings):
         return True
 
     def _read_scaler(self) -> tuple[bool | None, float]:
-        """Whether a `GradScaler` found an overflow (None: no scaler), and what gradients that carry
-        its scale are multiplied by.
+        """Return the overflow flag of a `GradScaler` (None: no scaler) and the factor that unscales
+        gradients.
         """
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         return None if found is None else bool(found), 1.0 if scale is None else 1.0 / float(scale)

@@ -1,4 +1,4 @@
-"""The settings of `DGCMomentum`, of the optimizer and of its groups."""
+"""Settings of `DGCMomentum`, per optimizer and per group."""
 
 import functools
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from thinwire.optim.common import CommonOptimizer
 __all__ = ["RAMP", "DGCSettings", "config_of", "wide_dtype"]
 
 RAMP = ("rampup_begin_step", "rampup_step", "sparsity", "min_numel")
-"""Keys of a group that say how many entries are sent."""
+"""Keys of a group that set how many entries are sent."""
 
 
 class DGCSettings(CommonOptimizer):
-    """What the exchange and the update of `DGCMomentum` ask of it; see there."""
+    """Interface of `DGCMomentum` that its exchange and its update use."""
 
     value_bits: int
     state_dtype: str | None
@@ -50,18 +50,22 @@ class DGCSettings(CommonOptimizer):
             check.real(f"sparsity[{i}], the fraction that is not sent,", level, at_least=0, below=1)
 
     def compresses(self, param: Tensor) -> bool:
-        """Whether this parameter, or this rank's part of it, is compressed once that begins."""
+        """Return True if this parameter, or this rank's shard of it, is compressed after the ramp
+        begins.
+        """
         return compressible(shard_of(param), self._facts(param).group["min_numel"])
 
     @property
     def sparsity(self) -> float:
-        """The fraction of a compressed tensor that the next update does not send."""
+        """Return the fraction of a compressed tensor that the next update does not send."""
         if not any(map(self.compresses, self._ordered_params())):
             return 0.0
         return config_of(self.param_groups[0]).sparsity_in_force(self.position)
 
     def _stored_dtype(self, param: Tensor) -> torch.dtype:
-        """In what the state of this parameter is stored, before compression begins too."""
+        """Return the dtype in which the state of this parameter is stored, before compression
+        too.
+        """
         return (
             stored_dtype(param, self.state_dtype) if self.compresses(param) else wide_dtype(param)
         )
@@ -75,7 +79,7 @@ class DGCSettings(CommonOptimizer):
 def config_of(
     group: Mapping[str, Any], limit: float | None = None, state_dtype: str | None = None
 ) -> DGC:
-    """What a group says about compression."""
+    """Return the compression config of a group."""
     begin, length, sparsity, min_numel = (group[key] for key in RAMP)
     return _config(begin, length, tuple(sparsity), min_numel, limit, state_dtype)
 
@@ -100,5 +104,5 @@ def _config(
 
 
 def wide_dtype(param: Tensor) -> torch.dtype:
-    """In what the update of this parameter is computed."""
+    """Return the dtype in which the update of this parameter is computed."""
     return param.dtype if param.is_complex() else state_dtype(param)

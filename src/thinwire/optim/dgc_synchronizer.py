@@ -1,4 +1,4 @@
-"""How a `DGCMomentum` exchanges, with whom and by which rules; and its update from what arrives."""
+"""Exchange of a `DGCMomentum` over the ranks, and the update from its result."""
 
 import contextlib
 import zlib
@@ -37,31 +37,31 @@ class DGCSynchronizer:
 
     Args:
         optimizer: Holds the state of the compression.
-        ranks: That exchange.
-        identity: Which of the engines and optimizers over these ranks this is.
+        ranks: The ranks that exchange.
+        identity: Index of this engine or optimizer among those over these ranks.
     """
 
     def __init__(self, optimizer: DGCSettings, ranks: Ranks, identity: str) -> None:
         self.optimizer, self.ranks, self._identity = optimizer, ranks, identity
         self.compressor: DGCCompressor | None = None
-        """None before the first step."""
+        """Compressor of the gradients; None before the first step."""
         self._exchange: GradientExchange | None = None
         self._among = Among()
         self._buckets: Sequence[Sequence[str]] = ()
         self._names_of_engine: Mapping[Tensor, str] = {}
         self._params: dict[str, Tensor] | None = None
         self.names: dict[Tensor, str] = {}
-        """The name of each parameter, after `joined`."""
+        """Name of each parameter, set by `joined`."""
         self._agreed: list[dict[str, Any]] | None = None
-        """Per group what says how many entries are sent, as all ranks last agreed on it."""
+        """Ramp settings of each group, as all ranks last agreed on them."""
         self._in_force: list[dict[str, Any]] | None = None
-        """The same while buckets are launched, before the agreement of their step."""
+        """Ramp settings used while buckets are launched, before the agreement of their step."""
         self._rules: dict[int, Rule] | None = None
-        """By group, while an update or a launch lasts: groups do not change then."""
+        """Rule of each group during an update or a launch, while groups do not change."""
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """The parameters in the order of the exchange, by names of which each is there once."""
+        """Parameters by name, in the order of the exchange; every name is unique."""
         if self._params is None:
             self._params, facts = {}, self.optimizer._facts
             for key, p in enumerate(self.optimizer._ordered_params()):
@@ -72,27 +72,29 @@ class DGCSynchronizer:
         return self._params
 
     def list_anew(self) -> None:
-        """Parameters have come, or got other names."""
+        """Rebuild the list of parameters after an addition or a change of names."""
         self._params = None
 
     @property
     def shards(self) -> Shards:
-        """This rank's part of each parameter, by the names of the exchange."""
+        """This rank's shard of each parameter, by its name in the exchange."""
         return Shards(self.params)
 
     @property
     def gradients(self) -> GradientExchange | None:
-        """The exchange with the other ranks; None before the first step."""
+        """Exchange with the other ranks; None before the first step."""
         known = self._exchange
         return known if known is not None and known.names == list(self.params) else None
 
     @property
     def last(self) -> GradientExchange | None:
-        """The same, also after parameters were added."""
+        """Exchange with the other ranks, kept after parameters were added."""
         return self._exchange
 
     def joined(self) -> GradientExchange:
-        """The exchange with the other ranks, after the comparison that must precede it."""
+        """Return the exchange with the other ranks; compare the settings over the ranks first if
+        needed.
+        """
         known = self.gradients
         if known is None:
             require_shards(self.params, self.ranks.shards)
@@ -103,26 +105,26 @@ class DGCSynchronizer:
     def serve(
         self, identity: str, digest_every: int, names: Mapping[Tensor, str], among: Among
     ) -> None:
-        """Belong to an engine that calls it and its parameters so, and says who agrees."""
+        """Bind this exchange to an engine, with its name, its parameter names and its agreement."""
         self._identity, self._names_of_engine, self._among = identity, names, among
         self.optimizer.digest_every = digest_every
         self.list_anew()
-        # counts begin anew
+        # counters start again
         self._exchange = None
         self.ranks = self.ranks.again()
         self._tell_coverage()
 
     def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
-        """Which parameters travel together from now on, for an engine; the same on all ranks."""
+        """Set which parameters travel together, for an engine; the same on all ranks."""
         self._buckets = buckets
         if self._exchange is not None:
             self._exchange.buckets = buckets
 
     @contextlib.contextmanager
     def launching(self) -> Iterator[None]:
-        """Around what is sent before ranks agree: as many entries as they have agreed on last.
+        """Send, inside the block, the number of entries on which ranks agreed last.
 
-        Lengths must fit before the vote finds a difference.
+        Message lengths must be equal on all ranks before the vote can find a difference.
         """
         self._in_force = self._agreed
         try:
@@ -133,7 +135,7 @@ class DGCSynchronizer:
 
     @contextlib.contextmanager
     def fixed_rules(self) -> Iterator[None]:
-        """Around an update or a launch, in which groups do not change."""
+        """Cache the rule of each group during an update or a launch."""
         self._rules = {}
         try:
             yield
@@ -141,15 +143,15 @@ class DGCSynchronizer:
             self._rules = None
 
     def agreed(self) -> None:
-        """All ranks have just agreed on the settings of this update."""
+        """Take over the settings of this update, on which all ranks have just agreed."""
         groups = self.optimizer.param_groups
         self._agreed = [{key: group[key] for key in RAMP} for group in groups]
 
     def limited(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gradients of shards within the local clip, whose norm is one over all shards; all others
-        as they are, since the compression sees the whole tensor.
+        """Clip gradients of shards to the local norm limit, with one norm over all shards. Return
+        all others unchanged: the compression clips whole tensors.
 
-        Communication: with a local clip 8 bytes a tensor and rank inside the site.
+        Communication: with a local clip, 8 bytes per tensor and rank inside the site.
         """
         sites, optimizer = self.ranks.sites, self.optimizer
         if sites is None:
@@ -169,7 +171,9 @@ class DGCSynchronizer:
         )
 
     def _rule(self, name: str) -> Rule:
-        """How a tensor is compressed, by its group as it is now, or was when ranks last agreed."""
+        """Return the compression rule of a tensor, from its group as it is now or as last agreed
+        on.
+        """
         index = self.optimizer._common.places[self.params[name]].group_index
         if self._rules is None:
             return self._rule_of(index)
@@ -181,7 +185,7 @@ class DGCSynchronizer:
         group, clip = self.optimizer.param_groups[index], self.optimizer.grad_clip
         if self._in_force is not None:
             group = {**group, **self._in_force[index]}
-        # that of shards comes before: see `limited`
+        # shards are clipped before: see `limited`
         limit = group["local_grad_clip_norm"] if self.ranks.mesh is None else None
         if clip is not None:
             assert isinstance(clip, ClipByNorm), "no other is taken"
@@ -190,7 +194,7 @@ class DGCSynchronizer:
         return Rule(config, group["momentum"], group["nesterov"])
 
     def _decayed(self, name: str, grad: Tensor) -> Tensor:
-        """A gradient with its sign, decay, regularizer and centralization."""
+        """Apply sign, decay, regularizer and centralization to a gradient."""
         param = self.params[name]
         facts = self.optimizer._facts(param)
         if facts.group["maximize"]:
@@ -200,20 +204,22 @@ class DGCSynchronizer:
         return grad
 
     def _compared(self) -> GradientExchange:
-        """The exchange under these names, once all ranks have said the same."""
+        """Return the exchange under these names, after a comparison of the settings over all
+        ranks.
+        """
         optimizer, ranks = self.optimizer, self.ranks
         group, problem, node = ranks.group, None, 1
         try:
             if ranks.mesh is None:
                 node, _ = node_size_of(group.global_ranks, optimizer.node_size)
-        except ValueError as error:  # the others must hear of it first
+        except ValueError as error:  # raised below, after the other ranks have received it
             problem = error
         facts = self._facts(node if problem is None else str(problem))
         ranks.compare(facts, "comparing settings and parameters")
         if problem is not None:
             raise problem
         ranks.compile(optimizer.needs)
-        if not self._names_of_engine:  # an engine has told it in `prepare`
+        if not self._names_of_engine:  # an engine reports it in `prepare`
             self._tell_coverage()
         self.compressor = DGCCompressor(
             self.shards,
@@ -257,7 +263,7 @@ class DGCSynchronizer:
         return digest
 
     def _common_momentum(self) -> dict[str, Tensor]:
-        """Momentum of tensors that are averaged densely all the time."""
+        """Return the momentum of tensors that are always averaged densely."""
         state, compresses = self.optimizer.state, self.optimizer.compresses
         return {
             f"momentum_buffer of {name}": state[p]["momentum_buffer"]
@@ -266,7 +272,7 @@ class DGCSynchronizer:
         }
 
     def _facts(self, node: int | str) -> dict[str, Any]:
-        """What all ranks must have in common, the most telling differences first."""
+        """Return the facts that must be equal on all ranks, the most informative first."""
         optimizer, params = self.optimizer, self.params
         plain = [
             {k: repr(v) for k, v in g.items() if k not in ("params", "param_names")}
@@ -293,7 +299,7 @@ class DGCSynchronizer:
         }
 
     def _initial_values(self) -> dict[str, Any]:
-        """A checksum of each parameter; of one that is sharded, of all its shards."""
+        """Return a checksum of each parameter; for a sharded one, of all its shards."""
         mine, sites = [_crc(p) for p in self.shards.values()], self.ranks.sites
         if sites is None:
             return dict(zip(self.params, mine, strict=True))
@@ -306,10 +312,10 @@ class DGCSynchronizer:
 
 
 class _StateByName(MutableMapping[str, dict[str, Tensor]]):
-    """An optimizer's state under the names of the exchange."""
+    """View of an optimizer's state under the names of the exchange."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
-        # the optimizer, and not its state, in whose place loading puts another one
+        # the optimizer, not its state: loading replaces the state object
         self._optimizer, self._params = optimizer, params
 
     def __getitem__(self, name: str) -> dict[str, Tensor]:
@@ -337,22 +343,25 @@ def _crc(param: Tensor) -> int:
 
 
 class DGCUpdate:
-    """Applies what has arrived: entries of compressed tensors as they are, since each rank's
-    momentum is in them, and means of all other tensors by SGD with momentum.
+    """Apply the result of an exchange to parameters and state.
+
+    Entries of compressed tensors are applied as they are, since each rank's momentum is already in
+    them. Means of all other tensors go through SGD with momentum.
 
     Args:
-        optimizer: Whose parameters and state change.
-        synchronizer: Of it.
+        optimizer: The optimizer whose parameters and state change.
+        synchronizer: The exchange of `optimizer`.
     """
 
     def __init__(self, optimizer: DGCSettings, synchronizer: DGCSynchronizer) -> None:
         self._optimizer, self._synchronizer = optimizer, synchronizer
         self._apart: frozenset[str] | None = None if optimizer.state else frozenset()
-        """Tensors of which ranks hold momentum of their own since they were compressed; None: not
-        known, after a load."""
+        """Tensors whose momentum differs between ranks since they were compressed; None: not known,
+        after a load.
+        """
 
     def state_loaded(self) -> None:
-        """Momentum was put in from elsewhere."""
+        """Note that momentum was loaded, so that it may differ between ranks."""
         self._apart = None
 
     def __call__(
@@ -362,20 +371,20 @@ class DGCUpdate:
         rates: Sequence[float],
         done: Round,
     ) -> None:
-        """Make the update; the exchange is committed.
+        """Make the update and commit the exchange.
 
         Args:
-            exchange: That `done` came from.
-            grads: By name, those that `done` was made from.
-            rates: By group.
-            done: What has arrived.
+            exchange: The exchange that returned `done`.
+            grads: The gradients that were exchanged, by name.
+            rates: Learning rate of each group.
+            done: Result of the exchange.
 
-        Communication: only where what was compressed before is averaged densely now; see
+        Communication: only if a tensor that was compressed is averaged densely now; see
             `_make_momentum_common`.
         """
         sync = self._synchronizer
-        # what decides here must be common to all ranks: one of them may hold a row-sparse gradient,
-        # another a dense one
+        # decide by facts common to all ranks: one may hold a row-sparse gradient, another a dense
+        # one
         arrived = {name: done.arrived[name] for name in grads}
         sparse = [n for n in grads if isinstance(arrived[n], ArrivedEntries)]
         dense = [n for n in grads if not isinstance(arrived[n], ArrivedEntries)]
@@ -393,7 +402,7 @@ class DGCUpdate:
             self._step_along(names, rates, done)
 
     def _state_of(self, name: str) -> dict[str, Any]:
-        """State of a tensor, zeros where it has none yet, which enter it with the update."""
+        """Return the state of a tensor; zeros if it has none yet, stored with the update."""
         optimizer = self._optimizer
         param, compressor = self._synchronizer.params[name], self._synchronizer.compressor
         assert compressor is not None, "made with the exchange"
@@ -403,10 +412,12 @@ class DGCUpdate:
         return found
 
     def _make_momentum_common(self, exchange: GradientExchange, dense: Sequence[str]) -> None:
-        """Before a dense update of what was compressed before: each rank has accumulated momentum
-        of its own, and all go on from the mean, as another number of ranks would.
+        """Average the momentum over ranks before a dense update of tensors that were compressed.
 
-        Communication: only then; 24 bytes where all are equal, else what differs, and an agreement.
+        Each rank has accumulated momentum of its own, and all continue from the mean, as after a
+        change of the number of ranks.
+
+        Communication: 24 bytes if all are equal, else the tensors that differ, and an agreement.
         """
         optimizer, params = self._optimizer, self._synchronizer.params
         group = exchange.group.replicas or exchange.group
@@ -430,7 +441,8 @@ class DGCUpdate:
         totals = [group.all_reduce_(each.clone(), what=what) for each in wide.values()]
         means = [total.wait().div_(group.size) for total in totals]
         if differ:
-            group.gather_bytes(b"", what=what)  # nothing has moved where one of them failed
+            # vote: no rank overwrites its momentum before all have received the means
+            group.gather_bytes(b"", what=what)
         for name, mean in zip(differ, means, strict=True):
             held[name].copy_(mean)
             optimizer.state[params[name]] = states[name]
@@ -438,7 +450,7 @@ class DGCUpdate:
         self._apart = known - set(dense)
 
     def _step_along(self, names: Sequence[str], rates: Sequence[float], done: Round) -> None:
-        """P <- p - lr * mean, at the entries that anybody sent."""
+        """Update p <- p - lr * mean, at the entries that any rank sent."""
         params = [self._synchronizer.params[name] for name in names]
         wide = [wide_dtype(p) for p in params]
         entries = [
@@ -453,7 +465,7 @@ class DGCUpdate:
         )
 
     def _apply_dense(self, name: str, mean: Tensor, key: int, rate: float, *, clip: bool) -> None:
-        """One step of SGD with momentum."""
+        """Make one step of SGD with momentum."""
         optimizer = self._optimizer
         param = self._synchronizer.params[name]
         shard, wide = shard_of(param).detach(), wide_dtype(param)

@@ -26,8 +26,8 @@ def ftrl_(
     l1: float,
     l2: float,
 ) -> None:
-    """Changes `param`, `accumulator` a and `linear` z, of one shape and type: one update, per
-    element, by the formula of `Ftrl`.
+    """Update `param`, `accumulator` a and `linear` z in place, of one shape and type, by the
+    formula of `Ftrl`.
     """
     before = accumulator.pow(-lr_power)
     accumulator.addcmul_(grad, grad)
@@ -42,6 +42,13 @@ def ftrl_(
 class Ftrl(CommonOptimizer):
     """Follow the regularized leader, per coordinate; for sparse linear parts of a model.
 
+    >>> import torch
+    >>> p = torch.nn.Parameter(torch.zeros(2))
+    >>> p.grad = torch.tensor([1.0, 1e-3])
+    >>> Ftrl([p], lr=0.1, l1=0.5).step()
+    >>> p[1].item()  # |z| <= l1
+    0.0
+
     Per element, with q = lr_power, accumulator a (from initial_accumulator) and linear term z (from
     0)::
 
@@ -51,9 +58,9 @@ class Ftrl(CommonOptimizer):
         a <- a'
         p = 0 if |z| <= l1, else (sign(z) l1 - z)/(a^-q/lr + 2 l2)
 
-    An element whose gradient has been 0 since the start becomes 0 in its first dense update: that
-    is the method, whose solution does not know where p started. Row-sparse gradients touch only
-    their rows and so avoid it.
+    An element whose gradient has always been 0 becomes 0 in its first dense update, since the
+    solution does not depend on the initial p. Row-sparse gradients avoid this: they update only
+    their rows.
 
     **State** per parameter: `step`, `accumulator` a and `linear` z, float32 (float64 for float64
     parameters). **Communication**: none. **Failure**: an error in the arguments of an update comes
@@ -68,7 +75,7 @@ class Ftrl(CommonOptimizer):
         initial_accumulator: >= 0.
         weight_decay: Coupled, >= 0.
         common: `grad_clip`, `regularizer` and `exclude_from_weight_decay` as in `SGD`; `maximize`
-            to go up instead of down; `foreach`, which changes nothing: there is one path.
+            to maximize the objective; `foreach` is accepted and has no effect.
 
     Raises:
         TypeError: An argument of the wrong kind; a complex parameter.

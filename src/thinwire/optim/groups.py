@@ -1,6 +1,4 @@
-"""Parameter groups: which keys they may have, which parameters are excluded from decay, and the
-order of all.
-"""
+"""Parameter groups: allowed keys, exclusion from weight decay, and the order of all parameters."""
 
 import sys
 import warnings
@@ -35,7 +33,7 @@ __all__ = [
 
 Predicate = Callable[[str, Tensor], bool]
 Exclusion = tuple[str, ...] | Predicate | None
-"""Glob patterns over names, a predicate, or nothing."""
+"""Glob patterns over names, a predicate, or None."""
 
 COMMON_KEYS = ("params", "lr", "weight_decay", "grad_centralization", "regularizer")
 ALSO_ACCEPTED = ("param_names", "initial_lr", "name")
@@ -43,43 +41,45 @@ ALSO_ACCEPTED = ("param_names", "initial_lr", "name")
 
 @dataclass(frozen=True, slots=True)
 class ParamPlace:
-    """The facts that stay the same about a parameter while it is in an optimizer."""
+    """Facts about a parameter that stay the same while it is in an optimizer."""
 
     index: int
     """Position in the order of the groups, from 0."""
     group_index: int
-    """Which of `param_groups` it belongs to."""
+    """Index of its group in `param_groups`."""
     name: str | None
-    """Its name, where named parameters were given."""
+    """Name, if named parameters were given."""
     excluded: bool
-    """Whether it has no weight decay."""
+    """True if it has no weight decay."""
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Name of the parameter in messages."""
         return f"parameter {self.index}" if self.name is None else self.name
 
 
 class ParamFacts(NamedTuple):
-    """The settings of one parameter in the update at hand."""
+    """Settings of one parameter in the current update."""
 
     name: str | None
-    """Its name, where named parameters were given."""
+    """Name, if named parameters were given."""
     group_index: int
-    """Which of `param_groups` it belongs to."""
+    """Index of its group in `param_groups`."""
     group: dict[str, Any]
-    """That group, live: hyper-parameters are read from it at every update."""
+    """Its group (the live dictionary): hyper-parameters are read from it at every update."""
     weight_decay: float
-    """The group's, or 0 where the parameter is excluded."""
+    """Weight decay of the group, or 0 if the parameter is excluded."""
     regularizer: Regularizer | None
-    """The group's."""
+    """Regularizer of the group."""
     grad_centralization: bool
-    """The group's."""
+    """Centralization flag of the group."""
 
 
 def listed(group: dict[str, Any]) -> list[tuple[str | None, Tensor]]:
-    """The parameters of a group, each with its name or None; changes `group`, whose iterator of
-    parameters becomes a list. Entries of a wrong kind are left for torch to refuse.
+    """Return the parameters of a group, each with its name or None.
+
+    Changes `group`: an iterator of parameters becomes a list. Entries of a wrong kind are left for
+    torch to refuse.
     """
     params = group["params"]
     if isinstance(params, set):
@@ -105,7 +105,7 @@ def listed(group: dict[str, Any]) -> list[tuple[str | None, Tensor]]:
 
 
 def require_real(entries: Sequence[tuple[str | None, Tensor]], method: str) -> None:
-    """Raise `TypeError` for a parameter that is not floating-point."""
+    """Raise `TypeError` for a parameter that is not real floating-point."""
     for i, (name, param) in enumerate(entries):
         if not param.is_floating_point():
             raise TypeError(
@@ -135,13 +135,13 @@ def require_layout(grad: Tensor, method: str, name: str, *, rows: bool) -> None:
 
 
 def check_regularizer(regularizer: object) -> None:
-    """Raise `TypeError` for what is no regularizer and not None."""
+    """Raise `TypeError` unless the value is a regularizer or None."""
     if regularizer is not None:
         check.instance("regularizer", regularizer, (L1Decay, L2Decay))
 
 
 def check_common_values(values: dict[str, Any]) -> None:
-    """Check the common keys of a group or of the defaults; tensors of one element become
+    """Check the common keys of a group or of the defaults. Tensors of one element become
     numbers.
     """
     check_regularizer(values.get("regularizer"))
@@ -161,7 +161,7 @@ def check_common_values(values: dict[str, Any]) -> None:
 
 
 def _users_level() -> int:
-    """The `stacklevel` with which a warning of the caller names the line of the user's code."""
+    """Return the `stacklevel` with which a warning of the caller points at the user's code."""
     frame: FrameType | None = sys._getframe(1)
     level = 1
     while frame is not None and frame.f_globals.get("__name__", "").startswith(
@@ -172,7 +172,7 @@ def _users_level() -> int:
 
 
 def check_keys(group: Mapping[str, Any], own_keys: Iterable[str]) -> None:
-    """Raise `ValueError` for a key that this optimizer does not know, and without parameters."""
+    """Raise `ValueError` for a key that this optimizer does not know, or if `params` is missing."""
     known = dict.fromkeys([*COMMON_KEYS, *own_keys, *ALSO_ACCEPTED])
     for key, value in group.items():
         if key not in known:
@@ -186,7 +186,7 @@ def check_keys(group: Mapping[str, Any], own_keys: Iterable[str]) -> None:
 
 
 def parse_exclusion(exclude: object) -> Exclusion:
-    """The argument `exclude_from_weight_decay`, checked; a single str is a `TypeError` too."""
+    """Check and return the argument `exclude_from_weight_decay`; a single str is a `TypeError`."""
     if exclude is None or (callable(exclude) and not isinstance(exclude, type)):
         return exclude
     if isinstance(exclude, str) or not isinstance(exclude, list | tuple):
@@ -201,7 +201,9 @@ def parse_exclusion(exclude: object) -> Exclusion:
 
 
 def excluded_flags(exclude: Exclusion, entries: Sequence[tuple[str | None, Tensor]]) -> list[bool]:
-    """For every (name, parameter), whether it is excluded; a predicate is called once for each."""
+    """Return a flag for every (name, parameter) pair, True if excluded. A predicate is called
+    once per pair.
+    """
     if not exclude:
         return [False] * len(entries)
     if callable(exclude):
@@ -228,7 +230,9 @@ def require_matches(exclude: Exclusion, names: Iterable[str | None]) -> None:
 
 
 def split_order(params: object) -> tuple[Any, list[Tensor] | None]:
-    """Take the entry `order_params` out of `params`; the rest is what torch's constructor takes."""
+    """Split the entry `order_params` from `params`; return the rest, for torch's constructor, and
+    the order.
+    """
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         return params, None
     entries = list(params)
@@ -249,7 +253,7 @@ def split_order(params: object) -> tuple[Any, list[Tensor] | None]:
 
 
 def ordered(order: Sequence[Tensor], places: Mapping[Tensor, ParamPlace]) -> list[Tensor]:
-    """`order`, checked to hold exactly the parameters of the groups, each once."""
+    """Return `order`; raise unless it holds exactly the parameters of the groups, each once."""
     seen: set[Tensor] = set()
     for i, param in enumerate(order):
         if param not in places:

@@ -21,6 +21,10 @@ __all__ = ["Lamb"]
 class Lamb(CommonOptimizer):
     """LAMB, for training with large batches.
 
+    >>> import torch
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = Lamb(model.named_parameters(), lr=1e-3, exclude_from_weight_decay=["*bias"])
+
     Per tensor, with t counted from 1::
 
         m <- b1 m + (1 - b1) g
@@ -31,8 +35,8 @@ class Lamb(CommonOptimizer):
         p <- p - lr T r
 
     **State** per parameter: `step` t, `exp_avg` m and `exp_avg_sq` v, float32 (float64 for float64
-    parameters). **Communication**: none, but for one small reduction per update where parameters
-    are sharded. **Failure**: an error in the arguments of an update comes before anything changes.
+    parameters). **Communication**: none, except one small reduction per update where parameters are
+    sharded. **Failure**: an error in the arguments of an update comes before anything changes.
 
     Args:
         params: Parameters, named parameters or groups, with an `order_params` entry if wanted.
@@ -42,7 +46,7 @@ class Lamb(CommonOptimizer):
         weight_decay: Inside the method's own formula, >= 0.
         trust_clip: None, or (lo, hi) to limit ||p||/||r||; the 1 for zero norms is not limited.
         common: `grad_clip`, `regularizer` and `exclude_from_weight_decay` as in `SGD`, where
-            excluded parameters keep their trust ratio; `maximize` to go up instead of down;
+            excluded parameters keep their trust ratio; `maximize` to maximize the objective;
             `foreach`, False to take one tensor after the other, with the same numbers.
 
     Raises:

@@ -21,6 +21,10 @@ __all__ = ["Lars"]
 class Lars(CommonOptimizer):
     """LARS, for training with large batches.
 
+    >>> import torch
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = Lars(model.named_parameters(), lr=0.1, exclude_from_weight_decay=["*bias"])
+
     Per tensor::
 
         L = lr trust_coefficient ||p|| / (||g|| + weight_decay ||p|| + eps),
@@ -31,7 +35,7 @@ class Lars(CommonOptimizer):
 
     **State** per parameter: `momentum_buffer` b, where there is momentum, float32 (float64 for
     float64 parameters). The rate is inside b: a change of lr acts on new terms only.
-    **Communication**: none, but for one small reduction per update where parameters are sharded.
+    **Communication**: none, except one small reduction per update where parameters are sharded.
     **Failure**: an error in the arguments of an update comes before anything changes.
 
     Args:
@@ -41,11 +45,11 @@ class Lars(CommonOptimizer):
         trust_coefficient: > 0, larger takes longer steps.
         weight_decay: Inside the method's own formula, >= 0; 0 also switches the trust ratio off.
         eps: Added to the denominator, >= 0.
-        nesterov: Look one step ahead; needs momentum.
+        nesterov: True for Nesterov momentum; needs momentum.
         common: `grad_clip`, `regularizer` and `exclude_from_weight_decay` as in `SGD`, where
-            excluded parameters have neither decay nor trust ratio: plain momentum at lr;
-            `maximize` to go up instead of down; `foreach`, False to take one tensor after the
-            other, with the same numbers.
+            excluded parameters have neither decay nor trust ratio: plain momentum at lr; `maximize`
+            to maximize the objective; `foreach`, False to take one tensor after the other, with the
+            same numbers.
 
     Raises:
         TypeError, ValueError: As in `SGD`; a complex parameter.

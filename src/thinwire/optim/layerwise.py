@@ -1,6 +1,4 @@
-"""What LARS and LAMB share beside the trust ratio: lists of tensors in runs, and the ratios to be
-read.
-"""
+"""Shared parts of LARS and LAMB: lists of tensors in runs, and readable trust ratios."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +24,7 @@ class Run(NamedTuple):
     step: int
     """Number of this update for these parameters, from 1; 0 where the method does not count."""
     contiguous: bool
-    """Whether list operations and fused kernels of torch take these tensors."""
+    """True if torch's list operations and fused kernels take these tensors."""
 
 
 def begin_compiling(optimizer: CommonOptimizer) -> None:
@@ -35,12 +33,11 @@ def begin_compiling(optimizer: CommonOptimizer) -> None:
 
 
 def trust_ratios(optimizer: CommonOptimizer) -> dict[str | Tensor, float]:
-    """The trust ratio of every parameter in the last update, for logs; 1 where the method does
-    not scale.
+    """Return the trust ratio of every parameter in the last update; 1 where none is applied.
 
     Returns:
-        By name, or by parameter where there are no names; empty before the first update. This
-        call, not the update, waits for the device.
+        By name, or by parameter where there are no names; empty before the first update. This call
+        waits for the device; the update does not.
     """
     ratios = optimizer._ratios or {}
     return {optimizer._facts(param).name or param: float(ratio) for param, ratio in ratios.items()}
@@ -52,11 +49,11 @@ def update_runs_(
     pairs: Sequence[ParamGrad],
     update_: Callable[[Run, list[Tensor]], TensorList],
 ) -> None:
-    """Changes the parameters of `pairs`, in runs of one device, type, decay and count.
+    """Update the parameters of `pairs` in place, in runs of one device, type, decay and count.
 
     Args:
         optimizer: Keeps the trust ratios.
-        group: The group that all are of.
+        group: The group of all these parameters.
         pairs: Processed gradients.
         update_: Called with each run and its parameters in the working type; returns their ratios.
     """
@@ -73,7 +70,7 @@ def _runs(
     kinds: dict[tuple[Any, ...], Run] = {}
     steps = counted(optimizer, [param for param, _ in pairs]) if count else [0] * len(pairs)
     for i, ((param, grad), step) in enumerate(zip(pairs, steps, strict=True)):
-        if grad.shape != param.shape:  # loops over addresses trust it
+        if grad.shape != param.shape:  # compiled loops trust the shape
             raise RuntimeError(
                 f"the gradient of {optimizer._label(param)} has shape "
                 f"{tuple(grad.shape)} and the parameter {tuple(param.shape)}: run the backward "

@@ -1,4 +1,4 @@
-"""Adam whose row-sparse gradients touch only their rows."""
+"""Adam that updates only the rows present in a row-sparse gradient."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,8 @@ def adam_(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """Changes `param`, `exp_avg` m and `exp_avg_sq` v, of one shape and type: one update of Adam.
+    """Update `param`, `exp_avg` m and `exp_avg_sq` v in place, of one shape and type, by one step
+    of Adam.
 
     m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, p <- p - lr m^/(sqrt(v^) + eps) with m^ = m/(1
     - b1^t) and v^ = v/(1 - b2^t), where t is `step`, from 1.
@@ -39,13 +40,19 @@ def adam_(
 
 
 class LazyAdam(CommonOptimizer):
-    """Adam for large embeddings: rows without a gradient keep parameter and moments bit for bit.
+    """Adam for large embeddings. Rows without a gradient keep parameter and moments bit for bit.
+
+    >>> import torch
+    >>> table = torch.nn.Embedding(1000, 8, sparse=True)
+    >>> optimizer = LazyAdam(table.parameters(), lr=1e-3)
+    >>> table(torch.tensor([3, 7])).sum().backward()
+    >>> optimizer.step()  # rows 3 and 7 change
 
     With a dense gradient this is Adam in torch's form, m^/(sqrt(v^) + eps) with bias correction and
     coupled decay. With a row-sparse one (COO, sparse_dim 1; duplicates are summed first) only the
     rows present change; decay, regularizer and centralization act on these rows. t is one counter
-    per parameter, not per row: it grows in every update in which the parameter has a gradient, an
-    empty one too.
+    per parameter, not per row. It grows in every update in which the parameter has a gradient, even
+    an empty one.
 
     **State** per parameter: `step` t, `exp_avg` and `exp_avg_sq`, float32 (float64 for float64
     parameters). **Communication**: none. **Failure**: an error in the arguments of an update comes
@@ -58,7 +65,7 @@ class LazyAdam(CommonOptimizer):
         eps: Added to the root of the corrected second moment, > 0.
         weight_decay: Coupled, >= 0.
         common: `grad_clip`, `regularizer` and `exclude_from_weight_decay` as in `SGD`; `maximize`
-            to go up instead of down; `foreach`, which changes nothing: there is one path.
+            to maximize the objective; `foreach` is accepted and has no effect.
 
     Raises:
         TypeError, ValueError: As in `SGD`; a complex parameter.

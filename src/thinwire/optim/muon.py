@@ -1,4 +1,4 @@
-"""Muon for matrices and AdamW for the rest, as one optimizer with one learning rate."""
+"""Muon for matrices and AdamW for all other parameters, as one optimizer with one learning rate."""
 
 from collections.abc import Mapping
 from typing import Any, Unpack
@@ -42,44 +42,49 @@ def _rule(param: Tensor, group: Mapping[str, Any]) -> MuonRule:
 
 
 class Muon(TorchOptimizer):
-    """Muon for matrices and `torch.optim.AdamW` for the rest; with `ns_dtype="bfloat16"` the same
-    bits as `torch.optim.Muon` and AdamW side by side, for parameters in float32.
+    """Muon for matrices and `torch.optim.AdamW` for all other parameters.
 
-    Of a group whose key `muon` is true, as it is without the key, the real parameters of two
-    dimensions go to Muon, and of more where its key `conv` is true, as matrices (first, all else);
-    all else is AdamW's. Embeddings and the output layer are matrices too and train better with
-    AdamW: give `muon_groups(model)`, or groups of your own.
+    With `ns_dtype="bfloat16"` and float32 parameters, the bits equal those of `torch.optim.Muon`
+    and AdamW side by side.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    >>> optimizer = Muon(muon_groups(model), lr=1e-3)
+
+    In a group whose key `muon` is true (the default), Muon updates the real parameters of two
+    dimensions. If its key `conv` is true, Muon also updates those of more dimensions, as matrices
+    (first, all else). AdamW updates all others. Embeddings and the output layer are matrices too
+    but train better with AdamW: pass `muon_groups(model)`, or groups of your own.
 
     Parameters may be sharded by `fully_shard`, also on torch's two-dimensional mesh: with local
     updates, in an engine, or without either. Each rank keeps its shard of the momentum. In a step
-    every matrix is whole on one rank for a while, its owner, which orthogonalises it; so ranks
-    share the work, and the bits are those of whole matrices in one process. **Communication**, only
-    between the shards of one model: each rank gives its shard of a matrix to the owner, in the type
-    of the gradient, and gets its shard of the result, in that of the iteration; the next matrices
-    are on their way meanwhile. **Failure**: an error of `thinwire.errors` within the time-out of
-    the mesh's process group; some matrices may have moved then.
+    one rank, the owner of a matrix, gathers it whole and orthogonalises it. Ranks share the work,
+    and the bits equal those of whole matrices in one process. **Communication**, only between the
+    shards of one model: each rank sends its shard of a matrix to the owner, in the gradient's
+    dtype, and receives its shard of the result, in the dtype of the iteration. The next matrices
+    travel meanwhile. **Failure**: an error of `thinwire.errors` within the time-out of the mesh's
+    process group; some matrices may have moved then.
 
-    With `adjust_lr_fn="match_rms_adamw"` an update of a matrix has the size that AdamW's has, so
-    that a rate, a schedule and a weight decay that suit AdamW suit both.
+    With `adjust_lr_fn="match_rms_adamw"` an update of a matrix has the RMS of AdamW's. The rate,
+    schedule and weight decay of AdamW then suit both.
 
     Args:
         params: Parameters, named parameters or groups, with an `order_params` entry if wanted.
         lr: A number >= 0, a schedule, or a list with one number for each update.
         weight_decay: Decoupled, p shrinks by lr * weight_decay * p, >= 0.
-        momentum: Of Muon, >= 0.
-        nesterov: Of Muon.
-        betas: Of AdamW, in [0, 1).
-        eps: Of AdamW, and the least norm that Muon divides by.
+        momentum: Momentum of Muon, >= 0.
+        nesterov: True for Nesterov momentum in Muon.
+        betas: Decay of AdamW's moments, in [0, 1).
+        eps: Epsilon of AdamW, and the smallest norm that Muon divides by.
         ns_coefficients: Three, of the Newton-Schulz iteration, as in torch.
         ns_steps: Iterations of it, as in torch.
-        ns_dtype: What it is computed in, "float32" or "bfloat16" (a torch dtype will do); None for
-            float32 on a CPU (float64 for float64 parameters), where bfloat16 takes about four times
-            as long unless the processor has instructions for it, and for bfloat16 elsewhere, as in
-            torch.
+        ns_dtype: Type of the iteration, "float32" or "bfloat16" (or a torch dtype). None: bfloat16
+            as in torch, but float32 on a CPU (float64 for float64 parameters), where bfloat16 takes
+            about four times as long unless the processor has instructions for it.
         adjust_lr_fn: "match_rms_adamw" or "original", as in torch.
-        common: `grad_clip`, `regularizer` (through the gradient) and `exclude_from_weight_decay`
-            as in `SGD`; `maximize` to go up instead of down; `foreach` of AdamW, which changes
-            speed only.
+        common: `grad_clip`, `regularizer` (through the gradient) and `exclude_from_weight_decay` as
+            in `SGD`; `maximize` to maximize the objective; `foreach` of AdamW, which changes speed
+            only.
 
     Raises:
         TypeError, ValueError: As in `SGD`.
@@ -90,7 +95,7 @@ class Muon(TorchOptimizer):
     """
 
     takes_shards = True
-    """Whether matrices may be sharded over ranks."""
+    """True if matrices may be sharded over ranks."""
     _owners: Owners | None = None
 
     def __init__(
@@ -169,22 +174,27 @@ class Muon(TorchOptimizer):
         return Matrix(self._label(param), param, param.grad, state["momentum_buffer"], rate, rule)
 
     def _is_plain(self) -> bool:
-        # the update of matrices does not know maximize
+        # the update of matrices does not implement maximize
         return super()._is_plain() and not any(g["maximize"] for g in self.param_groups)
 
 
 def muon_groups(model: nn.Module, *, conv: bool = False) -> list[dict[str, Any]]:
-    """A model's named parameters in two groups for `Muon`: the hidden layers, and what AdamW trains
-    whatever its shape.
+    """Return a model's named parameters in two groups for `Muon`: hidden layers, and those for
+    AdamW.
 
-    The second are embeddings and what is tied to them, and the last `nn.Linear` of
-    `model.modules()`, which is the output layer of most models. Where it is not, make groups of
-    your own.
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    >>> [[name for name, _ in group["params"]] for group in muon_groups(model)]
+    [['1.weight', '1.bias'], ['0.weight', '2.weight', '2.bias']]
+
+    The second group holds embeddings, tensors tied to them, and the last `nn.Linear` of
+    `model.modules()`, which is the output layer of most models. If yours has another one, build the
+    groups yourself.
 
     Args:
         model: Whole, or sharded by `fully_shard`.
-        conv: Whether kernels of convolutions are matrices of (out, all else) for Muon; otherwise
-            AdamW trains them.
+        conv: True to train convolution kernels with Muon, as matrices of (out, all else); False for
+            AdamW.
     """
     check.boolean("conv", conv)
     apart = {id(p) for m in model.modules() if isinstance(m, _EMBEDDINGS) for p in m.parameters()}

@@ -1,5 +1,5 @@
-"""What methods in this library's own arithmetic share: the type they compute in, their state, and
-updates of the rows that are present.
+"""Shared parts of the methods with arithmetic of their own: working type, state, and row
+updates.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ __all__ = ["buffer_of", "check_betas", "counted", "update_rows_", "widened"]
 
 
 def counted(optimizer: CommonOptimizer, params: Sequence[Tensor]) -> list[int]:
-    """Count one more update of each of `params` in its state; returns how many there are."""
+    """Count one more update in the state of each of `params`; return the counts."""
     states = [optimizer.state[param] for param in params]
     for state in states:
         if "step" not in state:
@@ -26,17 +26,19 @@ def counted(optimizer: CommonOptimizer, params: Sequence[Tensor]) -> list[int]:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
     counts = [state["step"] for state in states]
     torch._foreach_add_(counts, 1)
-    # one reading for all: a hundred small ones cost as much as the update of a million parameters
+    # read all at once: a hundred small reads cost as much as an update of a million parameters
     return torch.stack([count.cpu() for count in counts]).int().tolist() if counts else []
 
 
 def buffer_of(optimizer: CommonOptimizer, param: Tensor, key: str, fill: float = 0.0) -> Tensor:
-    """The state tensor `key` of `param`, created with the value `fill`, in the working type."""
+    """Return the state tensor `key` of `param`, created with the value `fill`, in the working
+    type.
+    """
     state = optimizer.state[param]
     if key not in state:
         state[key] = torch.full_like(param, fill, dtype=state_dtype(param), requires_grad=False)
     buffer: Tensor = state[key]
-    if buffer.shape != param.shape:  # loops over addresses trust it
+    if buffer.shape != param.shape:  # compiled loops trust the shape
         raise RuntimeError(
             f"{key} of {optimizer._label(param)} has shape {tuple(buffer.shape)} and the parameter "
             f"{tuple(param.shape)}: load the state of the same model, or make a new optimizer"
@@ -50,11 +52,13 @@ def update_rows_(
     starts: Mapping[str, float],
     update_: Callable[..., None],
 ) -> None:
-    """Changes the parameters of `pairs` and their state: whole tensors, or of a row-sparse gradient
-    copies of the rows present, which are then written back.
+    """Update the parameters of `pairs` and their state in place.
+
+    Dense gradients update whole tensors. For a row-sparse gradient, copies of the rows present are
+    updated and written back.
 
     Args:
-        optimizer: Whose state it is.
+        optimizer: The optimizer that holds the state.
         pairs: Processed gradients of one group.
         starts: The state tensors of a parameter by name, each with its first value.
         update_: Called with parameter, gradient, the number of this update from 1, and the state
@@ -78,7 +82,7 @@ def update_rows_(
 
 @contextmanager
 def widened(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The parameters in the working type; copies of narrower ones are rounded back into them at the
+    """Yield the parameters in the working type. Copies of narrower ones are rounded back at the
     end.
     """
     work = [param.to(state_dtype(param)) for param in params]

@@ -1,6 +1,4 @@
-"""Muon's matrices that are sharded over ranks: each whole on one of them while it is
-orthogonalised.
-"""
+"""Muon on sharded matrices: one rank, the owner, holds each matrix whole to orthogonalise it."""
 
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -23,7 +21,7 @@ class Matrix(NamedTuple):
     """A matrix to be updated."""
 
     label: str
-    """What messages call it."""
+    """Name of the matrix in messages."""
     param: Tensor
     grad: Tensor
     momentum_buffer: Tensor
@@ -31,15 +29,15 @@ class Matrix(NamedTuple):
     rule: MuonRule
 
     def cut(self) -> tuple[ProcessGroup, int] | None:
-        """The ranks over which it is sharded, and along which dimension; None where all of it is
+        """Return the ranks over which it is sharded and the sharded dimension; None if it is whole
         here.
 
         Raises:
-            ValueError: It is cut in more than one way, or its gradient lies in another.
+            ValueError: It is sharded in more than one way, or its gradient is sharded differently.
         """
         if not is_sharded(self.param):
             return None
-        # a DTensor
+        # it is a DTensor
         mesh: Any = self.param.device_mesh  # type: ignore[attr-defined]
         places = self.param.placements  # type: ignore[attr-defined]
         if getattr(self.grad, "placements", None) != places:
@@ -60,30 +58,30 @@ class Matrix(NamedTuple):
         return mesh.get_group(cuts[0]), places[cuts[0]].dim
 
     def shards(self, dim: int, ranks: int) -> list[tuple[int, ...]]:
-        """The shape of each rank's part."""
+        """Return the shape of each rank's shard."""
         before, after = self.param.shape[:dim], self.param.shape[dim + 1 :]
         return [(*before, n, *after) for n in shard_lengths(self.param.shape[dim], ranks)]
 
     def looks(self, dim: int) -> str:
-        """What ranks must have in common to exchange it."""
+        """Return a description that must be equal on all ranks that exchange it."""
         given, made = (str(each.dtype)[6:] for each in (self.grad, self.rule))
         shape = "x".join(map(str, self.param.shape))
         return f"{self.label}, {shape} cut along {dim}, {given} iterated in {made}"
 
 
 _Kind = tuple[ProcessGroup, int, torch.device, torch.dtype, torch.dtype]
-"""Of matrices that travel together: ranks, dimension that is cut, device and both types."""
+"""Key of matrices that travel together: ranks, sharded dimension, device and both types."""
 
 
 class Owners:
-    """The ranks that hold matrices in shards: one owns each of them while it is updated. A matrix
-    that is whole here is updated here.
+    """Assign each sharded matrix an owner for its update. A matrix that is whole here is updated
+    here.
 
-    Communication: 24 bytes a rank where the matrices are others than in the update before. Of every
-    matrix each rank gives its shard to the owner, in the gradient's type, and gets its shard of the
-    result, in the type of the iteration.
-    Failure: `Mismatch` on all ranks where they have other matrices; `PeerLost` or `PeerStalled`
-    within the time-out of the ranks' process group.
+    Communication: 24 bytes a rank if the matrices differ from those of the last update. For every
+    matrix each rank sends its shard to the owner, in the gradient's type, and receives its shard of
+    the result, in the type of the iteration.
+    Failure: `Mismatch` on all ranks if their matrices differ; `PeerLost` or `PeerStalled` within
+    the time-out of the ranks' process group.
     """
 
     def __init__(self) -> None:
@@ -119,7 +117,7 @@ class Owners:
 
 
 def _update_(group: Group, dim: int, matrices: Sequence[Matrix]) -> None:
-    """Update matrices of one type that are cut alike, as many at once as there are ranks."""
+    """Update matrices of one type and sharding, as many at once as there are ranks."""
     costs = [products(each.param.shape) for each in matrices]
     rounds = [
         _round(group, dim, [None if i is None else matrices[i] for i in owned])
@@ -127,8 +125,9 @@ def _update_(group: Group, dim: int, matrices: Sequence[Matrix]) -> None:
     ]
     try:
         for turn in range(len(rounds) + 2):
-            # the shards of one round leave, while those of the one before are orthogonalised and
-            # the results of the one before that come back; in this order on all ranks
+            # pipeline of three rounds: send the shards of one, orthogonalise the one before, and
+            # receive the results of the one before that. All ranks launch in this order, oldest
+            # round last
             for each in reversed(rounds[max(turn - 2, 0) : turn + 1]):
                 next(each, None)
     except BaseException as error:
@@ -137,7 +136,9 @@ def _update_(group: Group, dim: int, matrices: Sequence[Matrix]) -> None:
 
 
 def _round(group: Group, dim: int, owned: Sequence[Matrix | None]) -> Iterator[None]:
-    """Update one matrix of each owner; pauses when its shards have left, and when results have."""
+    """Update one matrix of each owner; yield once its shards are sent and once the results are
+    sent.
+    """
     mine, some = owned[group.rank], [each for each in owned if each is not None]
     shapes = [[] if each is None else each.shards(dim, group.size) for each in owned]
     numels = [[prod(shape) for shape in row] or [0] * group.size for row in shapes]
@@ -150,7 +151,7 @@ def _round(group: Group, dim: int, owned: Sequence[Matrix | None]) -> Iterator[N
         coming.wait()
     else:
         results += _orthogonal(mine.rule, coming.wait(), shapes[group.rank], dim)
-    del coming  # its memory
+    del coming  # free its buffer before the results are sent
     going = _swapped(group, results, numels)
     del results
     yield
@@ -163,7 +164,7 @@ def _round(group: Group, dim: int, owned: Sequence[Matrix | None]) -> Iterator[N
 def _orthogonal(
     rule: MuonRule, shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], dim: int
 ) -> Sequence[Tensor]:
-    """The shards of the orthogonal matrix, from those of one."""
+    """Return the shards of the orthogonalised matrix, from the shards of one matrix."""
     whole = torch.cat([shard.view(to) for shard, to in zip(shards, shapes, strict=True)], dim)
     result = newton_schulz(whole.flatten(1), rule).reshape(whole.shape)
     return torch.split(result, [shape[dim] for shape in shapes], dim)
@@ -172,7 +173,7 @@ def _orthogonal(
 def _swapped(
     group: Group, parts: Sequence[Tensor], numels: Sequence[Sequence[int]]
 ) -> Pending[list[Tensor]]:
-    """Launch giving each rank its part; `numels` are by sender and then by receiver."""
+    """Launch an all-to-all of parts; `numels` are by sender and then by receiver."""
     flat = torch.cat([part.reshape(-1) for part in parts])
     dtype, lengths = flat.dtype, [[n * flat.itemsize for n in row] for row in numels]
     pending = group.swap(flat.view(torch.uint8), lengths, what="moving matrices of Muon")

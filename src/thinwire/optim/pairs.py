@@ -1,4 +1,4 @@
-"""The arguments of the two phases of a step, gradients and update, checked."""
+"""Checked arguments of the two phases of a step, backward and update."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -12,11 +12,11 @@ from thinwire.optim.groups import ParamPlace
 __all__ = ["ParamGrad", "checked_callbacks", "checked_pairs", "differentiate", "selected"]
 
 ParamGrad = tuple[Tensor, Tensor]
-"""A parameter and its gradient, of the same shape."""
+"""Parameter and gradient, of the same shape."""
 
 
 def checked_callbacks(callbacks: object) -> list[Callable[[Tensor, Tensor], object]]:
-    """The callbacks of `backward`, None for none."""
+    """Return the callbacks of `backward` as a checked sequence; None becomes an empty one."""
     if callbacks is None:
         return []
     advice = "each called as (param, grad)"
@@ -35,8 +35,8 @@ def differentiate(loss: Tensor, wanted: Sequence[Tensor], order: Sequence[Tensor
         if wanted:
             torch.autograd.backward(loss, inputs=wanted)
         return
-    # the graph ends at parameters that were gathered, from which FSDP makes the gradients of the
-    # shards: it cannot be told which are wanted
+    # under FSDP the graph ends at gathered parameters, from which FSDP makes the gradients of the
+    # shards: a selection is not possible
     ours = set(map(id, wanted))
     kept = [(p, p.grad) for p in order if id(p) not in ours]
     for p, _ in kept:
@@ -54,8 +54,8 @@ def selected(
     parameters: object,
     no_grad_set: object,
 ) -> list[Tensor]:
-    """The parameters of `order` that `parameters` names and `no_grad_set` does not, and that take
-    gradients.
+    """Return the parameters of `order` that `parameters` selects, `no_grad_set` does not exclude,
+    and that require gradients.
     """
     wanted = set(order) if parameters is None else _resolved("parameters", parameters, places)
     unwanted = set() if no_grad_set is None else _resolved("no_grad_set", no_grad_set, places)
@@ -69,7 +69,7 @@ def selected(
 def checked_pairs(
     params_grads: object, order: Sequence[Tensor], places: Mapping[Tensor, ParamPlace]
 ) -> list[ParamGrad]:
-    """The pairs that have a gradient, in the order of the optimizer."""
+    """Return the pairs that have a gradient, in the order of the optimizer."""
     if isinstance(params_grads, Tensor | str | Mapping) or not isinstance(params_grads, Iterable):
         raise TypeError(
             f"params_grads must be a list of (parameter, gradient) pairs, got {params_grads!r}"

@@ -18,8 +18,8 @@ __all__ = ["ProximalAdagrad"]
 def proximal_adagrad_(
     param: Tensor, grad: Tensor, accumulator: Tensor, *, lr: float, l1: float, l2: float
 ) -> None:
-    """Changes `param` and `accumulator` a, of one shape and type: one update, per element, by the
-    formula of `ProximalAdagrad`.
+    """Update `param` and `accumulator` a in place, of one shape and type, by the formula of
+    `ProximalAdagrad`.
     """
     accumulator.addcmul_(grad, grad)
     rates = lr / accumulator.sqrt()
@@ -29,8 +29,14 @@ def proximal_adagrad_(
 
 
 class ProximalAdagrad(CommonOptimizer):
-    """Adagrad whose L1 and L2 penalties are applied exactly after each step, which gives true
-    zeros.
+    """Adagrad with L1 and L2 penalties applied exactly after each step, which gives true zeros.
+
+    >>> import torch
+    >>> p = torch.nn.Parameter(torch.tensor([1.0, 1e-4]))
+    >>> p.grad = torch.zeros(2)
+    >>> ProximalAdagrad([p], lr=0.1, l1=0.01).step()
+    >>> p[1].item()
+    0.0
 
     Per element, with accumulator a (from initial_accumulator)::
 
@@ -39,7 +45,7 @@ class ProximalAdagrad(CommonOptimizer):
         w = p - e g
         p = sign(w) max(|w| - e l1, 0)/(1 + e l2)
 
-    Where a is still 0 the element stays as it is.
+    An element whose a is still 0 does not change.
 
     **State** per parameter: `step` and `accumulator` a, float32 (float64 for float64 parameters).
     **Communication**: none.
@@ -53,7 +59,7 @@ class ProximalAdagrad(CommonOptimizer):
         initial_accumulator: >= 0.
         weight_decay: Coupled, >= 0.
         common: `grad_clip`, `regularizer` and `exclude_from_weight_decay` as in `SGD`; `maximize`
-            to go up instead of down; `foreach`, which changes nothing: there is one path.
+            to maximize the objective; `foreach` is accepted and has no effect.
 
     Raises:
         TypeError: An argument of the wrong kind; a complex parameter.

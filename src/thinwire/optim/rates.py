@@ -1,4 +1,4 @@
-"""The learning rate of a group: a number that anyone may change, or a schedule that drives it."""
+"""Learning rate of a group: a number that the user may change, or a schedule that drives it."""
 
 import dataclasses
 import math
@@ -16,8 +16,10 @@ __all__ = ["checksum_of", "parse_rate", "rate_ahead", "rates_of_", "text_of"]
 
 
 def parse_rate(name: str, lr: object) -> float | Schedule:
-    """The meaning of the argument `lr`, which messages call `name`: a number (of a tensor, read
-    once), or the schedule that drives the rate: a `Table` for a list with one for each update.
+    """Return the checked argument `lr`: a number, or the schedule that drives the rate.
+
+    A list with one rate for each update becomes a `Table`. A tensor is read once. Messages call the
+    argument `name`.
     """
     if isinstance(lr, Schedule):
         return lr
@@ -38,11 +40,10 @@ def parse_rate(name: str, lr: object) -> float | Schedule:
 
 
 def rate_ahead(schedule: Schedule, step: int, before: float) -> float:
-    """The rate that a group shows ahead of update `step`; `before` where the schedule has no rate
-    for it.
+    """Return the rate that a group shows before update `step`; `before` if the schedule has none.
 
-    A schedule that ends, or has no finite value, is an error of the update that needs the value,
-    not of the one before.
+    A schedule that ends, or has no finite value, raises in the update that needs the value, not in
+    the one before.
     """
     try:
         return rate_at(schedule, step)
@@ -56,8 +57,8 @@ def rates_of_(
     position: int,
     check_rate: Callable[[float, str], None],
 ) -> list[float]:
-    """The rate of every group in update `position`; schedules write theirs into the groups once
-    all have been checked, weight decays too.
+    """Return the rate of every group in update `position`. Schedules write their rates into the
+    groups after all rates and weight decays have been checked.
     """
     rates = []
     for i, (group, schedule) in enumerate(zip(groups, schedules, strict=True)):
@@ -68,8 +69,8 @@ def rates_of_(
         if schedule is not None:
             rate = rate_at(schedule, position)
         elif isinstance(rate, float) and -1e-12 < rate < 0:
-            # torch's `LinearLR` with end_factor=0 leaves it where it means 0: it multiplies the
-            # rate before by a quotient in every step
+            # rounding of 0 by torch's `LinearLR` with end_factor=0, which multiplies the last rate
+            # by a quotient in every step
             rate = 0.0
         else:
             rate = check.scalar(where, rate, at_least=0)
@@ -82,11 +83,11 @@ def rates_of_(
 
 
 def text_of(schedule: object) -> str:
-    """The text without what differs between processes, for schedules without text of their own."""
+    """Return the repr of a schedule without memory addresses, which differ between processes."""
     return re.sub(" at 0x[0-9a-f]+", "", repr(schedule))
 
 
 def checksum_of(schedule: Schedule | None) -> int:
-    """CRC-32 of all values, of which the text shows the first few."""
+    """Return a CRC-32 of all values of a schedule, whose text shows only the first few."""
     values = dataclasses.astuple(schedule) if dataclasses.is_dataclass(schedule) else schedule
     return zlib.crc32(text_of(values).encode())

@@ -1,6 +1,4 @@
-"""The content of a state_dict: plain values and tensors only, in the types that the methods
-computed with.
-"""
+"""Content of a state_dict: plain values and tensors only, in the types of the computation."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,18 +29,18 @@ _LIKE_THE_PARAMETER = (
     "square_avg",
     "grad_avg",
 )
-"""State that has the shape of its parameter."""
+"""State tensors with the shape of their parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Hides a tensor from the cast to the parameter's dtype that torch makes when it loads."""
+    """Wrapper that hides a tensor from torch's cast to the parameter's dtype on load."""
 
     tensor: Tensor
 
 
 def packed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state_dict with regularizers written as plain values, so that `weights_only` loads it."""
+    """Return the state_dict with regularizers as plain values, so that `weights_only` loads it."""
     groups = [
         {**group, "regularizer": _plain(group.get("regularizer"))}
         for group in state_dict["param_groups"]
@@ -58,12 +56,12 @@ def restoring(
     as_loaded: Callable[[Tensor, Tensor], Tensor] | None,
     label: Callable[[Tensor], str],
 ) -> Iterator[None]:
-    """While torch loads a state_dict: read back what `packed` wrote, and keep wide state out of
-    torch's cast.
+    """Unpack what `packed` wrote while torch loads a state_dict, and keep wide state out of torch's
+    cast.
 
-    The position is read before anything changes, and `begin_at` called with it once torch has
+    The position is read before anything changes. `begin_at` is called with it after torch has
     accepted the rest. `as_loaded(param, value)` gives floating-point state the type and layout that
-    it has here; None leaves it to torch. `label(param)` is what messages call a parameter.
+    it has here; None leaves it to torch. `label(param)` is the name of a parameter in messages.
 
     Both run innermost, around torch's own work: after the user's hooks that change the dictionary,
     before those that look at the result.
@@ -116,10 +114,10 @@ def _require_shapes(
     here: list[dict[str, Any]],
     label: Callable[[Tensor], str],
 ) -> None:
-    """Without names an order that is another may still show."""
+    """Raise if a shape does not fit, which can reveal another order where there are no names."""
     keys = (key for group in groups for key in group["params"])
     params = (param for group in here for param in group["params"])
-    for key, param in zip(keys, params, strict=False):  # torch compares how many there are
+    for key, param in zip(keys, params, strict=False):  # torch checks the lengths
         for name in _LIKE_THE_PARAMETER:
             value = state.get(key, {}).get(name)
             if not isinstance(value, Tensor):
@@ -134,8 +132,8 @@ def _require_shapes(
 
 
 def remembered(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """What puts `optimizer` back to where it is now after a `load_state_dict`, which makes new
-    groups and new state.
+    """Return a function that undoes a later `load_state_dict` of `optimizer`, which replaces groups
+    and state.
     """
     attributes, position = dict(vars(optimizer)), getattr(optimizer, "position", None)
 
@@ -153,9 +151,7 @@ def _plain(regularizer: Regularizer | None) -> list[Any] | None:
 
 
 def _unpacked(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The saved groups, completed by the current ones where they come from an optimizer with fewer
-    keys.
-    """
+    """Return the saved groups; keys that they lack are taken from the current groups."""
     groups = []
     for i, group in enumerate(saved):
         defaults = current[i] if i < len(current) else {}
@@ -194,14 +190,14 @@ def _loadable(entries: Any, *, hide: bool) -> Any:
 
 
 def of_params(state: Mapping[Any, Any]) -> dict[Any, Mapping[str, Any]]:
-    """The state of parameters, without plain values that somebody else has put beside it."""
+    """Return the state of parameters, without plain values stored beside it."""
     return {key: each for key, each in state.items() if isinstance(each, Mapping)}
 
 
 def laid_out(param: Tensor, value: Tensor) -> Tensor:
-    """Loaded state in `state_dtype`, on the parameter's device and in its layout."""
+    """Return loaded state in `state_dtype`, on the parameter's device and in its layout."""
     value = value.to(device=param.device, dtype=state_dtype(param))
     if value.shape != param.shape or value.stride() == param.stride() or is_sharded(value):
         return value
-    # fused kernels walk parameter and state alike, so both need one layout
+    # fused kernels walk parameter and state in step, so both need one layout
     return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)

@@ -1,6 +1,4 @@
-"""The settings of an optimizer, for another one in its place, and an optimizer of fewer
-parameters.
-"""
+"""Settings of an optimizer for a replacement, and restriction to fewer parameters."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,36 +18,34 @@ __all__ = ["OptimizerSettings", "restrict_", "settings_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """The settings of an optimizer and its parameters, in the terms in which another one can
-    be given the same.
-    """
+    """Settings and parameters of an optimizer, in a form from which another one can be built."""
 
     lr: float | Schedule
-    """The constructor's."""
+    """Rate passed to the constructor."""
     groups: list[dict[str, Any]]
-    """All keys of each group; `params` as (name or None, parameter) pairs, `lr` only where it is
-    not the
-    constructor's: a number or the group's schedule."""
+    """All keys of each group. `params` are (name or None, parameter) pairs. `lr` is present only if
+    it differs from the constructor's: a number or the group's schedule.
+    """
     excluded: dict[Tensor, bool]
-    """For every parameter, whether it has no weight decay."""
+    """True for every parameter without weight decay."""
     order: list[Tensor] | None = None
-    """The order that was asked for."""
+    """Order of parameters passed to the constructor."""
     exclude: Exclusion = None
-    """The rule by which that was decided."""
+    """Rule that decided `excluded`."""
     grad_clip: Clip | None = None
-    """The clipping that was asked for."""
+    """Clipping config, if any."""
     regularizer: Regularizer | None = None
-    """The constructor's."""
+    """Regularizer passed to the constructor."""
     position: int = 0
     """Completed updates."""
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> OptimizerSettings:
-    """The settings of `optimizer`, one of ours or of torch, for the constructor of another one;
-    nothing is shared that changes.
+    """Return the settings of `optimizer`, ours or torch's, for the constructor of another one.
+    Mutable objects are not shared.
 
     Raises:
-        TypeError, ValueError: A learning rate that ours do not take.
+        TypeError, ValueError: A learning rate that our optimizers do not accept.
     """
     if isinstance(optimizer, CommonOptimizer):
         return _settings_of_ours(optimizer)
@@ -89,12 +85,12 @@ def _settings_of_ours(optimizer: CommonOptimizer) -> OptimizerSettings:
 def restrict_(
     optimizer: torch.optim.Optimizer, keep: Callable[[Tensor], bool]
 ) -> Callable[[], None]:
-    """Changes `optimizer`: it drops all parameters but those that `keep` says, and their state.
+    """Drop from `optimizer` all parameters for which `keep` is false, and their state.
 
-    Groups stay where they are, empty ones too, so that a scheduler of their rates finds them.
+    Groups keep their index, empty ones too, so that a learning-rate scheduler finds them.
 
     Returns:
-        What undoes it, as long as the optimizer has not been used.
+        A function that undoes it, as long as the optimizer has not been used.
     """
     undo_places = _restrict_places_(optimizer, keep)
     before = [
@@ -124,7 +120,9 @@ def restrict_(
 def _restrict_places_(
     optimizer: torch.optim.Optimizer, keep: Callable[[Tensor], bool]
 ) -> Callable[[], None]:
-    """The part of `restrict_` that torch's optimizers do not have."""
+    """Restrict the common part, which torch's optimizers do not have; return a function that undoes
+    it.
+    """
     if not isinstance(optimizer, CommonOptimizer):
         return lambda: None
     common = optimizer._common
@@ -142,8 +140,8 @@ def _restrict_places_(
 def _spelled_out(
     groups: Sequence[dict[str, Any]], rates: Sequence[float | Schedule], own_lr: Sequence[bool]
 ) -> list[dict[str, Any]]:
-    """Copies of the groups with names beside the parameters, and with `lr` where it is the group's
-    own.
+    """Return copies of the groups with names beside the parameters, and with `lr` only where it is
+    the group's own.
     """
     new = []
     for group, rate, own in zip(groups, rates, own_lr, strict=True):

@@ -1,6 +1,4 @@
-"""Optimizers of torch with the common part: their arithmetic is torch's, bit for bit, when nothing
-extra is set.
-"""
+"""Optimizers of torch with the common part; bit-identical to torch if no common option is set."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,11 +30,11 @@ _NUMBERS = (
 
 
 class TorchOptimizer(CommonOptimizer):
-    """Base that runs the step of a class of torch on gradients that went through the common stages.
+    """Base that runs the step of a class of torch on gradients that passed the common stages.
 
-    torch's step reads `p.grad` and `param_groups`; for its duration both hold what the stages made,
-    and both are as before when it returns or raises. The constructor takes what that of
-    `_torch_class` takes, and the common arguments.
+    torch's step reads `p.grad` and `param_groups`. While it runs, both hold the results of the
+    stages; both are restored when it returns or raises. The constructor takes the arguments of
+    `_torch_class` and the common arguments.
     """
 
     _torch_class: type[torch.optim.Optimizer] = torch.optim.Optimizer
@@ -58,7 +56,7 @@ class TorchOptimizer(CommonOptimizer):
         bound.apply_defaults()
         values = bound.arguments
         values["params"], values["lr"] = self._open(values["params"], values["lr"], **common)
-        # before torch compares them, whose errors name neither argument nor value
+        # before torch checks them: its errors name neither argument nor value
         self._check_hyperparameters(values)
         super().__init__(**values)
         self._close()
@@ -81,8 +79,8 @@ class TorchOptimizer(CommonOptimizer):
                 )
 
     def _coupled_decay(self, facts: ParamFacts) -> float:
-        # torch adds the decay itself, before the update; only what comes between the two takes it
-        # over
+        # torch adds the decay itself before the update; it is added here only if a stage must come
+        # between the two
         takes_over = facts.regularizer is not None or facts.grad_centralization
         decoupled = facts.group.get("decoupled_weight_decay", False)
         return facts.weight_decay if takes_over and not decoupled else 0.0
@@ -101,7 +99,7 @@ class TorchOptimizer(CommonOptimizer):
         unhooked_step(self._torch_class)(self)
 
     def _is_plain(self) -> bool:
-        """Whether torch's step on what is there does all that was asked for."""
+        """Return True if torch's step alone does all that is configured."""
         places = self._common.places
         return (
             self._given is None
@@ -123,8 +121,8 @@ class TorchOptimizer(CommonOptimizer):
 
     @contextmanager
     def _unscaled(self, pairs: list[ParamGrad]) -> Iterator[list[ParamGrad]]:
-        """Divide by the scale of a `GradScaler` that left that to a fused kernel, which is told
-        that it is done.
+        """Divide by the scale of a `GradScaler` that left this to a fused kernel, and mark it as
+        done.
         """
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if scale is None:
@@ -132,7 +130,7 @@ class TorchOptimizer(CommonOptimizer):
             return
         self.grad_scale = None
         try:
-            # the scale that a GradScaler begins with, 65,536, is no number of float16
+            # the initial scale of a GradScaler, 65,536, does not fit in float16
             wide = [(p, g.to(state_dtype(g))) for p, g in pairs]
             yield [(p, g / scale.to(g.device, g.dtype)) for p, g in wide]
         finally:
@@ -157,8 +155,8 @@ class TorchOptimizer(CommonOptimizer):
     def _groups_for(
         self, pairs: Sequence[ParamGrad], rates: Sequence[float]
     ) -> list[dict[str, Any]]:
-        """The groups of this update: gradients are negated already, and excluded parameters are
-        apart.
+        """Return the groups of this update, for negated gradients, with excluded parameters in
+        groups of their own.
         """
         members: dict[tuple[int, float], list[Tensor]] = {}
         for param, _ in pairs:
@@ -178,16 +176,21 @@ class TorchOptimizer(CommonOptimizer):
 
 
 def unhooked_step(torch_class: type[torch.optim.Optimizer]) -> Any:
-    """The step of a class of torch, without the hooks of the instance that it is called with."""
-    # torch wraps the step of a class at its first construction; the hooks are run by our own step
-    # already
+    """Return the step of a class of torch, without the hooks of the instance that it is called
+    with.
+    """
+    # torch wraps the step of a class at its first construction; our own step runs the hooks already
     step: Any = torch_class.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 class SGD(TorchOptimizer, torch.optim.SGD):
-    """`torch.optim.SGD` with the common part of this library; with none of it in use, the same
-    bits.
+    """`torch.optim.SGD` with the common part of this library; bit-identical if none of it is used.
+
+    >>> import torch
+    >>> from thinwire.optim import ClipByGlobalNorm
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = SGD(model.parameters(), lr=0.1, grad_clip=ClipByGlobalNorm(1.0))
 
     Takes the arguments of `torch.optim.SGD`, with checks that name them, and three by keyword:
 
@@ -215,7 +218,10 @@ class SGD(TorchOptimizer, torch.optim.SGD):
 class Adam(TorchOptimizer, torch.optim.Adam):
     """`torch.optim.Adam` with the common part of this library; see `SGD`.
 
-    `weight_decay` is coupled; decoupled with `decoupled_weight_decay`.
+    >>> import torch
+    >>> optimizer = Adam(torch.nn.Linear(4, 2).parameters(), lr=1e-3)
+
+    `weight_decay` is coupled, or decoupled with `decoupled_weight_decay`.
 
     Source: Kingma and Ba, 2015, arXiv 1412.6980; torch.optim.Adam. Differs from MindSpore's, where
     eps is added to the root of the uncorrected moment.
@@ -226,6 +232,11 @@ class Adam(TorchOptimizer, torch.optim.Adam):
 
 class AdamW(TorchOptimizer, torch.optim.AdamW):
     """`torch.optim.AdamW` with the common part of this library; see `SGD`.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(4, 2)
+    >>> AdamW(model.named_parameters(), exclude_from_weight_decay=["*bias"]).get_lr()
+    0.001
 
     `weight_decay` is decoupled: p shrinks by lr * weight_decay * p. A regularizer goes through the
     gradient.
@@ -240,6 +251,9 @@ class AdamW(TorchOptimizer, torch.optim.AdamW):
 class RMSprop(TorchOptimizer, torch.optim.RMSprop):
     """`torch.optim.RMSprop` with the common part of this library; see `SGD`.
 
+    >>> import torch
+    >>> optimizer = RMSprop(torch.nn.Linear(4, 2).parameters(), lr=1e-3)
+
     Source: torch.optim.RMSprop. Differs from MindSpore's: eps outside the root, mean square from 0,
     lr outside the momentum.
     """
@@ -249,6 +263,9 @@ class RMSprop(TorchOptimizer, torch.optim.RMSprop):
 
 class Adagrad(TorchOptimizer, torch.optim.Adagrad):
     """`torch.optim.Adagrad` with the common part of this library; see `SGD`.
+
+    >>> import torch
+    >>> optimizer = Adagrad(torch.nn.Linear(4, 2).parameters(), lr=1e-2)
 
     Source: Duchi, Hazan and Singer, JMLR 2011; torch.optim.Adagrad. Differs from MindSpore's:
     accumulator from 0, and an eps.
