@@ -1,3 +1,5 @@
-"""What the commands do: compare, run, probe, plan, simulate and doctor. Only `thinwire.cli` and the
-names `plan` and `Plan` of `thinwire` import it; it imports what users do, and `layout`.
+"""The commands: compare, run, probe, plan, simulate and doctor.
+
+Only `thinwire.cli` and the names `plan` and `Plan` of `thinwire` import this package. It imports
+the public interface of thinwire, and `layout`.
 """

@@ -1,4 +1,4 @@
-"""The command line's application, and how its numbers are read."""
+"""The command-line application and its number parser."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -19,7 +19,7 @@ app = App(
 
 
 def _whole_number(_type: object, tokens: Sequence[Token]) -> int:
-    """Cyclopts by itself would round 1.5."""
+    """Convert a token to an integer; cyclopts by itself would round 1.5."""
     typed = tokens[0].value
     try:
         return int(typed)
@@ -28,4 +28,4 @@ def _whole_number(_type: object, tokens: Sequence[Token]) -> int:
 
 
 Count = Annotated[int, Parameter(converter=_whole_number)]
-"""A whole number; what is none is refused."""
+"""An integer argument; fractions are refused."""

@@ -1,4 +1,4 @@
-"""One comparison from text to report."""
+"""Run one comparison, from the training text to the report."""
 
 import contextlib
 import fcntl
@@ -24,7 +24,7 @@ _FEWEST_EVALUATIONS, _HELD_OUT_SEQUENCES = 8, 64
 _LONGEST_RAMP_STEPS, _RAMP_STEPS_BY_CLOCK = 100, 60
 _SHORTEST_TIMEOUT_S = 60.0
 _TASK_TIMEOUT_S = 600.0
-"""Nothing is known of its size, nor of how long it evaluates."""
+"""Time-out for a user's task, whose size and evaluation time are unknown."""
 _TRAINING = "thinwire.tools.run.training:TrainingRun"
 _CHECK = "thinwire.tools.run.training:Check"
 Keep = Callable[[Results], None]
@@ -38,7 +38,7 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> R
 
     Args:
         settings: What to compare.
-        display: Told about the progress.
+        display: Receives the progress.
         keep: Called with the results so far after each strategy but the last one, and when SIGTERM
             or Ctrl-C arrives, if a strategy has finished by then.
 
@@ -104,7 +104,7 @@ def _require_gpu(settings: Settings) -> None:
 
 
 def _read_corpus(settings: Settings) -> Corpus | None:
-    """What the models that come with the command train on; None for a task of the user's."""
+    """Return the training data of the built-in models; None for a user's task."""
     if settings.task is not None:
         return None
     if not isinstance(settings.model, ModelSize):
@@ -130,7 +130,7 @@ def _config(
 
 
 def _in_common(config: RunConfig, settings: Settings) -> dict[str, Any]:
-    """What all strategies share, for the report."""
+    """Return the settings that all strategies share, for the report."""
     common = {"ramp_steps": config.ramp_steps, "timeout_s": _timeout_s(settings)}
     if isinstance(config.model, ModelSize) and config.task is None:
         common |= {"context": config.model.context, "held_out_sequences": config.held_out_sequences}
@@ -138,7 +138,7 @@ def _in_common(config: RunConfig, settings: Settings) -> dict[str, Any]:
 
 
 def _timeout_s(settings: Settings) -> float:
-    """How long gloo waits for each message: a dense exchange over a slow link is no hang."""
+    """Return gloo's time-out per message; a dense exchange over a slow link must not reach it."""
     if settings.timeout is not None:
         return settings.timeout
     dense_bytes = 4 * settings.model.about_parameters
@@ -150,7 +150,7 @@ def _timeout_s(settings: Settings) -> float:
 
 
 def _check(configs: Sequence[RunConfig], settings: Settings, work: Path, display: Display) -> None:
-    """Try the strategy files on the model; strategies of the command go with it."""
+    """Rehearse the strategy files on the model; built-in strategies are known to work."""
     files = {run.recipe.name: run for run in configs if run.recipe.file is not None}
     if not files:
         return
@@ -209,7 +209,7 @@ def _run(
     display: Display,
     ledger: Ledger,
 ) -> dict[str, Any]:
-    """Train one strategy, which prepares itself over links without a limit."""
+    """Train one strategy; the link limits are lifted while it prepares."""
     name = config.recipe.name
     if settings.seeds > 1:
         name += f", seed {config.seed}"
@@ -244,7 +244,7 @@ def _run(
 def _started(
     job: Job, settings: Settings, emulated: Network | None, work: Path
 ) -> Generator[dict[str, Any], None, None]:
-    """The job on workers of our own, or on the ranks that torchrun has started."""
+    """Start the job on our own workers, or on the ranks that torchrun has started."""
     if settings.joined_rank is not None:
         return run_here(job)
     return run_workers(job, settings.workers, emulated, work)
@@ -267,7 +267,7 @@ def _network(
 
 @contextlib.contextmanager
 def _work_folder(settings: Settings) -> Iterator[Path]:
-    """A folder for the workers inside `out`, which belongs to this comparison until it ends."""
+    """Yield a work folder inside `out`; `out` is locked until the comparison ends."""
     if settings.joined_rank:  # rank 0 alone has a report to write
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder)
@@ -288,7 +288,7 @@ def _work_folder(settings: Settings) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _claimed(out: Path) -> Iterator[None]:
-    """Keep other comparisons out of a folder; the kernel frees it however this process ends."""
+    """Lock a folder against other comparisons; the kernel unlocks it when this process ends."""
     made = not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,4 @@
-"""What a comparison leaves in its folder: `results.json`, `report.html` and the winner's strategy
-file.
-"""
+"""Write the files of a comparison: `results.json`, `report.html` and winning strategy."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +58,7 @@ _RESULT_NOTE = (
 
 
 def render(results: Results) -> str:
-    """The whole page."""
+    """Return the report as one HTML page."""
     runs = results.strategies
     result, *others = tables(results)
     first, _, rest = results.verdict.partition(". ")
@@ -152,7 +150,7 @@ def _plot(results: Results, title: str, axis: str, label: str, caption: str) -> 
 
 
 def _to_use(results: Results) -> list[str]:
-    """The winner's strategy file, or the lines of torch that make it."""
+    """Return HTML with the winner's strategy file, or with equivalent torch code."""
     use = to_use(results, results.winner)
     if use is None:
         return []
@@ -249,7 +247,7 @@ def _series(
 
 
 def _thin(number: int, places: list[tuple[float, float]], top: float) -> str:
-    """The curve of one seed."""
+    """Return a thin SVG curve for one seed."""
     inside = [(px, py) for px, py in _below(places, top) if py >= top]
     path = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in inside)
     return (
@@ -261,7 +259,7 @@ def _thin(number: int, places: list[tuple[float, float]], top: float) -> str:
 
 
 def _below(line: list[tuple[float, float]], top: float) -> list[tuple[float, float]]:
-    """The line, cut where its first piece comes in over the upper edge."""
+    """Return the line, clipped where its first segment crosses the upper edge."""
     if len(line) > 1 and line[0][1] < top <= line[1][1]:
         (x0, y0), (x1, y1) = line[:2]
         return [(x0 + (top - y0) / (y1 - y0) * (x1 - x0), top), *line[1:]]
@@ -282,7 +280,7 @@ _FIRST_LINE = "# Written by thinwire compare: "
 
 @dataclass(frozen=True)
 class ToUse:
-    """The text to copy, and its use."""
+    """Text to copy, with instructions."""
 
     strategy: str
     how: str
@@ -291,7 +289,7 @@ class ToUse:
 
 
 def to_use(results: Results, winner: str | None) -> ToUse | None:
-    """Return the text to copy for a strategy; None where nothing is known of it."""
+    """Return the text to copy for a strategy; None if the strategy is unknown."""
     run = results.run_of(winner)
     if run is None:
         return None
@@ -314,7 +312,7 @@ def to_use(results: Results, winner: str | None) -> ToUse | None:
 
 
 def write_best(results: Results, winner: str | None, folder: Path) -> Path | None:
-    """Write the winner's strategy file, or take that of an earlier comparison away; its path."""
+    """Write the winner's strategy file and return its path; without a winner remove an old file."""
     path = folder / BEST
     use = to_use(results, winner)
     if use is not None and use.is_file:
@@ -333,13 +331,13 @@ def _file_text(document: Mapping[str, Any], rate: str, results: Results) -> str:
 
 
 def write_json(results: Results, path: Path) -> None:
-    """Write the record in one piece: readers see the old file or the new one."""
+    """Write the record atomically: readers see the old file or the new one."""
     text = json.dumps(results.to_dict(), indent=1, allow_nan=False) + "\n"
     replace_file(path, text.encode())
 
 
 def write_report(results: Results, path: Path) -> None:
-    """Write the page in one piece."""
+    """Write the page atomically."""
     write_page(render(results), path)
 
 

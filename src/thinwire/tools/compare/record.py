@@ -1,4 +1,4 @@
-"""The record of a comparison, which tables, verdict, page and `results.json` are made of."""
+"""Record of a comparison: the source of its tables, verdict, page and `results.json`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -70,7 +70,7 @@ KEYS = {
 
 @dataclass
 class Point:
-    """One evaluation, and what one worker has sent by then by both counts."""
+    """One evaluation, with the bytes that one worker has sent so far by both counts."""
 
     step: float
     seconds: float
@@ -89,7 +89,7 @@ class Seed:
 
 @dataclass(kw_only=True)
 class Run:
-    """One strategy; `KEYS` says what each field is. The second half follows from the first."""
+    """One strategy; `KEYS` describes each field. The second half is derived from the first."""
 
     strategy: str
     steps: int
@@ -128,12 +128,12 @@ class Run:
 
     @classmethod
     def of(cls, seed: int, told: Mapping[str, Any]) -> Self:
-        """What a worker has told of its run."""
+        """Build a run from a worker's report."""
         points = [Point(**point) for point in told["evaluations"]]
         return cls(**{**told, "evaluations": points}, seed=seed, seeds=[Seed(seed, points)])
 
     def reaching(self, common: float, dense: float | None) -> "Run":
-        """With its losses, and times and bytes until these two."""
+        """Return a copy with both target losses, and the time and bytes to reach each."""
         points = self.evaluations
         losses = [point.loss for point in points]
         finals = [each.evaluations[-1].loss for each in self.seeds]
@@ -161,7 +161,7 @@ class Failure:
 
 @dataclass
 class Interruption:
-    """What ended a comparison before its end, and what is missing."""
+    """Cause of an early end of a comparison, and the strategies that are missing."""
 
     by: str | None
     during: str | None
@@ -169,7 +169,7 @@ class Interruption:
     not_begun: list[str]
 
     def __str__(self) -> str:
-        """A sentence."""
+        """Return the interruption as a sentence."""
         not_over = "had not come to its end when this was written"
         by = f"was interrupted by {self.by}" if self.by else not_over
         during = f" during {self.during} (at {self.progress:.0%})" if self.during else ""
@@ -179,7 +179,7 @@ class Interruption:
 
 @dataclass
 class Asked:
-    """The link."""
+    """The requested link."""
 
     asked: str
     rate_bit_s: float | None
@@ -191,7 +191,7 @@ class Asked:
 
 @dataclass
 class Told:
-    """What the command was told, and what all strategies share."""
+    """Arguments of the command, and settings that all strategies share."""
 
     workers: int
     steps: int | None
@@ -207,7 +207,7 @@ class Told:
     more: Mapping[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the settings as JSON data."""
         whole = {**vars(self), **self.more}
         del whole["more"]
         return whole
@@ -215,7 +215,7 @@ class Told:
 
 @dataclass(kw_only=True)
 class Results:
-    """One comparison; `KEYS` says what each field is."""
+    """One comparison; `KEYS` describes each field."""
 
     format: int = 1
     thinwire: str = __version__
@@ -237,11 +237,11 @@ class Results:
     strategies: list[Run]
 
     def run_of(self, name: str | None) -> Run | None:
-        """The run of a strategy; None where there is none."""
+        """Return the run of a strategy, or None."""
         return next((run for run in self.strategies if run.strategy == name), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of `results.json`."""
+        """Return the content of `results.json`."""
         whole = asdict(self) | {"settings": self.settings.to_dict(), "keys": KEYS}
         for run in whole["strategies"]:
             if run["seconds_on_asked_link"] is None:
@@ -250,7 +250,14 @@ class Results:
 
 
 def first_reached(curve: Iterable[tuple[float, float]], loss: float) -> float | None:
-    """Where a curve first reaches a loss, by straight lines between its points, if it does."""
+    """Return the first abscissa at which a curve reaches a loss, or None.
+
+    Points are interpolated linearly.
+
+    Example:
+        >>> first_reached([(0.0, 4.0), (10.0, 2.0)], 3.0)
+        5.0
+    """
     points = list(curve)
     for (begin, before), (end, after) in pairwise(points):
         if after <= loss < before:
@@ -259,7 +266,7 @@ def first_reached(curve: Iterable[tuple[float, float]], loss: float) -> float | 
 
 
 def common_loss(curves: Sequence[Sequence[Point]]) -> float:
-    """The lowest loss that every curve reached."""
+    """Return the lowest loss that every curve reached."""
     return max(min(point.loss for point in curve) for curve in curves)
 
 
@@ -291,7 +298,7 @@ def mean_of(runs: Sequence[Run]) -> Run:
 
 
 def _mean_curve(curves: Sequence[Sequence[Point]]) -> list[Point]:
-    """Point by point; a curve with more points than another one keeps its last."""
+    """Average curves point by point; a longer curve keeps its last point."""
     length = min(len(curve) for curve in curves)
     rows = [[*curve[: length - 1], curve[-1]] for curve in curves]
     return [

@@ -1,4 +1,4 @@
-"""What a comparison has measured so far, as its record."""
+"""Collect the measurements of a comparison into its record."""
 
 import os
 import platform
@@ -28,7 +28,7 @@ _SCHEDULE = "rate: linear warm-up over a tenth, cosine to a tenth"
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores, memory and versions; no host name, no user name."""
+    """Return processor, cores, memory and versions; no host name, no user name."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0))
@@ -59,11 +59,11 @@ def _memory_gib() -> float | None:
 
 @dataclass(kw_only=True)
 class Ledger:
-    """The strategies that have finished, that failed, and the one that is at work.
+    """Strategies that have finished, that have failed, and the one that is running.
 
     Attributes:
         common: Settings of all strategies, for the report.
-        current: The one at work; `progress` is the share of it that is over, in [0, 1].
+        current: The running strategy; `progress` is its completed share, in [0, 1].
     """
 
     settings: Settings
@@ -80,12 +80,12 @@ class Ledger:
 
     @property
     def missing(self) -> list[str]:
-        """Those that have neither finished nor failed, in the order of the command line."""
+        """Strategies that have neither finished nor failed, in command-line order."""
         over = {run.strategy for run in self.runs} | {each.strategy for each in self.failures}
         return [recipe.name for recipe in self.settings.strategies if recipe.name not in over]
 
     def begin(self, name: str) -> None:
-        """Note that the strategy `name` is at work from here on."""
+        """Note that the strategy `name` is running from here on."""
         self.current, self.progress = name, 0.0
 
     def finish(self, run: Run) -> None:
@@ -100,7 +100,7 @@ class Ledger:
         self.current = None
 
     def results(self, by: str | None = None) -> Results:
-        """The record, with what follows from the runs, of which there is one; `by` ends it."""
+        """Return the record with its derived values; needs one run. `by` names an interruption."""
         settings, runs, task = self.settings, self.runs, self.settings.task
         joined = settings.joined_rank is not None
         target = common_loss([run.evaluations for run in runs])

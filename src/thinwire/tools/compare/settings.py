@@ -32,13 +32,13 @@ class Settings(Training):
     """One comparison; its `seed` is the first one of several.
 
     Attributes:
-        size: Of the model, as it was typed.
+        size: Size of the model, as typed.
         text: Folder with text; None is Python's own standard library.
         out: Folder for the report.
         joined_rank: This process's rank among those that torchrun or another launcher has started,
             which train over the network between them; None where the command starts its workers.
-        timeout: Seconds that a rank waits for another one, and that nothing may be heard of all;
-            None for what the model and the link need, if they are known.
+        timeout: Seconds that a rank waits for another one, and the longest silence of all ranks;
+            None derives it from the model and the link, if they are known.
     """
 
     workers: int
@@ -76,7 +76,7 @@ class Settings(Training):
         model: str = "transformer",
         timeout: float | None = None,
     ) -> Self:
-        """Settings from what was typed, or a ValueError for the first that cannot be used."""
+        """Return settings from the arguments; raise ValueError for the first invalid one."""
         place = place_among_ranks(os.environ)
         if place is not None:
             workers = _workers_of_launcher(workers, place[1], link, latency)
@@ -150,7 +150,7 @@ class Settings(Training):
 
     @property
     def command(self) -> str:
-        """The command line that makes the same comparison, but for the folder of the report."""
+        """Return the command line of this comparison, without the report folder."""
         if self.joined_rank is None:
             words = ["thinwire", "compare", "--workers", str(self.workers)]
             words += ["--link", "loopback" if not self.link.emulated else self.link.rate_text]

@@ -1,4 +1,4 @@
-"""The strategies by name. Light on purpose: bad names must be refused before torch is imported."""
+"""Strategies by name. Torch is not imported here, so that bad names are refused early."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from thinwire.strategy.distributed_strategy import DistributedStrategy
 
 USUAL = ("dense", "quantized-local", "muon-local")
-"""What is compared where nothing is named."""
+"""Strategies that are compared by default."""
 
 # Those of dense and of the local strategies. LAMB and LARS scale their updates by the parameters;
 # theirs are the best of 0.01, 0.03 and 0.1, and of 1, 2 and 4, in 60 steps of the tiny model: a
@@ -22,7 +22,7 @@ _LARS_RATES, _LAMB_RATES = dict.fromkeys(_RATES, 4.0), dict.fromkeys(_RATES, 0.0
 
 
 def choose(words: Iterable[str]) -> tuple[Recipe, ...]:
-    """The strategies meant by names or files; a ValueError for the first wrong one."""
+    """Return the strategies for names or files; raise ValueError for the first wrong one."""
     chosen: dict[str, Recipe] = {}
     for word in words:
         is_file = Path(word).suffix.lower() in (".yaml", ".yml")
@@ -52,7 +52,7 @@ def _by_name(word: str) -> Recipe:
 
 
 def _recipe_of_file(word: str) -> Recipe:
-    """The strategy in a file, called by its stem, or its name where the stem is taken."""
+    """Return the strategy in a file, called by its stem, or its file name if the stem is taken."""
     from thinwire.strategy.distributed_strategy import DistributedStrategy
 
     try:
@@ -89,7 +89,7 @@ def _rates(strategy: "DistributedStrategy") -> Mapping[str, float]:
 
 
 def _nearest(strategy: "DistributedStrategy") -> str:
-    """The strategy that comes with the command and sends what this one sends."""
+    """Return the name of the built-in strategy that sends the same data as this one."""
     if strategy.dgc is not None:
         return "dgc"
     if strategy.low_rank is not None:
@@ -122,7 +122,7 @@ _CODE = {"fp16": _FP16_CODE, "powersgd": _POWERSGD_CODE}
 
 
 def _ddp(name: str, summary: str, hook: str = "", sgd: float = 0.1) -> Recipe:
-    """DDP with one of torch's hooks, or as it comes; with Muon where the name says so."""
+    """Return a recipe for DDP, plain or with one of torch's hooks; with Muon if so named."""
     return Recipe(
         name,
         summary,
@@ -146,7 +146,7 @@ def _own(
     optimizer: str | None = None,
     **rates: float,
 ) -> Recipe:
-    """What `field` of a strategy file would be, at dense's rates where none are given."""
+    """Return a recipe for `field` of a strategy file; its rates default to those of dense."""
     every = {**_RATES, **rates}
     return Recipe(name, summary, _PREPARED, every, _OWN, options, field, ramp, optimizer=optimizer)
 
@@ -215,7 +215,7 @@ _RECIPES = (
     ),
 )
 STRATEGIES = {recipe.name: recipe for recipe in _RECIPES}
-"""The strategies that come with the command."""
+"""The built-in strategies by name."""
 
 
 def strategy_text(document: Mapping[str, Any]) -> str:

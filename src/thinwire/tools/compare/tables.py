@@ -1,4 +1,4 @@
-"""The tables of a comparison: a row per strategy, a column per measure.
+"""Tables of a comparison: a row per strategy, a column per measure.
 
 All numbers of a column have one unit and one precision.
 """
@@ -16,7 +16,7 @@ _BYTE_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 
 @dataclass(frozen=True)
 class Column:
-    """A measure: a text for each strategy, "-" where there is none, and which are the best."""
+    """One measure: a text for each strategy, "-" if missing, and the indices of the best."""
 
     label: str
     unit: str
@@ -38,7 +38,7 @@ class Table:
 
 
 def tables(results: Results) -> tuple[Table, ...]:
-    """The measures of all strategies that have finished; a measure that nobody has is left out."""
+    """Return tables of all finished strategies; a measure without any value is left out."""
     runs, told = results.strategies, results.settings
     by_steps = told.seconds is None
     dense, common = results.dense_loss, results.common_loss
@@ -98,7 +98,10 @@ def _seconds(label: str, runs: Sequence[Run], key: str, choice: Choice) -> Colum
 
 
 def _bytes(label: str, runs: Sequence[Run], key: str) -> Column:
-    """In the largest unit that leaves the smallest number, with three digits, at 1 or more."""
+    """Return a column of bytes, in the largest unit in which the smallest value is at least 1.
+
+    Values have three digits.
+    """
     values = [getattr(run, key) for run in runs]
     smallest = min((value for value in values if value), default=1.0)
     unit, size = next(((unit, size) for unit, size in _BYTE_UNITS if smallest >= size), ("B", 1.0))
@@ -137,7 +140,7 @@ _HEADING = 11
 
 
 def print_table(results: Results) -> None:
-    """Print verdict, headline and tables; columns that do not fit come below the others."""
+    """Print verdict, headline and tables; columns that do not fit wrap below the others."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -1,6 +1,4 @@
-"""The outcome of a comparison, in sentences that a person would repeat; nothing in them that was
-not measured.
-"""
+"""Outcome of a comparison in plain sentences, from measured values only."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,21 +7,20 @@ from thinwire.tools.compare.record import Asked, Results, Run
 from thinwire.tools.report.page import loss_text
 
 _ALIKE = 0.05
-"""Times and bytes that differ by less than this part count as equal: one run each says no more."""
+"""Relative difference below which times and bytes count as equal: one run each is no evidence."""
 
 
 class Verdict(NamedTuple):
-    """The outcome of a comparison."""
+    """Outcome of a comparison."""
 
     text: str
     """One sentence, or a few."""
     winner: str | None
-    """The strategy to take on this link, as far as the comparison shows it; None where it shows
-    none."""
+    """The recommended strategy on this link; None if the comparison does not show one."""
 
 
 def verdict(results: Results) -> Verdict:
-    """The verdict on a comparison."""
+    """Return the verdict on a comparison."""
     runs = results.strategies
     dense = results.run_of("dense")
     clock = _Clock(results.link)
@@ -48,11 +45,11 @@ _ALL_THE_SAME = (
     "more ranks bring nothing, and local updates look better than they are."
 )
 _SAME = 0.01
-"""Part by which the loss of one model may differ from one evaluation to another: some are drawn."""
+"""Relative difference between evaluations of one model, since some evaluations are random."""
 
 
 class _Clock:
-    """Times to a loss on the link that was asked for, and how to speak of it."""
+    """Times to a loss on the requested link, and their wording."""
 
     def __init__(self, link: Asked) -> None:
         self.rate_bit_s = None if link.emulated else link.rate_bit_s
@@ -78,7 +75,7 @@ class _Clock:
 
 
 def _until(run: Run, which: str) -> tuple[float | None, float | None]:
-    """Seconds and bytes until dense's loss or the common one."""
+    """Return seconds and bytes to reach dense's loss or the common loss."""
     if which == "dense":
         return run.seconds_to_dense_loss, run.bytes_to_dense_loss
     return run.seconds_to_common_loss, run.bytes_to_common_loss
@@ -147,7 +144,7 @@ def _against_dense(results: Results, dense: Run, clock: _Clock) -> Verdict:
 
 
 def _began_apart(runs: Sequence[Run]) -> bool:
-    """Whether the losses before the first update are not those of one model."""
+    """Return True if losses before the first update differ, so the models differ."""
     losses = [_begins(run) for run in runs]
     return max(losses) - min(losses) > _SAME * abs(max(losses))
 
@@ -170,7 +167,7 @@ def _nobody(results: Results, dense: Run, others: Sequence[Run], clock: _Clock) 
 
 
 def _among(results: Results, clock: _Clock, place: str) -> Verdict:
-    """By the loss that all of them reached, where dense's is not there or says nothing."""
+    """Return the verdict by the common loss, if dense's loss is missing or not informative."""
     runs = results.strategies
     target = results.common_loss
     if _began_apart(runs):
@@ -205,7 +202,7 @@ def _among(results: Results, clock: _Clock, place: str) -> Verdict:
 
 
 def _lowest(runs: Sequence[Run], main: Verdict) -> list[str]:
-    """The strategy of the lowest loss at the end, where that is not the winner or the only one."""
+    """Name the strategy with the lowest final loss, unless it is the winner or the only one."""
     best = min(runs, key=lambda run: run.final_loss)
     winner = next((run for run in runs if run.strategy == main.winner), None)
     if winner is None or loss_text(best.final_loss) == loss_text(winner.final_loss):
@@ -217,7 +214,7 @@ def _lowest(runs: Sequence[Run], main: Verdict) -> list[str]:
 
 
 def _reservations(results: Results) -> list[str]:
-    """What stands in the way of believing the rest."""
+    """Return the caveats of the verdict."""
     failed = [failure.strategy for failure in results.failures]
     stop = results.interrupted
     sentences = [_ALL_THE_SAME] if any(run.alike for run in results.strategies) else []
@@ -236,7 +233,7 @@ def _reservations(results: Results) -> list[str]:
 
 
 def _bytes(reference: Run, run: Run, which: str) -> str:
-    """Say how many times more or fewer bytes `run` sent; begins with a comma."""
+    """Return a clause on how many times more or fewer bytes `run` sent; begins with a comma."""
     (_, mine), (_, others) = _until(run, which), _until(reference, which)
     if not mine or not others:
         return ""

@@ -1,3 +1,4 @@
-"""`thinwire doctor`: what goes wrong between machines, found before training; it imports no other
-tool.
+"""`thinwire doctor`: find network faults between machines before training.
+
+It imports no other tool.
 """

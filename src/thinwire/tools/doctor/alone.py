@@ -1,4 +1,4 @@
-"""Findings, and what is found on one machine by itself; without torch."""
+"""Findings, and the checks of a single machine; without torch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _LEVEL_WIDTH, _CHECK_WIDTH, _LEAST_WIDTH = 7, 13, 60
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check has found.
+    """Result of one check.
 
     Attributes:
-        level: "wrong" keeps ranks from training, "note" may surprise.
-        check: What was looked at, in one word.
-        found: What was found, with the values.
-        advice: What to do; empty where nothing is to be done.
+        level: "wrong" prevents training, "note" may surprise.
+        check: Subject of the check, in one word.
+        found: The result, with the values.
+        advice: The remedy; empty if none is needed.
     """
 
     level: Level
@@ -41,22 +41,27 @@ class Finding:
 
 ok, note = partial(Finding, "ok"), partial(Finding, "note")
 wrong = partial(Finding, "wrong")
-"""Findings that are as they should be, with which ranks train all the same, and to be mended."""
+"""Constructors of findings by level: correct, harmless, and to be fixed."""
 
 
 def status_of(findings: Iterable[Finding]) -> int:
-    """The exit status: 1 where something is wrong, else 0."""
+    """Return the exit status: 1 if something is wrong, else 0.
+
+    Example:
+        >>> status_of([note("clock", "not synchronized", "")])
+        0
+    """
     return int(any(finding.level == "wrong" for finding in findings))
 
 
 def as_text(findings: Iterable[Finding], *, quiet: bool, width: int = 100) -> str:
-    """Lines for the terminal; quiet ones tell what is wrong only."""
+    """Return lines for the terminal; `quiet` keeps only those that are wrong."""
     shown = [finding for finding in findings if not quiet or finding.level == "wrong"]
     return "\n".join(_lines(finding, max(width, _LEAST_WIDTH)) for finding in shown)
 
 
 def document(title: str, findings: Iterable[Finding], seconds: float) -> dict[str, Any]:
-    """The findings as data, for JSON."""
+    """Return the findings as JSON data."""
     rows = list(findings)
     return {
         "title": title,
@@ -88,7 +93,7 @@ _BY_TORCHRUN = "in the environment of torchrun on this machine"
 def machine_findings(
     machine: Machine, *, ranks: int = 1, ranks_here: int = 1, others: bool | None = None
 ) -> Iterator[Finding]:
-    """The findings on a machine; `others` says whether ranks are on other machines too."""
+    """Return the findings on a machine; `others` is True if ranks are on other machines too."""
     yield _host(machine)
     yield from _naming(machine)
     yield _interfaces(machine)
@@ -102,7 +107,7 @@ def machine_findings(
 
 
 def elsewhere(meeting: str, own: tuple[str, ...]) -> bool | None:
-    """Whether ranks are on other machines, going by MASTER_ADDR; None where that says nothing."""
+    """Return True if ranks are on other machines, judged by MASTER_ADDR; None if unknown."""
     # no address is a finding of its own
     addresses = resolved(meeting).addresses[:1] if meeting else ()
     return True if any(a not in own and not is_loopback(a) for a in addresses) else None
@@ -202,7 +207,7 @@ def _listeners(machine: Machine) -> Iterator[Finding]:
 
 
 def _is_public(told: str) -> bool:
-    """Whether the address at the beginning is one of the internet's."""
+    """Return True if the text begins with a public internet address."""
     where = told.partition(": ")[0].rpartition(":")[0].strip("[]")
     return ipaddress.ip_address(where).is_global
 
@@ -282,12 +287,12 @@ _REASONS = {
 
 
 def one_wait_s(limit_s: float) -> float:
-    """Seconds for one connection, where everything together may take `limit_s`."""
+    """Return seconds for one connection, if all checks together may take `limit_s`."""
     return min(0.1 * limit_s, 5.0)
 
 
 def why_not(error: OSError) -> str:
-    """Why a connection did not come about, in a word or two."""
+    """Return the cause of a failed connection, in a word or two."""
     if isinstance(error, TimeoutError):
         return "time-out"
     return _REASONS.get(error.errno or 0) or error.strerror or str(error)
@@ -296,13 +301,13 @@ def why_not(error: OSError) -> str:
 def meeting_point(
     environment: Mapping[str, str], own: tuple[str, ...], patience_s: float, *, started: bool
 ) -> Finding:
-    """Whether the store of the ranks can be where the environment says.
+    """Check the address of the ranks' store in the environment.
 
     Args:
-        environment: Of this process.
+        environment: Environment of this process.
         own: Addresses of this machine.
-        patience_s: For one connection.
-        started: Whether the store must be there by now, as under torchrun.
+        patience_s: Time limit of one connection.
+        started: True if the store must be up by now, as under torchrun.
     """
     host, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
     if not host and not port:

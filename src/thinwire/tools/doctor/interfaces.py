@@ -1,4 +1,4 @@
-"""What this machine's network looks like: interfaces, addresses, and who listens where."""
+"""Network of this machine: interfaces, addresses, and listening processes."""
 
 import contextlib
 import functools
@@ -16,20 +16,20 @@ from typing import NamedTuple
 from thinwire._aside import addresses_of
 
 LOOK_UP_S = 4.0
-"""For one name. Resolvers begin again with the next server after 5 s, where nobody says else."""
+"""Time limit for one name. By default, resolvers try the next server after 5 s."""
 
 
 class Resolved(NamedTuple):
-    """The addresses of a name."""
+    """Addresses of a name."""
 
     addresses: tuple[str, ...]
     why_not: str
-    """Empty where there are addresses."""
+    """Cause of the failure; empty if there are addresses."""
 
 
 @functools.cache
 def resolved(host: str) -> Resolved:
-    """The addresses of a name, or why there are none; waits `LOOK_UP_S` at most."""
+    """Return the addresses of a name, or the cause of failure; wait `LOOK_UP_S` at most."""
     try:
         return Resolved(addresses_of(host, LOOK_UP_S), "")
     except OSError as error:
@@ -38,12 +38,12 @@ def resolved(host: str) -> Resolved:
 
 _INTERNAL = re.compile(r"(docker\d+|br-[0-9a-f]{12}|virbr\d+|cni\d+|lxcbr\d+|podman\d+)")
 _SOMEWHERE = "203.0.113.1"
-"""An address kept for documentation: nobody has it, and nothing is sent to it."""
+"""An address reserved for documentation; nothing is sent to it."""
 
 
 @dataclass(frozen=True)
 class Interface:
-    """One network interface; its MTU is 0 where unseen, addresses of a link are left out."""
+    """One network interface; its MTU is 0 if unknown, link-local addresses are left out."""
 
     name: str
     mtu: int
@@ -52,12 +52,12 @@ class Interface:
 
     @property
     def internal(self) -> bool:
-        """Whether it is a bridge for the containers or virtual machines of this machine."""
+        """True for a bridge to containers or virtual machines of this machine."""
         return _INTERNAL.fullmatch(self.name) is not None
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """Interfaces of this network namespace; their addresses on Linux with pyroute2."""
+    """Return the interfaces of this network namespace; addresses need Linux and pyroute2."""
     if sys.platform != "linux" or importlib.util.find_spec("pyroute2") is None:
         return tuple(Interface(name, 0, True, ()) for _, name in socket.if_nameindex())
     from pyroute2 import IPRoute
@@ -80,7 +80,7 @@ def interfaces() -> tuple[Interface, ...]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether the address means this machine on every machine."""
+    """Return True for a loopback address, which means the local machine everywhere."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -88,8 +88,9 @@ def is_loopback(address: str) -> bool:
 
 
 def source_towards(host: str = "") -> str:
-    """The address of this machine that packets to a host, or to whatever is outside, leave from;
-    empty where there is no way. Nothing is sent.
+    """Return the source address of packets to a host, or to the internet by default.
+
+    The address is empty if there is no route. Nothing is sent.
     """
     for address in resolved(host or _SOMEWHERE).addresses[:1]:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -107,13 +108,13 @@ class Listening(NamedTuple):
     """Processes that have torch loaded and listen."""
 
     everywhere: tuple[str, ...]
-    """On every address, such as "port 29500: pid 7 (torchrun train.py)"."""
+    """Listeners on every address, such as "port 29500: pid 7 (torchrun train.py)"."""
     outward: tuple[str, ...]
-    """On one that is not loopback, such as "10.0.0.1:29400: pid 7 (thinwire host ...)"."""
+    """Listeners on an external address, such as "10.0.0.1:29400: pid 7 (thinwire host ...)"."""
 
 
 def listening() -> Listening:
-    """The processes of this user, this one aside."""
+    """Return the listening processes of this user, except this one."""
     places = {
         inode: (_as_text(address), port)
         for address, port, state, inode in _sockets()
@@ -145,7 +146,7 @@ def listening() -> Listening:
 
 
 def _of_process(folder: Path, places: Mapping[str, tuple[str, int]]) -> list[tuple[str, int, str]]:
-    """Address, port and name of each place where a process of ours listens with torch."""
+    """Return address, port and name of each socket on which a torch process of ours listens."""
     if folder.stat().st_uid != os.getuid() or folder.name == str(os.getpid()):
         return []
     links = {str(link.readlink()) for link in (folder / "fd").iterdir()}
@@ -157,7 +158,12 @@ def _of_process(folder: Path, places: Mapping[str, tuple[str, int]]) -> list[tup
 
 
 def program_of(command: Sequence[str]) -> str:
-    """Program, and script or module, of a command line; the rest may be secret."""
+    """Return program and script or module of a command line; the rest may be secret.
+
+    Example:
+        >>> program_of(["/usr/bin/python", "-m", "torch.distributed.run", "--token", "x"])
+        'python -m torch.distributed.run'
+    """
     words = iter(command)
     program = next(words, "").partition(" ")[0]  # of some that name themselves, options follow
     told = Path(program).name
@@ -177,7 +183,7 @@ def program_of(command: Sequence[str]) -> str:
 
 
 def _as_text(address: str) -> str:
-    """An address as /proc/net has it: words of 32 bits in the machine's order, in hexadecimal."""
+    """Decode an address of /proc/net: hexadecimal 32-bit words in native byte order."""
     raw = bytes.fromhex(address)
     words = [int.from_bytes(raw[at : at + 4], "big") for at in range(0, len(raw), 4)]
     packed = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
@@ -186,12 +192,12 @@ def _as_text(address: str) -> str:
 
 
 def ports_in_use() -> int:
-    """The number of TCP ports that some socket of this machine has."""
+    """Return the number of TCP ports in use on this machine."""
     return len({port for _, port, _, _ in _sockets()})
 
 
 def _sockets() -> Iterator[tuple[str, int, str, str]]:
-    """Local address and port, state and inode of every TCP socket."""
+    """Yield local address, port, state and inode of every TCP socket."""
     for name in ("tcp", "tcp6"):
         path = _PROC / "net" / name
         if path.exists():

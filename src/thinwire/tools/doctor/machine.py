@@ -1,4 +1,4 @@
-"""What one rank knows of its machine, in a form that travels to the others as JSON."""
+"""One rank's knowledge of its machine, sent to the other ranks as JSON."""
 
 import contextlib
 import ctypes
@@ -47,16 +47,16 @@ class Machine:
     """One rank's machine.
 
     Attributes:
-        place: The same for two ranks that share a network stack, and for no others.
-        names: Addresses that the name of the host resolves to; why not, in `names_error`.
-        gloo: Addresses that gloo announces; why none, in `gloo_error`.
+        place: Identifier of the network stack: equal for two ranks only if they share it.
+        names: Addresses that the host name resolves to; `names_error` has the cause of failure.
+        gloo: Addresses that gloo announces; `gloo_error` has the cause of failure.
         route: Address from which this machine reaches the meeting point, or the outside.
-        ports: First and last port that the kernel gives to connections; (0, 0) where unseen.
-        clock_kept: Whether a time service keeps the clock; None where unseen.
+        ports: First and last ephemeral port of the kernel; (0, 0) if unknown.
+        clock_kept: True if a time service keeps the clock; None if unknown.
         listeners: Torch processes of this user that listen on all addresses.
-        outward: Those that listen on one address that is not loopback.
-        naming_s: Seconds in which the name servers say the name of the address that others reach
-            this machine by; a second at most, after which nobody waits.
+        outward: Torch processes of this user that listen on one address that is not loopback.
+        naming_s: Seconds of a reverse look-up of the address that others reach this machine by;
+            at most one second.
     """
 
     host: str
@@ -80,7 +80,7 @@ class Machine:
 
     @classmethod
     def look(cls) -> Self:
-        """This machine as it is now."""
+        """Return the current state of this machine."""
         host = socket.gethostname()
         begun = time.monotonic()
         names, names_error = resolved(host)
@@ -110,7 +110,7 @@ class Machine:
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Self:
-        """The machine that another rank has told; a TypeError where it has another form."""
+        """Return the machine that another rank reported; raise TypeError for another format."""
         told: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
         told["interfaces"] = tuple(
             Interface(**{**entry, "addresses": tuple(entry["addresses"])})
@@ -120,11 +120,11 @@ class Machine:
 
     @property
     def address(self) -> str:
-        """Where other ranks reach this one: what gloo announces, else where packets leave."""
+        """Address for other ranks: the one that gloo announces, else the source of packets."""
         return self.gloo[0] if self.gloo else self.route
 
     def interface_of(self, address: str) -> Interface | None:
-        """The interface that has an address."""
+        """Return the interface that has an address."""
         return next((one for one in self.interfaces if address in one.addresses), None)
 
 
@@ -182,7 +182,7 @@ _UNSYNCHRONIZED = 0x40  # STA_UNSYNC of adjtimex(2)
 
 
 class _Timex(ctypes.Structure):
-    """The head of `struct timex`, and room for the rest."""
+    """The first fields of `struct timex`, and padding for the rest."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -196,7 +196,7 @@ class _Timex(ctypes.Structure):
 
 
 def follows_a_time_server() -> bool | None:
-    """Whether a time service keeps this machine's clock; None where that cannot be seen."""
+    """Return True if a time service keeps this machine's clock; None if unknown."""
     if sys.platform != "linux":
         return None
     state = _Timex(modes=0)  # reads, and sets nothing
@@ -206,13 +206,14 @@ def follows_a_time_server() -> bool | None:
 
 
 def named_interfaces() -> list[str]:
-    """The interfaces that GLOO_SOCKET_IFNAME names; none where it is not set."""
+    """Return the interfaces in GLOO_SOCKET_IFNAME; empty if it is not set."""
     return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
 
 def announced_addresses() -> tuple[str, ...]:
-    """The addresses on which a gloo group of this process listens, made by gloo for a moment, as
-    Linux shows them; a RuntimeError in gloo's own words where it finds none.
+    """Return the addresses on which a temporary gloo group of this process listens.
+
+    Linux reports them. If gloo finds none, its RuntimeError is raised.
     """
     before = listeners()
     names = named_interfaces()

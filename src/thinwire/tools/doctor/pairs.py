@@ -20,19 +20,19 @@ _LARGE_BYTES = 32 * 1024
 _PINGS = 5
 _SMALLER_MTU = (1420, 1380, 1280, 1000)
 _HEADERS_BYTES = {socket.AF_INET: 40, socket.AF_INET6: 60}
-"""Of IP and TCP, which the size of a segment leaves out."""
+"""Bytes of IP and TCP headers, which the segment size excludes."""
 _MOST_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How one rank reaches another.
+    """Connection of one rank to another.
 
     Attributes:
-        error: Why no connection came about, in a word or two; empty where one did.
+        error: Cause of a failed connection, in a word or two; empty if it succeeded.
         latency_s: The shortest round trip of 4 bytes.
-        large: Whether 32 KiB arrive; None where that was not tried.
-        fitting_mtu: Where they do not, the largest MTU tried with which they do; 0 for none.
+        large: True if 32 KiB arrive; None if that was not tried.
+        fitting_mtu: If they do not arrive, the largest MTU tried at which they do; 0 for none.
     """
 
     to: int
@@ -71,7 +71,7 @@ class Answering:
             ).start()
 
     def _answer(self, connection: socket.socket) -> None:
-        # one that leaves, falls silent or lacks the token is the finding of whoever connects
+        # the connecting rank reports a peer that leaves, falls silent or lacks the token
         with connection, contextlib.suppress(OSError, EOFError):
             connection.settimeout(self._patience_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -87,7 +87,7 @@ class Answering:
 def reach_all(
     places: Mapping[int, tuple[str, int]], large: Set[int], token: bytes, patience_s: float
 ) -> list[Reach]:
-    """All other ranks, several at once."""
+    """Connect to all other ranks, several at once."""
     if not places:
         return []
     with concurrent.futures.ThreadPoolExecutor(min(len(places), _MOST_AT_ONCE)) as pool:
@@ -102,7 +102,7 @@ def reach_all(
 def reach(
     rank: int, address: str, port: int, large: bool, token: bytes, patience_s: float
 ) -> Reach:
-    """One other rank, with a large message or without; see `reach_all`."""
+    """Connect to one other rank, with or without a large message; see `reach_all`."""
     try:
         with _greeted(rank, address, port, token, patience_s) as connection:
             latency_s = min(_seconds(connection, 0) for _ in range(_PINGS))
@@ -123,7 +123,7 @@ def reach(
 
 
 class _SomeoneElse(Exception):
-    """Whoever answers is not the rank that was meant."""
+    """The peer is not the intended rank."""
 
 
 def _greeted(
@@ -150,7 +150,7 @@ def _greeted(
 
 
 def _seconds(connection: socket.socket, length: int) -> float:
-    """How long a message of this length and its acknowledgement take."""
+    """Return the seconds of a message of this length and its acknowledgement."""
     begun = time.perf_counter()
     connection.sendall(_LENGTH.pack(length) + bytes(length))
     _read(connection, _LENGTH.size)

@@ -1,4 +1,4 @@
-"""All ranks that torchrun has started examine the network between them; rank 0 hears of all."""
+"""Examine the network between all ranks of torchrun; rank 0 collects the reports."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ _SHORTEST_S = 0.01
 
 
 def find_store(rank: int, size: int, patience_s: float) -> Store:
-    """The store that the environment names; `Late` or a RuntimeError where it is not found."""
+    """Return the store named by the environment; raise `Late` or RuntimeError if not found."""
     limit = timedelta(seconds=patience_s)
 
     def find() -> Store:
@@ -49,7 +49,7 @@ def find_store(rank: int, size: int, patience_s: float) -> Store:
 
 @final
 class Board:
-    """Rows of JSON that ranks leave for each other in a store."""
+    """Key-value view of the store: rows of JSON that ranks exchange."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -57,17 +57,17 @@ class Board:
         self.store = PrefixStore("thinwire/doctor", store)
 
     def another(self) -> Store:
-        """Another connection to the store, for work that may get stuck in it."""
+        """Return a second connection to the store, for work that may block in it."""
         # torch has it, its stub not
         found: Store = self._found.clone()  # type: ignore[attr-defined]
         return found
 
     def tell(self, what: str, row: Any) -> None:
-        """Leave a row for all."""
+        """Publish a row to all ranks."""
         self.store.set(f"{what}/{self.rank}", json.dumps(row))
 
     def hear(self, what: str, rank: int, until: float) -> Any:
-        """The row of a rank; None where it has not come until then, by `time.monotonic`."""
+        """Return the row of a rank; None if it is missing at `until`, by `time.monotonic`."""
         key = f"{what}/{rank}"
         left = timedelta(seconds=max(until - time.monotonic(), _SHORTEST_S))
         try:
@@ -77,16 +77,16 @@ class Board:
             return None
 
     def hear_all(self, what: str, until: float) -> dict[int, Any]:
-        """The rows of all ranks that have left one until then."""
+        """Return the rows of all ranks that have published one by `until`."""
         rows = {rank: self.hear(what, rank, until) for rank in range(self.size)}
         return {rank: row for rank, row in rows.items() if row is not None}
 
     def clock_skew(self, ranks: list[int], until: float) -> tuple[float, float] | None:
-        """By how much this rank's clock is ahead of rank 0's, and how far off that may be, both in
-        seconds; None where rank 0 did not answer. Collective over `ranks`.
+        """Return this rank's clock offset from rank 0 and its uncertainty, both in seconds.
 
-        The middle of a round trip through the store is taken for the moment of rank 0's answer; the
-        shortest of several trips counts.
+        The offset is positive if this clock is ahead. Return None if rank 0 did not answer.
+        Collective over `ranks`. Rank 0 is taken to answer in the middle of a round trip through
+        the store; the shortest of several trips counts.
         """
         best: tuple[float, float] | None = None
         for turn in range(_CLOCK_ROUNDS):
@@ -107,26 +107,26 @@ class Board:
 
 
 _MET, _CLOCKS, _PAIRS, _GLOO = 0.5, 0.55, 0.8, 0.97
-"""Parts of the whole time by which these have ended."""
+"""Deadlines of the phases, as fractions of the whole time."""
 _SLACK = 0.5
-"""Part of the wait for a group by which gloo may be late in saying that it does not come about."""
+"""Extra wait for gloo to report a failed group, as a fraction of its time-out."""
 _FAREWELL_S = 1.0
 _NUMBERS = 16 * 1024
 Report = Callable[[str, tuple[Finding, ...]], None]
 
 
 class Ended(NamedTuple):
-    """How a rank ends."""
+    """Outcome of a rank."""
 
     status: int
     """The exit status."""
     stuck: bool
-    """Whether a thread is left behind in torch, which keeps the interpreter from ending."""
+    """True if a thread is blocked in torch, which keeps the interpreter from ending."""
 
 
 @final
 class Examination:
-    """One rank's part; what it reports on ranks other than 0 is what reaches nobody else."""
+    """One rank's part; ranks other than 0 print only what they cannot send to rank 0."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Examination:
         self._machine = Machine.look()
 
     def run(self) -> Ended:
-        """Take part to the end."""
+        """Run all phases and return the outcome."""
         self._show("meeting the other ranks")
         try:
             store = find_store(self._rank, self._size, self._left_s(_MET))
@@ -260,7 +260,7 @@ class Examination:
             return " ".join(str(error).split("] ", 1)[-1].split())[:200], False
 
     def _astray(self, what: str) -> Ended:
-        """Rank 0 hears nothing of this rank, so it prints by itself."""
+        """Print on this rank, since it cannot reach rank 0."""
         own = tuple(a for one in self._machine.interfaces for a in one.addresses)
         store = meeting_point(os.environ, own, self._wait_s, started=True)
         rest = [f for f in machine_findings(self._machine) if f.level != "ok"]
@@ -279,7 +279,7 @@ class Examination:
 
 
 def _read(rows: Mapping[int, Any]) -> tuple[dict[int, Seen], dict[int, str]]:
-    """What ranks have told, and the versions of those that told it in another form."""
+    """Return the ranks' reports, and the versions of ranks with another report format."""
     seen, strangers = {}, {}
     for rank, (row, _, error) in rows.items():
         try:

@@ -1,4 +1,4 @@
-"""What is found between the ranks, from what each of them has told."""
+"""Findings between the ranks, from the reports of all of them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,15 +14,14 @@ _MAY_DIFFER = {"GLOO_SOCKET_IFNAME": "right where the interfaces have other name
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank has told.
+    """Report of one rank.
 
     Attributes:
-        skew: By how much its clock is ahead of rank 0's and how far off that may be, in seconds;
-            None where that was not measured.
-        reaches: How it reaches each other rank; None where it has not told.
-        no_socket: Why it could not listen on the address that gloo announces; empty where it could.
-        gloo: What went wrong with the gloo group; empty where nothing did, None where it has not
-            told, or no group was tried.
+        skew: Offset of its clock ahead of rank 0's and the uncertainty, in seconds; None if not
+            measured.
+        reaches: Its connections to each other rank; None if not reported.
+        no_socket: Reason why it could not listen on gloo's address; empty if it could.
+        gloo: Error of the gloo group; empty if it worked, None if not reported or not tried.
     """
 
     machine: Machine
@@ -34,8 +33,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Together:
-    """What all ranks have told: `seen` by rank, `strangers` thinwire's version on ranks that told
-    it in another form; whether a gloo group was `tried`.
+    """Reports of all ranks.
+
+    `seen` has them by rank, `strangers` thinwire's version on ranks with another report format.
+    `tried` is True if a gloo group was tried.
     """
 
     size: int
@@ -45,19 +46,19 @@ class Together:
 
     @property
     def machines(self) -> list[list[int]]:
-        """The ranks of each machine."""
+        """Return the ranks of each machine."""
         places: dict[str, list[int]] = {}
         for rank, row in self.seen.items():
             places.setdefault(row.machine.place, []).append(rank)
         return list(places.values())
 
     def of(self, rank: int) -> list[int]:
-        """The ranks on the machine of this one."""
+        """Return the ranks on the same machine as this rank."""
         return next(ranks for ranks in self.machines if rank in ranks)
 
 
 def findings_together(all_of: Together) -> Iterator[Finding]:
-    """The findings, in the order in which they are shown."""
+    """Yield the findings in display order."""
     yield from _present(all_of)
     yield from _machines(all_of)
     yield from _addresses(all_of)
@@ -70,7 +71,12 @@ def findings_together(all_of: Together) -> Iterator[Finding]:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Such as "rank 0" or "ranks 0, 2, 4-7"."""
+    """Format ranks as text.
+
+    Example:
+        >>> named([0, 2, 4, 5, 6, 7])
+        'ranks 0, 2, 4-7'
+    """
     several = sorted(ranks)
     runs: list[list[int]] = []
     for rank in several:
@@ -289,7 +295,10 @@ def _versions(all_of: Together) -> Iterator[Finding]:
 
 
 def _version_level(name: str, ours: str, theirs: str) -> Level:
-    """Builds of a release train together (`+cpu`, `+cu128`), as does one wire version."""
+    """Return the level of a version mismatch.
+
+    Builds of one release are compatible (`+cpu`, `+cu128`), as are equal wire versions.
+    """
     if name == "torch":
         return "note" if ours.partition("+")[0] == theirs.partition("+")[0] else "wrong"
     return "wrong" if name == "wire" else "note"
@@ -312,7 +321,7 @@ def _different(
     level: Callable[[str, str, str], Level],
     advice: Callable[[str], str],
 ) -> Iterator[Finding]:
-    """Entries that are not the same on all ranks as on the first."""
+    """Yield entries whose values differ from those of the first rank."""
     if not all_of.seen:
         return
     lowest = min(all_of.seen)

@@ -87,7 +87,7 @@ _HATCHING = (
 
 
 def render(plan: Plan, command: str) -> str:
-    """The whole page."""
+    """Return the plan as one HTML page."""
     rows = plan.best()
     first, _, rest = plan.reason.partition(": ")
     legend = "".join(f"<li>{sample(i)}{escape(row.name)}</li>" for i, row in enumerate(rows))
@@ -153,7 +153,7 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def cells(row: Row) -> list[str]:
-    """What a table says of a row, beside its name."""
+    """Return the table cells of a row, without its name."""
     low, _, high = row.step_seconds
     return [
         f"{seconds_text(low)} to {seconds_text(high)}",

@@ -1,4 +1,4 @@
-"""Which settings of the strategies a plan compares, and what a step of each is worth."""
+"""Settings that a plan compares, and the progress of a step of each."""
 
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -17,14 +17,14 @@ Candidate = tuple[str, Recipe, Document | None]
 """Name, recipe and document."""
 
 _RAMP_STEPS = 100
-"""Of methods that start gently."""
+"""Warm-up steps of methods that ramp up."""
 LEFT_OUT = ("adaptive-localsgd", "dense-muon", "fp16-muon")
 """Strategies of `thinwire compare` without a fixed interval, or with another optimizer alone."""
 _INTERVALS = (4, 8, 16, 32, 64, 128)
 _FRAGMENTS = (1, 4)
 _RANKS = (2, 4, 8)
 _SPARSITIES, _SPARSE_BITS = (0.9, 0.75), (2, 4)
-"""Of changes."""
+"""Compression settings of parameter changes."""
 _RAMP_ENDS, _RAMP_BITS = (0.999, 0.99), (1, 4)
 """Of gradients, whose sparsity has a ramp."""
 _BITS = (1, 2, 4, 8)
@@ -188,7 +188,7 @@ def progress_of(method: str, document: Mapping[str, Any], workers: int) -> Progr
 
 
 def _lateness(settings: Mapping[str, Any]) -> float:
-    """A delay as a part of the interval."""
+    """Return the delay as a fraction of the interval."""
     return float(settings["delay"] / settings["k_steps"])
 
 
@@ -218,10 +218,11 @@ def _loss_by_lateness() -> tuple[float, float, str]:
 
 @cache
 def _loss_by_workers(method: str, k_steps: int, known: int, asked: int) -> tuple[float, str]:
-    """What is left of a progress that was measured with `known` ranks where there are as many as
-    come nearest to `asked`, and where that is from: of the settings that were measured with both,
-    one of this method if there is any, else of a local method with the same optimizer, and of those
-    the one with the nearest interval; (1.0, "") if none was.
+    """Return the factor on a progress from `known` to `asked` ranks, and its source.
+
+    The factor is measured at the rank count nearest to `asked`, with settings measured at both
+    counts. This method is preferred, then a local method with the same optimizer; of these the
+    nearest interval counts. Return (1.0, "") if there is no such measurement.
     """
 
     def distance(pair: _Pair) -> tuple[float, ...]:
@@ -248,7 +249,7 @@ def _loss_by_workers(method: str, k_steps: int, known: int, asked: int) -> tuple
 
 
 def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What a progress may depend on; 1 or 0 where a document has no such setting."""
+    """Return the settings that affect progress; 1 or 0 for settings missing from a document."""
     local = document.get("localsgd", {})
     compression = local.get("compression") or {}
     # of gradients a field by itself says what is sent

@@ -1,4 +1,4 @@
-"""How far above dense training's loss a method is expected to end, and what closing that costs.
+"""Expected loss of a method above dense training's, and the cost of closing the gap.
 
 Local updates follow a published law in workers and parameters; the rest is what was measured here.
 """
@@ -15,8 +15,8 @@ _STEPS, _BY_STEPS = 16, 0.6
 """The gap grows as steps^0.6: local AdamW from 16 to 32 steps, local Muon from 8 to 16."""
 _BY_BITS = {1: 1.25, 2: 1.1}
 _SPARSE, _SPLIT, _OUTER, _LATE = 1.15, 1.3, 2.3, 1.4
-"""What a sparse change, sums by shares and an outer momentum multiply a gap by; a delay adds 1.4
-for each interval that it lasts."""
+"""Factors on a gap for a sparse change, all-to-all sums and outer momentum; a delay adds 1.4 for
+each interval that it lasts."""
 _GRADIENTS = {
     "powersgd": {2: 0.245, 4: 0.268},
     "low-rank": {2: 0.228, 4: 0.274},
@@ -57,7 +57,7 @@ def law(optimizer: str, numel: int, workers: int) -> float:
 def loss_gap(
     method: str, document: Mapping[str, Any], optimizer: str | None, numel: int, workers: int
 ) -> LossGap:
-    """That of a strategy of `thinwire compare` with these settings."""
+    """Return the gap of a strategy of `thinwire compare` with these settings."""
     if method == "dense":
         return LossGap(0.0, 0.0, 0.0, "by definition")
     if "localsgd" in document:
@@ -87,7 +87,7 @@ def _of_local(own: Mapping[str, Any], optimizer: str, numel: int, workers: int) 
 
 
 def local_factor(own: Mapping[str, Any], optimizer: str) -> float:
-    """By what interval, bits and delay multiply the gap of the law."""
+    """Return the factor of interval, bits and delay on the gap of the law."""
     compression = own.get("compression") or {}
     values = compression.get("quantized") or compression.get("sparse") or compression
     factor = _OWN[optimizer] * (own["k_steps"] / _STEPS) ** _BY_STEPS
@@ -121,7 +121,7 @@ def _of_gradients(method: str, document: Mapping[str, Any], workers: int) -> Los
 
 
 def _sends_more(method: str, document: Mapping[str, Any]) -> str | None:
-    """What a document sends beyond the measured setting, in words."""
+    """Describe what a document sends beyond the measured setting."""
     own = document.get(method.replace("-", "_"), {})
     if method == "low-rank" and own.get("rank", 2) > 2:
         return f"rank={own['rank']}"
@@ -131,7 +131,7 @@ def _sends_more(method: str, document: Mapping[str, Any]) -> str | None:
 
 
 def elasticity(numel: int) -> float:
-    """By how many percent a loss falls for a percent more steps, at 20 tokens a parameter.
+    """Return the percentage by which a loss falls for 1 % more steps, at 20 tokens a parameter.
 
     Source: Hoffmann et al., 2022, arXiv 2203.15556: L = 1.69 + 406.4 / N^0.34 + 410.7 / D^0.28.
     """

@@ -1,4 +1,4 @@
-"""What each method computes, sends and keeps for a step, in numbers."""
+"""Cost of a step under each method: compute, bytes sent and memory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +24,9 @@ _MOST_OWNERS = 64
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step costs, as the mean over a round of steps: seconds, bytes that a rank sends, and
-    bytes that it keeps for the method beside parameters, gradients and the optimizer's state.
+    """Mean cost of a step over a round: seconds, bytes sent by a rank, and extra memory in bytes.
+
+    The memory excludes parameters, gradients and the optimizer's state.
     """
 
     step_s: float
@@ -35,7 +36,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """What leaves together: when, after how much work, and what it costs the wire."""
+    """One bucket: when it is ready, its encoding work, and its time on the wire."""
 
     ready_s: float
     encode_s: float
@@ -188,12 +189,12 @@ def _nodes(
 
 @dataclass(frozen=True)
 class _Dealt:
-    """What a rank gives to an exchange of messages: to owners, and then round a ring."""
+    """One rank's part in an exchange of messages: to owners, and then round a ring."""
 
     first_bytes: float
     """To all owners together; 0 where messages are gathered."""
     row_bytes: float
-    """What each rank passes on of every other one."""
+    """Bytes that each rank forwards for every other one."""
 
     def seconds(self, network: Network, parts: int = 1, idle_s: float = 0.0) -> float:
         """Of one of so many equal parts."""
@@ -236,7 +237,7 @@ def _dealt(layout: Layout | WholeLayout, exchange: str, ranks: int) -> _Dealt:
 def _end_of_step(
     dense_bytes: float, work: Work, network: Network, node: Network | None, sources: Network
 ) -> tuple[list[_Bucket], float]:
-    """What travels densely at the end of the backward pass, and seconds of the vote."""
+    """Return the cost of dense tensors after the backward pass, and seconds of the vote."""
     if network.ranks == 1:
         return [], 0.0
     found = []

@@ -1,4 +1,4 @@
-"""How long the collectives of gloo take between ranks of a network."""
+"""Model the duration of gloo's collectives between ranks of a network."""
 
 from dataclasses import dataclass
 from math import ceil, log, log2, sqrt
@@ -17,7 +17,7 @@ def reduce_pairs(ranks: int, nbytes: float) -> int:
 
 
 def crowding(receivers: int, strings: int) -> float:
-    """How much longer an all-to-all takes than the bytes of a receiver, relative to these.
+    """Return the excess time of an all-to-all, relative to the time of one receiver's bytes.
 
     Senders do not agree on an order. So a line gets several strings at once and none at another
     time, and ends late by what is still queued when the last string has been sent: with orders at

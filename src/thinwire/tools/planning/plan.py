@@ -1,4 +1,4 @@
-"""Which strategy is likely the fastest to a loss, and why."""
+"""Predict the strategy that reaches a loss soonest, with the reason."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,12 @@ _MOST_WORKERS = 100_000
 _DOUBT, _DOUBT_ON_TOP = 0.1, 0.2
 _WHOLE_S = 10.0
 _WORTH = 1.05
-"""How many times sooner than dense a strategy must be to be recommended."""
+"""Smallest speed-up over dense at which a strategy is recommended."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is expected of one strategy.
+    """Prediction for one strategy.
 
     Attributes:
         name: Of the strategy; a variant of one of `thinwire compare` says what differs.

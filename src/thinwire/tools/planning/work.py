@@ -14,12 +14,12 @@ from thinwire.tools.planning.network import FRAMES, Network
 Shape = tuple[int, ...]
 _MOST_MATRICES, _LEAST_NUMEL = 48, 2**18
 _FORWARD_SHARE = 1 / 3
-"""Of a step; the backward pass computes two products for each one of the forward pass."""
+"""Share of the forward pass in a step; the backward pass computes twice as many products."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank computes between two exchanges.
+    """Compute of one rank between two exchanges.
 
     Attributes:
         numel: Trainable numbers.
@@ -161,7 +161,7 @@ def _network(found: Mapping[str, Any]) -> Network:
 
 
 def _node(found: Mapping[str, Any]) -> Network | None:
-    """Where all machines have as many ranks, more than one, side by side."""
+    """Return the network inside a machine if all have equal, consecutive ranks, more than one."""
     hosts = found["hosts"]
     node_size = hosts.count(hosts[0])
     alike = [host for host in dict.fromkeys(hosts) for _ in range(node_size)] == hosts
@@ -174,7 +174,7 @@ def _node(found: Mapping[str, Any]) -> Network | None:
 
 
 def work_of(found: Mapping[str, Any]) -> Work:
-    """What a rank computes, from a measured step; see `thinwire.tools.run.compute`."""
+    """Return the work of a rank from a measured step; see `thinwire.tools.run.compute`."""
     shapes = tuple(tuple(shape) for shape in found["shapes"])
     return Work(
         found["parameters"],

@@ -48,7 +48,7 @@ class Axis:
         return cls(low - room, high + room, begin, end)
 
     def place(self, value: float) -> float:
-        """Where a value lies in the drawing."""
+        """Return the coordinate of a value in the drawing."""
         low, high, at = self.low, self.high, value
         if self.logarithmic:
             low, high, at = math.log(low), math.log(high), math.log(at)
@@ -136,7 +136,7 @@ def mark(number: int, x: float, y: float, values: str) -> str:
 
 
 def _look(number: int) -> int:
-    """Which mark and dash; those who share a colour have others."""
+    """Return the index of mark and dash; strategies of one colour differ in it."""
     again, place = divmod(number, len(PALETTE))
     return (place + len(PALETTE) // 2 * again) % len(PALETTE)
 

@@ -61,8 +61,9 @@ def step_of_task_alone(task: str, device: str, workers: int) -> dict[str, Any]:
 
 
 def model_of(task: str) -> dict[str, Any]:
-    """What is said of the model of a task of the user's, of which nothing is computed:
-    `parameters`, `shapes`, `gradient_bytes` and `muon_parameters`, as a step's.
+    """Describe the model of a user's task without running a step.
+
+    Returns `parameters`, `shapes`, `gradient_bytes` and `muon_parameters`, as for a step.
     """
     with _alone():
         model = made(task, 0).model

@@ -131,11 +131,11 @@ OPTIMIZERS = {
     "betas 0.9 and 0.95, weight decay 0.1)",
     "sgd": "SGD with momentum 0.9",
 }
-"""What a strategy trains with, by name."""
+"""Optimizers by name."""
 
 
 def imported(name: str) -> Any:
-    """What "module:name" names; the module is imported."""
+    """Import the module of "module:name" and return the named object."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -188,7 +188,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a comparison and each of its runs are told alike.
+    """Settings that a comparison and each of its runs share.
 
     Attributes:
         model: Which model that comes with the command, and its size.

@@ -39,7 +39,7 @@ def release(folder: Path) -> None:
 
 @final
 class Events:
-    """Where a rank tells what happens: to `put`; `release` of a folder lets training begin."""
+    """Event log of a rank, written to `put`; `release` of a folder lets training begin."""
 
     def __init__(self, put: Callable[[dict[str, Any]], object], folder: Path | None = None) -> None:
         self._put, self._folder, self._last_s = put, folder, 0.0
@@ -123,12 +123,12 @@ def _texts(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def threads_of(workers: int) -> int:
-    """How many threads each of as many ranks on this machine gets."""
+    """Return the threads for each of this many ranks on this machine."""
     return max(1, cores() // workers)
 
 

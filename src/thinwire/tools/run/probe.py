@@ -100,8 +100,9 @@ def probe(
 
 
 def idle_restarts() -> bool:
-    """Whether windows of idle connections shrink: they do in Linux, but for a setting, and for
-    congestion control that goes by rates, such as BBR.
+    """Return True if windows of idle connections shrink.
+
+    They do in Linux, unless a setting or rate-based congestion control such as BBR prevents it.
 
     Source: Linux, include/net/tcp.h, tcp_slow_start_after_idle_check.
     """

@@ -1,4 +1,4 @@
-"""What a rank trains: one of the tasks that come with the command, or one of the user's own."""
+"""Task that a rank trains: a built-in one, or the user's own."""
 
 import contextlib
 import copy
@@ -40,7 +40,7 @@ def work_of(config: RunConfig) -> "Work":
 
 
 def device_of(choice: str, rank: int) -> torch.device:
-    """Where a rank computes: its GPU, or the CPU."""
+    """Return the device of a rank: its GPU, or the CPU."""
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     require_gpu()
@@ -95,7 +95,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def called(model: nn.Module, inputs: Any) -> Any:
-    """What the model makes of a batch; a tuple is its arguments, a mapping its keywords."""
+    """Call the model on a batch; a tuple is its arguments, a mapping its keywords."""
     if isinstance(inputs, tuple):
         return model(*inputs)
     return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
@@ -281,7 +281,7 @@ def seed_all(seed: int) -> None:
 
 
 def _loss_told(loss: object, model: nn.Module) -> str:
-    """What is wrong with a loss that is no number with a gradient."""
+    """Describe the error of a loss that is not a scalar with a gradient."""
     if not isinstance(loss, Tensor):
         return f"{loss!r:.80}"
     if loss.numel() != 1:

@@ -24,9 +24,9 @@ from thinwire.tools.run.task import Work, called
 _BUCKET_CAP_MB = 4
 _ONE_BUCKET_MB = 10_000
 _RANK, _DENSE_STEPS = 2, 5
-"""Of torch's PowerSGD."""
+"""Rank and number of initial dense steps of torch's PowerSGD."""
 MOMENTUM, BETAS, WEIGHT_DECAY = 0.9, (0.9, 0.95), 0.1
-"""Of SGD, AdamW and Muon, the same for every strategy."""
+"""Hyper-parameters of SGD, AdamW and Muon, the same for every strategy."""
 LossFunction = Callable[[Any, Any], Tensor]
 
 

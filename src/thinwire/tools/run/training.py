@@ -373,7 +373,7 @@ class TrainingRun:
         }
 
     def _optimizer_text(self) -> str:
-        """What the strategy was given to train with."""
+        """Return the optimizer of the strategy as text."""
         if self.setup.make_optimizer is not None:
             return f"the task's {type(self.trainer.optimizer).__name__}"
         return OPTIMIZERS[self.setup.optimizer]

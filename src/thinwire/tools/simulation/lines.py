@@ -1,4 +1,4 @@
-"""Who is connected to whom, and when a collective is over on every rank."""
+"""Topology of the lines, and the end time of a collective on every rank."""
 
 from dataclasses import dataclass
 from math import ceil, inf, log2
@@ -136,11 +136,11 @@ class Gather:
     nbytes: int
 
     def given(self, size: int) -> Ranks:
-        """What each of `size` gives, as `stats()` counts it."""
+        """Return the bytes that each of `size` ranks sends, as `stats()` counts them."""
         return np.full(size, self.nbytes)
 
     def sent(self, size: int) -> Times:
-        """What each of `size` puts on its line: a ring passes on what others gave."""
+        """Return the bytes that each of `size` ranks puts on its line; a ring forwards too."""
         return np.full(size, (size - 1) * self.nbytes, np.float64)
 
 
@@ -194,7 +194,7 @@ Collective = Gather | Reduce | Deal | Broadcast
 
 @dataclass(frozen=True)
 class Jitter:
-    """What latency has on top, exponentially distributed, for each message between neighbours."""
+    """Exponentially distributed extra latency of each message between neighbours."""
 
     mean_s: float
     random: np.random.Generator
@@ -214,7 +214,7 @@ def finished(
     idle_s: float = 0.0,
     event_by_event: bool = False,
 ) -> Times:
-    """When a collective is over on each member of several groups, which run it at once.
+    """Return the end time of a collective on each member of several concurrent groups.
 
     Args:
         collective: What.

@@ -62,7 +62,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Method:
-    """How ranks exchange: gradients after every step, or changes after several.
+    """Exchange method: gradients after every step, or changes after several.
 
     Attributes:
         numels: Entries of each tensor, float32.
@@ -107,14 +107,14 @@ class Method:
         return [tuple(self.numels[i] for i in cut) for cut in cuts]
 
     def inside(self, numels: Sequence[int]) -> list[Collective]:
-        """What the ranks of a node yield before, as `exchange.nodes.in_nodes` does."""
+        """Return the preceding collectives in a node, as `exchange.nodes.in_nodes` does."""
         if self.node_size == 1:
             return []
         words = sum(numels) + (SKETCH_NUMEL if self._sketched(numels) else 0)
         return [dense_sum(4 * words, self.node_size)]
 
     def rounds(self, numels: Sequence[int], sources: int) -> Rounds:
-        """What a source yields for these tensors; all of a round is launched together."""
+        """Return the collectives of a source for these tensors; a round is launched together."""
         mine = [] if self.compression is None else [n for n in numels if n >= self.min_numel]
         words = sum(numels) - sum(mine) + (SKETCH_NUMEL if self._sketched(numels) else 0)
         found: Rounds = []
@@ -136,7 +136,7 @@ class Method:
 
 
 def dense_sum(nbytes: int, sources: int) -> Collective:
-    """How a dense sum of so many bytes travels, as `compress.dense.sum_of` decides it."""
+    """Return the collective of a dense sum of this size, chosen as in `compress.dense.sum_of`."""
     if travels_sealed(nbytes, sources):
         return Gather(nbytes + SEAL_BYTES)
     return Reduce(nbytes)
@@ -148,7 +148,7 @@ Ranks = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Trouble:
-    """What is not as it should be.
+    """Faults of a run.
 
     Attributes:
         slow: By rank how many times longer its steps take.
@@ -171,7 +171,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it.
+    """Outcome of a run.
 
     Attributes:
         steps: That all ranks have made, those behind a last delay among them.
@@ -326,7 +326,7 @@ class _Run:
         return found
 
     def _wait_for(self, collectives: list[Collective], over: list[Times]) -> None:
-        """What has come is passed on inside each node, once it is waited for."""
+        """Wait for the results, then pass them on inside each node."""
         for collective, each in zip(collectives, over, strict=True):
             self._now = self._passed_on(collective, np.maximum(self._now, each))
 
