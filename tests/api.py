@@ -30,7 +30,7 @@ _NAMES = {
     "thinwire.comm.private": "next_identity warn_of_restarts",
     "thinwire.comm.proofs": "ALL_RANKS PROOF_BYTES Proofs",
     "thinwire.comm.relay": (
-        "ALL FRAME_BYTES GREETING HEAD Kind RelayClient RelayPlace hello_proof"
+        "ALL FRAME_BYTES GREETING HEAD Kind RelayClient RelayPlace hello_proof require_relay"
     ),
     "thinwire.comm.replicate": "make_equal_",
     "thinwire.comm.sockets": "connections listeners shut_down",
@@ -102,7 +102,7 @@ _NAMES = {
     "thinwire.members.keeper": "Keeper",
     "thinwire.members.meeting": "connect require_same run_store serve",
     "thinwire.members.members": "Members",
-    "thinwire.members.relay": "certificate relay_key relaying",
+    "thinwire.members.relay": "certificate relay_key relaying _Relay",
     "thinwire.optim": "dgc_synchronizer owners",
     "thinwire.pipeline.runner": "PipelineRunner",
     "thinwire.pipeline.split": "split_model split_partition=partition",

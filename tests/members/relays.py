@@ -1,6 +1,7 @@
 """Meeting places with a relay beside them, and members that go through it, for tests."""
 
 import contextlib
+import random
 import socket
 import ssl
 import threading
@@ -12,13 +13,14 @@ from tests.waiting import PATIENCE_S
 
 
 def two_ports(host: str = "127.0.0.1") -> tuple[socket.socket, socket.socket]:
-    """Sockets that listen on two ports, one after the other."""
+    """Sockets that listen on two ports, one after the other, of those that the system gives to no
+    connection: who connects to such a one again and again could meet itself."""
     while True:
         first, second = socket.socket(), socket.socket()
         for each in (first, second):
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        first.bind((host, 0))
         with contextlib.suppress(OSError):
+            first.bind((host, random.randrange(20_000, 32_000)))
             second.bind((host, first.getsockname()[1] + 1))
             first.listen()
             second.listen()

@@ -202,7 +202,8 @@ class RelayClient:
         self._sent: deque[_Message] = deque()
         self._queue: deque[tuple[_Message, int]] = deque()
         self._work, self._taken, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._loop = asyncio.new_event_loop()
+        self._runner = asyncio.Runner()
+        self._loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._run, name="thinwire-relayed", daemon=True)
         self._thread.start()
 
@@ -278,9 +279,16 @@ class RelayClient:
 
     def _run(self) -> None:
         try:
-            self._loop.run_until_complete(self._stay())
-        finally:
-            self._loop.close()
+            with self._runner:
+                self._runner.run(self._stay())
+        except Exception as error:  # who waits for this thread must not wait for ever
+            _log.exception("the thread of the connection to the relay has failed")
+            self._refuse(ThinwireError(f"the relay: {type(error).__name__}: {error}"))
+
+    def _refuse(self, error: ThinwireError) -> None:
+        with self.news:
+            self.refusal = error
+            self.news.notify_all()
 
     async def _stay(self) -> None:
         while not self._over.is_set():
@@ -288,9 +296,7 @@ class RelayClient:
                 reader, writer = await _entered(self.place, self._room, self.rank)
                 await self._carry(reader, writer)
             except Mismatch as error:
-                with self.news:
-                    self.refusal = error
-                    self.news.notify_all()
+                self._refuse(error)
                 return
             except (OSError, EOFError, TimeoutError, PeerLost) as error:
                 if self._away is None:

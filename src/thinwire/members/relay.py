@@ -176,12 +176,15 @@ def relaying(
         token: Of the members; None where there is none.
         tls: See `certificate`; None for connections in plain.
     """
-    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    runner, stop = asyncio.Runner(), asyncio.Event()
+    loop = runner.get_loop()
     loop.set_exception_handler(lambda *_: None)  # strangers who break off a handshake
-    work = _Relay(relay_key(token), stop).hold(listener, tls)
-    thread = threading.Thread(
-        target=lambda: loop.run_until_complete(work), name="thinwire-relay", daemon=True
-    )
+
+    def run() -> None:
+        with runner:
+            runner.run(_Relay(relay_key(token), stop).hold(listener, tls))
+
+    thread = threading.Thread(target=run, name="thinwire-relay", daemon=True)
     thread.start()
     try:
         yield
