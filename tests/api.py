@@ -30,7 +30,8 @@ _NAMES = {
     "thinwire.comm.private": "next_identity warn_of_restarts",
     "thinwire.comm.proofs": "ALL_RANKS PROOF_BYTES Proofs",
     "thinwire.comm.relay": (
-        "ALL FRAME_BYTES GREETING HEAD Kind RelayClient RelayPlace hello_proof require_relay"
+        "ALL FRAME_BYTES GREETING HEAD NONCE_BYTES Kind RelayClient RelayPlace hello_proof "
+        "require_relay"
     ),
     "thinwire.comm.replicate": "make_equal_",
     "thinwire.comm.sockets": "connections listeners shut_down",
@@ -93,7 +94,7 @@ _NAMES = {
     "thinwire.local.sketch": "sketch",
     "thinwire.local.updates": "LocalUpdates",
     "thinwire.local.work": "RoundWork weights_of",
-    "thinwire.members": "giving keeper meeting",
+    "thinwire.members": "giving keeper meeting relay",
     "thinwire.members.board": "board_Board=Board SealedStore",
     "thinwire.members.credentials": "derived_key new_token read_token Address parse_address",
     "thinwire.members.generation": "Decision",

@@ -7,7 +7,6 @@ import socket
 import ssl
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,20 +22,27 @@ from tests.api import (
     FRAME_BYTES,
     GREETING,
     HEAD,
+    NONCE_BYTES,
     Kind,
+    Link,
     RelayClient,
     RelayPlace,
+    _Relay,
     certificate,
+    enter_network,
     hello_proof,
+    network,
+    relay,
     relay_key,
     relaying,
     require_relay,
-    _Relay,
 )
+from tests.faults.lines import blackhole
+from tests.lab.namespaces import needs_netns
 from tests.members.places import TOKEN, host_command, meeting_place
 from tests.members.relays import relay_place, two_ports
 from tests.members.training import TIMEOUT_S, digest, member, model
-from tests.ranks import Lost, Pool
+from tests.ranks import Lost, Pool, Raised
 from tests.waiting import PATIENCE_S, until
 from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost
 
@@ -45,9 +51,7 @@ CONFIGS = {
     "sparse": tw.LocalSGD(2, begin_step=0, compression=tw.Sparse(0.9)),
     "split": tw.LocalSGD(2, begin_step=0, compression=tw.Sparse(0.9, exchange="split")),
     "whole": tw.LocalSGD(2, begin_step=0),
-    "late, parts": tw.LocalSGD(
-        4, begin_step=0, compression=tw.Quantized(1), delay=1, fragments=2
-    ),
+    "late, parts": tw.LocalSGD(4, begin_step=0, compression=tw.Quantized(1), delay=1, fragments=2),
 }
 STEPS = 40
 """In which there are 20 averagings."""
@@ -165,11 +169,18 @@ def test_a_member_uploads_what_it_sends_once(ranks: Pool, token_file: str, size:
         assert sent[0] <= count_of_one < 1.0025 * sent[0]
 
 
-@contextlib.contextmanager
-def host_of(port: int, token_file: str, *more: str) -> Iterator[subprocess.Popen[str]]:
-    bind = f"127.0.0.1:{port}"
-    with host_command("--bind", bind, "--token-file", token_file, "--relay", *more) as (host, _):
-        yield host
+def hold(port: int, token_file: str, flag: Path, kills: int, over: threading.Event) -> None:
+    """A host, which is killed and started again so many times once there is the flag."""
+    options = ["--bind", f"127.0.0.1:{port}", "--token-file", token_file, "--relay"]
+    for _ in range(kills):
+        with host_command(*options) as (host, _):
+            until(lambda: flag.exists() or over.is_set(), "the first averaging")
+            time.sleep(0.3)
+            host.send_signal(signal.SIGKILL)
+            host.wait()
+        time.sleep(0.3)
+    with host_command(*options):
+        over.wait()
 
 
 def test_a_relay_that_is_killed_and_comes_back_costs_nothing(
@@ -180,34 +191,29 @@ def test_a_relay_that_is_killed_and_comes_back_costs_nothing(
     for each in two_ports():
         port = each.getsockname()[1] - 1
         each.close()
-    flag, found = tmp_path / "go", []
     options = {"token_file": token_file, "relay": True, "timeout": PATIENCE_S}
-    args = (in_order, f"tcp://127.0.0.1:{port}", CONFIGS["sparse"])
+    found = []
     for kills in (0, 3):
-        with contextlib.ExitStack() as ends:
-            hosts = [ends.enter_context(host_of(port, token_file))]
-            paced = {**options, "flag": str(flag)} if kills else options
-
-            def disturb() -> None:
-                until(flag.exists, "the first averaging")
-                for _ in range(kills):
-                    hosts[-1].send_signal(signal.SIGKILL)
-                    hosts[-1].wait()
-                    time.sleep(0.3)
-                    hosts.append(ends.enter_context(host_of(port, token_file)))
-                    time.sleep(0.3)
-                over.wait()  # the host ends with the thread that has started it
-
-            over, disturber = threading.Event(), threading.Thread(target=disturb)
-            if kills:
-                disturber.start()
-            try:
-                found += ranks.run(*args, paced, size=3, group=False)
-            finally:
-                over.set()
-            if kills:
-                disturber.join()
+        flag, over = tmp_path / f"go{kills}", threading.Event()
+        host = threading.Thread(target=hold, args=(port, token_file, flag, kills, over))
+        host.start()
+        try:
+            until(lambda: listens(port + 1), "the host")
+            paced = {**options, "flag": str(flag) if kills else ""}
+            args = (f"tcp://127.0.0.1:{port}", CONFIGS["sparse"], paced)
+            found += ranks.run(in_order, *args, size=3, group=False)
+        finally:
+            over.set()
+            host.join()
     assert found == 6 * [found[0]]
+
+
+def listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("phase", ["before sending", "once sent", "before the last agreement"])
@@ -231,9 +237,7 @@ def test_a_newcomer_gets_the_state_through_the_relay(
     options = {"founders": 2, "flag": str(tmp_path / "go"), "step_s": 0.02, "until_size": 3}
     options |= {"token_file": token_file, "relay": True}
     with relay_place() as address:
-        found = ranks.run(
-            _member, address, CONFIGS["late, parts"], options, size=3, group=False
-        )
+        found = ranks.run(_member, address, CONFIGS["late, parts"], options, size=3, group=False)
     first, _, newcomer = (one["rounds"] for one in found)
     assert found[2]["entered"] > 1
     assert len(newcomer) > 3
@@ -297,7 +301,7 @@ def test_a_certificate_of_somebody_else_is_refused(
         pytest.skip("no authorities on this machine")
     with (
         relay_place(tls=certificate(cert, None)) as address,
-        pytest.raises(Mismatch, match="the certificate of the relay at tls://127.0.0.1"),
+        pytest.raises(Mismatch, match="the certificate of the relay at tls://"),
     ):
         tw.join(address, run="a", token_file=token_file, relay=True, ca=system)
 
@@ -307,7 +311,7 @@ def altered(rank: int, size: int, address: str, token_file: str) -> tuple[str, i
     net, told = model(0), ""
     torch.manual_seed(rank)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    options = {"run": "test", "token_file": token_file, "min_members": size, "relay": True}
+    options = {"run": "test", "token_file": token_file, "start_members": size, "relay": True}
     try:
         with (
             tw.join(address, timeout=TIMEOUT_S, **options) as members,
@@ -333,11 +337,11 @@ def altered(rank: int, size: int, address: str, token_file: str) -> tuple[str, i
 @pytest.mark.fault
 @pytest.mark.parametrize("kind", [Kind.DATA, Kind.CONTROL])
 @pytest.mark.parametrize("how", ["altered", "repeated"])
-def test_a_relay_that_lies_is_found_out(
-    ranks: Pool, token_file: str, kind: Kind, how: str
-) -> None:
-    """What member 1 sends in its thirtieth message of a kind reaches the others as another one."""
+def test_a_relay_that_lies_is_found_out(ranks: Pool, token_file: str, kind: Kind, how: str) -> None:
+    """A message of member 1, the tenth of a kind or a later one, reaches the others as another one.
+    They say so by a vote; where it was in one, they end."""
     sent: list[bytes] = []
+    lies: list[bytes] = []
     head: list[tuple[int, ...]] = [()]
 
     def lie(rank: int, content: bytes) -> bytes:
@@ -347,19 +351,134 @@ def test_a_relay_that_lies_is_found_out(
             head[0] = HEAD.unpack(content)
             return content
         (length, _, _, what, *_), head[0] = head[0], ()
-        if what != kind or length < 30:
+        if what != kind or length < 30 or len(lies) == 1:
             return content
         sent.append(content)
-        if len(sent) != 30:
+        older = [each for each in sent[:-1] if len(each) == len(content) and each != content]
+        if len(sent) < 10 or not older:
             return content
-        if how == "repeated":
-            older = [each for each in sent[:-1] if len(each) == len(content) and each != content]
-            return older[-1]
-        return content[:7] + bytes([content[7] ^ 1]) + content[8:]
+        lies.append(older[-1] if how == "repeated" else content[:7] + b"lies" + content[11:])
+        return lies[0]
 
     with relay_place() as address, tapped(lie):
-        found = ranks.run(altered, address, token_file, size=3, group=False)
-    assert len(sent) >= 30
-    for told, averagings in found:
-        assert "its proof is wrong" in told
-        assert averagings == found[0][1]
+        found = ranks.run(altered, address, token_file, size=3, group=False, expect_errors=True)
+    assert len(lies) == 1
+    ended = [one for one in found if not isinstance(one, Raised)]
+    refused = [averagings for told, averagings in ended if "its proof is wrong" in told]
+    assert refused == (3 if kind == Kind.DATA else 2) * [refused[0]]
+    assert refused[0] < 20
+
+
+def behind_a_wall(
+    rank: int, size: int, paths: list[str], addresses: list[str], token_file: str
+) -> tuple[list[str], bool]:
+    """What `in_order` finds from within a network of its own, and whether another one of them can
+    be reached from there."""
+    home, there = (os.open(path, os.O_RDONLY) for path in ("/proc/self/ns/net", paths[rank + 1]))
+    try:
+        enter_network(there)
+        host, *members = addresses
+        options = {"token_file": token_file, "relay": True}
+        found = in_order(rank, size, f"tcp://{host}:29400", CONFIGS["sparse"], options)
+        try:
+            socket.create_connection((members[1 - rank], 9), timeout=1).close()
+        except ConnectionRefusedError:
+            reached = True
+        except OSError:
+            reached = False
+        return found, reached
+    finally:
+        enter_network(home)
+        os.close(home)
+        os.close(there)
+
+
+@needs_netns
+def test_members_train_that_nothing_reaches(ranks: Pool, token_file: str) -> None:
+    with network(3, Link.parse("1gbit")) as net:
+        for mine, other in ((1, 2), (2, 1)):
+            blackhole(net.namespace_fds[mine], [net.addresses[other]])
+        paths = [f"/proc/{os.getpid()}/fd/{fd}" for fd in net.namespace_fds]
+        options = ["--bind", f"{net.addresses[0]}:29400", "--token-file", token_file, "--relay"]
+        with host_command(*options, namespace=net.namespace_fds[0]):
+            args = (behind_a_wall, paths, list(net.addresses), token_file)
+            found = ranks.run(*args, size=2, group=False)
+    assert len(found[0][0]) >= 20
+    assert found == 2 * [(found[0][0], False)]
+
+
+def test_who_says_what_no_member_says_is_hung_up_on() -> None:
+    """And only on that one: the room goes on."""
+    first, second = two_ports()
+    first.close()
+    with relaying(second, None, None):
+        place = RelayPlace("127.0.0.1", second.getsockname()[1], b"")
+        clients = [RelayClient(place, "room", rank, 2) for rank in range(2)]
+        assert all(client.wait_for_everybody(PATIENCE_S) for client in clients)
+        frame = HEAD.pack(FRAME_BYTES + 1, ALL, 0, Kind.DATA, 0, 0, 0)
+        fake = HEAD.pack(0, ALL, 0, Kind.GONE, 0, 0, 0)
+        for words in (b"GET / HTTP/1.1\r\n\r\n", None, frame, fake):
+            with socket.create_connection(place[:2], timeout=PATIENCE_S) as stranger:
+                if words is not None and words[:3] == b"GET":
+                    stranger.sendall(words)
+                else:
+                    stranger.sendall(GREETING)
+                    hello = b'{"room": "other", "rank": 0}'
+                    proof = hello_proof(b"", stranger.recv(NONCE_BYTES), hello)
+                    stranger.sendall(struct.pack("<H", len(hello)) + hello + proof)
+                    assert stranger.recv(1) == b"+"
+                    if words is None:  # one that goes by itself
+                        continue
+                    stranger.sendall(words)
+                while stranger.recv(4096):
+                    pass
+        clients[0].send(Kind.DATA, b"x" * 200_000)
+        number = clients[1].claim(Kind.DATA, 0)
+        with clients[1].news:
+            arrived = clients[1].news.wait_for(
+                lambda: clients[1].arrived(Kind.DATA, {0: number}), PATIENCE_S
+            )
+        assert arrived
+        assert clients[1].take(Kind.DATA, {0: number}) == {0: b"x" * 200_000}
+        for client in clients:
+            client.close(PATIENCE_S)
+
+
+def test_who_takes_nothing_holds_up_whoever_sends_to_it() -> None:
+    """The relay keeps no more than some parts of a message for it."""
+    first, second = two_ports()
+    first.close()
+    size = 64 << 20
+    with relaying(second, None, None):
+        place = RelayPlace("127.0.0.1", second.getsockname()[1], b"")
+        client = RelayClient(place, "room", 0, 2)
+        with socket.create_connection(place[:2], timeout=PATIENCE_S) as slow:
+            slow.sendall(GREETING)
+            hello = b'{"room": "room", "rank": 1}'
+            proof = hello_proof(b"", slow.recv(NONCE_BYTES), hello)
+            slow.sendall(struct.pack("<H", len(hello)) + hello + proof)
+            assert client.wait_for_everybody(PATIENCE_S)
+            before = resident_bytes()
+            client.send(Kind.DATA, bytes(size))
+            time.sleep(1.0)
+            assert resident_bytes() - before < size + (24 << 20)
+            taken = 0
+            while taken < size:
+                taken += len(slow.recv(1 << 20))
+        client.close(PATIENCE_S)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_no_more_connections_are_let_in_than_there_may_be() -> None:
+    first, second = two_ports()
+    first.close()
+    with relaying(second, None, None), contextlib.ExitStack() as ends:
+        place = RelayPlace("127.0.0.1", second.getsockname()[1], b"")
+        ends.enter_context(pytest.MonkeyPatch.context()).setattr(relay, "MOST_CONNECTIONS", 3)
+        for _ in range(3):
+            ends.enter_context(socket.create_connection(place[:2], timeout=PATIENCE_S))
+        with pytest.raises(PeerLost, match="as many connections as it may have"):
+            require_relay(place, PATIENCE_S)
