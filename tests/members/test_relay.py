@@ -36,6 +36,7 @@ from tests.api import (
     relay_key,
     relaying,
     require_relay,
+    serve,
 )
 from tests.faults.lines import blackhole
 from tests.lab.namespaces import needs_netns
@@ -482,3 +483,29 @@ def test_no_more_connections_are_let_in_than_there_may_be() -> None:
             ends.enter_context(socket.create_connection(place[:2], timeout=PATIENCE_S))
         with pytest.raises(PeerLost, match="as many connections as it may have"):
             require_relay(place, PATIENCE_S)
+
+
+def test_a_relay_that_stays_away_is_an_error(ranks: Pool, token_file: str, tmp_path: Path) -> None:
+    flag = tmp_path / "go"
+    first, second = two_ports()
+    port, stop, ready = first.getsockname()[1], threading.Event(), threading.Event()
+    options = {"say": lambda _: None, "ready": ready.set, "stop": stop}
+    threading.Thread(target=serve, args=(first, TOKEN), kwargs=options).start()
+    paced = {"token_file": token_file, "relay": True, "flag": str(flag)}
+    args = (in_order, f"tcp://127.0.0.1:{port}", CONFIGS["sparse"], paced)
+    relayed = relaying(second, TOKEN, None)
+    relayed.__enter__()
+
+    def end() -> None:
+        until(flag.exists, "the first averaging")
+        relayed.__exit__(None, None, None)
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    try:
+        found = ranks.run(*args, size=2, group=False, expect_errors=True)
+    finally:
+        stop.set()
+        ending.join()
+    assert [one.type_name for one in found] == 2 * ["ThinwireError"]
+    assert f"the relay at tcp://127.0.0.1:{port + 1} is away" in found[0].text
