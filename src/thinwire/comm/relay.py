@@ -34,8 +34,8 @@ __all__ = [
 HEAD: Final = struct.Struct("<IhhBIII")
 """Length, receiver, sender, kind, number of the message, where this part of it begins, its whole
 length."""
-FRAME_BYTES: Final = 64 << 10
-"""Of a part: what a slow line carries soon, so that the relay hands on while it still reads."""
+FRAME_BYTES: Final = 16 << 10
+"""Of a part: a slow line carries it soon, so that the relay hands on while it still reads."""
 ALL: Final = -1
 GREETING: Final = b"twrelay1"
 NONCE_BYTES: Final = 16
