@@ -320,6 +320,11 @@ class RelayClient:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             writer.close()
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(_FLUSH_S):
+                    await writer.wait_closed()
+            writer.transport.abort()
+            await asyncio.sleep(0)  # for its socket to be closed
         for task in done:
             task.result()
 
