@@ -22,12 +22,17 @@ _NAMES = {
         "Group Nodes Pending group node_size_of nodes private replicate require_agreement "
         "sources_of while_busy"
     ),
-    "thinwire.comm.direct": "Direct Line between",
+    "thinwire.comm.direct": "Direct between",
+    "thinwire.comm.line": "Line",
     "thinwire.comm.failures": "_connections_to",
     "thinwire.comm.group": "Rate",
     "thinwire.comm.nodes": "Grid",
     "thinwire.comm.private": "next_identity warn_of_restarts",
     "thinwire.comm.proofs": "ALL_RANKS PROOF_BYTES Proofs",
+    "thinwire.comm.relay": (
+        "ALL FRAME_BYTES GREETING HEAD NONCE_BYTES Kind RelayClient RelayPlace hello_proof "
+        "require_relay"
+    ),
     "thinwire.comm.replicate": "make_equal_",
     "thinwire.comm.sockets": "connections listeners shut_down",
     "thinwire.comm.waiting": "left_s one_deadline",
@@ -89,7 +94,7 @@ _NAMES = {
     "thinwire.local.sketch": "sketch",
     "thinwire.local.updates": "LocalUpdates",
     "thinwire.local.work": "RoundWork weights_of",
-    "thinwire.members": "giving keeper meeting",
+    "thinwire.members": "giving keeper meeting relay",
     "thinwire.members.board": "board_Board=Board SealedStore",
     "thinwire.members.credentials": "derived_key new_token read_token Address parse_address",
     "thinwire.members.generation": "Decision",
@@ -98,6 +103,7 @@ _NAMES = {
     "thinwire.members.keeper": "Keeper",
     "thinwire.members.meeting": "connect require_same run_store serve",
     "thinwire.members.members": "Members",
+    "thinwire.members.relay": "certificate relay_key relaying _Relay",
     "thinwire.optim": "dgc_synchronizer owners",
     "thinwire.pipeline.runner": "PipelineRunner",
     "thinwire.pipeline.split": "split_model split_partition=partition",

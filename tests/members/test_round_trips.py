@@ -92,7 +92,7 @@ def test_who_asks_to_be_let_in_waits_no_longer_after_many_others(server: TCPStor
 
     def keeper(name: str) -> Keeper:
         options: dict[str, Any] = {"min_members": 1, "start_members": 1, "timeout_s": LIMIT_S}
-        return Keeper(board, name, address="127.0.0.1", **options)
+        return Keeper(board, name, way="127.0.0.1", **options)
 
     numbers = [keeper(f"member-{n}").say_hello(board) for n in range(40)]
     assert numbers == list(range(40))

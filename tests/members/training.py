@@ -99,12 +99,14 @@ def member(
     token_file: str | None = None,
     until_size: int = 0,
     timeout_s: float = TIMEOUT_S,
+    relay: bool = False,
+    ca: str | None = None,
 ) -> dict[str, Any]:
     """Train until `steps`, and tell what was seen.
 
     Args:
         until_size: Train on until there are so many members, and 12 steps more, instead.
-        timeout_s: Of the members.
+        timeout_s: Of the members; `relay` and `ca` are those of `join` too.
         founders: Ranks that begin; the others wait for the file `flag`, which rank 0 makes at step
             `flag_at`.
         fault: `rank`, `phase` (of `PHASES`, or "step"), `at` (number of the call) and `how`.
@@ -140,6 +142,8 @@ def member(
             token_file=token_file,
             until_size=until_size,
             timeout_s=timeout_s,
+            relay=relay,
+            ca=ca,
         )
     finally:
         for kind, name, method in undo:
@@ -163,6 +167,8 @@ def _trained(
     token_file: str | None,
     until_size: int,
     timeout_s: float,
+    relay: bool,
+    ca: str | None,
 ) -> dict[str, Any]:
     net = model(rank)
     optimizer = torch.optim.AdamW(net.parameters(), 2e-3)
@@ -177,6 +183,8 @@ def _trained(
         min_members=min_members,
         start_members=start_members,
         timeout=timeout_s,
+        relay=relay,
+        ca=ca,
     ) as members:
         members.on_change(lambda now: changes.append((now.generation, now.size)))
         with tw.local_sgd(net, optimizer, config, members=members) as sync:

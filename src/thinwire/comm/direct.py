@@ -8,19 +8,16 @@ from collections.abc import Set
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import ProcessGroup
 
 from thinwire.comm.failures import explain_failure
-from thinwire.comm.private import forget, hold, made_within, released_at_exit
+from thinwire.comm.private import made_within, released_at_exit
 from thinwire.comm.sockets import Connection, Place, connections, listeners, shut_down
-from thinwire.errors import PeerLost, PeerStalled
 
-__all__ = ["Direct", "Line"]
+__all__ = ["Direct"]
 
 _NEVER = datetime.timedelta(days=30)
-_PIECE_BYTES = 4 << 20
 _DEVICES_TRIED = 20
 _listening = threading.Lock()
 
@@ -37,7 +34,7 @@ class Direct:
         rank: Rank of this process.
         size: Ranks, at least 2.
         timeout_s: For the making, which is collective.
-        address: Of this machine, on which the groups listen.
+        way: The address of this machine, on which the groups listen; of `Relayed` the relay.
 
     Raises:
         PeerLost, PeerStalled: One of the ranks died, or did not come within the time-out.
@@ -49,8 +46,10 @@ class Direct:
     courier = None
     """What tells who is alive; the store of the members does that here."""
     watched_here = True
+    relayed = False
+    """Whether what is for all ranks is sent once, to a relay."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float, address: str) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float, way: Any) -> None:
         self.abandoned: str | None = None
         self.group: ProcessGroup | None
         self.control: ProcessGroup | None
@@ -62,7 +61,7 @@ class Direct:
         begun = time.monotonic()
         try:
             self.group, self.control = made_within(
-                timeout_s, lambda: self._made(store, rank, size, timeout_s, address)
+                timeout_s, lambda: self._made(store, rank, size, timeout_s, way)
             )
         except RuntimeError as error:
             self.hang_up()
@@ -72,9 +71,9 @@ class Direct:
         released_at_exit(self)
 
     def _made(
-        self, store: Store, rank: int, size: int, timeout_s: float, address: str
+        self, store: Store, rank: int, size: int, timeout_s: float, way: Any
     ) -> tuple[ProcessGroup, ProcessGroup]:
-        device, here = _device(address)
+        device, here = _device(way)
         ahead = _Ahead(store, size)
         ahead.set(f"place/{rank}", json.dumps(here))
         before = {each.inode for each in connections()}
@@ -144,72 +143,6 @@ class _Ahead(Store):
 
     def has_extended_api(self) -> bool:
         return False
-
-
-class Line:
-    """Bytes from one process to another one, in order, in pieces that each have the time-out.
-
-    Args:
-        store: Where the two find each other; one that was never used for this.
-        giver: Whether this is the process that sends.
-        timeout_s: For the making, and for each piece of at most 4 MiB.
-        address: Of this machine.
-
-    Raises:
-        PeerLost, PeerStalled: The other one died, or did not come within the time-out.
-    """
-
-    def __init__(self, store: Store, *, giver: bool, timeout_s: float, address: str) -> None:
-        self._ends = Direct(store, 0 if giver else 1, 2, timeout_s, address)
-        self._timeout_s = timeout_s
-        self._other = 1 if giver else 0
-
-    def send(self, content: bytes | bytearray | memoryview) -> None:
-        """Send bytes whose number the other one learns first."""
-        self._pass(torch.tensor([len(content)], dtype=torch.int64, device="cpu"), give=True)
-        whole = torch.frombuffer(bytearray(content), dtype=torch.uint8) if len(content) else None
-        for piece in () if whole is None else torch.split(whole, _PIECE_BYTES):
-            self._pass(piece, give=True)
-
-    def receive(self, at_most: int) -> bytearray:
-        """The bytes that the other one sent.
-
-        Raises:
-            PeerLost: It claims to send more than `at_most`: it is none of ours.
-        """
-        length = torch.empty(1, dtype=torch.int64, device="cpu")
-        self._pass(length, give=False)
-        nbytes = int(length)
-        if not 0 <= nbytes <= at_most:
-            raise PeerLost(
-                f"the member that gives its state claims to send {nbytes} bytes, and at most "
-                f"{at_most} can be right: its message is damaged"
-            )
-        content = bytearray(nbytes)
-        whole = torch.frombuffer(content, dtype=torch.uint8) if nbytes else None
-        for piece in () if whole is None else torch.split(whole, _PIECE_BYTES):
-            self._pass(piece, give=False)
-        return content
-
-    def _pass(self, piece: Tensor, *, give: bool) -> None:
-        group = self._ends.group
-        assert group is not None, "open"
-        try:
-            work = (group.send if give else group.recv)([piece], self._other, 0)
-            hold(group, work, [piece])
-            work.wait(datetime.timedelta(seconds=self._timeout_s))
-            forget(work)
-        except RuntimeError as error:
-            self.close()
-            what, within = "copying the state of a member", f"{self._timeout_s:g} s"
-            told = explain_failure(error, what=what, rank=1 - self._other, size=2, within=within)
-            if isinstance(told, PeerLost | PeerStalled):
-                raise told from error
-            raise PeerLost(str(told)) from error
-
-    def close(self) -> None:
-        """Hang up."""
-        self._ends.release()
 
 
 def _device(address: str) -> tuple[Any, Place]:

@@ -128,6 +128,8 @@ class Group:
     rank, size = 0, 1
     stays = True
     """Whether its ranks stay the same; members come and go."""
+    relayed = False
+    """Whether what is for all ranks is sent once, to a relay; sums are gathered then."""
     node_size = 1
     """Ranks that count as one source: 1 here, see `Nodes`."""
     shards: "Group | None" = None
@@ -306,7 +308,8 @@ class Group:
             launches = [
                 partial(dist.all_gather, to, piece) for to, piece in rows_of(rows, message, limit)
             ]
-        held, wire = [out, message], (self.size - 1) * message.numel()
+        held = [out, message]
+        wire = (1 if self.relayed else self.size - 1) * message.numel()
         return self._launched(
             launches, lambda: rows, what, held, wire_bytes=wire, rated=not control, control=control
         )
@@ -392,7 +395,7 @@ class Group:
         self.bytes_received += buffer.nbytes
         pieces = pieces_of(buffer, piece_bytes(self.timeout_s))
         launches = [partial(dist.all_reduce, piece) for piece in pieces]
-        share = 2 * (self.size - 1) / self.size * buffer.nbytes
+        share = (1 if self.relayed else 2 * (self.size - 1) / self.size) * buffer.nbytes
         return self._launched(launches, lambda: buffer, what, [buffer], wire_bytes=share)
 
     def broadcast_(self, buffer: Tensor, *, what: str, source: int = 0) -> Pending[Tensor]:

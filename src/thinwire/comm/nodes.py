@@ -133,6 +133,11 @@ class _Joined:
         self._groups = others if exchange is None else (exchange, *others)
 
     @property
+    def relayed(self) -> bool:
+        """See `Group.relayed`."""
+        return self._exchange is not None and self._exchange.relayed
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes that this rank passed to exchanges of all kinds."""
         return sum(group.bytes_sent for group in self._groups)

@@ -67,6 +67,11 @@ class SealedStore(Store):
         """Of the host; -1 where the store is none of another process."""
         return int(getattr(self._store, "port", -1))
 
+    @property
+    def room(self) -> str:
+        """A name of this part that no other one has, in another life of the host neither."""
+        return f"{self.session}/{self._prefix}"
+
     def key_for(self, *purpose: str) -> bytes | None:
         """A key of 32 bytes that those who share this store's secret and prefix have alike; None
         without a secret.

@@ -24,8 +24,11 @@ EXAMPLES = """Examples:
 thinwire host --new-token token
 
 thinwire host --bind 10.0.0.1:29400 --token-file token
+
+thinwire host --bind 203.0.113.7:29400 --token-file token --relay --cert cert.pem --key key.pem
 """
 _BACKLOG = 512
+_LAST_PORT = 0xFFFF
 _EVERYWHERE = {"*": "0.0.0.0"}
 _Flag = Annotated[bool, Parameter(negative="")]
 
@@ -36,6 +39,9 @@ def host(
     token_file: Path | None = None,
     new_token: Path | None = None,
     public: _Flag = False,
+    relay: _Flag = False,
+    cert: Path | None = None,
+    key: Path | None = None,
     quiet: _Flag = False,
 ) -> None:
     """Be the meeting place of runs whose members come and go: tw.join names its address.
@@ -49,6 +55,11 @@ def host(
         token_file: The secret that all members have. Without it whoever reaches the port can join.
         new_token: Makes such a file, for its owner alone, and ends.
         public: Lets it listen on all addresses.
+        relay: Hand on the messages of members that join with relay=True, who then need no open
+            port: on the port after that of --bind.
+        cert: Certificate in PEM form for the relay, so that its traffic is encrypted; members name
+            who has signed it, by ca=.
+        key: Its private key, unless it is in the same file.
         quiet: Print where it listens, and no more.
     """
     if new_token is not None:
@@ -61,12 +72,28 @@ def host(
         raise ValueError("--bind is missing: an address of this machine, such as 10.0.0.1:29400")
     asked = parse_address("bind", bind, scheme=False)
     token = None if token_file is None else read_token(token_file)
-    with _listener(asked, public=public) as listener:
+    if (cert or key) and not relay:
+        raise ValueError("--cert and --key are for the relay: give --relay too")
+    if key and not cert:
+        raise ValueError("--cert is missing: the certificate that belongs to --key")
+    with contextlib.ExitStack() as ends:
+        listener = ends.enter_context(_listener(asked, public=public))
         where = Address(*listener.getsockname()[:2])
-        _hold(listener, where, token, quiet=quiet)
+        if relay:
+            if where.port == _LAST_PORT:
+                raise ValueError(f"--bind {bind}: the relay needs the port after that of --bind")
+            next_one = _listener(Address(asked.host, where.port + 1), public=public)
+            ends.enter_context(next_one)
+            from thinwire.members.relay import certificate, relaying  # loads torch
+
+            tls = certificate(cert, key) if cert else None
+            ends.enter_context(relaying(next_one, token, tls))
+        _hold(listener, where, token, relayed=relay, quiet=quiet)
 
 
-def _hold(listener: socket.socket, where: Address, token: bytes | None, *, quiet: bool) -> None:
+def _hold(
+    listener: socket.socket, where: Address, token: bytes | None, *, relayed: bool, quiet: bool
+) -> None:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
@@ -81,6 +108,8 @@ def _hold(listener: socket.socket, where: Address, token: bytes | None, *, quiet
 
     def ready() -> None:
         _print(f"listening on tcp://{where}")
+        if relayed:
+            say(f"relaying on port {where.port + 1}")
         for line in _remarks(where, with_token=token is not None):
             say(line)
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import safetensors.torch
 from torch import Tensor
 
-from thinwire.comm.direct import Line
+from thinwire.comm.line import Line
+from thinwire.comm.relay import RelayPlace
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.members.board import Board
 
@@ -55,8 +56,8 @@ class Way(NamedTuple):
 
     board: Board
     """Of the run; cloned by threads."""
-    address: str
-    """Of this machine."""
+    way: str | RelayPlace
+    """The address of this machine, or the relay."""
     timeout_s: float
     key: bytes
     """Of the checksums; empty where the run has none."""
@@ -64,7 +65,7 @@ class Way(NamedTuple):
     def line(self, number: int, *, giver: bool) -> Line:
         """To the other end of the copy of this number."""
         store = self.board.store.under(f"copy/{number}")
-        return Line(store, giver=giver, timeout_s=self.timeout_s, address=self.address)
+        return Line(store, giver=giver, timeout_s=self.timeout_s, way=self.way)
 
     def cloned(self) -> "Way":
         """The same for a thread of its own."""

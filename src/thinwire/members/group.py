@@ -85,7 +85,7 @@ class ElasticGroup(Group):
         self.rank, self.size = now.rank, now.size
         groups: Any = now.groups  # it has what Group asks of a Private
         shared: Private | None = groups
-        self._shared = shared
+        self._shared, self.relayed = shared, groups is not None and groups.relayed
         key = self.keeper.board.store.key_for("exchange", str(now.number))
         if key is not None:
             self.prove(key)

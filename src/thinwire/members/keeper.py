@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from thinwire.comm.direct import Direct
+from thinwire.comm.line import ways_between
 from thinwire.comm.private import forget_ended
+from thinwire.comm.relay import RelayPlace
 from thinwire.comm.waiting import idle_s, waits
 from thinwire.errors import Evicted, PayloadCorrupt, PeerStalled, QuorumLost, ThinwireError
 from thinwire.members.board import Board, no_answer
@@ -62,12 +63,12 @@ class Keeper:
         board: Board,
         me: str,
         *,
-        address: str,
+        way: str | RelayPlace,
         min_members: int,
         start_members: int,
         timeout_s: float,
     ) -> None:
-        self.board, self.me, self.address = board, me, address
+        self.board, self.me, self._way = board, me, way
         self.timeout_s, self._min_members = timeout_s, min_members
         self._patience_s = timeout_s + min(_BUILD_S, timeout_s)
         self._start_members = start_members
@@ -664,12 +665,12 @@ class Keeper:
             limit_s = min(_BUILD_S, self.timeout_s)
             until = time.monotonic() + limit_s
             try:
-                formed.groups = Direct(
+                formed.groups = ways_between(
                     self.board.store.under(f"gloo/{number}"),
                     formed.rank,
                     formed.size,
                     limit_s,
-                    self.address,
+                    self._way,
                 )
                 break
             except ThinwireError as error:

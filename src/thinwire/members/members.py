@@ -5,6 +5,7 @@ import logging
 import os
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire import _validate as check
 from thinwire.comm import Group
 from thinwire.comm.handshake import leaves
+from thinwire.comm.relay import RelayPlace, require_relay
 from thinwire.comm.waiting import seconds_of
 from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
 from thinwire.members.board import Board
@@ -27,6 +29,7 @@ from thinwire.members.giving import Given, Giver, Heir, Taker, Way, legacy_numbe
 from thinwire.members.group import ElasticGroup, OneRank, Site, SiteGroup
 from thinwire.members.keeper import Keeper
 from thinwire.members.meeting import connect, reached_from, require_same
+from thinwire.members.relay import relay_key
 
 __all__ = ["Members", "Work", "join"]
 
@@ -88,7 +91,7 @@ class Members:
     def __init__(
         self,
         board: Board,
-        address: str,
+        way: str | RelayPlace,
         timeout_s: float,
         site: OneRank,
         keeper_of: Callable[[Board, str], Keeper],
@@ -96,7 +99,7 @@ class Members:
         self._site, self._keeper_of, self.timeout_s = site, keeper_of, timeout_s
         self._board = board if self.site is None else board.under(f"shard/{site.rank}")
         key = self._board.store.key_for("state") or b""
-        self._way = Way(self._board, address, timeout_s, key)
+        self._way = Way(self._board, way, timeout_s, key)
         self._keeper = self._met()
         self.group = ElasticGroup(self._keeper)
         self.job: Group = self.group
@@ -508,6 +511,8 @@ def join(
     start_members: int | None = None,
     timeout: float | datetime.timedelta | None = None,
     mesh: DeviceMesh | None = None,
+    relay: bool = False,
+    ca: str | Path | None = None,
 ) -> Members:
     """Meet the other members of a run, without torchrun.
 
@@ -524,6 +529,10 @@ def join(
         mesh: Where this member is a site that holds its model in shards: of all ranks of the site,
             which are a job of their own, (1, shards) with the dimensions "replicate" and "shard".
             All of them join, and come and go together.
+        relay: Send and receive everything through the meeting place (`thinwire host --relay`), by
+            connections that this process makes; the same on all members of a run.
+        ca: With `relay`, where the host has --cert: a file with the certificate of who has signed
+            it, or the host's own. Without, the connection to the relay is in plain.
 
     Returns:
         The members, a context manager. Where the run has begun already this process is a newcomer
@@ -531,8 +540,10 @@ def join(
 
     Raises:
         QuorumLost: Fewer than `min_members` came within the time-out; names those who did.
-        ThinwireError: Nobody answers at the address, or the token is another one.
-        Mismatch: The others hold the model in another number of shards.
+        ThinwireError: Nobody answers at the address, nobody relays there, or the token is another
+            one.
+        Mismatch: The others hold the model in another number of shards, or differ in `relay`; the
+            relay's certificate does not verify.
         TypeError, ValueError: An argument that cannot be.
     """
     check.instance("run", run, str)
@@ -548,17 +559,34 @@ def join(
     if token_file is not None:
         check.instance("token_file", token_file, (str, Path))
         token = read_token(token_file)
+    check.instance("relay", relay, bool)
+    tls = None if ca is None else _authority(ca)
+    if tls is not None and not relay:
+        raise ValueError("ca= is for the connection to a relay: give relay=True too, or no ca=")
     limit = datetime.timedelta(seconds=timeout_s)
     site = OneRank() if mesh is None else Site(mesh, timeout_s)
     board = Board.over(partial(connect, address, run, token, limit), place.port, timeout_s)
-    shards = {"shards of a site": site.size}
-    board.ask(lambda: require_same(board.store.under("site"), shards))
-    here = reached_from(place, timeout_s)
+    way: str | RelayPlace = reached_from(place, timeout_s)
+    if relay:
+        way = RelayPlace(place.host, place.port + 1, relay_key(token), tls)
+        require_relay(way, timeout_s)
+    facts = {"shards of a site": site.size, "relay": relay}
+    board.ask(lambda: require_same(board.store.under("site"), facts))
     keeper_of = partial(
         Keeper,
-        address=here,
+        way=way,
         min_members=min_members,
         start_members=start_members,
         timeout_s=timeout_s,
     )
-    return Members(board, here, timeout_s, site, keeper_of)
+    return Members(board, way, timeout_s, site, keeper_of)
+
+
+def _authority(ca: str | Path) -> ssl.SSLContext:
+    check.instance("ca", ca, (str, Path))
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        raise ValueError(
+            f"ca={str(ca)!r} holds no certificate: {error.strerror or error}"
+        ) from None

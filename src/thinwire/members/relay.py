@@ -1,0 +1,193 @@
+"""The relay of `thinwire host --relay`: hands on what the ranks of a room send each other, and
+keeps nothing of it.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import ssl
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from thinwire.comm.relay import (
+    ALL,
+    FRAME_BYTES,
+    GREETING,
+    HEAD,
+    NONCE_BYTES,
+    Answer,
+    Kind,
+    hello_proof,
+)
+from thinwire.members.credentials import derived_key
+
+__all__ = ["MOST_CONNECTIONS", "certificate", "relay_key", "relaying"]
+
+MOST_CONNECTIONS = 200
+_HELLO_S = 5.0
+_SIGN_S = 2.0
+_SLOW_S = 120.0
+"""Who takes nothing of what others send for so long is dropped."""
+_LONGEST_HELLO_BYTES = 1024
+_SENT_BY_MEMBERS = {Kind.DATA, Kind.CONTROL, Kind.DATA_DONE, Kind.CONTROL_DONE}
+_Room = dict[int, asyncio.StreamWriter]
+
+
+def relay_key(token: bytes | None) -> bytes:
+    """The key by which a relay knows members; empty without a token."""
+    return b"" if token is None else derived_key(token, "relay")
+
+
+def certificate(cert: Path, key: Path | None) -> ssl.SSLContext:
+    """What a relay shows members.
+
+    Raises:
+        ValueError: The files are none, or do not belong together.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert, key)
+    except OSError as error:
+        why = error.strerror or error
+        raise ValueError(f"--cert {cert}, --key {key}: no certificate and its key: {why}") from None
+    return context
+
+
+class _Relay:
+    """Ranks by room, and what is between them."""
+
+    def __init__(self, key: bytes, stop: asyncio.Event) -> None:
+        self._key, self._stop = key, stop
+        self._rooms: defaultdict[str, _Room] = defaultdict(dict)
+        self._open: set[asyncio.StreamWriter] = set()
+
+    async def hold(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+        """Serve until `stop` is set, and then close all connections without a word."""
+        limit_s = None if tls is None else _HELLO_S
+        server = await asyncio.start_server(
+            self._serve, sock=listener, ssl=tls, ssl_handshake_timeout=limit_s
+        )
+        while not self._stop.is_set():
+            for writer in [each for room in self._rooms.values() for each in room.values()]:
+                writer.write(HEAD.pack(0, ALL, 0, Kind.ALIVE, 0, 0, 0))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), _SIGN_S)
+        server.close()
+        for writer in self._open:
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open.add(writer)
+        # asyncio does so itself only where the listener says by number that it is of TCP
+        taken = writer.get_extra_info("socket")
+        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        name, rank = "", -1
+        try:
+            async with asyncio.timeout(_HELLO_S):
+                name, rank = await self._admitted(reader, writer)
+            room = self._enter(name, rank, writer)
+            while True:
+                await self._hand_on(room, rank, reader)
+        except (OSError, EOFError, TimeoutError, ValueError, KeyError, TypeError):
+            pass  # it has gone, or is no member
+        finally:
+            self._leave(name, rank, writer)
+            self._open.discard(writer)
+            writer.close()
+
+    async def _admitted(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> tuple[str, int]:
+        """The room and the rank of whoever has shown that it is a member."""
+        if await reader.readexactly(len(GREETING)) != GREETING:
+            raise ValueError("no member")
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        writer.write(nonce)
+        length = int.from_bytes(await reader.readexactly(2), "little")
+        if length > _LONGEST_HELLO_BYTES:
+            raise ValueError("no hello")
+        hello = await reader.readexactly(length)
+        proof = await reader.readexactly(len(hello_proof(b"", b"", b"")))
+        if not hmac.compare_digest(proof, hello_proof(self._key, nonce, hello)):
+            writer.write(Answer.TOKEN)
+            raise ValueError("another token")
+        if len(self._open) > MOST_CONNECTIONS:
+            writer.write(Answer.FULL)
+            raise ValueError("full")
+        said = json.loads(hello)
+        name, rank = str(said["room"]), int(said["rank"])
+        if not 0 <= rank < MOST_CONNECTIONS:
+            raise ValueError("no rank")
+        writer.write(Answer.COME)
+        return name, rank
+
+    def _enter(self, name: str, rank: int, writer: asyncio.StreamWriter) -> _Room:
+        room = self._rooms[name]
+        before = room.pop(rank, None)
+        if before is not None:  # its line was cut, and it is back
+            before.transport.abort()
+        for other, there in room.items():
+            there.write(HEAD.pack(0, other, rank, Kind.HERE, 0, 0, 0))
+            writer.write(HEAD.pack(0, rank, other, Kind.HERE, 0, 0, 0))
+        room[rank] = writer
+        return room
+
+    def _leave(self, name: str, rank: int, writer: asyncio.StreamWriter) -> None:
+        room = self._rooms.get(name, {})
+        if room.get(rank) is not writer or self._stop.is_set():
+            return
+        del room[rank]
+        for other, there in room.items():
+            there.write(HEAD.pack(0, other, rank, Kind.GONE, 0, 0, 0))
+        if not room:
+            del self._rooms[name]
+
+    async def _hand_on(self, room: _Room, rank: int, reader: asyncio.StreamReader) -> None:
+        """One frame, to one or all; the next one is read once they have taken it."""
+        head = await reader.readexactly(HEAD.size)
+        length, to, _, kind, *place = HEAD.unpack(head)
+        if length > FRAME_BYTES or kind not in _SENT_BY_MEMBERS:
+            raise ValueError("no frame of a member")
+        frame = HEAD.pack(length, to, rank, kind, *place) + await reader.readexactly(length)
+        takers = [each for other, each in room.items() if other != rank and to in (ALL, other)]
+        for taker in takers:
+            taker.write(frame)
+        for taker in takers:
+            try:
+                async with asyncio.timeout(_SLOW_S):
+                    await taker.drain()
+            except (OSError, TimeoutError):  # its own end sees to the rest
+                taker.transport.abort()
+
+
+@contextlib.contextmanager
+def relaying(
+    listener: socket.socket, token: bytes | None, tls: ssl.SSLContext | None
+) -> Iterator[None]:
+    """Relay beside whatever is in the block, on a thread of its own.
+
+    Args:
+        listener: Listens already, and is closed in the end.
+        token: Of the members; None where there is none.
+        tls: See `certificate`; None for connections in plain.
+    """
+    runner, stop = asyncio.Runner(), asyncio.Event()
+    loop = runner.get_loop()
+    loop.set_exception_handler(lambda *_: None)  # strangers who break off a handshake
+
+    def run() -> None:
+        with runner:
+            runner.run(_Relay(relay_key(token), stop).hold(listener, tls))
+
+    thread = threading.Thread(target=run, name="thinwire-relay", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(_SIGN_S)

@@ -1,0 +1,511 @@
+"""Members that reach no other one: all that they exchange goes through the relay of the host."""
+
+import contextlib
+import os
+import signal
+import socket
+import ssl
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import thinwire as tw
+from tests.api import (
+    ALL,
+    FRAME_BYTES,
+    GREETING,
+    HEAD,
+    NONCE_BYTES,
+    Kind,
+    Link,
+    RelayClient,
+    RelayPlace,
+    _Relay,
+    certificate,
+    enter_network,
+    hello_proof,
+    network,
+    relay,
+    relay_key,
+    relaying,
+    require_relay,
+    serve,
+)
+from tests.faults.lines import blackhole
+from tests.lab.namespaces import needs_netns
+from tests.members.places import TOKEN, host_command, meeting_place
+from tests.members.relays import relay_place, two_ports
+from tests.members.training import TIMEOUT_S, digest, member, model
+from tests.ranks import Lost, Pool, Raised
+from tests.waiting import PATIENCE_S, until
+from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost
+
+CONFIGS = {
+    "one bit": tw.LocalSGD(2, begin_step=0, compression=tw.Quantized(1)),
+    "sparse": tw.LocalSGD(2, begin_step=0, compression=tw.Sparse(0.9)),
+    "split": tw.LocalSGD(2, begin_step=0, compression=tw.Sparse(0.9, exchange="split")),
+    "whole": tw.LocalSGD(2, begin_step=0),
+    "late, parts": tw.LocalSGD(4, begin_step=0, compression=tw.Quantized(1), delay=1, fragments=2),
+}
+STEPS = 40
+"""In which there are 20 averagings."""
+
+
+def in_order(rank: int, size: int, address: str, config: Any, options: Any) -> list[str]:
+    """The digest after every averaging, of data that the rank among the members says."""
+    net, flag = model(0), options.pop("flag", "")
+    optimizer = torch.optim.AdamW(net.parameters(), 2e-3)
+    found = []
+    options = {"run": "test", "min_members": size, "timeout": TIMEOUT_S, **options}
+    with (
+        tw.join(address, **options) as members,
+        tw.local_sgd(net, optimizer, config, members=members) as sync,
+    ):
+        batches = torch.Generator().manual_seed(members.rank)
+        while sync.step < STEPS:
+            x = torch.randn(8, 24, generator=batches)
+            optimizer.zero_grad()
+            (net(x) - x.roll(1, 1)).square().mean().backward()
+            optimizer.step()
+            if sync.synced:
+                found.append(digest(sync))
+            if flag:
+                Path(flag).touch()
+                time.sleep(0.1)
+    return found
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> str:
+    path = tmp_path / "token"
+    path.write_bytes(TOKEN)
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_bits_are_those_of_members_that_reach_each_other(
+    ranks: Pool, token_file: str, name: str
+) -> None:
+    args, options = (CONFIGS[name],), {"token_file": token_file}
+    with meeting_place() as address:
+        direct = ranks.run(in_order, address, *args, options, size=3, group=False)
+    with relay_place() as address:
+        options["relay"] = True
+        relayed = ranks.run(in_order, address, *args, options, size=3, group=False)
+    assert len(relayed[0]) >= 20
+    assert [*relayed, *direct] == 6 * [relayed[0]]
+
+
+def _member(rank: int, size: int, address: str, config: Any, options: Any) -> Any:
+    return member(rank, size, address, config, **options)
+
+
+def _member(rank: int, size: int, address: str, config: Any, options: Any) -> Any:
+    return member(rank, size, address, config, **options)
+
+
+class Tapped:
+    """What the relay reads from one member, which passes through `tap` on its way."""
+
+    def __init__(self, reader: Any, rank: int, tap: Callable[[int, bytes], bytes]) -> None:
+        self._reader, self._rank, self._tap = reader, rank, tap
+
+    async def readexactly(self, length: int) -> bytes:
+        return self._tap(self._rank, await self._reader.readexactly(length))
+
+
+@contextlib.contextmanager
+def tapped(tap: Callable[[int, bytes], bytes]) -> Iterator[None]:
+    hand_on = _Relay._hand_on
+
+    async def handed(self: Any, room: Any, rank: int, reader: Any) -> None:
+        await hand_on(self, room, rank, Tapped(reader, rank, tap))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Relay, "_hand_on", handed)
+        yield
+
+
+def wide(rank: int, size: int, address: str, token_file: str) -> int:
+    """The bytes that were given to exchanges, each once."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(600, 500)
+    torch.manual_seed(rank)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    config = tw.LocalSGD(1, begin_step=0, compression=tw.Quantized(8))
+    options = {"run": "wide", "token_file": token_file, "min_members": size, "relay": True}
+    with (
+        tw.join(address, timeout=4 * TIMEOUT_S, **options) as members,
+        tw.local_sgd(net, optimizer, config, members=members) as sync,
+    ):
+        while sync.step < 10:
+            net(torch.randn(4, 600)).square().mean().backward()
+            optimizer.step()
+        return int(sync.stats()["bytes_sent"])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_member_uploads_what_it_sends_once(ranks: Pool, token_file: str, size: int) -> None:
+    """Of a message of 300 kB each round; what is more is heads and signs, half of a percent
+    and less."""
+    uploaded = dict.fromkeys(range(size), 0)
+
+    def count(rank: int, content: bytes) -> bytes:
+        uploaded[rank] += len(content)
+        return content
+
+    with relay_place() as address, tapped(count):
+        sent = ranks.run(wide, address, token_file, size=size, group=False)
+    assert len(set(sent)) == 1
+    assert sent[0] > 10 * 300_000
+    for count_of_one in uploaded.values():
+        assert sent[0] <= count_of_one < 1.005 * sent[0]
+
+
+def hold(port: int, token_file: str, flag: Path, kills: int, over: threading.Event) -> None:
+    """A host, which is killed and started again so many times once there is the flag."""
+    options = ["--bind", f"127.0.0.1:{port}", "--token-file", token_file, "--relay"]
+    for _ in range(kills):
+        with host_command(*options) as (host, _):
+            until(lambda: flag.exists() or over.is_set(), "the first averaging")
+            time.sleep(0.3)
+            host.send_signal(signal.SIGKILL)
+            host.wait()
+        time.sleep(0.3)
+    with host_command(*options):
+        over.wait()
+
+
+def test_a_relay_that_is_killed_and_comes_back_costs_nothing(
+    ranks: Pool, token_file: str, tmp_path: Path
+) -> None:
+    """Members wait in a round, send again what was on its way, and have the bits of a run in which
+    nothing happened."""
+    for each in two_ports():
+        port = each.getsockname()[1] - 1
+        each.close()
+    options = {"token_file": token_file, "relay": True, "timeout": PATIENCE_S}
+    found = []
+    for kills in (0, 3):
+        flag, over = tmp_path / f"go{kills}", threading.Event()
+        host = threading.Thread(target=hold, args=(port, token_file, flag, kills, over))
+        host.start()
+        try:
+            until(lambda: listens(port + 1), "the host")
+            paced = {**options, "flag": str(flag) if kills else ""}
+            args = (f"tcp://127.0.0.1:{port}", CONFIGS["sparse"], paced)
+            found += ranks.run(in_order, *args, size=3, group=False)
+        finally:
+            over.set()
+            host.join()
+    assert found == 6 * [found[0]]
+
+
+def listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("phase", ["before sending", "once sent", "before the last agreement"])
+def test_the_others_go_on_without_a_member_that_dies(
+    ranks: Pool, token_file: str, phase: str
+) -> None:
+    fault = {"rank": 1, "phase": phase, "at": 3, "how": "kill"}
+    options = {"fault": fault, "token_file": token_file, "relay": True}
+    with relay_place() as address:
+        found = ranks.run(
+            _member, address, CONFIGS["sparse"], options, size=3, expect_errors=True, group=False
+        )
+    assert isinstance(found.pop(1), Lost)
+    assert found[0]["rounds"] == found[1]["rounds"]
+    assert [one["changes"] for one in found] == 2 * [[(1, 2)]]
+
+
+def test_a_newcomer_gets_the_state_through_the_relay(
+    ranks: Pool, token_file: str, tmp_path: Path
+) -> None:
+    options = {"founders": 2, "flag": str(tmp_path / "go"), "step_s": 0.02, "until_size": 3}
+    options |= {"token_file": token_file, "relay": True}
+    with relay_place() as address:
+        found = ranks.run(_member, address, CONFIGS["late, parts"], options, size=3, group=False)
+    first, _, newcomer = (one["rounds"] for one in found)
+    assert found[2]["entered"] > 1
+    assert len(newcomer) > 3
+    assert newcomer == {step: first[step] for step in newcomer}
+
+
+def test_who_relays_and_who_does_not_say_so_where_they_meet(token_file: str) -> None:
+    with relay_place() as address:
+        joined = tw.join(address, run="a", token_file=token_file, relay=True, timeout=TIMEOUT_S)
+        with joined, pytest.raises(Mismatch, match="relay is False here and True there"):
+            tw.join(address, run="a", token_file=token_file, timeout=TIMEOUT_S)
+    with meeting_place() as address, pytest.raises(PeerLost, match="start `thinwire host` with --"):
+        tw.join(address, run="a", token_file=token_file, relay=True, timeout=TIMEOUT_S)
+
+
+def test_the_wrong_token_is_refused_by_the_relay_too(token_file: str) -> None:
+    first, second = two_ports()
+    first.close()
+    with relaying(second, TOKEN, None):
+        place = RelayPlace("127.0.0.1", second.getsockname()[1], relay_key(TOKEN[::-1]))
+        with pytest.raises(Mismatch, match="another token"):
+            require_relay(place, TIMEOUT_S)
+        client = RelayClient(place, "room", 0, 2)
+        assert not client.wait_for_everybody(PATIENCE_S)
+        assert isinstance(client.refusal, Mismatch)
+        client.close(PATIENCE_S)
+        require_relay(place._replace(key=relay_key(TOKEN)), TIMEOUT_S)
+
+
+@pytest.fixture(scope="session")
+def cert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate for 127.0.0.1, signed by itself, with its key in the same file."""
+    folder = tmp_path_factory.mktemp("cert")
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=thinwire"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(folder / "key"), "-out", str(folder / "cert")]
+    subprocess.run([*command.split(), *names, *files], check=True, capture_output=True)
+    both = folder / "both"
+    both.write_bytes((folder / "key").read_bytes() + (folder / "cert").read_bytes())
+    return both
+
+
+def test_with_a_certificate_the_traffic_is_encrypted(
+    ranks: Pool, token_file: str, cert: Path
+) -> None:
+    options = {"token_file": token_file, "relay": True, "ca": str(cert)}
+    with relay_place(tls=certificate(cert, None)) as address:
+        found = ranks.run(in_order, address, CONFIGS["sparse"], options, size=2, group=False)
+        with pytest.raises(PeerLost, match="--cert, join with ca="):
+            tw.join(address, run="b", token_file=token_file, relay=True, timeout=TIMEOUT_S)
+    assert found == 2 * [found[0]]
+    with relay_place() as address, pytest.raises(PeerLost, match="and else without"):
+        tw.join(address, run="a", timeout=TIMEOUT_S, **options)
+
+
+def test_a_certificate_of_somebody_else_is_refused(
+    token_file: str, cert: Path, tmp_path: Path
+) -> None:
+    system = ssl.get_default_verify_paths().cafile
+    if system is None:
+        pytest.skip("no authorities on this machine")
+    with (
+        relay_place(tls=certificate(cert, None)) as address,
+        pytest.raises(Mismatch, match="the certificate of the relay at tls://"),
+    ):
+        tw.join(address, run="a", token_file=token_file, relay=True, ca=system)
+
+
+def altered(rank: int, size: int, address: str, token_file: str) -> tuple[str, int]:
+    """How training ended, and after how many averagings."""
+    net, told = model(0), ""
+    torch.manual_seed(rank)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    options = {"run": "test", "token_file": token_file, "start_members": size, "relay": True}
+    try:
+        with (
+            tw.join(address, timeout=TIMEOUT_S, **options) as members,
+            tw.local_sgd(net, optimizer, CONFIGS["whole"], members=members) as sync,
+        ):
+            try:
+                while sync.step < STEPS:
+                    before = digest(sync)
+                    net(torch.randn(8, 24)).square().mean().backward()
+                    optimizer.step()
+            except PayloadCorrupt as error:
+                told = str(error)
+                assert digest(sync) == before
+            averagings = int(sync.stats()["averagings"])
+            if told:
+                members.leave()
+                raise PayloadCorrupt(told)
+    except PayloadCorrupt:
+        assert told
+    return told, averagings
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("kind", [Kind.DATA, Kind.CONTROL])
+@pytest.mark.parametrize("how", ["altered", "repeated"])
+def test_a_relay_that_lies_is_found_out(ranks: Pool, token_file: str, kind: Kind, how: str) -> None:
+    """A message of member 1, the tenth of a kind or a later one, reaches the others as another one.
+    They say so by a vote; where it was in one, they end."""
+    sent: list[bytes] = []
+    lies: list[bytes] = []
+    head: list[tuple[int, ...]] = [()]
+
+    def lie(rank: int, content: bytes) -> bytes:
+        if rank != 1:
+            return content
+        if len(content) == HEAD.size and len(head[0]) == 0:
+            head[0] = HEAD.unpack(content)
+            return content
+        (length, _, _, what, *_), head[0] = head[0], ()
+        if what != kind or length < 30 or len(lies) == 1:
+            return content
+        sent.append(content)
+        older = [each for each in sent[:-1] if len(each) == len(content) and each != content]
+        if len(sent) < 10 or not older:
+            return content
+        lies.append(older[-1] if how == "repeated" else content[:7] + b"lies" + content[11:])
+        return lies[0]
+
+    with relay_place() as address, tapped(lie):
+        found = ranks.run(altered, address, token_file, size=3, group=False, expect_errors=True)
+    assert len(lies) == 1
+    ended = [one for one in found if not isinstance(one, Raised)]
+    refused = [averagings for told, averagings in ended if "its proof is wrong" in told]
+    assert refused == (3 if kind == Kind.DATA else 2) * [refused[0]]
+    assert refused[0] < 20
+
+
+def behind_a_wall(
+    rank: int, size: int, paths: list[str], addresses: list[str], token_file: str
+) -> tuple[list[str], bool]:
+    """What `in_order` finds from within a network of its own, and whether another one of them can
+    be reached from there."""
+    home, there = (os.open(path, os.O_RDONLY) for path in ("/proc/self/ns/net", paths[rank + 1]))
+    try:
+        enter_network(there)
+        host, *members = addresses
+        options = {"token_file": token_file, "relay": True}
+        found = in_order(rank, size, f"tcp://{host}:29400", CONFIGS["sparse"], options)
+        try:
+            socket.create_connection((members[1 - rank], 9), timeout=1).close()
+        except ConnectionRefusedError:
+            reached = True
+        except OSError:
+            reached = False
+        return found, reached
+    finally:
+        enter_network(home)
+        os.close(home)
+        os.close(there)
+
+
+@needs_netns
+def test_members_train_that_nothing_reaches(ranks: Pool, token_file: str) -> None:
+    with network(3, Link.parse("1gbit")) as net:
+        for mine, other in ((1, 2), (2, 1)):
+            blackhole(net.namespace_fds[mine], [net.addresses[other]])
+        paths = [f"/proc/{os.getpid()}/fd/{fd}" for fd in net.namespace_fds]
+        options = ["--bind", f"{net.addresses[0]}:29400", "--token-file", token_file, "--relay"]
+        with host_command(*options, namespace=net.namespace_fds[0]):
+            args = (behind_a_wall, paths, list(net.addresses), token_file)
+            found = ranks.run(*args, size=2, group=False)
+    assert len(found[0][0]) >= 20
+    assert found == 2 * [(found[0][0], False)]
+
+
+def test_who_says_what_no_member_says_is_hung_up_on() -> None:
+    """And only on that one: the room goes on."""
+    first, second = two_ports()
+    first.close()
+    with relaying(second, None, None):
+        place = RelayPlace("127.0.0.1", second.getsockname()[1], b"")
+        clients = [RelayClient(place, "room", rank, 2) for rank in range(2)]
+        assert all(client.wait_for_everybody(PATIENCE_S) for client in clients)
+        frame = HEAD.pack(FRAME_BYTES + 1, ALL, 0, Kind.DATA, 0, 0, 0)
+        fake = HEAD.pack(0, ALL, 0, Kind.GONE, 0, 0, 0)
+        for words in (b"GET / HTTP/1.1\r\n\r\n", None, frame, fake):
+            with socket.create_connection(place[:2], timeout=PATIENCE_S) as stranger:
+                if words is not None and words[:3] == b"GET":
+                    stranger.sendall(words)
+                else:
+                    stranger.sendall(GREETING)
+                    hello = b'{"room": "other", "rank": 0}'
+                    proof = hello_proof(b"", stranger.recv(NONCE_BYTES), hello)
+                    stranger.sendall(struct.pack("<H", len(hello)) + hello + proof)
+                    assert stranger.recv(1) == b"+"
+                    if words is None:  # one that goes by itself
+                        continue
+                    stranger.sendall(words)
+                while stranger.recv(4096):
+                    pass
+        clients[0].send(Kind.DATA, b"x" * 200_000)
+        number = clients[1].claim(Kind.DATA, 0)
+        with clients[1].news:
+            arrived = clients[1].news.wait_for(
+                lambda: clients[1].arrived(Kind.DATA, {0: number}), PATIENCE_S
+            )
+        assert arrived
+        assert clients[1].take(Kind.DATA, {0: number}) == {0: b"x" * 200_000}
+        for client in clients:
+            client.close(PATIENCE_S)
+
+
+def test_who_takes_nothing_holds_up_whoever_sends_to_it() -> None:
+    """The relay keeps no more than some parts of a message for it."""
+    first, second = two_ports()
+    first.close()
+    size = 64 << 20
+    with relaying(second, None, None):
+        place = RelayPlace("127.0.0.1", second.getsockname()[1], b"")
+        client = RelayClient(place, "room", 0, 2)
+        with socket.create_connection(place[:2], timeout=PATIENCE_S) as slow:
+            slow.sendall(GREETING)
+            hello = b'{"room": "room", "rank": 1}'
+            proof = hello_proof(b"", slow.recv(NONCE_BYTES), hello)
+            slow.sendall(struct.pack("<H", len(hello)) + hello + proof)
+            assert client.wait_for_everybody(PATIENCE_S)
+            before = resident_bytes()
+            client.send(Kind.DATA, bytes(size))
+            time.sleep(1.0)
+            assert resident_bytes() - before < size + (24 << 20)
+            taken = 0
+            while taken < size:
+                taken += len(slow.recv(1 << 20))
+        client.close(PATIENCE_S)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_no_more_connections_are_let_in_than_there_may_be() -> None:
+    first, second = two_ports()
+    first.close()
+    with relaying(second, None, None), contextlib.ExitStack() as ends:
+        place = RelayPlace("127.0.0.1", second.getsockname()[1], b"")
+        ends.enter_context(pytest.MonkeyPatch.context()).setattr(relay, "MOST_CONNECTIONS", 3)
+        for _ in range(3):
+            ends.enter_context(socket.create_connection(place[:2], timeout=PATIENCE_S))
+        with pytest.raises(PeerLost, match="as many connections as it may have"):
+            require_relay(place, PATIENCE_S)
+
+
+def test_a_relay_that_stays_away_is_an_error(ranks: Pool, token_file: str, tmp_path: Path) -> None:
+    flag = tmp_path / "go"
+    first, second = two_ports()
+    port, stop, ready = first.getsockname()[1], threading.Event(), threading.Event()
+    options = {"say": lambda _: None, "ready": ready.set, "stop": stop}
+    threading.Thread(target=serve, args=(first, TOKEN), kwargs=options).start()
+    paced = {"token_file": token_file, "relay": True, "flag": str(flag)}
+    args = (in_order, f"tcp://127.0.0.1:{port}", CONFIGS["sparse"], paced)
+    relayed = relaying(second, TOKEN, None)
+    relayed.__enter__()
+
+    def end() -> None:
+        until(flag.exists, "the first averaging")
+        relayed.__exit__(None, None, None)
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    try:
+        found = ranks.run(*args, size=2, group=False, expect_errors=True)
+    finally:
+        stop.set()
+        ending.join()
+    assert [one.type_name for one in found] == 2 * ["ThinwireError"]
+    assert f"the relay at tcp://127.0.0.1:{port + 1} is away" in found[0].text
