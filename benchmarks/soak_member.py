@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.comm.direct import Line
+from thinwire.comm.line import Line
 from thinwire.errors import ThinwireError
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.newcomers import NewcomersWork

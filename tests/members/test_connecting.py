@@ -16,7 +16,7 @@ import thinwire as tw
 from thinwire.members import keeper
 
 address, what = sys.argv[1:]
-connect, begun = keeper.Direct, threading.Event()
+connect, begun = keeper.ways_between, threading.Event()
 
 def direct(*args):
     if what == "dies":
@@ -24,7 +24,7 @@ def direct(*args):
     begun.set()
     return connect(*args)
 
-keeper.Direct = direct
+keeper.ways_between = direct
 net = torch.nn.Linear(8, 8)
 optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
 config = tw.LocalSGD(4, begin_step=0)
