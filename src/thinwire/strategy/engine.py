@@ -88,7 +88,7 @@ class Engine:
 
     @property
     def model(self) -> nn.Module:
-        """The model. Under a pipeline: this rank's stage of it."""
+        """The model, or this rank's stage of it under a pipeline."""
         return self._parts.model
 
     @property
@@ -489,27 +489,29 @@ class Engine:
         """Return the counters of this rank so far, as a flat dict of numbers. The names are those
         of `thinwire.core.stats.numbers`.
 
+        - `step`: updates made by this rank; `microsteps`: of an unfinished update;
+          `dropped_steps`, `averagings`; `k_steps`: current interval; `loss_scale`.
+        - `sparsity`: fraction of the next exchange that is not sent; `applied_share`: as in
+          `LocalUpdates.stats`.
+        - `bytes_sent`: message bytes of exchanges, headers and agreements included, of which
+          `bytes_between_nodes`; `bytes_received`: of this process; `bytes_between_stages`: of a
+          pipeline, in no other sum.
+        - `bytes_dense`: 4 bytes per trainable element and update; `ratio`: bytes_dense /
+          bytes_sent, larger is better.
+        - `wait_s`: seconds of waiting for exchanges; `waiting_share`: share of the time for
+          which this process was blocked, a moving mean over about 20 rounds (an update, or the
+          local steps up to an averaging).
+        - `rate_bit_s`: payload of this process's link in bits a second, late ranks included. It
+          is a moving mean over about 20 blocking exchanges of at least 64 KiB.
+        - `goodput`: useful steps over the steps possible without waiting and saving, in [0, 1].
+
         Example::
 
             stats = engine.stats()
             print(stats["step"], stats["bytes_sent"], stats["ratio"])
 
         Returns:
-            - `step`: updates made by this rank; `microsteps`: of an unfinished update;
-              `dropped_steps`, `averagings`; `k_steps`: current interval; `loss_scale`.
-            - `sparsity`: fraction of the next exchange that is not sent; `applied_share`: as in
-              `LocalUpdates.stats`.
-            - `bytes_sent`: message bytes of exchanges, headers and agreements included, of which
-              `bytes_between_nodes`; `bytes_received`: of this process; `bytes_between_stages`: of a
-              pipeline, in no other sum.
-            - `bytes_dense`: 4 bytes per trainable element and update; `ratio`: bytes_dense /
-              bytes_sent, larger is better.
-            - `wait_s`: seconds of waiting for exchanges; `waiting_share`: share of the time for
-              which this process was blocked, a moving mean over about 20 rounds (an update, or the
-              local steps up to an averaging).
-            - `rate_bit_s`: payload of this process's link in bits a second, late ranks included. It
-              is a moving mean over about 20 blocking exchanges of at least 64 KiB.
-            - `goodput`: useful steps over the steps possible without waiting and saving, in [0, 1].
+            The counters by name.
         """
         parts = self._parts
         counts = parts.exchange.counts(self.step)
