@@ -13,6 +13,8 @@ from thinwire.members.members import Members
 
 __all__ = ["ShardedSampler"]
 
+_KEYS = ("length", "seed", "shuffle", "epoch", "dealt", "dealt_beyond", "left_before")
+"""Keys of a state."""
 Taken = tuple[int, int]
 """Epoch of a rank, and the samples that it has taken since the last distribution."""
 
@@ -192,10 +194,9 @@ class ShardedSampler(Sampler[int]):
             ValueError: The state is of other data, or of no sampler; nothing has changed.
         """
         check.instance("state", state, Mapping)
-        if state.keys() != self.state_dict().keys():
+        if state.keys() != set(_KEYS):
             raise ValueError(
-                f"the state of a ShardedSampler has the keys {list(self.state_dict())}, got "
-                f"{list(state)}"
+                f"the state of a ShardedSampler has the keys {list(_KEYS)}, got {list(state)}"
             )
         if state["length"] != self._length:
             raise ValueError(

@@ -559,9 +559,11 @@ def gradients_of(
         if sources is None:
             sources = agreed_sources(group, getattr(compression, "node_size", None))
     sources = group if sources is None else sources
-    return GradientExchange(
+    made = GradientExchange(
         group, params, compressors, sources=sources, check_dense=check_finite, among=among
     )
+    made.count_from(0)  # the comparisons of the start are not counted
+    return made
 
 
 def _from(sender: Compressor, sending: Sending) -> Sending:

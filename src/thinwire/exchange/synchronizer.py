@@ -87,9 +87,9 @@ class Ranks:
 
     def again(self) -> "Ranks":
         """Return the same ranks with counters at zero."""
-        again = Ranks(timeout=self.timeout_s, members=self.members)
-        again.process_group, again.mesh = self.process_group, self.mesh
-        return again
+        return Ranks(
+            self.process_group, timeout=self.timeout_s, mesh=self.mesh, members=self.members
+        )
 
     @cached_property
     def group(self) -> Group:
@@ -213,7 +213,6 @@ class Synchronizer:
         found.
         """
         self._before = (0, 0, 0.0)
-        self.count_from(0)
 
     def add_check(self, check: Check) -> None:
         """Add a check to all agreements. It judges after those added before."""
@@ -267,10 +266,6 @@ class Synchronizer:
     def start_counting(self) -> None:
         """Attribute the exchange so far to the start."""
         self._before = self._totals()
-
-    def count_start(self) -> None:
-        """Count the exchange so far as well."""
-        self._before = (0, *self._before[1:])
 
     @property
     def bytes_sent(self) -> int:

@@ -235,7 +235,6 @@ class DGCSynchronizer:
             sources = ranks.sources(optimizer.node_size, compared=True)
             compressors, among = [self.compressor], self._among
             made = GradientExchange(group, self.shards, compressors, sources=sources, among=among)
-            made.count_start()
             made.add_check(SameHyperparameters(optimizer))
             made.launching = self.launching
         else:

@@ -397,7 +397,6 @@ def apply_(
         if name in grads:
             param.grad = sharded_like(_laid_out(grads[name], shard_of(param)), param)
     wide = any(grad.dtype != params[name].dtype for name, grad in grads.items())
-    pairs = [(params[name], sharded_like(g, params[name])) for name, g in grads.items()]
     every = all_of(optimizer)
     exchanging: torch.optim.Optimizer | None = None
     with passing(optimizer):
@@ -407,9 +406,8 @@ def apply_(
             calls = 0 if ours else collective_calls()
             if wide and isinstance(each, CommonOptimizer):
                 mine = {p for group in each.param_groups for p in group["params"]}
-                each.apply_gradients(
-                    pairs if len(every) == 1 else [pair for pair in pairs if pair[0] in mine]
-                )
+                pairs = ((params[name], grad) for name, grad in grads.items())
+                each.apply_gradients([(p, sharded_like(g, p)) for p, g in pairs if p in mine])
             else:
                 each.step()
             if not ours and collective_calls() > calls:
