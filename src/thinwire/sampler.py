@@ -121,9 +121,8 @@ class ShardedSampler(Sampler[int]):
             if self._shuffle:
                 source = torch.Generator().manual_seed(_mixed(self._seed, epoch))
                 order = torch.randperm(self._length, generator=source, device="cpu").tolist()
-            self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1} | {
-                epoch: order
-            }
+            kept = {e: known for e, known in self._orders.items() if e == epoch - 1}
+            self._orders = kept | {epoch: order}
         return self._orders[epoch]
 
     def _left(self, epoch: int) -> Sequence[int]:
