@@ -1,7 +1,7 @@
 """Several optimizers that train one model, combined into one."""
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,38 +39,23 @@ class SeveralOptimizers(torch.optim.Optimizer):
         """State of all optimizers."""
         return ChainMap(*(dict(each.state) for each in self.optimizers))
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step of each optimizer, after the closure."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for each in self.optimizers:
-            each.step()
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients."""
-        for each in self.optimizers:
-            each.zero_grad(set_to_none)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state as of one optimizer, with parameters numbered through.
 
-        Entries beside `state` and `param_groups`, such as positions of schedules, are in `each`.
+        All else of each optimizer, such as positions of schedules, is in `each`.
         """
         whole: dict[str, Any] = {"state": {}, "param_groups": [], "each": []}
         first = 0
         for optimizer in self.optimizers:
             own = optimizer.state_dict()
-            groups = [
-                {**group, "params": [first + key for key in group["params"]]}
-                for group in own.pop("param_groups")
+            groups, state = own.pop("param_groups"), own.pop("state")
+            whole["param_groups"] += [
+                {**group, "params": [first + key for key in group["params"]]} for group in groups
             ]
-            for key, entries in own.pop("state").items():  # the user may have entries of their own
-                whole["state"][first + key if isinstance(key, int) else key] = entries
-            whole["param_groups"] += groups
-            whole["each"].append(own)
+            whole["state"] |= {first + k: entry for k, entry in state.items() if isinstance(k, int)}
+            # the user may have entries of their own
+            rest = {key: entry for key, entry in state.items() if not isinstance(key, int)}
+            whole["each"].append({**own, "state": rest})
             first += sum(len(group["params"]) for group in groups)
         return whole
 
@@ -90,6 +75,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
             mine = [groups.pop(0) for _ in optimizer.param_groups]
             keys = [key for group in mine for key in group["params"]]
             state = {key: state_dict["state"][key] for key in keys if key in state_dict["state"]}
+            state |= rest["state"]
             optimizer.load_state_dict({**rest, "state": state, "param_groups": mine})
 
 
