@@ -18,6 +18,7 @@ from thinwire.compress.protocol import Compression
 from thinwire.core.gradients import Clip
 from thinwire.core.stats import Planned
 from thinwire.exchange.overlap import Overlap
+from thinwire.exchange.synchronizer import Ranks
 from thinwire.local.updates import LocalUpdates
 from thinwire.members.members import Members
 from thinwire.pipeline.runner import PipelineRunner
@@ -47,13 +48,17 @@ class Setup:
     members: Members | None
     mesh: DeviceMesh | None
     planned: Planned | None = field(init=False)
-    group: Group = field(init=False)
-    """All ranks."""
+    ranks: Ranks = field(init=False)
     grid: Grid | None = None
     """The stages and replicas. None without a pipeline: one stage, and every rank is a replica."""
     sites: Sites | None = None
     """The sites and shards; None if every rank has a whole model."""
     replicas: int = 0
+
+    @property
+    def group(self) -> Group:
+        """All ranks."""
+        return self.ranks.group
 
     @property
     def part(self) -> int:

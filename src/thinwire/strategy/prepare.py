@@ -19,17 +19,14 @@ from thinwire.comm import (
     Replicas,
     Sites,
     next_identity,
-    one_deadline,
     require_agreement,
-    time_limit_s,
-    while_busy,
 )
 from thinwire.comm.nodes import Grid, require_divisor
 from thinwire.comm.replicate import make_models_equal_
 from thinwire.compress.dgc import DGC, locally_clipped
 from thinwire.compress.figures import loops_of, tell_coverage
 from thinwire.compress.protocol import Compression, Limit
-from thinwire.core.arithmetic import CURES, arithmetic
+from thinwire.core.arithmetic import arithmetic
 from thinwire.core.several import all_of, kinds_of
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
 from thinwire.core.stats import planned_row
@@ -38,9 +35,8 @@ from thinwire.exchange.agreement import Among, Check
 from thinwire.exchange.digest import RollingDigest, optimizer_state
 from thinwire.exchange.gradients import gradients_of
 from thinwire.exchange.overlap import Overlap
-from thinwire.exchange.synchronizer import versions
+from thinwire.exchange.synchronizer import Ranks
 from thinwire.kernels.rules import Need
-from thinwire.kernels.warm import warm_up
 from thinwire.layout.traffic import settled_step
 from thinwire.local.model import require_own_params, warn_of_others
 from thinwire.local.updates import LocalUpdates
@@ -106,9 +102,8 @@ def prepare(setup: Setup) -> Engine:
     reshard_(model)
     require_shards(dict(named_parameters(model)), None if mesh is None else mesh["shard"])
     setup.digest_every = check.integer("digest_every", setup.digest_every, at_least=0)
-    limit_s = time_limit_s(None, setup.timeout) if members is None else members.timeout_s
-    with one_deadline(limit_s):
-        setup.group = Group(None, setup.timeout) if members is None else members.job
+    setup.ranks = Ranks(timeout=setup.timeout, members=members)
+    with setup.ranks.deadline():
         return _prepared(setup)
 
 
@@ -119,7 +114,7 @@ def _prepared(setup: Setup) -> Engine:
     plan = _agreed_plan(setup)
     handles: list[Any] = []
     try:
-        while_busy(group, "compiling loops", lambda: float(warm_up(_needs(plan)) > 0))
+        setup.ranks.compile(_needs(plan))
         cut = cut_of(model)
         if cut is None:
             _copy_from_first(model, group if setup.sites is None else setup.sites.job)
@@ -151,7 +146,7 @@ def _take_place_(setup: Setup) -> None:
     }
     if members is not None:
         members.begin("strategy", facts)
-    require_agreement(group, facts, what="comparing strategies", cures=CURES, versions=versions())
+    setup.ranks.compare(facts, "comparing strategies")
     setup.replicas = group.size
     if strategy.pipeline is not None:
         setup.grid = Grid(strategy.pipeline.stages, setup.timeout)
