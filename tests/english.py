@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-NAMES = set(
-    "adopt among became board courier dealing each elsewhere giver goer heard heir hold keeper "
-    "legacy likeness mine misuse newcomer newcomers origin passing place places proofs roll said "
-    "seal serve spoiled taker those told turn turns what who whose".split()
-)
+NAMES = {
+    *("adopt", "among", "became", "board", "courier", "dealing", "each", "elsewhere", "giver"),
+    *("goer", "heard", "heir", "hold", "keeper", "legacy", "likeness", "mine", "misuse"),
+    *("newcomer", "newcomers", "origin", "passing", "place", "places", "proofs", "roll", "said"),
+    *("seal", "serve", "spoiled", "taker", "those", "told", "turn", "turns", "what", "who"),
+    *("whose",),
+}
 """Words that no name of the package contains: each has a term of the field."""
 PROSE = re.compile(
     r"\b(couriers?|keepers?|givers?|heirs?|newcomers?|goers?|misuse|likeness|signs of life"
