@@ -37,15 +37,15 @@ def near(word: str, candidates: Iterable[str]) -> list[str]:
         At most three; on a tie the later candidates.
     """
     found = []
-    for place, candidate in enumerate(candidates):
+    for index, candidate in enumerate(candidates):
         most = max(1, max(len(word), len(candidate)) // 3)
         if abs(len(candidate) - len(word)) <= most:
             distance = _distance(word.lower(), candidate.lower())
             if distance <= most:
-                found.append((distance, -place, candidate))
+                found.append((distance, -index, candidate))
                 continue
         if word.lower() in _SEPARATOR.split(candidate.lower()):
-            found.append((len(candidate), -place, candidate))
+            found.append((len(candidate), -index, candidate))
     return [candidate for _, _, candidate in sorted(found)][:_MOST_WORDS]
 
 

@@ -45,11 +45,11 @@ def log_stats(source: Any, writer: Any, step: int | None = None) -> dict[str, fl
             "source must have stats(), as Engine, LocalUpdates, Attached and optimizers that "
             f"exchange gradients, got a {type(source).__name__}"
         )
-    said: dict[str, Any] = source.stats()
-    step = check.integer("step", said["step"] if step is None else step, at_least=0)
+    stats: dict[str, Any] = source.stats()
+    step = check.integer("step", stats["step"] if step is None else step, at_least=0)
     written = {
         PREFIX + name: value
-        for name, value in said.items()
+        for name, value in stats.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
     _write(writer, written, step)

@@ -98,10 +98,10 @@ def export(
         OSError: Writing failed.
     """
     source, target = Path(folder), Path(file)
-    _require_place(target, force=force)
+    _require_writable(target, force=force)
     stages = _verified(source)
     first = stages[0]
-    values, averaged = _whole(stages)
+    values, averaged = _joined(stages)
     names, left_out = _names(first, values)
     keys = {name: key for key, name in reversed(names.items())}  # the first of each tensor
     tied = {key: keys[name] for key, name in names.items() if key != keys[name]}
@@ -128,7 +128,7 @@ def export(
     )
 
 
-def _require_place(file: Path, *, force: bool) -> None:
+def _require_writable(file: Path, *, force: bool) -> None:
     if file.suffix != ".safetensors":
         raise ValueError(f"file={str(file)!r} must end in .safetensors, which is what it will be")
     if not file.parent.is_dir():
@@ -151,11 +151,11 @@ def _verified(source: Path) -> list[CheckpointReader]:
             raise entry.problem  # a newer format: never fall back to an older checkpoint
     problems = [str(entry.problem) for entry in entries if entry.problem]
     whole = [(entry.path, entry.manifest) for entry in entries if entry.manifest is not None]
-    for path, manifest in sorted(whole, key=lambda each: each[1].serial, reverse=True):
+    for path, manifest in sorted(whole, key=lambda entry: entry[1].serial, reverse=True):
         parts = sorted(set(manifest.parts))
         stages = [
-            CheckpointReader(path, manifest, parts, place, combined=True)
-            for place in range(len(parts))
+            CheckpointReader(path, manifest, parts, rank, combined=True)
+            for rank in range(len(parts))
         ]
         try:
             for stage in stages:
@@ -178,7 +178,7 @@ def _verified(source: Path) -> list[CheckpointReader]:
     )
 
 
-def _whole(stages: list[CheckpointReader]) -> tuple[dict[str, Tensor], set[str]]:
+def _joined(stages: list[CheckpointReader]) -> tuple[dict[str, Tensor], set[str]]:
     """Return every parameter and buffer by name, shards joined, and the names with different values
     between ranks.
     """
@@ -186,10 +186,10 @@ def _whole(stages: list[CheckpointReader]) -> tuple[dict[str, Tensor], set[str]]
     averaged: set[str] = set()
     shards: dict[str, list[Tensor]] = {}
     sharded = _are_shards(stages)
-    for place, stage in enumerate(stages):
+    for rank, stage in enumerate(stages):
         with TensorReader(stage.path) as reader:
             for kind in _KINDS:
-                if sharded and place and kind == "buffers":
+                if sharded and rank and kind == "buffers":
                     continue  # all shards have it; the first one counts, as in `load`
                 replicas = [_kept(tree, kind, stage.path) for tree in stage.trees]
                 values |= combine(replicas, read=reader.read)

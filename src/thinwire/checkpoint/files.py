@@ -131,7 +131,7 @@ _T = TypeVar("_T")
 _PATIENCE_S = 1.0
 
 
-def on_all_ranks(group: Group, what: str, act: Callable[[], _T]) -> list[_T]:
+def on_all_ranks(group: Group, action: str, act: Callable[[], _T]) -> list[_T]:
     """Run `act` on every rank and wait for all of them, as `while_busy` does, as long as it makes
     progress.
 
@@ -147,7 +147,7 @@ def on_all_ranks(group: Group, what: str, act: Callable[[], _T]) -> list[_T]:
         PeerLost, PeerStalled: A rank died or stopped.
     """
     return while_busy(
-        group, what, act, limit_s=group.timeout_s, moved=last_progress, error=CheckpointError
+        group, action, act, limit_s=group.timeout_s, moved=last_progress, error=CheckpointError
     )
 
 

@@ -131,7 +131,7 @@ class CheckpointReader:
         path, (size, wanted) = self.path / name, self.manifest.files[name]
         try:
             if not is_regular(path):
-                raise CheckpointCorrupt(f"{path} is not there{self._elsewhere()}")
+                raise CheckpointCorrupt(f"{path} is not there{self._directories_hint()}")
             if path.stat().st_size != size:
                 raise CheckpointCorrupt(
                     f"{path} has {path.stat().st_size} bytes, {size} were written"
@@ -144,12 +144,12 @@ class CheckpointReader:
             raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
         self._intact.add(name)
 
-    def _elsewhere(self) -> str:
-        if len(self.manifest.places) == 1:
+    def _directories_hint(self) -> str:
+        if len(self.manifest.directories) == 1:
             return ""
         return (
-            f" (the ranks saved into {len(self.manifest.places)} directories, "
-            f"{self.manifest.places}, each of which has the files of its own ranks: copy the "
+            f" (the ranks saved into {len(self.manifest.directories)} directories, "
+            f"{self.manifest.directories}, each of which has the files of its own ranks: copy the "
             f"folders {self.path.name} of all of them together)"
         )
 
@@ -234,11 +234,11 @@ def load(
     if step is not None:
         there = {*known.values(), *(at for at, _ in problems)}
         if there and step not in there:
-            told = ", ".join(map(str, sorted(there)))
+            steps = ", ".join(map(str, sorted(there)))
             raise CheckpointMismatch(
-                f"{root} has checkpoints of step {told}, and none of step {step}"
+                f"{root} has checkpoints of step {steps}, and none of step {step}"
             )
-        known = {place: at for place, at in known.items() if at == step}
+        known = {save: at for save, at in known.items() if at == step}
         problems = [(at, text) for at, text in problems if at == step]
     for (_, key), at in sorted(known.items(), reverse=True):
         verified: list[CheckpointReader] = []

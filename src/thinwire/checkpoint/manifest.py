@@ -73,7 +73,7 @@ class Manifest:
     """
     parts: list[int]
     """Pipeline stage, or shard, of each rank."""
-    places: list[list[int]]
+    directories: list[list[int]]
     """Ranks that shared a directory, one list for each directory."""
     facts: Any
     """The caller's values for load time, encoded as the trees are."""
@@ -82,7 +82,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the bytes of the file: readable JSON with the SHA-256 of the rest."""
-        return _sealed({"format": FORMAT, **asdict(self)})
+        return _with_checksum({"format": FORMAT, **asdict(self)})
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> "Manifest":
@@ -111,12 +111,12 @@ class Manifest:
         """Check the contents. The checksum is no secret: foreign bytes must not name files outside
         the folder.
         """
-        integers = (self.step, self.serial, *_flat(self.parts), *_flat(_flat(self.places)))
+        integers = (self.step, self.serial, *_flat(self.parts), *_flat(_flat(self.directories)))
         if not all(type(number) is int and number >= 0 for number in integers):
             raise CheckpointCorrupt("its numbers are not what a checkpoint has")
-        if sorted(_flat(self.places)) != list(range(len(self.parts))):
+        if sorted(_flat(self.directories)) != list(range(len(self.parts))):
             raise CheckpointCorrupt(
-                f"its places {self.places} are not those of {len(self.parts)} ranks"
+                f"its directories list the ranks {self.directories}, not those of {len(self.parts)} ranks"
             )
         wanted = files_of(range(len(self.parts)))
         if not isinstance(self.files, dict) or set(self.files) != set(wanted):
@@ -141,7 +141,7 @@ def _verified(raw: bytes) -> dict[str, Any]:
     try:
         content = json.loads(raw)
         del content["sha256"]
-        intact = _sealed(content) == raw
+        intact = _with_checksum(content) == raw
     except UNREADABLE as error:
         raise CheckpointCorrupt(f"it is not readable ({type(error).__name__}: {error})") from error
     if not intact:
@@ -149,7 +149,7 @@ def _verified(raw: bytes) -> dict[str, Any]:
     return dict(content)
 
 
-def _sealed(content: dict[str, Any]) -> bytes:
+def _with_checksum(content: dict[str, Any]) -> bytes:
     """Return the only valid bytes for this content, the checksum last. Any other byte is damage."""
     lines = ",\n".join(
         f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items()

@@ -32,7 +32,7 @@ from thinwire.checkpoint.tensor_file import digest, write_tensors
 from thinwire.checkpoint.tree import encoded, table_entry
 from thinwire.errors import CheckpointError
 
-__all__ = ["Plan", "RankWriter", "Survey", "assign_tensors", "places_of"]
+__all__ = ["Plan", "RankWriter", "Survey", "assign_tensors", "directories_of"]
 
 Survey = dict[str, Any]
 """Facts that a rank reports to the others before anything is written."""
@@ -121,7 +121,7 @@ _SPARE_BYTES = 1 << 20
 """Spare bytes for manifests, directories and rounding by the file system."""
 
 
-def places_of(neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
+def directories_of(neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the sets of ranks that share a directory, from the view of each rank.
 
     Raises:
@@ -153,13 +153,13 @@ class Plan:
         root: Path,
         rank: int,
         step: int,
-        places: list[list[int]],
+        directories: list[list[int]],
         surveys: Sequence[Survey],
         facts: Any,
     ) -> None:
-        [self._place] = [place for place in places if rank in place]
-        self.leads = rank == self._place[0]
-        self.root, self.step, self._places, self._facts = root, step, places, facts
+        [self._neighbours] = [directory for directory in directories if rank in directory]
+        self.leads = rank == self._neighbours[0]
+        self.root, self.step, self._directories, self._facts = root, step, directories, facts
         name = name_of(step, (name for row in surveys for name in row["names"]))
         self.path = root / name
         self.token = surveys[0]["token"]
@@ -167,7 +167,7 @@ class Plan:
         self._parts = [row["part"] for row in surveys]
         # the time too: an unreadable manifest may hide the newest serial number
         self.serial = max(surveys[0]["now_ms"], 1 + max(row["serial"] for row in surveys))
-        here = {r: surveys[r] for r in self._place}
+        here = {r: surveys[r] for r in self._neighbours}
         self.writing: Assignment = assign_tensors(here)
         sizes = {checksum: size for row in here.values() for _, checksum, size in row["tensors"]}
         # the table of tensors repeats their names
@@ -204,7 +204,7 @@ class Plan:
         self.staging.mkdir()
         return stuck
 
-    def seal(self, files: dict[str, list[Any]]) -> None:
+    def complete(self, files: dict[str, list[Any]]) -> None:
         """Add the manifest and force the whole folder to the disk."""
         if not self.leads:
             return
@@ -214,11 +214,11 @@ class Plan:
             step=self.step,
             serial=self.serial,
             parts=self._parts,
-            places=self._places,
+            directories=self._directories,
             facts=self._facts,
             files=files,
         )
-        gone = missing_file(self.staging, manifest, files_of(self._place))
+        gone = missing_file(self.staging, manifest, files_of(self._neighbours))
         if gone is not None:
             raise CheckpointError(
                 f"{self.staging / gone}, which has just been written, is not there in its size: "

@@ -69,16 +69,16 @@ def derived(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Return states of new streams for a rank that had none, derived from those of another rank.
     They are the same every time; `state` is read only.
     """
-    origin = hashlib.sha256(f"{_KIND} {rank} ".encode())
-    origin.update(repr(state["python"]).encode())
-    origin.update(bytes(state["torch"].tolist()))
-    words = [int.from_bytes(origin.digest()[i : i + 4]) for i in range(0, 32, 4)]
-    seed = int.from_bytes(origin.digest()[:8]) >> 1
-    legacy = np.random.RandomState(words).get_state(legacy=False)
+    hasher = hashlib.sha256(f"{_KIND} {rank} ".encode())
+    hasher.update(repr(state["python"]).encode())
+    hasher.update(bytes(state["torch"].tolist()))
+    words = [int.from_bytes(hasher.digest()[i : i + 4]) for i in range(0, 32, 4)]
+    seed = int.from_bytes(hasher.digest()[:8]) >> 1
+    state_tuple = np.random.RandomState(words).get_state(legacy=False)
     return {
         "kind": _KIND,
         "python": random.Random(seed).getstate(),
-        "numpy": _from_numpy(legacy),
+        "numpy": _from_numpy(state_tuple),
         "torch": torch.Generator().manual_seed(seed).get_state(),
         "cuda": [
             _cuda_state(seed + 1 + device, entry) for device, entry in enumerate(state["cuda"])

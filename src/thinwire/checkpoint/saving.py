@@ -23,7 +23,7 @@ from thinwire.checkpoint.manifest import (
     missing_file,
     staging_name,
 )
-from thinwire.checkpoint.plan import Plan, RankWriter, places_of
+from thinwire.checkpoint.plan import Plan, RankWriter, directories_of
 from thinwire.comm import Group, require_agreement
 from thinwire.errors import CheckpointError
 
@@ -98,7 +98,7 @@ def save(
     finally:
         # tokens can go: each rank knows by now which ranks share its directory
         clean_up(writer.close)
-    plan = Plan(root, group.rank, step, places_of(seen), surveys, writer.facts)
+    plan = Plan(root, group.rank, step, directories_of(seen), surveys, writer.facts)
     try:
         stuck = on_all_ranks(group, "making room for a checkpoint", plan.make_room)[group.rank]
         written = on_all_ranks(
@@ -106,7 +106,7 @@ def save(
         )
         files = {name: list(entry) for row in written for name, entry in row.items()}
         # the manifest comes last: it has the checksums of all ranks and marks the folder as whole
-        on_all_ranks(group, "completing a checkpoint", lambda: plan.seal(files))
+        on_all_ranks(group, "completing a checkpoint", lambda: plan.complete(files))
         on_all_ranks(group, "naming a checkpoint", plan.commit)
     except CheckpointError:
         clean_up(plan.remove)
@@ -181,8 +181,8 @@ def _look(plan: Plan, older: _Older) -> dict[str, Any]:
             if entry.manifest and entry.manifest.serial < plan.serial:
                 older[entry.key] = entry
                 problem = _missing(entry)
-                told = {"serial": entry.manifest.serial, "step": entry.step, "problem": problem}
-                row["older"][entry.key] = told
+                facts = {"serial": entry.manifest.serial, "step": entry.step, "problem": problem}
+                row["older"][entry.key] = facts
     except OSError as error:
         older.clear()
         row |= {"older": {}, "problem": f"older checkpoints could not be looked at: {error}"}
@@ -209,7 +209,7 @@ def _missing(entry: Found) -> str | None:
     """
     assert entry.manifest is not None, "only those are looked at"
     problems = [
-        missing_file(entry.path, entry.manifest, names) for names in _places(entry.manifest)
+        missing_file(entry.path, entry.manifest, names) for names in _directories(entry.manifest)
     ]
     return None if None in problems else f"{problems[0]} is not there in the right size"
 
@@ -221,9 +221,11 @@ def _damage(entry: Found | None) -> str | None:
     assert entry.manifest is not None, "only those are looked at"
     manifest = entry.manifest
     here = [
-        names for names in _places(manifest) if missing_file(entry.path, manifest, names) is None
+        names
+        for names in _directories(manifest)
+        if missing_file(entry.path, manifest, names) is None
     ]
-    names = [name for place in here for name in place]
+    names = [name for directory in here for name in directory]
     with ThreadPoolExecutor(_READERS) as pool:
         problems = pool.map(
             lambda name: _difference(entry.path / name, manifest.files[name][1]), names
@@ -242,5 +244,5 @@ def _difference(path: Path, wanted: str) -> str | None:
         return f"{path.name} cannot be read: {error}"
 
 
-def _places(manifest: Manifest) -> list[list[str]]:
-    return [files_of(place) for place in manifest.places]
+def _directories(manifest: Manifest) -> list[list[str]]:
+    return [files_of(directory) for directory in manifest.directories]

@@ -179,8 +179,8 @@ class PerRankState:
     def remove(self, folder: str | Path, name: str) -> None:
         """Delete this rank's files of a checkpoint that is deleted. No communication."""
         file = self._file(Path(folder), name, self._joined().rank)
-        for each in (file, _before(file)):
-            each.unlink(missing_ok=True)
+        for path in (file, _before(file)):
+            path.unlink(missing_ok=True)
 
     def _required_folder(self) -> Path:
         if self.folder is None:
@@ -324,7 +324,7 @@ class EngineState:
             ThinwireError: As `engine.save`.
         """
         # until the framework has written its own file, that one may be of the previous checkpoint
-        path = self._engine.save(self._place(self.name), keep=2)
+        path = self._engine.save(self._path(self.name), keep=2)
         return {"name": self.name, "step": found_at(path).step}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -341,7 +341,7 @@ class EngineState:
                 "state_dict must hold the name of the engine's folder and a step, got the keys "
                 f"{sorted(state_dict)}: load what EngineState.state_dict() gave"
             )
-        self._engine.load(self._place(name), step=step)
+        self._engine.load(self._path(name), step=step)
 
     def remove(self, folder: str | Path, name: str) -> None:
         """Delete the folder of a checkpoint that is deleted. Any rank may call this; no
@@ -349,7 +349,7 @@ class EngineState:
         """
         shutil.rmtree(Path(folder) / Path(name).name, ignore_errors=True)
 
-    def _place(self, name: str) -> Path:
+    def _path(self, name: str) -> Path:
         if self.folder is None:
             raise ValueError(
                 "EngineState does not know where the checkpoint is: call "

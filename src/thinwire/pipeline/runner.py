@@ -120,25 +120,25 @@ class PipelineRunner:
         """
         return self._run(inputs, targets, backward=True, problem=problem, concludes=concludes)
 
-    def say(self, turn: Any) -> dict[str, Any]:
+    def say(self, agreement: Any) -> dict[str, Any]:
         """Return this stage's report for an agreement: its error, if any."""
-        if self._ending is None or not turn.first:
+        if self._ending is None or not agreement.first:
             return {}
         self._broken = False
         error = self._worker.error
         return {} if error is None else {"stage failed": [type(error).__name__, str(error)]}
 
-    def judge(self, turn: Any, answers: Any) -> None:
+    def judge(self, agreement: Any, answers: Any) -> None:
         """Raise the error of a stage that failed."""
-        failed = next(answers.of("stage failed"), None) if turn.first else None
+        failed = next(answers.of("stage failed"), None) if agreement.first else None
         if failed is None:
             return
         error = self._worker.error
         self.conclude()
         if error is not None:
             raise error
-        rank, told = failed
-        raise failure(rank % self._grid.stages, self._grid.stages, *told)
+        rank, report = failed
+        raise failure(rank % self._grid.stages, self._grid.stages, *report)
 
     def conclude(self, *, agreed: bool = True) -> Tensor:
         """Return the mean loss of a step from the last stage, after all ranks have agreed. Raise if
@@ -183,14 +183,14 @@ class PipelineRunner:
         self._plans.move_to_end(key)
         worker.begin(parts, plan.source, plan.result, self._scale() / count if backward else 1.0)
         if plan.schedule is None:
-            self._run_alone(count, backward=backward)
+            self._run_single(count, backward=backward)
         else:
             self._run_schedule(plan.schedule, count, backward=backward)
         self._passed_bytes += count * (plan.result.bytes_forth if plan.result else 0)
         self._passed_bytes += count * (plan.source.bytes_back if plan.source and backward else 0)
         # not waited for: the agreement of the update has this runner as a check and reports
         # failures
-        self._ending = self._told_ending()
+        self._ending = self._gather_outcomes()
         return self.conclude(agreed=False) if concludes else None
 
     def _agreed(
@@ -225,13 +225,13 @@ class PipelineRunner:
         key = json.dumps([facts["call"], look, self._stage.training, self._looks()])
         known = key in self._plans
         payload = json.dumps({"facts": facts, "known": known}).encode()
-        what = "agreeing on a mini-batch"
-        answers = [mapping_of(a) for a in self._grid.peers.gather_bytes(payload, what=what)]
+        action = "agreeing on a mini-batch"
+        answers = [mapping_of(a) for a in self._grid.peers.gather_bytes(payload, what=action)]
         if problem is not None:
             raise problem
         for rank, answer in enumerate(answers):
             if answer.keys() != {"facts", "known"}:
-                raise elsewhere(what, rank, answer)
+                raise elsewhere(action, rank, answer)
         _require_equal([answer["facts"] for answer in answers])
         return parts, key, all(answer["known"] for answer in answers)
 
@@ -261,7 +261,7 @@ class PipelineRunner:
         while len(self._plans) > _KEPT_SCHEDULES:  # each holds memory to receive into
             self._plans.popitem(last=False)
 
-    def _run_alone(self, count: int, *, backward: bool) -> None:
+    def _run_single(self, count: int, *, backward: bool) -> None:
         for _ in range(count):
             loss = self._worker()
             if backward:
@@ -279,11 +279,11 @@ class PipelineRunner:
         except RuntimeError as error:
             raise self._grid.explain(error, what=_TRANSFER) from error
 
-    def _told_ending(self) -> Pending[Tensor]:
+    def _gather_outcomes(self) -> Pending[Tensor]:
         """Start the gather of the stages' outcomes."""
         peers, worker = self._grid.peers, self._worker
-        mine = _CONCLUSION.pack(worker.error is not None, *self._mean_loss())
-        message = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(peers.device)
+        outcome = _CONCLUSION.pack(worker.error is not None, *self._mean_loss())
+        message = torch.frombuffer(bytearray(outcome), dtype=torch.uint8).to(peers.device)
         return peers.all_gather(message, what="concluding a step")
 
     def _mean_loss(self) -> tuple[int, float]:
@@ -297,9 +297,9 @@ class PipelineRunner:
         """Raise this stage's own error, or one of the same type that names the failing stage."""
         error = self._worker.error
         self._worker.begin([], None, None, 1.0)
-        told = [] if error is None else [type(error).__name__, str(error)]
-        mine = json.dumps(told).encode()
-        answers = self._grid.peers.gather_bytes(mine, what="telling what failed")
+        report = [] if error is None else [type(error).__name__, str(error)]
+        payload = json.dumps(report).encode()
+        answers = self._grid.peers.gather_bytes(payload, what="reporting a failure")
         if error is not None:
             raise error
         stage = next(i for i, answer in enumerate(answers) if json.loads(answer))
@@ -348,15 +348,17 @@ def rehearse(worker: StageWorker, inputs: Any, peers: Group, device: torch.devic
                         "shapes and types that it will get, to learn what it sends."
                     )
                 error, answer = problem, {"error": [type(problem).__name__, str(problem)]}
-        mine = json.dumps(answer).encode()
-        answers = peers.gather_bytes(mine, what="describing what stages send")
+        payload = json.dumps(answer).encode()
+        answers = peers.gather_bytes(payload, what="describing the outputs of stages")
         if error is not None:
             raise error
-        told = json.loads(answers[stage])
-        if "error" in told:
-            raise failure(stage, peers.size, *told["error"])
+        description = json.loads(answers[stage])
+        if "error" in description:
+            raise failure(stage, peers.size, *description["error"])
         parcels.append(
-            Parcel(told["layout"], tuple((d, tuple(s), g) for d, s, g in told["tensors"]))
+            Parcel(
+                description["layout"], tuple((d, tuple(s), g) for d, s, g in description["tensors"])
+            )
         )
     return parcels
 
@@ -376,7 +378,7 @@ def _parcel(
 ) -> dict[str, Any]:
     worker.begin([(inputs, None)], source, None, 1.0)
     value = worker.output(inputs, source.blanks(device) if source else ())
-    parcel, _ = Parcel.of(value, what="the output of a stage")
+    parcel, _ = Parcel.of(value, name="the output of a stage")
     return {"layout": parcel.layout, "tensors": parcel.tensors}
 
 

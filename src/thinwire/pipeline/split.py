@@ -115,7 +115,7 @@ def split_model(model: nn.Module, config: Pipeline) -> list[nn.Module]:
         )
     links = list(chain(model))
     begins = (
-        _places(model, links, config.split_points)
+        _starts(model, links, config.split_points)
         if config.split_points
         else _balanced(links, config.stages)
     )
@@ -152,29 +152,29 @@ def _new(module: nn.Module, seen: set[nn.Parameter]) -> Iterator[nn.Parameter]:
             yield p
 
 
-def _places(model: nn.Module, links: Sequence[ChainModule], points: Sequence[str]) -> list[int]:
+def _starts(model: nn.Module, links: Sequence[ChainModule], points: Sequence[str]) -> list[int]:
     """Return the starts of the stages, from the names of the first modules of the second and later
     ones.
     """
     begins = [0]
     names = ["the first module", *points]
     for point in points:
-        place = _place(model, links, point)
-        if place == 0:
+        index = _index_of(model, links, point)
+        if index == 0:
             raise ValueError(
                 f"split_points: {point!r} is where the model begins, so stage 1 would be empty"
             )
-        if place <= begins[-1]:
+        if index <= begins[-1]:
             raise ValueError(
                 f"split_points must be in execution order, got {point!r}, which runs "
-                f"{'at the same place as' if place == begins[-1] else 'before'} "
+                f"{'at the same place as' if index == begins[-1] else 'before'} "
                 f"{names[len(begins) - 1]!r}"
             )
-        begins.append(place)
+        begins.append(index)
     return begins
 
 
-def _place(model: nn.Module, links: Sequence[ChainModule], point: str) -> int:
+def _index_of(model: nn.Module, links: Sequence[ChainModule], point: str) -> int:
     path = tuple(point.split("."))
     for i, link in enumerate(links):
         if link.path[: len(path)] == path:
@@ -182,8 +182,8 @@ def _place(model: nn.Module, links: Sequence[ChainModule], point: str) -> int:
     modules = dict(model.named_modules(remove_duplicate=False))
     around = next((link for link in links if path[: len(link.path)] == link.path), None)
     if point not in modules or around is None:
-        places = [repr(link.name) for link in links[1:]]
-        shown = [*places[:8], f"... {places[-1]}"] if len(places) > 9 else places
+        names = [repr(link.name) for link in links[1:]]
+        shown = [*names[:8], f"... {names[-1]}"] if len(names) > 9 else names
         raise ValueError(
             f"split_points: the model has no module {point!r}{check.closest(point, modules)}; it "
             f"can be cut at {', '.join(shown)}"

@@ -28,13 +28,13 @@ _PLAIN = (type(None), bool, int, float, str)
 _SAMPLE = 256
 
 
-def pack(value: Any, *, what: str) -> tuple[Any, list[Tensor]]:
+def pack(value: Any, *, name: str) -> tuple[Any, list[Tensor]]:
     """Split a value into a layout that JSON can hold, without shapes, and its tensors, for
     `unpack`. The value is a tensor, a number, string or None, or a tuple, list or dict with string
     keys of these.
 
     Raises:
-        TypeError: The value has another type; names its origin `what`, and the types to return
+        TypeError: The value has another type; names its origin `name`, and the types to return
             instead.
     """
     tensors: list[Tensor] = []
@@ -50,7 +50,7 @@ def pack(value: Any, *, what: str) -> tuple[Any, list[Tensor]]:
         if type(part) in _PLAIN:
             return {"plain": part}
         raise TypeError(
-            f"{what} has a part of type {type(part).__name__}, which cannot travel between stages: "
+            f"{name} has a part of type {type(part).__name__}, which cannot travel between stages: "
             "let the module return a tensor, or a tuple, list or dict (with string keys) of "
             "tensors and plain values"
         )
@@ -178,9 +178,9 @@ class Parcel:
     """Dtype and shape of each tensor, and True if its gradient comes back."""
 
     @classmethod
-    def of(cls, value: Any, *, what: str) -> "tuple[Parcel, list[Tensor]]":
+    def of(cls, value: Any, *, name: str) -> "tuple[Parcel, list[Tensor]]":
         """Return the parcel for a value, and the tensors in it."""
-        layout, tensors = pack(value, what=what)
+        layout, tensors = pack(value, name=name)
         return cls(
             layout, tuple((_short(t.dtype), tuple(t.shape), t.requires_grad) for t in tensors)
         ), tensors
@@ -285,7 +285,7 @@ class StageWorker(nn.Module):
                 loss = _as_loss(self.loss_fn(self.output(inputs, received), targets))
             self.losses.append(loss.detach())
             return loss * self._factor
-        parcel, tensors = Parcel.of(self.output(inputs, received), what="the output of a stage")
+        parcel, tensors = Parcel.of(self.output(inputs, received), name="the output of a stage")
         if not parcel.looks_like(self._result):
             raise ValueError(
                 "the output of a stage must look the same for all micro-batches, plain values "
