@@ -116,7 +116,8 @@ class Manifest:
             raise CheckpointCorrupt("its numbers are not what a checkpoint has")
         if sorted(_flat(self.directories)) != list(range(len(self.parts))):
             raise CheckpointCorrupt(
-                f"its directories list the ranks {self.directories}, not those of {len(self.parts)} ranks"
+                f"its directories list the ranks {self.directories}, but it has "
+                f"{len(self.parts)} ranks"
             )
         wanted = files_of(range(len(self.parts)))
         if not isinstance(self.files, dict) or set(self.files) != set(wanted):
