@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import thinwire as tw
-from tests.api import FIELDS, RULES, page, rule_of, rules_among
+from tests.api import FIELDS, RULES, page, rule_of, rules_between
 from tests.strategy.test_config import CONFIGS
 
 PAGE = Path(__file__).parents[2] / "docs" / "composing.md"
@@ -44,13 +44,13 @@ def test_a_strategy_of_two_fields_does_what_its_rule_says(pair: tuple[str, str])
 
 
 def test_the_rules_of_three_fields_are_those_of_their_pairs() -> None:
-    rules = rules_among(["localsgd", "amp", "dgc"])
+    rules = rules_between(["localsgd", "amp", "dgc"])
     assert [rule.pair for rule in rules] == [
         ("amp", "dgc"),
         ("amp", "localsgd"),
         ("dgc", "localsgd"),
     ]
-    assert rules_among(["amp"]) == []
+    assert rules_between(["amp"]) == []
     with pytest.raises(KeyError):
         rule_of("amp", "amp")
 

@@ -13,7 +13,7 @@ from thinwire._validate import integer
 from thinwire.checkpoint.combine import Rule, combine, require_rules
 from thinwire.checkpoint.files import by_rank, checksum, is_regular, on_all_ranks
 from thinwire.checkpoint.manifest import MANIFEST, Found, Manifest, found, plain_file, tensor_file
-from thinwire.checkpoint.shards import Cut
+from thinwire.checkpoint.shards import Sharding
 from thinwire.checkpoint.tensor_file import TensorReader
 from thinwire.checkpoint.tree import UNREADABLE, decoded, parsed_table, with_tensors
 from thinwire.comm import Group
@@ -44,20 +44,21 @@ class CheckpointReader:
         rank: int,
         *,
         combined: bool,
-        cut: Callable[[Any], Cut | None] | None = None,
+        sharding: Callable[[Any], Sharding | None] | None = None,
     ) -> None:
         """Select the files to read.
 
         `parts` are the parts of the loading ranks, `rank` is this one. `combined`: always combine.
-        `cut`: the present sharding of the model, from the facts, if parts are shards then and now.
+        `sharding`: returns the present sharding of the model, from the facts of a checkpoint of
+        other shards.
 
         Raises:
             CheckpointMismatch: There is no state for these parts.
         """
-        self._cut: Cut | None = None
-        if set(parts) != set(manifest.parts) and cut is not None:
-            self._cut = cut(decoded(manifest.facts, dict[str, Any]().__getitem__))
-        if set(parts) != set(manifest.parts) and self._cut is None:
+        self._sharding: Sharding | None = None
+        if set(parts) != set(manifest.parts) and sharding is not None:
+            self._sharding = sharding(decoded(manifest.facts, dict[str, Any]().__getitem__))
+        if set(parts) != set(manifest.parts) and self._sharding is None:
             raise CheckpointMismatch(
                 f"{path} has the state of pipeline stages {sorted(set(manifest.parts))}, and the "
                 f"ranks are now stages {sorted(set(parts))}: a checkpoint is loaded with the "
@@ -66,9 +67,9 @@ class CheckpointReader:
         self.path, self.manifest = path, manifest
         peers = [r for r, part in enumerate(parts) if part == parts[rank]]
         every = range(len(manifest.parts))
-        old = [r for r in every if self._cut is not None or manifest.parts[r] == parts[rank]]
+        old = [r for r in every if self._sharding is not None or manifest.parts[r] == parts[rank]]
         self._position, self._rank = peers.index(rank), rank
-        self._is_own = self._cut is None and len(old) == len(peers) and not combined
+        self._is_own = self._sharding is None and len(old) == len(peers) and not combined
         self._sources = [old[self._position]] if self._is_own else old
         self.trees: list[Any] = []
         """Trees of the old ranks that are read here, with references to tensors; set by
@@ -77,9 +78,9 @@ class CheckpointReader:
         self._intact: set[str] = set()
 
     @property
-    def cut_anew(self) -> bool:
+    def resharded(self) -> bool:
         """True if the state comes from another number of shards."""
-        return self._cut is not None
+        return self._sharding is not None
 
     def verify(self) -> None:
         """Verify every byte of the files that this rank needs, and parse the plain ones.
@@ -94,7 +95,7 @@ class CheckpointReader:
         with TensorReader(self.path) as reader:
             if self._is_own:
                 return with_tensors(self.trees[0], reader.read)
-            if self._cut is None:
+            if self._sharding is None:
                 return combine(self.trees, rules, rank=self._position, read=reader.read)
             replicas: dict[int, list[Any]] = {}
             for tree, part in zip(self.trees, self.manifest.parts, strict=True):
@@ -103,8 +104,8 @@ class CheckpointReader:
                 combine(replicas[part], rules, rank=self._position, read=reader.read)
                 for part in sorted(replicas)
             ]
-            whole = self._cut.anew(shards)
-            for key in self._cut.of_ranks:
+            whole = self._sharding.reshard(shards)
+            for key in self._sharding.of_ranks:
                 own = [tree[key] for tree in self.trees]
                 whole[key] = combine(own, rules, rank=self._rank, read=reader.read)
             return whole
@@ -172,7 +173,7 @@ class Loaded:
     """Its folder."""
     ranks: int
     """Number of ranks that saved. If it differs from the present number, `state` is combined."""
-    cut_anew: bool
+    resharded: bool
     """True if another number of shards saved it."""
 
 
@@ -183,7 +184,7 @@ def load(
     part: int = 0,
     rules: Mapping[str, Rule] | None = None,
     combined: bool = False,
-    cut: Callable[[Any], Cut | None] | None = None,
+    sharding: Callable[[Any], Sharding | None] | None = None,
     step: int | None = None,
 ) -> Loaded:
     """Read the newest checkpoint that is whole on every rank.
@@ -207,7 +208,7 @@ def load(
         part: Pipeline stage, or shard, of this rank.
         rules: Rule by path for another number of ranks, see `combine`.
         combined: True if ranks get the combined state also with the same number of ranks.
-        cut: Returns the present sharding of the model, from the facts of a checkpoint of other
+        sharding: Returns the present sharding of the model, from the facts of a checkpoint of other
             parts; None if that has stages, not shards.
         step: Only a checkpoint of this step; None for the newest of any.
 
@@ -243,7 +244,7 @@ def load(
     for (_, key), at in sorted(known.items(), reverse=True):
         verified: list[CheckpointReader] = []
         reader_of = partial(
-            CheckpointReader, parts=parts, rank=group.rank, combined=combined, cut=cut
+            CheckpointReader, parts=parts, rank=group.rank, combined=combined, sharding=sharding
         )
         verify = partial(_verify, root, entries.get(key), at, reader_of, verified)
         answers = on_all_ranks(group, "verifying a checkpoint", verify)
@@ -325,7 +326,7 @@ def _read(group: Group, reader: CheckpointReader, rules: Mapping[str, Rule]) -> 
         step=reader.manifest.step,
         path=reader.path,
         ranks=len(reader.manifest.parts),
-        cut_anew=reader.cut_anew,
+        resharded=reader.resharded,
     )
 
 

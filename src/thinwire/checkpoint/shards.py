@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Cut", "rows_of", "words"]
+__all__ = ["Sharding", "rows_of", "words"]
 
 Path = tuple[Any, ...]
 
@@ -24,7 +24,7 @@ def rows_of(shape: Sequence[int], shards: int, shard: int) -> range:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class Sharding:
     """Sharding of a model.
 
     Attributes:
@@ -42,7 +42,7 @@ class Cut:
     owner: Callable[[Any, Path], str | None]
     of_ranks: tuple[str, ...] = ()
 
-    def anew(self, trees: Sequence[Any]) -> Any:
+    def reshard(self, trees: Sequence[Any]) -> Any:
         """Return the tree of this shard, from those of all shards of another sharding.
 
         Plain values, and tensors that are no rows of a parameter, come from the first shard that

@@ -119,7 +119,7 @@ class Early(Protocol):
     def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
         """Set the parameters that travel together."""
 
-    def place(self, step: int) -> int:
+    def position(self, step: int) -> int:
         """Return the number of updates, as counted by `gradients`, before engine step `step`."""
 
     def launching(self) -> contextlib.AbstractContextManager[None]:
@@ -212,7 +212,7 @@ class Overlap:
             self._steady = steady
         self._readiness.restart()
         self._pending = _PendingStep(
-            gradients, self._exchange.place(step), final, self._readiness, self._buckets
+            gradients, self._exchange.position(step), final, self._readiness, self._buckets
         )
         self._armed = True
         try:

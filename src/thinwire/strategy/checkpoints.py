@@ -17,12 +17,12 @@ from thinwire.checkpoint import load as load_checkpoint
 from thinwire.checkpoint import save as save_checkpoint
 from thinwire.checkpoint.loading import EXPORTED
 from thinwire.checkpoint.random_state import derived
-from thinwire.checkpoint.shards import Cut, words
+from thinwire.checkpoint.shards import Sharding, words
 from thinwire.comm import Group
 from thinwire.core.sharded import is_sharded
 from thinwire.errors import CheckpointMismatch
 from thinwire.optim.dgc_momentum import DGCMomentum
-from thinwire.strategy.fitting import settings_in_groups
+from thinwire.strategy.facts import settings_in_groups
 from thinwire.strategy.parts import Parts
 from thinwire.strategy.saving import (
     OF_OTHER_RANKS,
@@ -31,10 +31,10 @@ from thinwire.strategy.saving import (
     Restored,
     compared,
     load_all,
+    log_changes,
     require_shapes,
     saved,
     take_values_,
-    tell_of_changes,
 )
 
 __all__ = ["begin_anew", "load", "load_parameters", "save"]
@@ -73,8 +73,8 @@ def load(directory: str | Path, parts: Parts, step: int | None) -> tuple[Path, R
     loaded = _found(directory, parts, step=step)
     changes, problems = compared(loaded.facts, parts)
     if problems:
-        raise _misfit(loaded, "; ".join(problems))
-    if loaded.cut_anew:
+        raise _mismatch(loaded, "; ".join(problems))
+    if loaded.resharded:
         fitted = partial(_complete, loaded.state, parts)
         on_all_ranks(parts.savers, "cutting a checkpoint into other shards", fitted)
 
@@ -84,14 +84,14 @@ def load(directory: str | Path, parts: Parts, step: int | None) -> tuple[Path, R
     def agreed(problem: Exception | None, left: frozenset[str]) -> frozenset[str]:
         def act() -> list[str]:
             if problem is not None:
-                raise _misfit(loaded, str(problem)) from problem
+                raise _mismatch(loaded, str(problem)) from problem
             return sorted(left)
 
         return _of_any(on_all_ranks(parts.savers, "taking over a checkpoint", act))
 
     keep = settings_in_groups(changes)
     restored = load_all(loaded.state, parts, keep=keep, agreed=agreed)
-    tell_of_changes(str(loaded.path), changes)
+    log_changes(str(loaded.path), changes)
     return loaded.path, restored
 
 
@@ -101,7 +101,7 @@ def _found(directory: str | Path, parts: Parts, **options: Any) -> Loaded:
         group=parts.savers,
         part=parts.part,
         rules=OF_OTHER_RANKS,
-        cut=partial(_cut, parts),
+        sharding=partial(_sharding, parts),
         **options,
     )
 
@@ -120,7 +120,7 @@ def load_parameters(directory: str | Path, parts: Parts) -> Path:
 
     def fits() -> list[str]:
         theirs, ours = (_shapes(facts) for facts in (loaded.facts, parts.facts))
-        if loaded.cut_anew and theirs != ours:  # rows of shards may fit by chance
+        if loaded.resharded and theirs != ours:  # rows of shards may fit by chance
             name = next(n for n in {**theirs, **ours} if theirs.get(n) != ours.get(n))
             raise CheckpointMismatch(
                 f"{loaded.path}: parameter {name} has shape {theirs.get(name, 'none')} in it and "
@@ -131,8 +131,8 @@ def load_parameters(directory: str | Path, parts: Parts) -> Path:
         except ValueError as error:
             raise CheckpointMismatch(f"{loaded.path}: {error}") from error
 
-    what = "taking over the parameters of a checkpoint"
-    left = _of_any(on_all_ranks(parts.savers, what, fits))
+    action = "taking over the parameters of a checkpoint"
+    left = _of_any(on_all_ranks(parts.savers, action, fits))
     take_values_(loaded.state, parts, left)
     begin_anew(parts, alike=not left)
     return loaded.path
@@ -154,17 +154,17 @@ def _shapes(facts: Mapping[str, Any]) -> dict[str, str]:
     return {named.rsplit(" ", 1)[0]: f"[{shape}" for named, shape in split}
 
 
-def _misfit(loaded: Loaded, problem: str) -> CheckpointMismatch:
-    alone = "engine.load_parameters(directory)"
+def _mismatch(loaded: Loaded, problem: str) -> CheckpointMismatch:
+    advice = "engine.load_parameters(directory)"
     if (loaded.facts.get("strategy") or {}).get("pipeline") is not None:
-        alone = EXPORTED
+        advice = EXPORTED
     return CheckpointMismatch(
         f"{loaded.path} does not fit: {problem}. Prepare the engine as it was then, or begin anew "
-        f"with the parameters alone: {alone}"
+        f"with the parameters alone: {advice}"
     )
 
 
-def _cut(parts: Parts, facts: Mapping[str, Any]) -> Cut | None:
+def _sharding(parts: Parts, facts: Mapping[str, Any]) -> Sharding | None:
     """Return the sharding of this engine's model, for a checkpoint of another sharding. None if
     either side has pipeline stages.
     """
@@ -183,7 +183,9 @@ def _cut(parts: Parts, facts: Mapping[str, Any]) -> Cut | None:
             return None
         return next((word for word in words(path) if word in shapes), None)
 
-    return Cut(shards=shards, shard=parts.part, shapes=shapes, owner=owner, of_ranks=("random",))
+    return Sharding(
+        shards=shards, shard=parts.part, shapes=shapes, owner=owner, of_ranks=("random",)
+    )
 
 
 def _owners(tree: Mapping[str, Any]) -> dict[Any, str]:
@@ -193,8 +195,8 @@ def _owners(tree: Mapping[str, Any]) -> dict[Any, str]:
         return {}
     return {
         key: name
-        for group, told in zip(groups, names, strict=True)
-        for key, name in zip(group["params"], told, strict=True)
+        for group, own_names in zip(groups, names, strict=True)
+        for key, name in zip(group["params"], own_names, strict=True)
     }
 
 
@@ -206,20 +208,20 @@ def _complete(state: Mapping[str, Any], parts: Parts) -> None:
         CheckpointMismatch: The saved state belongs to a shard that is not compressed now.
     """
     saved, here = state["exchange"], parts.exchange.state_dict()
-    for kind, places in here.items():
-        if not isinstance(places, dict) or not isinstance(saved.get(kind), dict):
+    for kind, tensors in here.items():
+        if not isinstance(tensors, dict) or not isinstance(saved.get(kind), dict):
             continue
-        for name in [name for name in saved[kind] if name not in places]:
+        for name in [name for name in saved[kind] if name not in tensors]:
             lost = saved[kind][name]
             if not isinstance(lost, Tensor) or kind == "pending":
                 continue
             if kind not in SAME_EVERYWHERE:
                 _require_nothing_pending(f"{kind} of {name}", lost)
             del saved[kind][name]
-        for name, place in places.items():
-            if not isinstance(place, Tensor):
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor):
                 continue
-            drawn = place.detach().cpu().clone()
+            drawn = tensor.detach().cpu().clone()
             new = drawn if kind in SAME_EVERYWHERE else torch.zeros_like(drawn)
             saved[kind].setdefault(name, new)
 
@@ -234,10 +236,10 @@ def _complete(state: Mapping[str, Any], parts: Parts) -> None:
             del entries["residual"]
 
 
-def _require_nothing_pending(what: str, tensor: Tensor) -> None:
+def _require_nothing_pending(name: str, tensor: Tensor) -> None:
     if tensor.any():
         raise CheckpointMismatch(
-            f"{what}: the shards that it belongs to are too small to be compressed now, and what "
+            f"{name}: the shards that it belongs to are too small to be compressed now, and what "
             "is pending would be lost: lower min_numel (of LowRank, or its rank), or load with the "
             "shards that saved"
         )

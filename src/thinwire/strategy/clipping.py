@@ -38,8 +38,8 @@ class Clipping:
 
     def norm(self, grads: Mapping[str, Tensor]) -> float:
         """Return the global norm of these gradients."""
-        together = [coalesced(grad) for grad in grads.values()]
-        return float(global_norm(together)) if together else 0.0
+        summed = [coalesced(grad) for grad in grads.values()]
+        return float(global_norm(summed)) if summed else 0.0
 
     def __call__(self, grads: dict[str, Tensor], norms: Sequence[float]) -> dict[str, Tensor]:
         """Return clipped gradients. They may be the same tensors, changed.
@@ -56,17 +56,17 @@ class Clipping:
             return dict(grads)
         if isinstance(self.clip, ClipByNorm) and self.shards is not None:
             return _by_norms_over(self.shards, self.clip.c, grads)
-        together = {name: coalesced(grad) for name, grad in grads.items()}
+        summed = {name: coalesced(grad) for name, grad in grads.items()}
         if not isinstance(self.clip, ClipByGlobalNorm):
-            return dict(zip(grads, clipped(self.clip, list(together.values())), strict=True))
-        norm = global_norm(list(together.values())) if together else torch.zeros((), device="cpu")
+            return dict(zip(grads, clipped(self.clip, list(summed.values())), strict=True))
+        norm = global_norm(list(summed.values())) if summed else torch.zeros((), device="cpu")
         others = self.shards or self.stages
         if others is not None:
             norms = norms or _norms_over(others, float(norm))
-            whole = math.hypot(*norms)
-            norm = torch.tensor(whole, dtype=torch.float64, device="cpu")
+            total = math.hypot(*norms)
+            norm = torch.tensor(total, dtype=torch.float64, device="cpu")
         # exactly 1 below the limit, so that the product changes no bit
-        return _scaled_(together, self.clip.c / norm.clamp(min=self.clip.c))
+        return _scaled_(summed, self.clip.c / norm.clamp(min=self.clip.c))
 
 
 def require_one_clip(
@@ -110,12 +110,13 @@ def require_clip_of_one(optimizers: Sequence[torch.optim.Optimizer], *, parts: b
     Raises:
         StrategyError: Names the optimizer.
     """
-    for each in optimizers if parts and len(optimizers) > 1 else ():
-        own = each.grad_clip if isinstance(each, CommonOptimizer) else None
+    for optimizer in optimizers if parts and len(optimizers) > 1 else ():
+        own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
         if isinstance(own, ClipByGlobalNorm | ClipByNorm):
             raise StrategyError(
-                f"{type(each).__name__} is one of several optimizers and clips by {own}, and each "
-                "rank holds a part of the model: leave it out there, and give grad_clip= to prepare"
+                f"{type(optimizer).__name__} is one of several optimizers and clips by {own}, but "
+                "each rank holds a part of the model: remove its clipping and pass grad_clip= to "
+                "prepare"
             )
 
 
@@ -188,11 +189,11 @@ def _replaced_(optimizer: CommonOptimizer, clip: Clip | None) -> Callable[[], No
 
 
 def _norms_over(others: Group, norm: float) -> list[float]:
-    what = "the global norm over stages or shards"
-    answers = others.gather_bytes(struct.pack("<d", norm), what=what)
+    action = "the global norm over stages or shards"
+    answers = others.gather_bytes(struct.pack("<d", norm), what=action)
     for rank, answer in enumerate(answers):
         if len(answer) != 8:
-            raise elsewhere(what, rank, answer)
+            raise elsewhere(action, rank, answer)
     return [float(struct.unpack("<d", answer)[0]) for answer in answers]
 
 
@@ -208,10 +209,10 @@ def _scaled_(grads: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:
     """Scale gradients in place if they are dense and share no storage; return new tensors for the
     others.
     """
-    mine, new = with_own_storage(grads), {}
+    owned, new = with_own_storage(grads), {}
     for name, grad in grads.items():
         narrow = torch.promote_types(grad.dtype, torch.float32) != grad.dtype
-        if narrow or name not in mine:
+        if narrow or name not in owned:
             new[name] = with_values(grad, scaled(values_of(grad), factor))
         else:
             new[name] = grad.mul_(factor.to(grad.device, grad.dtype))

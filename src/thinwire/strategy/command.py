@@ -69,13 +69,13 @@ def export(checkpoint: Path, file: Path, /, *, force: _Flag = False, quiet: _Fla
     from thinwire import checkpoint as checkpoints
     from thinwire.errors import CheckpointError
 
-    with warnings.catch_warnings(record=True) as told, _bar(f"exporting {file}", quiet=quiet):
+    with warnings.catch_warnings(record=True) as caught, _bar(f"exporting {file}", quiet=quiet):
         warnings.simplefilter("always", UserWarning)
         try:
             made = checkpoints.export(checkpoint, file, force=force)
         except (CheckpointError, FileExistsError) as error:
             raise ValueError(str(error)) from None
-    for warning in told:
+    for warning in caught:
         sys.stderr.write(f"thinwire: {warning.message}\n")
     if not quiet:
         print("\n".join(_lines(made)))

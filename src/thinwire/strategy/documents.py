@@ -94,9 +94,9 @@ def from_dict(
         _unknown_keys(_ROOT, document, {name: _keys(kind) for name, kind in CONFIGS.items()})
     )
     if unknown:
-        told = [where(path) + problem for path, problem in unknown[:_MOST_UNKNOWN]]
-        more = len(unknown) - len(told)
-        raise StrategyError("; ".join([*told, *([f"{more} more are unknown"] if more else [])]))
+        listed = [where(path) + problem for path, problem in unknown[:_MOST_UNKNOWN]]
+        more = len(unknown) - len(listed)
+        raise StrategyError("; ".join([*listed, *([f"{more} more are unknown"] if more else [])]))
     present = {name: value for name, value in document.items() if value is not None}
     configs = {
         name: _config(f"{_ROOT}.{name}", CONFIGS[name], value, where)

@@ -35,15 +35,15 @@ from thinwire.local.work import require_tokens
 from thinwire.optim import Lamb, Lars
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.strategy import checkpoints, saving
-from thinwire.strategy.beside import SaveBeside
+from thinwire.strategy.background_save import BackgroundSave
 from thinwire.strategy.engine_checks import Joining
-from thinwire.strategy.holding import (
-    step_replaced_,
-    taken_off_,
-)
 from thinwire.strategy.microsteps import Microsteps
+from thinwire.strategy.model_files import load_model_file
+from thinwire.strategy.ownership import (
+    remove_scaler_marks_,
+    replace_step_,
+)
 from thinwire.strategy.parts import Parts
-from thinwire.strategy.whole_models import load_whole_model
 
 __all__ = ["Engine", "Parts"]
 
@@ -77,9 +77,9 @@ class Engine:
         """The argument `extra` of `save`, after `load`; None before it, or if none was given."""
         self._sharded = any(map(is_sharded, parts.params.values()))
         self._following: Following | None = None
-        self._beside = SaveBeside()
+        self._background_save = BackgroundSave()
         # hooks of the engine are on the model and the optimizer, and must not outlive the engine
-        self._finalizer = weakref.finalize(self, _close, parts, self._beside)
+        self._finalizer = weakref.finalize(self, _close, parts, self._background_save)
 
     @property
     def step(self) -> int:
@@ -167,7 +167,7 @@ class Engine:
             loss = runner.step(inputs, targets, problem, concludes=concludes)
             self._steps.finish(loss)
             loss = runner.conclude() if loss is None else loss
-        self._steps.left.remember()
+        self._steps.edit_check.record()
         self._steps.warn()
         return loss
 
@@ -276,7 +276,7 @@ class Engine:
         self._require_ready(tokens)
         with self._steps.advised(), self._parts.group.one_deadline():
             self._steps.finish(loss)
-        self._steps.left.remember()
+        self._steps.edit_check.record()
         self._steps.warn()
 
     def follow_steps(self, loss: Callable[[], Tensor | None] | None = None) -> "Following":
@@ -318,7 +318,7 @@ class Engine:
         def update(which: int, closure: Callable[[], Any] | None) -> Any:
             target = engine()
             assert target is not None, "its end takes this off"
-            marked = [taken_off_(each) for each in target.optimizers]
+            marked = [remove_scaler_marks_(single) for single in target.optimizers]
             if any(marked):
                 raise RuntimeError(SCALER)
             if target._parts.group.size > 1 and target._steps.by_time is None:
@@ -330,13 +330,13 @@ class Engine:
             called.add(which)
             if len(called) == len(target.optimizers):
                 called.clear()
-                told = value if loss is None else loss()
-                target.apply_gradients(told if isinstance(told, Tensor) else None)
+                reported = value if loss is None else loss()
+                target.apply_gradients(reported if isinstance(reported, Tensor) else None)
             return value
 
         undo = contextlib.ExitStack()
-        for place, each in enumerate(self.optimizers):
-            undo.callback(step_replaced_(each, partial(update, place)))
+        for index, optimizer in enumerate(self.optimizers):
+            undo.callback(replace_step_(optimizer, partial(update, index)))
         self._following = Following(undo.close)
         self._parts.handles.append(self._following)
         return self._following
@@ -394,7 +394,7 @@ class Engine:
             if self._parts.exchange.local:
                 joining.idle(self._steps.idle_locally)
             else:
-                batches.mine = False
+                batches.has_batch = False
                 while self._steps.idle() is not Verdict.END:
                     pass
         finally:
@@ -427,10 +427,10 @@ class Engine:
         with parts.group.one_deadline():
             if merge is not None:
                 uneven = self._steps.by_time
-                place = {"step": self._steps.place()}
+                position = {"step": self._steps.position()}
                 if uneven is None:
-                    place["microsteps of the unfinished update"] = merge.microsteps
-                require_agreement(parts.group, place, what="engine.flush()")
+                    position["microsteps of the unfinished update"] = merge.microsteps
+                require_agreement(parts.group, position, what="engine.flush()")
                 if merge.microsteps:
                     self._steps.clear_grads()  # before a second set is made
                     left, overflow = merge.take(avg=parts.merge_avg), merge.overflowed
@@ -439,7 +439,7 @@ class Engine:
             parts.exchange.flush()
             if not parts.exchange.local:
                 parts.buffers.synchronize()
-        self._steps.left.remember()
+        self._steps.edit_check.record()
 
     def mean_loss(self, loss: Tensor | float) -> Tensor:
         """Return the mean of a loss over the ranks, with equal weights. All ranks must call this.
@@ -470,19 +470,19 @@ class Engine:
             raise ValueError(
                 f"loss must have one element, got {value.numel()}: take its mean first"
             )
-        group, what = self._parts.group, "the mean loss"
+        group, name = self._parts.group, "the mean loss"
         if not group.stays:
             raise RuntimeError(
                 "engine.mean_loss does not work with members=: one who comes between two calls "
                 "would have to make them too; log the loss of this member"
             )
         with self._steps.advised():
-            answers = group.gather_bytes(json.dumps({what: value.item()}).encode(), what=what)
-            told = [mapping_of(answer) for answer in answers]
-            for rank, row in enumerate(told):
-                if what not in row:
-                    raise elsewhere(what, rank, row)
-        total = sum(row[what] for row in told)
+            answers = group.gather_bytes(json.dumps({name: value.item()}).encode(), what=name)
+            rows = [mapping_of(answer) for answer in answers]
+            for rank, row in enumerate(rows):
+                if name not in row:
+                    raise elsewhere(name, rank, row)
+        total = sum(row[name] for row in rows)
         return torch.tensor(total / group.size, dtype=torch.float64, device="cpu")
 
     def stats(self) -> dict[str, float]:
@@ -556,8 +556,8 @@ class Engine:
             smallest = min(engine.trust_ratios().values(), default=1.0)
         """
         found: dict[str | Tensor, float] = {}
-        for each in self.optimizers:
-            found |= each.trust_ratios() if isinstance(each, Lamb | Lars) else {}
+        for optimizer in self.optimizers:
+            found |= optimizer.trust_ratios() if isinstance(optimizer, Lamb | Lars) else {}
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -646,20 +646,20 @@ class Engine:
             Mismatch: Ranks are out of step, or some of them did not call this.
         """
         if self._parts.group.stays:
-            place = {"place of the checkpoint": self._steps.place()}
-            require_agreement(self._parts.group, place, what="saving")
+            position = {"step of the checkpoint": self._steps.position()}
+            require_agreement(self._parts.group, position, what="saving")
             self._parts.exchange.require_equal(self.step)
         check.boolean("frozen", frozen)
         check.boolean("wait", wait)
         self.wait_for_save()
         begun_s = time.perf_counter()
-        counters, step, savers = self._counters(), self._steps.place(), self._parts.savers
+        counters, step, savers = self._counters(), self._steps.position(), self._parts.savers
         write = checkpoints.save(directory, self._parts, counters, extra, step, keep, frozen=frozen)
         path = next_folder(Path(directory), step)
         if wait:
             path = write(savers)
         else:
-            self._beside.begin(savers, write)
+            self._background_save.begin(savers, write)
         lose = self._steps.pace.lose if self.sync is None else self.sync.lose
         lose(time.perf_counter() - begun_s)
         return path
@@ -679,7 +679,7 @@ class Engine:
         Raises:
             CheckpointError: A rank could not write it.
         """
-        return self._beside.finish()
+        return self._background_save.finish()
 
     def load(
         self, directory: str | Path, if_any: bool = False, *, step: int | None = None
@@ -737,11 +737,13 @@ class Engine:
         self._require_open()
         check.boolean("if_any", if_any)
         step = None if step is None else check.integer("step", step, at_least=0)
-        if not self._parts.group.stays and self._steps.place():
-            told = f"this member has taken the state of the others, at step {self._steps.place()}"
+        if not self._parts.group.stays and self._steps.position():
+            reason = (
+                f"this member has taken the state of the others, at step {self._steps.position()}"
+            )
             if not if_any:
-                raise RuntimeError(f"{told}: load where a run begins, or give if_any=True")
-            _log.info("%s: nothing is loaded", told)
+                raise RuntimeError(f"{reason}: load where a run begins, or give if_any=True")
+            _log.info("%s: nothing is loaded", reason)
             return None
         try:
             path, restored = checkpoints.load(directory, self._parts, step)
@@ -786,14 +788,14 @@ class Engine:
         """
         self._require_open()
         check.boolean("torch_checkpoint", torch_checkpoint)
-        if self._steps.place():
+        if self._steps.position():
             raise RuntimeError(
-                f"this engine has made {self._steps.place()} updates, whose momentum and residuals "
-                "belong to other parameters: call load_parameters right after prepare"
+                f"this engine has made {self._steps.position()} updates, and their momentum and "
+                "residuals belong to other parameters: call load_parameters right after prepare"
             )
         path = Path(source)
         if torch_checkpoint or path.suffix == ".safetensors":
-            return load_whole_model(path, self._parts)
+            return load_model_file(path, self._parts)
         return checkpoints.load_parameters(path, self._parts)
 
     def close(self) -> None:
@@ -840,7 +842,7 @@ class Engine:
 
     def _begin_microstep(self, tokens: int | None) -> None:
         self._require_ready(tokens)
-        self._steps.left.look()
+        self._steps.edit_check.check()
 
     def _require_unscaled(self, caller: str) -> None:
         parts = self._parts
@@ -886,11 +888,11 @@ class Following:
         self._undo()
 
 
-def _close(parts: Parts, beside: SaveBeside) -> None:
+def _close(parts: Parts, background_save: BackgroundSave) -> None:
     parts.exchange.close()
     for handle in parts.handles:
         handle.remove()
-    beside.finish()
+    background_save.finish()
 
 
 def _called(model: nn.Module, inputs: Any) -> Any:

@@ -25,7 +25,7 @@ class Batches:
     def __init__(self) -> None:
         self.inside = False
         """True if this rank is inside `join`."""
-        self.mine = True
+        self.has_batch = True
         """True if this rank has a batch."""
         self.merged = 0
         """Microsteps of this rank's unfinished update. After the last one of all ranks: the maximum
@@ -36,26 +36,26 @@ class Batches:
 
     def begin(self) -> None:
         """Enter the block."""
-        self.inside = self.mine = self.all_have = True
+        self.inside = self.has_batch = self.all_have = True
         self.merged = 0
 
     def end(self) -> None:
         """Leave the block."""
-        self.inside, self.mine, self.all_have = False, True, True
+        self.inside, self.has_batch, self.all_have = False, True, True
 
-    def say(self, turn: Turn) -> Said:
+    def say(self, agreement: Turn) -> Said:
         """See `Check`."""
-        if not (self.inside and turn.first):
+        if not (self.inside and agreement.first):
             return {}
-        return {"batches": True} if self.mine else {"batches": False, "merged": self.merged}
+        return {"batches": True} if self.has_batch else {"batches": False, "merged": self.merged}
 
-    def judge(self, turn: Turn, answers: Answers) -> None:
+    def judge(self, agreement: Turn, answers: Answers) -> None:
         """See `Check`.
 
         Raises:
             Mismatch: A rank is in a step outside `join`.
         """
-        if not turn.first:
+        if not agreement.first:
             return
         batches = dict(answers.of("batches"))
         if not batches:
@@ -86,11 +86,11 @@ class Joining:
         Raises:
             Mismatch: A rank is in another call of this library, such as a step outside `join`.
         """
-        what = "asking which ranks still have batches"
-        answers = self._group.gather_bytes(b"+" if active else b"-", what=what)
+        action = "asking which ranks still have batches"
+        answers = self._group.gather_bytes(b"+" if active else b"-", what=action)
         for rank, answer in enumerate(answers):
             if answer not in (b"+", b"-"):
-                raise elsewhere(what, rank, answer)
+                raise elsewhere(action, rank, answer)
         self.due = False
         return b"+" in answers
 
@@ -124,7 +124,7 @@ class MovingBuffers:
         self._damage: str | None = None
         self._alike = True
         # each agreement permits one copy
-        self._told = False
+        self._reported = False
         self._changed: list[str] = []
         self.forget()
 
@@ -160,43 +160,43 @@ class MovingBuffers:
             }
 
     @torch.no_grad()
-    def say(self, turn: Turn) -> Said:
+    def say(self, agreement: Turn) -> Said:
         """See `Check`."""
-        if not turn.first:
+        if not agreement.first:
             return {}
-        self._told = self._group.size > 1 and not (self._alike and not self._seen)
-        if not self._told:
+        self._reported = self._group.size > 1 and not (self._alike and not self._seen)
+        if not self._reported:
             return {}
         buffers = dict(named_buffers(self._model))
         changed = changed_since(self._seen if self._equal else {}, buffers)
-        mine = {name: looks(buffers[name]) for name in changed}
-        mine |= dict.fromkeys(sorted(self._seen.keys() - buffers.keys()), "not there")
-        said: Said = {"buffers": mine}
-        return said if self._damage is None else {**said, "damage": self._damage}
+        own = {name: looks(buffers[name]) for name in changed}
+        own |= dict.fromkeys(sorted(self._seen.keys() - buffers.keys()), "not there")
+        report: Said = {"buffers": own}
+        return report if self._damage is None else {**report, "damage": self._damage}
 
-    def judge(self, turn: Turn, answers: Answers) -> None:
+    def judge(self, agreement: Turn, answers: Answers) -> None:
         """See `Check`.
 
         Raises:
             Mismatch: A buffer has another shape or type on some ranks, or exists only on some.
             PayloadCorrupt: Buffers arrived damaged earlier, on any rank.
         """
-        if not turn.first:
+        if not agreement.first:
             return
         for _, damage in answers.of("damage"):
             raise PayloadCorrupt(damage)
         for part in answers.by_part():
-            rows = {rank: said.get("buffers", {}) for rank, said in part.items()}
-            mine = turn.group.rank in part
+            rows = {rank: report.get("buffers", {}) for rank, report in part.items()}
+            own = agreement.group.rank in part
             for name in dict.fromkeys(name for row in rows.values() for name in row):
-                before = looks(self._seen[name]) if mine and name in self._seen else "not there"
-                told = next(row[name] for row in rows.values() if name in row)
+                before = looks(self._seen[name]) if own and name in self._seen else "not there"
+                first_report = next(row[name] for row in rows.values() if name in row)
                 # a rank that reports nothing has not changed the buffer: its last known shape
                 # counts
-                unsaid = before if mine else told
+                unsaid = before if own else first_report
                 _require_alike(name, {rank: row.get(name, unsaid) for rank, row in rows.items()})
-        told_here = [said.get("buffers", {}) for said in answers.of_my_part()]
-        self._changed = list(dict.fromkeys(name for row in told_here for name in row))
+        rows_here = [report.get("buffers", {}) for report in answers.of_my_part()]
+        self._changed = list(dict.fromkeys(name for row in rows_here for name in row))
 
     @torch.no_grad()
     def copy_(self) -> None:
@@ -206,9 +206,9 @@ class MovingBuffers:
         Raises:
             PayloadCorrupt: The buffers arrived damaged; none was written on this rank.
         """
-        if not self._told:
+        if not self._reported:
             return
-        self._told = False
+        self._reported = False
         buffers = dict(named_buffers(self._model))
         for name in self._seen.keys() - buffers.keys():
             del self._seen[name]
@@ -239,11 +239,11 @@ class MovingBuffers:
 
 def _require_alike(name: str, by_rank: Mapping[int, str]) -> None:
     first = min(by_rank)
-    for rank, each in by_rank.items():
-        if each != by_rank[first]:
+    for rank, description in by_rank.items():
+        if description != by_rank[first]:
             raise Mismatch(
-                f"buffer {name} is {by_rank[first]} on rank {first} and {each} on rank {rank}, so "
-                f"that of rank {first} cannot be copied to all. Keep what differs from rank to "
-                "rank, such as a cache, in a plain attribute of the module. No update was made, "
-                "and no buffer was copied"
+                f"buffer {name} is {by_rank[first]} on rank {first} and {description} on rank "
+                f"{rank}, so the buffer of rank {first} cannot be copied to all ranks. Keep values "
+                "that differ between ranks, such as a cache, in a plain attribute of the module. "
+                "No update was made, and no buffer was copied"
             )

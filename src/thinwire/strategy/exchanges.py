@@ -29,7 +29,7 @@ from thinwire.local.updates import LocalUpdates
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.strategy.clipping import Clipping
-from thinwire.strategy.holding import passing
+from thinwire.strategy.ownership import allow_step
 
 __all__ = ["Exchange", "ExchangingStep", "LocalSteps", "MeanThenStep"]
 
@@ -136,7 +136,7 @@ class _EveryStep(Exchange):
         return dict(NO_TRAFFIC if exchange is None else exchange.traffic())
 
     @contextlib.contextmanager
-    def _spoiling(self, step: int, gradients: GradientExchange) -> Iterator[None]:
+    def _reporting_failure(self, step: int, gradients: GradientExchange) -> Iterator[None]:
         """Report to other ranks if the block fails after the exchange: they have made the
         update.
         """
@@ -144,8 +144,8 @@ class _EveryStep(Exchange):
             yield
         except Exception as error:
             self.moved = True
-            gradients.spoiled = _spoiled(step, error)
-            error.add_note(_SPOILED_HERE)
+            gradients.spoiled = _failure_text(step, error)
+            error.add_note(_FAILED_HERE)
             raise
 
 
@@ -177,7 +177,7 @@ class MeanThenStep(_EveryStep):
     def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
         self.gradients.buckets = buckets
 
-    def place(self, step: int) -> int:
+    def position(self, step: int) -> int:
         return step
 
     def launching(self) -> contextlib.AbstractContextManager[None]:
@@ -198,18 +198,18 @@ class MeanThenStep(_EveryStep):
         # which reads the gradients a last time
         means = self._means(came, grads, with_own_storage(grads))
         # other ranks may have made the update from here on: a failure is reported to them
-        with self._spoiling(step, self.gradients):
-            with state_told(_EXCHANGED):
+        with self._reporting_failure(step, self.gradients):
+            with state_told(_AFTER_EXCHANGE):
                 clipped = self._clip(means, outcome.answers.of_my_replica("measured"))
             exchanging = apply_(self._optimizer, self._params, clipped)
             if exchanging is not None and self.gradients.group.size > 1:
                 self.gradients.likeness.step_exchanged(exchanging)
 
-    def _means(self, came: Round, grads: Grads, mine: Collection[str] = ()) -> dict[str, Tensor]:
-        """Return the means by name, in the memory of gradients that are in `mine`."""
+    def _means(self, came: Round, grads: Grads, owned: Collection[str] = ()) -> dict[str, Tensor]:
+        """Return the means by name, in the memory of gradients that are in `owned`."""
         shards = Shards(self._params)
         means = {
-            name: came.arrived[name].mean(name, shards[name], grad if name in mine else None)
+            name: came.arrived[name].mean(name, shards[name], grad if name in owned else None)
             for name, grad in grads.items()
         }
         return _as_given(means, came.rows_only)
@@ -243,7 +243,7 @@ class ExchangingStep(_EveryStep):
     def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
         self._optimizer.synchronizer.set_buckets(buckets)
 
-    def place(self, step: int) -> int:
+    def position(self, step: int) -> int:
         return self._optimizer.position
 
     def launching(self) -> contextlib.AbstractContextManager[None]:
@@ -258,7 +258,7 @@ class ExchangingStep(_EveryStep):
             sync.agreed()
             if outcome.came is None:
                 return outcome.verdict
-            with self._spoiling(step, gradients), optimizer.updating_from(outcome.came):
+            with self._reporting_failure(step, gradients), optimizer.updating_from(outcome.came):
                 apply_(optimizer, self._params, outcome.grads)
             for name, grad in {**outcome.grads, **grads}.items():  # this rank's own
                 param = self._params[name]
@@ -363,18 +363,18 @@ class LocalSteps:
         self.sync.close()
 
 
-_EXCHANGED = (
+_AFTER_EXCHANGE = (
     "The gradients had been exchanged before it: what was sent has left this rank's residuals, no "
     "parameter has moved"
 )
-_SPOILED_HERE = (
+_FAILED_HERE = (
     "this came after the exchange of the update, which other ranks have made and this one has not, "
     "or not all of it: what it sent may have left its residuals. They hear of it in the next one. "
     "Restart all ranks from the last checkpoint"
 )
 
 
-def _spoiled(step: int, error: Exception) -> str:
+def _failure_text(step: int, error: Exception) -> str:
     """Return the error that other ranks get for an update that this rank could not finish."""
     return (
         f"after the exchange of update {step + 1} its optimizer, or a hook of it, raised "
@@ -399,19 +399,19 @@ def apply_(
     wide = any(grad.dtype != params[name].dtype for name, grad in grads.items())
     every = all_of(optimizer)
     exchanging: torch.optim.Optimizer | None = None
-    with passing(optimizer):
-        for each in every:
+    with allow_step(optimizer):
+        for single in every:
             # optimizers of this library exchange norms and matrices of shards
-            ours = isinstance(each, CommonOptimizer)
+            ours = isinstance(single, CommonOptimizer)
             calls = 0 if ours else collective_calls()
-            if wide and isinstance(each, CommonOptimizer):
-                mine = {p for group in each.param_groups for p in group["params"]}
+            if wide and isinstance(single, CommonOptimizer):
+                own = {p for group in single.param_groups for p in group["params"]}
                 pairs = ((params[name], grad) for name, grad in grads.items())
-                each.apply_gradients([(p, sharded_like(g, p)) for p, g in pairs if p in mine])
+                single.apply_gradients([(p, sharded_like(g, p)) for p, g in pairs if p in own])
             else:
-                each.step()
+                single.step()
             if not ours and collective_calls() > calls:
-                exchanging = each
+                exchanging = single
     return exchanging
 
 

@@ -14,7 +14,7 @@ from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
 from thinwire.optim.config import LAMB, LARS
 from thinwire.pipeline.config import Pipeline
 from thinwire.step.config import AMP, GradientMerge, Recompute
-from thinwire.strategy.rules import rules_among
+from thinwire.strategy.rules import rules_between
 
 __all__ = ["CONFIGS", "Fields"]
 
@@ -85,7 +85,7 @@ class Fields:
     def _conflicting_fields(self) -> list[str]:
         return [
             f"{' and '.join(rule.pair)}: {rule.meaning}; {rule.remedy}"
-            for rule in rules_among(self.on)
+            for rule in rules_between(self.on)
             if not rule.works
         ]
 

@@ -22,7 +22,7 @@ from thinwire.exchange.agreement import Verdict
 from thinwire.local.updates import LocalUpdates
 from thinwire.strategy.engine_checks import Joining
 from thinwire.strategy.exchanges import LocalSteps
-from thinwire.strategy.holding import LeftGradients, ParameterPlaces
+from thinwire.strategy.ownership import GradientEditCheck, ReplacedParameterCheck
 from thinwire.strategy.parts import Parts
 
 __all__ = ["Microsteps"]
@@ -50,10 +50,10 @@ class Microsteps:
         """Tokens of the present microstep."""
         self.joining: Joining | None = None
         """The votes inside `Engine.join`; None outside."""
-        self.left = LeftGradients(parts.params)
+        self.edit_check = GradientEditCheck(parts.params)
         self.trained = _Trained(parts)
         self.pace = Pace(parts.planned if parts.group.rank == 0 else None)
-        self._departure: str | None = None
+        self._plan_warning: str | None = None
 
     @property
     def merging(self) -> bool:
@@ -67,7 +67,7 @@ class Microsteps:
         exchange = self.parts.exchange
         return exchange.sync if isinstance(exchange, LocalSteps) else None
 
-    def place(self) -> int:
+    def position(self) -> int:
         """Return the position that ranks have in common: updates, or local steps with dropped and
         skipped ones included.
         """
@@ -101,7 +101,7 @@ class Microsteps:
         """Take part in local updates as a rank without a batch, while others have one."""
         if (uneven := self.by_time) is not None:
             uneven.end_round()
-            self._settle_turn()
+            self._schedule_vote()
             return
         self.clear_grads()
         with self.advised(), self.parts.group.one_deadline():
@@ -155,8 +155,8 @@ class Microsteps:
         for param in self.parts.params.values():
             param.grad = None
         # also of frozen ones, as zero_grad() does: the optimizer would keep updating from them
-        for each in _params_of(self.parts.optimizer):
-            each.grad = None
+        for trained in _params_of(self.parts.optimizer):
+            trained.grad = None
 
     def minimize(self, loss: Tensor) -> None:
         """Run one microstep from a loss with one element.
@@ -172,7 +172,7 @@ class Microsteps:
         self.clear_grads()
         scaler = self.parts.scaler
         self._backward(loss if scaler is None else scaler.scaled(loss), loss.detach())
-        self.left.remember()
+        self.edit_check.record()
 
     def _backward(self, scaled: Tensor, loss: Tensor) -> None:
         """Run backward pass, exchange and update. If an update follows, the exchange begins in the
@@ -204,8 +204,8 @@ class Microsteps:
         parts = self.parts
         # torch's schedulers must see a call of the optimizer, whether this microstep updates,
         # merges or is dropped
-        for each in all_of(parts.optimizer):
-            vars(each)["_opt_called"] = True
+        for optimizer in all_of(parts.optimizer):
+            vars(optimizer)["_opt_called"] = True
         if loss is not None:
             parts.exchange.observe(loss)
         if self.tokens is not None and self.sync is not None:
@@ -250,7 +250,7 @@ class Microsteps:
         scaler, overlap = parts.scaler, parts.overlap
         how: dict[str, Any] = {
             "overflow": overflow if scaler is not None and scaler.checks else None,
-            "complete": complete or parts.find_unused or not parts.batches.mine,
+            "complete": complete or parts.find_unused or not parts.batches.has_batch,
         }
         # launched buckets may differ from these gradients: the vote decides if they are sent again
         if overlap is not None and overlap.pending:
@@ -265,7 +265,7 @@ class Microsteps:
         self.forget_merged()
         with state_told(_UPDATE_MADE):
             parts.buffers.copy_()
-        self._round_over()
+        self._end_round()
         return verdict
 
     def _update_here(self, grads: dict[str, Tensor], *, overflow: bool) -> None:
@@ -274,7 +274,7 @@ class Microsteps:
         if not grads:
             self.forget_merged()
             exchange.skip()  # it counts towards the next averaging
-            self._settle_turn()
+            self._schedule_vote()
             return
         if scaler is not None:
             overflow = scaler.checks and scaler.agree(overflow)
@@ -288,22 +288,22 @@ class Microsteps:
         else:
             self._exchanged(grads)
         self.forget_merged()
-        self._settle_turn()
+        self._schedule_vote()
 
-    def _round_over(self) -> None:
+    def _end_round(self) -> None:
         exchange = self.parts.exchange
         compare = self.step > self.parts.settled_step
         rate = exchange.traffic()["rate_bit_s"]
-        told = self.pace.round(
+        warning = self.pace.round(
             self.parts.merge_steps, time.perf_counter(), self.wait_s(), rate, compare=compare
         )
-        self._departure = told or self._departure
+        self._plan_warning = warning or self._plan_warning
 
     def warn(self) -> None:
         """Warn of a run that left its plan, at the line that called the engine."""
-        if self._departure is not None:
-            told, self._departure = self._departure, None
-            warnings.warn(told, UserWarning, stacklevel=3)
+        if self._plan_warning is not None:
+            warning, self._plan_warning = self._plan_warning, None
+            warnings.warn(warning, UserWarning, stacklevel=3)
 
     def _exchanged(self, grads: dict[str, Tensor], **how: Any) -> Verdict:
         """Run the exchange with its update, and count it."""
@@ -323,7 +323,7 @@ class Microsteps:
         if self.parts.merge is not None:
             self.parts.merge.clear()
 
-    def _settle_turn(self) -> None:
+    def _schedule_vote(self) -> None:
         if self.joining is not None and self.sync is not None:
             self.joining.due = self.sync.synced
 
@@ -334,7 +334,9 @@ class _Trained:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         sharded = any(map(is_sharded, parts.params.values()))
-        self._places = None if sharded else ParameterPlaces(parts.model, parts.params)
+        self._replacement_check = (
+            None if sharded else ReplacedParameterCheck(parts.model, parts.params)
+        )
         self._trained = set(parts.params.values()) | {
             p for p in _params_of(parts.optimizer) if p.requires_grad
         }
@@ -350,11 +352,11 @@ class _Trained:
         ]
         if new:
             names: dict[Tensor, str] = {p: name for name, p in named_parameters(self._parts.model)}
-            told = ", ".join(names.get(p, f"one of shape {tuple(p.shape)}") for p in new[:3])
+            listed = ", ".join(names.get(p, f"one of shape {tuple(p.shape)}") for p in new[:3])
             raise RuntimeError(
                 f"{len(new)} parameters became trainable, or were given to the optimizer, after "
-                f"prepare, which chose what is exchanged: {told}. Close this engine and prepare a "
-                "new one with an optimizer that has them, on all ranks"
+                f"prepare had chosen the parameters to exchange: {listed}. Close this engine and "
+                "prepare a new one, with an optimizer that has them, on all ranks"
             )
         averaged = self._parts.params if self._parts.exchange.local else {}
         frozen = next((name for name, p in averaged.items() if not p.requires_grad), None)
@@ -364,7 +366,7 @@ class _Trained:
                 "trained then. Before it is frozen call engine.flush() and close this engine; then "
                 "prepare a new one, on all ranks"
             )
-        replaced = None if self._places is None else self._places.replaced()
+        replaced = None if self._replacement_check is None else self._replacement_check.replaced()
         if replaced is not None:
             raise RuntimeError(
                 f"the model was changed since prepare: parameter {replaced} is another object, "
@@ -392,10 +394,10 @@ def _unscaled(
     """
     if factor == 1.0:
         return dict(grads)
-    new, mine = {}, with_own_storage(grads)
+    new, owned = {}, with_own_storage(grads)
     for name, grad in grads.items():
         wide = _wide(grad)
-        new[name] = wide.mul_(factor) if wide is grad and name in mine else wide * factor
+        new[name] = wide.mul_(factor) if wide is grad and name in owned else wide * factor
         params[name].grad = sharded_like(new[name].to(grad.dtype), params[name])
     return new
 

@@ -53,26 +53,26 @@ from thinwire.strategy.clipping import Clipping, require_clip_of_one, require_on
 from thinwire.strategy.engine import Engine
 from thinwire.strategy.engine_checks import Batches, MovingBuffers
 from thinwire.strategy.exchanges import Exchange, ExchangingStep, LocalSteps, MeanThenStep
+from thinwire.strategy.facts import checkpoint_facts, model_facts, strategy_facts
 from thinwire.strategy.fields import Fields
-from thinwire.strategy.fitting import checkpoint_facts, model_facts, strategy_facts
-from thinwire.strategy.holding import (
-    Hold,
-    become_,
-    cut_of,
+from thinwire.strategy.ownership import (
+    OwnershipGuard,
+    convert_,
     gather_stages_,
     holds_one_stage,
-    remember_cut,
+    record_stage_split,
     require_free,
     require_trained,
+    stage_split_of,
 )
 from thinwire.strategy.parts import Parts, Plan, Setup
-from thinwire.strategy.replace import adopt_each
+from thinwire.strategy.replace import select_optimizers
 from thinwire.strategy.requirements import (
     check_kinds,
     require_averages,
-    require_cut_works,
     require_members_work,
     require_mesh_works,
+    require_split_works,
 )
 
 __all__ = ["prepare"]
@@ -110,17 +110,17 @@ def prepare(setup: Setup) -> Engine:
 def _prepared(setup: Setup) -> Engine:
     begin_s = time.perf_counter()
     model, group = setup.model, setup.group
-    _take_place_(setup)
+    _form_groups_(setup)
     plan = _agreed_plan(setup)
     handles: list[Any] = []
     try:
         setup.ranks.compile(_needs(plan))
-        cut = cut_of(model)
-        if cut is None:
+        split = stage_split_of(model)
+        if split is None:
             _copy_from_first(model, group if setup.sites is None else setup.sites.job)
         else:
-            gather_stages_(model, cut, group)
-            remember_cut(model, [model])
+            gather_stages_(model, split, group)
+            record_stage_split(model, [model])
         engine = _assembled(setup, plan, handles)
         kind, on = kinds_of(setup.optimizer), ", ".join(setup.strategy.on) or "no field"
         took_s = time.perf_counter() - begin_s
@@ -135,7 +135,7 @@ def _prepared(setup: Setup) -> Engine:
         raise
 
 
-def _take_place_(setup: Setup) -> None:
+def _form_groups_(setup: Setup) -> None:
     """Compare strategies, and make the groups of ranks. Changes `setup`."""
     strategy, group, members = setup.strategy, setup.group, setup.members
     facts = {
@@ -172,8 +172,8 @@ def _copy_from_first(model: nn.Module, group: Group) -> None:
 def _needs(plan: Plan) -> frozenset[Need]:
     """Return the compiled loops that this training calls, without those of local updates."""
     needs = frozenset[Need]()
-    for each in all_of(plan.optimizer):
-        needs |= getattr(each, "needs", frozenset())
+    for single in all_of(plan.optimizer):
+        needs |= getattr(single, "needs", frozenset())
     if plan.sync is None and plan.compressor is not None:
         needs |= loops_of(plan.compressor, Shards(plan.params).values(), of_gradients=True)
     return needs
@@ -187,13 +187,13 @@ def _agreed_plan(setup: Setup) -> Plan:
     alike = setup.strategy.local is None and setup.sites is None
     facts = model_facts(model, optimizer, digest=alike)
     names = {p: name for name, p in named_parameters(model)}
-    cut = cut_of(model)
+    split = stage_split_of(model)
     of_stage = {}
-    if holds_one_stage(cut, optimizer, names):  # equal only among replicas of this stage
+    if holds_one_stage(split, optimizer, names):  # equal only among replicas of this stage
         of_stage["state of the optimizer"] = facts.pop("state of the optimizer")
         of_stage["params"] = [group.pop("params") for group in facts["group"]]
     facts |= {
-        "stages of the engine before": 1 if cut is None else [sorted(stage) for stage in cut],
+        "stages of the engine before": 1 if split is None else [sorted(stage) for stage in split],
         "parameters of one stage in the optimizer": bool(of_stage),
         "grad_clip of prepare": repr(setup.grad_clip),
         "find_unused_parameters of prepare": setup.find_unused_parameters,
@@ -227,8 +227,8 @@ def _planned(setup: Setup) -> Plan:
     grad_clip = setup.grad_clip
     require_free(model, optimizer)
     names = {p: name for name, p in named_parameters(model)}
-    for each in all_of(optimizer):
-        require_one_clip(each, grad_clip, names)
+    for single in all_of(optimizer):
+        require_one_clip(single, grad_clip, names)
     require_own_params(model, optimizer)
     if strategy.recompute is not None:
         matches(model, strategy.recompute.checkpoints)
@@ -237,25 +237,25 @@ def _planned(setup: Setup) -> Plan:
     if strategy.local is not None:
         require_divisor(strategy.local.node_size, setup.replicas)
     stages = [model] if strategy.pipeline is None else split_model(model, strategy.pipeline)
-    require_cut_works(cut_of(model), optimizer, stages, names, setup)
+    require_split_works(stage_split_of(model), optimizer, stages, names, setup)
     if strategy.local is not None and len(stages) > 1:
         require_averages(stages)
     stage = stages[setup.part if len(stages) > 1 else 0]
-    mine = set(stage.parameters())
+    own = set(stage.parameters())
     trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    of_stages = [[n for n, p in named_parameters(each) if p in trained] for each in stages]
-    adopted = adopt_each(
+    of_stages = [[n for n, p in named_parameters(part) if p in trained] for part in stages]
+    selected = select_optimizers(
         optimizer,
         compression=strategy.compression,
         lars=strategy.lars,
         lamb=strategy.lamb,
         local=strategy.local is not None,
         names=names,
-        keep=mine.__contains__,
+        keep=own.__contains__,
         process_group=setup.replica_group,
         mesh=setup.mesh,
     )
-    restores = [each.restore for each in adopted]
+    restores = [one.restore for one in selected]
 
     def restore() -> None:
         for undo in restores:
@@ -263,15 +263,15 @@ def _planned(setup: Setup) -> Plan:
 
     try:
         sharded = setup.mesh is not None
-        new = [one.optimizer for one in adopted]
-        for each in new:
-            require_one_clip(each, grad_clip, names, sharded=sharded)
+        new = [one.optimizer for one in selected]
+        for single in new:
+            require_one_clip(single, grad_clip, names, sharded=sharded)
         require_clip_of_one(new, parts=sharded or len(stages) > 1)
-        for place, (given, one) in enumerate(zip(all_of(optimizer), adopted, strict=True)):
+        for index, (given, one) in enumerate(zip(all_of(optimizer), selected, strict=True)):
             if one.optimizer is not given:
-                restores[place] = become_(given, one.optimizer, one.asked)
+                restores[index] = convert_(given, one.optimizer, one.conversion)
         of_stages = of_stages if len(stages) > 1 else []
-        return _planned_for(setup, stage, adopted[0].compressor, restore, of_stages)
+        return _planned_for(setup, stage, selected[0].compressor, restore, of_stages)
     except BaseException:
         restore()
         raise
@@ -323,7 +323,7 @@ def _planned_for(
 def _assembled(setup: Setup, plan: Plan, handles: list[Any]) -> Engine:
     """Put the parts together. Changes the model from here on, by `handles`."""
     strategy, model = setup.strategy, setup.model
-    handles += [Hold(model, each) for each in all_of(plan.optimizer)]
+    handles += [OwnershipGuard(model, single) for single in all_of(plan.optimizer)]
     if strategy.recompute is not None:
         handles.append(recompute(model, strategy.recompute.checkpoints, stage=plan.stage))
     dtype = None if strategy.amp is None else getattr(torch, strategy.amp.dtype)
@@ -336,7 +336,7 @@ def _assembled(setup: Setup, plan: Plan, handles: list[Any]) -> Engine:
     scaler, runner = plan.scaler, None
     if strategy.pipeline is not None:
         assert setup.grid is not None, "made for the pipeline"
-        remember_cut(model, split_model(model, strategy.pipeline))
+        record_stage_split(model, split_model(model, strategy.pipeline))
         scale = (lambda: 1.0) if scaler is None else (lambda: scaler.scale)
         runner = PipelineRunner(
             plan.stage, strategy.pipeline, setup.grid, setup.loss_fn, dtype=dtype, scale=scale
@@ -361,13 +361,13 @@ def _assembled(setup: Setup, plan: Plan, handles: list[Any]) -> Engine:
     batches, buffers = Batches(), MovingBuffers(plan.stage, _peers(peers, setup))
     job = None if grid is None else grid.job
     checks: list[Check] = [batches, buffers] if runner is None else [runner, batches, buffers]
-    among = Among(checks, job, plan.names_of_stages)
-    exchange = _exchange(strategy, plan, setup, clip, among)
+    participants = Among(checks, job, plan.names_of_stages)
+    exchange = _exchange(strategy, plan, setup, clip, participants)
     overlap = None
-    alone = runner is not None or setup.replicas == 1 or partly or setup.find_unused_parameters
+    no_overlap = runner is not None or setup.replicas == 1 or partly or setup.find_unused_parameters
     # gradients of shards exist only after the model's own reduction
-    alone = alone or setup.sites is not None
-    if not alone and isinstance(exchange, ExchangingStep | MeanThenStep):
+    no_overlap = no_overlap or setup.sites is not None
+    if not no_overlap and isinstance(exchange, ExchangingStep | MeanThenStep):
         overlap = Overlap(
             plan.params,
             exchange,
@@ -398,9 +398,9 @@ def _assembled(setup: Setup, plan: Plan, handles: list[Any]) -> Engine:
         settled_step=settled_step(strategy.compression),
         facts=checkpoint_facts(strategy, model, plan.optimizer),
     )
-    for each in all_of(plan.optimizer):
-        if isinstance(each, CommonOptimizer):
-            each.call_params({p: name for name, p in named_parameters(model)})
+    for single in all_of(plan.optimizer):
+        if isinstance(single, CommonOptimizer):
+            single.call_params({p: name for name, p in named_parameters(model)})
     return Engine(parts)
 
 
@@ -425,34 +425,36 @@ def _scaler(setup: Setup) -> LossScaler | None:
     return LossScaler(amp.loss_scale, setup.grid.stage_group)
 
 
-def _exchange(strategy: Fields, plan: Plan, place: Setup, clip: Clipping, among: Among) -> Exchange:
+def _exchange(
+    strategy: Fields, plan: Plan, setup: Setup, clip: Clipping, participants: Among
+) -> Exchange:
     """Return the one of the three exchanges that this engine uses."""
     if plan.sync is not None:
-        limit = _limit(strategy, plan, place)
+        limit = _limit(strategy, plan, setup)
         # a loss scale has checked the gradients; clipping waits for other stages and shards
-        finite = plan.scaler is None and place.grid is None and place.sites is None
+        finite = plan.scaler is None and setup.grid is None and setup.sites is None
         return LocalSteps(plan.optimizer, plan.params, plan.sync, clip, limit, checks=finite)
     identity = f"engine {next_identity()}"
     if isinstance(plan.optimizer, DGCMomentum):
         names: dict[torch.Tensor, str] = {p: name for name, p in plan.params.items()}
-        plan.optimizer.synchronizer.serve(identity, plan.digest_every, names, among)
+        plan.optimizer.synchronizer.serve(identity, plan.digest_every, names, participants)
         return ExchangingStep(plan.optimizer, plan.params)
-    sites = place.sites
+    sites = setup.sites
     compression = plan.compressor
     limit = None
     if sites is not None and compression is not None:  # a compressor sees single shards
-        limit = _limit(strategy, plan, place)
+        limit = _limit(strategy, plan, setup)
         if isinstance(compression, DGC):
             compression = replace(compression, local_grad_clip_norm=None)
     params = Shards(plan.params)
     gradients = gradients_of(
-        Group(place.replica_group) if sites is None else sites.job,
+        Group(setup.replica_group) if sites is None else sites.job,
         params,
         compression,
         # a loss scale has checked the gradients, or was told not to
         check_finite=plan.scaler is None,
         sources=None if sites is None else Replicas(sites),
-        among=among,
+        among=participants,
     )
     gradients.watch(_digest(plan), identity)
     if compression is not None and gradients.sources.rank == 0:
@@ -460,15 +462,15 @@ def _exchange(strategy: Fields, plan: Plan, place: Setup, clip: Clipping, among:
     return MeanThenStep(plan.optimizer, plan.params, gradients, clip, compression, limit)
 
 
-def _limit(strategy: Fields, plan: Plan, place: Setup) -> Limit | None:
+def _limit(strategy: Fields, plan: Plan, setup: Setup) -> Limit | None:
     """Return the local clip before compression."""
     if strategy.dgc is None or strategy.dgc.local_grad_clip_norm is None:
         return None
-    gather = None if place.sites is None else place.sites.shards.gather_now
+    gather = None if setup.sites is None else setup.sites.shards.gather_now
     params, config = Shards(plan.params), strategy.dgc
 
     def limit(step: int, grads: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        sources = place.replicas
+        sources = setup.replicas
         return locally_clipped(
             grads, params, lambda _: config, step=step, sources=sources, gather=gather
         )
@@ -496,7 +498,7 @@ def _arithmetic(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     every = all_of(optimizer)
     layerwise = bool(strategy.lamb or strategy.lars)
-    layerwise |= any(isinstance(each, Lamb | Lars) for each in every)
+    layerwise |= any(isinstance(single, Lamb | Lars) for single in every)
     alike = strategy.local is None
-    products = any(isinstance(each, Muon) for each in every)
+    products = any(isinstance(single, Muon) for single in every)
     return arithmetic(device, kernels=layerwise and alike, products=products and alike)

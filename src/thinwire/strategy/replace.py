@@ -20,7 +20,7 @@ from thinwire.optim import Lamb, Lars
 from thinwire.optim.config import LAMB, LARS
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.settings import OptimizerSettings, restrict_, settings_of
-from thinwire.strategy.holding import became, dependents
+from thinwire.strategy.ownership import converted_by, dependents
 from thinwire.strategy.replacements import (
     ADAMS,
     SGDS,
@@ -32,22 +32,22 @@ from thinwire.strategy.replacements import (
     rebuilt,
 )
 
-__all__ = ["Adopted", "adopt"]
+__all__ = ["SelectedOptimizer", "select_optimizer"]
 
 _SPEED = ("fused", "capturable")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adopted:
+class SelectedOptimizer:
     """Optimizer selected for a strategy, and its settings."""
 
     optimizer: torch.optim.Optimizer
-    """The given object, or a new one that the given object has to become: see `holding.become_`."""
+    """The given object, or a new one that the given object has to become: see `convert_`."""
     compressor: Compression | None
     """Compressor of the gradients (under local updates: of the changes) before this optimizer sees
     them. None if nothing is compressed, or if the optimizer compresses by itself.
     """
-    asked: tuple[Any, ...]
+    conversion: tuple[Any, ...]
     """Fields that replace an optimizer, and so caused a new one."""
     notes: tuple[str, ...]
     """Notes in words on settings that were taken over, and on those that were not."""
@@ -55,39 +55,39 @@ class Adopted:
     """Restores the parameters of other stages to the given optimizer, if `prepare` fails."""
 
 
-def adopt_each(
+def select_optimizers(
     optimizer: torch.optim.Optimizer,
     *,
     lars: LARS | None = None,
     lamb: LAMB | None = None,
     **rest: Any,
-) -> list[Adopted]:
-    """Call `adopt` for every optimizer of a model. LARS and LAMB replace the optimizers that they
-    can; compression precedes all of them.
+) -> list[SelectedOptimizer]:
+    """Call `select_optimizer` for every optimizer of a model. LARS and LAMB replace the
+    optimizers that they can; compression precedes all of them.
     """
     every = all_of(optimizer)
     if len(every) == 1:
-        return [adopt(optimizer, lars=lars, lamb=lamb, **rest)]
-    found: list[Adopted] = []
+        return [select_optimizer(optimizer, lars=lars, lamb=lamb, **rest)]
+    found: list[SelectedOptimizer] = []
     fits = {
-        "lars": [each for each in every if type(each) in (*SGDS, Lars)] or every,
-        "lamb": [each for each in every if type(each) in (*ADAMS, Lamb)] or every,
+        "lars": [single for single in every if type(single) in (*SGDS, Lars)] or every,
+        "lamb": [single for single in every if type(single) in (*ADAMS, Lamb)] or every,
     }
     try:
-        for each in every:
+        for single in every:
             own: dict[str, Any] = {
-                "lars": lars if each in fits["lars"] else None,
-                "lamb": lamb if each in fits["lamb"] else None,
+                "lars": lars if single in fits["lars"] else None,
+                "lamb": lamb if single in fits["lamb"] else None,
             }
-            found.append(adopt(each, **own, **rest, alone=False))
+            found.append(select_optimizer(single, **own, **rest, is_only=False))
     except BaseException:
-        for adopted in found:
-            adopted.restore()
+        for selected in found:
+            selected.restore()
         raise
     return found
 
 
-def adopt(
+def select_optimizer(
     optimizer: torch.optim.Optimizer,
     *,
     compression: Compression | None = None,
@@ -98,8 +98,8 @@ def adopt(
     keep: Callable[[Tensor], bool] | None = None,
     process_group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
-    alone: bool = True,
-) -> Adopted:
+    is_only: bool = True,
+) -> SelectedOptimizer:
     """Return the optimizer that trains under a strategy.
 
     A replacement has the rates, schedules (at the same update), groups, exclusions, order, clipping
@@ -120,7 +120,7 @@ def adopt(
         keep: Parameters that this process trains under a pipeline; None for all.
         process_group: The ranks that exchange; None for all.
         mesh: Mesh of sites and shards; None for whole models.
-        alone: True if the model has no other optimizer.
+        is_only: True if the model has no other optimizer.
 
     Returns:
         The optimizer that trains, with its notes.
@@ -129,22 +129,22 @@ def adopt(
         StrategyError: The strategy does not go with this optimizer; lists every reason, and nothing
             has changed.
     """
-    said = f"the strategy does not go with the optimizer {type(optimizer).__name__}: "
-    dgc = compression if isinstance(compression, DGC) and alone else None
-    asked = (dgc, lars, lamb)
-    if became(optimizer) == asked:  # by an earlier engine, now closed
+    prefix = f"the strategy does not go with the optimizer {type(optimizer).__name__}: "
+    dgc = compression if isinstance(compression, DGC) and is_only else None
+    conversion = (dgc, lars, lamb)
+    if converted_by(optimizer) == conversion:  # by an earlier engine, now closed
         lars, lamb = None, None
         if isinstance(optimizer, DGCMomentum):
             compression = dgc = None
     problems = [
-        *_misfits(optimizer, compression, lars, lamb, local=local, keep=keep, alone=alone),
+        *_mismatches(optimizer, compression, lars, lamb, local=local, keep=keep, is_only=is_only),
         *_foreign(optimizer, names),
     ]
     if problems:
-        raise StrategyError(said + "; ".join(problems))
+        raise StrategyError(prefix + "; ".join(problems))
     stays = dgc is None or local or type(optimizer) not in SGDS
     if lars is None and lamb is None and stays:
-        return _kept(optimizer, compression, keep, asked, local=local)
+        return _kept(optimizer, compression, keep, conversion, local=local)
     settings = settings_of(optimizer)
     if lars is not None:
         replacement = as_lars(optimizer, settings, lars)
@@ -154,7 +154,7 @@ def adopt(
         assert dgc is not None, "or it stays"
         replacement = as_dgc_momentum(optimizer, settings, dgc, process_group, mesh)
     # a pattern may match parameters of another optimizer
-    known: dict[Tensor, str] = {p: name for p, name in names.items() if not alone}
+    known: dict[Tensor, str] = {p: name for p, name in names.items() if not is_only}
     known |= {p: name or names[p] for group in settings.groups for name, p in group["params"]}
     problems = [
         *replacement.problems,
@@ -163,17 +163,19 @@ def adopt(
         *dependents(optimizer),
     ]
     if problems:
-        raise StrategyError(said + "; ".join(problems))
+        raise StrategyError(prefix + "; ".join(problems))
     try:
         new = rebuilt(replacement, settings, optimizer.state, known, keep or (lambda _: True))
     except (TypeError, ValueError) as error:
-        raise StrategyError(f"{said}{error}") from error
+        raise StrategyError(f"{prefix}{error}") from error
     compressor = None if isinstance(new, DGCMomentum) else compression
     notes = [*_notes(optimizer, replacement, settings), *_compression(new, compressor, local=local)]
-    return Adopted(optimizer=new, compressor=compressor, asked=asked, notes=tuple(notes))
+    return SelectedOptimizer(
+        optimizer=new, compressor=compressor, conversion=conversion, notes=tuple(notes)
+    )
 
 
-def _misfits(
+def _mismatches(
     optimizer: torch.optim.Optimizer,
     compression: Compression | None,
     lars: LARS | None,
@@ -181,7 +183,7 @@ def _misfits(
     *,
     local: bool,
     keep: Callable[[Tensor], bool] | None,
-    alone: bool,
+    is_only: bool,
 ) -> Iterator[str]:
     """Return the kinds of optimizers that do not go with the fields of a strategy."""
     kind = type(optimizer).__name__
@@ -206,15 +208,19 @@ def _misfits(
         return
     if isinstance(compression, DGC):
         yield (
-            "dgc is said twice: give an SGD and leave dgc in the strategy, or remove "
+            "dgc is prefix twice: give an SGD and leave dgc in the strategy, or remove "
             "dgc from the strategy"
-            + (f" (an engine made it {kind} with other settings)" if became(optimizer) else "")
+            + (
+                f" (an engine made it {kind} with other settings)"
+                if converted_by(optimizer)
+                else ""
+            )
         )
     elif compression is not None:
         yield (
             f"{kind} compresses gradients by itself: give an SGD, or remove {field_of(compression)}"
         )
-    if not alone:
+    if not is_only:
         yield (
             f"{kind} exchanges the gradients of its own parameters only, and is one of several "
             "optimizers: give an SGD and dgc=DGC(...)"
@@ -276,19 +282,19 @@ def _kept(
     optimizer: torch.optim.Optimizer,
     compressor: Compression | None,
     keep: Callable[[Tensor], bool] | None,
-    asked: tuple[Any, ...],
+    conversion: tuple[Any, ...],
     *,
     local: bool,
-) -> Adopted:
+) -> SelectedOptimizer:
     kind = type(optimizer).__name__
     notes = [f"{kind} trains as it is"]
     if isinstance(optimizer, DGCMomentum):
         notes.append("it exchanges gradients by itself")
     notes += _compression(optimizer, compressor, local=local)
-    return Adopted(
+    return SelectedOptimizer(
         optimizer=optimizer,
         compressor=compressor,
-        asked=asked,
+        conversion=conversion,
         notes=tuple(notes),
         restore=(lambda: None)
         if keep is None or _all_kept(optimizer, keep)
@@ -349,9 +355,9 @@ def _compression(
     optimizer: torch.optim.Optimizer, compressor: Compression | None, *, local: bool
 ) -> Iterator[str]:
     if compressor is not None:
-        what = "changes of the parameters" if local else "gradients"
+        subject = "changes of the parameters" if local else "gradients"
         kind = type(optimizer).__name__
         yield (
-            f"{field_of(compressor)} compresses {what}, without momentum of its own; momentum, "
+            f"{field_of(compressor)} compresses {subject}, without momentum of its own; momentum, "
             f"clipping and decay are {kind}'s"
         )

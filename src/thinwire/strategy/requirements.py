@@ -17,15 +17,15 @@ from thinwire.errors import StrategyError
 from thinwire.members.members import Members
 from thinwire.strategy.explain.texts import TEXTS
 from thinwire.strategy.fields import Fields
-from thinwire.strategy.holding import Cut, holds_one_stage
+from thinwire.strategy.ownership import StageSplit, holds_one_stage
 from thinwire.strategy.parts import Setup
 
 __all__ = [
     "check_kinds",
     "require_averages",
-    "require_cut_works",
     "require_members_work",
     "require_mesh_works",
+    "require_split_works",
 ]
 
 
@@ -42,8 +42,8 @@ def require_mesh_works(strategy: Fields, mesh: DeviceMesh) -> None:
     problems += [
         "node_size: the ranks of a site hold its shards, and each of them exchanges its own: "
         "leave node_size out"
-        for each in (strategy.compression, strategy.local)
-        if getattr(each, "node_size", None) not in (None, 1)
+        for config in (strategy.compression, strategy.local)
+        if getattr(config, "node_size", None) not in (None, 1)
     ]
     if problems:
         raise StrategyError(f"mesh= does not work with {'; '.join(problems)}")
@@ -92,15 +92,15 @@ def check_kinds(model: object, optimizer: object, loss_fn: object, grad_clip: ob
         check.instance("grad_clip", grad_clip, (ClipByGlobalNorm, ClipByNorm, ClipByValue))
 
 
-def require_cut_works(
-    cut: Cut | None,
+def require_split_works(
+    split: StageSplit | None,
     optimizer: torch.optim.Optimizer,
     stages: list[nn.Module],
     names: dict[Parameter, str],
     setup: Setup,
 ) -> None:
     """Refuse to continue after an engine with a pipeline if this rank lacks current values."""
-    if cut is None:
+    if split is None:
         return
     for name in ("mesh", "members"):
         if getattr(setup, name) is not None:
@@ -110,8 +110,8 @@ def require_cut_works(
                 "has made of a checkpoint into a new one"
             )
     now = [{name for name, _ in named_parameters(stage)} for stage in stages]
-    alike = len(now) == len(cut) and all(new <= old for new, old in zip(now, cut, strict=True))
-    if not alike and holds_one_stage(cut, optimizer, names):
+    alike = len(now) == len(split) and all(new <= old for new, old in zip(now, split, strict=True))
+    if not alike and holds_one_stage(split, optimizer, names):
         raise StrategyError(
             "the optimizer holds the parameters of one stage, as an engine with a pipeline has "
             "left it, and the stages are others now: give a new one over model.parameters()"

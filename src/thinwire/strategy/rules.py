@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-__all__ = ["FIELDS", "RULES", "Rule", "page", "rule_of", "rules_among"]
+__all__ = ["FIELDS", "RULES", "Rule", "page", "rule_of", "rules_between"]
 
 FIELDS = (
     "amp",
@@ -163,9 +163,9 @@ _TABLE: dict[str, dict[str, str | tuple[str, str]]] = {
 }
 """Meaning, or reason and remedy of the conflict, by pair."""
 RULES = tuple(
-    Rule((first, second), *((said,) if isinstance(said, str) else said))
+    Rule((first, second), *((entry,) if isinstance(entry, str) else entry))
     for first, others in _TABLE.items()
-    for second, said in others.items()
+    for second, entry in others.items()
 )
 """Rules of all pairs of `FIELDS`."""
 _BY_PAIR = {rule.pair: rule for rule in RULES}
@@ -180,7 +180,7 @@ def rule_of(first: str, second: str) -> Rule:
     return _BY_PAIR.get((first, second)) or _BY_PAIR[second, first]
 
 
-def rules_among(fields: Iterable[str]) -> list[Rule]:
+def rules_between(fields: Iterable[str]) -> list[Rule]:
     """Return the rules of all pairs of these fields, in the order of the table."""
     present = set(fields)
     return [
@@ -259,8 +259,8 @@ def _cell(first: str, second: str) -> str:
 def _meanings() -> Iterator[str]:
     yield "| pair | together |\n|---|---|\n"
     for rule in RULES:
-        said = rule.meaning if rule.works else f"**conflict**: {rule.meaning}; {rule.remedy}"
-        yield f"| {' and '.join(f'`{name}`' for name in rule.pair)} | {said} |\n"
+        text = rule.meaning if rule.works else f"**conflict**: {rule.meaning}; {rule.remedy}"
+        yield f"| {' and '.join(f'`{name}`' for name in rule.pair)} | {text} |\n"
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from thinwire.optim.by_name import in_order
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.saving import remembered
-from thinwire.strategy.fitting import Change, changes_of, misfits, settings_in_groups
+from thinwire.strategy.facts import Change, changes_of, mismatches, settings_in_groups
 from thinwire.strategy.parts import Parts
 from thinwire.strategy.user_state import (
     Matched,
@@ -49,11 +49,11 @@ __all__ = [
     "compared",
     "load",
     "load_all",
+    "log_changes",
     "require_shapes",
     "saved",
     "state_dict",
     "take_values_",
-    "tell_of_changes",
 ]
 
 _log = logging.getLogger("thinwire")
@@ -130,8 +130,8 @@ def state_dict(parts: Parts, counters: Mapping[str, int]) -> dict[str, Any]:
     checkpoint stores both separately.
     """
     state = saved(parts, counters)
-    origin = Origin(*place_in(), state["counters"]["step"], checksum_of(_of_ranks(state)))
-    return {**state, "facts": _copied(parts.facts), ORIGIN: origin.packed()}
+    provenance = Origin(*place_in(), state["counters"]["step"], checksum_of(_of_ranks(state)))
+    return {**state, "facts": _copied(parts.facts), ORIGIN: provenance.packed()}
 
 
 def load(state: Mapping[str, Any], parts: Parts) -> Restored:
@@ -150,7 +150,7 @@ def load(state: Mapping[str, Any], parts: Parts) -> Restored:
             f"state does not fit: {'; '.join(problems)}. Prepare the engine as it was then"
         )
     rest = {key: value for key, value in state.items() if key not in ("facts", ORIGIN)}
-    origin = Origin.read(state.get(ORIGIN))
+    provenance = Origin.read(state.get(ORIGIN))
     # an optimizer uses the tensors of the state in place, and a state may be loaded again
     own = {k: _copied(v, sharded=True) if k == "optimizer" else v for k, v in rest.items()}
     restored = load_all(
@@ -159,8 +159,12 @@ def load(state: Mapping[str, Any], parts: Parts) -> Restored:
         keep=settings_in_groups(changes),
         agreed=lambda problem, left: left,
     )
-    tell_of_changes("the state", changes)
-    problem = None if origin is None else origin.problem(*place_in(), checksum_of(_of_ranks(rest)))
+    log_changes("the state", changes)
+    problem = (
+        None
+        if provenance is None
+        else provenance.problem(*place_in(), checksum_of(_of_ranks(rest)))
+    )
     if problem is not None:
         warnings.warn(f"thinwire: {problem}", UserWarning, stacklevel=3)
     return restored
@@ -196,8 +200,8 @@ def load_all(
         try:
             counters, left = _checked(state, parts)
             found = matched_schedulers(state["schedulers"], parts.optimizer)
-            for each in all_of(parts.optimizer):
-                undo.callback(remembered(each))
+            for optimizer in all_of(parts.optimizer):
+                undo.callback(remembered(optimizer))
             _load_optimizer(state, parts, keep)
             restore_schedulers_(found.pairs, undo)
             restore_modules_(parts.model, of_modules, undo)
@@ -225,7 +229,7 @@ def load_all(
     merging = parts.merge is not None and parts.merge.microsteps != 0
     parts.buffers.forget(equal=not merging, alike=not left)
     set_random_state(state["random"])
-    _tell_of_users(found, *unmatched_modules(parts.model, of_modules))
+    _warn_of_user_state(found, *unmatched_modules(parts.model, of_modules))
     return {**counters, "extra": state["extra"]}
 
 
@@ -285,19 +289,19 @@ def _digests(params: Mapping[str, Tensor], part: int) -> dict[str, Any]:
 
 
 def _require_frozen(
-    told: Mapping[str, Any] | None, params: Mapping[str, Tensor], part: int
+    record: Mapping[str, Any] | None, params: Mapping[str, Tensor], part: int
 ) -> frozenset[str]:
     """Raise unless parameters that a state leaves out are unchanged here. For other shards only the
     names are compared.
     """
-    digests = {} if told is None else told["digests"]
+    digests = {} if record is None else record["digests"]
     for name, (shape, checksum) in digests.items():
         if name not in params:
             raise ValueError(
                 f"the state was saved without frozen parameters, and {name} is not in this model: "
                 "prepare the model with the weights that it was trained from"
             )
-        alike = told is not None and told["part"] == part and list(params[name].shape) == shape
+        alike = record is not None and record["part"] == part and list(params[name].shape) == shape
         if alike and checksum_of(params[name]) != checksum:
             raise ValueError(
                 f"the state was saved without frozen parameters (frozen=False), and {name} has "
@@ -314,10 +318,10 @@ def _left(state: Mapping[str, Any], parts: Parts) -> frozenset[str]:
     The model knows which of its buffers are persistent; for other buffers the state does.
     """
     theirs, ours = state["buffers"], _buffers(parts)
-    elsewhere = set(state.get(_NON_PERSISTENT, ())) - ours.keys()
+    saved_only = set(state.get(_NON_PERSISTENT, ())) - ours.keys()
     return frozenset(
         name
-        for name in non_persistent_buffers(parts.model) | elsewhere
+        for name in non_persistent_buffers(parts.model) | saved_only
         if (name in theirs) != (name in ours)
         or (name in ours and theirs[name].shape != ours[name].shape)
     )
@@ -351,16 +355,16 @@ def take_values_(state: Mapping[str, Any], parts: Parts, left: frozenset[str]) -
     """Set parameters and buffers to those of a state, except buffers that are `left`. Changes the
     model.
     """
-    for kind, places in (("parameters", _parameters(parts)), ("buffers", _buffers(parts))):
-        for name, place in places.items():
+    for kind, tensors in (("parameters", _parameters(parts)), ("buffers", _buffers(parts))):
+        for name, tensor in tensors.items():
             if name in state[kind] and name not in (left if kind == "buffers" else ()):
-                place.copy_(state[kind][name])
-    told = sorted(left & {*state["buffers"], *_buffers(parts)})
-    if told:
+                tensor.copy_(state[kind][name])
+    kept = sorted(left & {*state["buffers"], *_buffers(parts)})
+    if kept:
         _log.warning(
             "%s: not persistent, and only in the state or only in the model, or of two shapes: the "
             "model keeps what it has",
-            ", ".join(told[:3]) + (f" and {len(told) - 3} more" if len(told) > 3 else ""),
+            ", ".join(kept[:3]) + (f" and {len(kept) - 3} more" if len(kept) > 3 else ""),
         )
 
 
@@ -371,8 +375,8 @@ def _load_optimizer(state: Mapping[str, Any], parts: Parts, keep: Collection[str
     entries = state["optimizer"]["state"]
     if not isinstance(parts.optimizer, DGCMomentum):  # DGCMomentum keeps its state as shards
         keys = (key for group in ordered for key in group["params"])
-        places = (param for group in groups for param in group["params"])
-        owners = dict(zip(keys, places, strict=False))
+        params_in_order = (param for group in groups for param in group["params"])
+        owners = dict(zip(keys, params_in_order, strict=False))
         entries = {  # other keys are the optimizer's own
             key: _as_sharded(values, owners[key]) if key in owners else values
             for key, values in entries.items()
@@ -382,9 +386,9 @@ def _load_optimizer(state: Mapping[str, Any], parts: Parts, keep: Collection[str
     )
     params = _parameters(parts)
     same = all(value.dtype == params[name].dtype for name, value in state["parameters"].items())
-    for each in all_of(parts.optimizer):
-        if same and not isinstance(each, CommonOptimizer):  # these take their state unchanged
-            _put_back_types(each, entries, owners)
+    for optimizer in all_of(parts.optimizer):
+        if same and not isinstance(optimizer, CommonOptimizer):  # these take their state unchanged
+            _put_back_types(optimizer, entries, owners)
     for group, values in zip(parts.optimizer.param_groups, kept, strict=True):
         group.update(values)
 
@@ -414,46 +418,46 @@ def _as_sharded(entries: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     }
 
 
-def _tell_of_users(found: Matched, missing: list[str], unsaved: list[str]) -> None:
-    told = [
+def _warn_of_user_state(found: Matched, missing: list[str], unsaved: list[str]) -> None:
+    texts = [
         f"the state has a scheduler {kind}, and the optimizer of this engine has no such "
         "scheduler now: its rates would begin anew. Make it before engine.load, which then "
         "restores it, or pass it in extra= when you save and load its state yourself"
         for kind in found.missing
     ]
-    told += [
+    texts += [
         f"the optimizer of this engine has a scheduler {kind}, and there is no state for it: "
         "it starts from its beginning, or goes on from where it is. If you do not want that, "
         "let it take the steps that were made"
         for kind in found.unsaved
     ]
     if missing:
-        told.append(
+        texts.append(
             f"the state has {', '.join(missing[:3])}, and the model has no such module with a "
             "set_extra_state: it is left out"
         )
     if unsaved:
-        told.append(
+        texts.append(
             f"the state has no {', '.join(unsaved[:3])}: these modules go on with the extra state "
             "that they have now"
         )
-    for text in told:
+    for text in texts:
         warnings.warn(text, UserWarning, stacklevel=4)
 
 
 def compared(facts: Mapping[str, Any], parts: Parts) -> tuple[list[Change], list[str]]:
     """Compare a state's facts with the engine's. Return changed settings and obstacles."""
     changes = changes_of(facts.get("strategy", {}), parts.facts["strategy"])
-    return changes, misfits(facts, parts.facts, changes)
+    return changes, mismatches(facts, parts.facts, changes)
 
 
-def tell_of_changes(what: str, changes: list[Change]) -> None:
+def log_changes(source: str, changes: list[Change]) -> None:
     """Log the settings that differ from those of a state or checkpoint."""
     if changes:
-        told = ", ".join(
+        listed = ", ".join(
             f"{change.name} was {change.before} and is {change.now}" for change in changes
         )
-        _log.warning("%s goes on with other settings: %s", what, told)
+        _log.warning("%s goes on with other settings: %s", source, listed)
 
 
 def _parameters(parts: Parts) -> dict[str, Tensor]:

@@ -151,8 +151,8 @@ def _placed(value: Any, like: Any) -> Any:
     if isinstance(value, Tensor):
         return value.to(like.device) if isinstance(like, Tensor) else value
     if isinstance(value, Mapping):
-        places = like if isinstance(like, Mapping) else {}
-        return {key: _placed(entry, places.get(key)) for key, entry in value.items()}
+        current = like if isinstance(like, Mapping) else {}
+        return {key: _placed(entry, current.get(key)) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         alike = isinstance(like, list | tuple) and len(like) == len(value)
         return type(value)(map(_placed, value, like if alike else value))
@@ -185,8 +185,8 @@ def saved_schedulers(optimizer: torch.optim.Optimizer, extra: Any = None) -> lis
     kept = set(map(id, _objects(extra)))
     return [
         {"kind": type(one).__name__, "of": of, "state": _state(one), "in_extra": id(one) in kept}
-        for of, each in enumerate(all_of(optimizer))
-        for one in _outermost(each)
+        for of, single in enumerate(all_of(optimizer))
+        for one in _outermost(single)
     ]
 
 
@@ -196,16 +196,16 @@ def matched_schedulers(
     """Find the scheduler of every state: by kind, and among several of one kind by their
     settings.
     """
-    every = [_outermost(each) for each in all_of(optimizer)]
-    owners = {id(one): of for of, those in enumerate(every) for one in those}
-    here, pairs, missing = [one for those in every for one in those], [], []
+    every = [_outermost(single) for single in all_of(optimizer)]
+    owners = {id(one): of for of, schedulers in enumerate(every) for one in schedulers}
+    here, pairs, missing = [one for schedulers in every for one in schedulers], [], []
     for saved_one in states:
         wanted = saved_one["kind"], saved_one["of"]
         alike = [one for one in here if (type(one).__name__, owners[id(one)]) == wanted]
         if not alike:
             missing += [] if saved_one["in_extra"] else [saved_one["kind"]]
             continue
-        best = max(alike, key=lambda one: _likeness(saved_one["state"], one))
+        best = max(alike, key=lambda one: _equal_settings(saved_one["state"], one))
         pairs.append((best, saved_one["state"]))
         here = [one for one in here if one is not best]
     return Matched(pairs, [type(one).__name__ for one in here], missing)
@@ -258,7 +258,7 @@ def _state(scheduler: LRScheduler) -> Any:
         ) from error
 
 
-def _likeness(state: Mapping[str, Any], scheduler: LRScheduler) -> int:
+def _equal_settings(state: Mapping[str, Any], scheduler: LRScheduler) -> int:
     """Return the number of equal settings."""
     now = scheduler.state_dict()
     return sum(key in now and _equal(value, now[key]) for key, value in state.items())

@@ -18,8 +18,8 @@ from thinwire.step.recompute import matches
 from thinwire.strategy.clipping import require_one_clip
 from thinwire.strategy.explain.texts import TEXTS, plural
 from thinwire.strategy.fields import Fields
-from thinwire.strategy.holding import require_trained
-from thinwire.strategy.replace import adopt_each
+from thinwire.strategy.ownership import require_trained
+from thinwire.strategy.replace import select_optimizers
 
 __all__ = ["about_model", "about_optimizer"]
 
@@ -71,7 +71,7 @@ def about_optimizer(
     names = (
         _names_in(optimizer) if model is None else {p: name for name, p in named_parameters(model)}
     )
-    adopted = adopt_each(
+    selected = select_optimizers(
         optimizer,
         compression=strategy.compression,
         lars=strategy.lars,
@@ -79,9 +79,9 @@ def about_optimizer(
         local=local,
         names=names,
     )
-    for each in [*all_of(optimizer), *(one.optimizer for one in adopted)]:
-        require_one_clip(each, grad_clip, names)
-    return [note for one in adopted for note in one.notes]
+    for single in [*all_of(optimizer), *(one.optimizer for one in selected)]:
+        require_one_clip(single, grad_clip, names)
+    return [note for one in selected for note in one.notes]
 
 
 def _names_in(optimizer: Optimizer) -> dict[Parameter, str]:
@@ -110,27 +110,32 @@ def _exchanged(
     strategy: Fields, model: nn.Module, params: Mapping[str, Parameter]
 ) -> Iterator[str]:
     local = strategy.local
-    what = "the change of" if local is not None else "the gradient of"
+    subject = "the change of" if local is not None else "the gradient of"
     if local is not None and local.compression is not None:
-        mine = {
+        compressed = {
             name: p for name, p in params.items() if local.compression.compresses(p) and p.numel()
         }
-        shapes = [(torch.view_as_real(p) if p.is_complex() else p).shape for p in mine.values()]
+        shapes = [
+            (torch.view_as_real(p) if p.is_complex() else p).shape for p in compressed.values()
+        ]
         nbytes = sent_bytes(local.compression, local.begin_step + 1, shapes) if shapes else 0
-        yield f"compressed, {what} {_sized(mine)}; of all together the message has {nbytes:,} bytes"
-        if rest := {name: p for name, p in params.items() if name not in mine}:
-            yield f"dense, {what} {_sized(rest)}"
+        yield (
+            f"compressed, {subject} {_sized(compressed)}; the message of all of them has "
+            f"{nbytes:,} bytes"
+        )
+        if rest := {name: p for name, p in params.items() if name not in compressed}:
+            yield f"dense, {subject} {_sized(rest)}"
         return
     compression = strategy.compression
     if compression is None:
-        yield f"dense, {what} {_sized(params)}"
+        yield f"dense, {subject} {_sized(params)}"
         return
     row_sparse = set() if local is not None else _row_sparse(model)
     groups: dict[str, dict[str, Parameter]] = {}
     for name, p in params.items():
         groups.setdefault(_way(p, compression, row_sparse), {})[name] = p
     for way, members in sorted(groups.items()):
-        yield f"{way}, {what} {_sized(members)}"
+        yield f"{way}, {subject} {_sized(members)}"
     if local is None and strategy.pipeline is None and "compressed" in groups:
         params = groups["compressed"]
         yield TEXTS[type(compression)].message(compression, list(params.values()))

@@ -27,7 +27,7 @@ def step_order(strategy: Fields, grad_clip: Clip | None = None) -> list[str]:
 
 
 def _forward(strategy: Fields) -> str:
-    said = ["Forward pass of this rank's mini-batch"]
+    clauses = ["Forward pass of this rank's mini-batch"]
     if (pipeline := strategy.pipeline) is not None:
         cut = (
             f"which begin at {', '.join(pipeline.split_points)}"
@@ -36,32 +36,32 @@ def _forward(strategy: Fields) -> str:
         )
         if pipeline.stages == 1:
             cut = "the whole model"
-        said = [
+        clauses = [
             f"Forward pass of a mini-batch in {pipeline.micro_batches} equal parts through "
             f"{pipeline.stages} {plural('stage', pipeline.stages)} on as many consecutive ranks "
             f"({cut}), in the order of {pipeline.schedule}"
         ]
     if strategy.amp is not None:
-        said.append(
+        clauses.append(
             f"in {strategy.amp.dtype} where autocast allows it; parameters stay as they are"
         )
     if strategy.recompute is not None:
-        said.append(
+        clauses.append(
             f"modules that match {', '.join(strategy.recompute.checkpoints)} keep only their inputs"
         )
-    return "; ".join(said)
+    return "; ".join(clauses)
 
 
 def _backward(strategy: Fields) -> str:
     scale = None if strategy.amp is None else strategy.amp.loss_scale
-    said = ["Backward pass of the loss"]
+    clauses = ["Backward pass of the loss"]
     if isinstance(scale, FixedLossScale):
-        said[0] += f" times {_number(scale.loss_scale)}, the fixed loss scale"
+        clauses[0] += f" times {_number(scale.loss_scale)}, the fixed loss scale"
     if isinstance(scale, DynamicLossScale):
-        said[0] += f" times the loss scale, {_number(scale.init_loss_scale)} at the start"
+        clauses[0] += f" times the loss scale, {_number(scale.init_loss_scale)} at the start"
     if strategy.recompute is not None:
-        said.append("the modules that matched repeat their forward pass")
-    return "; ".join(said)
+        clauses.append("the modules that matched repeat their forward pass")
+    return "; ".join(clauses)
 
 
 def _merge(strategy: Fields) -> Iterator[str]:
@@ -86,9 +86,9 @@ def _overflow(strategy: Fields) -> Iterator[str]:
         unseen = "overflow is not looked for (drop_overflow_update)"
         yield f"{divided}{unseen if divided else unseen.capitalize()}"
     elif strategy.local is not None:
-        whose = "of this replica" if strategy.pipeline is not None else "on this rank"
+        owner = "of this replica" if strategy.pipeline is not None else "on this rank"
         divided = "" if merged else "; else gradients are divided by the scale"
-        yield f"An overflow {whose} drops the local step, which still counts{divided}"
+        yield f"An overflow {owner} drops the local step, which still counts{divided}"
     else:
         divided = "" if merged else "; else they divide by the scale"
         yield f"All ranks agree whether any gradient overflowed: if so, nothing moves{divided}"
@@ -119,25 +119,25 @@ def _exchange(strategy: Fields) -> str:
 def _update(strategy: Fields, grad_clip: Clip | None) -> str:
     clipping = "clipping"
     if grad_clip is not None:
-        whose = "this rank's own gradient" if strategy.local is not None else "the mean gradient"
+        owner = "this rank's own gradient" if strategy.local is not None else "the mean gradient"
         everywhere = " over all stages" if strategy.pipeline is not None else ""
-        clipping = f"clipping of {whose}{everywhere} by {grad_clip}"
-    said = (
+        clipping = f"clipping of {owner}{everywhere} by {grad_clip}"
+    text = (
         f"Update at this step's rate: {clipping}, weight decay and regularizer, centralization, "
         "then "
     )
     if (lars := strategy.lars) is not None:
         added = f", epsilon {lars.epsilon:g}" if lars.epsilon else ""
-        said += f"LARS instead of the given SGD: trust coefficient {lars.lars_coeff:g}, "
-        said += f"weight decay {lars.lars_weight_decay:g}{added}"
-        return said + _excluded(lars.exclude_from_weight_decay)
+        text += f"LARS instead of the given SGD: trust coefficient {lars.lars_coeff:g}, "
+        text += f"weight decay {lars.lars_weight_decay:g}{added}"
+        return text + _excluded(lars.exclude_from_weight_decay)
     if (lamb := strategy.lamb) is not None:
         return (
-            said
+            text
             + f"LAMB instead of the given Adam: weight decay {lamb.lamb_weight_decay:g}"
             + _excluded(lamb.exclude_from_weight_decay)
         )
-    return said + "the optimizer's own formula"
+    return text + "the optimizer's own formula"
 
 
 def _averaging(strategy: Fields) -> Iterator[str]:
@@ -157,10 +157,10 @@ def _averaging(strategy: Fields) -> Iterator[str]:
     if config.by_time:
         often += f" or {config.round_seconds:g} s after the last averaging, whichever comes first"
     every = int(config.average_state)
-    what = " and optimizer state" if every else ""
+    state = " and optimizer state" if every else ""
     if every > 1:
-        what = f" (and optimizer state at every {_ordinal(every)} one)"
-    yield f"Averaging of parameters{what} over {peers}, {often}{_change(strategy, config)}"
+        state = f" (and optimizer state at every {_ordinal(every)} one)"
+    yield f"Averaging of parameters{state} over {peers}, {often}{_change(strategy, config)}"
     if isinstance(config, AdaptiveLocalSGD):
         yield (
             f"New interval, 1 to {config.max_k_steps} steps: {config.init_k_steps} at the start, "
@@ -169,24 +169,24 @@ def _averaging(strategy: Fields) -> Iterator[str]:
 
 
 def _change(strategy: Fields, config: LocalConfig) -> str:
-    said = "; each rank's change counts by its steps or tokens" if config.by_time else ""
+    text = "; each rank's change counts by its steps or tokens" if config.by_time else ""
     if (config.outer_lr, config.outer_momentum) != (1.0, 0.0):
         nesterov = ", Nesterov" if config.outer_nesterov else ""
-        said += f"; the mean change goes through an outer SGD, rate {config.outer_lr:g}, "
-        said += f"momentum {config.outer_momentum:g}{nesterov}"
+        text += f"; the mean change goes through an outer SGD, rate {config.outer_lr:g}, "
+        text += f"momentum {config.outer_momentum:g}{nesterov}"
     if (changes := compression_of(config.compression, strategy.compression)) is not None:
-        said += f"; {TEXTS[type(changes)].change(changes)}"
+        text += f"; {TEXTS[type(changes)].change(changes)}"
     if config.node_size not in (None, 1):
-        said += f"; the {config.node_size} ranks of a node average densely first and count as one"
+        text += f"; the {config.node_size} ranks of a node average densely first and count as one"
     if config.fragments > 1:
-        said += f"; {config.fragments} parts of the model take turns"
+        text += f"; {config.fragments} parts of the model take turns"
         if config.fragment_order == "strided":
-            said += f", layer l in part l mod {config.fragments}"
+            text += f", layer l in part l mod {config.fragments}"
     if config.delay:
-        said += f"; the result takes effect {config.delay} {plural('step', config.delay)} later"
+        text += f"; the result takes effect {config.delay} {plural('step', config.delay)} later"
     if config.mixing:
-        said += f"; of its local value a parameter keeps {100 * config.mixing:g} %"
-    return said
+        text += f"; of its local value a parameter keeps {100 * config.mixing:g} %"
+    return text
 
 
 def _next_scale(strategy: Fields) -> Iterator[str]:

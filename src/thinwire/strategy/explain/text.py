@@ -15,7 +15,7 @@ from thinwire.strategy.explain.advice import advice
 from thinwire.strategy.explain.model import about_model, about_optimizer
 from thinwire.strategy.explain.order import step_order
 from thinwire.strategy.fields import Fields
-from thinwire.strategy.rules import rules_among
+from thinwire.strategy.rules import rules_between
 
 __all__ = ["explanation"]
 
@@ -42,11 +42,11 @@ def explanation(
         ", ".join(strategy.on)
         or "nothing: gradients are averaged over all ranks, as by DistributedDataParallel"
     )
-    together = [f"{' and '.join(rule.pair)}: {rule.meaning}" for rule in rules_among(strategy.on)]
+    meanings = [f"{' and '.join(rule.pair)}: {rule.meaning}" for rule in rules_between(strategy.on)]
     parts = [
         _wrapped(f"On: {fields}"),
         _section("A step, in order", _numbered(step_order(strategy, grad_clip))),
-        _section("Together", together),
+        _section("Together", meanings),
         _section("To know", advice(strategy)),
         _section("This model", [] if model is None else about_model(strategy, model, optimizer)),
         _section(

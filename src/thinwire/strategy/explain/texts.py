@@ -36,12 +36,12 @@ def plural(word: str, count: int) -> str:
     return word if count == 1 else f"{word}s"
 
 
-def local_clip(config: object, who: str) -> str:
-    """Return the text on the local clip of one of `who`; empty without."""
+def local_clip(config: object, source: str) -> str:
+    """Return the text on the local clip of one `source`; empty without."""
     limit = getattr(config, "local_grad_clip_norm", None)
     if limit is None:
         return ""
-    return f"; a {who}'s share of a compressed tensor is limited to {limit:g} / sqrt({who}s)"
+    return f"; a {source}'s share of a compressed tensor is limited to {limit:g} / sqrt({source}s)"
 
 
 def _share(sparsity: float) -> str:

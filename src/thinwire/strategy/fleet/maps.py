@@ -50,8 +50,8 @@ def mapped(name: str, given: Keys, defaults: Keys, hybrid: Keys, findings: Findi
             config = MAPS[name](_Feature({**defaults, **left}, frozenset(left), hybrid, attempt))
         except (TypeError, ValueError) as error:
             words = _their_words(name, error)
-            said = findings.wrong_types if isinstance(error, TypeError) else findings.problems
-            said.append(f"{name}_configs.{words}")
+            target = findings.wrong_types if isinstance(error, TypeError) else findings.problems
+            target.append(f"{name}_configs.{words}")
             key = re.match(r"\w*", words)
             if key is None or left.pop(key[0], None) is None:
                 return None

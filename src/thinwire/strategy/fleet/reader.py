@@ -39,9 +39,11 @@ def from_fleet(kind: type[F], description: Mapping[str, Any]) -> F:
         strategy = kind(**features)
     except StrategyError as error:
         findings.problems.append(str(error))
-    said = "; ".join([*findings.wrong_types, *findings.problems])
-    if said:
-        raise (TypeError if findings.wrong_types else StrategyError)(f"fleet description: {said}")
+    problems = "; ".join([*findings.wrong_types, *findings.problems])
+    if problems:
+        raise (TypeError if findings.wrong_types else StrategyError)(
+            f"fleet description: {problems}"
+        )
     # a claim about the ranks, not a setting: only `prepare` can check it; it is not in `to_dict`
     replicas = configs["hybrid_configs"].get("dp_degree", -1)
     if replicas != -1:

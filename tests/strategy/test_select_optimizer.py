@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.api import adopt, schedulers_of
+from tests.api import select_optimizer, schedulers_of
 from thinwire import (
     DGC,
     LAMB,
@@ -33,9 +33,11 @@ def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
         return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2)).to(dtype)
 
 
-def adopted(net, optimizer, **strategy):
+def selected(net, optimizer, **strategy):
     names = {p: name for name, p in net.named_parameters()}
-    return adopt(optimizer, names=names, compression=strategy.pop("dgc", None), **strategy)
+    return select_optimizer(
+        optimizer, names=names, compression=strategy.pop("dgc", None), **strategy
+    )
 
 
 def give_gradients(net, seed):
@@ -57,7 +59,7 @@ def assert_same(a, b, **tolerance):
 
 def refused(net, optimizer, **strategy) -> str:
     with pytest.raises(StrategyError) as caught:
-        adopted(net, optimizer, **strategy)
+        selected(net, optimizer, **strategy)
     return str(caught.value)
 
 
@@ -86,7 +88,7 @@ def test_dgc_makes_an_sgd_dgc_momentum_that_trains_as_it_would_have(sgd, lr):
         return [{"params": model[:2].parameters()}, other]
 
     given = sgd(groups(twin), lr=lr, **kwargs)
-    ours = adopted(net, sgd(groups(net), lr=lr, **kwargs), dgc=DENSE)
+    ours = selected(net, sgd(groups(net), lr=lr, **kwargs), dgc=DENSE)
     new = ours.optimizer
     assert type(new) is optim.DGCMomentum
     assert ours.compressor is None
@@ -109,7 +111,7 @@ def test_dgc_settings_arrive():
         node_size=1,
         exchange="split",
     )
-    new = adopted(net, torch.optim.SGD(net.parameters(), lr=0.1), dgc=dgc).optimizer
+    new = selected(net, torch.optim.SGD(net.parameters(), lr=0.1), dgc=dgc).optimizer
     assert (new.value_bits, new.node_size, new.exchange) == (8, 1, "split")
     for key in (
         "rampup_begin_step",
@@ -148,7 +150,7 @@ def full(model):
 def test_schedules_groups_exclusions_order_and_clipping_are_taken_over():
     net, twin = network(), network()
     given = full(twin)
-    new = adopted(net, full(net), dgc=DENSE).optimizer
+    new = selected(net, full(net), dgc=DENSE).optimizer
     assert new.grad_clip == ClipByNorm(0.5)
     assert new.param_groups[0]["name"] == "first"
     assert new.param_groups[0]["param_names"] == ["net.0.weight", "net.0.bias"], (
@@ -175,7 +177,7 @@ def test_momentum_goes_on(sgd, dtype):
     ours, theirs = (sgd(n.parameters(), lr=0.1, momentum=0.9) for n in (net, twin))
     steps(net, ours, range(2))
     steps(twin, theirs, range(2))
-    new = adopted(net, ours, dgc=DENSE).optimizer
+    new = selected(net, ours, dgc=DENSE).optimizer
     assert all(
         state["momentum_buffer"].dtype
         == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -198,7 +200,7 @@ def test_a_schedule_goes_on_at_the_same_update():
     ]
     steps(net, given[0], range(2))
     steps(twin, given[1], range(4))
-    new = adopted(net, given[0], dgc=DENSE).optimizer
+    new = selected(net, given[0], dgc=DENSE).optimizer
     assert new.get_lr() == CosineDecay(0.0, 0.2, 6)(2)
     steps(net, new, range(2, 4))
     assert_same(net, twin)
@@ -210,7 +212,7 @@ def test_a_rate_that_was_typed_over_is_the_rate():
         [{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.5}], lr=0.1
     )
     given.param_groups[0]["lr"] = 0.07
-    new = adopted(net, given, dgc=DENSE).optimizer
+    new = selected(net, given, dgc=DENSE).optimizer
     assert [g["lr"] for g in new.param_groups] == [0.07, 0.5]
     new.set_lr(0.01)
     assert [g["lr"] for g in new.param_groups] == [0.01, 0.5], (
@@ -240,14 +242,14 @@ def test_what_dgc_cannot_take_over_is_said_at_once(sgd):
 def test_clipping_that_dgc_cannot_do(clip, dgc, text):
     net = network()
     with pytest.raises(StrategyError, match=text):
-        adopted(net, optim.SGD(net.parameters(), lr=0.1, grad_clip=clip), dgc=dgc)
+        selected(net, optim.SGD(net.parameters(), lr=0.1, grad_clip=clip), dgc=dgc)
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, optim.Ftrl, torch.optim.RMSprop, optim.Lars])
 def test_dgc_compresses_for_any_other_optimizer_which_stays(make):
     net = network()
     optimizer = make(net.parameters(), lr=0.1)
-    result = adopted(net, optimizer, dgc=DGC())
+    result = selected(net, optimizer, dgc=DGC())
     assert result.optimizer is optimizer
     assert result.compressor == DGC()
     assert "dgc" in " ".join(result.notes)
@@ -256,7 +258,7 @@ def test_dgc_compresses_for_any_other_optimizer_which_stays(make):
 def test_under_local_updates_an_sgd_stays_with_dampening_and_all():
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
-    result = adopted(net, optimizer, dgc=DGC(), local=True)
+    result = selected(net, optimizer, dgc=DGC(), local=True)
     assert result.optimizer is optimizer
     assert result.compressor == DGC()
 
@@ -265,7 +267,7 @@ def test_without_a_replacement_nothing_is_asked():
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    result = adopted(net, optimizer)
+    result = selected(net, optimizer)
     assert result.optimizer is optimizer
     assert result.compressor is None
     assert scheduler.optimizer is optimizer
@@ -274,7 +276,7 @@ def test_without_a_replacement_nothing_is_asked():
 def test_dgc_momentum_is_said_once():
     net = network()
     given = optim.DGCMomentum(net.parameters(), lr=0.1)
-    assert adopted(net, given).optimizer is given
+    assert selected(net, given).optimizer is given
     assert "twice" in refused(net, given, dgc=DGC())
     assert "local" in refused(net, given, local=True)
     everything = refused(net, given, dgc=DGC(), lars=LARS(), lamb=LAMB(), local=True)
@@ -294,7 +296,7 @@ def test_lars_replaces_an_sgd(sgd):
         epsilon=0.1,
         exclude_from_weight_decay=("*.bias", "1.*"),
     )
-    result = adopted(net, optimizer, lars=config, dgc=DGC())
+    result = selected(net, optimizer, lars=config, dgc=DGC())
     assert type(result.optimizer) is optim.Lars
     assert result.compressor == DGC(), "the compressor stands before it"
     same = optim.Lars(
@@ -321,7 +323,7 @@ def test_lamb_replaces_an_adam_with_its_moments(adam):
     steps(net, given, range(2))
     twin.load_state_dict(net.state_dict())
     config = LAMB(lamb_weight_decay=0.03, exclude_from_weight_decay=("*.bias",))
-    result = adopted(net, given, lamb=config)
+    result = selected(net, given, lamb=config)
     same = optim.Lamb(
         twin.named_parameters(),
         lr=0.05,
@@ -348,7 +350,7 @@ def test_betas_that_are_tensors_become_numbers():
     net = network()
     betas = (torch.tensor(0.5), torch.tensor(0.75))
     given = torch.optim.Adam(net.parameters(), lr=torch.tensor(0.01), betas=betas, capturable=True)
-    result = adopted(net, given, lamb=LAMB())
+    result = selected(net, given, lamb=LAMB())
     assert result.optimizer.param_groups[0]["betas"] == (0.5, 0.75)
     assert "capturable" in " ".join(result.notes)
 
@@ -360,10 +362,10 @@ def test_lars_has_no_use_for_the_velocity_of_an_sgd(sgd):
     steps(net, optimizer, range(1))
     assert "momentum_buffer" in refused(net, optimizer, lars=LARS())
     optimizer.state.clear()
-    adopted(net, optimizer, lars=LARS())
+    selected(net, optimizer, lars=LARS())
     without = sgd(net.parameters(), lr=0.1)
     steps(net, without, range(1))
-    adopted(net, without, lars=LARS())
+    selected(net, without, lars=LARS())
 
 
 def test_amsgrad_is_refused_in_any_group():
@@ -391,7 +393,7 @@ def test_amsgrad_is_refused_in_any_group():
 def test_other_optimizers_are_refused(make, strategy, text):
     net = network()
     with pytest.raises(StrategyError, match=text):
-        adopted(net, make(net.parameters(), lr=0.1), **strategy)
+        selected(net, make(net.parameters(), lr=0.1), **strategy)
 
 
 def test_a_subclass_of_the_users_is_another_optimizer():
@@ -401,7 +403,7 @@ def test_a_subclass_of_the_users_is_another_optimizer():
 
     net = network()
     assert "Mine" in refused(net, Mine(net.parameters(), lr=0.1), lars=LARS())
-    assert type(adopted(net, Mine(net.parameters(), lr=0.1), dgc=DGC()).optimizer) is Mine
+    assert type(selected(net, Mine(net.parameters(), lr=0.1), dgc=DGC()).optimizer) is Mine
 
 
 @pytest.mark.parametrize(
@@ -425,7 +427,7 @@ def test_nothing_decays_twice(make, own, config, works):
     decay = getattr(config, f"{field}_weight_decay")
     if works:
         assert (
-            adopted(net, optimizer, **{field: config}).optimizer.param_groups[0]["weight_decay"]
+            selected(net, optimizer, **{field: config}).optimizer.param_groups[0]["weight_decay"]
             == decay
         )
     else:
@@ -442,7 +444,7 @@ def test_a_group_with_a_decay_of_its_own_keeps_it(adamw):
         {"params": net[1].parameters(), "weight_decay": 0.0},
         {"params": net[2].parameters(), "weight_decay": 0.2},
     ]
-    result = adopted(net, adamw(groups, lr=0.1), lamb=LAMB(lamb_weight_decay=0.3))
+    result = selected(net, adamw(groups, lr=0.1), lamb=LAMB(lamb_weight_decay=0.3))
     assert [g["weight_decay"] for g in result.optimizer.param_groups] == [0.01, 0.0, 0.2]
     assert "0.01, 0.0, 0.2" in " ".join(result.notes)
 
@@ -470,7 +472,7 @@ def test_decays_that_differ_are_all_kept(make, default, strategy, decays):
         {"params": net[0].parameters(), "weight_decay": decays[0]},
         {"params": [*net[1].parameters(), *net[2].parameters()], "weight_decay": decays[1]},
     ]
-    new = adopted(net, make(groups, lr=0.1, weight_decay=default), **strategy).optimizer
+    new = selected(net, make(groups, lr=0.1, weight_decay=default), **strategy).optimizer
     expected = (0.3, 0.3) if set(decays) == {default} else decays
     assert tuple(g["weight_decay"] for g in new.param_groups) == expected
 
@@ -480,7 +482,7 @@ def test_exclusions_of_both_add_up():
     optimizer = optim.SGD(
         net.named_parameters(), lr=0.1, exclude_from_weight_decay=lambda name, p: p.shape == (6, 4)
     )
-    new = adopted(net, optimizer, lars=LARS(exclude_from_weight_decay=("*.bias",))).optimizer
+    new = selected(net, optimizer, lars=LARS(exclude_from_weight_decay=("*.bias",))).optimizer
     decays = {name: new._facts(p).weight_decay for name, p in net.named_parameters()}
     assert decays == {
         "0.weight": 0,
@@ -518,7 +520,7 @@ def test_parameters_of_somebody_else_are_refused():
 def test_keys_of_the_users_own_stay_in_the_groups():
     net = network()
     groups = [{"params": net.parameters(), "tag": "mine", "name": "all", "initial_lr": 0.4}]
-    group = adopted(net, torch.optim.SGD(groups, lr=0.1), dgc=DGC()).optimizer.param_groups[0]
+    group = selected(net, torch.optim.SGD(groups, lr=0.1), dgc=DGC()).optimizer.param_groups[0]
     assert (group["tag"], group["name"], group["initial_lr"]) == ("mine", "all", 0.4)
 
 
@@ -529,7 +531,7 @@ def test_complex_parameters_are_refused_by_lars_in_words():
 
 def test_the_new_optimizer_can_be_copied_and_saved():
     net = network()
-    new = adopted(net, full(net), dgc=DENSE).optimizer
+    new = selected(net, full(net), dgc=DENSE).optimizer
     steps(net, new, range(2))
     other, again = copy.deepcopy((net, new))
     steps(net, new, range(2, 4))
@@ -558,7 +560,7 @@ def test_the_living_schedulers_of_an_optimizer_are_found(make):
     assert schedulers_of(optimizer) == [scheduler]
     scheduler.state_dict()
     assert schedulers_of(optimizer) == [scheduler]
-    adopted(net, optimizer, dgc=DGC())
+    selected(net, optimizer, dgc=DGC())
     del scheduler
     gc.collect()
     assert schedulers_of(optimizer) == []
@@ -601,7 +603,7 @@ def test_a_stage_trains_its_own_parameters_as_the_whole_would_have(strategy):
 
     stages = [set(staged[:1].parameters()), set(staged[1:].parameters())]
     parts = [
-        adopted(staged, make(staged), keep=stage.__contains__, **strategy).optimizer
+        selected(staged, make(staged), keep=stage.__contains__, **strategy).optimizer
         for stage in stages
     ]
     assert [[len(g["params"]) for g in part.param_groups] for part in parts] == [
@@ -617,7 +619,7 @@ def test_a_stage_trains_its_own_parameters_as_the_whole_would_have(strategy):
         give_gradients(staged, seed)
         for part in parts:
             part.step()
-    steps(whole, adopted(whole, make(whole), **strategy).optimizer, range(3))
+    steps(whole, selected(whole, make(whole), **strategy).optimizer, range(3))
     assert_same(whole, staged)
 
 
@@ -628,7 +630,7 @@ def test_an_optimizer_that_stays_lets_go_of_other_stages_and_can_take_them_back(
     steps(net, optimizer, range(1))
     steps(twin, other, range(1))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    result = adopted(net, optimizer, keep=set(net[1:].parameters()).__contains__)
+    result = selected(net, optimizer, keep=set(net[1:].parameters()).__contains__)
     assert result.optimizer is optimizer
     assert (
         len(optimizer.param_groups[0]["params"])
@@ -645,7 +647,7 @@ def test_an_optimizer_that_stays_lets_go_of_other_stages_and_can_take_them_back(
     net.load_state_dict(twin.state_dict())
     optimizer = make(list(net.named_parameters()), lr=0.1)
     optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
-    adopted(net, optimizer, keep=set(net[1:].parameters()).__contains__).restore()
+    selected(net, optimizer, keep=set(net[1:].parameters()).__contains__).restore()
     steps(net, optimizer, range(1, 3))
     steps(twin, other, range(1, 3))
     assert_same(net, twin)
@@ -655,7 +657,7 @@ def test_dgc_momentum_does_not_know_stages():
     net = network()
     given = optim.DGCMomentum(net.parameters(), lr=0.1)
     assert "stage" in refused(net, given, keep=set(net[1:].parameters()).__contains__)
-    assert adopted(net, given, keep=lambda p: True).optimizer is given
+    assert selected(net, given, keep=lambda p: True).optimizer is given
 
 
 def test_what_is_refused_has_not_changed():
@@ -664,6 +666,6 @@ def test_what_is_refused_has_not_changed():
     steps(net, given, range(1))
     before = copy.deepcopy(given.state_dict())
     refused(net, given, lars=LARS())
-    adopted(net, given, dgc=DENSE)
+    selected(net, given, dgc=DENSE)
     after = given.state_dict()
     assert str(before) == str(after)

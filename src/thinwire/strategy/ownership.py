@@ -27,45 +27,45 @@ from thinwire.core.tensors import coalesced, values_of
 from thinwire.errors import StrategyError
 
 __all__ = [
-    "Cut",
-    "Hold",
-    "LeftGradients",
-    "ParameterPlaces",
-    "became",
-    "become_",
-    "cut_of",
+    "GradientEditCheck",
+    "OwnershipGuard",
+    "ReplacedParameterCheck",
+    "StageSplit",
+    "allow_step",
+    "convert_",
+    "converted_by",
     "dependents",
     "gather_stages_",
     "holds_one_stage",
-    "is_passing",
-    "passing",
-    "remember_cut",
+    "record_stage_split",
+    "remove_scaler_marks_",
+    "replace_step_",
     "require_free",
     "require_trained",
-    "step_replaced_",
-    "taken_off_",
+    "stage_split_of",
+    "step_allowed",
 ]
 
 
-class Hold:
-    """Refuses every call of `step` outside `passing`, until it is removed.
+class OwnershipGuard:
+    """Refuses every call of `step` outside `allow_step`, until it is removed.
 
     A direct `step` would apply the same gradients twice, or update one rank alone.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.passes = False
+        self.allows_step = False
         self._model = weakref.ref(model)
         self._handle = optimizer.register_step_pre_hook(self._refuse)
         self._optimizer = weakref.ref(optimizer)
-        _holds[optimizer] = self
+        _guards[optimizer] = self
 
     def remove(self) -> None:
         """Release the model and the optimizer. May be called twice."""
         self._handle.remove()
         optimizer = self._optimizer()
-        if optimizer is not None and _holds.get(optimizer) is self:
-            del _holds[optimizer]
+        if optimizer is not None and _guards.get(optimizer) is self:
+            del _guards[optimizer]
 
     def concerns(self, model: nn.Module, params: set[int]) -> bool:
         """Return True if the guard covers this model, or its optimizer trains a parameter with one
@@ -76,9 +76,9 @@ class Hold:
         return self._model() is model or not params.isdisjoint(theirs)
 
     def _refuse(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        if self.passes:
+        if self.allows_step:
             return
-        taken_off_(optimizer)
+        remove_scaler_marks_(optimizer)
         raise RuntimeError(
             "step() of an optimizer was called by hand while an engine trains by it: "
             "engine.train_step(inputs, targets) and engine.minimize(loss) make the whole update, "
@@ -88,31 +88,33 @@ class Hold:
         )
 
 
-_holds: "weakref.WeakKeyDictionary[torch.optim.Optimizer, Hold]" = weakref.WeakKeyDictionary()
+_guards: "weakref.WeakKeyDictionary[torch.optim.Optimizer, OwnershipGuard]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @contextmanager
-def passing(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def allow_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Allow calls of `step` in the block, for the engine."""
-    before: list[tuple[Hold, bool]] = []
-    for each in all_of(optimizer):
-        if (hold := _holds.get(each)) is not None:
-            before.append((hold, hold.passes))
-            hold.passes = True
+    before: list[tuple[OwnershipGuard, bool]] = []
+    for single in all_of(optimizer):
+        if (guard := _guards.get(single)) is not None:
+            before.append((guard, guard.allows_step))
+            guard.allows_step = True
     try:
         yield
     finally:
-        for hold, passes in before:
-            hold.passes = passes
+        for guard, allows_step in before:
+            guard.allows_step = allows_step
 
 
-def is_passing(optimizer: torch.optim.Optimizer) -> bool:
+def step_allowed(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the engine itself is calling `step`."""
-    hold = _holds.get(optimizer)
-    return hold is not None and hold.passes
+    guard = _guards.get(optimizer)
+    return guard is not None and guard.allows_step
 
 
-def step_replaced_(
+def replace_step_(
     optimizer: torch.optim.Optimizer, update: Callable[[Any], Any]
 ) -> Callable[[], None]:
     """Replace `step(closure)` of `optimizer` by `update(closure)`, except for its engine. Changes
@@ -126,7 +128,7 @@ def step_replaced_(
 
     @functools.wraps(before)  # keeps the mark that a scheduler looks for
     def step(target: torch.optim.Optimizer, closure: Any = None) -> Any:
-        return before(closure) if undone or is_passing(target) else update(closure)
+        return before(closure) if undone or step_allowed(target) else update(closure)
 
     # a method, since a scheduler that is made from here on wraps the function inside
     replaced, method = own.get("step"), MethodType(step, optimizer)
@@ -144,7 +146,7 @@ def step_replaced_(
     return undo
 
 
-def taken_off_(optimizer: torch.optim.Optimizer) -> bool:
+def remove_scaler_marks_(optimizer: torch.optim.Optimizer) -> bool:
     """Remove the marks of a `GradScaler`, which would not get to do so. Return True if there were
     any.
     """
@@ -157,13 +159,13 @@ def require_free(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise `RuntimeError` if an open engine trains by the optimizer, or trains the model or one of
     its parameters.
     """
-    if any(each in _holds for each in all_of(optimizer)):
+    if any(single in _guards for single in all_of(optimizer)):
         raise RuntimeError(
             "optimizer belongs to an engine already: call engine.close() on that one first, or "
             "make another optimizer"
         )
     params = _ids(optimizer)
-    if any(hold.concerns(model, params) for hold in _holds.values()):
+    if any(guard.concerns(model, params) for guard in _guards.values()):
         raise RuntimeError(
             "an engine trains this model, or parameters of it, already; two would exchange and "
             "update the same parameters. Call engine.close() on that one first (training goes on "
@@ -199,7 +201,7 @@ _KEPT = frozenset({"state", "param_groups", "defaults", *_HOOKS})
 _OF_THE_CLASS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
 """Attributes that torch's constructors set; an optimizer of another method has its own."""
 
-_asked: "weakref.WeakKeyDictionary[torch.optim.Optimizer, Any]" = weakref.WeakKeyDictionary()
+_conversions: "weakref.WeakKeyDictionary[torch.optim.Optimizer, Any]" = weakref.WeakKeyDictionary()
 
 
 def dependents(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -212,13 +214,13 @@ def dependents(optimizer: torch.optim.Optimizer) -> list[str]:
     ]
 
 
-def became(optimizer: torch.optim.Optimizer) -> Any:
+def converted_by(optimizer: torch.optim.Optimizer) -> Any:
     """Return the request that converted the optimizer; None if it has its original class."""
-    return _asked.get(optimizer)
+    return _conversions.get(optimizer)
 
 
-def become_(
-    optimizer: torch.optim.Optimizer, new: torch.optim.Optimizer, asked: Any
+def convert_(
+    optimizer: torch.optim.Optimizer, new: torch.optim.Optimizer, conversion: Any
 ) -> Callable[[], None]:
     """Convert `optimizer` into `new`, in class and contents. Changes `optimizer`; do not use `new`
     afterwards.
@@ -229,7 +231,7 @@ def become_(
     Args:
         optimizer: Must have as many groups as `new`.
         new: An optimizer of the other method, with the settings taken over.
-        asked: The value that `became` will return.
+        conversion: The value that `converted_by` will return.
 
     Returns:
         A function that undoes it, as long as no update was made.
@@ -249,34 +251,34 @@ def become_(
     _refill_(optimizer.state, new.state)
     if "step" in own:  # a scheduler's, around the old class's step
         _track_step_(optimizer)
-    _asked[optimizer] = asked
+    _conversions[optimizer] = conversion
     return undo
 
 
 def _remembered(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    kind, attributes, before = type(optimizer), dict(vars(optimizer)), _asked.get(optimizer)
+    kind, attributes, before = type(optimizer), dict(vars(optimizer)), _conversions.get(optimizer)
     groups = list(optimizer.param_groups)
-    places: list[dict[Any, Any]] = [*groups, optimizer.defaults, optimizer.state]
-    contents = [(place, dict(place)) for place in places]
+    dictionaries: list[dict[Any, Any]] = [*groups, optimizer.defaults, optimizer.state]
+    contents = [(dictionary, dict(dictionary)) for dictionary in dictionaries]
 
     def undo() -> None:
         optimizer.__class__ = kind
         _refill_(vars(optimizer), attributes)
         optimizer.param_groups[:] = groups
-        for place, content in contents:
-            _refill_(place, content)
+        for dictionary, content in contents:
+            _refill_(dictionary, content)
         if before is None:
-            _asked.pop(optimizer, None)
+            _conversions.pop(optimizer, None)
         else:
-            _asked[optimizer] = before
+            _conversions[optimizer] = before
 
     return undo
 
 
-def _refill_(place: dict[Any, Any], content: Any) -> None:
+def _refill_(dictionary: dict[Any, Any], content: Any) -> None:
     values = dict(content)
-    place.clear()
-    place.update(values)
+    dictionary.clear()
+    dictionary.update(values)
 
 
 def _track_step_(optimizer: torch.optim.Optimizer) -> None:
@@ -294,7 +296,7 @@ def _track_step_(optimizer: torch.optim.Optimizer) -> None:
     vars(optimizer)["step"] = tracked
 
 
-class ParameterPlaces:
+class ReplacedParameterCheck:
     """Detects parameters of a model that were replaced and are no longer trained, such as after
     `load_state_dict(..., assign=True)`.
 
@@ -310,14 +312,14 @@ class ParameterPlaces:
         self._owners: list[tuple[Mapping[str, Any], str, Any]] = []
         for module in model.modules():
             for own in (module._parameters, module._modules):
-                self._owners += [(own, name, each) for name, each in own.items()]
+                self._owners += [(own, name, part) for name, part in own.items()]
 
     def replaced(self) -> str | None:
         """Return the name of the first trained parameter that is gone, if the model has untrained
         ones instead.
         """
-        # looked up at each step, which takes microseconds; names are found only after a change
-        if all(own.get(name) is each for own, name, each in self._owners):
+        # looked up at part step, which takes microseconds; names are found only after a change
+        if all(own.get(name) is part for own, name, part in self._owners):
             return None
         now = list(self._model.parameters())
         here = {id(p) for p in now}
@@ -326,7 +328,7 @@ class ParameterPlaces:
         return gone[0] if gone and new else None
 
 
-class LeftGradients:
+class GradientEditCheck:
     """Gradient-edit check: warns once if `p.grad` has changed between two updates.
 
     Cleared gradients do not count, in place or not. Nor do gradients from the backward pass of
@@ -342,22 +344,22 @@ class LeftGradients:
         self._seen: dict[str, tuple[int, int]] = {}
         self._warned = False
 
-    def remember(self) -> None:
+    def record(self) -> None:
         """Store the present gradients as those that the update left."""
-        self._last = LeftGradients._begun
+        self._last = GradientEditCheck._begun
         if self._warned:
             return
         # an id and not a reference: a gradient that the user drops must be freed
         present = ((name, p.grad) for name, p in self._params.items() if p.grad is not None)
         self._seen = {name: (id(grad), grad._version) for name, grad in present}
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Compare gradients with those of the last update, before they are cleared for the next
         backward pass.
         """
-        alone = LeftGradients._begun == self._last
-        LeftGradients._begun += 1
-        if self._warned or not alone:
+        only_engine = GradientEditCheck._begun == self._last
+        GradientEditCheck._begun += 1
+        if self._warned or not only_engine:
             return
         for name, param in self._params.items():
             grad = param.grad
@@ -382,54 +384,54 @@ def _entries(grad: Tensor) -> Tensor:
     return values_of(coalesced(shard_of(grad)))
 
 
-Cut = tuple[frozenset[str], ...]
+StageSplit = tuple[frozenset[str], ...]
 """Names of the parameters and buffers of each stage in the model. In the layout of
 `thinwire.comm.Grid` the first replica's stage s is on rank s.
 """
 
-_cuts: weakref.WeakKeyDictionary[nn.Module, Cut] = weakref.WeakKeyDictionary()
+_stage_splits: weakref.WeakKeyDictionary[nn.Module, StageSplit] = weakref.WeakKeyDictionary()
 
 
-def cut_of(model: nn.Module) -> Cut | None:
+def stage_split_of(model: nn.Module) -> StageSplit | None:
     """Return the stages in which the model was last trained; None if it was trained whole."""
-    return _cuts.get(model)
+    return _stage_splits.get(model)
 
 
-def remember_cut(model: nn.Module, stages: list[nn.Module]) -> None:
+def record_stage_split(model: nn.Module, stages: list[nn.Module]) -> None:
     """Record that each rank now has the current values of one stage. One stage means the whole
     model.
     """
     if len(stages) == 1:
-        _cuts.pop(model, None)
+        _stage_splits.pop(model, None)
         return
-    _cuts[model] = tuple(
+    _stage_splits[model] = tuple(
         frozenset(name for name, _ in [*named_parameters(stage), *named_buffers(stage)])
         for stage in stages
     )
 
 
 def holds_one_stage(
-    cut: Cut | None, optimizer: torch.optim.Optimizer, names: dict[Parameter, str]
+    split: StageSplit | None, optimizer: torch.optim.Optimizer, names: dict[Parameter, str]
 ) -> bool:
     """Return True if a pipeline left the optimizer with the parameters of one stage."""
     held = {names.get(p, "") for group in optimizer.param_groups for p in group["params"]}
-    return cut is not None and bool(held) and any(held <= stage for stage in cut)
+    return split is not None and bool(held) and any(held <= stage for stage in split)
 
 
-def gather_stages_(model: nn.Module, cut: Cut, group: Group) -> None:
+def gather_stages_(model: nn.Module, split: StageSplit, group: Group) -> None:
     """Send the values of each stage to all ranks, from the rank of the first replica that has them.
 
     Raises:
         StrategyError: There are fewer ranks than stages now.
     """
-    if group.size < len(cut):
+    if group.size < len(split):
         raise StrategyError(
-            f"this model was trained in {len(cut)} stages, each rank has the current values of its "
-            f"own only, and there are {group.size} ranks now: load a checkpoint, or a file that "
-            "`thinwire export` has made of it, into a new model"
+            f"this model was trained in {len(split)} stages and each rank has the current values "
+            f"of its own stage only, but there are {group.size} ranks now. Load a checkpoint, or a "
+            "file made by `thinwire export`, into a new model"
         )
     params, buffers = dict(named_parameters(model)), dict(named_buffers(model))
-    for rank, names in enumerate(cut):
+    for rank, names in enumerate(split):
         make_models_equal_(
             {f"parameter {name}": p.detach() for name, p in params.items() if name in names},
             {f"buffer {name}": b for name, b in buffers.items() if name in names},

@@ -26,7 +26,7 @@ __all__ = [
     "Change",
     "changes_of",
     "checkpoint_facts",
-    "misfits",
+    "mismatches",
     "model_facts",
     "settings_in_groups",
     "strategy_facts",
@@ -128,20 +128,24 @@ def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change
     return list(_differences("", before, now))
 
 
-def misfits(before: Mapping[str, Any], now: Mapping[str, Any], changes: list[Change]) -> list[str]:
+def mismatches(
+    before: Mapping[str, Any], now: Mapping[str, Any], changes: list[Change]
+) -> list[str]:
     """Return the differences that stop a checkpoint's state from fitting, in words, from the facts
     of both.
     """
-    found = [_told(f"strategy.{c.name}", c.before, c.now) for c in changes if not c.is_free]
+    found = [
+        _difference_text(f"strategy.{c.name}", c.before, c.now) for c in changes if not c.is_free
+    ]
     if before.get("optimizer") != now["optimizer"]:
-        found.append(_told("optimizer", before.get("optimizer"), now["optimizer"]))
+        found.append(_difference_text("optimizer", before.get("optimizer"), now["optimizer"]))
     theirs, ours = set(before.get("parameters", ())), set(now["parameters"])
     if theirs != ours:
         gone, new = (
             ", ".join(sorted(one)[:3]) or _NOTHING for one in (theirs - ours, ours - theirs)
         )
         found.append(
-            _told(
+            _difference_text(
                 f"parameters ({len(theirs - ours)} and {len(ours - theirs)} of them differ)",
                 gone,
                 new,
@@ -157,7 +161,7 @@ def settings_in_groups(changes: list[Change]) -> set[str]:
     return {_IN_GROUPS[change.name] for change in changes if change.name in _IN_GROUPS}
 
 
-def _told(name: str, before: Any, now: Any) -> str:
+def _difference_text(name: str, before: Any, now: Any) -> str:
     return f"{name} was {before} when it was written and is {now} in this engine"
 
 
@@ -225,8 +229,8 @@ def model_facts(
             for group in optimizer.param_groups
         ],
         "setting": [
-            each.shared_settings() if isinstance(each, CommonOptimizer) else None
-            for each in all_of(optimizer)
+            single.shared_settings() if isinstance(single, CommonOptimizer) else None
+            for single in all_of(optimizer)
         ],
         # ranks that continue from different moments would diverge silently; moments of an optimizer
         # that exchanges differ by design

@@ -8,10 +8,10 @@ from thinwire.comm import Group
 from thinwire.comm.group import used_by_a_thread
 from thinwire.comm.private import Private
 
-__all__ = ["SaveBeside"]
+__all__ = ["BackgroundSave"]
 
 
-class SaveBeside:
+class BackgroundSave:
     """Writes one checkpoint at a time on a thread. It has its own process groups, so that saving
     and training do not share collectives.
     """

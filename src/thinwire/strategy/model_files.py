@@ -27,15 +27,15 @@ from thinwire.errors import (
 from thinwire.strategy.checkpoints import begin_anew
 from thinwire.strategy.parts import Parts
 
-__all__ = ["load_whole_model"]
+__all__ = ["load_model_file"]
 
 _PREFIXES = ("", "model.")
 """Prefixes of a model's names in a checkpoint of torch, which joins the keys of nested dicts."""
-_Places = Mapping[str, Tensor]
+_Tensors = Mapping[str, Tensor]
 
 
 @torch.no_grad()
-def load_whole_model(path: Path, parts: Parts) -> Path:
+def load_model_file(path: Path, parts: Parts) -> Path:
     """Load parameters and buffers, each rank its own part; see `Engine.load_parameters`.
 
     Communication: an agreement. If a rank cannot read the file, nothing has changed on any rank.
@@ -45,8 +45,8 @@ def load_whole_model(path: Path, parts: Parts) -> Path:
     known = set(parts.facts["state_dict"])
     # such a file has no buffer that is not persistent
     kept = set(parts.facts["state_dict"].values())
-    places = dict(named_parameters(model)) | dict(named_buffers(model))
-    places = {name: place for name, place in places.items() if name in kept}
+    tensors = dict(named_parameters(model)) | dict(named_buffers(model))
+    tensors = {name: tensor for name, tensor in tensors.items() if name in kept}
     taken: dict[str, Tensor] = {}
     is_folder = path.is_dir()
     if path.suffix == ".safetensors":
@@ -58,10 +58,10 @@ def load_whole_model(path: Path, parts: Parts) -> Path:
         first = path / METADATA if take is _from_folder else path
         try:
             if take is not _from_safetensors:
-                _require_elsewhere(path if is_folder else path.parent)
+                _require_no_checkpoint(path if is_folder else path.parent)
             if not first.is_file():  # opening a pipe may never end
                 raise CheckpointMissing(f"there is no file {first}, or it is a pipe or a device")
-            taken.update(take(path, places, known, parts.part))
+            taken.update(take(path, tensors, known, parts.part))
             files = [path] if first == path else sorted(f for f in path.iterdir() if f.is_file())
             return " ".join(map(checksum, files))
         except (OSError, SafetensorError, UnpicklingError) as error:
@@ -73,26 +73,28 @@ def load_whole_model(path: Path, parts: Parts) -> Path:
             raise CheckpointError(
                 f"{path} is another file on rank {rank} than on rank 0: copy the one to the other"
             )
-    for name, place in places.items():
-        shard_of(place).copy_(taken[name])
+    for name, tensor in tensors.items():
+        shard_of(tensor).copy_(taken[name])
     begin_anew(parts)
     return path
 
 
-def _from_safetensors(path: Path, places: _Places, known: set[str], part: int) -> dict[str, Tensor]:
+def _from_safetensors(
+    path: Path, tensors: _Tensors, known: set[str], part: int
+) -> dict[str, Tensor]:
     with safe_open(path, framework="pt") as file:
         stored = _by_plain_name(file.keys())
         shapes = {name: tuple(file.get_slice(key).get_shape()) for name, key in stored.items()}
-        _require_fit(path, shapes, places, known)
+        _require_fit(path, shapes, tensors, known)
         return {
             name: file.get_slice(stored[name])[rows.start : rows.stop]
-            if (rows := _rows(place, part)) is not None
+            if (rows := _rows(tensor, part)) is not None
             else file.get_tensor(stored[name])
-            for name, place in places.items()
+            for name, tensor in tensors.items()
         }
 
 
-def _require_elsewhere(folder: Path) -> None:
+def _require_no_checkpoint(folder: Path) -> None:
     """Raise `CheckpointError` if `engine.save` writes here: such a folder must never run code."""
     if (folder / MANIFEST).exists() or any(map(Path.is_dir, folder.glob("step_*"))):
         raise CheckpointError(
@@ -101,38 +103,38 @@ def _require_elsewhere(folder: Path) -> None:
         )
 
 
-def _from_pickle(path: Path, places: _Places, known: set[str], part: int) -> dict[str, Tensor]:
+def _from_pickle(path: Path, tensors: _Tensors, known: set[str], part: int) -> dict[str, Tensor]:
     found = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(found, Mapping):
         raise CheckpointMismatch(f"{path} holds a {type(found).__name__}, and no state_dict")
     found = nested if isinstance(nested := found.get("model"), Mapping) else found
     stored = _by_plain_name(key for key, value in found.items() if isinstance(value, Tensor))
     own = {name: found[key] for name, key in stored.items()}
-    _require_fit(path, {name: tuple(own[name].shape) for name in own}, places, known)
-    for name, place in places.items():
-        if (rows := _rows(place, part)) is not None:
+    _require_fit(path, {name: tuple(own[name].shape) for name in own}, tensors, known)
+    for name, tensor in tensors.items():
+        if (rows := _rows(tensor, part)) is not None:
             own[name] = own[name][rows.start : rows.stop]
     return own
 
 
-def _from_folder(path: Path, places: _Places, known: set[str], part: int) -> dict[str, Tensor]:
+def _from_folder(path: Path, tensors: _Tensors, known: set[str], part: int) -> dict[str, Tensor]:
     reader = FileSystemReader(path)
     entries = reader.read_metadata().state_dict_metadata
     sizes = {key: tuple(entry.size) for key, entry in entries.items() if hasattr(entry, "size")}
     stored = _by_plain_name(sizes)
     shapes = {name: sizes[key] for name, key in stored.items()}
-    prefix = max(_PREFIXES, key=lambda each: sum(each + name in shapes for name in places))
+    prefix = max(_PREFIXES, key=lambda start: sum(start + name in shapes for name in tensors))
     own = {
         name.removeprefix(prefix): shape
         for name, shape in shapes.items()
         if name.startswith(prefix) and (prefix or name in known)
     }
-    _require_fit(path, own, places, known)
-    values = {stored[prefix + name]: torch.empty_like(place) for name, place in places.items()}
+    _require_fit(path, own, tensors, known)
+    values = {stored[prefix + name]: torch.empty_like(tensor) for name, tensor in tensors.items()}
     with warnings.catch_warnings():  # no_dist warns; each rank reads its own rows
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         load_dcp(values, storage_reader=FileSystemReader(path), no_dist=True)
-    return {name: shard_of(values[stored[prefix + name]]) for name in places}
+    return {name: shard_of(values[stored[prefix + name]]) for name in tensors}
 
 
 def _by_plain_name(keys: Iterable[str]) -> dict[str, str]:
@@ -143,22 +145,22 @@ def _by_plain_name(keys: Iterable[str]) -> dict[str, str]:
     return dict(zip(plain_names(given), given, strict=True))
 
 
-def _rows(place: Tensor, part: int) -> range | None:
+def _rows(tensor: Tensor, part: int) -> range | None:
     """Return the rows of a tensor that this rank holds; None for all of them."""
-    if not is_sharded(place):
+    if not is_sharded(tensor):
         return None
-    return rows_of(place.shape, place.device_mesh.size(), part)  # type: ignore[attr-defined]
+    return rows_of(tensor.shape, tensor.device_mesh.size(), part)  # type: ignore[attr-defined]
 
 
 def _require_fit(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], places: _Places, known: set[str]
+    path: Path, shapes: Mapping[str, tuple[int, ...]], tensors: _Tensors, known: set[str]
 ) -> None:
-    missing = [name for name in places if name not in shapes]
+    missing = [name for name in tensors if name not in shapes]
     strange = [name for name in shapes if name not in known]
     others = [
-        f"{name} has shape {shapes[name]} there and {tuple(place.shape)} here"
-        for name, place in places.items()
-        if name in shapes and shapes[name] != tuple(place.shape)
+        f"{name} has shape {shapes[name]} there and {tuple(tensor.shape)} here"
+        for name, tensor in tensors.items()
+        if name in shapes and shapes[name] != tuple(tensor.shape)
     ]
     problems = [f"it lacks {', '.join(missing[:3])}"] if missing else []
     problems += [f"the model has no {', '.join(strange[:3])}"] if strange else []
