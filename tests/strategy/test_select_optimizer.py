@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.api import select_optimizer, schedulers_of
+from tests.api import schedulers_of, select_optimizer
 from thinwire import (
     DGC,
     LAMB,

@@ -208,7 +208,7 @@ def _mismatches(
         return
     if isinstance(compression, DGC):
         yield (
-            "dgc is prefix twice: give an SGD and leave dgc in the strategy, or remove "
+            "dgc is configured twice: keep it in the strategy and pass a plain SGD, or remove "
             "dgc from the strategy"
             + (
                 f" (an engine made it {kind} with other settings)"

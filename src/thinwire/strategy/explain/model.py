@@ -119,10 +119,7 @@ def _exchanged(
             (torch.view_as_real(p) if p.is_complex() else p).shape for p in compressed.values()
         ]
         nbytes = sent_bytes(local.compression, local.begin_step + 1, shapes) if shapes else 0
-        yield (
-            f"compressed, {subject} {_sized(compressed)}; the message of all of them has "
-            f"{nbytes:,} bytes"
-        )
+        yield (f"compressed, {subject} {_sized(compressed)}; the message has {nbytes:,} bytes")
         if rest := {name: p for name, p in params.items() if name not in compressed}:
             yield f"dense, {subject} {_sized(rest)}"
         return
