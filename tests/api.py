@@ -134,14 +134,14 @@ _NAMES = {
     "thinwire.tools.compare.tables": "Column print_table tables",
     "thinwire.tools.compare.verdict": "Verdict verdict",
     "thinwire.tools.doctor": "doctor_ranks=ranks",
-    "thinwire.tools.doctor.alone": (
-        "Finding as_text document elsewhere machine_findings meeting_point note ok wrong"
+    "thinwire.tools.doctor.local_checks": (
+        "Finding as_text document has_remote_ranks machine_findings meeting_point note ok wrong"
     ),
     "thinwire.tools.doctor.interfaces": "Interface is_loopback listening program_of source_towards",
     "thinwire.tools.doctor.machine": "Machine",
     "thinwire.tools.doctor.pairs": "Answering Reach TOKEN_BYTES reach reach_all",
-    "thinwire.tools.doctor.ranks": "store_Board=Board",
-    "thinwire.tools.doctor.together": "Seen Together findings_together named",
+    "thinwire.tools.doctor.ranks": "StoreView",
+    "thinwire.tools.doctor.cross_checks": "Reports Seen cross_findings named",
     "thinwire.tools.network": "enter netns",
     "thinwire.tools.network.enter": "enter_network",
     "thinwire.tools.network.netns": (

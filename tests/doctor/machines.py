@@ -14,7 +14,7 @@ def made_up(address: str = "10.0.0.1", **changes: Any) -> Machine:
     """A machine where nothing is wrong, with some of its attributes changed."""
     machine = Machine(
         host=f"host-{address.rpartition('.')[2]}",
-        place=address,
+        namespace=address,
         names=(address,),
         names_error="",
         interfaces=(LOOPBACK, Interface("eth0", 1500, True, (address,))),

@@ -7,19 +7,18 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from tests.api import Late, within
+from tests.api import Late, StoreView, within
 from tests.api import doctor_ranks as module
-from tests.api import store_Board as Board
 from tests.waiting import PATIENCE_S
 
 
 def test_rows_of_ranks_that_came() -> None:
     store = HashStore()
-    boards = [Board(store, rank, 3) for rank in range(3)]
-    boards[0].tell("facts", {"a": [1, None]})
-    boards[2].tell("facts", False)
+    views = [StoreView(store, rank, 3) for rank in range(3)]
+    views[0].write("facts", {"a": [1, None]})
+    views[2].write("facts", False)
     until = time.monotonic() + 0.3
-    assert boards[1].hear_all("facts", until) == {0: {"a": [1, None]}, 2: False}
+    assert views[1].read_all("facts", until) == {0: {"a": [1, None]}, 2: False}
 
 
 @pytest.mark.parametrize("ahead_s", [7.5e6, -3e6])
@@ -31,9 +30,9 @@ def test_the_skew_of_a_clock_is_measured(ahead_s: float, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(module, "time", SimpleNamespace(time=read, monotonic=time.monotonic))
     store, until = HashStore(), time.monotonic() + PATIENCE_S
-    answering = threading.Thread(target=Board(store, 0, 2).clock_skew, args=([0, 1], until))
+    answering = threading.Thread(target=StoreView(store, 0, 2).clock_skew, args=([0, 1], until))
     answering.start()
-    measured = Board(store, 1, 2).clock_skew([0, 1], until)
+    measured = StoreView(store, 1, 2).clock_skew([0, 1], until)
     answering.join()
     assert measured is not None
     skew_s, unsure_s = measured
@@ -41,7 +40,7 @@ def test_the_skew_of_a_clock_is_measured(ahead_s: float, monkeypatch: pytest.Mon
 
 
 def test_no_skew_without_rank_0() -> None:
-    assert Board(HashStore(), 1, 2).clock_skew([0, 1], time.monotonic() + 0.1) is None
+    assert StoreView(HashStore(), 1, 2).clock_skew([0, 1], time.monotonic() + 0.1) is None
 
 
 def test_what_takes_too_long_is_left_behind() -> None:

@@ -433,11 +433,11 @@ def test_axes_hold_their_values_and_have_a_few_round_ticks(
     values: list[float], logarithmic: bool
 ) -> None:
     axis = Axis.around(values, 50, 900, logarithmic=logarithmic)
-    assert all(50 <= axis.place(value) <= 900 for value in values)
+    assert all(50 <= axis.pixel(value) <= 900 for value in values)
     for count in (4, 8):
         ticks = axis.ticks(count)
         assert 1 <= len(ticks) <= count + 3
-        assert all(50 <= axis.place(tick) <= 900 for tick in ticks)
+        assert all(50 <= axis.pixel(tick) <= 900 for tick in ticks)
         assert all(len(f"{tick:.6g}") <= 8 for tick in ticks)
 
 

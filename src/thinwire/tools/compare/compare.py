@@ -196,8 +196,8 @@ def _runs(
         folder = work / config.recipe.name
         if settings.seeds > 1:
             folder = folder.with_name(f"{folder.name}-{seeded.seed}")
-        told = _run(seeded, settings, emulated, folder, display, ledger)
-        runs.append(Run.of(seeded.seed, told))
+        result = _run(seeded, settings, emulated, folder, display, ledger)
+        runs.append(Run.of(seeded.seed, result))
     return mean_of(runs)
 
 
@@ -253,8 +253,8 @@ def _started(
 def _joined(settings: Settings, corpus: Corpus | None) -> contextlib.AbstractContextManager[None]:
     if settings.joined_rank is None:
         return contextlib.nullcontext()
-    said = {"the command": settings.command, "text": None if corpus is None else corpus.digest}
-    return joined(said, _timeout_s(settings))
+    shared = {"the command": settings.command, "text": None if corpus is None else corpus.digest}
+    return joined(shared, _timeout_s(settings))
 
 
 def _network(

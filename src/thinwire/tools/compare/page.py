@@ -209,7 +209,7 @@ def _drawing(
     y = Axis.around(losses, frame.height - frame.bottom, frame.top, margin=0.06)
 
     def placed(line: Sequence[Point]) -> list[tuple[float, float]]:
-        return [(x.place(getattr(point, axis)), y.place(point.loss)) for point in line]
+        return [(x.pixel(getattr(point, axis)), y.pixel(point.loss)) for point in line]
 
     form: Callable[[float], str] = bytes_text if logarithmic else "{:,g}".format
     parts = [
@@ -233,22 +233,22 @@ def _drawing(
 
 
 def _series(
-    number: int, name: str, line: Sequence[Point], places: list[tuple[float, float]], top: float
+    number: int, name: str, line: Sequence[Point], pixels: list[tuple[float, float]], top: float
 ) -> str:
-    if not places:
+    if not pixels:
         return ""
-    path = "L".join(f"{px:.1f} {py:.1f}" for px, py in _below(places, top))
+    path = "L".join(f"{px:.1f} {py:.1f}" for px, py in _below(pixels, top))
     marks = "".join(
         mark(number, px, py, _values(name, point))
-        for (px, py), point in zip(places, line, strict=True)
+        for (px, py), point in zip(pixels, line, strict=True)
         if py >= top
     )
     return f'<path d="M{path}"{stroke(number)}/><g fill="var(--series-{number})">{marks}</g>'
 
 
-def _thin(number: int, places: list[tuple[float, float]], top: float) -> str:
+def _thin(number: int, pixels: list[tuple[float, float]], top: float) -> str:
     """Return a thin SVG curve for one seed."""
-    inside = [(px, py) for px, py in _below(places, top) if py >= top]
+    inside = [(px, py) for px, py in _below(pixels, top) if py >= top]
     path = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in inside)
     return (
         f'<path d="{path}" fill="none" stroke="var(--series-{number})" stroke-width="0.8" '

@@ -127,16 +127,16 @@ class Run:
     seconds_on_asked_link: float | None = None
 
     @classmethod
-    def of(cls, seed: int, told: Mapping[str, Any]) -> Self:
+    def of(cls, seed: int, report: Mapping[str, Any]) -> Self:
         """Build a run from a worker's report."""
-        points = [Point(**point) for point in told["evaluations"]]
-        return cls(**{**told, "evaluations": points}, seed=seed, seeds=[Seed(seed, points)])
+        points = [Point(**point) for point in report["evaluations"]]
+        return cls(**{**report, "evaluations": points}, seed=seed, seeds=[Seed(seed, points)])
 
     def reaching(self, common: float, dense: float | None) -> "Run":
         """Return a copy with both target losses, and the time and bytes to reach each."""
         points = self.evaluations
         losses = [point.loss for point in points]
-        finals = [each.evaluations[-1].loss for each in self.seeds]
+        finals = [seed.evaluations[-1].loss for seed in self.seeds]
         by_time = [(point.seconds, point.loss) for point in points]
         by_bytes = [(point.library_bytes, point.loss) for point in points]
         return replace(
@@ -190,7 +190,7 @@ class Asked:
 
 
 @dataclass
-class Told:
+class SettingsRecord:
     """Arguments of the command, and settings that all strategies share."""
 
     workers: int
@@ -225,7 +225,7 @@ class Results:
     winner: str | None = None
     command: str
     link: Asked
-    settings: Told
+    settings: SettingsRecord
     model: Mapping[str, Any]
     text: Mapping[str, Any]
     machine: Mapping[str, Any]

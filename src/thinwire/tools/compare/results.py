@@ -15,7 +15,7 @@ from thinwire.tools.compare.record import (
     Interruption,
     Results,
     Run,
-    Told,
+    SettingsRecord,
     common_loss,
 )
 from thinwire.tools.compare.settings import Settings
@@ -81,7 +81,7 @@ class Ledger:
     @property
     def missing(self) -> list[str]:
         """Strategies that have neither finished nor failed, in command-line order."""
-        over = {run.strategy for run in self.runs} | {each.strategy for each in self.failures}
+        over = {run.strategy for run in self.runs} | {failure.strategy for failure in self.failures}
         return [recipe.name for recipe in self.settings.strategies if recipe.name not in over]
 
     def begin(self, name: str) -> None:
@@ -119,7 +119,7 @@ class Ledger:
                 self.reason,
                 joined,
             ),
-            settings=Told(
+            settings=SettingsRecord(
                 workers=settings.workers,
                 steps=settings.steps,
                 seconds=settings.seconds,

@@ -77,13 +77,13 @@ class Settings(Training):
         timeout: float | None = None,
     ) -> Self:
         """Return settings from the arguments; raise ValueError for the first invalid one."""
-        place = place_among_ranks(os.environ)
-        if place is not None:
-            workers = _workers_of_launcher(workers, place[1], link, latency)
+        launched = place_among_ranks(os.environ)
+        if launched is not None:
+            workers = _workers_of_launcher(workers, launched[1], link, latency)
             link = "loopback"
         workers = 2 if workers is None else workers
         link = "100mbit" if link is None else link
-        if place is None:
+        if launched is None:
             require_within("workers", workers, 1, MOST_WORKERS)
         given = {"text": text, "tune": tune, "size": size, "batch": batch}
         size, batch = "medium" if size is None else size, 8 if batch is None else batch
@@ -144,7 +144,7 @@ class Settings(Training):
             task=task,
             device=device,
             tune=tune,
-            joined_rank=None if place is None else place[0],
+            joined_rank=None if launched is None else launched[0],
             timeout=timeout,
         )
 
@@ -193,9 +193,9 @@ def _workers_of_launcher(workers: int | None, ranks: int, link: str | None, late
     return ranks
 
 
-def _require_a_second(name: str, seconds: float | None, each: str = "") -> None:
+def _require_a_second(name: str, seconds: float | None, suffix: str = "") -> None:
     if seconds is not None and not (isfinite(seconds) and seconds >= 1):
-        raise ValueError(f"{name}={seconds:g} is not allowed: at least 1 second{each}")
+        raise ValueError(f"{name}={seconds:g} is not allowed: at least 1 second{suffix}")
 
 
 def _require_no_data(task: str | None, text: Path | None) -> None:

@@ -39,13 +39,15 @@ class Table:
 
 def tables(results: Results) -> tuple[Table, ...]:
     """Return tables of all finished strategies; a measure without any value is left out."""
-    runs, told = results.strategies, results.settings
-    by_steps = told.seconds is None
+    runs, shared = results.strategies, results.settings
+    by_steps = shared.seconds is None
     dense, common = results.dense_loss, results.common_loss
     # the loss that all reached says no more where all reached dense's, and nothing where there is
     # one strategy
     all_reached = dense is not None and all(run.seconds_to_dense_loss is not None for run in runs)
-    loss = "held-out loss" if told.loss_of == "the held-out part" else "loss on the validation part"
+    loss = (
+        "held-out loss" if shared.loss_of == "the held-out part" else "loss on the validation part"
+    )
     digits = loss_digits([run.final_loss for run in runs])
     result = [
         _fixed("steps", "", runs, "steps", 0, None),
@@ -56,8 +58,8 @@ def tables(results: Results) -> tuple[Table, ...]:
             "seconds_on_asked_link",
             min if by_steps else None,
         ),
-        _fixed(f"{loss} at the end", told.loss_unit or "", runs, "final_loss", digits, min),
-        _fixed(f"its range over {told.seeds} seeds", "", runs, "final_loss_range", digits, None),
+        _fixed(f"{loss} at the end", shared.loss_unit or "", runs, "final_loss", digits, min),
+        _fixed(f"its range over {shared.seeds} seeds", "", runs, "final_loss_range", digits, None),
         *(_until("dense", f"dense's loss ({loss_text(dense)})", runs) if dense is not None else ()),
         *(
             ()

@@ -25,11 +25,11 @@ def verdict(results: Results) -> Verdict:
     dense = results.run_of("dense")
     clock = _Clock(results.link)
     if len(runs) == 1:
-        main = _alone(runs[0], clock)
+        main = _single(runs[0], clock)
     elif dense is not None:
         main = _against_dense(results, dense, clock)
     else:
-        main = _among(results, clock, clock.place)
+        main = _by_common_loss(results, clock, clock.where)
     return Verdict(
         " ".join([main.text, *_lowest(runs, main), *_reservations(results)]), main.winner
     )
@@ -54,16 +54,16 @@ class _Clock:
     def __init__(self, link: Asked) -> None:
         self.rate_bit_s = None if link.emulated else link.rate_bit_s
         if link.emulated:
-            self.place = f"On this link ({link.asked})"
+            self.where = f"On this link ({link.asked})"
         elif link.joined:
-            self.place = "Over the network between the ranks"
+            self.where = "Over the network between the ranks"
         elif link.reason is None:
-            self.place = "Over this machine's loopback"
+            self.where = "Over this machine's loopback"
         elif self.rate_bit_s is None:
-            self.place = f"Over this machine's loopback (the link of {link.asked} was NOT emulated)"
+            self.where = f"Over this machine's loopback (the link of {link.asked} was NOT emulated)"
         else:
             left_out = " and whose latency is left out," if link.latency_s else ""
-            self.place = (
+            self.where = (
                 f"By an estimate for a link of {link.asked}, which was NOT emulated,{left_out}"
             )
 
@@ -85,9 +85,9 @@ def _begins(run: Run) -> float:
     return run.evaluations[0].loss
 
 
-def _alone(run: Run, clock: _Clock) -> Verdict:
+def _single(run: Run, clock: _Clock) -> Verdict:
     text = (
-        f"{clock.place} {run.strategy} came to a held-out loss of "
+        f"{clock.where} {run.strategy} came to a held-out loss of "
         f"{loss_text(run.final_loss)} after "
         f"{run.steps} steps in {_seconds(run.seconds)}; there is no other strategy to "
         "compare it with."
@@ -100,7 +100,7 @@ def _against_dense(results: Results, dense: Run, clock: _Clock) -> Verdict:
     own_s = clock.to_loss(dense, "dense")
     if target >= _begins(dense) or not own_s:
         return Verdict(
-            f"{clock.place} dense learned nothing in this run (held-out loss "
+            f"{clock.where} dense learned nothing in this run (held-out loss "
             f"{loss_text(_begins(dense))} at the start, {loss_text(target)} at "
             "the end), "
             "so there is nothing to measure the others by: let it run longer.",
@@ -109,7 +109,7 @@ def _against_dense(results: Results, dense: Run, clock: _Clock) -> Verdict:
     others = [run for run in results.strategies if run is not dense]
     below = any(target >= _begins(run) for run in others)
     if below or _began_apart([dense, *others]):
-        return Verdict(f"{clock.place} {_UNLIKE}", None)
+        return Verdict(f"{clock.where} {_UNLIKE}", None)
     reached = sorted(
         ((seconds, run) for run in others if (seconds := clock.to_loss(run, "dense")) is not None),
         key=lambda pair: pair[0],
@@ -120,22 +120,25 @@ def _against_dense(results: Results, dense: Run, clock: _Clock) -> Verdict:
     name, with_bytes = first.strategy, _bytes(dense, first, "dense")
     if seconds < (1 - _ALIKE) * own_s:
         return Verdict(
-            f"{clock.place} {name} reached dense's loss ({loss_text(target)}) in "
+            f"{clock.where} {name} reached dense's loss ({loss_text(target)}) in "
             f"{_seconds(seconds)} "
             f"instead of {_seconds(own_s)} ({_times(own_s / seconds)} times as fast){with_bytes}.",
             name,
         )
     if seconds <= (1 + _ALIKE) * own_s:
-        mine, own = first.bytes_to_dense_loss or 0.0, dense.bytes_to_dense_loss or 0.0
-        fewer = mine < (1 - _ALIKE) * own
+        first_bytes, dense_bytes = (
+            first.bytes_to_dense_loss or 0.0,
+            dense.bytes_to_dense_loss or 0.0,
+        )
+        fewer = first_bytes < (1 - _ALIKE) * dense_bytes
         return Verdict(
-            f"{clock.place} {name} reached dense's loss ({loss_text(target)}) about as soon as "
+            f"{clock.where} {name} reached dense's loss ({loss_text(target)}) about as soon as "
             "dense "
             f"itself ({_seconds(seconds)} and {_seconds(own_s)}){with_bytes}.",
             name if fewer else "dense",
         )
     return Verdict(
-        f"{clock.place} dense was the fastest to its own loss ({loss_text(target)}): "
+        f"{clock.where} dense was the fastest to its own loss ({loss_text(target)}): "
         f"{_seconds(own_s)}; "
         f"next came {name} with {_seconds(seconds)} ({_times(seconds / own_s)} times as "
         f"long){with_bytes}.",
@@ -154,7 +157,7 @@ def _nobody(results: Results, dense: Run, others: Sequence[Run], clock: _Clock) 
     budget = results.settings.seconds
     within = f"{dense.steps} steps" if budget is None else f"{budget:g} s"
     text = (
-        f"{clock.place} no other strategy reached dense's loss "
+        f"{clock.where} no other strategy reached dense's loss "
         f"({loss_text(dense.final_loss)}) "
         f"within {within}; the nearest was {nearest.strategy} with "
         f"{loss_text(nearest.best_loss)}."
@@ -162,22 +165,22 @@ def _nobody(results: Results, dense: Run, others: Sequence[Run], clock: _Clock) 
     if budget is not None:
         return Verdict(text, "dense")
     # as many steps for all say nothing about as much time for all
-    main = _among(results, clock, "By time,")
+    main = _by_common_loss(results, clock, "By time,")
     return Verdict(f"{text} {main.text}", main.winner or "dense")
 
 
-def _among(results: Results, clock: _Clock, place: str) -> Verdict:
+def _by_common_loss(results: Results, clock: _Clock, where: str) -> Verdict:
     """Return the verdict by the common loss, if dense's loss is missing or not informative."""
     runs = results.strategies
     target = results.common_loss
     if _began_apart(runs):
-        return Verdict(f"{place} {_UNLIKE}", None)
+        return Verdict(f"{where} {_UNLIKE}", None)
     if any(target >= _begins(run) for run in runs):
         stuck = [run.strategy for run in runs if run.best_loss >= _begins(run)]
         if not stuck:
-            return Verdict(f"{place} {_UNLIKE}", None)
+            return Verdict(f"{where} {_UNLIKE}", None)
         return Verdict(
-            f"{place} {_listed(stuck)} learned nothing in this run, so there is no loss that all "
+            f"{where} {_listed(stuck)} learned nothing in this run, so there is no loss that all "
             "reached: let it run longer.",
             None,
         )
@@ -188,13 +191,13 @@ def _among(results: Results, clock: _Clock, place: str) -> Verdict:
     name, with_bytes = first.strategy, _bytes(later, first, "common")
     if first_s >= (1 - _ALIKE) * next_s:
         return Verdict(
-            f"{place} {name} and {later.strategy} were about equally soon at the loss that all "
+            f"{where} {name} and {later.strategy} were about equally soon at the loss that all "
             f"reached ({loss_text(target)}): {_seconds(first_s)} and "
             f"{_seconds(next_s)}{with_bytes and f', {name}{with_bytes}'}.",
             name,
         )
     return Verdict(
-        f"{place} {name} was the first at the loss that all reached ({loss_text(target)}): "
+        f"{where} {name} was the first at the loss that all reached ({loss_text(target)}): "
         f"{_seconds(first_s)}, where {later.strategy}, the next, took {_seconds(next_s)} "
         f"({_times(next_s / first_s)} times as long){with_bytes and f'; {name}{with_bytes}'}.",
         name,
@@ -234,13 +237,13 @@ def _reservations(results: Results) -> list[str]:
 
 def _bytes(reference: Run, run: Run, which: str) -> str:
     """Return a clause on how many times more or fewer bytes `run` sent; begins with a comma."""
-    (_, mine), (_, others) = _until(run, which), _until(reference, which)
-    if not mine or not others:
+    (_, own), (_, others) = _until(run, which), _until(reference, which)
+    if not own or not others:
         return ""
-    if mine <= (1 - _ALIKE) * others:
-        return f", with {_times(others / mine)} times fewer bytes to that loss"
-    if mine >= (1 + _ALIKE) * others:
-        return f", with {_times(mine / others)} times as many bytes to that loss"
+    if own <= (1 - _ALIKE) * others:
+        return f", with {_times(others / own)} times fewer bytes to that loss"
+    if own >= (1 + _ALIKE) * others:
+        return f", with {_times(own / others)} times as many bytes to that loss"
     return ", with as many bytes to that loss"
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from thinwire._launched import named_place
-from thinwire.tools.doctor.alone import (
+from thinwire.tools.doctor.local_checks import (
     Finding,
     as_text,
     document,
@@ -50,14 +50,14 @@ def doctor(*, timeout: float = 30.0, json: _Flag = False, quiet: _Flag = False) 
     begun = time.monotonic()
     if not (isfinite(timeout) and _SHORTEST_S <= timeout <= _LONGEST_S):
         raise ValueError(f"timeout={timeout:g} is out of range: 15 to 600 seconds are allowed")
-    place = named_place(os.environ)
+    launched = named_place(os.environ)
 
     def report(title: str, findings: tuple[Finding, ...]) -> None:
         line.stop()
-        out = sys.stdout if place is None or place[0] == 0 else sys.stderr
+        out = sys.stdout if launched is None or launched[0] == 0 else sys.stderr
         if json and out is sys.stdout:
-            told = document(title, findings, time.monotonic() - begun)
-            print(json_format.dumps(told, indent=1), flush=True)
+            data = document(title, findings, time.monotonic() - begun)
+            print(json_format.dumps(data, indent=1), flush=True)
             return
         columns = shutil.get_terminal_size((_WIDTH, 0)).columns
         text = as_text(findings, quiet=quiet, width=min(columns, _WIDTH))
@@ -65,16 +65,16 @@ def doctor(*, timeout: float = 30.0, json: _Flag = False, quiet: _Flag = False) 
             if part:
                 print(part, file=out, flush=True)
 
-    shown = not quiet and (place is None or place[0] == 0)
+    shown = not quiet and (launched is None or launched[0] == 0)
     from rich.console import Console
 
     # a line on a terminal that says what comes next, until findings are printed
     with Console(stderr=True, quiet=not shown).status("loading torch") as line:
-        if place is None:
+        if launched is None:
             sys.exit(_alone(timeout, report))
         from thinwire.tools.doctor.ranks import Examination
 
-        ended = Examination(*place, begun, timeout, line.update, report).run()
+        ended = Examination(*launched, begun, timeout, line.update, report).run()
     if ended.stuck:
         # a thread that torch does not let go of would keep the interpreter from ending
         sys.stdout.flush()
@@ -83,13 +83,13 @@ def doctor(*, timeout: float = 30.0, json: _Flag = False, quiet: _Flag = False) 
 
 
 def _alone(timeout: float, report: Callable[[str, tuple[Finding, ...]], None]) -> int:
-    from thinwire.tools.doctor.alone import elsewhere, machine_findings
+    from thinwire.tools.doctor.local_checks import has_remote_ranks, machine_findings
     from thinwire.tools.doctor.machine import Machine
 
     machine = Machine.look()
     own = tuple(address for one in machine.interfaces for address in one.addresses)
     findings = (
-        *machine_findings(machine, others=elsewhere(os.environ.get("MASTER_ADDR", ""), own)),
+        *machine_findings(machine, others=has_remote_ranks(os.environ.get("MASTER_ADDR", ""), own)),
         meeting_point(os.environ, own, one_wait_s(timeout), started=False),
     )
     report("this machine alone; started by torchrun, all ranks look at what is between", findings)

@@ -115,7 +115,7 @@ class Listening(NamedTuple):
 
 def listening() -> Listening:
     """Return the listening processes of this user, except this one."""
-    places = {
+    ends = {
         inode: (_as_text(address), port)
         for address, port, state, inode in _sockets()
         if state == _LISTEN
@@ -123,38 +123,38 @@ def listening() -> Listening:
     found: list[tuple[str, int, str]] = []
     for folder in _PROC.glob("[0-9]*"):
         try:
-            found += _of_process(folder, places)
+            found += _sockets_of(folder, ends)
         except OSError:  # it has ended meanwhile, or does not let itself be looked at
             continue
     everywhere: dict[str, set[int]] = {}
     outward = set()
-    for address, port, who in found:
+    for address, port, process in found:
         if ipaddress.ip_address(address).is_unspecified:
-            everywhere.setdefault(who, set()).add(port)
+            everywhere.setdefault(process, set()).add(port)
         elif not is_loopback(address):
             where = f"[{address}]" if ":" in address else address
-            outward.add(f"{where}:{port}: {who}")
+            outward.add(f"{where}:{port}: {process}")
     return Listening(
         tuple(
             sorted(
-                f"port {', '.join(map(str, sorted(ports)))}: {who}"
-                for who, ports in everywhere.items()
+                f"port {', '.join(map(str, sorted(ports)))}: {process}"
+                for process, ports in everywhere.items()
             )
         ),
         tuple(sorted(outward)),
     )
 
 
-def _of_process(folder: Path, places: Mapping[str, tuple[str, int]]) -> list[tuple[str, int, str]]:
+def _sockets_of(folder: Path, ends: Mapping[str, tuple[str, int]]) -> list[tuple[str, int, str]]:
     """Return address, port and name of each socket on which a torch process of ours listens."""
     if folder.stat().st_uid != os.getuid() or folder.name == str(os.getpid()):
         return []
     links = {str(link.readlink()) for link in (folder / "fd").iterdir()}
-    mine = {place for inode, place in places.items() if f"socket:[{inode}]" in links}
-    if not mine or "libtorch" not in (folder / "maps").read_text():
+    own = {endpoint for inode, endpoint in ends.items() if f"socket:[{inode}]" in links}
+    if not own or "libtorch" not in (folder / "maps").read_text():
         return []
-    said = program_of((folder / "cmdline").read_bytes().decode(errors="replace").split("\0"))
-    return [(*place, f"pid {folder.name} ({said})") for place in mine]
+    program = program_of((folder / "cmdline").read_bytes().decode(errors="replace").split("\0"))
+    return [(*endpoint, f"pid {folder.name} ({program})") for endpoint in own]
 
 
 def program_of(command: Sequence[str]) -> str:
@@ -166,20 +166,20 @@ def program_of(command: Sequence[str]) -> str:
     """
     words = iter(command)
     program = next(words, "").partition(" ")[0]  # of some that name themselves, options follow
-    told = Path(program).name
-    if not told.startswith("python"):
-        return told
+    name = Path(program).name
+    if not name.startswith("python"):
+        return name
     for word in words:
         if word in ("-X", "-W"):
             next(words, None)
         elif word == "-m":
-            return f"{told} -m {next(words, '')}"
+            return f"{name} -m {next(words, '')}"
         elif word == "-c":
-            return f"{told} -c"
+            return f"{name} -c"
         elif not word.startswith("-"):
             script = Path(word).name
-            return f"{script} {next(words, '')}" if script == "thinwire" else f"{told} {script}"
-    return told
+            return f"{script} {next(words, '')}" if script == "thinwire" else f"{name} {script}"
+    return name
 
 
 def _as_text(address: str) -> str:

@@ -47,7 +47,7 @@ class Machine:
     """One rank's machine.
 
     Attributes:
-        place: Identifier of the network stack: equal for two ranks only if they share it.
+        namespace: Identifier of the network stack; equal for two ranks only if they share it.
         names: Addresses that the host name resolves to; `names_error` has the cause of failure.
         gloo: Addresses that gloo announces; `gloo_error` has the cause of failure.
         route: Address from which this machine reaches the meeting point, or the outside.
@@ -60,7 +60,7 @@ class Machine:
     """
 
     host: str
-    place: str
+    namespace: str
     names: tuple[str, ...]
     names_error: str
     interfaces: tuple[Interface, ...]
@@ -89,7 +89,7 @@ class Machine:
         everywhere, outward = listening()
         return cls(
             host=host,
-            place=_place(host),
+            namespace=_namespace(host),
             names=names,
             names_error=names_error,
             interfaces=interfaces(),
@@ -111,12 +111,12 @@ class Machine:
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Self:
         """Return the machine that another rank reported; raise TypeError for another format."""
-        told: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
-        told["interfaces"] = tuple(
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+        values["interfaces"] = tuple(
             Interface(**{**entry, "addresses": tuple(entry["addresses"])})
-            for entry in told.get("interfaces", ())
+            for entry in values.get("interfaces", ())
         )
-        return cls(**told)
+        return cls(**values)
 
     @property
     def address(self) -> str:
@@ -148,7 +148,7 @@ def _naming_s(address: str) -> float:
     return min(time.monotonic() - begun, _LONGEST_NAMING_S)
 
 
-def _place(host: str) -> str:
+def _namespace(host: str) -> str:
     # containers share the kernel's boot, and machines of one image the host's name
     boot, stack = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     if not boot.exists():

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Self, final
 
-from thinwire.tools.doctor.alone import why_not
+from thinwire.tools.doctor.local_checks import why_not
 
 TOKEN_BYTES = 16
 _RANK, _LENGTH = struct.Struct("!I"), struct.Struct("!I")
@@ -85,16 +85,16 @@ class Answering:
 
 
 def reach_all(
-    places: Mapping[int, tuple[str, int]], large: Set[int], token: bytes, patience_s: float
+    addresses: Mapping[int, tuple[str, int]], large: Set[int], token: bytes, patience_s: float
 ) -> list[Reach]:
     """Connect to all other ranks, several at once."""
-    if not places:
+    if not addresses:
         return []
-    with concurrent.futures.ThreadPoolExecutor(min(len(places), _MOST_AT_ONCE)) as pool:
+    with concurrent.futures.ThreadPoolExecutor(min(len(addresses), _MOST_AT_ONCE)) as pool:
         return list(
             pool.map(
-                lambda rank: reach(rank, *places[rank], rank in large, token, patience_s),
-                sorted(places),
+                lambda rank: reach(rank, *addresses[rank], rank in large, token, patience_s),
+                sorted(addresses),
             )
         )
 

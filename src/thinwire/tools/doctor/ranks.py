@@ -17,7 +17,8 @@ from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
 from thinwire._aside import Late, within
-from thinwire.tools.doctor.alone import (
+from thinwire.tools.doctor.cross_checks import Reports, Seen, cross_findings
+from thinwire.tools.doctor.local_checks import (
     Finding,
     machine_findings,
     meeting_point,
@@ -27,7 +28,6 @@ from thinwire.tools.doctor.alone import (
 )
 from thinwire.tools.doctor.machine import Machine
 from thinwire.tools.doctor.pairs import TOKEN_BYTES, Answering, Reach, reach_all
-from thinwire.tools.doctor.together import Seen, Together, findings_together
 
 THREAD = "thinwire-doctor"
 """Name of the threads that wait for others."""
@@ -48,7 +48,7 @@ def find_store(rank: int, size: int, patience_s: float) -> Store:
 
 
 @final
-class Board:
+class StoreView:
     """Key-value view of the store: rows of JSON that ranks exchange."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
@@ -62,13 +62,13 @@ class Board:
         found: Store = self._found.clone()  # type: ignore[attr-defined]
         return found
 
-    def tell(self, what: str, row: Any) -> None:
+    def write(self, kind: str, row: Any) -> None:
         """Publish a row to all ranks."""
-        self.store.set(f"{what}/{self.rank}", json.dumps(row))
+        self.store.set(f"{kind}/{self.rank}", json.dumps(row))
 
-    def hear(self, what: str, rank: int, until: float) -> Any:
+    def read(self, kind: str, rank: int, until: float) -> Any:
         """Return the row of a rank; None if it is missing at `until`, by `time.monotonic`."""
-        key = f"{what}/{rank}"
+        key = f"{kind}/{rank}"
         left = timedelta(seconds=max(until - time.monotonic(), _SHORTEST_S))
         try:
             self.store.wait([key], left)
@@ -76,9 +76,9 @@ class Board:
         except DistError:
             return None
 
-    def hear_all(self, what: str, until: float) -> dict[int, Any]:
+    def read_all(self, kind: str, until: float) -> dict[int, Any]:
         """Return the rows of all ranks that have published one by `until`."""
-        rows = {rank: self.hear(what, rank, until) for rank in range(self.size)}
+        rows = {rank: self.read(kind, rank, until) for rank in range(self.size)}
         return {rank: row for rank, row in rows.items() if row is not None}
 
     def clock_skew(self, ranks: list[int], until: float) -> tuple[float, float] | None:
@@ -89,15 +89,15 @@ class Board:
         the store; the shortest of several trips counts.
         """
         best: tuple[float, float] | None = None
-        for turn in range(_CLOCK_ROUNDS):
+        for number in range(_CLOCK_ROUNDS):
             if self.rank == 0:
                 for other in ranks:
-                    if other and self.hear(f"asked/{turn}", other, until) is not None:
-                        self.store.set(f"time/{turn}/{other}/0", json.dumps(time.time()))
+                    if other and self.read(f"asked/{number}", other, until) is not None:
+                        self.store.set(f"time/{number}/{other}/0", json.dumps(time.time()))
                 continue
             begun = time.time()
-            self.tell(f"asked/{turn}", True)
-            theirs = self.hear(f"time/{turn}/{self.rank}", 0, until)
+            self.write(f"asked/{number}", True)
+            theirs = self.read(f"time/{number}/{self.rank}", 0, until)
             ended = time.time()
             if theirs is None:
                 return best
@@ -149,51 +149,51 @@ class Examination:
         try:
             store = find_store(self._rank, self._size, self._left_s(_MET))
         except (Late, RuntimeError, ValueError) as error:
-            what = "waited in vain for all" if self._rank == 0 else "does not come to the store"
+            problem = "waited in vain for all" if self._rank == 0 else "does not come to the store"
             reason = str(error).partition("\n")[0] or "time-out"
-            return self._astray(f"{what}: {reason}")
-        board = Board(store, self._rank, self._size)
+            return self._ended_alone(f"{problem}: {reason}")
+        view = StoreView(store, self._rank, self._size)
         if self._rank == 0:
-            board.tell("token", secrets.token_hex(TOKEN_BYTES))
-        token = board.hear("token", 0, self._by(_MET))
+            view.write("token", secrets.token_hex(TOKEN_BYTES))
+        token = view.read("token", 0, self._by(_MET))
         if token is None:
-            return self._astray("has not heard of rank 0")
+            return self._ended_alone("has not heard of rank 0")
         with contextlib.ExitStack() as stack:
             answering, no_socket = self._answering(bytes.fromhex(token))
             if answering is not None:
                 stack.enter_context(answering)
             port = answering.port if answering is not None else 0
-            board.tell("facts", [asdict(self._machine), port, no_socket])
-            together, stuck = self._examined(board, bytes.fromhex(token))
-        return self._concluded(board, together, stuck=stuck)
+            view.write("facts", [asdict(self._machine), port, no_socket])
+            reports, stuck = self._examined(view, bytes.fromhex(token))
+        return self._concluded(view, reports, stuck=stuck)
 
-    def _examined(self, board: Board, token: bytes) -> tuple[Together, bool]:
-        rows = board.hear_all("facts", self._by(_MET))
+    def _examined(self, view: StoreView, token: bytes) -> tuple[Reports, bool]:
+        rows = view.read_all("facts", self._by(_MET))
         seen, strangers = _read(rows)
         self._show("comparing clocks")
-        skew = board.clock_skew(sorted(seen), self._by(_CLOCKS))
+        skew = view.clock_skew(sorted(seen), self._by(_CLOCKS))
         self._show("connecting all pairs")
-        places = {
+        addresses = {
             rank: (row.machine.address, rows[rank][1])
             for rank, row in seen.items()
             if rank != self._rank and rows[rank][1]
         }
         # one rank of each machine stands for it: a thin line would be full of messages otherwise
-        first = {min(ranks) for ranks in Together(self._size, seen, strangers).machines}
+        first = {min(ranks) for ranks in Reports(self._size, seen, strangers).machines}
         large = first if self._rank in first else set()
-        reaches = reach_all(places, large, token, self._wait_s)
-        board.tell("pairs", [skew, [asdict(reach) for reach in reaches]])
-        pairs = board.hear_all("pairs", self._by(_PAIRS))
+        reaches = reach_all(addresses, large, token, self._wait_s)
+        view.write("pairs", [skew, [asdict(reach) for reach in reaches]])
+        pairs = view.read_all("pairs", self._by(_PAIRS))
         self._show("forming a gloo group")
         if self._rank == 0:
             able = [rank for rank, row in seen.items() if not row.machine.gloo_error]
-            board.tell("plan", len(able) == self._size)
-        plan = bool(board.hear("plan", 0, self._by(_GLOO)))
-        error, stuck = self._group_error(board) if plan else ("", False)
+            view.write("plan", len(able) == self._size)
+        plan = bool(view.read("plan", 0, self._by(_GLOO)))
+        error, stuck = self._group_error(view) if plan else ("", False)
         if plan:
-            board.tell("gloo", error)
-        outcomes = board.hear_all("gloo", self._by(_GLOO)) if plan and self._rank == 0 else {}
-        told = {
+            view.write("gloo", error)
+        outcomes = view.read_all("gloo", self._by(_GLOO)) if plan and self._rank == 0 else {}
+        reports = {
             rank: Seen(
                 row.machine,
                 tuple(pairs[rank][0]) if rank in pairs and pairs[rank][0] else None,
@@ -203,28 +203,28 @@ class Examination:
             )
             for rank, row in seen.items()
         }
-        return Together(self._size, told, strangers, plan), stuck
+        return Reports(self._size, reports, strangers, plan), stuck
 
-    def _concluded(self, board: Board, together: Together, *, stuck: bool) -> Ended:
+    def _concluded(self, view: StoreView, reports: Reports, *, stuck: bool) -> Ended:
         if self._rank == 0:
-            findings = tuple(findings_together(together))
-            status, machines = status_of(findings), len(together.machines)
+            findings = tuple(cross_findings(reports))
+            status, machines = status_of(findings), len(reports.machines)
             self._report(
                 f"{self._size} rank{'s' * (self._size != 1)} on {machines} "
                 f"machine{'s' * (machines != 1)}",
                 findings,
             )
-            board.tell("status", status)
+            view.write("status", status)
             until = time.monotonic() + _FAREWELL_S
-            for rank in set(together.seen) - {0}:  # rank 0 may be the one that holds the store
-                board.hear("bye", rank, until)
+            for rank in set(reports.seen) - {0}:  # rank 0 may be the one that holds the store
+                view.read("bye", rank, until)
             return Ended(status, stuck)
-        told = board.hear("status", 0, self._by(1.0))
-        if told is None:
-            return Ended(self._astray("has not heard what rank 0 has found").status, stuck)
+        answer = view.read("status", 0, self._by(1.0))
+        if answer is None:
+            return Ended(self._ended_alone("has not heard what rank 0 has found").status, stuck)
         with contextlib.suppress(dist.DistError):  # rank 0 has gone, and its store
-            board.tell("bye", True)
-        return Ended(int(told), stuck)
+            view.write("bye", True)
+        return Ended(int(answer), stuck)
 
     def _answering(self, token: bytes) -> tuple[Answering | None, str]:
         address = self._machine.address
@@ -235,13 +235,13 @@ class Examination:
         except OSError as error:
             return None, error.strerror or str(error)
 
-    def _group_error(self, board: Board) -> tuple[str, bool]:
+    def _group_error(self, view: StoreView) -> tuple[str, bool]:
         slack_s = _SLACK * self._wait_s
         limit_s = min(self._wait_s, self._left_s(_GLOO))
         timeout = timedelta(seconds=limit_s)
 
         def form() -> str:
-            store = PrefixStore("gloo", board.another())
+            store = PrefixStore("gloo", view.another())
             dist.init_process_group(
                 "gloo", store=store, rank=self._rank, world_size=self._size, timeout=timeout
             )
@@ -259,7 +259,7 @@ class Examination:
         except RuntimeError as error:
             return " ".join(str(error).split("] ", 1)[-1].split())[:200], False
 
-    def _astray(self, what: str) -> Ended:
+    def _ended_alone(self, problem: str) -> Ended:
         """Print on this rank, since it cannot reach rank 0."""
         own = tuple(a for one in self._machine.interfaces for a in one.addresses)
         store = meeting_point(os.environ, own, self._wait_s, started=True)
@@ -267,7 +267,7 @@ class Examination:
         cure = "mend what is wrong below, or what the other ranks print"
         if any(finding.check == "name server" for finding in rest):
             cure = "mend the name server first: torch waits for it before it meets the others"
-        lost = wrong("ranks", f"rank {self._rank} {what}", cure)
+        lost = wrong("ranks", f"rank {self._rank} {problem}", cure)
         self._report(f"rank {self._rank}", (lost, store, *rest))
         return Ended(1, stuck=True)
 

@@ -214,7 +214,7 @@ def _points(frame: Frame, rows: Sequence[Row], others: Sequence[Row]) -> str:
         logarithmic=True,
     )
     dots = "".join(
-        f"M{x.place(row.bytes_per_step):.1f} {y.place(row.time_to_dense_loss):.1f}h0"
+        f"M{x.pixel(row.bytes_per_step):.1f} {y.pixel(row.time_to_dense_loss):.1f}h0"
         for row in others
     )
     parts = [
@@ -225,8 +225,8 @@ def _points(frame: Frame, rows: Sequence[Row], others: Sequence[Row]) -> str:
             f'<g fill="var(--series-{number})">'
             + mark(
                 number,
-                x.place(row.bytes_per_step),
-                y.place(row.time_to_dense_loss),
+                x.pixel(row.bytes_per_step),
+                y.pixel(row.time_to_dense_loss),
                 f"{row.name}: {row.time_to_dense_loss:.2g} of dense's time, "
                 f"{bytes_text(row.bytes_per_step)} a step",
             )
@@ -300,7 +300,7 @@ def plan(
         quiet: Show no progress.
     """
     for name, path in (("out", out), ("html", html)):
-        _require_place(name, path)
+        _require_writable(name, path)
     if out is not None and html is not None and out.resolve() == html.resolve():
         raise ValueError(f"out and html are the same file, {str(out)!r}; name two")
     measures = task is not None and step_seconds is None and sys.stderr.isatty()
@@ -323,20 +323,20 @@ def plan(
         )
         bar.done()
     # files first: whoever reads what is printed may leave early
-    told = [] if html is None else [f"page: {html}"]
+    notes = [] if html is None else [f"page: {html}"]
     if html is not None:
         write_page(render(made, shlex.join(["thinwire", *sys.argv[1:]])), html)
     if out is not None:
         row = _write(made, out)
         hook = "" if row.name == made.recommended else f"; {made.recommended} is a hook of torch"
-        told.append(
+        notes.append(
             f"strategy file of {row.name}: {out}; optimizer: {row.optimizer or 'any'}{hook}"
         )
     if as_json:
         print(json.dumps(made.to_dict(), indent=1))
     else:
         _print(made, made.strategies if all_rows else made.best())
-        print("".join(f"{line}\n" for line in told), end="")
+        print("".join(f"{line}\n" for line in notes), end="")
 
 
 def _print(made: Plan, rows: Sequence[Row]) -> None:
@@ -373,7 +373,7 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
     print(captured.get(), end="")
 
 
-def _require_place(name: str, path: Path | None) -> None:
+def _require_writable(name: str, path: Path | None) -> None:
     if path is None or (path.exists() and not path.is_file() and not path.is_dir()):
         return  # whoever reads from a pipe would take an attempt for the end
     target = path.resolve()  # a link stays one
@@ -427,14 +427,14 @@ def probe(
         device: auto, cpu or cuda.
         quiet: Show no progress.
     """
-    place = place_among_ranks(os.environ)
-    if place is None:
+    launched = place_among_ranks(os.environ)
+    if launched is None:
         raise ValueError(
             "probe measures the network between ranks, and torchrun has started none here: "
             "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr 10.0.0.1 "
             "--master-port 29500 -m thinwire probe --out probe.json"
         )
-    if place[1] == 1:
+    if launched[1] == 1:
         raise ValueError(
             "probe measures the network between ranks, and torchrun has started one: start as many "
             "as will train"
@@ -446,24 +446,24 @@ def probe(
     size, batch = "medium" if size is None else size, 8 if batch is None else batch
     require_within("batch", batch, 1, 4096)
     shape = parse_size(size)
-    said = {"task": task, "size": size, "batch": batch, "device": device}
+    shared = {"task": task, "size": size, "batch": batch, "device": device}
     from thinwire.tools.run.probe import probe as measured
     from thinwire.tools.run.task import TaskError
 
-    display = display_for(quiet=quiet or place[0] != 0)
+    display = display_for(quiet=quiet or launched[0] != 0)
     try:
-        with joined(said, _TIMEOUT_S), display.strategy("probe") as bar:
-            by_first(lambda: _require_place("out", out))  # which writes it
+        with joined(shared, _TIMEOUT_S), display.strategy("probe") as bar:
+            by_first(lambda: _require_writable("out", out))  # which writes it
             found = measured(task, shape, batch, device, bar.note)
             bar.done()
     except TaskError as error:
         raise ValueError(str(error)) from error
     except RuntimeError as error:
         raise ThinwireError(
-            f"rank {place[0]}: another rank has left, or did not answer for {_TIMEOUT_S:.0f} s "
+            f"rank {launched[0]}: another rank has left, or did not answer for {_TIMEOUT_S:.0f} s "
             f"({str(error).splitlines()[0]}); what it printed says why"
         ) from error
-    if place[0] == 0:
+    if launched[0] == 0:
         kept = {"format": FORMAT, "thinwire": __version__, **found}
         out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         print(_summary(found))
@@ -490,7 +490,7 @@ def _summary(found: Mapping[str, Any]) -> str:
         f"a step: {1e3 * compute['step_s']:.0f} ms on rank {compute['rank']}, "
         f"{compute['parameters']:,} parameters, {compute['device']}"
     )
-    return "\n".join([*lines, *(f"not measured: {what}" for what in found["not_measured"])])
+    return "\n".join([*lines, *(f"not measured: {item}" for item in found["not_measured"])])
 
 
 def _rate(bytes_s: float) -> str:

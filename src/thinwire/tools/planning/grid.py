@@ -126,7 +126,7 @@ def _density(sparsity: float) -> str:
 
 
 _Pair = tuple[Mapping[str, Any], Mapping[str, Any]]
-_TOLD = ("k_steps", "sent", "value_bits", "rank", "delay", "fragments")
+_REPORTED = ("k_steps", "sent", "value_bits", "rank", "delay", "fragments")
 
 
 class Progress(NamedTuple):
@@ -165,26 +165,29 @@ def progress_of(method: str, document: Mapping[str, Any], workers: int) -> Progr
 
     nearest = min((run for run in _measured() if run["method"] == method), key=distance)
     known = {**_known(method), **nearest}
-    share, told = nearest["progress"], ""
+    share, notes = nearest["progress"], ""
     local = "localsgd" in document
     later = local and _lateness(asked) > _lateness(known)
     if later:
         late, loses, source = _loss_by_lateness()
         factor = 1 - min(1.0, loses * (_lateness(asked) - _lateness(known)) / late)
-        share, told = share * factor, f"; times {factor:.2g} for the delay, from {source}"
+        share, notes = share * factor, f"; times {factor:.2g} for the delay, from {source}"
     if local:
         factor, source = _loss_by_workers(method, known["k_steps"], nearest["workers"], workers)
         if factor < 1:
-            share, told = share * factor, f"{told}; times {factor:.2g} for the ranks, from {source}"
+            share, notes = (
+                share * factor,
+                f"{notes}; times {factor:.2g} for the ranks, from {source}",
+            )
     others = [
         f"{'density' if key == 'sent' else key}={known[key]:g}"
-        for key in _TOLD
+        for key in _REPORTED
         if known[key] != asked[key] and not (later and key == "delay")
     ]
     if known["exchange"] != asked["exchange"]:
         others.append(f"exchange={known['exchange']}")
     known_for = f"; known for {', '.join(others)}" if others else ""
-    return Progress(share, nearest["source"] + told + known_for)
+    return Progress(share, nearest["source"] + notes + known_for)
 
 
 def _lateness(settings: Mapping[str, Any]) -> float:

@@ -72,7 +72,7 @@ def _of_local(own: Mapping[str, Any], optimizer: str, numel: int, workers: int) 
     mid = law(optimizer, numel, workers) * factor
     doubt = 2.0 * (1.5 if workers > _LAW_WORKERS else 1) * (1.5 if k_steps > _MEASURED_STEPS else 1)
     coefficient, power = _LAW[optimizer]
-    told = [
+    limits = [
         "" if workers <= _LAW_WORKERS else "; the law is known up to 16 workers",
         "" if k_steps <= _MEASURED_STEPS else "; no interval above 32 steps was measured",
     ]
@@ -82,7 +82,7 @@ def _of_local(own: Mapping[str, Any], optimizer: str, numel: int, workers: int) 
         mid * doubt,
         f"{workers}^beta - 1, beta = {coefficient:g} N^{power:g} (fitted to arXiv 2505.23725), "
         f"times {factor:.2g} for interval and bits (benchmarks/results/evidence.jsonl, 2 and 4 "
-        f"workers); for 90 averagings and more; low and high are mid by {doubt:g}{''.join(told)}",
+        f"workers); for 90 averagings and more; low and high are mid by {doubt:g}{''.join(limits)}",
     )
 
 
@@ -101,7 +101,7 @@ def local_factor(own: Mapping[str, Any], optimizer: str) -> float:
 
 
 def _of_gradients(method: str, document: Mapping[str, Any], workers: int) -> LossGap:
-    known = min(_GRADIENTS[method], key=lambda each: abs(each - workers))
+    known = min(_GRADIENTS[method], key=lambda count: abs(count - workers))
     measured = _GRADIENTS[method][known]
     source = (
         f"benchmarks/results/evidence.jsonl: {measured:+.1%} with {known} workers, 0.87 million "

@@ -125,10 +125,10 @@ def _low_rank(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
     rank, least = own.get("rank", 2), own.get("min_numel", 16384)
     buckets, kept, rest, all_right = [], 0, 0, 0
     for ready_s, shapes in work.buckets(*BUCKETS["low_rank"]):
-        mine = [shape for shape in shapes if len(shape) > 1 and prod(shape) >= least]
-        numel = sum(map(prod, mine))
-        factors = [factor_numels(shape, rank) for shape in mine]
-        left, right = (4 * sum(each[i] for each in factors) for i in (0, 1))
+        large = [shape for shape in shapes if len(shape) > 1 and prod(shape) >= least]
+        numel = sum(map(prod, large))
+        factors = [factor_numels(shape, rank) for shape in large]
+        left, right = (4 * sum(pair[i] for pair in factors) for i in (0, 1))
         rest += sum(map(prod, shapes)) - numel
         kept += numel
         all_right += right
@@ -151,22 +151,22 @@ def _dgc(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
     node, sources = _nodes(own, network)
     buckets, kept, rest = [], 0, 0
     for ready_s, shapes in work.buckets(*BUCKETS["dgc"]):
-        mine = [n for n in map(prod, shapes) if n >= least]
-        rest += sum(map(prod, shapes)) - sum(mine)
-        kept += sum(mine)
-        if not mine:
+        large = [n for n in map(prod, shapes) if n >= least]
+        rest += sum(map(prod, shapes)) - sum(large)
+        kept += sum(large)
+        if not large:
             continue
         exchange = own.get("exchange", "auto")
-        dealt = _sparse_dealt(tuple(mine), sparsity, bits, exchange, sources.ranks)
-        encode_s = _passes(work, sum(mine), 10)
+        dealt = _sparse_dealt(tuple(large), sparsity, bits, exchange, sources.ranks)
+        encode_s = _passes(work, sum(large), 10)
         wire_s, nbytes = dealt.seconds(sources), dealt.sent(sources)
         taken_s = sources.transfer_s(nbytes)
         if node is not None:
             # the mean of the gradients first, and in the end what came from other nodes
             passed_on = sources.ranks * (dealt.row_bytes + dealt.first_bytes / sources.ranks)
-            inside_s = node.all_reduce_s(4 * sum(mine)) + node.broadcast_s(passed_on)
+            inside_s = node.all_reduce_s(4 * sum(large)) + node.broadcast_s(passed_on)
             wire_s, taken_s = wire_s + inside_s, taken_s + inside_s
-            nbytes += _ring_bytes(node, 4 * sum(mine)) + passed_on
+            nbytes += _ring_bytes(node, 4 * sum(large)) + passed_on
         buckets.append(_Bucket(ready_s, encode_s, wire_s, taken_s, nbytes))
     rest_of_it, after_s = _end_of_step(4 * rest, work, network, node, sources)
     return _overlapped(work, [*buckets, *rest_of_it], after_s, 8 * kept, _VOTE_BYTES)
@@ -317,7 +317,7 @@ _NEAR = 1.2
 
 def cost_by_number(document: Mapping[str, Any], hook: str, work: Work, network: Network) -> Cost:
     """As `cost_of`, for assumed shapes; seconds of a step never fall as their number grows."""
-    step_s = [cost_of(document, hook, each, network).step_s for each in _works(work)]
+    step_s = [cost_of(document, hook, sized, network).step_s for sized in _works(work)]
     return replace(
         cost_of(document, hook, work, network),
         step_s=grown(list(zip(_sizes(work.numel), step_s, strict=True)), work.numel),

@@ -306,22 +306,22 @@ def _of_task(task: str, step_seconds: float | None, device: str | None, workers:
     require_task(task)
     if device is not None:
         require_one_of("device", device, ("cpu", "cuda"))
-    from thinwire.tools.run.compute import model_of, step_of_task_alone
+    from thinwire.tools.run.compute import model_of, step_of_task_here
     from thinwire.tools.run.task import TaskError
 
     try:
         if step_seconds is None:
-            return work_of(step_of_task_alone(task, device or "auto", workers))
-        told = model_of(task)
+            return work_of(step_of_task_here(task, device or "auto", workers))
+        found = model_of(task)
     except TaskError as error:
         raise ValueError(str(error)) from error
     return Work(
-        told["parameters"],
-        tuple(map(tuple, told["shapes"])),
+        found["parameters"],
+        tuple(map(tuple, found["shapes"])),
         float(step_seconds),
         device == "cuda",
-        muon_numel=told["muon_parameters"],
-        width=told["gradient_bytes"] / told["parameters"],
+        muon_numel=found["muon_parameters"],
+        width=found["gradient_bytes"] / found["parameters"],
     )
 
 
@@ -408,7 +408,7 @@ def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
 
 def gap_text(gap: tuple[float, float, float]) -> str:
     """Low to high, in percent, with two digits at most."""
-    low, _, high = (f"{float(f'{100 * each:.2g}'):g}" for each in gap)
+    low, _, high = (f"{float(f'{100 * value:.2g}'):g}" for value in gap)
     return low if low == high else f"{low} to {high}"
 
 

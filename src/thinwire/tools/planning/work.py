@@ -65,19 +65,19 @@ class Work:
 
     def buckets(self, first_bytes: int, bucket_bytes: int) -> Iterator[tuple[float, list[Shape]]]:
         """Tensors that leave together, last first, and when in the step they are ready."""
-        limit, mine, nbytes, latest = first_bytes, list[Shape](), 0, 0.0
+        limit, bucket, nbytes, latest = first_bytes, list[Shape](), 0, 0.0
         backward = zip(
             reversed(self.shapes), reversed(self.numels), reversed(self._ready()), strict=True
         )
         for shape, numel, ready_s in backward:
-            mine.append(shape)
+            bucket.append(shape)
             nbytes += 4 * numel
             latest = max(latest, ready_s)
             if nbytes >= limit:
-                yield latest, mine
-                limit, mine, nbytes = bucket_bytes, [], 0
-        if mine:
-            yield latest, mine
+                yield latest, bucket
+                limit, bucket, nbytes = bucket_bytes, [], 0
+        if bucket:
+            yield latest, bucket
 
     def _ready(self) -> tuple[float, ...]:
         if self.ready_s is not None:

@@ -47,7 +47,7 @@ class Axis:
         room = (high - low or abs(high) or 1.0) * margin
         return cls(low - room, high + room, begin, end)
 
-    def place(self, value: float) -> float:
+    def pixel(self, value: float) -> float:
         """Return the coordinate of a value in the drawing."""
         low, high, at = self.low, self.high, value
         if self.logarithmic:
@@ -137,8 +137,8 @@ def mark(number: int, x: float, y: float, values: str) -> str:
 
 def _look(number: int) -> int:
     """Return the index of mark and dash; strategies of one colour differ in it."""
-    again, place = divmod(number, len(PALETTE))
-    return (place + len(PALETTE) // 2 * again) % len(PALETTE)
+    again, index = divmod(number, len(PALETTE))
+    return (index + len(PALETTE) // 2 * again) % len(PALETTE)
 
 
 def stroke(number: int) -> str:
@@ -160,14 +160,14 @@ def svg(frame: Frame, title: str, parts: Sequence[str]) -> str:
 def grid(frame: Frame, x: Axis, y: Axis, form: Callable[[float], str]) -> list[str]:
     """Lines and texts of both axes; `form` writes the values of the horizontal one."""
     right, bottom = frame.width - frame.right, frame.height - frame.bottom
-    rules = [f"M{frame.left:g} {y.place(tick):.1f}H{right:g}" for tick in y.ticks(frame.y_ticks)]
-    rules += [f"M{x.place(tick):.1f} {frame.top:g}V{bottom:g}" for tick in x.ticks(frame.x_ticks)]
+    rules = [f"M{frame.left:g} {y.pixel(tick):.1f}H{right:g}" for tick in y.ticks(frame.y_ticks)]
+    rules += [f"M{x.pixel(tick):.1f} {frame.top:g}V{bottom:g}" for tick in x.ticks(frame.x_ticks)]
     texts = [
         *(
-            text_at(frame.left - 6, y.place(tick) + 4, f"{tick:.3g}", "end")
+            text_at(frame.left - 6, y.pixel(tick) + 4, f"{tick:.3g}", "end")
             for tick in y.ticks(frame.y_ticks)
         ),
-        *(_under(frame, x.place(tick), form(tick)) for tick in x.ticks(frame.x_ticks)),
+        *(_under(frame, x.pixel(tick), form(tick)) for tick in x.ticks(frame.x_ticks)),
     ]
     edge = f"M{frame.left:g} {frame.top:g}V{bottom:g}H{right:g}"
     return [

@@ -16,7 +16,7 @@ from thinwire.checkpoint import random_state, set_random_state
 from thinwire.optim import Muon, muon_groups
 from thinwire.tools.run.built_in import ByteTransformer, Pair, loss_of, muon_numel
 from thinwire.tools.run.config import ModelSize
-from thinwire.tools.run.task import OwnTask, TaskError, called, device_of, made, together
+from thinwire.tools.run.task import OwnTask, TaskError, called, device_of, made, run_alike
 
 STEPS_S = 4.0
 """Seconds for a model's steps, half of them for Muon's; each is made at least once."""
@@ -37,26 +37,26 @@ def step_of_built_in(
         train; `muon_s`, what an update by Muon takes longer, None where there is no
         time for it or Muon cannot train the model. Medians of up to five steps.
     """
-    place = together(lambda: device_of(device, dist.get_rank()), None)
-    model = ByteTransformer(size).to(place)
-    inputs, targets = torch.randint(256, (2, batch, size.context)).to(place)
-    clock = _Clock(model, loss_of, (inputs, targets), place)
+    target = run_alike(lambda: device_of(device, dist.get_rank()), None)
+    model = ByteTransformer(size).to(target)
+    inputs, targets = torch.randint(256, (2, batch, size.context)).to(target)
+    clock = _Clock(model, loss_of, (inputs, targets), target)
     return _timed(None, clock, lambda: torch.optim.AdamW(model.parameters(), lr=_LR), most_s)
 
 
 def step_of_task(task: str, device: str, workers: int, most_s: float = STEPS_S) -> dict[str, Any]:
     """The same of a task of the user's, with its own optimizer, for so many workers."""
     rank = dist.get_rank()
-    place = together(lambda: device_of(device, rank), task)
-    own = OwnTask(task, 0, rank, workers, place)
+    target = run_alike(lambda: device_of(device, rank), task)
+    own = OwnTask(task, 0, rank, workers, target)
     make = own.make_optimizer or (lambda params: torch.optim.AdamW(params, lr=_LR))
-    clock = _Clock(own.model, own.loss_fn, own.some_batch(0), place)
+    clock = _Clock(own.model, own.loss_fn, own.some_batch(0), target)
     return _timed(task, clock, lambda: make(list(own.model.parameters())), most_s)
 
 
-def step_of_task_alone(task: str, device: str, workers: int) -> dict[str, Any]:
+def step_of_task_here(task: str, device: str, workers: int) -> dict[str, Any]:
     """The same in this process by itself, as rank 0 of `workers`."""
-    with _alone():
+    with _single_rank():
         return step_of_task(task, device, workers)
 
 
@@ -65,15 +65,15 @@ def model_of(task: str) -> dict[str, Any]:
 
     Returns `parameters`, `shapes`, `gradient_bytes` and `muon_parameters`, as for a step.
     """
-    with _alone():
+    with _single_rank():
         model = made(task, 0).model
     if not _trained(model):
         raise TaskError(f"task={task!r}: its model has no parameter with requires_grad=True")
-    return _told(model)
+    return _described(model)
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def _single_rank() -> Iterator[None]:
     """A group of this process alone; random numbers go on as if it had not been."""
     if dist.is_initialized():
         raise ValueError(
@@ -94,7 +94,7 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad and p.numel()]
 
 
-def _told(model: nn.Module) -> dict[str, Any]:
+def _described(model: nn.Module) -> dict[str, Any]:
     params = _trained(model)
     return {
         "parameters": sum(p.numel() for p in params),
@@ -114,7 +114,7 @@ def _timed(
     hooks = [p.register_post_accumulate_grad_hook(clock.ready) for p in params]  # type: ignore[no-untyped-call]
     dist.barrier()
     try:
-        runs = together(lambda: _steps(task, clock, make_optimizer, most_s / 2), task)
+        runs = run_alike(lambda: _steps(task, clock, make_optimizer, most_s / 2), task)
     finally:
         for hook in hooks:
             hook.remove()
@@ -126,9 +126,9 @@ def _timed(
         "forward_s": median(run["forward"] for run in timed),
         "step_s": median(run["end"] for run in timed),
         "backward_end_s": median(run["backward"] for run in timed),
-        **_told(clock.model),
+        **_described(clock.model),
         "ready_s": [ready[key] for key in order],
-        "muon_s": together(lambda: _longer_by_muon(clock, timed, most_s / 2), task),
+        "muon_s": run_alike(lambda: _longer_by_muon(clock, timed, most_s / 2), task),
     }
 
 
@@ -141,7 +141,7 @@ def _longer_by_muon(clock: "_Clock", timed: list[dict[str, Any]], most_s: float)
     except (TypeError, ValueError):
         return None
     runs = [clock.step(optimizer) for _ in range(_UNTIMED_STEPS + 1)][-2:]
-    by_muon, own = (median(run["end"] - run["backward"] for run in each) for each in (runs, timed))
+    by_muon, own = (median(run["end"] - run["backward"] for run in some) for some in (runs, timed))
     longer_s: float = max(0.0, by_muon - own)
     return longer_s
 

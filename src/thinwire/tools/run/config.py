@@ -214,7 +214,7 @@ class Training:
     @property
     def shared(self) -> dict[str, Any]:
         """These fields by name."""
-        return {each.name: getattr(self, each.name) for each in fields(Training)}
+        return {item.name: getattr(self, item.name) for item in fields(Training)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,15 +107,13 @@ def environments(workers: int, network: Network | None) -> list[dict[str, str]]:
         "TORCHELASTIC_RUN_ID": "thinwire",  # for torch.distributed.is_torchelastic_launched()
         "PYTHONUNBUFFERED": 1,
     }
-    places: list[dict[str, Any]] = [
+    ranks: list[dict[str, Any]] = [
         {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
         if network is None
         else {"RANK": rank, "LOCAL_RANK": 0, "GROUP_RANK": rank}
         for rank in range(workers)
     ]
-    return [
-        {**_texts(default), **os.environ, **_texts(common), **_texts(place)} for place in places
-    ]
+    return [{**_texts(default), **os.environ, **_texts(common), **_texts(own)} for own in ranks]
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
@@ -242,12 +240,12 @@ def _started(
 ) -> Iterator[list["subprocess.Popen[bytes]"]]:
     command = [sys.executable, "-m", "thinwire.tools.run.worker", str(job)]
     fds = network.namespace_fds if network else (-1,) * workers
-    places = zip(environments(workers, network), fds, strict=True)
+    starts = zip(environments(workers, network), fds, strict=True)
     # whatever the shell says, since figures of one machine are compared with those of another
     threads = {"OMP_NUM_THREADS": str(threads_of(workers))}
     started: list[subprocess.Popen[bytes]] = []
     try:
-        for rank, (environment, fd) in enumerate(places):
+        for rank, (environment, fd) in enumerate(starts):
             with (work / f"worker{rank}.log").open("wb") as log:
                 started.append(start(command, environment | threads, fd, log, subprocess.STDOUT))
         yield started
@@ -315,14 +313,14 @@ def _log_tail(work: Path) -> str:
 
 
 @contextlib.contextmanager
-def joined(said: Mapping[str, Any], timeout_s: float) -> Iterator[None]:
+def joined(shared: Mapping[str, Any], timeout_s: float) -> Iterator[None]:
     """Belong to the group of all ranks; a ValueError where they were told different things."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     try:
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, dict(said))
+        dist.all_gather_object(everyone, dict(shared))
         for rank, other in enumerate(everyone):
             for key, value in everyone[0].items():
                 if other[key] != value:
@@ -339,32 +337,32 @@ def by_first(check: Callable[[], None]) -> None:
     """Run a check on rank 0 alone; its ValueError is raised on all ranks."""
     import torch.distributed as dist
 
-    told: list[str | None] = [None]
+    problems: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
             check()
         except ValueError as error:
-            told[0] = str(error)
-    dist.broadcast_object_list(told)
-    if told[0] is not None:
-        raise ValueError(told[0])
+            problems[0] = str(error)
+    dist.broadcast_object_list(problems)
+    if problems[0] is not None:
+        raise ValueError(problems[0])
 
 
 def run_here(job: Job) -> Generator[dict[str, Any], None, None]:
     """Do one job as this rank of the process group; yields and raises as `run_workers` does."""
-    heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    told = Events(heard.put)
+    queued: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    events = Events(queued.put)
 
     def work() -> None:
         try:
-            result = imported(job.task)(job.config, told).train()
-            told.write("result", **result)
+            result = imported(job.task)(job.config, events).train()
+            events.write("result", **result)
         except BaseException as error:
-            told.write("error", kind=type(error).__name__, message=str(error))
+            events.write("error", kind=type(error).__name__, message=str(error))
 
     threading.Thread(target=work, name="thinwire-training", daemon=True).start()
     while True:
-        event = heard.get()
+        event = queued.get()
         if event["event"] == "error":
             if event["kind"] == "TaskError":
                 raise TaskRefused(event["message"])

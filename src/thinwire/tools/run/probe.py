@@ -214,9 +214,9 @@ class _Line:
 
     def _agreed(self, other: int, word: bool) -> bool:
         """The word of the one of the smaller number."""
-        told = torch.tensor(word)
-        dist.send(told, other) if self.rank < other else dist.recv(told, other)
-        return bool(told)
+        answer = torch.tensor(word)
+        dist.send(answer, other) if self.rank < other else dist.recv(answer, other)
+        return bool(answer)
 
     def _both_ways(self, to: int, source: int, nbytes: int) -> float:
         """Seconds until `nbytes` are sent and received, in pieces as the collectives cut them."""
@@ -256,10 +256,10 @@ class _Line:
         if self.size == 1:
             return found
         left_bytes, left_s = _COLLECTIVES_BYTES, _COLLECTIVES_S
-        turns = 2 * (self.size - 1)
+        hops = 2 * (self.size - 1)
         for kind, copies, flight_s in (
-            ("all_reduce", 2.0, 2 * turns * self.latency_s),
-            ("all_gather", float(self.size), turns * self.latency_s),
+            ("all_reduce", 2.0, 2 * hops * self.latency_s),
+            ("all_gather", float(self.size), hops * self.latency_s),
         ):
             for nbytes, most_times in ((256, 10), (2**16, 3), (2**20, 2)):
                 once_s = flight_s + copies * nbytes / rate
@@ -281,24 +281,24 @@ class _Line:
 def _timed_collective(kind: str, nbytes: int, times: int) -> float:
     """Seconds of one of several in a row, so that ranks that begin late count little."""
     own = torch.zeros(nbytes // 4)
-    places = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    outputs = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.barrier()
     begin_s = time.perf_counter()
     for _ in range(times):
         if kind == "all_reduce":
             dist.all_reduce(own)
         else:
-            dist.all_gather(places, own)
+            dist.all_gather(outputs, own)
     return _largest((time.perf_counter() - begin_s) / times)
 
 
 def _tournament(size: int) -> Iterator[list[int | None]]:
     """Rounds in which every rank has one partner or none, until each has had every other one."""
-    places = [*range(size), *([None] if size % 2 else [])]
-    for _ in range(len(places) - 1):
+    slots = [*range(size), *([None] if size % 2 else [])]
+    for _ in range(len(slots) - 1):
         partners: list[int | None] = [None] * size
-        for a, b in zip(places[: len(places) // 2], reversed(places), strict=False):
+        for a, b in zip(slots[: len(slots) // 2], reversed(slots), strict=False):
             if a is not None and b is not None:
                 partners[a], partners[b] = b, a
         yield partners
-        places = [places[0], places[-1], *places[1:-1]]
+        slots = [slots[0], slots[-1], *slots[1:-1]]

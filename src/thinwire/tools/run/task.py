@@ -57,12 +57,12 @@ def require_gpu() -> None:
         )
 
 
-def together(work: Callable[[], R], word: str | None) -> R:
+def run_alike(work: Callable[[], R], word: str | None) -> R:
     """A piece of work that ends on all ranks alike: a TaskError on all where it fails on any, which
     names the rank unless all failed, and the user's own task `word`.
     """
     result: list[R] = []
-    told: list[str | None] = [None] * dist.get_world_size()
+    problems: list[str | None] = [None] * dist.get_world_size()
     problem = None
     try:
         result.append(work())
@@ -71,10 +71,10 @@ def together(work: Callable[[], R], word: str | None) -> R:
     except (Exception, SystemExit) as error:
         begin = "" if word is None else f"task={word!r}: "
         problem = f"{begin}{type(error).__name__}: {error}"
-    dist.all_gather_object(told, problem)
-    found = next(((rank, text) for rank, text in enumerate(told) if text), None)
+    dist.all_gather_object(problems, problem)
+    found = next(((rank, text) for rank, text in enumerate(problems) if text), None)
     if found is not None:
-        where = "" if all(told) else f" (on rank {found[0]})"
+        where = "" if all(problems) else f" (on rank {found[0]})"
         raise TaskError(f"{found[1]}{where}")
     return result[0]
 
@@ -113,20 +113,20 @@ class OwnTask:
         self.word, self.rank, self.world, self.device = word, rank, world, device
         self.taken, self.evaluated = 0, False
         seed_all(seed)  # a task may draw its parameters without a word of seeds
-        self.task = self._together(lambda: made(word, seed))
-        self._together(self._compared)
-        self.model = self._together(
+        self.task = self._alike(lambda: made(word, seed))
+        self._alike(self._compared)
+        self.model = self._alike(
             lambda: self._own(f"model.to({device})", lambda: self.task.model.to(device))
         )
         self.loss_fn: Callable[[Any, Any], Tensor] = self._loss
         self.make_optimizer = self.task.optimizer
         # a task may draw its batches likewise, and those of each rank are its own
         seed_all(seed_of(seed, rank))
-        self.iterator = self._together(lambda: iter(self.task.batches(rank, world)))
-        self.first = self._together(self._drawn)
+        self.iterator = self._alike(lambda: iter(self.task.batches(rank, world)))
+        self.first = self._alike(self._drawn)
         self.left: list[Pair] = [self.first]
-        self.alike = self._together(self._all_begin_alike)
-        self._together(self._tried)
+        self.alike = self._alike(self._all_begin_alike)
+        self._alike(self._tried)
 
     def next_batch(self) -> Pair:
         return self.left.pop() if self.left else self._drawn()
@@ -141,9 +141,9 @@ class OwnTask:
     def evaluate(self, model: nn.Module) -> float:
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
-        what = f"evaluate(model) after {self.taken} batches"
+        call = f"evaluate(model) after {self.taken} batches"
         with torch.no_grad():
-            loss = self._together(lambda: self._own(what, lambda: float(self.task.evaluate(model))))
+            loss = self._alike(lambda: self._own(call, lambda: float(self.task.evaluate(model))))
         for module, training in modes:  # some may be kept in evaluation mode
             module.training = training
         total = torch.tensor(loss, dtype=torch.float64)
@@ -155,17 +155,17 @@ class OwnTask:
         return mean
 
     def _drawn(self) -> Pair:
-        what = f"batches({self.rank}, {self.world})"
+        call = f"batches({self.rank}, {self.world})"
         try:
-            inputs, targets = self._own(what, lambda: next(self.iterator))
+            inputs, targets = self._own(call, lambda: next(self.iterator))
         except StopIteration:
             raise self._error(
-                f"{what} ended after {self.taken} batches; it must go on for as long as it is "
+                f"{call} ended after {self.taken} batches; it must go on for as long as it is "
                 "asked, for example by beginning anew"
             ) from None
         except (TypeError, ValueError) as error:
             raise self._error(
-                f"{what} must give pairs (inputs, targets): {type(error).__name__}: {error}"
+                f"{call} must give pairs (inputs, targets): {type(error).__name__}: {error}"
             ) from error
         self.taken += 1
         return _moved(inputs, self.device), _moved(targets, self.device)
@@ -189,7 +189,7 @@ class OwnTask:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise self._error(
                 "loss_fn(model(inputs), targets) must be a tensor of one number with a gradient, "
-                f"got {_loss_told(loss, model)}"
+                f"got {_loss_text(loss, model)}"
             )
         if not isfinite(found := float(loss.detach())):
             raise self._error(f"the loss of the first batch is {found}")
@@ -222,17 +222,17 @@ class OwnTask:
                 f"{_look(there)}; make the same on all ranks, from the seed alone"
             )
 
-    def _own(self, what: str, work: Callable[[], R]) -> R:
+    def _own(self, call: str, work: Callable[[], R]) -> R:
         """Code of the user's, whose errors say that they come from there."""
         try:
             return work()
         except (StopIteration, TaskError):
             raise
         except (Exception, SystemExit) as error:
-            raise self._error(f"{what} raised {type(error).__name__}: {error}") from error
+            raise self._error(f"{call} raised {type(error).__name__}: {error}") from error
 
-    def _together(self, work: Callable[[], R]) -> R:
-        return together(work, self.word)
+    def _alike(self, work: Callable[[], R]) -> R:
+        return run_alike(work, self.word)
 
     def _error(self, problem: str) -> TaskError:
         return TaskError(f"task={self.word!r}: {problem}")
@@ -280,7 +280,7 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-def _loss_told(loss: object, model: nn.Module) -> str:
+def _loss_text(loss: object, model: nn.Module) -> str:
     """Describe the error of a loss that is not a scalar with a gradient."""
     if not isinstance(loss, Tensor):
         return f"{loss!r:.80}"
@@ -302,26 +302,26 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
-        return {key: _moved(each, device) for key, each in value.items()}
+        return {key: _moved(item, device) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_moved(each, device) for each in value))
+        return type(value)(*(_moved(item, device) for item in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(_moved(each, device) for each in value)
+        return type(value)(_moved(item, device) for item in value)
     return value
 
 
 def _feed(digest: "hashlib._Hash", value: Any) -> None:
     """Take all that a batch holds into a digest; what is no tensor by its text."""
     if isinstance(value, Tensor):
-        told = value.detach().cpu().contiguous()
-        digest.update(f"{told.dtype} {tuple(told.shape)}".encode())
-        digest.update(told.flatten().view(torch.uint8).numpy().tobytes())
+        data = value.detach().cpu().contiguous()
+        digest.update(f"{data.dtype} {tuple(data.shape)}".encode())
+        digest.update(data.flatten().view(torch.uint8).numpy().tobytes())
     elif isinstance(value, Mapping):
-        for key, each in value.items():
+        for key, item in value.items():
             digest.update(repr(key).encode())
-            _feed(digest, each)
+            _feed(digest, item)
     elif isinstance(value, (tuple, list)):
-        for each in value:
-            _feed(digest, each)
+        for item in value:
+            _feed(digest, item)
     else:
         digest.update(repr(value).encode())

@@ -106,8 +106,8 @@ def switch(ranks: int, bit_s: float, latency_s: float) -> Lines:
 
 def homes(ranks: int, up_bit_s: float, latency_s: float, *, down: float = 5.0) -> Lines:
     """Each at a site of its own, which receives `down` times as fast as it sends."""
-    places = np.arange(ranks, dtype=np.int64)
-    return _of(ranks, up_bit_s, down * up_bit_s, places, inf, latency_s, latency_s)
+    sites = np.arange(ranks, dtype=np.int64)
+    return _of(ranks, up_bit_s, down * up_bit_s, sites, inf, latency_s, latency_s)
 
 
 def sites(
@@ -117,8 +117,8 @@ def sites(
     if count < 1:
         raise ValueError(f"count is {count}; there must be at least 1 site")
     count = min(count, ranks)
-    places = np.arange(ranks, dtype=np.int64) * count // ranks
-    return _of(ranks, bit_s, bit_s, places, site_bit_s, near_s, far_s)
+    site = np.arange(ranks, dtype=np.int64) * count // ranks
+    return _of(ranks, bit_s, bit_s, site, site_bit_s, near_s, far_s)
 
 
 def _of(
@@ -182,9 +182,9 @@ class Broadcast:
         return np.array([self.nbytes] + [0] * (size - 1), np.int64)
 
     def sent(self, size: int) -> Times:
-        rounds, place = _depth(size), np.arange(size)
+        rounds, positions = _depth(size), np.arange(size)
         children = [
-            sum(r < 2**i and r + 2**i < size for i in range(rounds)) for r in place.tolist()
+            sum(r < 2**i and r + 2**i < size for i in range(rounds)) for r in positions.tolist()
         ]
         return self.nbytes * np.array(children, np.float64)
 
@@ -270,17 +270,17 @@ def _ring(
     over = [begin_s, begin_s]
     steady = [kind.transfer_s(nbytes) for kind in edges.kinds]
     took, growing = np.array(steady)[edges.which], True
-    for turn in range(2 * pairs):
+    for index in range(2 * pairs):
         if growing:  # windows are still opening
-            now, before = ((turn + 1) * nbytes, turn * nbytes)
-            each = [k.transfer_s(now, idle_s) - k.transfer_s(before, idle_s) for k in edges.kinds]
-            growing = bool(np.abs(np.array(each) - steady).max() > 1e-12)
-            took = np.array(each)[edges.which]
-        mine = over[turn % 2]
-        ready = np.roll(mine, -1, axis=1) + latency_s
-        free = np.maximum(np.maximum(mine, free), ready) + took
+            now, before = ((index + 1) * nbytes, index * nbytes)
+            took_s = [k.transfer_s(now, idle_s) - k.transfer_s(before, idle_s) for k in edges.kinds]
+            growing = bool(np.abs(np.array(took_s) - steady).max() > 1e-12)
+            took = np.array(took_s)[edges.which]
+        own = over[index % 2]
+        ready = np.roll(own, -1, axis=1) + latency_s
+        free = np.maximum(np.maximum(own, free), ready) + took
         there = np.roll(free + latency_s + jitter.of(free.shape), 1, axis=1)
-        over[turn % 2] = np.maximum(there, free)
+        over[index % 2] = np.maximum(there, free)
     return np.maximum(*over)
 
 
@@ -312,7 +312,7 @@ def _dealt(
             comes = (size - count) * kept
             shared = np.full(len(count), lines.site_bit_s)
             leaves_s, comes_s = (
-                _transfers(lines, shared, latency_s, each, idle_s) for each in (leaves, comes)
+                _transfers(lines, shared, latency_s, edge, idle_s) for edge in (leaves, comes)
             )
             crowded = crowding(len(count), int((count * (size - count)).min()))
             comes_s = _received(_last_other(leaves_s), comes_s, crowded)
@@ -337,11 +337,11 @@ def _received(sent_s: Times, down_s: Times, excess: float) -> Times:
     return over_s
 
 
-def _last_other(each: Times) -> Times:
+def _last_other(values: Times) -> Times:
     """For each the largest of all the others."""
-    first = int(each.argmax())
-    found = np.full(each.shape, each[first])
-    found[first] = np.delete(each, first).max(initial=0.0)
+    first = int(values.argmax())
+    found = np.full(values.shape, values[first])
+    found[first] = np.delete(values, first).max(initial=0.0)
     return found
 
 
@@ -373,8 +373,8 @@ def _transfers(
     """One transfer each, of which few are different."""
     facts = np.stack([rate.ravel(), np.broadcast_to(latency_s, rate.shape).ravel(), nbytes.ravel()])
     kinds, which = np.unique(facts, axis=1, return_inverse=True)
-    each = [lines.pair(bit_s, late).transfer_s(n, idle_s) for bit_s, late, n in kinds.T.tolist()]
-    return np.array(each)[which].reshape(rate.shape)
+    took_s = [lines.pair(bit_s, late).transfer_s(n, idle_s) for bit_s, late, n in kinds.T.tolist()]
+    return np.array(took_s)[which].reshape(rate.shape)
 
 
 def _depth(size: int) -> int:

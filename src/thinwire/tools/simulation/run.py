@@ -115,11 +115,11 @@ class Method:
 
     def rounds(self, numels: Sequence[int], sources: int) -> Rounds:
         """Return the collectives of a source for these tensors; a round is launched together."""
-        mine = [] if self.compression is None else [n for n in numels if n >= self.min_numel]
-        words = sum(numels) - sum(mine) + (SKETCH_NUMEL if self._sketched(numels) else 0)
+        large = [] if self.compression is None else [n for n in numels if n >= self.min_numel]
+        words = sum(numels) - sum(large) + (SKETCH_NUMEL if self._sketched(numels) else 0)
         found: Rounds = []
-        if mine and self.compression is not None:
-            layout, exchange = self.compression.layout(mine), self.compression.exchange
+        if large and self.compression is not None:
+            layout, exchange = self.compression.layout(large), self.compression.exchange
             first, row_bytes = messages(layout, exchange, sources)
             found = [[Deal(first)], [Gather(row_bytes)]] if first else [[Gather(row_bytes)]]
         if words:
@@ -327,8 +327,8 @@ class _Run:
 
     def _wait_for(self, collectives: list[Collective], over: list[Times]) -> None:
         """Wait for the results, then pass them on inside each node."""
-        for collective, each in zip(collectives, over, strict=True):
-            self._now = self._passed_on(collective, np.maximum(self._now, each))
+        for collective, end in zip(collectives, over, strict=True):
+            self._now = self._passed_on(collective, np.maximum(self._now, end))
 
     def _passed_on(self, collective: Collective, begin: Times) -> Times:
         nodes, size = self._nodes, self._nodes.shape[0]

@@ -12,7 +12,7 @@ from tests.api import (
     Machine,
     as_text,
     document,
-    elsewhere,
+    has_remote_ranks,
     machine_findings,
     meeting_point,
     note,
@@ -164,10 +164,10 @@ def test_one_that_is_on_another_machine_may_not_be_there_yet() -> None:
         port = server.getsockname()[1]
     environment = {"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": str(port)}
     assert meeting_point(environment, (), 0.3, started=False).level == "ok"
-    assert elsewhere("127.0.0.2", ()) is None
-    assert elsewhere("10.9.8.7", ("10.9.8.6",)) is True
-    assert elsewhere("10.9.8.7", ("10.9.8.7",)) is None
-    assert elsewhere("", ()) is None
+    assert has_remote_ranks("127.0.0.2", ()) is None
+    assert has_remote_ranks("10.9.8.7", ("10.9.8.6",)) is True
+    assert has_remote_ranks("10.9.8.7", ("10.9.8.7",)) is None
+    assert has_remote_ranks("", ()) is None
 
 
 def test_the_text_wraps_and_the_data_has_everything() -> None:

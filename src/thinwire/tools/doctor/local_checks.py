@@ -106,7 +106,7 @@ def machine_findings(
     yield ok("versions", ", ".join(f"{name} {value}" for name, value in machine.versions.items()))
 
 
-def elsewhere(meeting: str, own: tuple[str, ...]) -> bool | None:
+def has_remote_ranks(meeting: str, own: tuple[str, ...]) -> bool | None:
     """Return True if ranks are on other machines, judged by MASTER_ADDR; None if unknown."""
     # no address is a finding of its own
     addresses = resolved(meeting).addresses[:1] if meeting else ()
@@ -134,12 +134,12 @@ def _naming(machine: Machine) -> Iterator[Finding]:
 
 
 def _interfaces(machine: Machine) -> Finding:
-    told = [
+    texts = [
         f"{one.name} {', '.join(one.addresses)} (MTU {one.mtu})"
         for one in machine.interfaces
         if one.up and one.addresses
     ]
-    return ok("interfaces", "; ".join(told) or ", ".join(one.name for one in machine.interfaces))
+    return ok("interfaces", "; ".join(texts) or ", ".join(one.name for one in machine.interfaces))
 
 
 def _gloo(machine: Machine, others: bool | None) -> Iterator[Finding]:
@@ -149,7 +149,7 @@ def _gloo(machine: Machine, others: bool | None) -> Iterator[Finding]:
         yield wrong("gloo", f"gloo has no address, {by}: {machine.gloo_error}", _cure(machine))
     for address in machine.gloo:
         one = machine.interface_of(address)
-        told = f"gloo announces {address}{f' of {one.name}' if one else ''}, {by}"
+        announced = f"gloo announces {address}{f' of {one.name}' if one else ''}, {by}"
         why = ""
         if is_loopback(address):
             why = "ranks on other machines cannot reach that"
@@ -157,9 +157,9 @@ def _gloo(machine: Machine, others: bool | None) -> Iterator[Finding]:
             why = "a bridge inside this machine, which others cannot reach"
         if why and others is not False:
             level = wrong if others else note
-            yield level("gloo", f"{told}: {why}", f"for several machines: {_cure(machine)}")
+            yield level("gloo", f"{announced}: {why}", f"for several machines: {_cure(machine)}")
         else:
-            yield ok("gloo", told)
+            yield ok("gloo", announced)
     if "TP_SOCKET_IFNAME" in machine.environment and not named:
         yield note(
             "gloo",
@@ -193,7 +193,7 @@ def _listeners(machine: Machine) -> Iterator[Finding]:
         )
     else:
         yield ok("listeners", "no torch process of this user listens on all addresses")
-    public = [told for told in machine.outward if _is_public(told)]
+    public = [listener for listener in machine.outward if _is_public(listener)]
     if public:
         yield note(
             "listeners",
@@ -201,14 +201,14 @@ def _listeners(machine: Machine) -> Iterator[Finding]:
             "what torch sends is not encrypted: use a tunnel, or let a firewall admit your "
             "machines only",
         )
-    private = [told for told in machine.outward if told not in public]
+    private = [listener for listener in machine.outward if listener not in public]
     if private:
         yield ok("listeners", f"on one address: {'; '.join(private)}")
 
 
-def _is_public(told: str) -> bool:
+def _is_public(listener: str) -> bool:
     """Return True if the text begins with a public internet address."""
-    where = told.partition(": ")[0].rpartition(":")[0].strip("[]")
+    where = listener.partition(": ")[0].rpartition(":")[0].strip("[]")
     return ipaddress.ip_address(where).is_global
 
 
@@ -216,11 +216,11 @@ def _limits(machine: Machine, ranks: int) -> Iterator[Finding]:
     first, last = machine.ports
     if last:
         free = last - first + 1 - machine.ports_used
-        told = f"gloo takes ports {first} to {last} (net.ipv4.ip_local_port_range), {free} free"
+        ports = f"gloo takes ports {first} to {last} (net.ipv4.ip_local_port_range), {free} free"
         if free < _FEWEST_PORTS:
-            yield note("ports", told, "widen the range: sysctl net.ipv4.ip_local_port_range")
+            yield note("ports", ports, "widen the range: sysctl net.ipv4.ip_local_port_range")
         else:
-            yield ok("ports", told)
+            yield ok("ports", ports)
     needed = max(_FEWEST_FILES, _FILES_PER_RANK * ranks)
     if machine.open_files < needed:
         yield note(
@@ -235,26 +235,28 @@ def _limits(machine: Machine, ranks: int) -> Iterator[Finding]:
 def _threads(machine: Machine, ranks_here: int) -> Finding:
     named = machine.environment.get("OMP_NUM_THREADS", "")
     if not named.isdigit():
-        told = f"{machine.cores} cores, OMP_NUM_THREADS is {named or 'not set'}"
-        return ok("threads", f"{told}; torchrun sets 1 for several ranks on a machine")
-    told = f"{machine.cores} cores for {ranks_here} here, each with OMP_NUM_THREADS={named}"
+        setting = f"{machine.cores} cores, OMP_NUM_THREADS is {named or 'not set'}"
+        return ok("threads", f"{setting}; torchrun sets 1 for several ranks on a machine")
+    setting = f"{machine.cores} cores for {ranks_here} here, each with OMP_NUM_THREADS={named}"
     fair = max(machine.cores // ranks_here, 1)
     if int(named) * ranks_here > machine.cores:
         fewer = f"set OMP_NUM_THREADS={fair}" if int(named) > fair else "start fewer ranks here"
-        return note("threads", f"{told}: more threads than cores", fewer)
+        return note("threads", f"{setting}: more threads than cores", fewer)
     if 4 * int(named) <= fair:
         return note(
             "threads",
-            f"{told}: cores stay idle where the CPU trains",
+            f"{setting}: cores stay idle where the CPU trains",
             f"set OMP_NUM_THREADS={fair}",
         )
-    return ok("threads", told)
+    return ok("threads", setting)
 
 
 def _environment(machine: Machine) -> Iterator[Finding]:
     limits = {k: v for k, v in machine.environment.items() if "TIMEOUT" in k}
-    said = ", ".join(f"{name}={value}" for name, value in limits.items())
-    yield ok("time-outs", said or "none in the environment; gloo's is 30 minutes unless you say so")
+    set_ones = ", ".join(f"{name}={value}" for name, value in limits.items())
+    yield ok(
+        "time-outs", set_ones or "none in the environment; gloo's is 30 minutes unless you say so"
+    )
     if machine.environment.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
         yield note(
             "environment",

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.api import Finding, Reach, Seen, Together, findings_together, named
+from tests.api import Finding, Reach, Reports, Seen, cross_findings, named
 from tests.doctor.machines import LOOPBACK, made_up
 
 
@@ -16,16 +16,16 @@ def rank_of(rank: int, *, size: int = 2, **changes: Any) -> Seen:
     return Seen(machine, skew=(0.0, 0.001), reaches=reaches, gloo="")
 
 
-def together(*ranks: Seen, size: int | None = None, tried: bool = True) -> Together:
-    return Together(size or len(ranks), dict(enumerate(ranks)), {}, tried)
+def reports_of(*ranks: Seen, size: int | None = None, tried: bool = True) -> Reports:
+    return Reports(size or len(ranks), dict(enumerate(ranks)), {}, tried)
 
 
-def bad(all_of: Together) -> list[Finding]:
-    return [one for one in findings_together(all_of) if one.level != "ok"]
+def bad(reports: Reports) -> list[Finding]:
+    return [one for one in cross_findings(reports) if one.level != "ok"]
 
 
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
-    found = list(findings_together(together(rank_of(0), rank_of(1))))
+    found = list(cross_findings(reports_of(rank_of(0), rank_of(1))))
     assert {one.level for one in found} == {"ok"}
     assert [one.check for one in found] == [
         "addresses",
@@ -50,7 +50,7 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
 )
 def test_who_cannot_reach_whom_is_named(error: str, to_do: str) -> None:
     cut = replace(rank_of(1), reaches=(Reach(0, error),))
-    (finding,) = bad(together(rank_of(0), cut))
+    (finding,) = bad(reports_of(rank_of(0), cut))
     assert (finding.level, finding.check) == ("wrong", "connections")
     assert finding.found == (
         f"rank 1 cannot reach rank 0 at 10.0.0.1: {error} (the other way works)"
@@ -60,7 +60,7 @@ def test_who_cannot_reach_whom_is_named(error: str, to_do: str) -> None:
 
 def test_a_pair_that_is_cut_both_ways_has_no_way_that_works() -> None:
     cut = [replace(rank_of(rank), reaches=(Reach(1 - rank, "time-out"),)) for rank in (0, 1)]
-    assert [one.found for one in bad(together(*cut))] == [
+    assert [one.found for one in bad(reports_of(*cut))] == [
         "rank 0 cannot reach rank 1 at 10.0.0.2: time-out",
         "rank 1 cannot reach rank 0 at 10.0.0.1: time-out",
     ]
@@ -75,38 +75,38 @@ def test_ranks_of_one_machine_share_a_finding() -> None:
         machine = replace(ranks[rank].machine, place="a", host="a", gloo=("10.0.0.1",))
         cut = tuple(Reach(to, "time-out") if to in (1, 3) else Reach(to) for to in (1, 3, 2 - rank))
         ranks[rank] = replace(ranks[rank], machine=machine, reaches=cut)
-    (finding,) = bad(together(*ranks))
+    (finding,) = bad(reports_of(*ranks))
     assert finding.found.startswith("ranks 0, 2 cannot reach ranks 1, 3 at 10.0.0.2: time-out")
 
 
 def test_a_path_that_loses_large_packets() -> None:
     stuck = replace(rank_of(0), reaches=(Reach(1, latency_s=0.01, large=False, fitting_mtu=1280),))
-    (finding,) = bad(together(stuck, rank_of(1)))
+    (finding,) = bad(reports_of(stuck, rank_of(1)))
     assert (finding.level, finding.check) == ("wrong", "MTU")
     assert "from rank 0 to rank 1" in finding.found
     assert "packets of 1500 bytes are lost" in finding.found
     assert "ip link set dev eth0 mtu 1280" in finding.advice
     none = replace(rank_of(0), reaches=(Reach(1, latency_s=0.01, large=False),))
-    assert "nor in those of 1000" in bad(together(none, rank_of(1)))[0].found
+    assert "nor in those of 1000" in bad(reports_of(none, rank_of(1)))[0].found
 
 
 def test_a_path_of_a_machine_whose_interfaces_are_not_seen() -> None:
     reaches = (Reach(1, latency_s=0.01, large=False, fitting_mtu=1280),)
     blind = replace(rank_of(0, interfaces=()), reaches=reaches)
-    (finding,) = bad(together(blind, rank_of(1)))
+    (finding,) = bad(reports_of(blind, rank_of(1)))
     assert "packets of the usual size are lost" in finding.found
     assert "ip link set dev INTERFACE mtu 1280" in finding.advice
 
 
 @pytest.mark.parametrize(("ahead_s", "way"), [(2.5, "ahead of"), (-70.0, "behind")])
 def test_clocks_that_differ_are_a_note(ahead_s: float, way: str) -> None:
-    (finding,) = bad(together(rank_of(0), replace(rank_of(1), skew=(ahead_s, 0.02))))
+    (finding,) = bad(reports_of(rank_of(0), replace(rank_of(1), skew=(ahead_s, 0.02))))
     assert (finding.level, finding.check) == ("note", "clocks")
     assert f"the clock of rank 1 is {abs(ahead_s):.1f} s {way} rank 0's" in finding.found
 
 
 def test_a_skew_within_what_the_measurement_can_tell_is_none() -> None:
-    assert bad(together(rank_of(0), replace(rank_of(1), skew=(1.5, 0.7)))) == []
+    assert bad(reports_of(rank_of(0), replace(rank_of(1), skew=(1.5, 0.7)))) == []
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_skew_within_what_the_measurement_can_tell_is_none() -> None:
 )
 def test_versions_that_differ(name: str, value: str, level: str) -> None:
     versions = {**made_up().versions, name: value}
-    (finding,) = bad(together(rank_of(0), rank_of(1, versions=versions)))
+    (finding,) = bad(reports_of(rank_of(0), rank_of(1, versions=versions)))
     assert (finding.level, finding.check) == (level, "versions")
     assert f"and {value} on rank 1" in finding.found
 
@@ -130,36 +130,36 @@ def test_versions_that_differ(name: str, value: str, level: str) -> None:
     ("name", "level"), [("GLOO_SOCKET_IFNAME", "note"), ("GLOO_DEVICE_TRANSPORT", "wrong")]
 )
 def test_environments_that_differ(name: str, level: str) -> None:
-    (finding,) = bad(together(rank_of(0), rank_of(1, environment={name: "x"})))
+    (finding,) = bad(reports_of(rank_of(0), rank_of(1, environment={name: "x"})))
     assert (finding.level, finding.check) == (level, "environment")
     assert finding.found == f"{name} is not set on rank 0 and x on rank 1"
 
 
 def test_machines_with_the_same_address() -> None:
     twin = replace(rank_of(1), machine=made_up("10.0.0.1", place="another"))
-    (finding,) = bad(together(rank_of(0), twin))
+    (finding,) = bad(reports_of(rank_of(0), twin))
     assert (finding.level, finding.check) == ("wrong", "addresses")
     assert "rank 0 and rank 1 are on different machines" in finding.found
 
 
 def test_loopback_is_wrong_on_two_machines_and_right_on_one() -> None:
     changes = {"gloo": ("127.0.0.1",), "interfaces": (LOOPBACK, made_up().interfaces[1])}
-    two = together(rank_of(0, **changes), rank_of(1, **changes))
+    two = reports_of(rank_of(0, **changes), rank_of(1, **changes))
     assert {(one.level, one.check) for one in bad(two)} == {("wrong", "gloo")}
     one_place = {**changes, "place": "here"}
-    assert bad(together(rank_of(0, **one_place), rank_of(1, **one_place))) == []
+    assert bad(reports_of(rank_of(0, **one_place), rank_of(1, **one_place))) == []
 
 
 def test_ranks_that_did_not_come_or_tell() -> None:
-    missing = bad(together(rank_of(0), size=3, tried=False))
+    missing = bad(reports_of(rank_of(0), size=3, tried=False))
     assert missing[0].found.startswith("ranks 1, 2 of 3 did not come")
     assert missing[-1].check == "gloo group"
-    silent = bad(together(rank_of(0), replace(rank_of(1), reaches=None, gloo=None)))
+    silent = bad(reports_of(rank_of(0), replace(rank_of(1), reaches=None, gloo=None)))
     assert [one.found for one in silent] == [
         "rank 1 has not told in time whom it reaches",
         "rank 1: it has not told in time",
     ]
-    stranger = Together(2, {0: rank_of(0)}, {1: "0.9"}, False)
+    stranger = Reports(2, {0: rank_of(0)}, {1: "0.9"}, False)
     assert bad(stranger)[0].found == "rank 1 has thinwire 0.9, whose doctor tells other things"
 
 
@@ -173,5 +173,5 @@ def test_ranks_are_named_in_short() -> None:
 
 def test_a_group_that_does_not_come_about() -> None:
     failed = replace(rank_of(1), gloo="Connection refused")
-    (finding,) = bad(together(rank_of(0), failed))
+    (finding,) = bad(reports_of(rank_of(0), failed))
     assert (finding.level, finding.found) == ("wrong", "rank 1: Connection refused")

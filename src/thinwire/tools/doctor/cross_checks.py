@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from thinwire.tools.doctor.alone import Finding, Level, machine_findings, note, ok, wrong
 from thinwire.tools.doctor.interfaces import is_loopback
+from thinwire.tools.doctor.local_checks import Finding, Level, machine_findings, note, ok, wrong
 from thinwire.tools.doctor.machine import Machine
 from thinwire.tools.doctor.pairs import Reach
 
@@ -32,7 +32,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Together:
+class Reports:
     """Reports of all ranks.
 
     `seen` has them by rank, `strangers` thinwire's version on ranks with another report format.
@@ -47,27 +47,27 @@ class Together:
     @property
     def machines(self) -> list[list[int]]:
         """Return the ranks of each machine."""
-        places: dict[str, list[int]] = {}
+        stacks: dict[str, list[int]] = {}
         for rank, row in self.seen.items():
-            places.setdefault(row.machine.place, []).append(rank)
-        return list(places.values())
+            stacks.setdefault(row.machine.namespace, []).append(rank)
+        return list(stacks.values())
 
     def of(self, rank: int) -> list[int]:
         """Return the ranks on the same machine as this rank."""
         return next(ranks for ranks in self.machines if rank in ranks)
 
 
-def findings_together(all_of: Together) -> Iterator[Finding]:
+def cross_findings(reports: Reports) -> Iterator[Finding]:
     """Yield the findings in display order."""
-    yield from _present(all_of)
-    yield from _machines(all_of)
-    yield from _addresses(all_of)
-    yield from _connections(all_of)
-    yield from _sizes(all_of)
-    yield from _clocks(all_of)
-    yield from _versions(all_of)
-    yield from _environments(all_of)
-    yield from _group(all_of)
+    yield from _present(reports)
+    yield from _machines(reports)
+    yield from _addresses(reports)
+    yield from _connections(reports)
+    yield from _sizes(reports)
+    yield from _clocks(reports)
+    yield from _versions(reports)
+    yield from _environments(reports)
+    yield from _group(reports)
 
 
 def named(ranks: Iterable[int]) -> str:
@@ -84,19 +84,21 @@ def named(ranks: Iterable[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    told = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' * (len(several) != 1)} {', '.join(told)}"
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' * (len(several) != 1)} {', '.join(texts)}"
 
 
-def _present(all_of: Together) -> Iterator[Finding]:
-    missing = [r for r in range(all_of.size) if r not in all_of.seen and r not in all_of.strangers]
+def _present(reports: Reports) -> Iterator[Finding]:
+    missing = [
+        r for r in range(reports.size) if r not in reports.seen and r not in reports.strangers
+    ]
     if missing:
         yield wrong(
             "ranks",
-            f"{named(missing)} of {all_of.size} did not come to the store in time",
+            f"{named(missing)} of {reports.size} did not come to the store in time",
             "look at what they have printed; give --timeout where their machines are slow",
         )
-    for rank, version in all_of.strangers.items():
+    for rank, version in reports.strangers.items():
         yield wrong(
             "versions",
             f"rank {rank} has thinwire {version}, whose doctor tells other things",
@@ -104,30 +106,30 @@ def _present(all_of: Together) -> Iterator[Finding]:
         )
 
 
-def _machines(all_of: Together) -> Iterator[Finding]:
-    told: dict[Finding, list[int]] = {}
-    for ranks in all_of.machines:
+def _machines(reports: Reports) -> Iterator[Finding]:
+    ranks_with: dict[Finding, list[int]] = {}
+    for ranks in reports.machines:
         for rank in ranks:
             for finding in machine_findings(
-                all_of.seen[rank].machine,
-                ranks=all_of.size,
+                reports.seen[rank].machine,
+                ranks=reports.size,
                 ranks_here=len(ranks),
-                others=len(all_of.machines) > 1,
+                others=len(reports.machines) > 1,
             ):
                 if finding.level != "ok":
-                    told.setdefault(finding, []).append(rank)
-    for finding, by in told.items():
-        hosts = ", ".join(dict.fromkeys(all_of.seen[rank].machine.host for rank in by))
+                    ranks_with.setdefault(finding, []).append(rank)
+    for finding, by in ranks_with.items():
+        hosts = ", ".join(dict.fromkeys(reports.seen[rank].machine.host for rank in by))
         yield replace(finding, found=f"{named(by)} ({hosts}): {finding.found}")
 
 
-def _addresses(all_of: Together) -> Iterator[Finding]:
-    places: dict[str, list[list[int]]] = {}
-    for ranks in all_of.machines:
-        for address in dict.fromkeys(all_of.seen[rank].machine.address for rank in ranks):
-            has = [rank for rank in ranks if all_of.seen[rank].machine.address == address]
-            places.setdefault(address, []).append(has)
-    for address, having in places.items():
+def _addresses(reports: Reports) -> Iterator[Finding]:
+    announcing: dict[str, list[list[int]]] = {}
+    for ranks in reports.machines:
+        for address in dict.fromkeys(reports.seen[rank].machine.address for rank in ranks):
+            has = [rank for rank in ranks if reports.seen[rank].machine.address == address]
+            announcing.setdefault(address, []).append(has)
+    for address, having in announcing.items():
         if len(having) > 1 and address and not is_loopback(address):
             yield wrong(
                 "addresses",
@@ -135,7 +137,7 @@ def _addresses(all_of: Together) -> Iterator[Finding]:
                 f"same address, {address}",
                 "set GLOO_SOCKET_IFNAME on each machine to an interface whose address no other has",
             )
-    for rank, row in all_of.seen.items():
+    for rank, row in reports.seen.items():
         if row.no_socket:
             yield wrong(
                 "addresses",
@@ -143,17 +145,17 @@ def _addresses(all_of: Together) -> Iterator[Finding]:
                 f"{row.no_socket}",
                 "set GLOO_SOCKET_IFNAME to an interface that is up and has an address",
             )
-    told = [
+    texts = [
         f"{named(rank for ranks in having for rank in ranks)} {address}"
-        for address, having in places.items()
+        for address, having in announcing.items()
     ]
-    yield ok("addresses", "; ".join(told))
+    yield ok("addresses", "; ".join(texts))
 
 
-def _connections(all_of: Together) -> Iterator[Finding]:
+def _connections(reports: Reports) -> Iterator[Finding]:
     failed: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
     latencies: dict[tuple[int, int], float] = {}
-    for rank, row in all_of.seen.items():
+    for rank, row in reports.seen.items():
         if row.reaches is None:
             yield wrong(
                 "connections",
@@ -162,12 +164,12 @@ def _connections(all_of: Together) -> Iterator[Finding]:
             )
         for reach in row.reaches or ():
             if reach.error:
-                key = all_of.of(rank)[0], all_of.of(reach.to)[0], reach.error
+                key = reports.of(rank)[0], reports.of(reach.to)[0], reach.error
                 failed.setdefault(key, []).append((rank, reach.to))
             elif reach.latency_s is not None:
                 latencies[rank, reach.to] = reach.latency_s
     for (_, _, error), pairs in failed.items():
-        yield _failed(all_of, error, pairs)
+        yield _failed(reports, error, pairs)
     if latencies:
         worst, best = max(latencies, key=lambda p: latencies[p]), min(latencies.values())
         amount = "all" if not failed else "other"
@@ -178,18 +180,18 @@ def _connections(all_of: Together) -> Iterator[Finding]:
         )
 
 
-def _failed(all_of: Together, error: str, pairs: list[tuple[int, int]]) -> Finding:
+def _failed(reports: Reports, error: str, pairs: list[tuple[int, int]]) -> Finding:
     sources, targets = {pair[0] for pair in pairs}, {pair[1] for pair in pairs}
-    machine = all_of.seen[pairs[0][1]].machine
-    source = all_of.seen[pairs[0][0]].machine.address
+    machine = reports.seen[pairs[0][1]].machine
+    source = reports.seen[pairs[0][0]].machine.address
     back = {(b, a) for a, b in pairs}
-    heard = {
+    connected = {
         (rank, reach.to)
-        for rank, row in all_of.seen.items()
+        for rank, row in reports.seen.items()
         for reach in row.reaches or ()
         if not reach.error
     }
-    one_way = " (the other way works)" if back <= heard else ""
+    one_way = " (the other way works)" if back <= connected else ""
     return wrong(
         "connections",
         f"{named(sources)} cannot reach {named(targets)} at {machine.address}: {error}{one_way}",
@@ -222,17 +224,17 @@ def _cure(error: str, machine: Machine, source: str) -> str:
     return f"a rule of the machine that connects forbids it: let it send to {machine.address}"
 
 
-def _sizes(all_of: Together) -> Iterator[Finding]:
+def _sizes(reports: Reports) -> Iterator[Finding]:
     stuck: dict[tuple[frozenset[int], int], list[tuple[int, int]]] = {}
     reached = 0
-    for rank, row in all_of.seen.items():
+    for rank, row in reports.seen.items():
         for reach in row.reaches or ():
             reached += reach.large is True
             if reach.large is False:
-                machines = frozenset((all_of.of(rank)[0], all_of.of(reach.to)[0]))
+                machines = frozenset((reports.of(rank)[0], reports.of(reach.to)[0]))
                 stuck.setdefault((machines, reach.fitting_mtu), []).append((rank, reach.to))
     for (_, fitting), pairs in stuck.items():
-        yield _too_large(all_of.seen[pairs[0][0]].machine, fitting, pairs)
+        yield _too_large(reports.seen[pairs[0][0]].machine, fitting, pairs)
     if reached and not stuck:
         yield ok("MTU", "messages of 32 KiB arrive between all machines that connect")
 
@@ -258,8 +260,8 @@ def _too_large(machine: Machine, fitting: int, pairs: list[tuple[int, int]]) -> 
     )
 
 
-def _clocks(all_of: Together) -> Iterator[Finding]:
-    skews = {rank: row.skew for rank, row in all_of.seen.items() if rank and row.skew}
+def _clocks(reports: Reports) -> Iterator[Finding]:
+    skews = {rank: row.skew for rank, row in reports.seen.items() if rank and row.skew}
     for rank, (ahead_s, unsure_s) in skews.items():
         if abs(ahead_s) - unsure_s > _LARGEST_SKEW_S:
             way = "ahead of" if ahead_s > 0 else "behind"
@@ -275,13 +277,13 @@ def _clocks(all_of: Together) -> Iterator[Finding]:
         yield ok("clocks", f"all within {_ms(largest)} of rank 0's")
 
 
-def _versions(all_of: Together) -> Iterator[Finding]:
-    if 0 not in all_of.seen:
+def _versions(reports: Reports) -> Iterator[Finding]:
+    if 0 not in reports.seen:
         return
-    first = all_of.seen[0].machine.versions
+    first = reports.seen[0].machine.versions
     found = list(
         _different(
-            all_of,
+            reports,
             lambda row: row.machine.versions,
             "versions",
             _version_level,
@@ -304,9 +306,9 @@ def _version_level(name: str, ours: str, theirs: str) -> Level:
     return "wrong" if name == "wire" else "note"
 
 
-def _environments(all_of: Together) -> Iterator[Finding]:
+def _environments(reports: Reports) -> Iterator[Finding]:
     yield from _different(
-        all_of,
+        reports,
         lambda row: row.machine.environment,
         "environment",
         lambda name, *_: "wrong" if name == "GLOO_DEVICE_TRANSPORT" else "note",
@@ -315,36 +317,36 @@ def _environments(all_of: Together) -> Iterator[Finding]:
 
 
 def _different(
-    all_of: Together,
+    reports: Reports,
     part: Callable[[Seen], Mapping[str, str]],
     check: str,
     level: Callable[[str, str, str], Level],
     advice: Callable[[str], str],
 ) -> Iterator[Finding]:
     """Yield entries whose values differ from those of the first rank."""
-    if not all_of.seen:
+    if not reports.seen:
         return
-    lowest = min(all_of.seen)
-    first = part(all_of.seen[lowest])
+    lowest = min(reports.seen)
+    first = part(reports.seen[lowest])
     others: dict[tuple[str, str], list[int]] = {}
-    for rank, row in all_of.seen.items():
+    for rank, row in reports.seen.items():
         for name in dict.fromkeys([*first, *part(row)]):
             theirs = part(row).get(name, "not set")
             if theirs != first.get(name, "not set"):
                 others.setdefault((name, theirs), []).append(rank)
     for (name, theirs), ranks in others.items():
         ours = first.get(name, "not set")
-        said = "the wire format" if name == "wire" else name
+        subject = "the wire format" if name == "wire" else name
         yield Finding(
             level(name, ours, theirs),
             check,
-            f"{said} is {ours} on rank {lowest} and {theirs} on {named(ranks)}",
+            f"{subject} is {ours} on rank {lowest} and {theirs} on {named(ranks)}",
             advice(name),
         )
 
 
-def _group(all_of: Together) -> Iterator[Finding]:
-    if not all_of.tried:
+def _group(reports: Reports) -> Iterator[Finding]:
+    if not reports.tried:
         yield note(
             "gloo group",
             "not tried, since not all ranks are there with an address",
@@ -352,7 +354,7 @@ def _group(all_of: Together) -> Iterator[Finding]:
         )
         return
     errors: dict[str, list[int]] = {}
-    for rank, row in all_of.seen.items():
+    for rank, row in reports.seen.items():
         if row.gloo is None:
             errors.setdefault("it has not told in time", []).append(rank)
         elif row.gloo:
