@@ -61,7 +61,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Place:
+class Scope:
     """What a table is about."""
 
     workers: int
@@ -74,15 +74,15 @@ class Place:
         return (cell["workers"], cell["size"], steps) == (self.workers, self.size, self.steps)
 
 
-def rows(lines: Iterable[Mapping[str, Any]], place: Place) -> list[Row]:
+def rows(lines: Iterable[Mapping[str, Any]], scope: Scope) -> list[Row]:
     """Of every strategy whose loss was measured, in the order of the evidence."""
-    mine = [line for line in lines if place.holds(line["cell"])]
+    held = [line for line in lines if scope.holds(line["cell"])]
     found = []
     for name in NAMES:
         today = as_it_is(name)
-        of_name = [line for line in mine if {key: line["cell"][key] for key in today} == today]
+        of_name = [line for line in held if {key: line["cell"][key] for key in today} == today]
         trained = [line for line in of_name if line["cell"]["kind"] == "training"]
-        if not trained and any(_trained(line["cell"], name) for line in mine):
+        if not trained and any(_trained(line["cell"], name) for line in held):
             raise ValueError(
                 f"{name} was measured, but not as it is now: {today}. Measure it again, or keep "
                 "its options"
@@ -120,12 +120,12 @@ def _counted(lines: Sequence[Mapping[str, Any]]) -> float | None:
     return next((counted[link] for link in reversed(LINKS) if link in counted), None)
 
 
-def table(lines: Iterable[Mapping[str, Any]], place: Place) -> list[str]:
+def table(lines: Iterable[Mapping[str, Any]], scope: Scope) -> list[str]:
     """Markdown: losses and bytes at equal steps; on every link the time to dense's last loss."""
-    found = rows(lines, place)
+    found = rows(lines, scope)
     dense = next(row for row in found if row.name == "dense")
     links = [link for link in LINKS if link in dense.step_s]
-    titles = ["", "peak rate", f"loss after {place.steps:,} steps", "over dense"]
+    titles = ["", "peak rate", f"loss after {scope.steps:,} steps", "over dense"]
     titles += ["bytes a step", "fewer by"] if dense.bytes_per_step else []
     titles += [f"time at {link}" for link in links]
     text = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
@@ -141,7 +141,7 @@ def table(lines: Iterable[Mapping[str, Any]], place: Place) -> list[str]:
             sent = row.bytes_per_step
             fewer = f"{dense.bytes_per_step / sent:,.0f}" if sent else "-"
             cells += [bytes_text(sent) if sent else "-", fewer]
-        cells += [_time(row, dense, link, place.steps) for link in links]
+        cells += [_time(row, dense, link, scope.steps) for link in links]
         text.append("| " + " | ".join(cells) + " |")
     return text
 
@@ -158,21 +158,21 @@ def _time(row: Row, dense: Row, link: str, dense_steps: int) -> str:
     return f"{seconds:,.0f} s, {_times(whole / seconds)}"
 
 
-def whole(lines: Iterable[Mapping[str, Any]], place: Place) -> list[str]:
+def whole(lines: Iterable[Mapping[str, Any]], scope: Scope) -> list[str]:
     """Markdown: trainings on a link from the first to the last step, beside the loss without a link
     and the seconds that few steps promise; and what it took to have the loss that dense ends with.
     """
-    mine = [line for line in lines if place.holds(line["cell"])]
+    held = [line for line in lines if scope.holds(line["cell"])]
     text = ["| | link | loss | without a link | seconds | from few steps | to dense's | bytes |"]
     text.append("|" + "---|" * 8)
-    for line in mine:
+    for line in held:
         cell = line["cell"]
         if cell["kind"] != "whole":
             continue
         same = {key: cell[key] for key in ("strategy", "options", "optimizer")}
-        alone = _only(mine, kind="training", seed=cell["seed"], lr=cell["lr"], **same)
-        few = _only(mine, kind="link", link=cell["link"], **same)
-        dense = _only(mine, kind="whole", seed=cell["seed"], link=cell["link"], strategy="dense")
+        alone = _only(held, kind="training", seed=cell["seed"], lr=cell["lr"], **same)
+        few = _only(held, kind="link", link=cell["link"], **same)
+        dense = _only(held, kind="whole", seed=cell["seed"], link=cell["link"], strategy="dense")
         seconds, sent = (_until(line, key, dense) for key in ("seconds", "sent"))
         cells = [
             f"`{cell['strategy']}`",
@@ -180,7 +180,7 @@ def whole(lines: Iterable[Mapping[str, Any]], place: Place) -> list[str]:
             f"{line['loss']:.5f}",
             f"{alone['loss']:.5f}" if alone else "-",
             f"{line['seconds'][-1]:,.1f} s",
-            f"{place.steps * few['step_ms'] / 1e3:,.1f} s" if few else "-",
+            f"{scope.steps * few['step_ms'] / 1e3:,.1f} s" if few else "-",
             "-" if seconds is None else f"{seconds:,.1f} s",
             "-" if sent is None else bytes_text(sent),
         ]
@@ -202,10 +202,10 @@ def _until(line: Mapping[str, Any], measure: str, dense: Mapping[str, Any] | Non
     return first_reached(zip(line[measure], losses, strict=True), dense["loss"])
 
 
-def settings(lines: Iterable[Mapping[str, Any]], place: Place) -> list[str]:
+def settings(lines: Iterable[Mapping[str, Any]], scope: Scope) -> list[str]:
     """Markdown: one line on each strategy."""
     text = ["| | what it is |", "|---|---|"]
-    for row in rows(lines, place):
+    for row in rows(lines, scope):
         text.append(f"| `{row.name}` | {STRATEGIES[row.name].summary} |")
     return text
 
@@ -256,8 +256,8 @@ def filled(page: str, lines: Sequence[Mapping[str, Any]]) -> str:
             text = lag.table(json_lines(lag.RESULTS), size, int(workers), int(steps))
         else:
             size, workers, *steps = words
-            place = Place(int(workers), size, *map(int, steps))
-            text = {"table": table, "settings": settings, "whole": whole}[kind](lines, place)
+            scope = Scope(int(workers), size, *map(int, steps))
+            text = {"table": table, "settings": settings, "whole": whole}[kind](lines, scope)
         return match[1] + "\n" + "\n".join(text) + "\n\n" + match[3]
 
     return MARK.sub(made, page)
@@ -291,14 +291,14 @@ def main() -> None:
             page.write_text(filled(page.read_text(), lines))
         return
     shown = {
-        Place(line["cell"]["workers"], line["cell"]["size"], line["cell"]["steps"])
+        Scope(line["cell"]["workers"], line["cell"]["size"], line["cell"]["steps"])
         for line in lines
         if line["cell"]["kind"] == "training"
     }
-    for place in sorted(shown, key=lambda place: (place.size, place.workers, place.steps)):
-        print(f"{place.size}, {place.workers} workers, {place.steps:,} steps")
+    for scope in sorted(shown, key=lambda scope: (scope.size, scope.workers, scope.steps)):
+        print(f"{scope.size}, {scope.workers} workers, {scope.steps:,} steps")
         for made in (settings, table, whole):
-            print("\n".join(made(lines, place)))
+            print("\n".join(made(lines, scope)))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from benchmarks.common import parser_for, save, summary, surroundings, turns_ms
+from benchmarks.common import interleaved_ms, parser_for, save, summary, surroundings
 from thinwire.core.feedback import (
     Fold,
     commit_list_,
@@ -129,7 +129,7 @@ def measure(numel: int, densities: list[float], value_bits: int, repeats: int) -
         # the reference is slow, and as much slower at one density as at another
         works_of = contenders(grad, density, value_bits, with_reference=density == densities[0])
         for operation, works in works_of.items():
-            times, word = summary(turns_ms(works, numel, repeats))
+            times, word = summary(interleaved_ms(works, numel, repeats))
             rows.append({"density": density, "operation": operation, **word.floors(5), **times})
     return {
         "numel": numel,

@@ -66,7 +66,7 @@ def seconds(work: Work) -> float:
     return time.perf_counter() - begin
 
 
-def turns_ms(works: dict[str, Work], numel: int, repeats: int) -> dict[str, list[float]]:
+def interleaved_ms(works: dict[str, Work], numel: int, repeats: int) -> dict[str, list[float]]:
     """Times of works that take turns, A B C, A B C, ...; copying and adding `numel` float32 are
     among them.
     """
@@ -95,10 +95,10 @@ class Word(NamedTuple):
 
 
 def summary(
-    turns: dict[str, list[float]], statistic: Callable[[list[float]], float] = statistics.median
+    times_ms: dict[str, list[float]], statistic: Callable[[list[float]], float] = statistics.median
 ) -> tuple[dict[str, float], Word]:
     """The statistic of every work, and what the memory can do."""
-    times = {name: statistic(values) for name, values in turns.items()}
+    times = {name: statistic(values) for name, values in times_ms.items()}
     return times, Word(copying=times.pop("copy") / 2, adding=times.pop("add") / 3)
 
 

@@ -54,10 +54,10 @@ def silent() -> Iterator[str]:
 
 
 def refused(
-    place: Callable[[], contextlib.AbstractContextManager[str]], token: bytes, deadline_s: float
+    host: Callable[[], contextlib.AbstractContextManager[str]], token: bytes, deadline_s: float
 ) -> float:
     """Seconds from the deadline to the error."""
-    with place() as address:
+    with host() as address:
         begun = time.monotonic()
         try:
             connect(address, "run", token, timedelta(seconds=TIMEOUT_S))

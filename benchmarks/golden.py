@@ -61,7 +61,9 @@ def measured() -> dict[str, Any]:
         for number, (name, (function, given, size)) in enumerate(everything.items(), 1):
             print(f"{number} of {len(everything)}: {name}", file=sys.stderr)
             answers = pool.run(function, *given, size=size, expect_errors=True, timeout_s=300)
-            found[name] = [list(each) if isinstance(each, tuple) else str(each) for each in answers]
+            found[name] = [
+                list(answer) if isinstance(answer, tuple) else str(answer) for answer in answers
+            ]
     finally:
         pool.close()
     return found

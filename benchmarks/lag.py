@@ -244,11 +244,11 @@ def train(cell: Cell, evaluations: int = 15) -> dict[str, Any]:
 @contextlib.contextmanager
 def _texts(cell: Cell) -> Iterator[tuple[list[NextByte], NextByte]]:
     """The batches of every rank, and the part that is evaluated."""
-    place = {key: value for key, value in asdict(cell).items() if key != "variant"}
+    given = {key: value for key, value in asdict(cell).items() if key != "variant"}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            config = configured(evidence.Cell(**place, **as_it_is("dense", "sgd")), Path(folder))
+            config = configured(evidence.Cell(**given, **as_it_is("dense", "sgd")), Path(folder))
             assert isinstance(config.model, ModelSize)
             texts = [
                 NextByte(config, config.model, rank, world, torch.device("cpu"))
@@ -265,20 +265,20 @@ def table(lines: Iterable[Mapping[str, Any]], size: str, workers: int, steps: in
     trained: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for line in lines:
         cell = line["cell"]
-        place = (cell["kind"], cell["size"], cell["workers"], cell["steps"])
-        if place == ("training", size, workers, steps):
+        key = (cell["kind"], cell["size"], cell["workers"], cell["steps"])
+        if key == ("training", size, workers, steps):
             trained[cell["variant"]].append(line)
     dense = {line["cell"]["seed"]: line["loss"] for line in trained["dense"] if line["loss"]}
     for name, variant in VARIANTS.items():
-        mine = [line for line in trained[name] if line["loss"] and line["cell"]["seed"] in dense]
+        runs = [line for line in trained[name] if line["loss"] and line["cell"]["seed"] in dense]
         diverged = sum(line["loss"] is None for line in trained[name])
-        if mine:
-            loss = fmean(line["loss"] for line in mine)
-            beside = fmean(dense[line["cell"]["seed"]] for line in mine)
-            share = fmean(line["sent_share"] for line in mine)
-            seeds = f"{len(mine)}, {diverged} diverged" if diverged else f"{len(mine)}"
+        if runs:
+            loss = fmean(line["loss"] for line in runs)
+            beside = fmean(dense[line["cell"]["seed"]] for line in runs)
+            share = fmean(line["sent_share"] for line in runs)
+            seeds = f"{len(runs)}, {diverged} diverged" if diverged else f"{len(runs)}"
             text.append(
-                f"| {name} | {variant.says}: {100 * share:.3g} % | {mine[0]['cell']['lr']:g} "
+                f"| {name} | {variant.says}: {100 * share:.3g} % | {runs[0]['cell']['lr']:g} "
                 f"| {seeds} | {loss:.3f} | {100 * (loss / beside - 1):+.1f} % |"
             )
     return text

@@ -51,9 +51,9 @@ def main() -> None:
     around, begin = surroundings(1), time.perf_counter()
     found: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
-        place = stack.enter_context(network(WORKERS, link)) if link.emulated else None
+        emulated = stack.enter_context(network(WORKERS, link)) if link.emulated else None
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for event in run_workers(job, WORKERS, place, folder / "run"):
+        for event in run_workers(job, WORKERS, emulated, folder / "run"):
             if event["event"] == "said":
                 print(f"{time.perf_counter() - begin:6.0f} s  {event['text']}", flush=True)
             found = event

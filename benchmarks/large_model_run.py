@@ -107,7 +107,7 @@ class Run:
         engine.close()
 
     @contextmanager
-    def _timed(self, what: str) -> Iterator[Any]:
+    def _timed(self, label: str) -> Iterator[Any]:
         """A row of the result: from here to the call of what is given."""
         dist.barrier()
         sent, begin = _sent_bytes(), time.perf_counter()
@@ -115,11 +115,11 @@ class Run:
         def done() -> None:
             seconds = time.perf_counter() - begin
             self.rows.append(
-                {"what": what, "seconds": round(seconds, 2), "bytes_sent": _sent_bytes() - sent}
+                {"what": label, "seconds": round(seconds, 2), "bytes_sent": _sent_bytes() - sent}
             )
 
         yield done
-        self.say(f"{what}: {self.rows[-1]['seconds']} s")
+        self.say(f"{label}: {self.rows[-1]['seconds']} s")
 
     def _compile(self) -> None:
         """Kernels are compiled before any clock starts."""

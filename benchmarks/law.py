@@ -341,7 +341,7 @@ def fit_table(lines: Iterable[Mapping[str, Any]]) -> list[str]:
         for workers, gap in found.points:
             of_k[workers].append(gap)
         few = " (few)" if found.rounds < _FEWEST_ROUNDS else ""
-        told = ", ".join(f"{k}: {fmean(each):+.1%}" for k, each in sorted(of_k.items()))
+        gaps_text = ", ".join(f"{k}: {fmean(values):+.1%}" for k, values in sorted(of_k.items()))
         interval_text = (
             f"{slope:.4f} +- {half:.4f}" if half < math.inf else f"{slope:.4f} (one run)"
         )
@@ -354,13 +354,13 @@ def fit_table(lines: Iterable[Mapping[str, Any]]) -> list[str]:
             f"{found.rounds}{few}",
             interval_text,
             f"{beta(optimizer, found.numel):.4f}",
-            told,
+            gaps_text,
         ]
         text.append("| " + " | ".join(cells) + " |")
     for (optimizer, interval, bits), sizes in by_size.items():
         positive = [(math.log(numel), math.log(slope)) for numel, slope in sizes if slope > 0]
         if len({x for x, _ in positive}) > 2:
-            mx, my = (fmean(each) for each in zip(*positive, strict=True))
+            mx, my = (fmean(values) for values in zip(*positive, strict=True))
             power = sum((x - mx) * (y - my) for x, y in positive)
             power /= sum((x - mx) ** 2 for x, _ in positive)
             factor = math.exp(my - power * mx)
@@ -389,7 +389,7 @@ def prediction(size: str, intervals: Sequence[int], bits: Sequence[int]) -> list
                 gap = loss_gap("muon-local", document, "muon", numel, workers)
                 numbers = [law("muon", numel, workers), gap.low, gap.mid, gap.high]
                 cells = [str(interval), str(value_bits), str(workers)]
-                cells += [f"{100 * each:+.2f} %" for each in numbers]
+                cells += [f"{100 * part:+.2f} %" for part in numbers]
                 text.append("| " + " | ".join(cells) + " |")
     command = (
         f"python -m benchmarks.law --size {size} --device cuda --workers 2 4 8 --interval "

@@ -82,12 +82,12 @@ def compiled_again(result: Any) -> float:
     return float(sum(row["compiled"] for row in result["steps_s"] if row["cache"] == "warm"))
 
 
-def peak(who: str, other: str) -> Callable[[Any], float]:
+def peak(name: str, other: str) -> Callable[[Any], float]:
     """The memory of one contender at its peak, over that of another."""
 
     def value(result: Any) -> float:
         words = {row["name"]: row["peak"] for row in result["rows"]}
-        return float(words[who] / words[other])
+        return float(words[name] / words[other])
 
     return value
 

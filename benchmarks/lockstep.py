@@ -27,7 +27,7 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.turn = threading.Condition()
+        self.condition = threading.Condition()
         self._given: dict[int, list[Tensor | None]] = {}
         self._left: dict[int, int] = {}
         self._failed = False
@@ -48,25 +48,25 @@ class Ranks:
             self._left.clear()
 
     def _worked(self, work: Callable[[int], T], rank: int) -> T:
-        with self.turn, torch.no_grad():
+        with self.condition, torch.no_grad():
             try:
                 return work(rank)
             except BaseException:
                 self._failed = True
                 raise
             finally:
-                self.turn.notify_all()
+                self.condition.notify_all()
 
     def give(self, number: int, rank: int, part: Tensor) -> None:
         """This rank's part of a collective."""
         self._given.setdefault(number, [None] * self.size)[rank] = part.clone()
         self._left.setdefault(number, self.size)
-        self.turn.notify_all()
+        self.condition.notify_all()
 
     def all_of(self, number: int) -> list[Tensor]:
         """What all have given, once they have; every rank asks once."""
         parts = self._given[number]
-        self.turn.wait_for(lambda: self._failed or all(part is not None for part in parts))
+        self.condition.wait_for(lambda: self._failed or all(part is not None for part in parts))
         found = [part for part in parts if part is not None]
         if len(found) < self.size:
             raise RuntimeError("another rank of this process has failed")
@@ -162,8 +162,8 @@ class LocalRanks:
         return {
             "counters": [self.steps, self.rounds, self._last],
             "ranks": [
-                [each.anchors, each.momentum, each.kept, {"": each.sketches}]
-                for each in self.averagings
+                [averaging.anchors, averaging.momentum, averaging.kept, {"": averaging.sketches}]
+                for averaging in self.averagings
             ],
         }
 

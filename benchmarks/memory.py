@@ -315,8 +315,8 @@ def race(name: str, size: str, steps: int, threads: int) -> dict[str, Any]:
             json.loads(Path(folder, f"{rank}.json").read_text(encoding="ascii"))
             for rank in range(ranks_of(name))
         ]
-    figures = {key: max(each[key] for each in ranks) for key in ("peak", "resident", "kept")}
-    settled = all(each["peak_is_of_steps"] for each in ranks)
+    figures = {key: max(report[key] for report in ranks) for key in ("peak", "resident", "kept")}
+    settled = all(report["peak_is_of_steps"] for report in ranks)
     return {"name": name, "numel": ranks[0]["numel"], "peak_is_of_steps": settled, **figures}
 
 

@@ -78,7 +78,7 @@ def steps_ms(size: str, repeats: int) -> dict[str, float]:
             begun = time.process_time()
             step()
             taken[name].append(1e3 * (time.process_time() - begun))
-    return {name: median(each) for name, each in taken.items()}
+    return {name: median(times) for name, times in taken.items()}
 
 
 def errors(rank: int) -> dict[str, float]:
@@ -122,11 +122,11 @@ def sharded_steps(rank: int, ranks: int, folder: str, sizes: tuple[str, ...], re
                 dist.barrier()
                 wall[name].append(1e3 * (time.perf_counter() - begun))
         # the first makes buffers and groups
-        row = {f"{name}, all ranks": median(each[1:]) for name, each in wall.items()}
-        mine = {f"{name}, processor of a rank": median(each[1:]) for name, each in work.items()}
+        row = {f"{name}, all ranks": median(times[1:]) for name, times in wall.items()}
+        own = {f"{name}, processor of a rank": median(times[1:]) for name, times in work.items()}
         of_all: list[dict[str, float]] = [{}] * ranks
-        dist.all_gather_object(of_all, mine)
-        row |= {name: mean(each[name] for each in of_all) for name in mine}
+        dist.all_gather_object(of_all, own)
+        row |= {name: mean(row_of[name] for row_of in of_all) for name in own}
         for kind in ("all ranks", "processor of a rank"):
             row[f"share, {kind}"] = row[f"shards, {kind}"] / row[f"whole, {kind}"]
         found[size] = row
@@ -147,7 +147,7 @@ def printed(title: str, table: dict[str, dict[str, float]], form: str) -> None:
     """A line for each row."""
     print(title)
     for name, row in table.items():
-        print(" ", name, *(f"| {key} {form.format(each)}" for key, each in row.items()))
+        print(" ", name, *(f"| {key} {form.format(value)}" for key, value in row.items()))
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import Work, parser_for, save, summary, surroundings, turns_ms
+from benchmarks.common import Work, interleaved_ms, parser_for, save, summary, surroundings
 from thinwire import optim
 from thinwire.core.outer import OuterRule, outer_list_, outer_step_
 
@@ -133,23 +133,23 @@ def baselines() -> Iterator[tuple[str, Maker | None]]:
 def outer_steps(shapes: list[tuple[int, ...]], changes: list[Tensor]) -> dict[str, Work]:
     """SGD with Nesterov momentum on anchors, as local updates make it after an averaging."""
     rule = OuterRule(lr=0.7, momentum=0.9, nesterov=True)
-    places = {
-        who: [[torch.zeros(shape) for shape in shapes] for _ in range(2)]
-        for who in ("ours", "eager", "torch SGD")
+    buffers = {
+        contender: [[torch.zeros(shape) for shape in shapes] for _ in range(2)]
+        for contender in ("ours", "eager", "torch SGD")
     }
 
     def eager() -> None:
         for anchor, change, buffer in zip(
-            places["eager"][0], changes, places["eager"][1], strict=True
+            buffers["eager"][0], changes, buffers["eager"][1], strict=True
         ):
             anchor.sub_(outer_step_(change, buffer, rule))
 
-    params = [torch.nn.Parameter(anchor) for anchor in places["torch SGD"][0]]
+    params = [torch.nn.Parameter(anchor) for anchor in buffers["torch SGD"][0]]
     for param, change in zip(params, changes, strict=True):
         param.grad = change
     sgd = torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True, fused=True)
     return {
-        "ours": lambda: outer_list_(places["ours"][0], changes, places["ours"][1], rule),
+        "ours": lambda: outer_list_(buffers["ours"][0], changes, buffers["ours"][1], rule),
         "eager": eager,
         "torch SGD, fused": sgd.step,
     }
@@ -179,8 +179,8 @@ def measure(method: str, layout: str, numel: int, repeats: int) -> dict[str, obj
             name: step_of(make, shapes, grads) for name, make in makers.items() if make is not None
         }
     total = sum(grad.numel() for grad in grads)
-    turns = turns_ms(works, total, repeats)
-    (medians, word), (fastest, _) = summary(turns), summary(turns, min)
+    times_ms = interleaved_ms(works, total, repeats)
+    (medians, word), (fastest, _) = summary(times_ms), summary(times_ms, min)
     if not torch.equal(before, torch.stack(torch._foreach_norm(grads))):
         raise RuntimeError(
             "a contender has changed the gradients, which all of them share; leave it out"
@@ -206,23 +206,25 @@ def printed(result: dict[str, Any]) -> str:
     ]
     for row in result["rows"]:
         lines += [
-            f"| {row['method']} | {row['tensors']} | {who} | {cells(row, who)} |"
-            for who in row["milliseconds"]
+            f"| {row['method']} | {row['tensors']} | {contender} | {cells(row, contender)} |"
+            for contender in row["milliseconds"]
         ]
     return "\n".join(lines)
 
 
-def cells(row: dict[str, Any], who: str) -> str:
+def cells(row: dict[str, Any], contender: str) -> str:
     ms, fastest, floor = row["milliseconds"], row["fastest"], row["floor"]
-    if ms[who] is None:
+    if ms[contender] is None:
         return "not installed" + " | " * 5
     ratios = [
-        ms[who] / ms["ours"],
-        fastest[who] / fastest["ours"],
-        ms[who] / floor,
-        ms[who] / row["floor by adding"],
+        ms[contender] / ms["ours"],
+        fastest[contender] / fastest["ours"],
+        ms[contender] / floor,
+        ms[contender] / row["floor by adding"],
     ]
-    return " | ".join([*(f"{ratio:.2f}" for ratio in ratios), f"{ms[who]:.1f}", f"{floor:.1f}"])
+    return " | ".join(
+        [*(f"{ratio:.2f}" for ratio in ratios), f"{ms[contender]:.1f}", f"{floor:.1f}"]
+    )
 
 
 def main() -> None:

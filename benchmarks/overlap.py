@@ -71,10 +71,10 @@ def main() -> None:
 def run(config: dict[str, Any], link: Link) -> dict[str, Any]:
     """What rank 0 reports in the end."""
     with contextlib.ExitStack() as stack:
-        place = stack.enter_context(network(WORKERS, link)) if link.emulated else None
+        emulated = stack.enter_context(network(WORKERS, link)) if link.emulated else None
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        job = Job(task="benchmarks.overlap_run:Turns", config=config, timeout_s=120)
-        *_, last = run_workers(job, WORKERS, place, folder / "run")
+        job = Job(task="benchmarks.overlap_run:Contenders", config=config, timeout_s=120)
+        *_, last = run_workers(job, WORKERS, emulated, folder / "run")
     return dict(last)
 
 
@@ -105,13 +105,12 @@ def printed_costs(result: Any) -> str:
         "with it |",
         "|---|---|---|---|---|---|",
     ]
-    for each in result["rows"]:
+    for row in result["rows"]:
         cells = [
-            f"{each[key]:.0f} ms | {each[f'{key} added']:+.1f} ms, "
-            f"{each[f'{key} added, share']:+.1%}"
+            f"{row[key]:.0f} ms | {row[f'{key} added']:+.1f} ms, {row[f'{key} added, share']:+.1%}"
             for key in ("milliseconds", "cpu_milliseconds")
         ]
-        lines.append(f"| {each['name']} | {' | '.join(cells)} | {each['waits']:.0f} ms |")
+        lines.append(f"| {row['name']} | {' | '.join(cells)} | {row['waits']:.0f} ms |")
     return "\n".join(lines)
 
 
@@ -128,12 +127,12 @@ def row(name: str, found: dict[str, Any]) -> dict[str, Any]:
     counts = sorted({len(step) for step in steps})
     ways = [
         {
-            "milliseconds": statistics.median(step[place][0] for step in steps),
+            "milliseconds": statistics.median(step[index][0] for step in steps),
             "hidden": statistics.median(
-                step[place][1] / step[place][0] for step in steps if step[place][0] > 0
+                step[index][1] / step[index][0] for step in steps if step[index][0] > 0
             ),
         }
-        for place in range(min(counts, default=0))
+        for index in range(min(counts, default=0))
     ]
     shares = [sum(hidden for _, hidden in step) / sum(way for way, _ in step) for step in steps]
     return {
@@ -155,13 +154,13 @@ def printed(result: Any) -> str:
         "| step |",
         "|---|---|---|---|---|---|",
     ]
-    for each in result["rows"]:
-        hidden = "" if each["hidden"] is None else f"{each['hidden']:.0%}"
-        shares = " ".join(f"{way['hidden']:.2f}" for way in each["buckets"][:12])
-        more = f" and {len(each['buckets']) - 12} more" if len(each["buckets"]) > 12 else ""
+    for row in result["rows"]:
+        hidden = "" if row["hidden"] is None else f"{row['hidden']:.0%}"
+        shares = " ".join(f"{way['hidden']:.2f}" for way in row["buckets"][:12])
+        more = f" and {len(row['buckets']) - 12} more" if len(row["buckets"]) > 12 else ""
         lines.append(
-            f"| {each['name']} | {each['over DDP']:.2f} | {each['over bare']:.2f} | {hidden} | "
-            f"{shares}{more} | {each['milliseconds']:.0f} ms |"
+            f"| {row['name']} | {row['over DDP']:.2f} | {row['over bare']:.2f} | {hidden} | "
+            f"{shares}{more} | {row['milliseconds']:.0f} ms |"
         )
     return "\n".join(lines)
 

@@ -20,7 +20,7 @@ from thinwire.exchange.overlap import Overlap
 from thinwire.optim import DGCMomentum
 from thinwire.tools.run.launch import Events
 
-__all__ = ["DEFAULT_MB", "WITHOUT", "Turns", "build_model"]
+__all__ = ["DEFAULT_MB", "WITHOUT", "Contenders", "build_model"]
 
 DEFAULT_MB = 25
 MIB = 2**20
@@ -111,7 +111,7 @@ def watched_groups(watch: Watch) -> Iterator[None]:
         Group._launched = plain  # type: ignore[method-assign]
 
 
-class Turns:
+class Contenders:
     """The task of a rank."""
 
     def __init__(self, config: Mapping[str, Any], events: Events) -> None:
@@ -138,23 +138,23 @@ class Turns:
         waits: dict[str, list[float]] = {name: [] for name in self.engines}
         ways: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in self.steps}
         with watched_groups(self.watch):
-            for turn in range(UNTIMED + self.config["repeats"]):
+            for number in range(UNTIMED + self.config["repeats"]):
                 for name in self.steps:
                     begin, waited = time.process_time(), self._waited(name)
                     seconds = self._step(name)
-                    if turn >= UNTIMED and name in waits:
+                    if number >= UNTIMED and name in waits:
                         waits[name].append(1e3 * (self._waited(name) - waited))
-                    if turn >= UNTIMED:
+                    if number >= UNTIMED:
                         busy[name].append(1e3 * (time.process_time() - begin))
                         times[name].append(1e3 * seconds)
                         ways[name].append(
                             [(1e3 * way, 1e3 * hidden) for way, hidden in self.watch.hidden()]
                         )
-                self.events.write("round", turn=turn)
+                self.events.write("round", number=number)
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, times)
         slower = {
-            name: [max(t) for t in zip(*(each[name] for each in everybody), strict=True)]
+            name: [max(t) for t in zip(*(row[name] for row in everybody), strict=True)]
             for name in times
         }
         params = sum(p.numel() for p in self._model().parameters())
@@ -242,10 +242,10 @@ class Turns:
                 parts.overlap.remove()
                 parts.overlap = None
 
-        turns = {f"{name}, {mb} MiB": partial(cut, mb) for mb in self.config["bucket_mb"]}
-        turns[f"{name}, after the backward pass"] = partial(cut, DEFAULT_MB, early=False)
-        self.choose |= turns
-        self.steps |= {turn: partial(engine.train_step, self.x, self.y) for turn in turns}
+        cuts = {f"{name}, {mb} MiB": partial(cut, mb) for mb in self.config["bucket_mb"]}
+        cuts[f"{name}, after the backward pass"] = partial(cut, DEFAULT_MB, early=False)
+        self.choose |= cuts
+        self.steps |= {name: partial(engine.train_step, self.x, self.y) for name in cuts}
 
     def _watch_end(self, model: nn.Module) -> None:
         """The first layer's gradients are the last to come."""

@@ -36,11 +36,11 @@ _FEWEST_STEPS, _ROUNDS = 10, 3
 _WITHIN = 1.1
 RESULTS = Path(__file__).parent / "results"
 LINES = RESULTS / "plan_check.jsonl"
-Place = tuple[int, str, str]
+Case = tuple[int, str, str]
 """Ranks, rate and latency of a link."""
 
 
-def places() -> list[Place]:
+def cases() -> list[Case]:
     """Workers, rate and latency, mixed, so that an interrupted run has seen some of each kind."""
     every = [(w, rate, latency) for w in WORKERS for rate in RATES for latency in LATENCIES]
     return random.Random(0).sample(every, len(every))
@@ -82,41 +82,41 @@ def measured_step(name: str, workers: int, rate: str, latency: str) -> dict[str,
     return measured(cell)
 
 
-def measure(lines: Path, chosen: Sequence[Place]) -> None:
+def measure(lines: Path, chosen: Sequence[Case]) -> None:
     """Make what is missing."""
-    known = {(*_place(line), line["kind"]) for line in json_lines(lines)}
-    for place in chosen:
-        workers, rate, latency = place
+    known = {(*_case(line), line["kind"]) for line in json_lines(lines)}
+    for case in chosen:
+        workers, rate, latency = case
         for kind in ("probe", *STRATEGIES):
-            if (*place, kind) in known:
+            if (*case, kind) in known:
                 continue
             begin_s = time.monotonic()
             line = {"workers": workers, "rate": rate, "latency": latency, "kind": kind}
             if kind == "probe":
                 with tempfile.TemporaryDirectory() as folder:
-                    line["probe"] = probed(*place, Path(folder))
+                    line["probe"] = probed(*case, Path(folder))
             else:
-                line |= measured_step(kind, *place)
+                line |= measured_step(kind, *case)
             line["load"] = round(os.getloadavg()[0], 1)
             with lines.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             took_s = time.monotonic() - begin_s
-            print(f"{place} {kind}: {line.get('step_ms')} ({took_s:.0f} s)", flush=True)
+            print(f"{case} {kind}: {line.get('step_ms')} ({took_s:.0f} s)", flush=True)
 
 
 def compared(lines: Path) -> list[dict[str, Any]]:
     """Every step that was measured, beside what the plan expects from the probe."""
     known = json_lines(lines)
-    plans = {_place(line): predicted(line["probe"]) for line in known if line["kind"] == "probe"}
+    plans = {_case(line): predicted(line["probe"]) for line in known if line["kind"] == "probe"}
     found = []
     for line in known:
-        if line["kind"] == "probe" or _place(line) not in plans:
+        if line["kind"] == "probe" or _case(line) not in plans:
             continue
         seconds = line["step_ms"] / 1e3
-        low, mid, high = plans[_place(line)][line["kind"]].step_seconds
+        low, mid, high = plans[_case(line)][line["kind"]].step_seconds
         found.append(
             {
-                "place": _place(line),
+                "place": _case(line),
                 "strategy": line["kind"],
                 "predicted_s": mid,
                 "measured_s": seconds,
@@ -127,7 +127,7 @@ def compared(lines: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _place(line: Mapping[str, Any]) -> Place:
+def _case(line: Mapping[str, Any]) -> Case:
     return line["workers"], line["rate"], line["latency"]
 
 
@@ -156,20 +156,20 @@ def table(lines: Path) -> str:
         "| ranks | link | latency | " + " | ".join(STRATEGIES) + " |",
         "|---" * (3 + len(STRATEGIES)) + "|",
     ]
-    for place in sorted(cells, key=lambda c: (c[0], RATES.index(c[1]), LATENCIES.index(c[2]))):
-        of = {row["strategy"]: row for row in _of(rows, place)}
+    for case in sorted(cells, key=lambda c: (c[0], RATES.index(c[1]), LATENCIES.index(c[2]))):
+        of = {row["strategy"]: row for row in _of(rows, case)}
         shown = [f"{100 * of[name]['error']:+.0f} %" if name in of else "" for name in STRATEGIES]
-        text.append(f"| {place[0]} | {place[1]} | {place[2]} | " + " | ".join(shown) + " |")
+        text.append(f"| {case[0]} | {case[1]} | {case[2]} | " + " | ".join(shown) + " |")
     medians = []
     for name in STRATEGIES:
-        mine = [abs(row["error"]) for row in rows if row["strategy"] == name]
-        medians.append(_percent(statistics.median(mine)) if mine else "")
+        errors = [abs(row["error"]) for row in rows if row["strategy"] == name]
+        medians.append(_percent(statistics.median(errors)) if errors else "")
     text.append("| median | | | " + " | ".join(medians) + " |")
     return "\n".join([*text, ""])
 
 
-def _of(rows: list[dict[str, Any]], place: Place) -> list[dict[str, Any]]:
-    return [row for row in rows if row["place"] == place]
+def _of(rows: list[dict[str, Any]], case: Case) -> list[dict[str, Any]]:
+    return [row for row in rows if row["place"] == case]
 
 
 def _fastest_is_fast(rows: list[dict[str, Any]]) -> bool:
@@ -194,7 +194,7 @@ def main() -> None:
     if given.part == "measure":
         chosen = [
             (w, rate, latency)
-            for w, rate, latency in places()
+            for w, rate, latency in cases()
             if w in given.workers and rate in given.rates and latency in given.latencies
         ]
         measure(given.lines, chosen)

@@ -60,24 +60,24 @@ def measured(lines: Iterable[Line]) -> list[dict[str, Any]]:
             and cell["size"] not in _TOO_SMALL
             and line.get("loss") is not None
         ):
-            place = {key: cell[key] for key in ("workers", "size", "options", "optimizer")}
-            place["method"] = _method(cell)
-            by_setting[json.dumps(place, sort_keys=True)].append(line)
+            setting = {key: cell[key] for key in ("workers", "size", "options", "optimizer")}
+            setting["method"] = _method(cell)
+            by_setting[json.dumps(setting, sort_keys=True)].append(line)
     runs = {key: _best(of_setting) for key, of_setting in by_setting.items()}
     found = []
     for key, kinds in runs.items():
-        place = json.loads(key)
-        if place["method"] in ("dense", *LEFT_OUT):
+        setting = json.loads(key)
+        if setting["method"] in ("dense", *LEFT_OUT):
             continue
-        today = _settings(STRATEGIES[place["method"]].options)
-        if ("sent" in today) != ("sent" in _settings(place["options"])):
+        today = _settings(STRATEGIES[setting["method"]].options)
+        if ("sent" in today) != ("sent" in _settings(setting["options"])):
             continue  # what that strategy was before it compressed otherwise
-        name = "dense-muon" if place["optimizer"] == "muon" else "dense"
+        name = "dense-muon" if setting["optimizer"] == "muon" else "dense"
         yardstick = {"method": name, "options": {}}
-        dense = runs.get(json.dumps({**place, **yardstick}, sort_keys=True), {})
+        dense = runs.get(json.dumps({**setting, **yardstick}, sort_keys=True), {})
         for kind in ("training", "tuning"):
             if kind in kinds and kind in dense:
-                found.append(_entry(place, kind, kinds[kind], dense[kind]))
+                found.append(_entry(setting, kind, kinds[kind], dense[kind]))
                 break
     return found
 
@@ -100,27 +100,27 @@ def _best(lines: Sequence[Line]) -> dict[str, list[Line]]:
 
 
 def _entry(
-    place: Mapping[str, Any], kind: str, own: Sequence[Line], dense: Sequence[Line]
+    setting: Mapping[str, Any], kind: str, own: Sequence[Line], dense: Sequence[Line]
 ) -> dict[str, Any]:
     seeds = {line["cell"]["seed"] for line in own} & {line["cell"]["seed"] for line in dense}
     own = [line for line in own if line["cell"]["seed"] in seeds]
     dense = [line for line in dense if line["cell"]["seed"] in seeds]
-    settings = _settings(place["options"])
+    settings = _settings(setting["options"])
     shares = [
         _share(one["losses"], beside["losses"])
         for one in own
         for beside in dense
         if one["cell"]["seed"] == beside["cell"]["seed"]
     ]
-    seeds_told = f"{len(shares)} seed{'s' * (len(shares) > 1)}"
-    part = f"held-out part, {seeds_told}" if kind == "training" else "validation part"
+    seeds_text = f"{len(shares)} seed{'s' * (len(shares) > 1)}"
+    part = f"held-out part, {seeds_text}" if kind == "training" else "validation part"
     return {
-        "method": place["method"],
-        "workers": place["workers"],
+        "method": setting["method"],
+        "workers": setting["workers"],
         **settings,
         "progress": round(fmean(shares), 3),
-        "source": f"benchmarks/results/evidence.jsonl: {place['size']} model, {STEPS:,} steps, "
-        f"{place['workers']} ranks, {part}, over dense with the same optimizer",
+        "source": f"benchmarks/results/evidence.jsonl: {setting['size']} model, {STEPS:,} steps, "
+        f"{setting['workers']} ranks, {part}, over dense with the same optimizer",
     }
 
 
@@ -155,23 +155,23 @@ def merged(priors: Sequence[Mapping[str, Any]], new: Sequence[dict[str, Any]]) -
     for prior in priors:
         beside_it = [run for run in in_time if run["workers"] == prior["workers"]]
         own = [run for run in beside_it if run["method"] == prior["method"]]
-        if any(_place(prior).items() <= _place(run).items() for run in own):
+        if any(_setting(prior).items() <= _setting(run).items() for run in own):
             continue
         relative = RELATIVES.get(prior["method"])
         runs = own or [run for run in beside_it if run["method"] == relative]
-        scale, told = 1.0, f"{PRIOR}, not measured here"
+        scale, source = 1.0, f"{PRIOR}, not measured here"
         if runs:
             run = min(runs, key=lambda run: abs(log(run["k_steps"] / prior["k_steps"])))
-            of_run = [each for each in priors if each["method"] == run["method"]]
-            beside = min(of_run, key=lambda each: abs(log(each["k_steps"] / run["k_steps"])))
+            of_run = [prior for prior in priors if prior["method"] == run["method"]]
+            beside = min(of_run, key=lambda prior: abs(log(prior["k_steps"] / run["k_steps"])))
             scale = run["progress"] / beside["progress"]
-            told = f"{PRIOR}, scaled by {scale:.2f} as {run['method']} was at k_steps="
-            told += f"{run['k_steps']} in benchmarks/results/evidence.jsonl"
-        found.append({**prior, "progress": round(prior["progress"] * scale, 3), "source": told})
+            source = f"{PRIOR}, scaled by {scale:.2f} as {run['method']} was at k_steps="
+            source += f"{run['k_steps']} in benchmarks/results/evidence.jsonl"
+        found.append({**prior, "progress": round(prior["progress"] * scale, 3), "source": source})
     return [*found, *new]
 
 
-def _place(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _setting(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if key not in ("progress", "source")}
 
 

@@ -160,19 +160,19 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     names = list(dict.fromkeys(row["method"] for row in result["rows"]))
     figure, axes = plt.subplots(2, len(result["networks"]), figsize=(13, 8), sharex=True)
     for column, (network, words) in enumerate(result["networks"].items()):
-        for place, name in enumerate(names):
-            mine = [r for r in result["rows"] if (r["network"], r["method"]) == (network, name)]
-            ranks = [row["ranks"] for row in mine]
-            style = {"label": name, "color": f"C{place}", "marker": ".", "linewidth": 1.2}
-            axes[0][column].loglog(ranks, [row["step_s"] for row in mine], **style)
-            axes[1][column].loglog(ranks, [row["line_bytes"] for row in mine], **style)
+        for index, name in enumerate(names):
+            own = [r for r in result["rows"] if (r["network"], r["method"]) == (network, name)]
+            ranks = [row["ranks"] for row in own]
+            style = {"label": name, "color": f"C{index}", "marker": ".", "linewidth": 1.2}
+            axes[0][column].loglog(ranks, [row["step_s"] for row in own], **style)
+            axes[1][column].loglog(ranks, [row["line_bytes"] for row in own], **style)
         axes[0][column].set_title(words.replace(": ", ":\n", 1), fontsize=9)
         axes[1][column].set_xlabel("ranks")
     axes[0][0].set_ylabel("seconds a step")
     axes[1][0].set_ylabel("bytes a step on a rank's line")
-    for each in axes.flat:
-        each.minorticks_off()
-        each.grid(alpha=0.3)
+    for axis in axes.flat:
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=4, frameon=False, fontsize=9)
     figure.tight_layout(rect=(0, 0.07, 1, 1))

@@ -176,8 +176,8 @@ def measured(ranks: int, net: Network | None, repeats: int) -> list[dict[str, An
         found: dict[int, Any] = {}
         while len(found) < ranks:
             with contextlib.suppress(queue.Empty):
-                rank, told = answers.get(timeout=5)
-                found[rank] = told
+                rank, report = answers.get(timeout=5)
+                found[rank] = report
             if any(process.exitcode for process in processes):
                 raise RuntimeError(f"a rank of {ranks} failed; what it said is above")
         for process in processes:
@@ -188,7 +188,7 @@ def measured(ranks: int, net: Network | None, repeats: int) -> list[dict[str, An
 def rows(ranks: int, link: Link, repeats: int) -> list[dict[str, Any]]:
     alone = measured(ranks, None, max(repeats, 3))
     alone_s = {
-        name: statistics.median(map(max, zip(*(each[name][0] for each in alone), strict=True)))
+        name: statistics.median(map(max, zip(*(report[name][0] for report in alone), strict=True)))
         for name in alone[0]
     }
     with network(ranks, link) as net:
@@ -202,8 +202,8 @@ def rows(ranks: int, link: Link, repeats: int) -> list[dict[str, Any]]:
         whole_s = alone_s.get(name, alone_s["DGC 10 %, gather"])
         lines = switch(ranks, link.rate_bit_s, link.latency_s)
         outcome = simulate(method, lines, step_s=whole_s / method.between, steps=method.between)
-        slowest = [max(each[name][0][i] for each in found) for i in range(repeats)]
-        sent = [[each[name][1][i] for each in found] for i in range(repeats)]
+        slowest = [max(report[name][0][i] for report in found) for i in range(repeats)]
+        sent = [[report[name][1][i] for report in found] for i in range(repeats)]
         made.append(
             {
                 "ranks": ranks,
@@ -214,7 +214,7 @@ def rows(ranks: int, link: Link, repeats: int) -> list[dict[str, Any]]:
                 "all_s": slowest,
                 "alone_s": whole_s,
                 "bytes": int(outcome.given.max()),
-                "bytes_equal": all(each == outcome.given.tolist() for each in sent),
+                "bytes_equal": all(report == outcome.given.tolist() for report in sent),
             }
         )
     return made
@@ -243,10 +243,10 @@ def main() -> None:
     parser.set_defaults(repeats=3)
     arguments = parser.parse_args()
     repeats = 1 if arguments.quick else arguments.repeats
-    places = [(2, "20mbit", "20ms")] if arguments.quick else list(PLACES)
+    cells = [(2, "20mbit", "20ms")] if arguments.quick else list(PLACES)
     found: list[dict[str, Any]] = []
     result = {**surroundings(repeats), "rows": found}
-    for ranks, rate, latency in places:
+    for ranks, rate, latency in cells:
         found += rows(ranks, Link.parse(rate, latency), repeats)
         print(printed({**result, "rows": found}).splitlines()[-1], flush=True)
         save(result, arguments.out)

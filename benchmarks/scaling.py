@@ -32,8 +32,8 @@ COUNTED = tuple(2**i for i in range(1, 11))
 
 
 def layout_of(numel: int, density: float) -> Layout:
-    each = numel // TENSORS
-    return Layout((Slot(each, count_sent(each, 1 - density)),) * TENSORS, 1)
+    numel_of = numel // TENSORS
+    return Layout((Slot(numel_of, count_sent(numel_of, 1 - density)),) * TENSORS, 1)
 
 
 def proposals(layout: Layout, source: int) -> dict[str, Proposed]:
@@ -57,10 +57,10 @@ def work(
     for exchange, node_size in ways:
         sources = sources_of(Group(), node_size)
         one_round = Round(sources, step=0)
-        mine = proposals(layout, sources.rank)
+        own = proposals(layout, sources.rank)
         context = one_round.context(0)
-        sending = send_entries(context, mine, value_bits=layout.value_bits, exchange=exchange)
-        one_round.launch(mine.keys(), together([sending]))
+        sending = send_entries(context, own, value_bits=layout.value_bits, exchange=exchange)
+        one_round.launch(own.keys(), together([sending]))
         one_round.finish()
         leaders = sources.leaders if isinstance(sources, Nodes) else sources
         found.append(None if leaders is None else (leaders.bytes_sent, leaders.bytes_received))
@@ -115,9 +115,9 @@ def _auto(layout: Layout, sources: int) -> str:
 
 def busiest(layout: Layout, sources: int, exchange: str) -> dict[str, int]:
     """Entries, each room for one, and bytes that the source which moves most sends and receives."""
-    each = messages(layout, exchange, sources)
-    owner = each.to_owners.index(max(each.to_owners)) if each.to_owners else 0
-    if each.to_owners:
+    sizes = messages(layout, exchange, sources)
+    owner = sizes.to_owners.index(max(sizes.to_owners)) if sizes.to_owners else 0
+    if sizes.to_owners:
         plan = split_plan(layout, sources)
         first, second = ([_entries(part) for part in parts] for parts in (plan.first, plan.second))
         entries = Messages(tuple(first), second[owner])
@@ -127,7 +127,7 @@ def busiest(layout: Layout, sources: int, exchange: str) -> dict[str, int]:
         received = entries.received(owner, sources)
     return {
         "entries": entries.sent(owner) + received,
-        "bytes": each.sent(owner) + each.received(owner, sources),
+        "bytes": sizes.sent(owner) + sizes.received(owner, sources),
     }
 
 
@@ -176,17 +176,17 @@ def printed(result: dict[str, Any]) -> str:
         f"auto | as ranks of nodes of {width}: bytes between nodes |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for each in result["counted"]:
-        gather, split, nodes = each["gather"], each["split"], each["nodes"]
+    for row in result["counted"]:
+        gather, split, nodes = row["gather"], row["split"], row["nodes"]
         cells = [
-            f"{each['sources']:,}",
+            f"{row['sources']:,}",
             *(
                 text
                 for way in (gather, split)
                 for text in (f"{way['entries'] / k:.2f} k", f"{way['bytes']:,}")
             ),
             f"{gather['bytes'] / split['bytes']:.2f}",
-            each["auto"],
+            row["auto"],
             "" if nodes is None else f"{nodes['bytes']:,} ({nodes['auto']})",
         ]
         lines.append("| " + " | ".join(cells) + " |")
@@ -205,8 +205,8 @@ def printed(result: dict[str, Any]) -> str:
         "|---|---|---|---|",
     ]
     lines += [
-        f"| {each['ranks']} | {each['node_size']} | {each['exchange']} | {each['bytes']:,} |"
-        for each in result["measured"]
+        f"| {row['ranks']} | {row['node_size']} | {row['exchange']} | {row['bytes']:,} |"
+        for row in result["measured"]
     ]
     return "\n".join(lines)
 

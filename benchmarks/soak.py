@@ -66,7 +66,7 @@ class Process:
     ids: list[str] = field(default_factory=list)
     entered: dict[str, int] = field(default_factory=dict)
     lines: list[dict[str, Any]] = field(default_factory=list)
-    heard: list[dict[str, Any]] = field(default_factory=list)
+    received: list[dict[str, Any]] = field(default_factory=list)
     inherited: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] | None = None
     fate: str = ""
@@ -214,8 +214,8 @@ class Soak:
                     one.entered[line["id"]] = line["step"]
                 case "averaged":
                     one.lines.append(line)
-                case "heard":
-                    one.heard.append(line)
+                case "received":
+                    one.received.append(line)
                 case "inherited":
                     one.inherited.append(line)
                 case "end":
@@ -223,7 +223,7 @@ class Soak:
                     self._look_at_end(one, line)
 
     def _look_at_end(self, one: Process, line: dict[str, Any]) -> None:
-        said = f"{line['error']}: {line['text']}" if line["error"] else "no error"
+        ending = f"{line['error']}: {line['text']}" if line["error"] else "no error"
         allowed = {
             "stopped": ("Evicted",),
             "cut": _CUT_OFF,
@@ -231,7 +231,7 @@ class Soak:
             "": ("",) if self.ending else (),
         }.get(one.fate, ())
         if line["error"] not in allowed:
-            self._problem(f"{one.number} ({one.fate or 'no fault'}) ended with {said}")
+            self._problem(f"{one.number} ({one.fate or 'no fault'}) ended with {ending}")
         if one.fate == "leaving" and not line["left"]:
             self._problem(f"{one.number} did not leave")
         for kind in ("sockets", "descriptors"):
@@ -241,19 +241,19 @@ class Soak:
                     f"the run, {line['before'][kind]} before it"
                 )
 
-    def _problem(self, told: str) -> None:
-        self._note(f"PROBLEM {told}")
-        self.problems.append(told)
+    def _problem(self, text: str) -> None:
+        self._note(f"PROBLEM {text}")
+        self.problems.append(text)
 
-    def _note(self, told: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} {told}", flush=True)
+    def _note(self, text: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
-    def _wait(self, until: Callable[[], bool], limit_s: float, what: str) -> None:
+    def _wait(self, until: Callable[[], bool], limit_s: float, action: str) -> None:
         end = time.monotonic() + limit_s
         while not until() and not self.problems:
             self._look()
             if time.monotonic() > end:
-                self._problem(f"{what} took more than {limit_s:g} s")
+                self._problem(f"{action} took more than {limit_s:g} s")
 
     def _settled(self) -> bool:
         """Whether the last fault is over: all who are there are in one generation again."""
@@ -311,18 +311,18 @@ class Soak:
                 (self.folder / "die-giving").touch()
                 self._start()
             case "join and kill":
-                newcomer = self._start()
-                self._after(0.0, partial(self._kill_beside, newcomer, victim))
+                joiner = self._start()
+                self._after(0.0, partial(self._kill_beside, joiner, victim))
         if few and kind in ("kill", "stop", "cut", "leave", "giver", "join and kill"):
             self._start()
 
     def _after(self, seconds: float, act: Callable[[], None]) -> None:
         self.later.append((time.monotonic() + seconds, act))
 
-    def _kill_beside(self, newcomer: Process, victim: Process) -> None:
+    def _kill_beside(self, joiner: Process, victim: Process) -> None:
         """Kill a member a moment after a newcomer has come."""
-        if not newcomer.ids:
-            self._after(_POLL_S, partial(self._kill_beside, newcomer, victim))
+        if not joiner.ids:
+            self._after(_POLL_S, partial(self._kill_beside, joiner, victim))
         else:
             self._after(self.dice.uniform(0.0, 3.0), partial(self._kill, victim))
 
@@ -352,16 +352,16 @@ class Soak:
     def trace(self, generations: dict[int, list[str]]) -> Trace:
         """Who took part in what, from what the members have told; differences are problems."""
         found = Trace(self.config)
-        told: dict[int, dict[int, list[tuple[Process, str]]]] = {}
+        by_step: dict[int, dict[int, list[tuple[Process, str]]]] = {}
         for one in self.all:
             for identity, step in one.entered.items():
                 found.seeds[identity], found.entered[identity] = one.number, step
             for line in one.lines:
-                by = told.setdefault(line["step"], {})
+                by = by_step.setdefault(line["step"], {})
                 by.setdefault(line["generation"], []).append((one, line["digest"]))
-        for step, by in sorted(told.items()):
+        for step, by in sorted(by_step.items()):
             # one that was lost may have heard an agreement which the others then made anew
-            lost = {n for n, those in by.items() if all(one.fate for one, _ in those)}
+            lost = {n for n, members in by.items() if all(one.fate for one, _ in members)}
             kept = [n for n in by if n not in lost] or [max(by)]
             digests = {text for n in kept for _, text in by[n]}
             if len(digests) != 1:
@@ -373,7 +373,7 @@ class Soak:
                 found.inherited.setdefault(line["step"], []).append(
                     (line["id"], line["of"], line["factor"])
                 )
-            for line in one.heard:
+            for line in one.received:
                 expected = found.digests.get(line["step"])
                 if expected != line["digest"]:
                     self._problem(f"newcomer {one.number} at step {line['step']}: other bits")
@@ -413,7 +413,7 @@ class Soak:
 
 
 @contextlib.contextmanager
-def _meeting_place(net: Network | None) -> Iterator[str]:
+def _host(net: Network | None) -> Iterator[str]:
     """`thinwire host` in a process of its own; its address."""
     fd = -1 if net is None else net.namespace_fds[0]
     bind = "127.0.0.1:0" if net is None else f"{net.addresses[0]}:29400"
@@ -434,10 +434,10 @@ def generations_of(net: Network | None, address: str) -> dict[int, list[str]]:
     """The members of every generation, by the store."""
 
     def read() -> dict[int, list[str]]:
-        board = Board(connect(address, RUN, None, timedelta(seconds=30)))
-        latest = board.get("gen")
+        view = Board(connect(address, RUN, None, timedelta(seconds=30)))
+        latest = view.get("gen")
         numbers = range(0 if latest is None else latest + 1)
-        return {n: board.get(f"members/{n}")["ids"] for n in numbers}
+        return {n: view.get(f"members/{n}")["ids"] for n in numbers}
 
     return read() if net is None else inside(net.namespace_fds[0], read)
 
@@ -464,7 +464,7 @@ def soak(
     with contextlib.ExitStack() as stack:
         link = Link.parse("none", latency)
         net = None if why else stack.enter_context(network(_SLOTS + 1, link))
-        address = stack.enter_context(_meeting_place(net))
+        address = stack.enter_context(_host(net))
         made = Soak(folder, seed, seconds, every_s, timeout_s, config, address, net, slack_s)
         begun = time.monotonic()
         made.run()

@@ -141,14 +141,14 @@ class _Member:
                 step, left = self._trained()
             except ThinwireError as refusal:
                 error, step, left = refusal, -1, False
-        told = {"error": "", "text": ""}
+        error_row = {"error": "", "text": ""}
         if error is not None:
-            told = {"error": type(error).__name__, "text": str(error)}
+            error_row = {"error": type(error).__name__, "text": str(error)}
             error.__traceback__ = error.__cause__ = error.__context__ = None
         self._members = None
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # what was there holds on to the members
         after = self._settled(before)
-        self._tell("end", step=step, left=left, before=before, after=after, **told)
+        self._tell("end", step=step, left=left, before=before, after=after, **error_row)
 
     def _trained(self) -> tuple[int, bool]:
         part, me = self._part, self._me
@@ -185,8 +185,8 @@ class _Member:
             self._losses.clear()
             self._tell("averaged", **about, loss=loss, gives=gives, **resources())
 
-    def _tell(self, what: str, **about: Any) -> None:
-        self._file.write(json.dumps({"what": what, "time": time.time(), **about}) + "\n")
+    def _tell(self, event: str, **about: Any) -> None:
+        self._file.write(json.dumps({"what": event, "time": time.time(), **about}) + "\n")
         self._file.flush()
 
     @contextlib.contextmanager
@@ -201,18 +201,18 @@ class _Member:
             assert self._members is not None, "joined"
             about = {"step": pending.step, "digest": digest(averaging, self._me.net)}
             if self._members.newcomer:
-                self._tell("heard", **about)
+                self._tell("received", **about)
                 return
             # the generation of the exchange, which may have been left since
             group = self._members.group
             self._committed = {**about, "generation": group.number, "size": group.size}
 
-        def taking(taker: Taker, at_most: int) -> Any:
+        def taking(recipient: Taker, at_most: int) -> Any:
             nonlocal taken
             taken += 1
             if taken == self._part.dies_taking:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return take(taker, at_most)
+            return take(recipient, at_most)
 
         def giving(line: Line, content: Any) -> None:
             with contextlib.suppress(FileNotFoundError):  # only one of them finds the file

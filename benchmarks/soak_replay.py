@@ -107,26 +107,26 @@ class _Member:
     @torch.no_grad()
     def begin_like(self, first: "_Member") -> None:
         """All begin with the model of the member of rank 0."""
-        for mine, theirs in zip(
+        for own, theirs in zip(
             [*self.model.params.values(), *self.model.buffers().values()],
             [*first.model.params.values(), *first.model.buffers().values()],
             strict=True,
         ):
-            mine.copy_(theirs)
+            own.copy_(theirs)
         self.averaging = self._fresh()
 
     @torch.no_grad()
-    def enter(self, step: int, giver: "_Member") -> None:
+    def enter(self, step: int, donor: "_Member") -> None:
         """Take what all hold alike; own errors and the optimizer's state begin anew."""
         self.step = step
         pairs = [
-            (self.averaging.anchors, giver.averaging.anchors),
-            (self.averaging.momentum, giver.averaging.momentum),
-            (self.model.buffers(), giver.model.buffers()),
-            (self.model.params, giver.averaging.anchors),
+            (self.averaging.anchors, donor.averaging.anchors),
+            (self.averaging.momentum, donor.averaging.momentum),
+            (self.model.buffers(), donor.model.buffers()),
+            (self.model.params, donor.averaging.anchors),
         ]
-        for mine, theirs in pairs:
-            for name, tensor in mine.items():
+        for own, theirs in pairs:
+            for name, tensor in own.items():
                 tensor.copy_(theirs[name])
 
     @torch.no_grad()
@@ -165,7 +165,7 @@ class Replayed:
 def undisturbed(trace: Trace) -> Trace:
     """As many averagings of those who began, to whom nothing happens."""
     founders = next(iter(trace.averagings.values()))
-    seeds = {each: trace.seeds[each] for each in founders}
+    seeds = {number: trace.seeds[number] for number in founders}
     return Trace(trace.config, seeds, averagings=dict.fromkeys(trace.averagings, founders))
 
 
@@ -184,15 +184,15 @@ def replay(trace: Trace) -> Replayed:
                 for direct in directs:
                     direct.release()
                 ids, directs = now, _connected(len(now), threads)
-                for rank, each in enumerate(now):
-                    members[each].group.bind(directs[rank], rank, len(now))
-            for each in now:
-                members[each].train(step)
-            arrived = list(threads.map(lambda each: members[each].exchanged(), now))
-            for each, pending in zip(now, arrived, strict=True):
-                members[each].averaging.commit_(pending, members[each].model.buffers())
-            for heir, leaver, factor in trace.inherited.get(step, []):
-                members[heir].inherit(members[leaver], factor)
+                for rank, number in enumerate(now):
+                    members[number].group.bind(directs[rank], rank, len(now))
+            for number in now:
+                members[number].train(step)
+            arrived = list(threads.map(lambda number: members[number].exchanged(), now))
+            for number, pending in zip(now, arrived, strict=True):
+                members[number].averaging.commit_(pending, members[number].model.buffers())
+            for recipient, leaver, factor in trace.inherited.get(step, []):
+                members[recipient].inherit(members[leaver], factor)
             first = members[now[0]]
             found[step] = digest(first.averaging, first.trainee.net)
             if len(found) > len(trace.averagings) - _LAST:
@@ -205,7 +205,7 @@ def replay(trace: Trace) -> Replayed:
 def _founders(trace: Trace) -> dict[str, _Member]:
     """Those who begin, with what they need."""
     founders = next(iter(trace.averagings.values()))
-    members = {each: _Member(trace.seeds[each], trace.config) for each in founders}
+    members = {number: _Member(trace.seeds[number], trace.config) for number in founders}
     for member in members.values():
         member.begin_like(members[founders[0]])
     compiled(trace.config)
@@ -227,11 +227,11 @@ def _entered(
     trace: Trace, members: dict[str, _Member], before: Sequence[str], now: Sequence[str]
 ) -> None:
     """Newcomers enter with what the others held at that step, which is still theirs."""
-    for each in now:
-        if each not in members:
-            newcomer = _Member(trace.seeds[each], trace.config)
-            newcomer.enter(trace.entered[each], members[before[0]])
-            members[each] = newcomer
+    for number in now:
+        if number not in members:
+            joiner = _Member(trace.seeds[number], trace.config)
+            joiner.enter(trace.entered[number], members[before[0]])
+            members[number] = joiner
 
 
 def _connected(size: int, threads: ThreadPoolExecutor) -> list[Direct]:

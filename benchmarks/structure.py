@@ -148,8 +148,8 @@ def longest_class() -> int:
 def members_of_protocols() -> int:
     """How many names a method of compression must answer, for gradients and for changes."""
     found = []
-    for each in PROTOCOLS:
-        kind = getattr(protocol, each)
+    for name in PROTOCOLS:
+        kind = getattr(protocol, name)
         names = {*vars(kind), *inspect.get_annotations(kind)}
         found += [name for name in names if not name.startswith("_")]
     return len(found)
@@ -157,7 +157,7 @@ def members_of_protocols() -> int:
 
 def classes_under(kind: type) -> int:
     """Its own and those of ours that it inherits from."""
-    return sum(each.__module__.startswith("thinwire") for each in kind.__mro__)
+    return sum(base.__module__.startswith("thinwire") for base in kind.__mro__)
 
 
 def tests_of_internals() -> list[str]:
@@ -186,7 +186,7 @@ def counted() -> dict[str, int]:
     for path in files():
         package = package_of(path)
         by_package[package] = by_package.get(package, 0) + lines_of(path)
-    tools = sum(by_package.get(each, 0) for each in TOOLS)
+    tools = sum(by_package.get(package, 0) for package in TOOLS)
     return {
         **{f"lines of {package}": lines for package, lines in sorted(by_package.items())},
         "lines of the library": sum(by_package.values()) - tools,

@@ -69,10 +69,10 @@ def test_a_pair_that_is_cut_both_ways_has_no_way_that_works() -> None:
 def test_ranks_of_one_machine_share_a_finding() -> None:
     ranks = [rank_of(rank, size=4) for rank in range(4)]
     for rank in (1, 3):  # the second machine
-        machine = replace(ranks[rank].machine, place="b", host="b", gloo=("10.0.0.2",))
+        machine = replace(ranks[rank].machine, namespace="b", host="b", gloo=("10.0.0.2",))
         ranks[rank] = replace(ranks[rank], machine=machine)
     for rank in (0, 2):
-        machine = replace(ranks[rank].machine, place="a", host="a", gloo=("10.0.0.1",))
+        machine = replace(ranks[rank].machine, namespace="a", host="a", gloo=("10.0.0.1",))
         cut = tuple(Reach(to, "time-out") if to in (1, 3) else Reach(to) for to in (1, 3, 2 - rank))
         ranks[rank] = replace(ranks[rank], machine=machine, reaches=cut)
     (finding,) = bad(reports_of(*ranks))
@@ -136,7 +136,7 @@ def test_environments_that_differ(name: str, level: str) -> None:
 
 
 def test_machines_with_the_same_address() -> None:
-    twin = replace(rank_of(1), machine=made_up("10.0.0.1", place="another"))
+    twin = replace(rank_of(1), machine=made_up("10.0.0.1", namespace="another"))
     (finding,) = bad(reports_of(rank_of(0), twin))
     assert (finding.level, finding.check) == ("wrong", "addresses")
     assert "rank 0 and rank 1 are on different machines" in finding.found
@@ -146,8 +146,8 @@ def test_loopback_is_wrong_on_two_machines_and_right_on_one() -> None:
     changes = {"gloo": ("127.0.0.1",), "interfaces": (LOOPBACK, made_up().interfaces[1])}
     two = reports_of(rank_of(0, **changes), rank_of(1, **changes))
     assert {(one.level, one.check) for one in bad(two)} == {("wrong", "gloo")}
-    one_place = {**changes, "place": "here"}
-    assert bad(reports_of(rank_of(0, **one_place), rank_of(1, **one_place))) == []
+    one_stack = {**changes, "namespace": "here"}
+    assert bad(reports_of(rank_of(0, **one_stack), rank_of(1, **one_stack))) == []
 
 
 def test_ranks_that_did_not_come_or_tell() -> None:
