@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from benchmarks import choosing, evidence
-from benchmarks.choosing import Place
+from benchmarks.choosing import Scope
 from benchmarks.common import Results
 from benchmarks.evidence import RATES, Cell, as_it_is, measured, timed, tuned
 
-TINY = Place(2, "tiny")
+TINY = Scope(2, "tiny")
 CELL = Cell(
     kind="tuning", workers=2, size="tiny", steps=8, lr=0.003, seed=1, **as_it_is("muon-local")
 )
@@ -98,7 +98,7 @@ def test_trainings_on_a_link_stand_beside_what_was_put_together() -> None:
         "| `dense` | 20mbit | 2.00000 | 2.00000 | 160.0 s | 150.0 s | 160.0 s | 160 MB |"
     )
     assert "| 1.00000 | 1.00000 | 150.0 s | 150.0 s | 75.0 s | 75 MB |" in other
-    assert choosing.whole(made, Place(2, "tiny", 60))[2:] == []
+    assert choosing.whole(made, Scope(2, "tiny", 60))[2:] == []
 
 
 def test_a_strategy_without_an_optimizer_takes_the_one_that_is_given() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import thinwire as tw
-from benchmarks.choosing import Place, evidence, rows
+from benchmarks.choosing import Scope, evidence, rows
 from tests.api import crowding, law, law_beta, loss_gap, steps_to_dense_loss
 from tests.api import network_Network as Network
 
@@ -55,7 +55,7 @@ def test_interval_bits_and_delay_multiply_the_law(
 def test_what_was_measured_lies_inside(workers: int) -> None:
     """At 0.87 million parameters, where the figures are from."""
     plan = tw.plan(params=SMALL, step_seconds=0.1, workers=workers)
-    found = {row.name: row.loss for row in rows(evidence(), Place(workers, "small"))}
+    found = {row.name: row.loss for row in rows(evidence(), Scope(workers, "small"))}
     for name in ("muon-local", "quantized-local", "sparse-local", "localsgd", "diloco"):
         low, _, high = plan[name].loss_gap
         dense = found["dense-muon" if name == "muon-local" else "dense"]
