@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from tests.integrations.task import STRATEGIES, adamw, own_batches, task
 from tests.ranks import Pool
 from thinwire.integrations import EngineState
-from thinwire.integrations.per_rank import as_made_
+from thinwire.integrations.per_rank import reset_optimizer_
 
 
 def trained(rank: int, steps: int) -> Any:
@@ -115,6 +115,6 @@ def test_an_optimizer_that_has_loaded_another_one_is_as_it_was_made() -> None:
     optimizer.step()
     optimizer.param_groups[0]["sparsity"] = (0.9,)
     del optimizer.param_groups[0]["dampening"]
-    as_made_(optimizer)
+    reset_optimizer_(optimizer)
     assert not optimizer.state
     assert optimizer.param_groups[0] == made | {"initial_lr": 0.1}

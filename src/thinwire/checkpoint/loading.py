@@ -227,7 +227,9 @@ def load(
     part, root = integer("part", part, at_least=0), Path(directory)
     rules = require_rules(rules)
     entries: dict[str, Found] = {}
-    surveys = on_all_ranks(group, "looking for checkpoints", partial(_look, root, part, entries))
+    surveys = on_all_ranks(
+        group, "looking for checkpoints", partial(_survey_directory, root, part, entries)
+    )
     parts = [row["part"] for row in surveys]
     damaged = {(step, text) for row in surveys for step, text in row["damaged"]}
     problems = sorted(damaged, reverse=True)
@@ -253,10 +255,12 @@ def load(
             continue
         _warn_of([text for other, text in problems if other >= at], verified[0].path)
         return _read(group, verified[0], rules)
-    raise _none_whole(sorted({row["root"] for row in surveys}), [text for _, text in problems])
+    raise _no_intact_checkpoint(
+        sorted({row["root"] for row in surveys}), [text for _, text in problems]
+    )
 
 
-def _look(root: Path, part: int, whole: dict[str, Found]) -> dict[str, Any]:
+def _survey_directory(root: Path, part: int, whole: dict[str, Found]) -> dict[str, Any]:
     """List the checkpoints that this rank sees, for the others. Fill `whole` by the key of the
     manifest.
     """
@@ -338,7 +342,7 @@ def _warn_of(problems: list[str], path: Path) -> None:
         warnings.warn(message, UserWarning, stacklevel=3)
 
 
-def _none_whole(roots: list[str], problems: list[str]) -> CheckpointError:
+def _no_intact_checkpoint(roots: list[str], problems: list[str]) -> CheckpointError:
     if problems:
         return CheckpointCorrupt(f"no checkpoint is whole on all ranks: {'; '.join(problems)}")
     return CheckpointMissing(

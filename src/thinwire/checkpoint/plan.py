@@ -186,12 +186,12 @@ class Plan:
         """
         if not self.leads:
             return []
-        stuck = []
+        failed_deletions = []
         for path in leftovers(self.root):
             try:
                 remove(path)
             except OSError as error:
-                stuck.append(
+                failed_deletions.append(
                     f"what an interrupted save left behind in {path} could not be removed: {error}"
                 )
         free = shutil.disk_usage(self.root).free
@@ -202,7 +202,7 @@ class Plan:
                 "or keep fewer checkpoints"
             )
         self.staging.mkdir()
-        return stuck
+        return failed_deletions
 
     def complete(self, files: dict[str, list[Any]]) -> None:
         """Add the manifest and force the whole folder to the disk."""

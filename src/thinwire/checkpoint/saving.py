@@ -100,7 +100,9 @@ def save(
         clean_up(writer.close)
     plan = Plan(root, group.rank, step, directories_of(seen), surveys, writer.facts)
     try:
-        stuck = on_all_ranks(group, "making room for a checkpoint", plan.make_room)[group.rank]
+        failed_deletions = on_all_ranks(group, "making room for a checkpoint", plan.make_room)[
+            group.rank
+        ]
         written = on_all_ranks(
             group, "writing a checkpoint", lambda: writer.write(plan.staging, plan.writing)
         )
@@ -111,7 +113,7 @@ def save(
     except CheckpointError:
         clean_up(plan.remove)
         raise
-    for text in [*stuck, *prune(group, plan, keep)]:
+    for text in [*failed_deletions, *prune(group, plan, keep)]:
         warnings.warn(text, UserWarning, stacklevel=2)
     return plan.path
 
@@ -119,7 +121,7 @@ def save(
 _READERS = 4
 """Number of files read at a time; the SHA-256 of one keeps a core busy."""
 _log = logging.getLogger("thinwire")
-_ELSEWHERE = "it is not in the directories of all ranks"
+_NOT_ON_ALL_RANKS = "it is not in the directories of all ranks"
 _Older = dict[str, Found]
 """Checkpoints of a directory that were saved before, by the key of the manifest."""
 
@@ -141,8 +143,10 @@ def prune(group: Group, plan: Plan, keep: int | None) -> list[str]:
     Communication: two rounds, and one for each checkpoint that is read.
     """
     older: _Older = {}
-    rows = on_all_ranks(group, "looking for older checkpoints", partial(_look, plan, older))
-    stuck = [rows[group.rank]["problem"]] if rows[group.rank]["problem"] else []
+    rows = on_all_ranks(
+        group, "looking for older checkpoints", partial(_survey_directory, plan, older)
+    )
+    failed_deletions = [rows[group.rank]["problem"]] if rows[group.rank]["problem"] else []
     leaders = [row["older"] for row in rows if row["leads"]]
     gone = {key for row in leaders for key, entry in row.items() if entry["step"] == plan.step}
     known = {(entry["serial"], key) for row in leaders for key, entry in row.items()}
@@ -152,7 +156,9 @@ def prune(group: Group, plan: Plan, keep: int | None) -> list[str]:
         if whole == keep:
             gone.add(key)
             continue
-        problem = _first(row[key]["problem"] if key in row else _ELSEWHERE for row in leaders)
+        problem = _first(
+            row[key]["problem"] if key in row else _NOT_ON_ALL_RANKS for row in leaders
+        )
         if problem is None and not verified:
             damage = partial(_damage, older.get(key))
             problem = _first(on_all_ranks(group, "reading an older checkpoint", damage))
@@ -164,14 +170,14 @@ def prune(group: Group, plan: Plan, keep: int | None) -> list[str]:
             _log.warning(text, older[key].path, problem)
     superfluous = [entry for key, entry in older.items() if key in gone]
     delete = partial(_delete, plan, superfluous)
-    return stuck + on_all_ranks(group, "deleting older checkpoints", delete)[group.rank]
+    return failed_deletions + on_all_ranks(group, "deleting older checkpoints", delete)[group.rank]
 
 
 def _first(problems: Iterable[str | None]) -> str | None:
     return next((problem for problem in problems if problem is not None), None)
 
 
-def _look(plan: Plan, older: _Older) -> dict[str, Any]:
+def _survey_directory(plan: Plan, older: _Older) -> dict[str, Any]:
     """Return a leader's checkpoints for the others. Fill `older` with them."""
     row: dict[str, Any] = {"leads": plan.leads, "older": {}, "problem": None}
     if not plan.leads:
@@ -194,13 +200,13 @@ def _delete(plan: Plan, superfluous: Iterable[Found]) -> list[str]:
     # this process may have been stopped, and another run may have deleted the new one
     if there is None or there.serial != plan.serial:
         return []
-    stuck = []
+    failed_deletions = []
     for entry in superfluous:
         try:
             discard(entry.path, plan.root / staging_name(entry.path.name, plan.token))
         except OSError as error:
-            stuck.append(f"an older checkpoint could not be deleted: {error}")
-    return stuck
+            failed_deletions.append(f"an older checkpoint could not be deleted: {error}")
+    return failed_deletions
 
 
 def _missing(entry: Found) -> str | None:

@@ -12,7 +12,12 @@ from torch import Tensor
 from thinwire import _validate as check
 from thinwire.core.gradients import ClipByGlobalNorm, ClipByValue
 from thinwire.errors import CheckpointMissing
-from thinwire.integrations.per_rank import EngineState, PerRankState, as_made_, require_fields
+from thinwire.integrations.per_rank import (
+    EngineState,
+    PerRankState,
+    require_fields,
+    reset_optimizer_,
+)
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, LocalSGD
 from thinwire.local.updates import LocalUpdates, local_sgd
 from thinwire.optim import DGCMomentum
@@ -30,7 +35,7 @@ _INSTEAD = {
 }
 
 
-class _Part(Callback):
+class _PerRankCallback(Callback):
     """Saves the state of every rank beside Lightning's checkpoint, which by itself has that of rank
     0 only.
 
@@ -67,14 +72,14 @@ class _Part(Callback):
             )
         return self._saved is not None
 
-    def _keep(self, trainer: Trainer, *states: PerRankState | EngineState) -> None:
+    def _attach_states(self, trainer: Trainer, *states: PerRankState | EngineState) -> None:
         resumes = self._resumes(trainer)
         self._states = list(states)
         for state, saved in zip(self._states, self._saved or [], strict=resumes):
             state.folder = Path(trainer.ckpt_path).parent
             state.load_state_dict(saved)
         self._saved = None
-        self._let_go()
+        self._restore_strategy_methods()
         self._strategy = strategy = trainer.strategy
         save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
 
@@ -106,13 +111,13 @@ class _Part(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Remove all hooks from strategy, model and optimizer, without an averaging."""
-        self._let_go()
-        self._leave(trainer)
+        self._restore_strategy_methods()
+        self._release(trainer)
 
-    def _leave(self, trainer: Trainer) -> None:
+    def _release(self, trainer: Trainer) -> None:
         """Release the objects of a fit."""
 
-    def _let_go(self) -> None:
+    def _restore_strategy_methods(self) -> None:
         """Restore the strategy's methods. May be called twice."""
         if self._strategy is not None:
             for name in ("save_checkpoint", "remove_checkpoint"):
@@ -124,7 +129,7 @@ def _name(filepath: str | Path, i: int) -> str:
     return f"{Path(filepath).name}.{i}"
 
 
-class CompressedExchange(_Part):
+class CompressedExchange(_PerRankCallback):
     """Attaches the optimizer of `configure_optimizers` to the model that `DDPStrategy` wrapped. The
     optimizer must have `attach`.
 
@@ -148,7 +153,7 @@ class CompressedExchange(_Part):
         """Attach. Lightning calls this after it has restored a checkpoint."""
         optimizer = _only_optimizer(trainer)
         check.instance("the optimizer of configure_optimizers", optimizer, DGCMomentum)
-        self._keep(trainer, PerRankState(optimizer))
+        self._attach_states(trainer, PerRankState(optimizer))
         if trainer.world_size > 1:
             self._handle = optimizer.attach(trainer.strategy.model)
 
@@ -170,7 +175,7 @@ class UnwrappedDDP(DDPStrategy):
         """Leave the model as it is."""
 
 
-class LocalAveraging(_Part):
+class LocalAveraging(_PerRankCallback):
     """Averages the parameters of local updates at their interval. Needs `strategy=UnwrappedDDP()`.
 
     Works with any optimizer of the module. From the start of the fit, `sync` is the result of
@@ -211,7 +216,7 @@ class LocalAveraging(_Part):
             pl_module, optimizer, self._config, process_group=self._process_group
         ).__enter__()
         self._entered = True
-        self._keep(trainer, PerRankState(self.sync), PerRankState(optimizer))
+        self._attach_states(trainer, PerRankState(self.sync), PerRankState(optimizer))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Observe the loss of a batch. Lightning has divided it by the number of accumulated
@@ -226,12 +231,12 @@ class LocalAveraging(_Part):
         self._entered = False
         self.sync.__exit__(None, None, None)
 
-    def _leave(self, trainer: Trainer) -> None:
+    def _release(self, trainer: Trainer) -> None:
         if self._entered:
             self.sync.close()
 
 
-class ThinwireCallback(_Part):
+class ThinwireCallback(_PerRankCallback):
     """Trains under a strategy in Lightning's Trainer.
 
     The Trainer runs the backward passes, `accumulate_grad_batches` per update. Then the engine of
@@ -270,7 +275,7 @@ class ThinwireCallback(_Part):
         _require_unwrapped(trainer, pl_module)
         optimizer = _only_optimizer(trainer)
         if self._resumes(trainer):
-            as_made_(optimizer)
+            reset_optimizer_(optimizer)
         self._limit, clip = trainer.gradient_clip_val, None
         if self._limit:
             by_value = trainer.gradient_clip_algorithm == "value"
@@ -279,7 +284,7 @@ class ThinwireCallback(_Part):
         trainer.gradient_clip_val = None  # the engine clips, after the exchange
         self._losses.clear()
         self.engine.follow_steps(self._loss)
-        self._keep(trainer, EngineState(self.engine))
+        self._attach_states(trainer, EngineState(self.engine))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Observe the loss of a batch. Lightning has divided it by the number of accumulated
@@ -295,7 +300,7 @@ class ThinwireCallback(_Part):
         self.engine.close()
         trainer.gradient_clip_val = self._limit
 
-    def _leave(self, trainer: Trainer) -> None:
+    def _release(self, trainer: Trainer) -> None:
         if hasattr(self, "engine"):
             self.engine.close()
             trainer.gradient_clip_val = self._limit

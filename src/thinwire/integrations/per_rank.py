@@ -20,7 +20,14 @@ from thinwire.errors import CheckpointCorrupt, StrategyError
 from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.engine import Engine
 
-__all__ = ["Accelerates", "EngineState", "PerRankState", "Stateful", "as_made_", "require_fields"]
+__all__ = [
+    "Accelerates",
+    "EngineState",
+    "PerRankState",
+    "Stateful",
+    "require_fields",
+    "reset_optimizer_",
+]
 
 
 class Stateful(Protocol):
@@ -373,7 +380,7 @@ def require_fields(strategy: object, instead: Mapping[str, str]) -> None:
         )
 
 
-def as_made_(optimizer: torch.optim.Optimizer) -> None:
+def reset_optimizer_(optimizer: torch.optim.Optimizer) -> None:
     """Reset `optimizer`, after it loaded the state of the class that an engine had converted it to.
 
     The engine's own state has all of it. Changes `optimizer`.

@@ -19,7 +19,7 @@ from thinwire.comm.ddp import living
 from thinwire.core.checksum import checksum
 from thinwire.core.gradients import ClipByGlobalNorm
 from thinwire.errors import CheckpointMismatch, CheckpointMissing, StrategyError
-from thinwire.integrations.per_rank import as_made_, require_fields
+from thinwire.integrations.per_rank import require_fields, reset_optimizer_
 from thinwire.local.model import bare_optimizer
 from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.engine import Engine
@@ -100,7 +100,7 @@ class ThinwireCallback(TrainerCallback):
         optimizer: Any = bare_optimizer(wrapper)
         resumed = state.global_step > 0
         if resumed:
-            as_made_(optimizer)
+            reset_optimizer_(optimizer)
         loaded = _checksum(model)
         self.engine = self._prepared(args, model, optimizer)
         self._undo.callback(self.engine.close)
@@ -109,7 +109,7 @@ class ThinwireCallback(TrainerCallback):
                 self._undo.enter_context(ddp.no_sync())
         self._losses.clear()
         if self._strategy.adaptive_localsgd is not None:
-            hook = model.register_forward_hook(self._hear, with_kwargs=True)
+            hook = model.register_forward_hook(self._observe_loss, with_kwargs=True)
             self._undo.callback(hook.remove)
         self.engine.follow_steps(partial(self._loss, args))
         if resumed:
@@ -203,7 +203,7 @@ class ThinwireCallback(TrainerCallback):
         everywhere = args.world_size if args.average_tokens_across_devices else 1
         return shares.sum() * everywhere if self._by_items else shares.mean()
 
-    def _hear(
+    def _observe_loss(
         self, model: nn.Module, _: tuple[Any, ...], inputs: Mapping[str, Any], outputs: Any
     ) -> None:
         """Observe the loss of a microstep, from the output of the model."""

@@ -81,7 +81,7 @@ class PipelineRunner:
         self._plans: OrderedDict[str, _Plan] = OrderedDict()
         self._passed_bytes = 0
         self._broken = False
-        self._ending: Pending[Tensor] | None = None
+        self._outcomes: Pending[Tensor] | None = None
         """Gather of the stages' outcomes, in flight."""
         if grid.stages > 1:
             # the import takes seconds; here no stage waits for another
@@ -122,7 +122,7 @@ class PipelineRunner:
 
     def say(self, agreement: Any) -> dict[str, Any]:
         """Return this stage's report for an agreement: its error, if any."""
-        if self._ending is None or not agreement.first:
+        if self._outcomes is None or not agreement.first:
             return {}
         self._broken = False
         error = self._worker.error
@@ -144,8 +144,8 @@ class PipelineRunner:
         """Return the mean loss of a step from the last stage, after all ranks have agreed. Raise if
         a stage has failed.
         """
-        assert self._ending is not None, "a step was made"
-        ending, self._ending = self._ending, None
+        assert self._outcomes is not None, "a step was made"
+        ending, self._outcomes = self._outcomes, None
         conclusions = [_CONCLUSION.unpack(row.numpy().tobytes()) for row in ending.wait().cpu()]
         self._broken = False
         if not agreed and any(failed for failed, _, _ in conclusions):
@@ -190,7 +190,7 @@ class PipelineRunner:
         self._passed_bytes += count * (plan.source.bytes_back if plan.source and backward else 0)
         # not waited for: the agreement of the update has this runner as a check and reports
         # failures
-        self._ending = self._gather_outcomes()
+        self._outcomes = self._gather_outcomes()
         return self.conclude(agreed=False) if concludes else None
 
     def _agreed(
@@ -222,7 +222,7 @@ class PipelineRunner:
         if problem is not None:
             facts["problem"] = f"{type(problem).__name__}: {problem}"
         look = describe(parts[0][0] if parts else None)
-        key = json.dumps([facts["call"], look, self._stage.training, self._looks()])
+        key = json.dumps([facts["call"], look, self._stage.training, self._parameter_kinds()])
         known = key in self._plans
         payload = json.dumps({"facts": facts, "known": known}).encode()
         action = "agreeing on a mini-batch"
@@ -235,7 +235,7 @@ class PipelineRunner:
         _require_equal([answer["facts"] for answer in answers])
         return parts, key, all(answer["known"] for answer in answers)
 
-    def _looks(self) -> list[str]:
+    def _parameter_kinds(self) -> list[str]:
         return [f"{p.dtype} {p.requires_grad}" for p in self._stage.parameters()]
 
     def _new_plan(self, inputs: Any, *, backward: bool) -> _Plan:
@@ -339,7 +339,7 @@ def rehearse(worker: StageWorker, inputs: Any, peers: Group, device: torch.devic
         answer: dict[str, Any] = {}
         if peers.rank == stage:
             try:
-                with _undone(worker.stage, device):
+                with _restoring_buffers(worker.stage, device):
                     answer = _parcel(worker, inputs, parcels[-1] if parcels else None, device)
             except Exception as problem:  # raised below, after it was reported
                 if stage:
@@ -383,7 +383,7 @@ def _parcel(
 
 
 @contextmanager
-def _undone(module: nn.Module, device: torch.device) -> Iterator[None]:
+def _restoring_buffers(module: nn.Module, device: torch.device) -> Iterator[None]:
     kept: list[tuple[nn.Module, str, Tensor | None, Tensor | None]] = [
         (part, name, buffer, None if buffer is None else buffer.detach().clone())
         for part in module.modules()

@@ -30,14 +30,14 @@ from thinwire.strategy.saving import (
     SAME_EVERYWHERE,
     Restored,
     compared,
+    copy_values_,
     load_all,
     log_changes,
     require_shapes,
     saved,
-    take_values_,
 )
 
-__all__ = ["begin_anew", "load", "load_parameters", "save"]
+__all__ = ["discard_pending", "load", "load_parameters", "save"]
 
 
 def save(
@@ -87,7 +87,7 @@ def load(directory: str | Path, parts: Parts, step: int | None) -> tuple[Path, R
                 raise _mismatch(loaded, str(problem)) from problem
             return sorted(left)
 
-        return _of_any(on_all_ranks(parts.savers, "taking over a checkpoint", act))
+        return _union(on_all_ranks(parts.savers, "taking over a checkpoint", act))
 
     keep = settings_in_groups(changes)
     restored = load_all(loaded.state, parts, keep=keep, agreed=agreed)
@@ -106,7 +106,7 @@ def _found(directory: str | Path, parts: Parts, **options: Any) -> Loaded:
     )
 
 
-def _of_any(answers: list[list[str]]) -> frozenset[str]:
+def _union(answers: list[list[str]]) -> frozenset[str]:
     return frozenset(chain.from_iterable(answers))
 
 
@@ -132,13 +132,13 @@ def load_parameters(directory: str | Path, parts: Parts) -> Path:
             raise CheckpointMismatch(f"{loaded.path}: {error}") from error
 
     action = "taking over the parameters of a checkpoint"
-    left = _of_any(on_all_ranks(parts.savers, action, fits))
-    take_values_(loaded.state, parts, left)
-    begin_anew(parts, alike=not left)
+    left = _union(on_all_ranks(parts.savers, action, fits))
+    copy_values_(loaded.state, parts, left)
+    discard_pending(parts, alike=not left)
     return loaded.path
 
 
-def begin_anew(parts: Parts, *, alike: bool = True) -> None:
+def discard_pending(parts: Parts, *, alike: bool = True) -> None:
     """Discard pending state of other parameters. `alike`: True if ranks have the same buffers
     now.
     """

@@ -145,7 +145,7 @@ class Engine:
             return self._train_stages(parts.runner, inputs, targets, tokens)
         self._begin_microstep(tokens)
         _check_mean(loss := self._loss_of(inputs, targets, "train_step"))
-        with self._steps.advised(), parts.group.one_deadline():
+        with self._steps.with_advice(), parts.group.one_deadline():
             self._steps.minimize(loss)
         self._steps.warn()
         return loss.detach().reshape(())
@@ -244,7 +244,7 @@ class Engine:
             )
         self._begin_microstep(tokens)
         _check_mean(loss)
-        with self._steps.advised(), parts.group.one_deadline():
+        with self._steps.with_advice(), parts.group.one_deadline():
             self._steps.minimize(loss)
         self._steps.warn()
         return [], [(p, p.grad) for p in parts.params.values() if p.grad is not None]
@@ -274,7 +274,7 @@ class Engine:
         """
         self._require_unscaled("apply_gradients")
         self._require_ready(tokens)
-        with self._steps.advised(), self._parts.group.one_deadline():
+        with self._steps.with_advice(), self._parts.group.one_deadline():
             self._steps.finish(loss)
         self._steps.edit_check.record()
         self._steps.warn()
@@ -476,7 +476,7 @@ class Engine:
                 "engine.mean_loss does not work with members=: one who comes between two calls "
                 "would have to make them too; log the loss of this member"
             )
-        with self._steps.advised():
+        with self._steps.with_advice():
             answers = group.gather_bytes(json.dumps({name: value.item()}).encode(), what=name)
             rows = [mapping_of(answer) for answer in answers]
             for rank, row in enumerate(rows):
@@ -589,7 +589,7 @@ class Engine:
             ValueError: The state belongs to another model or strategy; nothing has changed.
         """
         self._require_open()
-        self._go_on(saving.load(state, self._parts))
+        self._restore_counters(saving.load(state, self._parts))
 
     def save(
         self,
@@ -753,7 +753,7 @@ class Engine:
             self.extra = None
             _log.info("no checkpoint in %s yet: training starts from the beginning", directory)
             return None
-        self._go_on(restored)
+        self._restore_counters(restored)
         return path
 
     def load_parameters(self, source: str | Path, *, torch_checkpoint: bool = False) -> Path:
@@ -808,7 +808,7 @@ class Engine:
         """
         self._finalizer()
 
-    def _go_on(self, restored: Mapping[str, Any]) -> None:
+    def _restore_counters(self, restored: Mapping[str, Any]) -> None:
         self._steps.step = restored["step"]
         self._steps.dropped_before += restored["dropped_steps"] - self._steps.dropped_steps()
         self._steps.bytes_before += restored["bytes_sent"] - self._steps.bytes_sent()

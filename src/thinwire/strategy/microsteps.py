@@ -104,7 +104,7 @@ class Microsteps:
             self._schedule_vote()
             return
         self.clear_grads()
-        with self.advised(), self.parts.group.one_deadline():
+        with self.with_advice(), self.parts.group.one_deadline():
             self._add_or_update({}, 1.0, overflow=False)
 
     def idle(self) -> Verdict:
@@ -118,7 +118,7 @@ class Microsteps:
             parts.batches.merged, merge.microsteps = merge.microsteps, parts.merge_steps - 1
         overlap = parts.overlap if parts.batches.all_have else None
         with (
-            self.advised(),
+            self.with_advice(),
             parts.group.one_deadline(),
             contextlib.nullcontext() if overlap is None else overlap.during(self.step, self._final),
         ):
@@ -131,7 +131,7 @@ class Microsteps:
         return verdict
 
     @contextlib.contextmanager
-    def advised(self) -> Iterator[None]:
+    def with_advice(self) -> Iterator[None]:
         """Add advice to errors of the exchanges in the block, and log long waits."""
         try:
             with long_waits_logged(f"step {self.step}", self.wait_s):

@@ -24,7 +24,7 @@ from thinwire.errors import (
     CheckpointMismatch,
     CheckpointMissing,
 )
-from thinwire.strategy.checkpoints import begin_anew
+from thinwire.strategy.checkpoints import discard_pending
 from thinwire.strategy.parts import Parts
 
 __all__ = ["load_model_file"]
@@ -75,7 +75,7 @@ def load_model_file(path: Path, parts: Parts) -> Path:
             )
     for name, tensor in tensors.items():
         shard_of(tensor).copy_(taken[name])
-    begin_anew(parts)
+    discard_pending(parts)
     return path
 
 

@@ -32,16 +32,16 @@ __all__ = [
     "ReplacedParameterCheck",
     "StageSplit",
     "allow_step",
+    "conversion_obstacles",
     "convert_",
     "converted_by",
-    "dependents",
     "gather_stages_",
     "holds_one_stage",
     "record_stage_split",
     "remove_scaler_marks_",
     "replace_step_",
-    "require_free",
     "require_trained",
+    "require_unowned",
     "stage_split_of",
     "step_allowed",
 ]
@@ -155,7 +155,7 @@ def remove_scaler_marks_(optimizer: torch.optim.Optimizer) -> bool:
     return any(mark is not None for mark in marks)
 
 
-def require_free(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def require_unowned(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise `RuntimeError` if an open engine trains by the optimizer, or trains the model or one of
     its parameters.
     """
@@ -204,7 +204,7 @@ _OF_THE_CLASS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fus
 _conversions: "weakref.WeakKeyDictionary[torch.optim.Optimizer, Any]" = weakref.WeakKeyDictionary()
 
 
-def dependents(optimizer: torch.optim.Optimizer) -> list[str]:
+def conversion_obstacles(optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the obstacles to another method in the same object, in words."""
     step = vars(optimizer).get("step")
     if step is None or hasattr(step, "_wrapped_by_lr_sched"):  # a scheduler's wrapper stays

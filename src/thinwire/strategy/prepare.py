@@ -61,8 +61,8 @@ from thinwire.strategy.ownership import (
     gather_stages_,
     holds_one_stage,
     record_stage_split,
-    require_free,
     require_trained,
+    require_unowned,
     stage_split_of,
 )
 from thinwire.strategy.parts import Parts, Plan, Setup
@@ -142,7 +142,7 @@ def _form_groups_(setup: Setup) -> None:
         **strategy_facts(strategy),
         "digest_every": setup.digest_every,
         "timeout in seconds": group.timeout_s,
-        **_arithmetic(strategy, setup.model, setup.optimizer),
+        **_rounding_facts(strategy, setup.model, setup.optimizer),
     }
     if members is not None:
         members.begin("strategy", facts)
@@ -225,7 +225,7 @@ def _agreed_plan(setup: Setup) -> Plan:
 def _planned(setup: Setup) -> Plan:
     strategy, model, optimizer = setup.strategy, setup.model, setup.optimizer
     grad_clip = setup.grad_clip
-    require_free(model, optimizer)
+    require_unowned(model, optimizer)
     names = {p: name for name, p in named_parameters(model)}
     for single in all_of(optimizer):
         require_one_clip(single, grad_clip, names)
@@ -491,7 +491,7 @@ def _digest(plan: Plan) -> RollingDigest | None:
     )
 
 
-def _arithmetic(
+def _rounding_facts(
     strategy: Fields, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, str]:
     """Return the facts that determine the rounding of replicas, if all of them update alike."""

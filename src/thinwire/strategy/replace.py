@@ -20,7 +20,7 @@ from thinwire.optim import Lamb, Lars
 from thinwire.optim.config import LAMB, LARS
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.settings import OptimizerSettings, restrict_, settings_of
-from thinwire.strategy.ownership import converted_by, dependents
+from thinwire.strategy.ownership import conversion_obstacles, converted_by
 from thinwire.strategy.replacements import (
     ADAMS,
     SGDS,
@@ -28,8 +28,8 @@ from thinwire.strategy.replacements import (
     as_dgc_momentum,
     as_lamb,
     as_lars,
-    decided_exclusion,
-    rebuilt,
+    convert_optimizer,
+    exclusion_predicate,
 )
 
 __all__ = ["SelectedOptimizer", "select_optimizer"]
@@ -138,13 +138,13 @@ def select_optimizer(
             compression = dgc = None
     problems = [
         *_mismatches(optimizer, compression, lars, lamb, local=local, keep=keep, is_only=is_only),
-        *_foreign(optimizer, names),
+        *_foreign_parameters(optimizer, names),
     ]
     if problems:
         raise StrategyError(prefix + "; ".join(problems))
     stays = dgc is None or local or type(optimizer) not in SGDS
     if lars is None and lamb is None and stays:
-        return _kept(optimizer, compression, keep, conversion, local=local)
+        return _unchanged(optimizer, compression, keep, conversion, local=local)
     settings = settings_of(optimizer)
     if lars is not None:
         replacement = as_lars(optimizer, settings, lars)
@@ -158,14 +158,16 @@ def select_optimizer(
     known |= {p: name or names[p] for group in settings.groups for name, p in group["params"]}
     problems = [
         *replacement.problems,
-        *_misnamed(settings, replacement, known),
+        *_unnamed_parameters(settings, replacement, known),
         *_lost_state(optimizer, replacement),
-        *dependents(optimizer),
+        *conversion_obstacles(optimizer),
     ]
     if problems:
         raise StrategyError(prefix + "; ".join(problems))
     try:
-        new = rebuilt(replacement, settings, optimizer.state, known, keep or (lambda _: True))
+        new = convert_optimizer(
+            replacement, settings, optimizer.state, known, keep or (lambda _: True)
+        )
     except (TypeError, ValueError) as error:
         raise StrategyError(f"{prefix}{error}") from error
     compressor = None if isinstance(new, DGCMomentum) else compression
@@ -251,7 +253,9 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
-def _foreign(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str]) -> Iterator[str]:
+def _foreign_parameters(
+    optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str]
+) -> Iterator[str]:
     foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
     if foreign:
         yield (
@@ -260,7 +264,7 @@ def _foreign(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str]) -
         )
 
 
-def _misnamed(
+def _unnamed_parameters(
     settings: OptimizerSettings, replacement: Replacement, names: Mapping[Tensor, str]
 ) -> Iterator[str]:
     if replacement.patterns and any(
@@ -273,12 +277,12 @@ def _misnamed(
         )
         return
     try:
-        decided_exclusion(settings, replacement.patterns, names)
+        exclusion_predicate(settings, replacement.patterns, names)
     except ValueError as error:
         yield str(error)
 
 
-def _kept(
+def _unchanged(
     optimizer: torch.optim.Optimizer,
     compressor: Compression | None,
     keep: Callable[[Tensor], bool] | None,

@@ -28,8 +28,8 @@ __all__ = [
     "as_dgc_momentum",
     "as_lamb",
     "as_lars",
-    "decided_exclusion",
-    "rebuilt",
+    "convert_optimizer",
+    "exclusion_predicate",
 ]
 
 _COMMON_KEYS = (
@@ -68,7 +68,7 @@ class Replacement:
 
 
 @dataclass(eq=False)
-class _Decided:
+class _FixedExclusion:
     """A predicate that repeats earlier decisions, and applies the rules to later parameters."""
 
     answers: dict[Tensor, bool]
@@ -80,7 +80,7 @@ class _Decided:
         return any(excluded_flags(rule, [(name, param)])[0] for rule in self.rules)
 
 
-def decided_exclusion(
+def exclusion_predicate(
     settings: OptimizerSettings, patterns: tuple[str, ...], names: Mapping[Tensor, str]
 ) -> Exclusion:
     """Return the predicate for parameters without decay: those that the optimizer excludes, and
@@ -95,10 +95,10 @@ def decided_exclusion(
     pairs = [(names[param], param) for param in settings.excluded]
     flags = zip(pairs, excluded_flags(patterns, pairs), strict=True)
     answers = {param: settings.excluded[param] or flag for (_, param), flag in flags}
-    return _Decided(answers, tuple(rule for rule in (settings.exclude, patterns) if rule))
+    return _FixedExclusion(answers, tuple(rule for rule in (settings.exclude, patterns) if rule))
 
 
-def rebuilt(
+def convert_optimizer(
     replacement: Replacement,
     settings: OptimizerSettings,
     state: Mapping[Tensor, Mapping[str, Any]],
@@ -138,7 +138,7 @@ def rebuilt(
         lr=settings.lr,
         grad_clip=settings.grad_clip,
         regularizer=settings.regularizer,
-        exclude_from_weight_decay=decided_exclusion(settings, replacement.patterns, names),
+        exclude_from_weight_decay=exclusion_predicate(settings, replacement.patterns, names),
         **replacement.arguments,
     )
     _keep_labels_(new, settings, replacement)

@@ -47,13 +47,13 @@ __all__ = [
     "SAME_EVERYWHERE",
     "Restored",
     "compared",
+    "copy_values_",
     "load",
     "load_all",
     "log_changes",
     "require_shapes",
     "saved",
     "state_dict",
-    "take_values_",
 ]
 
 _log = logging.getLogger("thinwire")
@@ -223,7 +223,7 @@ def load_all(
             _without(left, state["exchange"], _buffers(parts))
         )  # it checks everything before it changes anything
         undo.pop_all()
-    take_values_(state, parts, left)
+    copy_values_(state, parts, left)
     parts.exchange.buffers_loaded()
     # buffers that a merge has changed on each rank are made equal by its update
     merging = parts.merge is not None and parts.merge.microsteps != 0
@@ -351,7 +351,7 @@ def _without(
     return fitted
 
 
-def take_values_(state: Mapping[str, Any], parts: Parts, left: frozenset[str]) -> None:
+def copy_values_(state: Mapping[str, Any], parts: Parts, left: frozenset[str]) -> None:
     """Set parameters and buffers to those of a state, except buffers that are `left`. Changes the
     model.
     """

@@ -49,7 +49,7 @@ def mapped(name: str, given: Keys, defaults: Keys, hybrid: Keys, findings: Findi
         try:
             config = MAPS[name](_Feature({**defaults, **left}, frozenset(left), hybrid, attempt))
         except (TypeError, ValueError) as error:
-            words = _their_words(name, error)
+            words = _in_fleet_terms(name, error)
             target = findings.wrong_types if isinstance(error, TypeError) else findings.problems
             target.append(f"{name}_configs.{words}")
             key = re.match(r"\w*", words)
@@ -175,7 +175,7 @@ _THEIR_NAMES = {
 }
 
 
-def _their_words(name: str, error: Exception) -> str:
+def _in_fleet_terms(name: str, error: Exception) -> str:
     """Replace the argument's name at the start of a message by fleet's name of it."""
     names = _THEIR_NAMES.get(name, {})
     return re.sub(r"^\w+", lambda word: names.get(word[0], word[0]), str(error))
