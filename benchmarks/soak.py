@@ -32,7 +32,7 @@ from typing import Any
 
 from benchmarks.soak_member import CONFIGS, RUN, Part, train
 from benchmarks.soak_replay import Trace, compiled, replay, undisturbed
-from thinwire.members.board import Board
+from thinwire.members.kv import KeyValueView
 from thinwire.members.meeting import connect
 from thinwire.tools.network import enter
 from thinwire.tools.network.netns import Link, Network, inside, network, why_unavailable
@@ -320,7 +320,7 @@ class Soak:
         self.later.append((time.monotonic() + seconds, act))
 
     def _kill_beside(self, joiner: Process, victim: Process) -> None:
-        """Kill a member a moment after a newcomer has come."""
+        """Kill a member a moment after a joiner has come."""
         if not joiner.ids:
             self._after(_POLL_S, partial(self._kill_beside, joiner, victim))
         else:
@@ -376,7 +376,7 @@ class Soak:
             for line in one.received:
                 expected = found.digests.get(line["step"])
                 if expected != line["digest"]:
-                    self._problem(f"newcomer {one.number} at step {line['step']}: other bits")
+                    self._problem(f"joiner {one.number} at step {line['step']}: other bits")
         return found
 
     def growth(self) -> dict[str, list[tuple[int, int]]]:
@@ -434,10 +434,10 @@ def generations_of(net: Network | None, address: str) -> dict[int, list[str]]:
     """The members of every generation, by the store."""
 
     def read() -> dict[int, list[str]]:
-        view = Board(connect(address, RUN, None, timedelta(seconds=30)))
-        latest = view.get("gen")
+        kv = KeyValueView(connect(address, RUN, None, timedelta(seconds=30)))
+        latest = kv.get("gen")
         numbers = range(0 if latest is None else latest + 1)
-        return {n: view.get(f"members/{n}")["ids"] for n in numbers}
+        return {n: kv.get(f"members/{n}")["ids"] for n in numbers}
 
     return read() if net is None else inside(net.namespace_fds[0], read)
 

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.comm.line import Line
+from thinwire.comm.channel import Channel
 from thinwire.errors import ThinwireError
 from thinwire.local.averaging import Averaging, PendingAveraging
-from thinwire.local.newcomers import NewcomersWork
-from thinwire.members.giving import Given, Taker
+from thinwire.local.joiners import JoinerState
+from thinwire.members.transfer import Recipient, StateMessage
 from thinwire.tools.network.enter import die_with_parent, enter_network
 
 __all__ = ["CONFIGS", "RUN", "Part", "Trainee", "digest", "live", "train"]
@@ -161,7 +161,7 @@ class _Member:
         ) as members:
             self._members = members
             signal.signal(signal.SIGUSR1, lambda *_: members.leave())
-            self._tell("joined", id=members.id, newcomer=members.newcomer)
+            self._tell("joined", id=members.id, joiner=members.joiner)
             config = CONFIGS[part.config]
             with tw.local_sgd(me.net, me.optimizer, config, members=members) as sync:
                 self._tell("entered", id=members.id, step=sync.step)
@@ -180,7 +180,7 @@ class _Member:
         about, self._committed = self._committed, None
         if about is not None:
             assert self._members is not None, "joined"
-            gives = self._members.gives
+            gives = self._members.has_joiners
             loss = sum(self._losses) / max(1, len(self._losses))
             self._losses.clear()
             self._tell("averaged", **about, loss=loss, gives=gives, **resources())
@@ -192,49 +192,49 @@ class _Member:
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
         """Look at what is applied, and die where the driver wants it."""
-        commit, take, send = Averaging.commit_, Taker.take, Line.send
-        inherit = NewcomersWork.inherit
+        commit, take, send = Averaging.commit_, Recipient.receive, Channel.send
+        inherit = JoinerState.add_handoff
         taken = 0
 
         def committed(averaging: Averaging, pending: PendingAveraging, extras: Any) -> None:
             commit(averaging, pending, extras)
             assert self._members is not None, "joined"
             about = {"step": pending.step, "digest": digest(averaging, self._me.net)}
-            if self._members.newcomer:
+            if self._members.joiner:
                 self._tell("received", **about)
                 return
             # the generation of the exchange, which may have been left since
             group = self._members.group
             self._committed = {**about, "generation": group.number, "size": group.size}
 
-        def taking(recipient: Taker, at_most: int) -> Any:
+        def taking(recipient: Recipient, at_most: int) -> Any:
             nonlocal taken
             taken += 1
             if taken == self._part.dies_taking:
                 os.kill(os.getpid(), signal.SIGKILL)
             return take(recipient, at_most)
 
-        def giving(line: Line, content: Any) -> None:
+        def giving(line: Channel, content: Any) -> None:
             with contextlib.suppress(FileNotFoundError):  # only one of them finds the file
                 (self._folder / "die-giving").unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
             send(line, content)
 
-        def inherited(work: NewcomersWork, given: Given, factor: float) -> None:
+        def inherited(work: JoinerState, given: StateMessage, factor: float) -> None:
             inherit(work, given, factor)
             assert self._members is not None, "joined"
             about = {"id": self._members.id, "step": self._members.step, "factor": factor}
             self._tell("inherited", of=given.plain["of"], **about)
 
         Averaging.commit_ = committed  # type: ignore[method-assign]
-        Taker.take = taking  # type: ignore[method-assign]
-        Line.send = giving  # type: ignore[method-assign]
-        NewcomersWork.inherit = inherited  # type: ignore[method-assign]
+        Recipient.receive = taking  # type: ignore[method-assign]
+        Channel.send = giving  # type: ignore[method-assign]
+        JoinerState.add_handoff = inherited  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Averaging.commit_, Taker.take, Line.send = commit, take, send  # type: ignore[method-assign]
-            NewcomersWork.inherit = inherit  # type: ignore[method-assign]
+            Averaging.commit_, Recipient.receive, Channel.send = commit, take, send  # type: ignore[method-assign]
+            JoinerState.add_handoff = inherit  # type: ignore[method-assign]
 
     def _settled(self, before: dict[str, int]) -> dict[str, int]:
         """What this process holds once it has left the run; what still waits for the meeting place,

@@ -45,7 +45,7 @@ class Trace:
         entered: By identity the step at which a member had the state of the run.
         averagings: By step the members in the order of their ranks.
         digests: By step.
-        inherited: By step what members took over from those who had left: heir, leaver, factor.
+        inherited: Handoffs by step: successor, leaver, factor.
     """
 
     config: str
@@ -191,8 +191,8 @@ def replay(trace: Trace) -> Replayed:
             arrived = list(threads.map(lambda number: members[number].exchanged(), now))
             for number, pending in zip(now, arrived, strict=True):
                 members[number].averaging.commit_(pending, members[number].model.buffers())
-            for recipient, leaver, factor in trace.inherited.get(step, []):
-                members[recipient].inherit(members[leaver], factor)
+            for successor, leaver, factor in trace.inherited.get(step, []):
+                members[successor].inherit(members[leaver], factor)
             first = members[now[0]]
             found[step] = digest(first.averaging, first.trainee.net)
             if len(found) > len(trace.averagings) - _LAST:

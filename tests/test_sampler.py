@@ -67,7 +67,7 @@ def history(seed: int) -> None:
     start = tw.ShardedSampler(range(length), seed=seed)
     sharers = [tw.ShardedSampler(range(length), seed=seed) for _ in range(size)]
     for rank, each in enumerate(sharers):
-        each.join_in(start.state_dict(), rank, size)
+        each.start_as_joiner(start.state_dict(), rank, size)
     seen: Counter[int] = Counter()
     iterators = [iter(each) for each in sharers]
 
@@ -90,14 +90,14 @@ def history(seed: int) -> None:
             state = sharers[0].state_dict()  # all resume, as another number of ranks
             sharers = [tw.ShardedSampler(range(length)) for _ in range(chance.randint(1, 5))]
             for rank, each in enumerate(sharers):
-                each.join_in(state, rank, len(sharers))
+                each.start_as_joiner(state, rank, len(sharers))
         else:
             kept = [each for each in sharers if chance.random() < 0.8] or sharers[:1]
             new = [tw.ShardedSampler(range(length)) for _ in range(chance.randint(0, 2))]
             for rank, each in enumerate(kept):
-                each.deal(taken, rank, len(kept) + len(new))
+                each.redistribute(taken, rank, len(kept) + len(new))
             for rank, each in enumerate(new, len(kept)):
-                each.join_in(kept[0].state_dict(), rank, len(kept) + len(new))
+                each.start_as_joiner(kept[0].state_dict(), rank, len(kept) + len(new))
             sharers = [*kept, *new]
         iterators = [iter(each) for each in sharers]
     # all that is left until the end of the latest epoch

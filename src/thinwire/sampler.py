@@ -80,8 +80,8 @@ class ShardedSampler(Sampler[int]):
             check.instance("members", members, Members)
             if group is not None:
                 raise ValueError("group and members both say who shares the data: give one")
-            self._rank, self._ranks = members.place
-            members.deal(self)
+            self._rank, self._ranks = members.rank_and_size
+            members.register_sampler(self)
 
     @property
     def epoch(self) -> int:
@@ -102,7 +102,7 @@ class ShardedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         epoch = self._epoch
-        # read again for each sample: `deal` may change epoch, rank and order between two samples
+        # read for each sample: `redistribute` may change epoch, rank and order between two
         while epoch == self._epoch and self._next < len(self._left(epoch)):
             place = self._left(epoch)[self._next]
             self._taken += 1
@@ -139,7 +139,7 @@ class ShardedSampler(Sampler[int]):
         """Return this rank's progress, for the other ranks."""
         return self._epoch, self._taken
 
-    def deal(self, taken: Sequence[Taken], rank: int, ranks: int) -> None:
+    def redistribute(self, taken: Sequence[Taken], rank: int, ranks: int) -> None:
         """Distribute the remaining samples again.
 
         Args:
@@ -212,7 +212,7 @@ class ShardedSampler(Sampler[int]):
         self._orders = {}
         self._go_on(epoch, left)
 
-    def join_in(self, state: Mapping[str, Any], rank: int, ranks: int) -> None:
+    def start_as_joiner(self, state: Mapping[str, Any], rank: int, ranks: int) -> None:
         """Begin as a new member, with the distribution of the others."""
         self.load_state_dict(state)
         self._rank, self._ranks = rank, ranks

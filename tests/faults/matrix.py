@@ -237,7 +237,7 @@ MATRIX = _numbered(
                 "members/test_meeting.py::test_where_nobody_listens",
                 "faults/test_meeting_cut.py::test_the_line_is_cut_before_anybody_joins",
                 "faults/test_meeting_cut.py::test_the_line_is_cut_before_a_run_is_entered",
-                "faults/test_meeting_cut.py::test_the_line_is_cut_while_a_newcomer_waits",
+                "faults/test_meeting_cut.py::test_the_line_is_cut_while_a_joiner_waits",
                 "faults/test_meeting_cut.py::test_rounds_go_on_without_the_meeting_place_and_the_"
                 "next_loss_ends_the_run_in_time",
                 "doctor/test_command.py::test_a_rank_that_meets_nobody_says_so_in_time",
@@ -547,11 +547,11 @@ MATRIX = _numbered(
         ),
         (
             LOCAL,
-            "a rank dies between two averagings; a newcomer; a stage of a pipeline dies",
+            "a rank dies between two averagings; a joiner; a stage of a pipeline dies",
             "at most the work of one round of that rank is lost; the others hold the same",
             (
                 AT_EVERY_POINT,
-                MEMBERS + "test_a_newcomer_has_the_bits_of_the_others",
+                MEMBERS + "test_a_joiner_has_the_bits_of_the_others",
                 MEMBERS + "test_every_method_goes_on_without_a_member_that_was_killed",
                 "local/test_laws.py::test_the_interval_follows_loss_and_rate",
                 "pipeline/test_runner.py::test_the_others_raise_when_a_stage_is_gone",

@@ -13,8 +13,16 @@ import pytest
 import torch
 
 import thinwire as tw
-from tests.api import Decision, Link, connect, enter_network, listeners, network, parse_address
-from tests.api import board_Board as Board
+from tests.api import (
+    Decision,
+    KeyValueView,
+    Link,
+    connect,
+    enter_network,
+    listeners,
+    network,
+    parse_address,
+)
 from tests.faults.lines import state
 from tests.faults.proxy import Proxy, proxy
 from tests.lab.namespaces import needs_netns
@@ -100,24 +108,24 @@ def test_the_line_is_cut_before_anybody_joins(line: Proxy) -> None:
 
 
 @pytest.mark.parametrize("cut_s", [0.05, 0.5, 0.95])
-def test_the_line_is_cut_while_a_newcomer_waits(line: Proxy, cut_s: float) -> None:
+def test_the_line_is_cut_while_a_joiner_waits(line: Proxy, cut_s: float) -> None:
     """Another member gives signs of life until then, over a line of its own."""
     host, port = line._target
-    board = Board(connect(f"tcp://{host}:{port}", "test", None, timedelta(seconds=TIMEOUT_S)))
-    board.first("members/0", Decision(("ann",), ("ann",), 0).to_dict())
+    kv = KeyValueView(connect(f"tcp://{host}:{port}", "test", None, timedelta(seconds=TIMEOUT_S)))
+    kv.put_if_absent("members/0", Decision(("ann",), ("ann",), 0).to_dict())
     over = threading.Event()
 
     def live() -> None:
         beats = 0
         while not over.wait(0.1):
             beats += 1
-            board.put("hb/ann", {"beat": beats})
+            kv.put("hb/ann", {"beat": beats})
 
     beating = threading.Thread(target=live)
     beating.start()
     try:
         with joined(line) as members:
-            assert members.newcomer
+            assert members.joiner
             threading.Timer(cut_s, line.cut).start()
             begun = time.monotonic()
             with pytest.raises(PeerStalled, match=r"meeting place|none of its members was heard"):

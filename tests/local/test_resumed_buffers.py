@@ -172,7 +172,7 @@ def test_what_is_told_of_buffers_is_checked_before_anything_changes() -> None:
 
 
 def test_what_is_not_known_stays_unknown() -> None:
-    """As of a newcomer among members before its first averaging; a mean over ranks keeps it."""
+    """As of a joiner among members before its first averaging; a mean over ranks keeps it."""
     model = WithTables(0, filled=True)
     known, other = (
         LocalModel(model, torch.optim.SGD(model.parameters(), lr=0.1)) for _ in range(2)

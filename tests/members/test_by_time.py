@@ -25,8 +25,8 @@ def member(
     rank: int, size: int, address: str, flag: str, rounds: int, engine: bool = False
 ) -> dict[str, Any]:
     """What is held after each averaging, and by what its mean was divided."""
-    newcomer = bool(flag) and rank == 2
-    wait_for(flag if newcomer else "")
+    joiner = bool(flag) and rank == 2
+    wait_for(flag if joiner else "")
     net = model(rank)
     optimizer = torch.optim.AdamW(net.parameters(), 2e-3)
     data = torch.Generator().manual_seed(rank)
@@ -91,7 +91,7 @@ def test_the_mean_is_that_of_those_who_are_left(ranks: Pool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [False, True])
-def test_a_newcomer_has_the_bits_of_the_others(ranks: Pool, tmp_path: Any, engine: bool) -> None:
+def test_a_joiner_has_the_bits_of_the_others(ranks: Pool, tmp_path: Any, engine: bool) -> None:
     with meeting_place(None) as address:
         found = ranks.run(member, address, str(tmp_path / "go"), 40, engine, size=3, group=False)
     assert found[2]["entered"] > 0

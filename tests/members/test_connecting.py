@@ -1,4 +1,4 @@
-"""A newcomer that dies while the members connect with it; and a member that ends meanwhile."""
+"""A joiner that dies while the members connect with it; and a member that ends meanwhile."""
 
 import subprocess
 import sys
@@ -13,10 +13,10 @@ SCRIPT = """
 import os, signal, sys, threading
 import torch
 import thinwire as tw
-from thinwire.members import keeper
+from thinwire.members import membership
 
 address, what = sys.argv[1:]
-connect, begun = keeper.ways_between, threading.Event()
+connect, begun = membership.connect_members, threading.Event()
 
 def direct(*args):
     if what == "dies":
@@ -24,7 +24,7 @@ def direct(*args):
     begun.set()
     return connect(*args)
 
-keeper.ways_between = direct
+membership.connect_members = direct
 net = torch.nn.Linear(8, 8)
 optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
 config = tw.LocalSGD(4, begin_step=0)
@@ -46,7 +46,7 @@ print("goes on alone", members.size, flush=True)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["stays", "fails"])
-def test_a_newcomer_that_dies_while_connecting_ends_nobody(what: str) -> None:
+def test_a_joiner_that_dies_while_connecting_ends_nobody(what: str) -> None:
     """Neither the one member that is left, nor with an abort one that ends by an error."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with meeting_place(None) as address:
@@ -54,8 +54,8 @@ def test_a_newcomer_that_dies_while_connecting_ends_nobody(what: str) -> None:
         with running([*command, what], cwd=Path.cwd(), **pipes) as member:
             assert member.stdout is not None
             assert member.stdout.readline() == "trains\n"
-            with running([*command, "dies"], cwd=Path.cwd(), **pipes) as newcomer:
-                newcomer.communicate()
+            with running([*command, "dies"], cwd=Path.cwd(), **pipes) as joiner:
+                joiner.communicate()
             out, err = member.communicate()
     if what == "stays":
         assert member.returncode == 0, err

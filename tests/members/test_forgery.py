@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from tests.api import ALL_RANKS, PROOF_BYTES, Layout, Proofs, SealedStore, Slot, run_store
+from tests.api import ALL_RANKS, PROOF_BYTES, AuthenticatedStore, Layout, Proofs, Slot, run_store
 from tests.api import message_pack as pack
 from tests.api import message_unpack as unpack
 from thinwire.errors import PayloadCorrupt
@@ -192,7 +192,7 @@ def strangers(
 
 def test_ten_thousand_forged_admissions() -> None:
     rng, store = random.Random(11), HashStore()
-    member: SealedStore = run_store(store, "llm", TOKEN, SESSION)
+    member: AuthenticatedStore = run_store(store, "llm", TOKEN, SESSION)
     keys = [f"hello/{n}" for n in range(20)] + [f"members/{n}" for n in range(20)]
     for key in keys:
         member.set(key, f'{{"id": "{key}", "address": "10.0.0.{len(key)}"}}')

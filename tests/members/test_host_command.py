@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from tests.api import SealedStore, connect
+from tests.api import AuthenticatedStore, connect
 from tests.members.places import TIMEOUT, TOKEN, host_command
 from tests.processes import running
 from tests.waiting import PATIENCE_S, until
@@ -191,7 +191,7 @@ def next_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().rstrip("\n")
 
 
-def write_generation(store: SealedStore, generation: int, *members: str) -> None:
+def write_generation(store: AuthenticatedStore, generation: int, *members: str) -> None:
     decision = {"ids": members, "settled": members[:1], "votes": 3, "answers": []}
     store.set(f"members/{generation}", json.dumps(decision))
     store.set("gen", json.dumps(generation))
@@ -210,7 +210,7 @@ def test_it_says_who_takes_part_when_that_changes(tmp_path: Path) -> None:
         stranger = TCPStore(place[0], int(place[2]), None, False, TIMEOUT, wait_for_workers=False)
         stranger.set("run/llm/gen", "7")
         told = next_line(process)
-        assert "'run/llm/gen' in the store was refused: it is not sealed" in told
+        assert "'run/llm/gen' in the store was refused: it has no MAC" in told
         write_generation(store, 2, "bob", "\x1b[31mred\n")
         assert next_line(process) == r"run llm: generation 2, members: bob, \x1b[31mred\n"
         stranger.set("run/\x1b[31m/gen", "1")
@@ -237,7 +237,7 @@ def test_without_a_token_it_says_once_what_that_means() -> None:
 
 
 @LINUX
-def test_a_host_that_died_is_told_to_newcomers() -> None:
+def test_a_host_that_died_is_told_to_joiners() -> None:
     with host_command("--bind", "127.0.0.1:0", "--quiet") as (process, address):
         connect(address, "a", None, TIMEOUT)
         os.kill(process.pid, signal.SIGKILL)

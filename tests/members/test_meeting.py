@@ -16,7 +16,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 import thinwire as tw
-from tests.api import Address, SealedStore, connect, meeting, parse_address, require_same
+from tests.api import Address, AuthenticatedStore, connect, meeting, parse_address, require_same
 from tests.lab.namespaces import needs_netns
 from tests.members.places import TIMEOUT, TOKEN, meeting_place
 from tests.processes import ran
@@ -69,7 +69,7 @@ def test_over_ipv6() -> None:
         assert connect(address, "llm", TOKEN, TIMEOUT).get("key") == b"value"
 
 
-def test_another_token_is_told_at_once_to_the_newcomer_alone(place: str) -> None:
+def test_another_token_is_told_at_once_to_the_joiner_alone(place: str) -> None:
     member = connect(place, "llm", TOKEN, TIMEOUT)
     member.set("key", "value")
     assert "has another token" in refused(place, b"another token, long enough", Mismatch)
@@ -185,7 +185,7 @@ def test_what_is_no_name_of_a_run(place: str, run: str) -> None:
         connect(place, run, TOKEN, TIMEOUT)
 
 
-def test_another_layout_is_told_to_the_newcomer_alone(place: str) -> None:
+def test_another_layout_is_told_to_the_joiner_alone(place: str) -> None:
     first, same, other = (connect(place, "facts", TOKEN, TIMEOUT) for _ in range(3))
     facts = {"strategy": "localsgd", "layout": [3, 4], "wire": 1}
     require_same(first, facts)
@@ -199,7 +199,7 @@ def test_another_layout_is_told_to_the_newcomer_alone(place: str) -> None:
 
 def test_a_store_is_refused_that_a_stranger_filled_beforehand(place: str) -> None:
     plain_store(place).set("run/squat/facts", "{}")
-    store: SealedStore = connect(place, "squat", TOKEN, TIMEOUT)
+    store: AuthenticatedStore = connect(place, "squat", TOKEN, TIMEOUT)
     with pytest.raises(PayloadCorrupt, match="run/squat/facts"):
         require_same(store, {"wire": 1})
 

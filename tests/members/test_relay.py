@@ -26,7 +26,7 @@ from tests.api import (
     Kind,
     Link,
     RelayClient,
-    RelayPlace,
+    RelayEndpoint,
     _Relay,
     certificate,
     enter_network,
@@ -232,17 +232,17 @@ def test_the_others_go_on_without_a_member_that_dies(
     assert [one["changes"] for one in found] == 2 * [[(1, 2)]]
 
 
-def test_a_newcomer_gets_the_state_through_the_relay(
+def test_a_joiner_gets_the_state_through_the_relay(
     ranks: Pool, token_file: str, tmp_path: Path
 ) -> None:
     options = {"founders": 2, "flag": str(tmp_path / "go"), "step_s": 0.02, "until_size": 3}
     options |= {"token_file": token_file, "relay": True}
     with relay_place() as address:
         found = ranks.run(_member, address, CONFIGS["late, parts"], options, size=3, group=False)
-    first, _, newcomer = (one["rounds"] for one in found)
+    first, _, joiner = (one["rounds"] for one in found)
     assert found[2]["entered"] > 1
-    assert len(newcomer) > 3
-    assert newcomer == {step: first[step] for step in newcomer}
+    assert len(joiner) > 3
+    assert joiner == {step: first[step] for step in joiner}
 
 
 def test_who_relays_and_who_does_not_say_so_where_they_meet(token_file: str) -> None:
@@ -258,7 +258,7 @@ def test_the_wrong_token_is_refused_by_the_relay_too(token_file: str) -> None:
     first, second = two_ports()
     first.close()
     with relaying(second, TOKEN, None):
-        place = RelayPlace("127.0.0.1", second.getsockname()[1], relay_key(TOKEN[::-1]))
+        place = RelayEndpoint("127.0.0.1", second.getsockname()[1], relay_key(TOKEN[::-1]))
         with pytest.raises(Mismatch, match="another token"):
             require_relay(place, TIMEOUT_S)
         client = RelayClient(place, "room", 0, 2)
@@ -413,7 +413,7 @@ def test_who_says_what_no_member_says_is_hung_up_on() -> None:
     first, second = two_ports()
     first.close()
     with relaying(second, None, None):
-        place = RelayPlace("127.0.0.1", second.getsockname()[1], b"")
+        place = RelayEndpoint("127.0.0.1", second.getsockname()[1], b"")
         clients = [RelayClient(place, "room", rank, 2) for rank in range(2)]
         assert all(client.wait_for_everybody(PATIENCE_S) for client in clients)
         frame = HEAD.pack(FRAME_BYTES + 1, ALL, 0, Kind.DATA, 0, 0, 0)
@@ -451,7 +451,7 @@ def test_who_takes_nothing_holds_up_whoever_sends_to_it() -> None:
     first.close()
     size = 64 << 20
     with relaying(second, None, None):
-        place = RelayPlace("127.0.0.1", second.getsockname()[1], b"")
+        place = RelayEndpoint("127.0.0.1", second.getsockname()[1], b"")
         client = RelayClient(place, "room", 0, 2)
         with socket.create_connection(place[:2], timeout=PATIENCE_S) as slow:
             slow.sendall(GREETING)
@@ -477,7 +477,7 @@ def test_no_more_connections_are_let_in_than_there_may_be() -> None:
     first, second = two_ports()
     first.close()
     with relaying(second, None, None), contextlib.ExitStack() as ends:
-        place = RelayPlace("127.0.0.1", second.getsockname()[1], b"")
+        place = RelayEndpoint("127.0.0.1", second.getsockname()[1], b"")
         ends.enter_context(pytest.MonkeyPatch.context()).setattr(relay, "MOST_CONNECTIONS", 3)
         for _ in range(3):
             ends.enter_context(socket.create_connection(place[:2], timeout=PATIENCE_S))

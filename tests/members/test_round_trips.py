@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import Store, TCPStore
 
-from tests.api import Direct, Keeper, SealedStore
-from tests.api import board_Board as Board
+from tests.api import AuthenticatedStore, Direct, KeyValueView, Membership
 
 LIMIT_S = 20.0
 ANSWERS = {"check": 1, "compare_set": 1, "wait": 1, "get": 2, "multi_get": 2}
@@ -54,14 +53,14 @@ def server() -> Iterator[TCPStore]:
 @pytest.mark.parametrize("secret", [None, b"s" * 32])
 def test_whoever_looks_waits_for_one_answer(server: TCPStore, secret: bytes | None) -> None:
     counted = Counted(server)
-    board = Board(SealedStore(counted, secret))
-    assert board.get("members/0") is None
-    assert not board.has("members/0")
+    kv = KeyValueView(AuthenticatedStore(counted, secret))
+    assert kv.get("members/0") is None
+    assert not kv.has("members/0")
     assert counted.answers == 2
-    assert board.first("members/0", {"ids": ["ann"]}) == {"ids": ["ann"]}
+    assert kv.put_if_absent("members/0", {"ids": ["ann"]}) == {"ids": ["ann"]}
     counted.answers = 0
-    assert board.get("members/0") == {"ids": ["ann"]}
-    assert board.has("members/0")
+    assert kv.get("members/0") == {"ids": ["ann"]}
+    assert kv.has("members/0")
     assert counted.answers == 2
 
 
@@ -88,20 +87,20 @@ def test_a_generation_connects_after_as_many_answers_for_any_size(
 
 def test_who_asks_to_be_let_in_waits_no_longer_after_many_others(server: TCPStore) -> None:
     counted = Counted(server)
-    board = Board(SealedStore(counted, None))
+    kv = KeyValueView(AuthenticatedStore(counted, None))
 
-    def keeper(name: str) -> Keeper:
+    def membership(name: str) -> Membership:
         options: dict[str, Any] = {"min_members": 1, "start_members": 1, "timeout_s": LIMIT_S}
-        return Keeper(board, name, way="127.0.0.1", **options)
+        return Membership(kv, name, endpoint="127.0.0.1", **options)
 
-    numbers = [keeper(f"member-{n}").say_hello(board) for n in range(40)]
+    numbers = [membership(f"member-{n}").say_hello(kv) for n in range(40)]
     assert numbers == list(range(40))
     counted.answers = 0
-    assert keeper("ann").say_hello(board) == 40
+    assert membership("ann").say_hello(kv) == 40
     assert counted.answers == 2
-    leader, looked = keeper("bob"), []
-    get = board.get
-    board.get = lambda key: looked.append(key) or get(key)  # type: ignore[method-assign, func-returns-value]
+    leader, looked = membership("bob"), []
+    get = kv.get
+    kv.get = lambda key: looked.append(key) or get(key)  # type: ignore[method-assign, func-returns-value]
     leader._read_hellos(math.inf)
     assert looked[:3] == ["hellos", "hello/41", "hello/40"]
     assert sorted(leader._hellos) == list(range(41))

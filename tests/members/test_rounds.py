@@ -12,8 +12,16 @@ import pytest
 import torch
 
 import thinwire as tw
-from tests.api import Averaging, Decision, Given, Keeper, NewcomersWork, connect, keeper
-from tests.api import board_Board as Board
+from tests.api import (
+    Averaging,
+    Decision,
+    JoinerState,
+    KeyValueView,
+    Membership,
+    StateMessage,
+    connect,
+    membership,
+)
 from tests.members.places import TOKEN, meeting_place
 from tests.members.training import (
     MOST_STEPS,
@@ -96,16 +104,16 @@ def test_every_method_goes_on_without_a_member_that_was_killed(ranks: Pool, name
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_newcomer_has_the_bits_of_the_others(ranks: Pool, tmp_path: Path, name: str) -> None:
+def test_a_joiner_has_the_bits_of_the_others(ranks: Pool, tmp_path: Path, name: str) -> None:
     options = {"founders": 2, "flag": str(tmp_path / "go"), "step_s": 0.05, "steps": 80}
     with meeting_place(None) as address:
         found = ranks.run(_member_with, address, CONFIGS[name], options, size=3, group=False)
-    first, newcomer = found[0], found[2]
-    assert newcomer["entered"] > 1
-    assert len(newcomer["rounds"]) > 3
+    first, joiner = found[0], found[2]
+    assert joiner["entered"] > 1
+    assert len(joiner["rounds"]) > 3
     rounds = _alike(found, 80)
     assert [size for _, size, _ in rounds.values()][-1] == 3
-    assert all(step > newcomer["entered"] for step in newcomer["rounds"])
+    assert all(step > joiner["entered"] for step in joiner["rounds"])
     assert first["changes"] == [(1, 3)]
     assert max(one["longest_s"] for one in found[:2]) < 1 + TIMEOUT_S / 3
 
@@ -141,7 +149,7 @@ def test_what_a_leaver_has_kept_goes_to_one_who_stays(ranks: Pool) -> None:
     with meeting_place(None) as address:
         found = ranks.run(_leaving, address, size=3, group=False)
     kept, _ = found[2]
-    ((came, factor),) = [heir for _, heir in found if heir is not None]
+    ((came, factor),) = [received for _, received in found if received is not None]
     assert factor == 2 / 3
     assert kept > 0
     assert came == kept
@@ -150,29 +158,29 @@ def test_what_a_leaver_has_kept_goes_to_one_who_stays(ranks: Pool) -> None:
 def _leaving(rank: int, size: int, address: str) -> Any:
     """What is kept on leaving, and what is inherited with which factor, as sums of squares."""
     seen: dict[str, Any] = {"kept": None, "came": None}
-    own_state, inherit = NewcomersWork.own_state, NewcomersWork.inherit
+    own_state, inherit = JoinerState.own_state, JoinerState.add_handoff
 
-    def square(given: Given) -> float:
+    def square(given: StateMessage) -> float:
         return sum(float(t.double().square().sum()) for _, t in sorted(given.tensors.items()))
 
-    def kept(work: NewcomersWork) -> Given | None:
+    def kept(work: JoinerState) -> StateMessage | None:
         given = own_state(work)
         assert given is not None
         seen["kept"] = square(given)
         return given
 
-    def came(work: NewcomersWork, given: Given, factor: float) -> None:
+    def came(work: JoinerState, given: StateMessage, factor: float) -> None:
         before = square(own_state(work))  # type: ignore[arg-type]
         inherit(work, given, factor)
         assert square(own_state(work)) != before  # type: ignore[arg-type]
         seen["came"] = square(given), factor
 
-    NewcomersWork.own_state, NewcomersWork.inherit = kept, came  # type: ignore[method-assign]
+    JoinerState.own_state, JoinerState.add_handoff = kept, came  # type: ignore[method-assign]
     try:
         member(rank, size, address, SPARSE, leave_at={2: 6}, steps=60, step_s=0.02)
     finally:
-        NewcomersWork.own_state = own_state  # type: ignore[method-assign]
-        NewcomersWork.inherit = inherit  # type: ignore[method-assign]
+        JoinerState.own_state = own_state  # type: ignore[method-assign]
+        JoinerState.add_handoff = inherit  # type: ignore[method-assign]
     return seen["kept"], seen["came"]
 
 
@@ -193,23 +201,23 @@ def test_who_missed_an_agreement_takes_it_from_one_who_heard_it(
 
 
 def _deaf(rank: int, size: int, address: str, call: int, leaves: bool) -> Any:
-    passed, calls, deaf = Keeper.passed, 0, 0
+    passed, calls, deaf = Membership.accept_agreement, 0, 0
 
-    def not_passed(self: Keeper, number: int, vote: int, answers: Any) -> bool:
+    def not_passed(self: Membership, number: int, vote: int, answers: Any) -> bool:
         nonlocal calls, deaf
         calls += 1
         if rank == 1 and calls == call:
             deaf += 1
-            self.broken(number, "told so by the test")
-            self.settle(number)
+            self.report_broken(number, "told so by the test")
+            self.wait_for_next(number)
         return passed(self, number, vote, answers)
 
-    Keeper.passed = not_passed  # type: ignore[method-assign]
+    Membership.accept_agreement = not_passed  # type: ignore[method-assign]
     try:
         options: dict[str, Any] = {"leave_at": {2: 6}} if leaves else {}
         return {**member(rank, size, address, SPARSE, timeout_s=NEVER_S, **options), "deaf": deaf}
     finally:
-        Keeper.passed = passed  # type: ignore[method-assign]
+        Membership.accept_agreement = passed  # type: ignore[method-assign]
 
 
 def test_the_last_but_one_may_leave(ranks: Pool) -> None:
@@ -240,7 +248,7 @@ def test_half_of_them_cannot_go_on(ranks: Pool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["taking", "giving"])
 def test_who_dies_in_the_copy_holds_up_nobody(ranks: Pool, tmp_path: Path, what: str) -> None:
-    """A newcomer that loses its giver asks another member; one that dies is not let in."""
+    """A joiner that loses its giver asks another member; one that dies is not let in."""
     fault = {"rank": 3 if what == "taking" else 2, "phase": what, "at": 2, "how": "kill"}
     options = {"founders": 3, "flag": str(tmp_path / "go"), "step_s": 0.05, "steps": 160}
     with meeting_place(None) as address:
@@ -283,7 +291,7 @@ def test_one_that_was_stopped_finds_itself_evicted(ranks: Pool, tmp_path: Path) 
 def test_a_run_of_which_nobody_is_left_begins_anew_from_the_last_copy(
     ranks: Pool, tmp_path: Path, how: str
 ) -> None:
-    """By the same command and under its own name, with a newcomer that comes later."""
+    """By the same command and under its own name, with a joiner that comes later."""
     folder = str(tmp_path / "copies")
     with meeting_place(None) as address:
         flag = str(tmp_path / "one")
@@ -304,13 +312,13 @@ def test_who_was_cut_off_from_a_run_that_has_begun_anew_is_evicted() -> None:
     net = model(0)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
     with meeting_place(None) as address:
-        board = Board(connect(address, "test", None, timedelta(seconds=TIMEOUT_S)))
+        kv = KeyValueView(connect(address, "test", None, timedelta(seconds=TIMEOUT_S)))
         with (
             pytest.raises(tw.errors.Evicted, match="generation 1 was formed without this member"),
             tw.join(address, run="test", timeout=2.0) as members,
             tw.local_sgd(net, optimizer, tw.LocalSGD(1), members=members) as sync,
         ):
-            board.first("members/1", Decision(("ann",), ("ann",), 0).to_dict())
+            kv.put_if_absent("members/1", Decision(("ann",), ("ann",), 0).to_dict())
             while sync.step < 1000:
                 net(torch.randn(8, 24)).square().mean().backward()
                 optimizer.step()
@@ -372,7 +380,7 @@ def _leaving_an_engine(rank: int, size: int, address: str) -> bool:
 
 def _saving(rank: int, size: int, address: str, folder: str, run: str, flag: str) -> Any:
     """A run to step 20, of which one member saves at step 10; or one that begins from there, until
-    a newcomer is in it."""
+    a joiner is in it."""
     wait_for(flag if rank == 2 else "")
     begins = not Path(folder).exists()
     net = model(rank)
@@ -437,13 +445,13 @@ def _last_to_hear(rank: int, size: int, address: str, folder: str, ends: str) ->
     net = model(rank)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
     config = tw.LocalSGD(4, begin_step=0)
-    passed = Keeper.passed
+    passed = Membership.accept_agreement
 
-    def late(self: Keeper, number: int, vote: int, answers: Any) -> bool:
+    def late(self: Membership, number: int, vote: int, answers: Any) -> bool:
         for other in range(2):
             wait_for(f"{folder}/{other}")
-        self.broken(number, "told so by the test")
-        self.settle(number)
+        self.report_broken(number, "told so by the test")
+        self.wait_for_next(number)
         return passed(self, number, vote, answers)
 
     try:
@@ -454,12 +462,12 @@ def _last_to_hear(rank: int, size: int, address: str, folder: str, ends: str) ->
                     net(torch.randn(8, 24)).square().mean().backward()
                     optimizer.step()
                 if rank == 2:
-                    Keeper.passed = late  # type: ignore[method-assign]
+                    Membership.accept_agreement = late  # type: ignore[method-assign]
             if ends == "failed" and rank < 2:
                 raise RuntimeError("of the test")
             return members.step, digest(sync)
     finally:
-        Keeper.passed = passed  # type: ignore[method-assign]
+        Membership.accept_agreement = passed  # type: ignore[method-assign]
         Path(folder, str(rank)).touch()
 
 
@@ -486,17 +494,17 @@ def _ending(rank: int, size: int, address: str, folder: str, case: str) -> tuple
     net = model(rank)
     optimizer = torch.optim.SGD(net.parameters(), 0.05)
     strategy = tw.DistributedStrategy(localsgd=tw.LocalSGD(4, begin_step=0))
-    passed, connect_all = Keeper.passed, keeper.ways_between
+    passed, connect_all = Membership.accept_agreement, membership.connect_members
     heard = failures = 0
     last = {"one after another": (6, 14, 22), "closed inside": (14, 14, 6), "forgotten": (8, 8, 8)}
 
-    def late(self: Keeper, number: int, vote: int, answers: Any) -> bool:
+    def late(self: Membership, number: int, vote: int, answers: Any) -> bool:
         nonlocal heard
         heard += 1
         if heard == 2:  # of step 8: what all have got
             wait_for(f"{folder}/gone")
-            self.broken(number, "told so by the test")
-            self.settle(number)
+            self.report_broken(number, "told so by the test")
+            self.wait_for_next(number)
         return passed(self, number, vote, answers)
 
     def cut(*given: Any) -> Any:
@@ -512,7 +520,7 @@ def _ending(rank: int, size: int, address: str, folder: str, case: str) -> tuple
             engine = strategy.prepare(net, optimizer, torch.nn.MSELoss(), members=members)
             for step in range(1, last[case][rank] + 1):
                 if case == "forgotten" and rank and step == 8:
-                    Keeper.passed, keeper.ways_between = late, cut  # type: ignore[method-assign,misc,assignment]
+                    Membership.accept_agreement, membership.connect_members = late, cut  # type: ignore[method-assign,misc,assignment]
                 x = torch.randn(8, 24)
                 engine.train_step(x, x)
             if case == "closed inside" and rank == 2:
@@ -521,7 +529,7 @@ def _ending(rank: int, size: int, address: str, folder: str, case: str) -> tuple
             values = [p.sum().item() for p in net.parameters()] if case == "forgotten" else []
             return members.step, tuple(values)
     finally:
-        Keeper.passed, keeper.ways_between = passed, connect_all  # type: ignore[method-assign,misc]
+        Membership.accept_agreement, membership.connect_members = passed, connect_all  # type: ignore[method-assign,misc]
         if rank == 0:
             Path(folder, "gone").touch()
 
@@ -550,15 +558,15 @@ def _breaking(
     net = model(rank)
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     wait_for(flag if admits and rank == 2 else "")
-    passed, commit, broke, longest_s = Keeper.passed, Averaging.commit_, False, 0.0
+    passed, commit, broke, longest_s = Membership.accept_agreement, Averaging.commit_, False, 0.0
 
-    def late(self: Keeper, number: int, vote: int, answers: Any) -> bool:
+    def late(self: Membership, number: int, vote: int, answers: Any) -> bool:
         nonlocal broke
         word = b'"admit":["' if admits else b'"leaving"'
         if not broke and any(word in each for each in answers):
             broke = True
-            self.broken(number, "told so by the test")
-            self.settle(number)
+            self.report_broken(number, "told so by the test")
+            self.wait_for_next(number)
         return passed(self, number, vote, answers)
 
     def slow(self: Averaging, *given: Any) -> None:
@@ -566,7 +574,7 @@ def _breaking(
         commit(self, *given)
 
     if rank == 1:
-        Keeper.passed = late  # type: ignore[method-assign]
+        Membership.accept_agreement = late  # type: ignore[method-assign]
     else:
         Averaging.commit_ = slow  # type: ignore[method-assign]
     try:
@@ -589,7 +597,7 @@ def _breaking(
                     Path(flag).touch()
             return broke, sync.step, longest_s, digest(sync)
     finally:
-        Keeper.passed, Averaging.commit_ = passed, commit  # type: ignore[method-assign]
+        Membership.accept_agreement, Averaging.commit_ = passed, commit  # type: ignore[method-assign]
 
 
 def _member_with(rank: int, size: int, address: str, config: Any, options: Any) -> Any:
@@ -624,25 +632,23 @@ def _leaving_at_the_end(rank: int, size: int, address: str) -> tuple[bool, int]:
 
 def _walled_off(rank: int, size: int, address: str, flag: str) -> Any:
     """The last one reaches the meeting place and the member that copies to it, but not all."""
-    made = keeper.ways_between
+    made = membership.connect_members
 
     def refused(*args: Any) -> Any:
         time.sleep(1.0)
         raise PeerStalled("said so by the test")
 
     if rank == size - 1:
-        keeper.ways_between = refused  # type: ignore[assignment,misc]
+        membership.connect_members = refused  # type: ignore[assignment,misc]
     options = {"founders": size - 1, "flag": flag, "step_s": 0.05, "steps": 120}
     try:
         return member(rank, size, address, SPARSE, **options)  # type: ignore[arg-type]
     finally:
-        keeper.ways_between = made  # type: ignore[misc]
+        membership.connect_members = made  # type: ignore[misc]
 
 
 @pytest.mark.slow
-def test_a_newcomer_that_cannot_reach_all_ends_nobody_elses_run(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_a_joiner_that_cannot_reach_all_ends_nobody_elses_run(ranks: Pool, tmp_path: Path) -> None:
     with meeting_place(None) as address:
         found = ranks.run(
             _walled_off, address, str(tmp_path / "go"), size=3, group=False, expect_errors=True
@@ -656,20 +662,20 @@ def test_a_newcomer_that_cannot_reach_all_ends_nobody_elses_run(
 
 def _interrupted(rank: int, size: int, address: str) -> list[str]:
     """Threads that are left of a `join` that Ctrl-C ends."""
-    hello, before = keeper.Keeper.say_hello, set(threading.enumerate())
+    hello, before = membership.Membership.say_hello, set(threading.enumerate())
 
-    def interrupts(self: Keeper, *given: Any) -> Any:
+    def interrupts(self: Membership, *given: Any) -> Any:
         number = hello(self, *given)
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         return number
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    keeper.Keeper.say_hello = interrupts  # type: ignore[method-assign]
+    membership.Membership.say_hello = interrupts  # type: ignore[method-assign]
     try:
         with pytest.raises(KeyboardInterrupt):
             tw.join(address, run="test", start_members=2, timeout=30)
     finally:
-        keeper.Keeper.say_hello = hello  # type: ignore[method-assign]
+        membership.Membership.say_hello = hello  # type: ignore[method-assign]
     left = set(threading.enumerate()) - before
     return [thread.name for thread in left if "thinwire" in thread.name]
 

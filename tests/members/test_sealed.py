@@ -11,7 +11,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 from torch.distributed import DistError
 
-from tests.api import SealedStore
+from tests.api import AuthenticatedStore
 from tests.waiting import PATIENCE_S
 from thinwire.errors import PayloadCorrupt
 
@@ -38,7 +38,7 @@ def plain(server: TCPStore) -> Iterator[TCPStore]:
 def test_every_call_of_a_store_does_what_it_does(
     plain: TCPStore, secret: bytes | None, direct: bool
 ) -> None:
-    sealed = SealedStore(plain, secret, "run/a/")
+    sealed = AuthenticatedStore(plain, secret, "run/a/")
     store: Any = sealed if direct else PrefixStore("part", sealed)
     store.set("one", "first")
     assert store.get("one") == b"first"
@@ -59,17 +59,17 @@ def test_every_call_of_a_store_does_what_it_does(
 
 
 def test_a_wait_ends_at_its_time_out(plain: TCPStore) -> None:
-    store = SealedStore(plain, SECRET)
+    store = AuthenticatedStore(plain, SECRET)
     with pytest.raises(DistError, match="timeout"):
         store.wait(["never"], SHORT)
 
 
 def test_without_a_secret_values_are_as_they_were(plain: TCPStore) -> None:
-    store = SealedStore(plain, None)
+    store = AuthenticatedStore(plain, None)
     store.set("key", "value")
     assert plain.get("key") == b"value"
     assert store.key_for("messages") is None
-    sealed = SealedStore(plain, SECRET)
+    sealed = AuthenticatedStore(plain, SECRET)
     keys = {sealed.key_for("messages", "1"), sealed.key_for("messages", "2"), sealed.key_for("m")}
     assert len(keys | {sealed.under("shard/1").key_for("m")}) == 4
 
@@ -79,11 +79,11 @@ def moved(plain: TCPStore) -> None:
 
 
 def of_another_run(plain: TCPStore) -> None:
-    SealedStore(plain, b"another run's secret", "run/a/").set("key", "value")
+    AuthenticatedStore(plain, b"another run's secret", "run/a/").set("key", "value")
 
 
 def from_another_prefix(plain: TCPStore) -> None:
-    SealedStore(plain, SECRET, "run/b/").set("key", "value")
+    AuthenticatedStore(plain, SECRET, "run/b/").set("key", "value")
     plain.set("run/a/key", plain.get("run/b/key"))
 
 
@@ -108,7 +108,7 @@ FORGERIES: list[Callable[[TCPStore], None]] = [
 def test_what_does_not_verify_is_refused(
     plain: TCPStore, forge: Callable[[TCPStore], None]
 ) -> None:
-    store = SealedStore(plain, SECRET, "run/a/")
+    store = AuthenticatedStore(plain, SECRET, "run/a/")
     store.set("key", "value")
     store.set("other", "value")
     forge(plain)
@@ -125,14 +125,16 @@ def test_what_does_not_verify_is_refused(
         assert "\n" not in str(refused.value)
 
 
-def group(store: SealedStore, rank: int, size: int, limit: timedelta = LIMIT) -> ProcessGroupGloo:
+def group(
+    store: AuthenticatedStore, rank: int, size: int, limit: timedelta = LIMIT
+) -> ProcessGroupGloo:
     return ProcessGroupGloo(store, rank, size, limit)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("prefixed", [True, False])
 def test_gloo_meets_through_it(server: TCPStore, plain: TCPStore, prefixed: bool) -> None:
     size = 4
-    stores = [SealedStore(server.clone(), SECRET, "run/a/") for _ in range(size)]  # type: ignore[attr-defined]
+    stores = [AuthenticatedStore(server.clone(), SECRET, "run/a/") for _ in range(size)]  # type: ignore[attr-defined]
 
     def sum_of(rank: int) -> float:
         store: Any = PrefixStore("g", stores[rank]) if prefixed else stores[rank].under("g")
@@ -149,11 +151,11 @@ def test_gloo_meets_through_it(server: TCPStore, plain: TCPStore, prefixed: bool
 
 
 def test_an_address_that_a_stranger_gives_to_gloo_is_refused_at_once(plain: TCPStore) -> None:
-    store = SealedStore(plain, SECRET, "run/a/")
-    stranger = SealedStore(plain.clone(), None, "run/a/")  # type: ignore[attr-defined]
+    store = AuthenticatedStore(plain, SECRET, "run/a/")
+    stranger = AuthenticatedStore(plain.clone(), None, "run/a/")  # type: ignore[attr-defined]
     with ThreadPoolExecutor(2) as threads:
         theirs = threads.submit(group, stranger.under("g"), 1, 2, timedelta(seconds=3))
-        with pytest.raises(PayloadCorrupt, match="was refused: it is not sealed"):
+        with pytest.raises(PayloadCorrupt, match="was refused: it has no MAC"):
             group(store.under("g"), 0, 2)
         assert theirs.exception() is not None
 
@@ -176,14 +178,14 @@ class Read(Store):
 
 def test_what_a_question_shows_cannot_be_put_back_as_an_answer(plain: TCPStore) -> None:
     wire = Read(plain)
-    sealed = SealedStore(wire, SECRET, "run/a/")
-    assert sealed.peek("hello") is None
+    sealed = AuthenticatedStore(wire, SECRET, "run/a/")
+    assert sealed.try_get("hello") is None
     for value in tuple(wire.seen):
         plain.set("run/a/hello", value)
         with contextlib.suppress(PayloadCorrupt):
-            assert sealed.peek("hello") is None
+            assert sealed.try_get("hello") is None
         with pytest.raises(PayloadCorrupt):
             sealed.compare_set("hello", "", "mine")
     plain.delete_key("run/a/hello")
     assert sealed.compare_set("hello", "", "mine") == b"mine"
-    assert sealed.peek("hello") == b"mine"
+    assert sealed.try_get("hello") == b"mine"

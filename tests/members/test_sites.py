@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import thinwire as tw
-from tests.api import Averaging, ElasticGroup, Keeper, Pending, PendingAveraging, Taker
+from tests.api import Averaging, ElasticGroup, Membership, Pending, PendingAveraging, Recipient
 from tests.members.places import meeting_place
 from tests.members.training import PHASES, TIMEOUT_S, die, digest, interrupt, model, wait_for
 from tests.ranks import Lost, Pool, Raised
@@ -72,12 +72,14 @@ def site(
     wait_for(str(flag) if number >= founders else "")
     store = dist.FileStore(f"{folder}/site-{number}", SHARDS)
     dist.init_process_group("gloo", store=store, rank=shard, world_size=SHARDS)
-    undo = [(k, n, getattr(k, n)) for k, n, _ in PHASES.values()] + [(Taker, "take", Taker.take)]
+    undo = [(k, n, getattr(k, n)) for k, n, _ in PHASES.values()] + [
+        (Recipient, "receive", Recipient.receive)
+    ]
     if fault is not None and fault["rank"] == rank and fault["phase"] in PHASES:
         kind, name, before = PHASES[fault["phase"]]
         interrupt(kind, name, before=before, at=fault["at"], act=die)
     if fault is not None and fault["rank"] == rank and fault["phase"] == "taking":
-        interrupt(Taker, "take", before=True, at=fault["at"], act=die)
+        interrupt(Recipient, "receive", before=True, at=fault["at"], act=die)
     try:
         mesh = mesh_of(1, SHARDS)
         net = net_of(0 if one_start else number, mesh)
@@ -225,13 +227,13 @@ def test_a_site_that_comes_has_the_bits_of_the_others(
     sites = run_sites(ranks, tmp_path, CONFIGS[name], size=6, founders=2, steps=100, step_s=0.05)
     rounds = alike(sites, 100)
     assert [size for _, size in rounds.values()][-1] == 3
-    newcomers = sites[2]
-    assert len({one["entered"] for one in newcomers}) == 1
-    assert newcomers[0]["entered"] > 1
-    assert len(newcomers[0]["rounds"]) > 3
+    joiners = sites[2]
+    assert len({one["entered"] for one in joiners}) == 1
+    assert joiners[0]["entered"] > 1
+    assert len(joiners[0]["rounds"]) > 3
     for key, value in sites[0][0]["values"].items():
         if name != "one bit, late":  # else local steps since the last averaging are each site's
-            assert torch.equal(newcomers[1]["values"][key], value), key
+            assert torch.equal(joiners[1]["values"][key], value), key
 
 
 @pytest.mark.parametrize("rank", [1, 2])
@@ -293,22 +295,22 @@ def test_what_one_shard_has_not_heard_it_is_told(ranks: Pool, tmp_path: Path) ->
 
 
 def _deaf(rank: int, size: int, address: str, folder: str) -> Any:
-    passed, calls, deaf = Keeper.passed, 0, 0
+    passed, calls, deaf = Membership.accept_agreement, 0, 0
 
-    def not_passed(self: Keeper, number: int, vote: int, answers: Any) -> bool:
+    def not_passed(self: Membership, number: int, vote: int, answers: Any) -> bool:
         nonlocal calls, deaf
         calls += 1
         if rank == 3 and calls == 9:
             deaf += 1
-            self.broken(number, "told so by the test")
-            self.settle(number)
+            self.report_broken(number, "told so by the test")
+            self.wait_for_next(number)
         return passed(self, number, vote, answers)
 
-    Keeper.passed = not_passed  # type: ignore[method-assign]
+    Membership.accept_agreement = not_passed  # type: ignore[method-assign]
     try:
         return {**site(rank, size, address, folder, SPARSE), "deaf": deaf}
     finally:
-        Keeper.passed = passed  # type: ignore[method-assign]
+        Membership.accept_agreement = passed  # type: ignore[method-assign]
 
 
 def one_bad_message(rank: int, size: int, address: str, folder: str) -> tuple[str, bool]:

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from tests.api import Averager, Averaging, Line, PendingAveraging, Taker
+from tests.api import Averager, Averaging, Channel, PendingAveraging, Recipient
 from tests.waiting import time_out, until
 
 TIMEOUT_S = time_out(6.0)
 MOST_STEPS = 4000
-"""Where a newcomer is waited for."""
+"""Where a joiner is waited for."""
 PHASES: dict[str, tuple[type, str, bool]] = {
     "before the first agreement": (Averager, "_measure", True),
     "before sending": (Averaging, "launch", True),
@@ -116,15 +116,15 @@ def member(
     founders = size if founders is None else founders
     wait_for(flag if rank >= founders else "")
     undo = [(k, n, getattr(k, n)) for k, n, _ in PHASES.values()]
-    undo += [(Taker, "take", Taker.take), (Line, "send", Line.send)]
+    undo += [(Recipient, "receive", Recipient.receive), (Channel, "send", Channel.send)]
     if fault is not None and fault["rank"] == rank and fault["phase"] in PHASES:
         kind, name, before = PHASES[fault["phase"]]
         how = {"kill": die, "stop": stop}[fault["how"]]
         interrupt(kind, name, before=before, at=fault["at"], act=how)
     if fault is not None and fault["rank"] == rank and fault["phase"] == "taking":
-        interrupt(Taker, "take", before=True, at=fault["at"], act=die)
+        interrupt(Recipient, "receive", before=True, at=fault["at"], act=die)
     if fault is not None and fault["rank"] == rank and fault["phase"] == "giving":
-        interrupt(Line, "send", before=True, at=fault["at"], act=die)
+        interrupt(Channel, "send", before=True, at=fault["at"], act=die)
     try:
         return _trained(
             rank,

@@ -40,7 +40,7 @@ class Direct:
         PeerLost, PeerStalled: One of the ranks died, or did not come within the time-out.
 
     Source: `ProcessGroupGloo` and `ProcessGroup` in torch/csrc/distributed/c10d. `abort` does not
-    end a wait there; closing its connections does (`hang_up`).
+    end a wait there; closing its connections does (`disconnect`).
     """
 
     courier = None
@@ -64,7 +64,7 @@ class Direct:
                 timeout_s, lambda: self._made(store, rank, size, timeout_s, way)
             )
         except RuntimeError as error:
-            self.hang_up()
+            self.disconnect()
             within = f"{timeout_s:.3g} s ({time.monotonic() - begun:.1f} s taken)"
             what = "making a process group"
             raise explain_failure(error, what=what, rank=rank, size=size, within=within) from error
@@ -93,7 +93,7 @@ class Direct:
         """True until `release`."""
         return self.group is not None
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Close the connections, which ends every wait of this process and of the others at
         once.
         """
@@ -104,7 +104,7 @@ class Direct:
         """Close the connections and drop the groups, which joins their threads. May be called
         twice.
         """
-        self.hang_up()
+        self.disconnect()
         self.group = self.control = None
 
 

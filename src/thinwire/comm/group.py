@@ -126,10 +126,10 @@ class Group:
     times (`bytes_sent` counts it once), and a rank's part of an all-reduce 2(W-1)/W times.
     """
     rank, size = 0, 1
-    stays = True
-    """Whether its ranks stay the same; members come and go."""
+    static_membership = True
+    """True if the ranks never change; False if members join and leave."""
     relayed = False
-    """Whether what is for all ranks is sent once, to a relay; sums are gathered then."""
+    """True if messages for all ranks are sent once, to a relay; sums are then gathered."""
     node_size = 1
     """Ranks that count as one source: 1 here, see `Nodes`."""
     shards: "Group | None" = None
@@ -271,7 +271,7 @@ class Group:
             self._shared.abandoned = reason
 
     @property
-    def place(self) -> int:
+    def answer_index(self) -> int:
         """Index of this rank's answer among the last answers received."""
         return self.rank
 
@@ -435,7 +435,7 @@ class Group:
         If the strings are equal within each part, and `common` (such as the step) is equal on all
         ranks, there is no second round, and None stands for the strings of other parts.
         """
-        if not self.stays or not self.parts:
+        if not self.static_membership or not self.parts:
             return list(self.gather_bytes(payload, what=what))
         return self._gathered(payload, common, self.parts, what)
 

@@ -26,7 +26,7 @@ __all__ = [
     "Answer",
     "Kind",
     "RelayClient",
-    "RelayPlace",
+    "RelayEndpoint",
     "hello_proof",
     "require_relay",
 ]
@@ -68,7 +68,7 @@ class Answer:
     COME, TOKEN, FULL = b"+", b"t", b"f"
 
 
-class RelayPlace(NamedTuple):
+class RelayEndpoint(NamedTuple):
     """Where a relay is.
 
     Attributes:
@@ -96,7 +96,7 @@ def hello_proof(key: bytes, nonce: bytes, hello: bytes) -> bytes:
 _Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def _entered(place: RelayPlace, room: str, rank: int) -> _Ends:
+async def _entered(place: RelayEndpoint, room: str, rank: int) -> _Ends:
     """A connection to the relay, as one rank in a room.
 
     Raises:
@@ -129,7 +129,7 @@ async def _entered(place: RelayPlace, room: str, rank: int) -> _Ends:
         return reader, writer
 
 
-def require_relay(place: RelayPlace, limit_s: float) -> None:
+def require_relay(place: RelayEndpoint, limit_s: float) -> None:
     """Check that a relay answers there, and lets this process in.
 
     Raises:
@@ -182,7 +182,7 @@ class RelayClient:
     out of order.
     """
 
-    def __init__(self, place: RelayPlace, room: str, rank: int, size: int) -> None:
+    def __init__(self, place: RelayEndpoint, room: str, rank: int, size: int) -> None:
         self.place, self._room, self.rank = place, room, rank
         self.others = frozenset(range(size)) - {rank}
         self.news = threading.Condition()

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, Work
 
 from thinwire.comm.direct import Direct
-from thinwire.comm.relay import Kind, RelayClient, RelayPlace
+from thinwire.comm.relay import Kind, RelayClient, RelayEndpoint
 
 __all__ = ["Relayed"]
 
@@ -148,7 +148,7 @@ class Relayed(Direct):
     _client: RelayClient | None = None
 
     def _made(
-        self, store: Store, rank: int, size: int, timeout_s: float, way: RelayPlace
+        self, store: Store, rank: int, size: int, timeout_s: float, way: RelayEndpoint
     ) -> tuple[ProcessGroup, ProcessGroup]:
         # torch's store of a run has a prefix and a session, which nobody else has
         room = getattr(store, "room", "")
@@ -157,8 +157,8 @@ class Relayed(Direct):
             raise client.refusal or RuntimeError(f"Timed out{client.away()}")
         return _RelayedGroup(client, Kind.DATA), _RelayedGroup(client, Kind.CONTROL)
 
-    def hang_up(self) -> None:
-        """See `Direct.hang_up`; what was sent before still arrives."""
+    def disconnect(self) -> None:
+        """See `Direct.disconnect`; what was sent before still arrives."""
         if self._client is not None:
             self._client.close()
 

@@ -130,7 +130,7 @@ def make_models_equal_(
         make_equal_({**params, **buffers}, group, what=told, source=source)
         return
     make_equal_(params, group.replicas, what="copying the shards of the first site")
-    if group.stays:
+    if group.static_membership:
         make_equal_(buffers, group, what="copying the buffers of rank 0")
     else:  # members exchange only with holders of the same shard
         make_equal_(buffers, group.replicas, what="copying the buffers of the first site")

@@ -234,7 +234,7 @@ class Agreement:
         )
 
     def _answers(self, said: Sequence[Said]) -> Answers:
-        return Answers(said, self.group.parts, self.group.place)
+        return Answers(said, self.group.parts, self.group.answer_index)
 
 
 def _common(told: Said) -> Said:

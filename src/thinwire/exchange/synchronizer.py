@@ -51,7 +51,7 @@ class Joined(Protocol):
         """Time in seconds for which a member waits for others."""
 
     @property
-    def place(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         """Rank of this process, and number of ranks."""
 
 
@@ -113,7 +113,7 @@ class Ranks:
     @property
     def place(self) -> tuple[int, int]:
         """Rank of this process, and number of ranks."""
-        return place_in(self.process_group) if self.members is None else self.members.place
+        return place_in(self.process_group) if self.members is None else self.members.rank_and_size
 
     def deadline(self) -> AbstractContextManager[None]:
         """Return a context in which all waiting counts against one time-out."""
@@ -229,7 +229,7 @@ class Synchronizer:
         self.agreement.engine = identity
         if self.same is not None:
             self.agreement.checks.remove(self.same)
-        alone = self.group.size == 1 and self.group.stays
+        alone = self.group.size == 1 and self.group.static_membership
         self.same = None if digest is None or alone else SameState(digest)
         if self.same is not None:
             self.add_check(self.same)

@@ -35,13 +35,13 @@ class Roll(Protocol):
     """Membership of a run whose members come and go; `thinwire.members.Members` is one."""
 
     @property
-    def gives(self) -> bool:
+    def has_joiners(self) -> bool:
         """True if this rank sends every averaging to a joiner."""
 
     def report(self) -> dict[str, Any]:
         """Return this rank's entry in the agreement that ends an averaging."""
 
-    def hear(self, said: Sequence[Mapping[str, Any]]) -> None:
+    def receive_reports(self, said: Sequence[Mapping[str, Any]]) -> None:
         """Store the entries of all ranks."""
 
 
@@ -332,7 +332,7 @@ class Averager(Synchronizer):
             self._after_averaging(False)
 
     def _launch(self, pending: PendingAveraging) -> None:
-        self.averaging.launch(pending, heard=self._roll is not None and self._roll.gives)
+        self.averaging.launch(pending, heard=self._roll is not None and self._roll.has_joiners)
 
     @property
     def _number(self) -> int:
@@ -398,7 +398,7 @@ class Averager(Synchronizer):
             width = self.group.shards.size
             sites = [of_site(works[at : at + width]) for at in range(0, len(works), width)]
             weights = weights_of(sites)
-        self._weight = weights[self.group.place // width]
+        self._weight = weights[self.group.answer_index // width]
         self.averaging.weigh_(pending, self._weight)
         pending.step += max(steps for steps, _ in works)
 
@@ -448,8 +448,8 @@ class Averager(Synchronizer):
         self.written = None
         self.counters.averagings += 1
         if self._roll is not None:
-            self._roll.hear([said.get("members", {}) for said in answers])
-            self.last = pending if self._roll.gives else None
+            self._roll.receive_reports([said.get("members", {}) for said in answers])
+            self.last = pending if self._roll.has_joiners else None
 
     def _verified(self, pending: PendingAveraging) -> Answers:
         """Return the answers of all ranks after everything has arrived."""

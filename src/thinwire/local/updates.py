@@ -41,13 +41,13 @@ from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, LocalSGD
 from thinwire.local.fragments import fragments_of
 from thinwire.local.interval import Interval
+from thinwire.local.joiners import JoinerState
 from thinwire.local.model import (
     LocalModel,
     given_optimizer,
     warn_of_averages,
     warn_of_others,
 )
-from thinwire.local.newcomers import NewcomersWork
 from thinwire.local.steps import FollowedSteps
 from thinwire.local.work import require_tokens
 from thinwire.members.members import Members
@@ -247,8 +247,8 @@ class LocalUpdates:
         facts |= arithmetic(self._tensors.device)
         facts |= {"misuse": self._tensors.difference(), **self._tensors.facts()}
         if members is not None:
-            members.begin("local", facts)
-            members.follow(lambda: self.step)
+            members.require_same_setup("local", facts)
+            members.set_step_source(lambda: self.step)
         ranks.compare(facts, "setting up local updates")
         if (problem := self._tensors.difference()) is not None:
             raise RuntimeError(problem)
@@ -273,9 +273,9 @@ class LocalUpdates:
             roll=members,
             after_averaging=self._after_averaging,
         )
-        if members is not None and members.newcomer:
+        if members is not None and members.joiner:
             with own_deadlines():
-                members.fetch(NewcomersWork(averager, members.group))
+                members.fetch_state(JoinerState(averager, members.group))
                 for each in self._tensors.optimizers:
                     begin_at = getattr(each, "begin_at", None)
                     if begin_at is not None:  # the schedules of the other ranks are at this step
@@ -343,8 +343,8 @@ class LocalUpdates:
         members = self._members
         # take up a change of membership here; ranks of a site, and ranks that have already agreed
         # on a change, do so at the averaging instead
-        if members is not None and members.site is None and members.group.over is None:
-            members.group.take_up()
+        if members is not None and members.site is None and members.group.pending_after is None:
+            members.group.bind_latest()
         with (
             averager.group.one_deadline(),
             long_waits_logged(f"local step {self.step + 1}", lambda: averager.wait_s),
@@ -368,7 +368,7 @@ class LocalUpdates:
         """
         members, averager = self._members, self._averager
         if members is not None and averager is not None:
-            members.end_round(NewcomersWork(averager, members.group), goes_on=goes_on)
+            members.end_round(JoinerState(averager, members.group), goes_on=goes_on)
             averager.last = None
             if members.left:
                 self.close()

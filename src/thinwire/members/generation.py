@@ -7,61 +7,62 @@ from typing import Any
 
 from thinwire.comm.direct import Direct
 
-__all__ = ["Decision", "Generation", "agreed", "packed", "unpacked"]
+__all__ = ["Decision", "Generation", "next_decision", "packed", "unpacked"]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What is written once for a generation, by whoever comes first, and holds for all.
+    """Members of a generation, as written once in the store by the first member that decides.
 
     Attributes:
         ids: The members in the order of their ranks.
-        settled: Those of them who were there before.
-        votes: Agreements that had come about in the run before this generation.
-        answers: What all said in the last of them; empty where nobody needs to be told.
+        continuing: The members that were in the generation before.
+        votes: Number of the last agreement before this generation.
+        answers: Answers of that agreement; empty if every member has received it.
     """
 
     ids: tuple[str, ...]
-    settled: tuple[str, ...]
+    continuing: tuple[str, ...]
     votes: int
     answers: tuple[bytes, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Return a form that JSON can represent."""
         return {
             "ids": list(self.ids),
-            "settled": list(self.settled),
+            "settled": list(self.continuing),
             "votes": self.votes,
             "answers": packed(self.answers),
         }
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "Decision":
-        """What `to_dict` gave."""
+        """Return the decision that `to_dict` wrote."""
         answers = tuple(unpacked(value["answers"]))
         return cls(tuple(value["ids"]), tuple(value["settled"]), value["votes"], answers)
 
 
 @dataclass
 class Generation:
-    """One of them, as this member sees it.
+    """A generation that this member belongs to.
 
     Attributes:
-        number: From 0.
-        decision: Who belongs to it.
-        rank: Of this member.
-        groups: The process groups; None where it is alone.
+        number: Index of the generation, from 0.
+        decision: Its members.
+        rank: Rank of this member.
+        groups: The process groups; None for a single member.
     """
 
     number: int
     decision: Decision
     rank: int
     groups: Direct | None = None
-    base: tuple[str, ...] = field(default=())
-    """Of whom more than half must be there to go on: `settled` until the first agreement."""
+    quorum_base: tuple[str, ...] = field(default=())
+    """Members of which more than half must be present for the next generation: `continuing` until
+    the first agreement, all members afterwards."""
 
     def __post_init__(self) -> None:
-        self.base = self.decision.settled
+        self.quorum_base = self.decision.continuing
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -74,42 +75,47 @@ class Generation:
         return len(self.decision.ids)
 
 
-def agreed(
-    ids: Sequence[str], announced: Mapping[str, Mapping[str, Any]], base: Sequence[str]
+def next_decision(
+    ids: Sequence[str], announced: Mapping[str, Mapping[str, Any]], quorum_base: Sequence[str]
 ) -> tuple[Decision, Sequence[str]]:
-    """The next generation, of those who are there; where all are, though some could not be
-    connected, without newcomers, one of whom may not reach all.
+    """Return the next generation, made of the members that are present. If all are present but some
+    could not connect, the joiners are dropped: one of them may be unreachable.
 
     Args:
-        ids: The members of the last one.
-        announced: By member its `votes`, `answers`, whether it has `voted` in this generation,
-            `connecting_s`, which is None for those who were connected, and whether it has `left`
-            by itself: what it heard holds, and nobody waits for it.
-        base: Those who were in the run before; more than half of them must be there while nobody
-            has voted.
+        ids: The members of the last generation.
+        announced: Announcement of each member: `votes`, `answers`, whether it has `voted` in the
+            last generation, `connecting_s` (None if it was connected), and whether it has `left`.
+            The agreement of a member that left is valid, and no member waits for it.
+        quorum_base: Members that were in the run before; more than half of them must be present
+            unless some member has voted.
 
     Returns:
-        The decision; and those of whom more than half must be in it, if it is anybody.
+        The decision, and the members of which more than half must be in it; may be empty.
     """
-    heard = [each for each in ids if each in announced]
-    there = tuple(each for each in heard if not announced[each]["left"])
-    furthest = max(heard, key=lambda each: announced[each]["votes"])
-    votes = announced[furthest]["votes"]
-    base = ids if any(announced[each]["voted"] for each in heard) else base
-    needed = [each for each in base if each in there or each not in heard]
-    answers = tuple(unpacked(announced[furthest]["answers"]))
-    apart = any(said["connecting_s"] is not None for said in announced.values())
-    if apart and len(there) == len(ids):
-        there = tuple(each for each in there if each in base)
-    settled = tuple(each for each in there if each in needed)
-    return Decision(there, settled, votes, answers), needed
+    announced_ids = [member for member in ids if member in announced]
+    present = tuple(member for member in announced_ids if not announced[member]["left"])
+    latest = max(announced_ids, key=lambda member: announced[member]["votes"])
+    votes = announced[latest]["votes"]
+    if any(announced[member]["voted"] for member in announced_ids):
+        quorum_base = ids
+    electorate = [
+        member for member in quorum_base if member in present or member not in announced_ids
+    ]
+    answers = tuple(unpacked(announced[latest]["answers"]))
+    connecting = any(
+        announcement["connecting_s"] is not None for announcement in announced.values()
+    )
+    if connecting and len(present) == len(ids):
+        present = tuple(member for member in present if member in quorum_base)
+    continuing = tuple(member for member in present if member in electorate)
+    return Decision(present, continuing, votes, answers), electorate
 
 
 def packed(answers: Sequence[bytes]) -> list[str]:
-    """Byte strings as JSON holds them."""
+    """Return byte strings as base64 texts."""
     return [base64.b64encode(answer).decode() for answer in answers]
 
 
 def unpacked(texts: Sequence[str]) -> list[bytes]:
-    """What `packed` gave."""
+    """Return the byte strings that `packed` encoded."""
     return [base64.b64decode(text) for text in texts]

@@ -1,5 +1,5 @@
-"""The exchange among members: groups whose ranks change between two agreements, of members that
-are one rank each, or sites of ranks which hold a model in shards and come and go together.
+"""Exchanges among members: groups whose ranks change between two agreements. A member is one rank,
+or a site of ranks that hold a model in shards and join and leave together.
 """
 
 import contextlib
@@ -17,39 +17,39 @@ from thinwire.comm.private import forget_ended
 from thinwire.comm.waiting import own_deadlines, progressed, whole_s
 from thinwire.errors import PayloadCorrupt, PeerLost, ThinwireError
 from thinwire.members.generation import Generation, packed, unpacked
-from thinwire.members.keeper import AWAY_S, Keeper
+from thinwire.members.membership import BUSY_BEAT_S, Membership
 
 if TYPE_CHECKING:
     from thinwire.comm.private import Private
 
-__all__ = ["ElasticGroup", "OneRank", "Site", "SiteGroup"]
+__all__ = ["ElasticGroup", "SingleRank", "Site", "SiteGroup"]
 
 
 class ElasticGroup(Group):
-    """The ranks of the generation that this member has taken up.
+    """The ranks of the generation that this member is bound to.
 
-    An agreement that breaks off is made again by those who are left, unless one of them has heard
-    it to its end: then it holds for all. An exchange that breaks off is `Regrouped`: the caller
-    makes it again.
+    The remaining members repeat an agreement that was interrupted, unless one of them has received
+    all answers: then it is valid for all. An interrupted exchange raises `Regrouped`: the caller
+    repeats it.
 
     Attributes:
-        bound: The generation that was taken up.
-        on_rebind: Called once this member has taken up another generation.
-        over: The generation after which the next one has been agreed on, and is being connected
-            beside the training; -1 for a newcomer. None where none is awaited.
+        bound: The generation in use; None before the first.
+        on_rebind: Functions that are called after this member was bound to a new generation.
+        pending_after: Number of the generation whose successor has been agreed on and is being
+            connected beside the training; -1 on a joiner. None if no new generation is pending.
     """
 
-    stays = False
+    static_membership = False
 
-    def __init__(self, keeper: Keeper) -> None:
-        self.keeper = keeper
-        self._begin(keeper.timeout_s)
+    def __init__(self, membership: Membership) -> None:
+        self.membership = membership
+        self._begin(membership.timeout_s)
         self.on_rebind: list[Callable[[], None]] = []
         self.bound: Generation | None = None
-        self.over: int | None = None
+        self.pending_after: int | None = None
         self._attempt: int | None = None
-        if keeper.generation is not None:
-            self.take_up()
+        if membership.generation is not None:
+            self.bind_latest()
 
     @property
     def device(self) -> torch.device:
@@ -57,25 +57,25 @@ class ElasticGroup(Group):
 
     @property
     def global_ranks(self) -> list[int]:
-        """See `Group.global_ranks`: the members of the generation."""
+        """Ranks of the members of the generation."""
         return list(range(self.size))
 
     @property
     def number(self) -> int:
-        """Of the generation that was taken up; -1 before the first."""
+        """Number of the generation in use; -1 before the first."""
         return -1 if self.bound is None else self.bound.number
 
-    def take_up(self) -> int:
-        """Go on in the last generation that was formed, or in the one that has been agreed on; its
+    def bind_latest(self) -> int:
+        """Bind to the last generation that was formed, waiting for a pending one; return its
         number.
 
         Raises:
             Evicted, QuorumLost: This member cannot go on.
         """
-        if self.over is not None:
-            self.keeper.settle(self.over)
-            self.over = None
-        now = self.keeper.current()
+        if self.pending_after is not None:
+            self.membership.wait_for_next(self.pending_after)
+            self.pending_after = None
+        now = self.membership.current()
         if now is not self.bound:
             self._bind(now)
         return now.number
@@ -83,21 +83,21 @@ class ElasticGroup(Group):
     def _bind(self, now: Generation) -> None:
         first, self.bound = self.bound is None, now
         self.rank, self.size = now.rank, now.size
-        groups: Any = now.groups  # it has what Group asks of a Private
+        groups: Any = now.groups  # it has the attributes of a Private that Group uses
         shared: Private | None = groups
         self._shared, self.relayed = shared, groups is not None and groups.relayed
-        key = self.keeper.board.store.key_for("exchange", str(now.number))
+        key = self.membership.kv.store.key_for("exchange", str(now.number))
         if key is not None:
             self.prove(key)
         forget_ended()
-        progressed()  # a wait that broke off counts against nobody who is left
+        progressed()  # an interrupted wait does not count against the remaining members
         if not first:
             for callback in self.on_rebind:
                 callback()
 
     @contextmanager
     def one_attempt(self) -> Iterator[None]:
-        self._attempt = self.take_up()
+        self._attempt = self.bind_latest()
         try:
             yield
         finally:
@@ -105,32 +105,35 @@ class ElasticGroup(Group):
 
     @contextmanager
     def as_if(self, rank: int, size: int) -> Iterator[None]:
-        """Stand in the place of another member, to go through what it has heard."""
-        mine, self.rank, self.size = (self.rank, self.size), rank, size
+        """Act as another member, to replay the messages that it received."""
+        own, self.rank, self.size = (self.rank, self.size), rank, size
         try:
             yield
         finally:
-            self.rank, self.size = mine
+            self.rank, self.size = own
 
     def gather_bytes(self, payload: bytes, *, what: str) -> list[bytes]:
-        """See `Group.gather_bytes`; numbered, see `Keeper`. A newcomer agrees with itself."""
-        if self.bound is None and self.over is None:
+        """Gather as `Group.gather_bytes` does, in a numbered agreement; see `Membership`. A joiner
+        agrees with itself.
+        """
+        if self.bound is None and self.pending_after is None:
             return [payload]
-        vote = self.keeper.votes + 1
+        vote = self.membership.votes + 1
         while True:
-            known = self.keeper.recorded(vote)
+            # another member may have received all answers: then they are in the store
+            known = self.membership.recorded(vote)
             if known is not None:
                 return known
-            number = self.take_up()
+            number = self.bind_latest()
             if self._attempt not in (None, number):
                 raise Regrouped
             try:
                 answers = super().gather_bytes(payload, what=what)
             except Regrouped:
                 continue
-            if self.keeper.passed(number, vote, answers):
+            if self.membership.accept_agreement(number, vote, answers):
                 return answers
-            self.keeper.settle(number)
+            self.membership.wait_for_next(number)
 
     def _launched(self, *exchange: Any, **options: Any) -> Pending[Tensor]:
         number = self.number
@@ -140,7 +143,7 @@ class ElasticGroup(Group):
             raise self._broken(number, error) from error
 
         def finish() -> Tensor:
-            if self.keeper.current().number != number:
+            if self.membership.current().number != number:
                 raise Regrouped
             try:
                 return pending.wait()
@@ -154,73 +157,73 @@ class ElasticGroup(Group):
     @property
     def _asks_ahead_s(self) -> float:  # type: ignore[override]
         # the answer takes this long where a member is silent, and the time-out is to be kept
-        return min(AWAY_S, self.timeout_s / 2)
+        return min(BUSY_BEAT_S, self.timeout_s / 2)
 
     def _more_s(self) -> float:
-        return self.keeper.more_s(whole_s(self.timeout_s))
+        return self.membership.more_s(whole_s(self.timeout_s))
 
     def _broken(self, number: int, error: ThinwireError) -> Regrouped:
-        self.keeper.broken(number, str(error))
-        self.keeper.settle(number)
+        self.membership.report_broken(number, str(error))
+        self.membership.wait_for_next(number)
         return Regrouped()
 
 
-_PATIENCE = 3
-"""Time-outs for which the ranks of a site wait for each other: one of them may regroup meanwhile,
-with the members that hold its shard."""
-_BUILDS_S = 120.0
+_SITE_TIMEOUTS = 3
+"""Number of time-outs for which the ranks of a site wait for each other: one of them may regroup
+meanwhile, with the members that hold its shard."""
+_CONNECT_S = 120.0
 _END = "the end"
 
 
-class OneRank:
-    """A site of one rank, whose model is whole."""
+class SingleRank:
+    """Site of one rank, which holds the whole model."""
 
     mesh: DeviceMesh | None = None
     rank, size = 0, 1
 
-    def all_say(self, what: str, value: Any) -> list[Any]:
-        """What every rank of the site says on an occasion, in rank order, as JSON holds it.
+    def gather_values(self, what: str, value: Any) -> list[Any]:
+        """Return the value of every rank of the site, in rank order, as JSON values.
 
         Raises:
-            ThinwireError: A rank of the site speaks on another occasion.
-            PeerLost, PeerStalled: One of them has gone, or says that it ends.
+            ThinwireError: A rank of the site makes another call.
+            PeerLost, PeerStalled: A rank was lost, or has announced its end.
         """
         return [value]
 
-    def first_says(self, what: str, value: Any) -> Any:
-        """What the first rank of the site says; the others give anything."""
-        return self.all_say(what, value if self.rank == 0 else None)[0]
+    def broadcast_value(self, what: str, value: Any) -> Any:
+        """Return the value of the first rank of the site; those of the others are ignored."""
+        return self.gather_values(what, value if self.rank == 0 else None)[0]
 
-    def tell_end(self, error: ThinwireError) -> None:
-        """Tell the other ranks of the site, wherever they wait for this one, why it ends; once."""
+    def announce_end(self, error: ThinwireError) -> None:
+        """Tell the other ranks of the site, wherever they wait, why this one ends. Does so once."""
 
-    def require_none(self, what: str, problem: ThinwireError | None) -> None:
-        """Raise this rank's problem, or tell of that of another rank of the site.
+    def raise_first(self, what: str, problem: ThinwireError | None) -> None:
+        """Raise the error of this rank, or else of another rank of the site.
 
         Raises:
-            ThinwireError: `problem`; or PeerLost.
+            ThinwireError: `problem`; or PeerLost with the text of another rank.
         """
-        told = self.all_say(what, None if problem is None else str(problem))
+        texts = self.gather_values(what, None if problem is None else str(problem))
         if problem is not None:
             raise problem
-        for rank, text in enumerate(told):
+        for rank, text in enumerate(texts):
             if text is not None:
                 raise PeerLost(f"{what}: rank {rank} of this site: {text}")
 
 
-class Site(OneRank):
-    """The ranks of this site, all those of its job.
+class Site(SingleRank):
+    """The ranks of this site: all ranks of its job.
 
     Args:
-        mesh: Of one site: (1, shards), with the dimensions "replicate" and "shard".
-        timeout_s: Of the members.
+        mesh: Mesh of one site: (1, shards), with the dimensions "replicate" and "shard".
+        timeout_s: Time-out of the members.
 
     Attributes:
-        mesh: As given.
+        mesh: The mesh.
         ranks: The ranks of the site.
 
     Raises:
-        TypeError, ValueError: See `require_mesh`; or it has several sites.
+        TypeError, ValueError: See `require_mesh`; or the mesh has several sites.
 
     Communication: making the first one over a mesh is collective over its ranks.
     """
@@ -235,114 +238,120 @@ class Site(OneRank):
         sites = mesh.size(0)
         if sites != 1:
             raise ValueError(
-                f"mesh has {sites} sites, and a member is one: start every site as a job of its "
-                "own, with a mesh of (1, shards) over its ranks"
+                f"mesh has {sites} sites, but a member is one site: start every site as a job of "
+                "its own, with a mesh of (1, shards) over its ranks"
             )
         self.mesh = mesh
-        self.ranks = Group(mesh.get_group("shard"), _PATIENCE * timeout_s + _BUILDS_S)
-        self._over = False
-        """Whether the ranks have lost each other: nothing is told any more."""
+        self.ranks = Group(mesh.get_group("shard"), _SITE_TIMEOUTS * timeout_s + _CONNECT_S)
+        self._ended = False
+        """True once a rank of the site was lost or has ended: no further exchange is made."""
 
     @property
     def rank(self) -> int:  # type: ignore[override]
-        """Of this process in the site, which is the number of its shard."""
+        """Rank of this process in the site: the number of its shard."""
         return self.ranks.rank
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """Shards."""
+        """Number of shards."""
         return self.ranks.size
 
-    def all_say(self, what: str, value: Any) -> list[Any]:
-        said = json.dumps([what, value], separators=(",", ":")).encode()
-        over, self._over = self._over, True
+    def gather_values(self, what: str, value: Any) -> list[Any]:
+        report = json.dumps([what, value], separators=(",", ":")).encode()
+        ended, self._ended = self._ended, True
         with own_deadlines():
-            answers = self.ranks.gather_bytes(said, what=f"{what}, inside the site")
+            answers = self.ranks.gather_bytes(report, what=f"{what}, inside the site")
         rows = [json.loads(answer) for answer in answers]
         for rank, (occasion, text) in enumerate(rows):
             if occasion == _END != what:
                 raise PeerLost(f"{what}: rank {rank} of this site has ended: {text}")
             if occasion != what:
                 raise ThinwireError(
-                    f"{what}: rank {rank} of this site is at another place ({occasion}). All of "
-                    "them must make the same calls in the same order; start the site again"
+                    f"{what}: rank {rank} of this site makes another call ({occasion}). All ranks "
+                    "must make the same calls in the same order; restart the site"
                 )
-        self._over = over
+        self._ended = ended
         return [value for _, value in rows]
 
-    def tell_end(self, error: ThinwireError) -> None:
-        if not self._over:
+    def announce_end(self, error: ThinwireError) -> None:
+        if not self._ended:
             with contextlib.suppress(ThinwireError):
-                self.all_say(_END, f"{type(error).__name__}: {error}")
-            self._over = True
+                self.gather_values(_END, f"{type(error).__name__}: {error}")
+            self._ended = True
 
 
 class SiteGroup(Group):
-    """All ranks of all sites that take part, as far as they agree with each other.
+    """The ranks of all sites that take part.
 
-    Those that hold the same shard agree among themselves, at every site: an agreement that breaks
-    off is theirs to make again, see `ElasticGroup`. Once it has come about the ranks of each site
-    tell each other what they have heard. A site that was lost may have been heard by those of one
-    shard and not of another: it counts nowhere then, so that all judge the same answers. What it
-    had sent may still be in the mean of one shard.
+    First the ranks that hold the same shard agree across the sites, and repeat an interrupted
+    agreement; see `ElasticGroup`. Then the ranks of each site exchange the answers that they
+    received. The ranks of one shard may have received the answer of a lost site, those of another
+    shard may not. Such a site is left out everywhere, so that all ranks see the same answers. Its
+    data may still be in the mean of one shard.
 
-    Its ranks are those of the first site by their shards, those of the second, and so on.
+    The ranks are ordered by site, and within a site by shard.
     """
 
-    stays = False
+    static_membership = False
 
-    def __init__(self, site: Site, lane: ElasticGroup) -> None:
-        self._begin(lane.timeout_s)
-        self.site, self.shards, self.replicas = site, site.ranks, lane
-        self._lane, self._heard = lane, [lane.keeper.me]
+    def __init__(self, site: Site, shard_group: ElasticGroup) -> None:
+        self._begin(shard_group.timeout_s)
+        self.site, self.shards, self.replicas = site, site.ranks, shard_group
+        self._shard_group, self._received_ids = shard_group, [shard_group.membership.own_id]
 
     @property
     def rank(self) -> int:  # type: ignore[override]
-        """Of this process."""
-        return self._lane.rank * self.site.size + self.site.rank
+        """Rank of this process among the ranks of all sites."""
+        return self._shard_group.rank * self.site.size + self.site.rank
 
     @property
     def parts(self) -> list[int]:  # type: ignore[override]
-        """Of each of the last answers the shard of its rank; a site that was lost gave none."""
-        return list(range(self.site.size)) * len(self._heard)
+        """Shard of each of the last answers; a lost site gave none."""
+        return list(range(self.site.size)) * len(self._received_ids)
 
     @property
-    def place(self) -> int:
-        return self._heard.index(self._lane.keeper.me) * self.site.size + self.site.rank
+    def answer_index(self) -> int:
+        return (
+            self._received_ids.index(self._shard_group.membership.own_id) * self.site.size
+            + self.site.rank
+        )
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """Ranks of all sites."""
-        return self._lane.size * self.site.size
+        """Number of ranks of all sites."""
+        return self._shard_group.size * self.site.size
 
     @contextlib.contextmanager
     def one_attempt(self) -> Iterator[None]:
-        with self._ending_together(), self._lane.one_attempt():
+        with self._announcing_end(), self._shard_group.one_attempt():
             yield
 
     @contextlib.contextmanager
-    def _ending_together(self) -> Iterator[None]:
-        """Where this rank cannot go on among the members, its site cannot."""
+    def _announcing_end(self) -> Iterator[None]:
+        """Announce the end of this rank to its site when it cannot go on among the members."""
         try:
             yield
         except ThinwireError as error:
-            if self._lane.keeper.end is not None:
-                self.site.tell_end(error)
+            if self._shard_group.membership.end_reason is not None:
+                self.site.announce_end(error)
             raise
 
     def gather_bytes(self, payload: bytes, *, what: str) -> list[bytes]:
-        """As `Group.gather_bytes`, of the sites that every rank of this one has heard."""
-        with self._ending_together():
-            answers = self._lane.gather_bytes(payload, what=what)
-        ids = self._lane.keeper.voters
-        alike = len(set(answers)) == 1
-        told = {"ids": ids, "answers": packed(answers[:1] if alike else answers)}
-        lanes = self.site.all_say(what, told)
-        heard = [dict(zip(lane["ids"], _answers_of(lane), strict=True)) for lane in lanes]
-        self._heard = [each for each in heard[0] if all(each in lane for lane in heard)]
-        return [lane[each] for each in self._heard for lane in heard]
+        """Gather as `Group.gather_bytes` does, from the sites whose answers every rank of this site
+        has received.
+        """
+        with self._announcing_end():
+            answers = self._shard_group.gather_bytes(payload, what=what)
+        ids = self._shard_group.membership.voters
+        all_equal = len(set(answers)) == 1
+        report = {"ids": ids, "answers": packed(answers[:1] if all_equal else answers)}
+        reports = self.site.gather_values(what, report)
+        received = [dict(zip(r["ids"], _answers_of(r), strict=True)) for r in reports]
+        # a site counts only if the ranks of every shard have received its answer
+        self._received_ids = [site for site in received[0] if all(site in r for r in received)]
+        return [by_site[site] for site in self._received_ids for by_site in received]
 
 
-def _answers_of(lane: dict[str, Any]) -> list[bytes]:
-    answers = unpacked(lane["answers"])
-    return answers * len(lane["ids"]) if len(answers) == 1 else answers
+def _answers_of(report: dict[str, Any]) -> list[bytes]:
+    answers = unpacked(report["answers"])
+    return answers * len(report["ids"]) if len(answers) == 1 else answers

@@ -19,8 +19,8 @@ from torch.distributed import DistError, DistStoreError
 from thinwire._aside import Late, addresses_of, within
 from thinwire._version import __version__
 from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, PeerStalled
-from thinwire.members.board import SealedStore
 from thinwire.members.credentials import Address, derived_key, parse_address
+from thinwire.members.kv import AuthenticatedStore
 
 __all__ = [
     "MEETING_VERSION",
@@ -48,7 +48,7 @@ _SESSION_BYTES: Final = 16
 
 def connect(
     address: str, run: str, token: bytes | None, timeout: timedelta, *, at_most_s: float = math.inf
-) -> SealedStore:
+) -> AuthenticatedStore:
     """The store of a run at a meeting place, once that has shown that it knows the token.
 
     Args:
@@ -109,10 +109,10 @@ def greet(store: Store, token: bytes | None) -> str:
     return session
 
 
-def run_store(store: Store, run: str, token: bytes | None, session: str) -> SealedStore:
+def run_store(store: Store, run: str, token: bytes | None, session: str) -> AuthenticatedStore:
     """The part of a host's store that belongs to a run, for one life of the host."""
     secret = None if token is None else derived_key(token, "run", run, session)
-    return SealedStore(store, secret, f"run/{run}/", session)
+    return AuthenticatedStore(store, secret, f"run/{run}/", session)
 
 
 def require_run(run: str) -> None:
@@ -129,7 +129,7 @@ def require_run(run: str) -> None:
 
 
 def require_same(
-    store: SealedStore, facts: Mapping[str, Any], *, cures: Mapping[str, str] | None = None
+    store: AuthenticatedStore, facts: Mapping[str, Any], *, cures: Mapping[str, str] | None = None
 ) -> None:
     """Agree with the run on facts, as JSON holds them: the first member that comes sets them, every
     other one compares, in their order. `cures` says what to do where an entry differs, by its name.
@@ -222,8 +222,8 @@ def _greeted(store: Store, token: bytes | None, place: Address, patience: timede
     return session
 
 
-def _place_store(store: Store, token: bytes | None) -> SealedStore:
-    return SealedStore(store, None if token is None else derived_key(token, "place"), _PLACE)
+def _place_store(store: Store, token: bytes | None) -> AuthenticatedStore:
+    return AuthenticatedStore(store, None if token is None else derived_key(token, "place"), _PLACE)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Members of a run: who takes part now, and how one comes and goes."""
+"""Members of a run: joining, the current membership, leaving."""
 
 import datetime
 import logging
@@ -19,139 +19,154 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire import _validate as check
 from thinwire.comm import Group
 from thinwire.comm.handshake import leaves
-from thinwire.comm.relay import RelayPlace, require_relay
+from thinwire.comm.relay import RelayEndpoint, require_relay
 from thinwire.comm.waiting import seconds_of
 from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
-from thinwire.members.board import Board
 from thinwire.members.credentials import parse_address, read_token
 from thinwire.members.generation import Generation
-from thinwire.members.giving import Given, Giver, Heir, Taker, Way, legacy_number
-from thinwire.members.group import ElasticGroup, OneRank, Site, SiteGroup
-from thinwire.members.keeper import Keeper
+from thinwire.members.group import ElasticGroup, SingleRank, Site, SiteGroup
+from thinwire.members.kv import KeyValueView
 from thinwire.members.meeting import connect, reached_from, require_same
+from thinwire.members.membership import Membership
 from thinwire.members.relay import relay_key
+from thinwire.members.transfer import (
+    Donor,
+    IncomingHandoff,
+    Recipient,
+    StateMessage,
+    TransferContext,
+    handoff_number,
+)
 
-__all__ = ["Members", "Work", "join"]
+__all__ = ["Members", "SharedState", "join"]
 
 _TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _NEWS_S = 10.0
 _LEAVE_S = 2.0
-"""For the word of a member that ends by itself."""
+"""Longest time in seconds for the announcement of a member that leaves."""
 _log = logging.getLogger("thinwire")
-Said = Mapping[str, Any]
+Facts = Mapping[str, Any]
 
 
-class Work(Protocol):
-    """What members do together, as far as newcomers must learn it."""
+class SharedState(Protocol):
+    """State that all members share; it is copied to joiners."""
 
-    def state_for_newcomer(self) -> Given:
-        """All that the members hold alike after the last round."""
+    def full_state(self) -> StateMessage:
+        """Return all state that is equal on the members after the last round."""
 
-    def last_round(self) -> Given:
-        """What has changed it since the one before."""
+    def last_update(self) -> StateMessage:
+        """Return the changes that the last round made."""
 
-    def take(self, given: Given) -> None:
-        """Go on from what a member gave."""
+    def apply(self, message: StateMessage) -> None:
+        """Apply a full state or an update from a donor."""
 
-    def own_state(self) -> Given | None:
-        """What is this member's alone and shall not be lost when it leaves; None for nothing."""
+    def own_state(self) -> StateMessage | None:
+        """Return the state that only this member holds, for the handoff; None if there is none."""
 
-    def inherit(self, given: Given, factor: float) -> None:
-        """Add what another member had for its own."""
+    def add_handoff(self, message: StateMessage, factor: float) -> None:
+        """Add a leaving member's own state, times `factor`, to that of this member."""
 
     @property
-    def most_bytes(self) -> int:
-        """A bound of the tensors that can be given at once."""
+    def max_bytes(self) -> int:
+        """Upper bound on the tensor bytes of one message."""
 
 
-class Shared(Protocol):
-    """A sampler whose samples members share; `thinwire.ShardedSampler` is one."""
+class SharedSampler(Protocol):
+    """Sampler whose samples the members share; `thinwire.ShardedSampler` is one."""
 
     @property
     def taken(self) -> tuple[int, int]:
-        """What this rank has taken since samples were dealt."""
+        """Epoch, and number of samples taken since the last distribution."""
 
-    def deal(self, taken: Sequence[tuple[int, int]], rank: int, ranks: int) -> None:
-        """Deal what is left anew; see there."""
+    def redistribute(self, taken: Sequence[tuple[int, int]], rank: int, ranks: int) -> None:
+        """Distribute the remaining samples again; see `thinwire.ShardedSampler`."""
 
-    def state_dict(self) -> Said:
-        """What a newcomer needs, right after `deal`."""
+    def state_dict(self) -> Facts:
+        """Return the state for a joiner, right after `redistribute`."""
 
-    def join_in(self, state: Said, rank: int, ranks: int) -> None:
-        """Begin as a newcomer."""
+    def start_as_joiner(self, state: Facts, rank: int, ranks: int) -> None:
+        """Start on a joiner from the state of the others."""
 
 
 class Members:
-    """What `join` returns: the members of a run, of which this process is one.
+    """The members of a run, as `join` returns them; this process is one of them.
 
-    Leaving the `with` block ends this member's part; by an error, as one that is lost.
+    Leaving the `with` block leaves the run. An exception counts as a crash: the others notice it
+    after the time-out.
+
+    Example::
+
+        with tw.join("tcp://10.0.0.1:29400", run="llm", token_file="token") as members:
+            with tw.local_sgd(model, optimizer, config, members=members) as sync:
+                while sync.step < 10_000 and not members.left:
+                    train_step()
     """
 
     def __init__(
         self,
-        board: Board,
-        way: str | RelayPlace,
+        kv: KeyValueView,
+        endpoint: str | RelayEndpoint,
         timeout_s: float,
-        site: OneRank,
-        keeper_of: Callable[[Board, str], Keeper],
+        site: SingleRank,
+        make_membership: Callable[[KeyValueView, str], Membership],
     ) -> None:
-        self._site, self._keeper_of, self.timeout_s = site, keeper_of, timeout_s
-        self._board = board if self.site is None else board.under(f"shard/{site.rank}")
-        key = self._board.store.key_for("state") or b""
-        self._way = Way(self._board, way, timeout_s, key)
-        self._keeper = self._met()
-        self.group = ElasticGroup(self._keeper)
+        self._site, self._make_membership, self.timeout_s = site, make_membership, timeout_s
+        self._kv = kv if self.site is None else kv.under(f"shard/{site.rank}")
+        key = self._kv.store.key_for("state") or b""
+        self._transfer_context = TransferContext(self._kv, endpoint, timeout_s, key)
+        self._membership = self._join_run()
+        self.group = ElasticGroup(self._membership)
         self.job: Group = self.group
         if self.site is not None:
             self.job = SiteGroup(self.site, self.group)
         self._callbacks: list[Callable[[Members], None]] = []
-        self.group.on_rebind.append(self._tell)
-        self._givers: list[Giver] = []
-        self._heirs: list[Heir] = []
-        self._leaving = self._is_ready = self.left = False
-        self._legacy: Giver | None = None
-        self._plan: Said = {}
+        self.group.on_rebind.append(self._notify)
+        self._donors: list[Donor] = []
+        self._incoming_handoffs: list[IncomingHandoff] = []
+        self._leaving = self._has_state = self.left = False
+        self._outgoing_handoff: Donor | None = None
+        self._agreed: Facts = {}
         self._step: Callable[[], int] = lambda: 0
-        self._goers: tuple[str, ...] = ()
-        self._samplers: list[Shared] = []
-        self._sharers: tuple[str, ...] = ()
-        """The members among whom samples are dealt."""
+        self._leaving_ids: tuple[str, ...] = ()
+        self._samplers: list[SharedSampler] = []
+        self._sharing_ids: tuple[str, ...] = ()
+        """Members among which samples are distributed."""
         self._taken: dict[tuple[str, int], list[Any]] = {}
-        """By member and rank of its site what each sampler has given to it since."""
-        self._dealt: Said = {}
-        """What a newcomer was told of the samplers."""
+        """Progress of each sampler since then, by member and rank of its site."""
+        self._sampler_states: Facts = {}
+        """States of the samplers that a joiner received."""
 
     @property
     def site(self) -> Site | None:
-        """The ranks that are this member together; None where it is one rank."""
+        """The ranks that form this member; None for a single rank."""
         return self._site if isinstance(self._site, Site) else None
 
-    def _met(self) -> Keeper:
-        me = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        me = self._site.first_says("naming the site", me)
-        keeper = self._keeper_of(self._board.clone(), me)
+    def _join_run(self) -> Membership:
+        own_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        own_id = self._site.broadcast_value("naming the site", own_id)
+        membership = self._make_membership(self._kv.clone(), own_id)
         try:
-            _meet(keeper, self._site)
-        except BaseException:  # such as Ctrl-C: the thread would stay as a member without work
-            keeper.close()
-            self._board.hang_up()
+            _meet(membership, self._site)
+        except BaseException:  # Ctrl-C too: else the thread would remain as an idle member
+            membership.close()
+            self._kv.disconnect()
             raise
-        return keeper
+        return membership
 
     def require_mesh(self, mesh: DeviceMesh | None) -> None:
-        """Refuse another mesh than `join` was given.
+        """Check that `mesh` is the one passed to `join`.
 
         Raises:
-            ValueError: It is another one.
+            ValueError: It is another mesh.
         """
-        mine = self._site.mesh
-        if mesh != mine:
-            which = "no mesh" if mesh is None else "a mesh" if mine is None else "another mesh"
+        own_mesh = self._site.mesh
+        if mesh != own_mesh:
+            which = "no mesh" if mesh is None else "a mesh" if own_mesh is None else "another mesh"
             raise ValueError(
                 f"{which} was given with members, and join was given "
-                f"{'none' if mine is None else 'one'}: a member that is a site of shards needs the "
-                "same mesh=, (1, shards) over its ranks, in both places"
+                f"{'none' if own_mesh is None else 'one'}: for a site of shards, pass the same "
+                "mesh=, (1, shards) over its ranks, to both"
             )
 
     def __enter__(self) -> "Members":
@@ -166,340 +181,370 @@ class Members:
         self._close(leaves=kind is None)
 
     @property
-    def newcomer(self) -> bool:
-        """Whether the run had begun, and this process has not got its state yet."""
-        return self.group.bound is None and self.group.over is None
+    def joiner(self) -> bool:
+        """True until this process has received the state of a run that had begun without it."""
+        return self.group.bound is None and self.group.pending_after is None
 
     @property
     def id(self) -> str:
-        """Of this member: host, process and eight digits."""
-        return self._keeper.me
+        """Identity of this member: host, process and eight digits."""
+        return self._membership.own_id
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Of all members, in the order of their ranks; empty while this one is a newcomer."""
+        """Identities of all members in the order of their ranks; empty on a joiner."""
         return self._present()[1]
 
     @property
     def rank(self) -> int:
-        """Of this member, from 0; -1 while it is a newcomer, and once it has left."""
+        """Rank of this member, from 0; -1 on a joiner, and after leaving."""
         ids = self.ids
         return ids.index(self.id) if self.id in ids and not self.left else -1
 
     @property
     def size(self) -> int:
-        """Members."""
+        """Number of members."""
         return len(self.ids)
 
     @property
-    def place(self) -> tuple[int, int]:
-        """The number of this rank among the ranks of all members, and how many they are."""
+    def rank_and_size(self) -> tuple[int, int]:
+        """Rank of this process among the ranks of all members, and their number."""
         rank, size, site = max(self.rank, 0), max(self.size, 1), self._site
         return rank * site.size + site.rank, size * site.size
 
     @property
     def generation(self) -> int:
-        """Counts the changes of the members; -1 while this one is a newcomer. A change that was
-        agreed on at the end of a round shows from the next averaging on.
+        """Number of membership changes so far; -1 on a joiner. A change that was agreed on at the
+        end of a round shows from the next averaging on.
         """
         return self._present()[0]
 
     def _present(self) -> tuple[int, tuple[str, ...]]:
-        """Number and members of the generation that this one is in."""
+        """Number and members of the current generation."""
         bound = self.group.bound
         if bound is not None:
             return bound.number, bound.ids
-        admitted = None if self.newcomer else self._keeper.admitted
+        admitted = None if self.joiner else self._membership.admitted
         return (-1, ()) if admitted is None else admitted
 
     @property
     def step(self) -> int:
-        """Local steps of the run as this member counts them; a newcomer's are the others'."""
+        """Local steps of the run; a joiner continues the count of the others."""
         return self._step()
 
     def on_change(self, callback: "Callable[[Members], None]") -> None:
-        """Call this with the members whenever they have changed, between two exchanges."""
+        """Call `callback` with the members after each change of the membership, between two
+        exchanges.
+        """
         self._callbacks.append(callback)
 
     def leave(self) -> None:
-        """End this member's part after the running round; the others go on without an error."""
+        """Leave the run after the current round. The others continue without an error."""
         self._leaving = True
 
     def _hand_over(
-        self, work: Work, goers: Sequence[str], stay: Sequence[str], now: Generation, size: int
+        self,
+        state: SharedState,
+        leaving_ids: Sequence[str],
+        remaining: Sequence[str],
+        now: Generation,
+        size: int,
     ) -> None:
-        """What those who leave have kept goes to the first who stays, one of `size` then."""
-        for goer in goers:
-            number = legacy_number(now.number, now.ids.index(goer))
-            if stay[0] == self.id:
-                factor = size / now.size  # of the mean over all it stays what it was
-                self._heirs.append(Heir(self._way, number, factor, at_most=work.most_bytes))
-            if goer == self.id:
-                self._legacy = Giver(self._way, number, stay[0], me=self.id)
-                own = work.own_state() or Given("own", {}, {})
-                self._legacy.give(replace(own, plain={"of": self.id}))
-                self._legacy.close()
+        """Move the own state of leaving members to the first remaining one, one of `size` members
+        from then on.
+        """
+        for leaving_id in leaving_ids:
+            number = handoff_number(now.number, now.ids.index(leaving_id))
+            if remaining[0] == self.id:
+                factor = size / now.size  # its share of the mean over all members stays the same
+                self._incoming_handoffs.append(
+                    IncomingHandoff(
+                        self._transfer_context, number, factor, max_bytes=state.max_bytes
+                    )
+                )
+            if leaving_id == self.id:
+                self._outgoing_handoff = Donor(
+                    self._transfer_context, number, remaining[0], own_id=self.id
+                )
+                own = state.own_state() or StateMessage("own", {}, {})
+                self._outgoing_handoff.enqueue(replace(own, plain={"of": self.id}))
+                self._outgoing_handoff.close()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for callback in self._callbacks:
             callback(self)
 
     def close(self) -> None:
-        """End this member's part at once; may be called twice. The others go on without it."""
+        """Leave the run at once. The others continue without this member. May be called twice."""
         self._close(leaves=True)
 
     def _close(self, *, leaves: bool) -> None:
-        for giver in self._givers:
-            giver.close()
-        self._givers = []
-        if self._legacy is not None:
-            self._legacy.close(self.timeout_s)
-        if leaves and self._keeper.end is None and self._keeper.store_problem is None:
-            self._board.limit_s = min(_LEAVE_S, self.timeout_s)
-            self._keeper.say_left(self._board)
-        self._keeper.close()
-        self._board.hang_up()
+        for donor in self._donors:
+            donor.close()
+        self._donors = []
+        if self._outgoing_handoff is not None:
+            self._outgoing_handoff.close(self.timeout_s)
+        if (
+            leaves
+            and self._membership.end_reason is None
+            and self._membership.store_problem is None
+        ):
+            self._kv.limit_s = min(_LEAVE_S, self.timeout_s)
+            self._membership.announce_leaving(self._kv)
+        self._membership.close()
+        self._kv.disconnect()
 
     # for local updates
 
-    def follow(self, step: Callable[[], int]) -> None:
-        """Let `step` be what this says."""
+    def set_step_source(self, step: Callable[[], int]) -> None:
+        """Take `step` from this function."""
         self._step = step
 
-    def deal(self, sampler: Shared) -> None:
-        """Let the samples that are left be dealt anew where others take part."""
+    def register_sampler(self, sampler: SharedSampler) -> None:
+        """Distribute the remaining samples of this sampler again at each membership change."""
         self._samplers.append(sampler)
-        self._sharers = self._sharers or self.ids
-        if self._dealt:
-            self._join_in(len(self._samplers) - 1)
+        self._sharing_ids = self._sharing_ids or self.ids
+        if self._sampler_states:
+            self._start_sampler(len(self._samplers) - 1)
 
-    def _join_in(self, place: int) -> None:
-        self._sharers = tuple(self._dealt["sharers"])
-        states = self._dealt["states"]
-        if place >= len(states):
+    def _start_sampler(self, index: int) -> None:
+        self._sharing_ids = tuple(self._sampler_states["sharing_ids"])
+        states = self._sampler_states["states"]
+        if index >= len(states):
             raise Mismatch(
-                f"this member has made {place + 1} samplers, and the others {len(states)}: make "
-                "the same ones on all members, before local updates begin"
+                f"this member has made {index + 1} samplers, and the others {len(states)}: make "
+                "the same samplers on all members, before local updates begin"
             )
-        self._samplers[place].join_in(states[place], *self._place_among(self._sharers))
+        rank, ranks = self._rank_and_size_among(self._sharing_ids)
+        self._samplers[index].start_as_joiner(states[index], rank, ranks)
 
-    def _told_of_samplers(self) -> Said:
-        """For a newcomer, right after samples were dealt to it."""
+    def _sampler_facts(self) -> Facts:
+        """Return the sampler states for a joiner, right after `_redistribute_samples`."""
         if not self._samplers:
             return {}
         states = [sampler.state_dict() for sampler in self._samplers]
-        return {"dealt": {"sharers": self._sharers, "states": states}}
+        return {"samplers": {"sharing_ids": self._sharing_ids, "states": states}}
 
-    def _place_among(self, ids: Sequence[str]) -> tuple[int, int]:
-        """This rank's number among the ranks of these members, and how many they are."""
+    def _rank_and_size_among(self, ids: Sequence[str]) -> tuple[int, int]:
+        """Return this rank's number among the ranks of these members, and the number of ranks."""
         site = self._site
         return ids.index(self.id) * site.size + site.rank, len(ids) * site.size
 
-    def _deal_among(self, ids: Sequence[str]) -> None:
-        """After a round: what is left goes to these members. One that was lost took what those took
-        who took most.
+    def _redistribute_samples(self, ids: Sequence[str]) -> None:
+        """Distribute the remaining samples to these members. A lost member counts as having taken
+        as many samples as the fastest one.
         """
-        if not self._samplers or tuple(ids) == self._sharers or self.id not in ids:
+        if not self._samplers or tuple(ids) == self._sharing_ids or self.id not in ids:
             return
-        before = [(each, rank) for each in self._sharers for rank in range(self._site.size)]
-        for at, sampler in enumerate(self._samplers):
-            known = [tuple(taken[at]) for taken in self._taken.values()]
-            told = [self._taken.get(each) for each in before]
-            taken = [max(known) if each is None else tuple(each[at]) for each in told]
-            sampler.deal(taken, *self._place_among(ids))
-        self._sharers = tuple(ids)
+        before = [(member, rank) for member in self._sharing_ids for rank in range(self._site.size)]
+        for index, sampler in enumerate(self._samplers):
+            known = [tuple(taken[index]) for taken in self._taken.values()]
+            reports = [self._taken.get(key) for key in before]
+            taken = [max(known) if report is None else tuple(report[index]) for report in reports]
+            sampler.redistribute(taken, *self._rank_and_size_among(ids))
+        self._sharing_ids = tuple(ids)
 
-    def begin(self, what: str, facts: Said) -> None:
-        """Say what this member is set up for, or compare it with what the run is set up for.
+    def require_same_setup(self, occasion: str, facts: Facts) -> None:
+        """Compare this member's setup with that of the run; the first member sets it.
 
         Args:
-            what: The occasion, in a word.
-            facts: What all members must have in common, as JSON holds it.
+            occasion: One word that names the comparison.
+            facts: Facts that must be equal on all members, as JSON values.
 
         Raises:
-            Mismatch: On this member alone.
-            PeerLost, PeerStalled: The meeting place has gone, or does not answer.
+            Mismatch: The facts differ; raised on this member alone.
+            PeerLost, PeerStalled: The meeting place was lost, or does not answer.
         """
-        board = self._board
-        board.ask(lambda: require_same(board.store.under(what), dict(leaves("", facts))))
+        kv = self._kv
+        kv.call(lambda: require_same(kv.store.under(occasion), dict(leaves("", facts))))
 
-    def fetch(self, work: Work) -> None:
-        """Get the state of the run from a member, and wait to be let in.
+    def fetch_state(self, state: SharedState) -> None:
+        """Copy the state of the run from a member, and wait for admission.
 
         Raises:
-            PeerStalled: None of the members gives a sign of life, or the meeting place does not
-                answer.
-            PeerLost: The meeting place has gone.
+            PeerStalled: No member sends heartbeats, or the meeting place does not answer.
+            PeerLost: The meeting place was lost.
         """
         try:
-            self._let_in(work)
+            self._wait_for_admission(state)
         except ThinwireError as error:
-            self._site.tell_end(error)
+            self._site.announce_end(error)
             raise
-        self.group.over = -1
+        self.group.pending_after = -1
 
-    def _let_in(self, work: Work) -> None:
+    def _wait_for_admission(self, state: SharedState) -> None:
         while True:
             problem: ThinwireError | None = None
             try:
-                self._fetched(work)
+                self._fetch_state(state)
             except (PeerLost, PeerStalled, PayloadCorrupt) as error:
-                if self._keeper.board.waits_s > self.timeout_s / 2:
-                    raise  # it was the meeting place, and no other member can be asked either
-                self._keeper.require_life()
+                if self._membership.kv.waiting_s > self.timeout_s / 2:
+                    raise  # the meeting place is stalled: no other member can be asked either
+                self._membership.require_heartbeat()
                 problem = error
             ready, problem = self._outcome(problem)
             if problem is None:
                 break
             if ready:
-                # the others may count on a member that has no state: come again as another
-                self._keeper.close()
-                self._keeper = self.group.keeper = self._met()
-                self._is_ready = False
+                # the others may have admitted this member, which has no state: join as a new one
+                self._membership.close()
+                self._membership = self.group.membership = self._join_run()
+                self._has_state = False
             _log.warning("asking another member for the state: %s", problem)
 
     def _outcome(self, problem: ThinwireError | None) -> tuple[bool, ThinwireError | None]:
-        """Whether a rank of this site counts as ready, and why one of them is not let in."""
-        mine = None if problem is None else str(problem)
-        told = self._site.all_say("being let in", [self._is_ready, mine, self.step])
-        texts = [text for _, text, _ in told if text is not None]
-        if not texts and len({step for _, _, step in told}) > 1:
-            texts = ["the ranks of this site were let in after different rounds"]
-        ready = any(is_ready for is_ready, _, _ in told)
+        """Return whether a rank of this site has reported itself ready, and the error of a rank
+        that was not admitted.
+        """
+        own_text = None if problem is None else str(problem)
+        report = [self._has_state, own_text, self.step]
+        answers = self._site.gather_values("waiting for admission", report)
+        texts = [text for _, text, _ in answers if text is not None]
+        if not texts and len({step for _, _, step in answers}) > 1:
+            texts = ["the ranks of this site were admitted after different rounds"]
+        ready = any(is_ready for is_ready, _, _ in answers)
         return ready, PeerLost(texts[0]) if texts else None
 
-    def _fetched(self, work: Work) -> None:
+    def _fetch_state(self, state: SharedState) -> None:
         site, problem = self._site, None
-        number = self._keeper.say_hello(self._board) if site.rank == 0 else 0
-        number = site.first_says("asking to be let in", number)
-        taker = given = None
+        number = self._membership.say_hello(self._kv) if site.rank == 0 else 0
+        number = site.broadcast_value("asking for admission", number)
+        recipient = message = None
         try:
             try:
-                self._wait_for_giver(number)
-                taker = Taker(self._way, number)
-                given = taker.take(work.most_bytes)
-                work.take(given)
-                while given.waiting > 1:  # the others would wait for all of these
-                    given = taker.take(work.most_bytes)
-                    work.take(given)
+                self._wait_for_donor(number)
+                recipient = Recipient(self._transfer_context, number)
+                message = recipient.receive(state.max_bytes)
+                state.apply(message)
+                while message.waiting > 1:  # catch up before admission: the others wait for it
+                    message = recipient.receive(state.max_bytes)
+                    state.apply(message)
             except (PeerLost, PeerStalled, PayloadCorrupt) as error:
                 problem = error
-            site.require_none("taking the state", problem)  # all of its ranks are ready, or none
-            assert taker is not None and given is not None, "taken"
-            self._is_ready = True
+            # either all ranks of the site are ready, or none
+            site.raise_first("receiving the state", problem)
+            assert recipient is not None and message is not None, "received"
+            self._has_state = True
             if site.rank == 0:
-                self._board.put(f"ready/{number}", {"id": self._keeper.me})
-            while not given.last:
-                given = taker.take(work.most_bytes)
-                work.take(given)
-            self._dealt = given.plain.get("dealt") or {}
-            for place in range(len(self._samplers)) if self._dealt else ():
-                self._join_in(place)
+                self._kv.put(f"ready/{number}", {"id": self._membership.own_id})
+            while not message.last:
+                message = recipient.receive(state.max_bytes)
+                state.apply(message)
+            self._sampler_states = message.plain.get("samplers") or {}
+            for index in range(len(self._samplers)) if self._sampler_states else ():
+                self._start_sampler(index)
         finally:
-            if taker is not None:
-                taker.close()
-        if not self._keeper.is_let_in():
-            raise PeerStalled("the others have changed while this member was let in")
+            if recipient is not None:
+                recipient.close()
+        if not self._membership.is_admitted():
+            raise PeerStalled("the membership changed while this member was being admitted")
 
-    def _wait_for_giver(self, number: int) -> None:
-        asked = told = time.monotonic()
-        while not self._board.has(f"giver/{number}"):
-            self._keeper.require_life()
+    def _wait_for_donor(self, number: int) -> None:
+        began = logged = time.monotonic()
+        while not self._kv.has(f"donor/{number}"):
+            self._membership.require_heartbeat()
             time.sleep(_POLL_S)
-            if time.monotonic() - told > _NEWS_S:
-                told = time.monotonic()
-                _log.info("waited %.0f s for the end of a round to join", told - asked)
+            if time.monotonic() - logged > _NEWS_S:
+                logged = time.monotonic()
+                _log.info("waited %.0f s for the end of a round to join", logged - began)
 
     def report(self) -> dict[str, Any]:
-        """What this member says in the agreement that ends a round."""
-        said: dict[str, Any] = {"leaving": self.id} if self._leaving else {}
+        """Return this rank's report for the agreement that ends a round."""
+        report: dict[str, Any] = {"leaving": self.id} if self._leaving else {}
         if self._samplers:
             taken = [sampler.taken for sampler in self._samplers]
-            said["taken"] = [self.id, self._site.rank, taken]
+            report["taken"] = [self.id, self._site.rank, taken]
         if self.group.rank == self._site.rank == 0:
-            said |= {"serve": self._keeper.waiting(), "admit": self._keeper.ready()}
-        return said
+            report["assign"] = self._membership.waiting_joiners()
+            report["admit"] = self._membership.ready_joiners()
+        return report
 
-    def hear(self, said: Sequence[Said]) -> None:
-        """Remember what all have said in the agreement that ends a round."""
-        self._plan = said[0]
-        # by name: this may be of a generation that is over by now
-        self._goers = tuple(dict.fromkeys(each["leaving"] for each in said if "leaving" in each))
-        told = [each["taken"] for each in said if "taken" in each]
-        self._taken = {(member, rank): taken for member, rank, taken in told}
+    def receive_reports(self, reports: Sequence[Facts]) -> None:
+        """Store the reports of all ranks from the agreement that ends a round."""
+        self._agreed = reports[0]
+        # identities, not ranks: the reports may belong to a generation that has ended by now
+        leaving_ids = (report["leaving"] for report in reports if "leaving" in report)
+        self._leaving_ids = tuple(dict.fromkeys(leaving_ids))
+        progress = [report["taken"] for report in reports if "taken" in report]
+        self._taken = {(member, rank): taken for member, rank, taken in progress}
 
-    def end_round(self, work: Work, *, goes_on: bool = False) -> None:
-        """Give, let in and let go what was agreed on; all members call it after the same round.
+    def end_round(self, state: SharedState, *, goes_on: bool = False) -> None:
+        """Send states, admit joiners and release leaving members, as agreed in the reports. All
+        members call it after the same round.
 
         Args:
-            work: What members do together.
-            goes_on: Whether the same call makes another round at once: nobody comes or goes before
-                that, who would be missed in it.
+            state: State that the members share.
+            goes_on: True if the same call makes another round at once: then no member joins or
+                leaves before that round.
         """
-        plan, self._plan = {} if goes_on else self._plan, {}
-        goers, self._goers = () if goes_on else self._goers, ()
-        # that of the agreement, the same on all, even if the next one has been formed meanwhile
+        agreed, self._agreed = {} if goes_on else self._agreed, {}
+        leaving_ids, self._leaving_ids = () if goes_on else self._leaving_ids, ()
+        # the generation of the agreement, equal on all members, even if a new one has formed since
         now = self.group.bound
         assert now is not None, "exchanged"
-        goers = tuple(each for each in goers if each in now.ids)
-        stay = [each for each in now.ids if each not in goers]
-        admitted = [each for each in plan.get("admit", []) if each not in now.ids]
+        leaving_ids = tuple(member for member in leaving_ids if member in now.ids)
+        remaining = [member for member in now.ids if member not in leaving_ids]
+        admitted = [member for member in agreed.get("admit", []) if member not in now.ids]
         if not goes_on:
-            self._deal_among([*stay, *admitted])
-        self._givers = [giver for giver in self._givers if giver.works]
-        if self._givers:
-            given = work.last_round() if self.group.size > 1 else work.state_for_newcomer()
-            for giver in self._givers:
-                # a line that is slower than the rounds would carry them for ever
-                message = work.state_for_newcomer() if giver.lags else given
-                last = giver.newcomer in admitted
-                plain = {**message.plain, **(self._told_of_samplers() if last else {})}
-                giver.give(replace(message, plain=plain, last=last))
-        for number, newcomer in plan.get("serve", []):
-            self._keeper.served[number] = time.monotonic()
-            if stay and stay[number % len(stay)] == self.id:
-                giver = Giver(self._way, number, newcomer, me=self.id)
-                giver.give(work.state_for_newcomer())
-                self._givers.append(giver)
-        done = [heir for heir in self._heirs if not heir.works]
-        self._heirs = [heir for heir in self._heirs if heir not in done]
-        for heir in done:
-            if heir.taken is not None:
-                work.inherit(heir.taken, heir.factor)
-        if admitted or goers:
-            if goers and stay:
-                self._hand_over(work, goers, stay, now, len(stay) + len(admitted))
-            self._keeper.change(now.number, [*stay, *admitted], stay)
-            if self.id in goers:
-                self._keeper.wait_for_decision()
+            self._redistribute_samples([*remaining, *admitted])
+        self._donors = [donor for donor in self._donors if donor.alive]
+        if self._donors:
+            update = state.last_update() if self.group.size > 1 else state.full_state()
+            for donor in self._donors:
+                # over a link slower than the rounds, the updates would pile up for ever
+                message = state.full_state() if donor.behind else update
+                last = donor.joiner in admitted
+                plain = {**message.plain, **(self._sampler_facts() if last else {})}
+                donor.enqueue(replace(message, plain=plain, last=last))
+        for number, joiner in agreed.get("assign", []):
+            self._membership.donor_assigned_s[number] = time.monotonic()
+            if remaining and remaining[number % len(remaining)] == self.id:
+                donor = Donor(self._transfer_context, number, joiner, own_id=self.id)
+                donor.enqueue(state.full_state())
+                self._donors.append(donor)
+        done = [handoff for handoff in self._incoming_handoffs if not handoff.alive]
+        self._incoming_handoffs = [
+            handoff for handoff in self._incoming_handoffs if handoff not in done
+        ]
+        for handoff in done:
+            if handoff.message is not None:
+                state.add_handoff(handoff.message, handoff.factor)
+        if admitted or leaving_ids:
+            if leaving_ids and remaining:
+                self._hand_over(state, leaving_ids, remaining, now, len(remaining) + len(admitted))
+            self._membership.change_members(now.number, [*remaining, *admitted], remaining)
+            if self.id in leaving_ids:
+                self._membership.wait_for_decision()
                 self.left = True
                 return
-            self.group.over = now.number  # it connects while this member trains
+            self.group.pending_after = now.number  # the next one connects while this member trains
 
     @property
-    def gives(self) -> bool:
-        """Whether a newcomer hears of every round from this member."""
-        return any(giver.works for giver in self._givers)
+    def has_joiners(self) -> bool:
+        """True if this member sends every round to a joiner."""
+        return any(donor.alive for donor in self._donors)
 
 
-def _meet(keeper: Keeper, site: OneRank) -> None:
-    """Let the first rank meet the other sites, and then all of them those with the same shard."""
+def _meet(membership: Membership, site: SingleRank) -> None:
+    """Let the first rank of the site meet the other sites; then each rank meets the ranks that hold
+    the same shard.
+    """
     problem: ThinwireError | None = None
     ids: tuple[str, ...] = ()
     if site.rank == 0:
         try:
-            keeper.meet()
-            ids = () if keeper.newcomer else keeper.current().ids
+            membership.meet()
+            ids = () if membership.joiner else membership.current().ids
         except ThinwireError as error:
             problem = error
-    site.require_none("meeting the other sites", problem)
-    ids = tuple(site.first_says("telling of the other sites", ids))
+    site.raise_first("meeting the other sites", problem)
+    ids = tuple(site.broadcast_value("sharing the list of sites", ids))
     if site.rank > 0:
         try:
-            keeper.meet(ids)
+            membership.meet(ids)
         except ThinwireError as error:
             problem = error
-    site.require_none("meeting those with the same shard", problem)
+    site.raise_first("meeting the ranks with the same shard", problem)
 
 
 def join(
@@ -514,37 +559,41 @@ def join(
     relay: bool = False,
     ca: str | Path | None = None,
 ) -> Members:
-    """Meet the other members of a run, without torchrun.
+    """Join a run, or start it together with the other members, without torchrun.
+
+    Example::
+
+        with tw.join("tcp://10.0.0.1:29400", run="llm", token_file="token") as members:
+            print(members.rank, members.size)
 
     Args:
-        address: Of the meeting place (`thinwire host`), such as "tcp://10.0.0.1:29400".
-        run: Its name; members of one run train together.
-        token_file: Holds the secret of the run; None where the meeting place has none.
-        min_members: How many must have come before anybody begins, and must be left where one is
-            lost; `leave` may take a run below it.
-        start_members: How many must have come before anybody begins, where that is more; the same
-            on all of them.
-        timeout: For how long to wait for others, at the start and in every round, in seconds or as
-            a timedelta; 60 s by default.
-        mesh: Where this member is a site that holds its model in shards: of all ranks of the site,
-            which are a job of their own, (1, shards) with the dimensions "replicate" and "shard".
-            All of them join, and come and go together.
-        relay: Send and receive everything through the meeting place (`thinwire host --relay`), by
-            connections that this process makes; the same on all members of a run.
-        ca: With `relay`, where the host has --cert: a file with the certificate of who has signed
-            it, or the host's own. Without, the connection to the relay is in plain.
+        address: Address of the meeting place (`thinwire host`), such as "tcp://10.0.0.1:29400".
+        run: Name of the run; its members train together.
+        token_file: File with the secret of the run; None if the meeting place has no token.
+        min_members: Number of members needed to start, and to continue after the loss of a member.
+            `leave` may take a run below it.
+        start_members: Number of members needed to start, if larger than `min_members`; the same on
+            all of them.
+        timeout: Longest wait for others, at the start and in every round, in seconds or as a
+            timedelta; 60 s by default.
+        mesh: Mesh of a member that holds its model in shards: (1, shards) with the dimensions
+            "replicate" and "shard", over all ranks of this site, which are a job of their own. All
+            of them join and leave together.
+        relay: True to exchange everything through the meeting place (`thinwire host --relay`), over
+            outgoing connections only; the same on all members of a run.
+        ca: File with the CA certificate of the relay, or its own certificate, if the host has
+            --cert. Without it the connection to the relay is not encrypted.
 
     Returns:
-        The members, a context manager. Where the run has begun already this process is a newcomer
-        until it enters `local_sgd(..., members=members)`.
+        The members, a context manager. If the run has begun, this process is a joiner until it
+        enters `local_sgd(..., members=members)`.
 
     Raises:
-        QuorumLost: Fewer than `min_members` came within the time-out; names those who did.
-        ThinwireError: Nobody answers at the address, nobody relays there, or the token is another
-            one.
-        Mismatch: The others hold the model in another number of shards, or differ in `relay`; the
-            relay's certificate does not verify.
-        TypeError, ValueError: An argument that cannot be.
+        QuorumLost: Fewer than `min_members` came within the time-out; the error names them.
+        ThinwireError: No host answers at the address, no relay answers, or the token differs.
+        Mismatch: The number of shards or `relay` differs from the other members, or the relay's
+            certificate does not verify.
+        TypeError, ValueError: An argument is invalid.
     """
     check.instance("run", run, str)
     check.integer("min_members", min_members, at_least=1)
@@ -552,9 +601,9 @@ def join(
         start_members = min_members
     check.integer("start_members", start_members, at_least=min_members)
     timeout_s = _TIMEOUT_S if timeout is None else seconds_of(timeout)
-    assert timeout_s is not None, "given"
+    assert timeout_s is not None, "has a default"
     check.instance("address", address, str)
-    place = parse_address("address", address, scheme=True)
+    host = parse_address("address", address, scheme=True)
     token = None
     if token_file is not None:
         check.instance("token_file", token_file, (str, Path))
@@ -564,22 +613,22 @@ def join(
     if tls is not None and not relay:
         raise ValueError("ca= is for the connection to a relay: give relay=True too, or no ca=")
     limit = datetime.timedelta(seconds=timeout_s)
-    site = OneRank() if mesh is None else Site(mesh, timeout_s)
-    board = Board.over(partial(connect, address, run, token, limit), place.port, timeout_s)
-    way: str | RelayPlace = reached_from(place, timeout_s)
+    site = SingleRank() if mesh is None else Site(mesh, timeout_s)
+    kv = KeyValueView.open(partial(connect, address, run, token, limit), host.port, timeout_s)
+    endpoint: str | RelayEndpoint = reached_from(host, timeout_s)
     if relay:
-        way = RelayPlace(place.host, place.port + 1, relay_key(token), tls)
-        require_relay(way, timeout_s)
+        endpoint = RelayEndpoint(host.host, host.port + 1, relay_key(token), tls)
+        require_relay(endpoint, timeout_s)
     facts = {"shards of a site": site.size, "relay": relay}
-    board.ask(lambda: require_same(board.store.under("site"), facts))
-    keeper_of = partial(
-        Keeper,
-        way=way,
+    kv.call(lambda: require_same(kv.store.under("site"), facts))
+    make_membership = partial(
+        Membership,
+        endpoint=endpoint,
         min_members=min_members,
         start_members=start_members,
         timeout_s=timeout_s,
     )
-    return Members(board, way, timeout_s, site, keeper_of)
+    return Members(kv, endpoint, timeout_s, site, make_membership)
 
 
 def _authority(ca: str | Path) -> ssl.SSLContext:

@@ -155,14 +155,14 @@ class _Relay:
             raise ValueError("no frame of a member")
         frame = HEAD.pack(length, to, rank, kind, *place) + await reader.readexactly(length)
         takers = [each for other, each in room.items() if other != rank and to in (ALL, other)]
-        for taker in takers:
-            taker.write(frame)
-        for taker in takers:
+        for recipient in takers:
+            recipient.write(frame)
+        for recipient in takers:
             try:
                 async with asyncio.timeout(_SLOW_S):
-                    await taker.drain()
+                    await recipient.drain()
             except (OSError, TimeoutError):  # its own end sees to the rest
-                taker.transport.abort()
+                recipient.transport.abort()
 
 
 @contextlib.contextmanager

@@ -78,7 +78,7 @@ def load(directory: str | Path, parts: Parts, step: int | None) -> tuple[Path, R
         fitted = partial(_complete, loaded.state, parts)
         on_all_ranks(parts.savers, "cutting a checkpoint into other shards", fitted)
 
-    if not parts.group.stays and parts.group.rank > 0:  # all ranks read one member's
+    if not parts.group.static_membership and parts.group.rank > 0:  # all ranks read one member's
         loaded.state["random"] = derived(loaded.state["random"], parts.group.rank)
 
     def agreed(problem: Exception | None, left: frozenset[str]) -> frozenset[str]:

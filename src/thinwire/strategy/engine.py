@@ -471,7 +471,7 @@ class Engine:
                 f"loss must have one element, got {value.numel()}: take its mean first"
             )
         group, name = self._parts.group, "the mean loss"
-        if not group.stays:
+        if not group.static_membership:
             raise RuntimeError(
                 "engine.mean_loss does not work with members=: one who comes between two calls "
                 "would have to make them too; log the loss of this member"
@@ -645,7 +645,7 @@ class Engine:
             Diverged: The states of ranks differ; nothing was written.
             Mismatch: Ranks are out of step, or some of them did not call this.
         """
-        if self._parts.group.stays:
+        if self._parts.group.static_membership:
             position = {"step of the checkpoint": self._steps.position()}
             require_agreement(self._parts.group, position, what="saving")
             self._parts.exchange.require_equal(self.step)
@@ -737,7 +737,7 @@ class Engine:
         self._require_open()
         check.boolean("if_any", if_any)
         step = None if step is None else check.integer("step", step, at_least=0)
-        if not self._parts.group.stays and self._steps.position():
+        if not self._parts.group.static_membership and self._steps.position():
             reason = (
                 f"this member has taken the state of the others, at step {self._steps.position()}"
             )

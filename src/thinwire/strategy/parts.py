@@ -131,6 +131,6 @@ class Parts:
         """The ranks that write one checkpoint: all ranks; with members, each member alone or the
         ranks of a site.
         """
-        if self.group.stays:
+        if self.group.static_membership:
             return self.group
         return self.group.shards or Group.alone(self.group.timeout_s)

@@ -145,7 +145,7 @@ def _form_groups_(setup: Setup) -> None:
         **_rounding_facts(strategy, setup.model, setup.optimizer),
     }
     if members is not None:
-        members.begin("strategy", facts)
+        members.require_same_setup("strategy", facts)
     setup.ranks.compare(facts, "comparing strategies")
     setup.replicas = group.size
     if strategy.pipeline is not None:

@@ -12,14 +12,15 @@ from thinwire.compress import KEPT
 from thinwire.local.averager import Averager
 from thinwire.local.averaging import PendingAveraging, real_view, widened
 from thinwire.local.saving import INTERVAL
-from thinwire.members.giving import Given
 from thinwire.members.group import ElasticGroup
+from thinwire.members.transfer import StateMessage
 
-__all__ = ["NewcomersWork"]
+__all__ = ["JoinerState"]
 
 
-class NewcomersWork:
-    """Send the state that a member gives and take it on a joiner; see `thinwire.members.Work`.
+class JoinerState:
+    """Shared state of local updates, copied from a donor to a joiner; implements
+    `thinwire.members.members.SharedState`.
 
     A joiner has no residual, the state of its own optimizer, and parameters equal to the anchors.
     """
@@ -28,24 +29,24 @@ class NewcomersWork:
         self._averager, self._group = averager, group
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """Upper bound on the tensor bytes of one message: 64 times those of the model, and 64
         MiB.
         """
         tensors = [t for of_kind in self._shared().values() for t in of_kind.values()]
         return 64 * sum(tensor.nbytes for tensor in tensors) + (64 << 20)
 
-    def state_for_newcomer(self) -> Given:
-        """Return the state for a joiner, see `Work`; copied, so that training may continue."""
+    def full_state(self) -> StateMessage:
+        """Return a copy of the shared state for a joiner; see `SharedState`."""
         found = {
             f"{kind} {name}": tensor.detach().clone(memory_format=torch.contiguous_format)
             for kind, tensors in self._shared().items()
             for name, tensor in tensors.items()
         }
-        return Given("state", self._plain(), found)
+        return StateMessage("state", self._plain(), found)
 
-    def last_round(self) -> Given:
-        """Return the messages that this member received in the last averaging; see `Work`."""
+    def last_update(self) -> StateMessage:
+        """Return the messages received in the last averaging; see `SharedState`."""
         pending = self._averager.last
         assert pending is not None and pending.round is not None, "somebody listens"
         heard = pending.round.heard
@@ -68,11 +69,11 @@ class NewcomersWork:
             for n, answers in enumerate(heard)
             for place, answer in enumerate(answers)
         }
-        return Given("round", {**self._plain(), "about": about}, tensors)
+        return StateMessage("round", {**self._plain(), "about": about}, tensors)
 
     @torch.no_grad()
-    def take(self, given: Given) -> None:
-        """Take the state of a donor; see `Work`."""
+    def apply(self, given: StateMessage) -> None:
+        """Take the state of a donor; see `SharedState`."""
         if given.kind == "state":
             for kind, tensors in self._shared().items():
                 for name, tensor in tensors.items():
@@ -96,26 +97,28 @@ class NewcomersWork:
         if self._averager.work is not None:
             self._averager.work.begin()
 
-    def own_state(self) -> Given | None:
-        """Return copies of the residuals; see `Work`."""
+    def own_state(self) -> StateMessage | None:
+        """Return copies of the residuals; see `SharedState`."""
         kept = self._averager.averaging.kept
         found = {
             f"{kind} {name}": tensor.clone()
             for kind in self._own_kinds()
             for name, tensor in kept[kind].items()
         }
-        return Given("own", {}, found) if any(bool(t.any()) for t in found.values()) else None
+        return (
+            StateMessage("own", {}, found) if any(bool(t.any()) for t in found.values()) else None
+        )
 
     @torch.no_grad()
-    def inherit(self, given: Given, factor: float) -> None:
-        """Take over the residuals of a member that left; see `Work`."""
+    def add_handoff(self, given: StateMessage, factor: float) -> None:
+        """Take over the residuals of a member that left; see `SharedState`."""
         kept = self._averager.averaging.kept
         for kind in self._own_kinds():
             for name, tensor in kept[kind].items():
                 if (came := given.tensors.get(f"{kind} {name}")) is not None:
                     tensor.add_(came.to(tensor), alpha=factor)
 
-    def _replay(self, given: Given) -> None:
+    def _replay(self, given: StateMessage) -> None:
         about: Mapping[str, Any] = given.plain["about"]
         averaging, tensors = self._averager.averaging, self._averager.tensors
         heard = [

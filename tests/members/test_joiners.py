@@ -1,4 +1,4 @@
-"""A newcomer is let in whatever the others do meanwhile, and its trouble is its own."""
+"""A joiner is let in whatever the others do meanwhile, and its trouble is its own."""
 
 import json
 import threading
@@ -12,8 +12,17 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 import thinwire as tw
-from tests.api import Given, Giver, NewcomersWork, SealedStore, Taker, Way, giving, next_identity
-from tests.api import board_Board as Board
+from tests.api import (
+    AuthenticatedStore,
+    Donor,
+    JoinerState,
+    KeyValueView,
+    Recipient,
+    StateMessage,
+    TransferContext,
+    next_identity,
+    transfer,
+)
 from tests.members.places import TOKEN, meeting_place
 from tests.members.training import MOST_STEPS, TIMEOUT_S, member, wait_for
 from tests.ranks import Pool
@@ -22,59 +31,59 @@ from tests.waiting import PATIENCE_S, time_out, until
 EVERY_4 = tw.LocalSGD(4, begin_step=0)
 
 
-def both_ends(timeout_s: float) -> tuple[Giver, Taker]:
+def both_ends(timeout_s: float) -> tuple[Donor, Recipient]:
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
-    board = Board(SealedStore(store, b"s" * 32))
-    way = Way(board, "127.0.0.1", timeout_s, b"k" * 32)
-    giver = Giver(way, 0, "ann", me="bob")
-    return giver, Taker(way.cloned(), 0)
+    kv = KeyValueView(AuthenticatedStore(store, b"s" * 32))
+    way = TransferContext(kv, "127.0.0.1", timeout_s, b"k" * 32)
+    donor = Donor(way, 0, "ann", own_id="bob")
+    return donor, Recipient(way.cloned(), 0)
 
 
-def state(value: float) -> Given:
-    return Given("state", {}, {"w": torch.full((9,), value)})
+def state(value: float) -> StateMessage:
+    return StateMessage("state", {}, {"w": torch.full((9,), value)})
 
 
-def change(value: float) -> Given:
-    return Given("round", {}, {"w": torch.full((9,), value)})
+def change(value: float) -> StateMessage:
+    return StateMessage("round", {}, {"w": torch.full((9,), value)})
 
 
 def test_a_round_may_take_longer_than_the_time_out() -> None:
     limit_s = time_out(2.0)
-    giver, taker = both_ends(limit_s)
-    giver.give(state(0))
-    assert taker.take(1 << 20).kind == "state"
-    later = threading.Timer(1.5 * limit_s, lambda: giver.give(change(1)))
+    donor, recipient = both_ends(limit_s)
+    donor.enqueue(state(0))
+    assert recipient.receive(1 << 20).kind == "state"
+    later = threading.Timer(1.5 * limit_s, lambda: donor.enqueue(change(1)))
     later.start()
-    assert taker.take(1 << 20).kind == "round"
+    assert recipient.receive(1 << 20).kind == "round"
     later.join()
-    taker.close()
-    giver.close(PATIENCE_S)
+    recipient.close()
+    donor.close(PATIENCE_S)
 
 
 def test_a_state_takes_the_place_of_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     may_send = threading.Event()
-    send = giving.Line.send
+    send = transfer.Channel.send
 
-    def held(line: giving.Line, content: Any) -> None:
+    def held(line: transfer.Channel, content: Any) -> None:
         may_send.wait(PATIENCE_S)
         send(line, content)
 
-    monkeypatch.setattr(giving.Line, "send", held)
-    giver, taker = both_ends(PATIENCE_S)
-    giver.give(state(0))
-    until(lambda: not giver._messages, "the thread that has taken it, and is held")
-    giver.give(change(1))
-    assert not giver.lags
-    giver.give(change(2))
-    assert giver.lags
-    giver.give(state(3))
-    giver.give(change(4))
+    monkeypatch.setattr(transfer.Channel, "send", held)
+    donor, recipient = both_ends(PATIENCE_S)
+    donor.enqueue(state(0))
+    until(lambda: not donor._messages, "the thread that has taken it, and is held")
+    donor.enqueue(change(1))
+    assert not donor.behind
+    donor.enqueue(change(2))
+    assert donor.behind
+    donor.enqueue(state(3))
+    donor.enqueue(change(4))
     may_send.set()
-    found = [taker.take(1 << 20) for _ in range(3)]
+    found = [recipient.receive(1 << 20) for _ in range(3)]
     assert [float(given.tensors["w"][0]) for given in found] == [0, 3, 4]
     assert [given.waiting for given in found][1:] == [1, 0]
-    taker.close()
-    giver.close(PATIENCE_S)
+    recipient.close()
+    donor.close(PATIENCE_S)
 
 
 def test_a_frozen_part_is_in_the_bound_of_a_state() -> None:
@@ -82,9 +91,9 @@ def test_a_frozen_part_is_in_the_bound_of_a_state() -> None:
     net[1].requires_grad_(False)
     optimizer = torch.optim.SGD(net[0].parameters(), 0.1)
     with tw.local_sgd(net, optimizer, EVERY_4) as sync:
-        work = NewcomersWork(sync._averager, None)  # type: ignore[arg-type]
-        given = work.state_for_newcomer()
-        assert 64 << 20 < given.nbytes <= work.most_bytes
+        work = JoinerState(sync._averager, None)  # type: ignore[arg-type]
+        given = work.full_state()
+        assert 64 << 20 < given.nbytes <= work.max_bytes
 
 
 def after_other_things(rank: int, size: int, address: str) -> int:
@@ -153,10 +162,10 @@ def flushing(rank: int, size: int, address: str, flag: str) -> Any:
             time.sleep(0.05)
             if rank == 0 and sync.step == 4:
                 Path(flag).touch()
-                until(members._keeper.waiting, "the newcomer")
+                until(members._membership.waiting_joiners, "the joiner")
             if sync.step == 14:
                 if rank == 0:
-                    until(members._keeper.ready, "the newcomer")
+                    until(members._membership.ready_joiners, "the joiner")
                 sync.flush()
         return entered, members.size
 
@@ -193,11 +202,11 @@ def with_a_schedule(rank: int, size: int, address: str, flag: str) -> list[tuple
 
 def test_a_schedule_goes_on_where_the_others_are(ranks: Pool, tmp_path: Path) -> None:
     with meeting_place(None) as address:
-        first, newcomer = ranks.run(
+        first, joiner = ranks.run(
             with_a_schedule, address, str(tmp_path / "go"), size=2, group=False
         )
-    assert len(newcomer) < len(first)
-    assert newcomer == first[-len(newcomer) :]
+    assert len(joiner) < len(first)
+    assert joiner == first[-len(joiner) :]
 
 
 def asking(rank: int, size: int, address: str) -> str:

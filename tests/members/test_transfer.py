@@ -1,4 +1,4 @@
-"""What a newcomer takes from a member is that member's, whole and in order, and meant for it."""
+"""What a joiner takes from a member is that member's, whole and in order, and meant for it."""
 
 from datetime import timedelta
 from typing import Any
@@ -7,19 +7,26 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from tests.api import Given, Giver, SealedStore, Taker, Way, giving
-from tests.api import board_Board as Board
+from tests.api import (
+    AuthenticatedStore,
+    Donor,
+    KeyValueView,
+    Recipient,
+    StateMessage,
+    TransferContext,
+    transfer,
+)
 from thinwire.errors import PayloadCorrupt
 
 LIMIT_S = 10.0
 MESSAGES = [
-    Given("state" if n == 0 else "round", {"n": n}, {"w": torch.full((9,), float(n))})
+    StateMessage("state" if n == 0 else "round", {"n": n}, {"w": torch.full((9,), float(n))})
     for n in (0, 1, 2)
 ]
 
 
-class Tapped(giving.Line):
-    """A line whose messages somebody changes, of whatever run and newcomer."""
+class Tapped(transfer.Channel):
+    """A line whose messages somebody changes, of whatever run and joiner."""
 
     change: Any = None
 
@@ -29,24 +36,24 @@ class Tapped(giving.Line):
 
 def taken(
     monkeypatch: pytest.MonkeyPatch, change: Any, *, key: bytes = b"k" * 32, number: int = 4
-) -> list[Given]:
-    """The messages of a member with `key` for newcomer 4, as newcomer `number` reads them."""
+) -> list[StateMessage]:
+    """The messages of a member with `key` for joiner 4, as joiner `number` reads them."""
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_S), wait_for_workers=False)
-    board = Board(SealedStore(store, b"s" * 32))
-    monkeypatch.setattr(giving, "Line", Tapped)
+    kv = KeyValueView(AuthenticatedStore(store, b"s" * 32))
+    monkeypatch.setattr(transfer, "Channel", Tapped)
     Tapped.change = staticmethod(change)
-    way = Way(board, "127.0.0.1", LIMIT_S, b"k" * 32)
-    giver = Giver(way, 4, "ann", me="bob")
+    way = TransferContext(kv, "127.0.0.1", LIMIT_S, b"k" * 32)
+    donor = Donor(way, 4, "ann", own_id="bob")
     for message in MESSAGES:
-        giver.give(message)
-    taker = Taker(way.cloned()._replace(key=key), 4)
+        donor.enqueue(message)
+    recipient = Recipient(way.cloned()._replace(key=key), 4)
     if number != 4:
-        taker._marks = giving._Marks(key, number)
+        recipient._checksums = transfer._Checksums(key, number)
     try:
-        return [taker.take(1 << 20) for _ in MESSAGES]
+        return [recipient.receive(1 << 20) for _ in MESSAGES]
     finally:
-        taker.close()
-        giver.close(LIMIT_S)
+        recipient.close()
+        donor.close(LIMIT_S)
 
 
 def test_what_is_given_is_taken_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,5 +92,5 @@ def repeating() -> Any:
 def test_what_was_changed_repeated_or_meant_for_another_is_refused(
     monkeypatch: pytest.MonkeyPatch, change: Any, options: dict[str, Any]
 ) -> None:
-    with pytest.raises(PayloadCorrupt, match="damaged on its way: join again"):
+    with pytest.raises(PayloadCorrupt, match="damaged in transit: join again"):
         taken(monkeypatch, change, **options)

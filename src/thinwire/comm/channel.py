@@ -1,0 +1,98 @@
+"""Byte strings from one member to another, directly or through a relay."""
+
+import datetime
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from thinwire.comm.direct import Direct
+from thinwire.comm.failures import explain_failure
+from thinwire.comm.private import forget, hold
+from thinwire.comm.relay import RelayEndpoint
+from thinwire.comm.relayed import Relayed
+from thinwire.errors import PeerLost, PeerStalled
+
+__all__ = ["Channel", "connect_members"]
+
+_PIECE_BYTES = 4 << 20
+
+
+def connect_members(
+    store: Store, rank: int, size: int, timeout_s: float, endpoint: str | RelayEndpoint
+) -> Direct:
+    """Return process groups of the ranks that met at a store; see `Direct`. `endpoint` is this
+    machine's address, on which the others reach it, or the relay.
+    """
+    kind = Relayed if isinstance(endpoint, RelayEndpoint) else Direct
+    return kind(store, rank, size, timeout_s, endpoint)
+
+
+class Channel:
+    """Sends byte strings from one process to another, in order.
+
+    Args:
+        store: Store at which the two processes meet; a fresh prefix.
+        sending: True in the process that sends.
+        timeout_s: Time-out for connecting, and for each piece of at most 4 MiB.
+        endpoint: See `connect_members`.
+
+    Raises:
+        PeerLost, PeerStalled: The other process died, or did not come within the time-out.
+    """
+
+    def __init__(
+        self, store: Store, *, sending: bool, timeout_s: float, endpoint: str | RelayEndpoint
+    ) -> None:
+        self._groups = connect_members(store, 0 if sending else 1, 2, timeout_s, endpoint)
+        self._timeout_s = timeout_s
+        self._other = 1 if sending else 0
+
+    def send(self, content: bytes | bytearray | memoryview) -> None:
+        """Send the number of bytes, and then the bytes."""
+        self._transfer(torch.tensor([len(content)], dtype=torch.int64, device="cpu"), sending=True)
+        whole = torch.frombuffer(bytearray(content), dtype=torch.uint8) if len(content) else None
+        for piece in () if whole is None else torch.split(whole, _PIECE_BYTES):
+            self._transfer(piece, sending=True)
+
+    def receive(self, max_bytes: int) -> bytearray:
+        """Return the next byte string.
+
+        Raises:
+            PeerLost: The sender announces more than `max_bytes`.
+        """
+        length = torch.empty(1, dtype=torch.int64, device="cpu")
+        self._transfer(length, sending=False)
+        nbytes = int(length)
+        if not 0 <= nbytes <= max_bytes:
+            raise PeerLost(
+                f"the member that sends its state announces {nbytes} bytes, more than the limit of "
+                f"{max_bytes}: its message is damaged"
+            )
+        content = bytearray(nbytes)
+        whole = torch.frombuffer(content, dtype=torch.uint8) if nbytes else None
+        for piece in () if whole is None else torch.split(whole, _PIECE_BYTES):
+            self._transfer(piece, sending=False)
+        return content
+
+    def _transfer(self, piece: Tensor, *, sending: bool) -> None:
+        group = self._groups.group
+        assert group is not None, "open"
+        try:
+            work = (group.send if sending else group.recv)([piece], self._other, 0)
+            hold(group, work, [piece])
+            work.wait(datetime.timedelta(seconds=self._timeout_s))
+            forget(work)
+        except RuntimeError as error:
+            self.close()
+            exchange, within = "copying the state of a member", f"{self._timeout_s:g} s"
+            explained = explain_failure(
+                error, what=exchange, rank=1 - self._other, size=2, within=within
+            )
+            if isinstance(explained, PeerLost | PeerStalled):
+                raise explained from error
+            raise PeerLost(str(explained)) from error
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._groups.release()
