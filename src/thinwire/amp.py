@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from thinwire import _validate as check
-from thinwire.comm import Group, elsewhere
+from thinwire.comm import Group, wrong_call_site
 from thinwire.core.loss_scale import (
     DynamicLossScale,
     FixedLossScale,
@@ -184,10 +184,10 @@ class LossScaler:
         if self._group is None:
             self._group = Group(self._process_group)
         mine, what = b"1" if overflow else b"0", "agreeing on an overflow of scaled gradients"
-        answers = self._group.gather_bytes(mine, what=what)
+        answers = self._group.gather_bytes(mine, action=what)
         for rank, answer in enumerate(answers):
             if answer not in (b"0", b"1"):
-                raise elsewhere(what, rank, answer)
+                raise wrong_call_site(what, rank, answer)
         return b"1" in answers
 
     def update(self, overflow: bool | None = None) -> None:

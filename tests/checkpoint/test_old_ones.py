@@ -165,7 +165,7 @@ def save_and_load_there(rank: int, size: int, raw: bytes) -> bool:
     root, group = Path(os.fsdecode(raw)), Group()
     save(root, rank_state(rank, 1), step=1, group=group, facts={})
     (root / "step_0000000001" / "rank_00001.safetensors").write_bytes(b"?") if rank == 1 else None
-    group.gather_bytes(b"", what="waiting until it is damaged")
+    group.gather_bytes(b"", action="waiting until it is damaged")
     try:
         load(root, group=group)
     except CheckpointError as error:

@@ -239,15 +239,15 @@ def fail_then_save(rank: int, size: int, root: str, victim: int, where: str) -> 
     state, undo = rank_state(rank, 2), lambda: None
     if rank == victim:
         state, undo = BROKEN[where](state, directory)
-    group.gather_bytes(b"", what="waiting until it is broken")
+    group.gather_bytes(b"", action="waiting until it is broken")
     try:
         save(directory, state, step=2, group=group, facts={})
         text = "no error"
     except RuntimeError as error:
         text = f"{type(error).__name__}: {error}"
-    group.gather_bytes(b"", what="waiting until all have failed")
+    group.gather_bytes(b"", action="waiting until all have failed")
     undo()
-    group.gather_bytes(b"", what="waiting until it is mended")
+    group.gather_bytes(b"", action="waiting until it is mended")
     left = sorted(path.name for path in directory.iterdir())
     assert same(load(directory, group=group).state, rank_state(rank, 1))
     save(directory, rank_state(rank, 3), step=3, group=group, facts={})
@@ -347,7 +347,7 @@ def hung(rank: int, size: int, root: str, where: str) -> tuple[str, bool]:
         }[where]
         original = getattr(owner, name)
         undo = patched(owner, name, lambda *a, **k: (awake.wait(PATIENCE_S), original(*a, **k))[1])
-    group.gather_bytes(b"", what="waiting until it hangs")
+    group.gather_bytes(b"", action="waiting until it hangs")
     threads = set(threading.enumerate())
     try:
         save(directory, rank_state(rank, 2), step=2, group=group, facts={})
@@ -357,7 +357,7 @@ def hung(rank: int, size: int, root: str, where: str) -> tuple[str, bool]:
     awake.set()
     undo()
     until(lambda: set(threading.enumerate()) <= threads, "the end of the save that hung")
-    group.gather_bytes(b"", what="waiting until it works")
+    group.gather_bytes(b"", action="waiting until it works")
     save(directory, rank_state(rank, 3), step=3, group=group, facts={})
     return text, same(load(directory, group=group).state, rank_state(rank, 3))
 

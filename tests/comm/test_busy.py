@@ -16,7 +16,7 @@ LIMIT_S = time_out(2.0)
 
 def slow(rank: int, size: int) -> list[int]:
     group = Group(timeout=LIMIT_S)
-    group.gather_bytes(b"", what="warming up")
+    group.gather_bytes(b"", action="warming up")
 
     def work() -> int:
         time.sleep(2 * LIMIT_S if rank == 1 else 0)

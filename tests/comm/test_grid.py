@@ -18,7 +18,7 @@ def neighbours(
     members = [
         dist.get_process_group_ranks(group) for group in (grid.stage_group, grid.replica_group)
     ]
-    told = grid.peers.gather_bytes(bytes([rank]), what="test")
+    told = grid.peers.gather_bytes(bytes([rank]), action="test")
     assert Group(grid.replica_group).size == grid.replicas
     return (grid.stages, grid.replicas, grid.stage, grid.replica), members[0], members[1], told
 
@@ -76,7 +76,7 @@ def made_twice_then_released(rank: int, size: int) -> str:
     with pytest.raises(ThinwireError, match="released") as caught:
         _ = second.stage_group
     with pytest.raises(ThinwireError, match="released"):
-        second.peers.gather_bytes(b"", what="test")
+        second.peers.gather_bytes(b"", action="test")
     return str(caught.value)
 
 

@@ -27,7 +27,7 @@ LIMIT_S = time_out(4.0)
 
 def gather_bytes(rank: int, size: int, payloads: list[bytes]) -> tuple[list[bytes], int]:
     group = Group()
-    return group.gather_bytes(payloads[rank], what="test"), group.bytes_sent
+    return group.gather_bytes(payloads[rank], action="test"), group.bytes_sent
 
 
 @pytest.mark.parametrize("payloads", [[b"same", b"same", b"same"], [b"a", b"bbb", b""]])
@@ -43,8 +43,8 @@ def test_equal_payloads_cost_one_small_round(ranks: Pool) -> None:
 
 def gather_and_sum(rank: int, size: int) -> tuple[list[list[int]], list[float]]:
     group = Group()
-    rows = group.all_gather(torch.full((3,), rank, dtype=torch.uint8), what="test")
-    total = group.all_reduce_(torch.tensor([float(rank), 1.0]), what="test")
+    rows = group.all_gather(torch.full((3,), rank, dtype=torch.uint8), action="test")
+    total = group.all_reduce_(torch.tensor([float(rank), 1.0]), action="test")
     return rows.wait().tolist(), total.wait().tolist()
 
 
@@ -60,7 +60,7 @@ def exchange_parts(rank: int, size: int) -> tuple[list[list[int]], int, int]:
     lengths = [receiver + 1 for receiver in range(group.size)]
     parts = torch.cat([torch.full((n,), 10 * rank + n, dtype=torch.uint8) for n in lengths])
     return (
-        group.all_to_all(parts, lengths, what="test").wait().tolist(),
+        group.all_to_all(parts, lengths, action="test").wait().tolist(),
         group.bytes_sent,
         group.bytes_received,
     )
@@ -81,7 +81,7 @@ def swapped(rank: int, size: int, unit: int) -> bool:
     lengths = [[unit * max(to - of + 1, 0) for to in range(size)] for of in range(size)]
     parts = [torch.full((n,), 10 * rank + to) for to, n in enumerate(lengths[rank])]
     given = torch.cat(parts).to(torch.uint8)
-    came = group.swap(given, lengths, what="test").wait()
+    came = group.swap(given, lengths, action="test").wait()
     rows = [torch.full((lengths[of][rank],), 10 * of + rank) for of in range(size)]
     assert group.bytes_sent == sum(lengths[rank]) - lengths[rank][rank]
     return torch.equal(came, torch.cat(rows).to(torch.uint8))
@@ -95,10 +95,10 @@ def test_strings_may_be_long_by_sender_too(ranks: Pool, unit: int) -> None:
 def over_nodes(rank: int, size: int, width: int) -> tuple[Any, ...]:
     nodes = sources_of(Group(), width)
     me = nodes.rank
-    rows = nodes.all_gather(torch.full((3,), me, dtype=torch.uint8), what="test")
-    total = nodes.all_reduce_(torch.tensor([float(me), 1.0]), what="test")
+    rows = nodes.all_gather(torch.full((3,), me, dtype=torch.uint8), action="test")
+    total = nodes.all_reduce_(torch.tensor([float(me), 1.0]), action="test")
     exchanged = nodes.all_to_all(
-        torch.arange(2 * nodes.size, dtype=torch.uint8) + 50 * me, [2] * nodes.size, what="test"
+        torch.arange(2 * nodes.size, dtype=torch.uint8) + 50 * me, [2] * nodes.size, action="test"
     )
     again = sources_of(Group(), width)
     assert isinstance(nodes, Nodes) and isinstance(again, Nodes)
@@ -131,7 +131,7 @@ def subgroup(rank: int, size: int) -> tuple[int, int] | None:
     if rank not in members:
         return None
     group = Group(process_group)
-    assert group.gather_bytes(bytes([rank]), what="test") == [b"\x01", b"\x02"]
+    assert group.gather_bytes(bytes([rank]), action="test") == [b"\x01", b"\x02"]
     return group.rank, group.size
 
 
@@ -145,7 +145,7 @@ def user_collectives_interleave(rank: int, size: int) -> list[bytes]:
         dist.all_reduce(
             torch.zeros(7), async_op=True
         )  # nobody answers; it must not meet our traffic
-    return group.gather_bytes(bytes([rank]), what="test")
+    return group.gather_bytes(bytes([rank]), action="test")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_user_collectives_do_not_meet_ours(ranks: Pool) -> None:
 
 
 def disagree(rank: int, size: int, facts: list[object]) -> None:
-    require_agreement(Group(), {"first": 1, "settings": facts[rank]}, what="starting")
+    require_agreement(Group(), {"first": 1, "settings": facts[rank]}, action="starting")
 
 
 @pytest.mark.parametrize(
@@ -207,10 +207,10 @@ def test_the_first_difference_is_named_on_every_rank(
 
 def die_or_gather(rank: int, size: int, how: int) -> None:
     group = Group(timeout=LIMIT_S)
-    group.gather_bytes(b"", what="warming up")
+    group.gather_bytes(b"", action="warming up")
     if rank == 1:
         os.kill(os.getpid(), how)
-    group.gather_bytes(b"after", what="gathering messages")
+    group.gather_bytes(b"after", action="gathering messages")
 
 
 @pytest.mark.fault
@@ -267,12 +267,12 @@ def test_a_rank_that_dies_while_the_group_connects_is_lost(ranks: Pool) -> None:
 
 def stall(rank: int, size: int) -> None:
     group = Group(timeout=LIMIT_S)
-    group.gather_bytes(b"", what="warming up")
+    group.gather_bytes(b"", action="warming up")
     if rank == 1:
         wait_for_word("over")
         return
     try:
-        group.gather_bytes(b"after", what="gathering messages")
+        group.gather_bytes(b"after", action="gathering messages")
     finally:
         say("over")
 
@@ -303,12 +303,12 @@ def test_a_stopped_rank_is_named_by_all_others(ranks: Pool) -> None:
 
 def shared_then_released(rank: int, size: int) -> tuple[bool, bool]:
     first, second = Group(), Group()
-    first.gather_bytes(b"", what="test")
+    first.gather_bytes(b"", action="test")
     del first
     gc.collect()
-    second.gather_bytes(b"", what="test")
+    second.gather_bytes(b"", action="test")
     third = Group()
-    third.gather_bytes(b"", what="test")
+    third.gather_bytes(b"", action="test")
     same = second._shared is third._shared
     private_module._release_all()
     return same, third._shared is not None and third._shared.group is None
@@ -327,9 +327,9 @@ def timeouts_of(rank: int, size: int) -> tuple[float, float]:
         wait_for_word("over")
     else:
         with pytest.raises(PeerStalled, match=rf"within {LIMIT_S:g} s: rank 1 was alive"):
-            shorter.gather_bytes(b"", what="test")
+            shorter.gather_bytes(b"", action="test")
         with pytest.raises(ThinwireError, match="left half-way"):
-            longer.gather_bytes(b"", what="test")
+            longer.gather_bytes(b"", action="test")
         say("over")
     return own.timeout_s, longer.timeout_s
 
@@ -370,16 +370,16 @@ def test_a_time_out_that_is_none_is_refused(timeout: float) -> None:
 
 def late_in_the_second(rank: int, size: int) -> None:
     group = Group(timeout=LIMIT_S)
-    group.gather_bytes(b"", what="warming up")
+    group.gather_bytes(b"", action="warming up")
     if rank == 1:
         time.sleep(LIMIT_S / 3)
-        group.gather_bytes(b"", what="test")
+        group.gather_bytes(b"", action="test")
         wait_for_word("over")
         return
     told = rf"within the \d[\d.]* s that were left of {LIMIT_S:g} s for the whole call"
     with pytest.raises(PeerStalled, match=told), group.one_deadline():
-        group.gather_bytes(b"", what="test")
-        group.gather_bytes(b"", what="test")
+        group.gather_bytes(b"", action="test")
+        group.gather_bytes(b"", action="test")
     say("over")
 
 
@@ -390,12 +390,12 @@ def test_a_call_of_several_exchanges_has_one_deadline(ranks: Pool) -> None:
 
 def late_in_a_shorter_call(rank: int, size: int) -> str:
     group = Group(timeout=40)
-    group.gather_bytes(b"", what="warming up")
+    group.gather_bytes(b"", action="warming up")
     if rank == 1:
         wait_for_word("over")
         return ""
     with pytest.raises(PeerStalled) as caught, one_deadline(2):
-        group.gather_bytes(b"", what="test")
+        group.gather_bytes(b"", action="test")
     say("over")
     return str(caught.value)
 
@@ -416,7 +416,7 @@ def claims_too_much(rank: int, size: int) -> None:
     if rank == 1:
         group_module._head = lying
     try:
-        Group().gather_bytes(bytes([rank]), what="voting")
+        Group().gather_bytes(bytes([rank]), action="voting")
     finally:
         group_module._head = real
 
@@ -433,13 +433,14 @@ def in_pieces(rank: int, size: int) -> tuple[bool, bool, bool]:
     small, large = Group(timeout=2), Group()  # pieces of 64 KiB, and none
     values = torch.randn(100_003, generator=generator)
     whole, cut = values.clone(), values.clone()
-    large.all_reduce_(whole, what="test").wait()
-    small.all_reduce_(cut, what="test").wait()
-    everywhere = small.all_gather(cut.view(torch.uint8), what="test").wait()
+    large.all_reduce_(whole, action="test").wait()
+    small.all_reduce_(cut, action="test").wait()
+    everywhere = small.all_gather(cut.view(torch.uint8), action="test").wait()
     equal = all(torch.equal(row, everywhere[0]) for row in everywhere)
     message = values.view(torch.uint8)
     gathered = torch.equal(
-        large.all_gather(message, what="test").wait(), small.all_gather(message, what="test").wait()
+        large.all_gather(message, action="test").wait(),
+        small.all_gather(message, action="test").wait(),
     )
     lengths = [100_000 + 70_000 * receiver for receiver in range(size)]
     parts = (
@@ -448,8 +449,8 @@ def in_pieces(rank: int, size: int) -> tuple[bool, bool, bool]:
         else message.repeat(3)[: sum(lengths)]
     )
     exchanged = torch.equal(
-        large.all_to_all(parts, lengths, what="test").wait(),
-        small.all_to_all(parts, lengths, what="test").wait(),
+        large.all_to_all(parts, lengths, action="test").wait(),
+        small.all_to_all(parts, lengths, action="test").wait(),
     )
     near = torch.allclose(whole, cut, atol=1e-6)  # the order of additions is that of the pieces
     return near and equal and (size > 2 or torch.equal(whole, cut)), gathered, exchanged
@@ -463,12 +464,12 @@ def test_pieces_make_the_same_whole(ranks: Pool, size: int) -> None:
 def on_the_wire(rank: int, size: int) -> list[float]:
     group, seen = Group(), []
     for exchange in (
-        lambda: group.all_gather(torch.zeros(100, dtype=torch.uint8), what="test"),
-        lambda: group.all_reduce_(torch.zeros(30), what="test"),
+        lambda: group.all_gather(torch.zeros(100, dtype=torch.uint8), action="test"),
+        lambda: group.all_reduce_(torch.zeros(30), action="test"),
         lambda: group.all_to_all(
-            torch.zeros(30, dtype=torch.uint8), [10] * max(size, 1), what="test"
+            torch.zeros(30, dtype=torch.uint8), [10] * max(size, 1), action="test"
         ),
-        lambda: group.broadcast_(torch.zeros(30), what="test"),
+        lambda: group.broadcast_(torch.zeros(30), action="test"),
     ):
         before = Group.on_the_wire
         exchange().wait()

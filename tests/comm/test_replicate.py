@@ -31,10 +31,10 @@ def tensors(rank: int) -> dict[str, Tensor]:
 def equal_afterwards(rank: int, size: int) -> tuple[bool, int, int]:
     held, group = tensors(rank), Group()
     versions = held["same"]._version
-    make_equal_(held, group, what="copying")
+    make_equal_(held, group, action="copying")
     alike = all(torch.equal(value, tensors(0)[name]) for name, value in held.items())
     sent = group.bytes_sent
-    make_equal_(held, group, what="copying")
+    make_equal_(held, group, action="copying")
     assert held["same"]._version == versions
     return alike, sent, group.bytes_sent - sent
 
@@ -49,8 +49,8 @@ def test_only_what_differs_travels(ranks: Pool) -> None:
 def flipped(rank: int, size: int) -> bool:
     held, group, real = tensors(rank), Group(), Group.broadcast_
 
-    def damaging(self: Group, buffer: Tensor, *, what: str, source: int) -> object:
-        pending = real(self, buffer, what=what, source=source)
+    def damaging(self: Group, buffer: Tensor, *, action: str, source: int) -> object:
+        pending = real(self, buffer, action=action, source=source)
         if rank == 1:
             pending.wait()
             buffer[buffer.numel() // 2] ^= 4
@@ -59,7 +59,7 @@ def flipped(rank: int, size: int) -> bool:
 
     Group.broadcast_ = damaging  # type: ignore[method-assign,assignment]
     try:
-        make_equal_(held, group, what="copying")
+        make_equal_(held, group, action="copying")
     finally:
         Group.broadcast_ = real  # type: ignore[method-assign]
         assert all(torch.equal(value, tensors(rank)[name]) for name, value in held.items())
@@ -82,9 +82,9 @@ def slow_line(rank: int, size: int) -> list[str]:
         def emit(self, record: logging.LogRecord) -> None:
             told.append(record.getMessage())
 
-    def slowly(self: Group, buffer: Tensor, *, what: str, source: int) -> object:
+    def slowly(self: Group, buffer: Tensor, *, action: str, source: int) -> object:
         time.sleep(time_out(buffer.numel() / 200e3))
-        return real(self, buffer, what=what, source=source)
+        return real(self, buffer, action=action, source=source)
 
     group = Group(timeout=time_out(3))
     log = logging.getLogger("thinwire")
@@ -93,7 +93,7 @@ def slow_line(rank: int, size: int) -> list[str]:
     replicate_module._NEWS_S, news = 1.0, replicate_module._NEWS_S
     Group.broadcast_ = slowly  # type: ignore[method-assign,assignment]
     try:
-        make_equal_(tensors(rank), group, what="copying")
+        make_equal_(tensors(rank), group, action="copying")
     finally:
         Group.broadcast_ = real  # type: ignore[method-assign]
         replicate_module._NEWS_S = news

@@ -22,7 +22,7 @@ def votes(rank: int) -> None:
     """The smallest exchange there is."""
     group = Group()
     for step in range(10**9):
-        group.gather_bytes(b"", what=f"agreeing on step {step}")
+        group.gather_bytes(b"", action=f"agreeing on step {step}")
         yield_line(step)
 
 

@@ -134,11 +134,11 @@ def injected(fault: Fault, trainer: Trainer, rank: int) -> Iterator[list[str]]:
             at("once sent")
         return pending
 
-    def agree(self: Group, payload: bytes, *, what: str) -> list[bytes]:
+    def agree(self: Group, payload: bytes, *, action: str) -> list[bytes]:
         nonlocal votes
         if data:
             at("before the last agreement")
-        return control(self, payload, what=what)
+        return control(self, payload, action=action)
 
     def forward(*_: Any) -> None:
         at("forward")

@@ -286,19 +286,19 @@ def damaging(rank: int, victim: int, deals: bool) -> Iterator[None]:
     """A message arrives damaged at one rank; or, where ranks deal parts, from it at the first."""
     gather, deal = Group.all_gather, Group.all_to_all
 
-    def gathered(self: Group, message: Tensor, *, what: str) -> Any:
-        pending = gather(self, message, what=what)
+    def gathered(self: Group, message: Tensor, *, action: str) -> Any:
+        pending = gather(self, message, action=action)
         if rank != victim:
             return pending
         rows = pending.wait()
         rows[0, rows.shape[1] // 2] ^= 4
         return type(pending)(lambda: rows)
 
-    def dealt(self: Group, parts: Tensor, lengths: Any, *, what: str) -> Any:
+    def dealt(self: Group, parts: Tensor, lengths: Any, *, action: str) -> Any:
         if rank == victim and deals:
             parts = parts.clone()
             parts[lengths[0] - 1] ^= 4
-        return deal(self, parts, lengths, what=what)
+        return deal(self, parts, lengths, action=action)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(Group, "all_gather", gathered))

@@ -146,13 +146,13 @@ def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tupl
     gathered: list[int] = []
 
     class Counting(Group):
-        def all_gather(self, message: Tensor, *, what: str):  # type: ignore[no-untyped-def]
-            gathered.append(message.numel() if "changes" in what else 0)
-            return super().all_gather(message, what=what)
+        def all_gather(self, message: Tensor, *, action: str):  # type: ignore[no-untyped-def]
+            gathered.append(message.numel() if "changes" in action else 0)
+            return super().all_gather(message, action=action)
 
-        def all_to_all(self, parts: Tensor, lengths: Any, *, what: str):  # type: ignore[no-untyped-def]
-            gathered.append(parts.numel() - lengths[self.rank] if "changes" in what else 0)
-            return super().all_to_all(parts, lengths, what=what)
+        def all_to_all(self, parts: Tensor, lengths: Any, *, action: str):  # type: ignore[no-untyped-def]
+            gathered.append(parts.numel() - lengths[self.rank] if "changes" in action else 0)
+            return super().all_to_all(parts, lengths, action=action)
 
     from tests.api import ranks, updates
 

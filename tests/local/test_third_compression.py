@@ -110,9 +110,9 @@ def summed(rank: int, size: int, flipped: bool) -> int:
     """The digest of two sums, one of which arrives with another bit on rank 1."""
 
     class Flipping(Group):
-        def all_reduce_(self, buffer: Tensor, *, what: str):  # type: ignore[no-untyped-def]
-            pending = super().all_reduce_(buffer, what=what)
-            if flipped and self.rank == 1 and "factors" in what:
+        def all_reduce_(self, buffer: Tensor, *, action: str):  # type: ignore[no-untyped-def]
+            pending = super().all_reduce_(buffer, action=action)
+            if flipped and self.rank == 1 and "factors" in action:
                 pending.wait().view(torch.uint8)[0] ^= 1
             return pending
 

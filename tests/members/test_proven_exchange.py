@@ -33,7 +33,7 @@ def exchange(rank: int, size: int, way: str, key: bytes | None) -> tuple[list[Te
         one_round.finish()
         means += [one_round.arrived[name].mean(name, param) for name, param in dense.items()]
         means.append(one_round.arrived["a"].mean("a", torch.zeros(NUMEL)))
-    group.gather_bytes(b"the same on all", what="agreeing")
+    group.gather_bytes(b"the same on all", action="agreeing")
     return means, group.bytes_sent
 
 
@@ -59,8 +59,8 @@ class Tapped(Group):
 
     step = -1
 
-    def all_gather(self, message: Tensor, *, what: str) -> Pending[Tensor]:
-        pending = super().all_gather(message, what=what)
+    def all_gather(self, message: Tensor, *, action: str) -> Pending[Tensor]:
+        pending = super().all_gather(message, action=action)
 
         def rows() -> Tensor:
             came = pending.wait()
@@ -76,7 +76,7 @@ def damaged_votes(rank: int, size: int) -> str:
     group = Group()
     group.prove(KEY if rank else KEY[::-1])
     try:
-        group.gather_bytes(b"the same on all", what="agreeing")
+        group.gather_bytes(b"the same on all", action="agreeing")
     except PayloadCorrupt as error:
         return str(error)
     return "taken"
@@ -85,7 +85,7 @@ def damaged_votes(rank: int, size: int) -> str:
 @pytest.mark.fault
 def test_an_agreement_of_somebody_with_another_key_is_refused(ranks: Pool) -> None:
     answers = ranks.run(damaged_votes, size=2)
-    assert "agreeing: what came from rank 1 was refused, its proof is wrong" in answers[0]
+    assert "agreeing: the message from rank 1 was refused because its MAC is wrong" in answers[0]
     assert "rank 0" in answers[1]
 
 
@@ -126,7 +126,7 @@ def test_what_was_altered_on_its_way_is_refused_on_all_ranks(ranks: Pool, attack
     answers = ranks.run(train, attacked, size=3)
     for told, same, averagings in answers:
         assert "rank 0 refused a message" in told
-        assert "its proof is wrong" in told
+        assert "its MAC is wrong" in told
         assert "Nothing was applied on any rank" in told
         assert same
         assert averagings == attacked

@@ -365,7 +365,7 @@ def test_a_relay_that_lies_is_found_out(ranks: Pool, token_file: str, kind: Kind
         found = ranks.run(altered, address, token_file, size=3, group=False, expect_errors=True)
     assert len(lies) == 1
     ended = [one for one in found if not isinstance(one, Raised)]
-    refused = [averagings for told, averagings in ended if "its proof is wrong" in told]
+    refused = [averagings for told, averagings in ended if "its MAC is wrong" in told]
     assert refused == (3 if kind == Kind.DATA else 2) * [refused[0]]
     assert refused[0] < 20
 

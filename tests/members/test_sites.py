@@ -317,8 +317,8 @@ def one_bad_message(rank: int, size: int, address: str, folder: str) -> tuple[st
     """Of one shard, at one site: nothing is applied anywhere."""
     whole, before = ElasticGroup.all_gather, {}
 
-    def flipped(self: ElasticGroup, message: Tensor, *, what: str) -> Pending[Tensor]:
-        pending = whole(self, message, what=what)
+    def flipped(self: ElasticGroup, message: Tensor, *, action: str) -> Pending[Tensor]:
+        pending = whole(self, message, action=action)
 
         def finish() -> Tensor:
             rows = pending.wait().clone()

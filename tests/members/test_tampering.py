@@ -26,17 +26,17 @@ def train(
     given, calls, agreements = ElasticGroup.all_gather, 0, 0
     agreed = ElasticGroup.gather_now
 
-    def gather_now(self: ElasticGroup, payload: bytes, what: str) -> list[bytes]:
+    def gather_now(self: ElasticGroup, payload: bytes, action: str) -> list[bytes]:
         nonlocal agreements
         agreements += 1
-        return agreed(self, payload, what)
+        return agreed(self, payload, action)
 
     def exchanges() -> int:
         return calls + agreements
 
-    def all_gather(self: ElasticGroup, message: Tensor, *, what: str) -> Pending[Tensor]:
+    def all_gather(self: ElasticGroup, message: Tensor, *, action: str) -> Pending[Tensor]:
         nonlocal calls
-        pending, number = given(self, message, what=what), calls
+        pending, number = given(self, message, action=action), calls
         calls += 1
 
         def rows() -> Tensor:
@@ -108,7 +108,7 @@ def test_a_bit_that_changes_on_its_way_is_refused_by_all(
     with meeting_place() as address:
         found = ranks.run(train, address, token_file, tapped_at, size=3, group=False)
     for one in found:
-        assert "its proof is wrong" in one["told"]
+        assert "its MAC is wrong" in one["told"]
         assert one["digests"] == found[0]["digests"]
         assert one["averagings"] == found[0]["averagings"]
 

@@ -222,14 +222,14 @@ def bytes_of_another_call(rank: int, size: int, who: str) -> None:
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
         clip = take_clip_(optimizer, tw.ClipByGlobalNorm(1.0), stages=group)
         if rank:
-            group.gather_bytes(b"\xff\x00\xff", what="another call")
+            group.gather_bytes(b"\xff\x00\xff", action="another call")
         else:
             clip({"weight": torch.ones(4)}, [])
         return
     engine = prepared()
     if rank:
         peers = engine._parts.runner._grid.peers
-        peers.gather_bytes(b"\xff\x00\xff", what="another call")
+        peers.gather_bytes(b"\xff\x00\xff", action="another call")
     else:
         engine.train_step(*batch(0, rank))
 

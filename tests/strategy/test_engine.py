@@ -126,8 +126,8 @@ def damaged_buffers(rank: int, size: int) -> tuple[list[tuple[str, str, int]], b
     train(engine, (), 0, 3)
     plain, told, kept = Group.broadcast_, [], True
 
-    def damaging(self: Group, buffer: Tensor, *, what: str) -> Any:
-        pending = plain(self, buffer, what=what)
+    def damaging(self: Group, buffer: Tensor, *, action: str) -> Any:
+        pending = plain(self, buffer, action=action)
         if rank == 1 and engine.step == 4:
             pending.wait()
             buffer[buffer.numel() // 2] ^= 4

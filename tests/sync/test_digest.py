@@ -301,11 +301,11 @@ def hurting(rank: int, where: str) -> Any:
     """
     plain = Group.all_reduce_ if where == "sum" else Group.all_gather
 
-    def damaged(self: Group, buffer: Tensor, *, what: str) -> Any:
-        hit = rank == 1 and "averaging dense" in what and "step 3," in what
+    def damaged(self: Group, buffer: Tensor, *, action: str) -> Any:
+        hit = rank == 1 and "averaging dense" in action and "step 3," in action
         if hit and where == "part":
             flip_(buffer[: buffer.numel() // 4 * 4], buffer.numel() // 8, 5)
-        pending = plain(self, buffer, what=what)
+        pending = plain(self, buffer, action=action)
         if not hit or where == "part":
             return pending
 

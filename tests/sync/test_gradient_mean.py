@@ -331,7 +331,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
 
 def test_bytes_are_those_of_this_exchange_alone() -> None:
     group = Group()
-    group.gather_bytes(b"something of another", what="test")
+    group.gather_bytes(b"something of another", action="test")
     dense = GradientMean(group, parameters(torch.float32))
     assert dense.bytes_sent == 0
     dense.reduce(0, gradients(0, 0, torch.float32))

@@ -87,11 +87,11 @@ class Liar(Group):
 
     position = -1
 
-    def all_gather(self, message: Tensor, *, what: str):  # type: ignore[no-untyped-def]
+    def all_gather(self, message: Tensor, *, action: str):  # type: ignore[no-untyped-def]
         if self.rank == 1 and self.position >= 0:
             message = message.clone()
             message[self.position] ^= 4
-        return super().all_gather(message, what=what)
+        return super().all_gather(message, action=action)
 
 
 def receive_damage(rank: int, size: int, position: int) -> None:

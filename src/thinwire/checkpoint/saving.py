@@ -91,7 +91,7 @@ def save(
             group, "preparing a checkpoint", lambda: writer.survey(state, facts, part)
         )
         common = {"step": step, "keep": keep, "facts": writer.facts}
-        require_agreement(group, common, what="saving a checkpoint")
+        require_agreement(group, common, action="saving a checkpoint")
         seen = on_all_ranks(
             group, "looking for the other ranks of a directory", lambda: writer.neighbours(surveys)
         )

@@ -6,10 +6,10 @@ from thinwire.comm.group import Group, Pending, Regrouped, require_process_group
 from thinwire.comm.handshake import (
     busy,
     by_rank,
-    elsewhere,
     mapping_of,
     require_agreement,
     while_busy,
+    wrong_call_site,
 )
 from thinwire.comm.nodes import (
     Nodes,
@@ -36,7 +36,6 @@ __all__ = [
     "Sources",
     "busy",
     "by_rank",
-    "elsewhere",
     "is_alone",
     "long_waits_logged",
     "mapping_of",
@@ -55,4 +54,5 @@ __all__ = [
     "time_limit_s",
     "unproven",
     "while_busy",
+    "wrong_call_site",
 ]

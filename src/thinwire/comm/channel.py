@@ -87,7 +87,7 @@ class Channel:
             self.close()
             exchange, within = "copying the state of a member", f"{self._timeout_s:g} s"
             explained = explain_failure(
-                error, what=exchange, rank=1 - self._other, size=2, within=within
+                error, action=exchange, rank=1 - self._other, size=2, within=within
             )
             if isinstance(explained, PeerLost | PeerStalled):
                 raise explained from error

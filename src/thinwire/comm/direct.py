@@ -66,8 +66,10 @@ class Direct:
         except RuntimeError as error:
             self.disconnect()
             within = f"{timeout_s:.3g} s ({time.monotonic() - begun:.1f} s taken)"
-            what = "making a process group"
-            raise explain_failure(error, what=what, rank=rank, size=size, within=within) from error
+            action = "making a process group"
+            raise explain_failure(
+                error, action=action, rank=rank, size=size, within=within
+            ) from error
         released_at_exit(self)
 
     def _made(

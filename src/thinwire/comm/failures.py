@@ -50,7 +50,7 @@ class Sighting:
     Attributes:
         age_s: Age of the heartbeat, by the clocks of both ranks since the group was made.
         interval_s: Heartbeat interval.
-        what: Its current or last exchange; empty before the first.
+        action: Its current or last exchange; empty before the first.
         waiting: True if it was waiting there.
         since_s: Time spent waiting or away, at that moment.
         failed: Failure of an exchange of this group there: "stalled", "lost" or empty.
@@ -59,7 +59,7 @@ class Sighting:
 
     age_s: float
     interval_s: float
-    what: str
+    action: str
     waiting: bool
     since_s: float
     failed: str
@@ -174,11 +174,11 @@ class Courier:
                         self._answer(own, question)
 
     def _sign(self) -> str:
-        what, waiting, since = whereabouts()
+        action, waiting, since = whereabouts()
         now = time.monotonic()
         sign = {
             "at": now - self._begun,
-            "what": what,
+            "what": action,
             "waiting": waiting,
             "for": now - since,
             "failed": self._failed,
@@ -292,7 +292,7 @@ def state_after_failure() -> str:
 def explain_failure(
     error: RuntimeError,
     *,
-    what: str,
+    action: str,
     rank: int,
     size: int,
     within: str,
@@ -303,7 +303,7 @@ def explain_failure(
 
     Args:
         error: The exception of the backend.
-        what: The exchange in plain words, such as "gathering messages".
+        action: The exchange in plain words, such as "gathering messages".
         rank: This rank, of `size`.
         size: Number of ranks in the group.
         within: Longest wait of this rank, with the unit.
@@ -315,7 +315,7 @@ def explain_failure(
     """
     text = str(error)
     stalled, lost = _STALLED.search(text), _LOST.search(text)
-    where = f"rank {rank} of {size}, {what}"
+    where = f"rank {rank} of {size}, {action}"
     if not (stalled or lost):
         return ThinwireError(f"{where} failed: {text}")
     seen = None if courier is None else courier.ask("stalled" if stalled else "lost", _PATIENCE_S)
@@ -324,13 +324,13 @@ def explain_failure(
         others and any(s is not None and s.failed == "stalled" for s in others.values())
     ):
         return PeerStalled(
-            f"{where}: {_who_stalled(others, within, what, known=courier is not None)} ({text})"
+            f"{where}: {_who_stalled(others, within, action, known=courier is not None)} ({text})"
         )
     return PeerLost(f"{where}: {_who_left(others)}; restart from the last checkpoint. ({text})")
 
 
 def _who_stalled(
-    others: dict[int, Sighting | None] | None, within: str, what: str, *, known: bool
+    others: dict[int, Sighting | None] | None, within: str, action: str, *, known: bool
 ) -> str:
     end = f"{state_after_failure()}."
     if others is None:
@@ -346,7 +346,7 @@ def _who_stalled(
         advice = f"{_AT_WORK} " if at_work else ""
         names = ", ".join(map(str, away))
         return f"rank {names} did not take part within {within}: {told}. {advice}{end}"
-    elsewhere = {r: s for r, s in others.items() if s is not None and s.what != what}
+    elsewhere = {r: s for r, s in others.items() if s is not None and s.action != action}
     told = "; ".join(
         f"rank {rank} {_place_of(sighting)}" for rank, sighting in (elsewhere or others).items()
     )
@@ -371,12 +371,12 @@ def _who_left(others: dict[int, Sighting | None] | None) -> str:
 def _place_of(sighting: Sighting | None) -> str:
     if sighting is None:
         return "has never been heard of"
-    if not sighting.what:
+    if not sighting.action:
         where = "before its first exchange"
     elif sighting.waiting:
-        where = f"waiting {sighting.since_s:.0f} s for others in {sighting.what!r}"
+        where = f"waiting {sighting.since_s:.0f} s for others in {sighting.action!r}"
     else:
-        where = f"at work of its own for {sighting.since_s:.0f} s after {sighting.what!r}"
+        where = f"at work of its own for {sighting.since_s:.0f} s after {sighting.action!r}"
     if sighting.silent:
         return (
             f"has not been heard of for {sighting.age_s:.0f} s, it is stopped, cut off or gone (it "

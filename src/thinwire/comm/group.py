@@ -90,7 +90,7 @@ class Group:
 
     >>> import torch
     >>> group = Group.alone(timeout_s=60.0)
-    >>> group.all_reduce_(torch.ones(2), what="adding").wait().tolist()
+    >>> group.all_reduce_(torch.ones(2), action="adding").wait().tolist()
     [1.0, 1.0]
 
     A private process group carries the library's traffic, one for each group of the user, so that
@@ -282,15 +282,15 @@ class Group:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
-    def all_gather(self, message: Tensor, *, what: str) -> Pending[Tensor]:
+    def all_gather(self, message: Tensor, *, action: str) -> Pending[Tensor]:
         """Launch an all-gather of equally long byte strings, uint8 of one dimension.
 
-        The input must not change until `wait`. Row r of the result is from rank r. `what` names the
-        exchange in plain words, for errors.
+        The input must not change until `wait`. Row r of the result is from rank r. `action` names
+        the exchange in plain words, for errors.
         """
-        return self._gather(message, what, control=False)
+        return self._gather(message, action, control=False)
 
-    def _gather(self, message: Tensor, what: str, *, control: bool) -> Pending[Tensor]:
+    def _gather(self, message: Tensor, action: str, *, control: bool) -> Pending[Tensor]:
         """Gather as `all_gather` does; `control` messages use a process group of their own,
         beside the data.
         """
@@ -311,33 +311,39 @@ class Group:
         held = [out, message]
         wire = (1 if self.relayed else self.size - 1) * message.numel()
         return self._launched(
-            launches, lambda: rows, what, held, wire_bytes=wire, rated=not control, control=control
+            launches,
+            lambda: rows,
+            action,
+            held,
+            wire_bytes=wire,
+            rated=not control,
+            control=control,
         )
 
-    def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, what: str) -> Pending[Tensor]:
+    def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, action: str) -> Pending[Tensor]:
         """Launch an all-to-all in which every rank sends a byte string of its own to every rank.
 
         Args:
             parts: uint8, one dimension: the strings for rank 0, 1, ..., end to end; untouched until
                 `wait`.
             lengths: Of the strings by receiver, in bytes, the same on every rank.
-            what: The exchange in plain words, for errors.
+            action: The exchange in plain words, for errors.
 
         Returns:
             Pending uint8 tensor of shape (size, lengths[rank]), row r from rank r.
         """
-        swapped = self.swap(parts, [lengths] * self.size, what=what)
+        swapped = self.swap(parts, [lengths] * self.size, action=action)
         return Pending(lambda: swapped.wait().view(self.size, -1))
 
     def swap(
-        self, parts: Tensor, lengths: Sequence[Sequence[int]], *, what: str
+        self, parts: Tensor, lengths: Sequence[Sequence[int]], *, action: str
     ) -> Pending[Tensor]:
         """Launch an all-to-all of strings whose lengths differ by sender too.
 
         Args:
             parts: As in `all_to_all`, on any device; gloo gets a copy on the CPU.
             lengths: By sender and then by receiver, in bytes, the same on every rank.
-            what: The exchange in plain words, for errors.
+            action: The exchange in plain words, for errors.
 
         Returns:
             Pending uint8 tensor of one dimension: the strings from rank 0, 1, ..., one after the
@@ -372,7 +378,7 @@ class Group:
             return torch.cat(strings).to(device)
 
         return self._launched(
-            launches, joined, what, [*outs, *pieces], wire_bytes=parts.numel() - mine
+            launches, joined, action, [*outs, *pieces], wire_bytes=parts.numel() - mine
         )
 
     def _carrier(self, device: torch.device) -> torch.device:
@@ -385,7 +391,7 @@ class Group:
             return self.device
         return torch.device("cpu") if backend.name() == "gloo" else device
 
-    def all_reduce_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
+    def all_reduce_(self, buffer: Tensor, *, action: str) -> Pending[Tensor]:
         """Launch an all-reduce that overwrites `buffer` with its sum over the ranks,
         bit-identical on all.
         """
@@ -396,9 +402,9 @@ class Group:
         pieces = pieces_of(buffer, piece_bytes(self.timeout_s))
         launches = [partial(dist.all_reduce, piece) for piece in pieces]
         share = (1 if self.relayed else 2 * (self.size - 1) / self.size) * buffer.nbytes
-        return self._launched(launches, lambda: buffer, what, [buffer], wire_bytes=share)
+        return self._launched(launches, lambda: buffer, action, [buffer], wire_bytes=share)
 
-    def broadcast_(self, buffer: Tensor, *, what: str, source: int = 0) -> Pending[Tensor]:
+    def broadcast_(self, buffer: Tensor, *, action: str, source: int = 0) -> Pending[Tensor]:
         """Launch a broadcast of rank `source`'s `buffer`; only that rank counts its bytes."""
         if self.size == 1:
             return Pending(lambda: buffer)
@@ -408,15 +414,15 @@ class Group:
         launches = [partial(dist.broadcast, piece, group_src=source) for piece in pieces]
         share = (self.size - 1) / self.size * buffer.nbytes  # the mean over the ranks
         return self._launched(
-            launches, lambda: buffer, what, [buffer], wire_bytes=share, rated=False
+            launches, lambda: buffer, action, [buffer], wire_bytes=share, rated=False
         )
 
-    def gather_bytes(self, payload: bytes, *, what: str) -> list[bytes]:
+    def gather_bytes(self, payload: bytes, *, action: str) -> list[bytes]:
         """Return every rank's byte string, of any lengths, in rank order.
 
         Example::
 
-            answers = group.gather_bytes(b"ready", what="starting")
+            answers = group.gather_bytes(b"ready", action="starting")
 
         One round of 24 bytes if all strings are equal, as in a healthy step. Otherwise a second
         round, padded to the longest.
@@ -426,9 +432,9 @@ class Group:
                 raised on every rank. Or a received string differs from the sent one: raised on the
                 rank that sees it.
         """
-        return [answer or b"" for answer in self._gathered(payload, payload, (), what)]
+        return [answer or b"" for answer in self._gathered(payload, payload, (), action)]
 
-    def gather_parts(self, payload: bytes, common: bytes, *, what: str) -> list[bytes | None]:
+    def gather_parts(self, payload: bytes, common: bytes, *, action: str) -> list[bytes | None]:
         """Gather as `gather_bytes` does, for ranks that hold different parts of a model; see
         `parts`.
 
@@ -436,14 +442,14 @@ class Group:
         ranks, there is no second round, and None stands for the strings of other parts.
         """
         if not self.static_membership or not self.parts:
-            return list(self.gather_bytes(payload, what=what))
-        return self._gathered(payload, common, self.parts, what)
+            return list(self.gather_bytes(payload, action=action))
+        return self._gathered(payload, common, self.parts, action)
 
     def _gathered(
-        self, payload: bytes, common: bytes, parts: Sequence[int], what: str
+        self, payload: bytes, common: bytes, parts: Sequence[int], action: str
     ) -> list[bytes | None]:
         mine = _head(payload, common)
-        heads = self.gather_now(mine, what)
+        heads = self.gather_now(mine, action)
         if all(head == mine for head in heads):
             return [payload] * self.size
         told = [_HEAD.unpack(head) for head in heads]
@@ -455,37 +461,37 @@ class Group:
         for rank, length in enumerate(lengths):
             if length > bound:
                 raise PayloadCorrupt(
-                    f"{what}: rank {rank} claims to send {length} bytes, and at most {bound} can "
+                    f"{action}: rank {rank} claims to send {length} bytes, and at most {bound} can "
                     f"be right beside {min(lengths)} bytes of another rank: its message is "
                     f"damaged. {state_after_failure()}"
                 )
-        rows = self.gather_now(payload.ljust(max(lengths), b"\0"), what)
+        rows = self.gather_now(payload.ljust(max(lengths), b"\0"), action)
         answers = [row[:length] for row, length in zip(rows, lengths, strict=True)]
         for rank, (answer, (_, digest, _)) in enumerate(zip(answers, told, strict=True)):
             if _digest(answer) != digest:
                 damage = f"what came from rank {rank} was damaged on its way"
-                raise PayloadCorrupt(f"{what}: {damage}. {state_after_failure()}")
+                raise PayloadCorrupt(f"{action}: {damage}. {state_after_failure()}")
         return list(answers)
 
-    def gather_now(self, payload: bytes, what: str) -> list[bytes]:
+    def gather_now(self, payload: bytes, action: str) -> list[bytes]:
         """Gather strings of equal length on all ranks, in one round."""
         message = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         proofs = self._agreement_proofs
         number = 0 if proofs is None else proofs.next()
         if proofs is not None:
             message = proofs.added(message, number)
-        rows = self._gather(message.to(self.device), what, control=True).wait().cpu()
+        rows = self._gather(message.to(self.device), action, control=True).wait().cpu()
         if proofs is not None:
             rows, wrong = proofs.checked(rows, number)
             if wrong:
-                raise PayloadCorrupt(f"{unproven(what, wrong[0])}. {state_after_failure()}")
+                raise PayloadCorrupt(f"{unproven(action, wrong[0])}. {state_after_failure()}")
         return [row.numpy().tobytes() for row in rows]
 
     def _launched(
         self,
         launches: Sequence[Callable[..., dist.Work]],
         result: Callable[[], Tensor],
-        what: str,
+        action: str,
         held: Sequence[Tensor],
         *,
         wire_bytes: float,
@@ -502,28 +508,28 @@ class Group:
             try:
                 work = launch(group=group, async_op=True)
             except RuntimeError as error:
-                raise self._explained(error, what, self.timeout_s) from error
+                raise self._explained(error, action, self.timeout_s) from error
             hold(group, work, held)
             works.append(work)
 
         def finish() -> Tensor:
-            here(what, waiting=True)
+            here(action, waiting=True)
             begin_s = time.perf_counter()
             try:
-                self._wait_for_all(works, what, sum(tensor.nbytes for tensor in held))
+                self._wait_for_all(works, action, sum(tensor.nbytes for tensor in held))
                 nbytes = wire_bytes if rated else 0.0
                 self._rate.ended(nbytes, launched_s, begin_s, time.perf_counter())
             finally:
                 self.wait_s += time.perf_counter() - begin_s
-                here(what, waiting=False)
+                here(action, waiting=False)
             return result()
 
         return Pending(finish)
 
-    def _wait_for_all(self, works: Sequence[dist.Work], what: str, nbytes: int) -> None:
+    def _wait_for_all(self, works: Sequence[dist.Work], action: str, nbytes: int) -> None:
         begun = told = time.monotonic()
         for done, work in enumerate(works):
-            self._wait_for(work, what)
+            self._wait_for(work, action)
             if len(works) == 1:
                 return
             progressed()
@@ -533,10 +539,14 @@ class Group:
                 left = (now - begun) * (1 - share) / share
                 rate = nbytes * share / (now - begun) / 1e6
                 _log.info(
-                    "%s: %.0f %% done, %.2f MB/s, about %.0f s left", what, 100 * share, rate, left
+                    "%s: %.0f %% done, %.2f MB/s, about %.0f s left",
+                    action,
+                    100 * share,
+                    rate,
+                    left,
                 )
 
-    def _wait_for(self, work: dist.Work, what: str) -> None:
+    def _wait_for(self, work: dist.Work, action: str) -> None:
         assert self._shared is not None, "something was launched"
         # wait in slices; shortly before the limit ask whether the missing ranks are busy: if so,
         # the limit moves (`longer`), else it stands (`denied`) and the wait runs out
@@ -573,13 +583,13 @@ class Group:
                     denied = True
                     if waited_s < limit_s:
                         continue
-                raise self._explained(error, what, limit_s) from error
+                raise self._explained(error, action, limit_s) from error
 
     def _more_s(self) -> float:
         courier = None if self._shared is None else self._shared.courier
         return 0.0 if courier is None else courier.more_s(whole_s(self.timeout_s))
 
-    def _explained(self, error: RuntimeError, what: str, limit_s: float) -> ThinwireError:
+    def _explained(self, error: RuntimeError, action: str, limit_s: float) -> ThinwireError:
         if isinstance(error, ThinwireError):
             return error
         assert self._shared is not None, "something was launched"
@@ -590,7 +600,7 @@ class Group:
         elif limit_s < 0.99 * whole:
             within = f"the {limit_s:.1f} s that were left of {within} for the whole call"
         courier, place = self._shared.courier, {"rank": self.rank, "size": self.size}
-        told = explain_failure(error, what=what, within=within, courier=courier, **place)
+        told = explain_failure(error, action=action, within=within, courier=courier, **place)
         self.abandon(str(told))
         return told
 

@@ -17,11 +17,11 @@ from thinwire.errors import Mismatch, ThinwireError
 __all__ = [
     "busy",
     "by_rank",
-    "elsewhere",
     "leaves",
     "mapping_of",
     "require_agreement",
     "while_busy",
+    "wrong_call_site",
 ]
 
 
@@ -35,7 +35,7 @@ def require_agreement(
     group: Group,
     facts: Mapping[str, Any],
     *,
-    what: str,
+    action: str,
     cures: Mapping[str, str] | None = None,
     versions: Mapping[str, str] | None = None,
 ) -> None:
@@ -43,13 +43,13 @@ def require_agreement(
 
     Example::
 
-        require_agreement(group, {"k_steps": 16}, what="comparing settings")
+        require_agreement(group, {"k_steps": 16}, action="comparing settings")
 
     Args:
         group: The ranks that must agree.
         facts: Facts that must be equal: strings, numbers, booleans, None, lists and mappings of
             these. Differences are searched in the order of entries.
-        what: The occasion in plain words, for errors.
+        action: The occasion in plain words, for errors.
         cures: What to do where an entry of `facts` differs, by its name; sentences.
         versions: Facts that may differ, with one warning per process.
 
@@ -59,12 +59,12 @@ def require_agreement(
 
     Communication: `Group.gather_bytes`, 24 bytes a rank when all agree.
     """
-    told = {_CALL: what, **facts} | ({_VERSIONS: dict(versions)} if versions else {})
-    answers = group.gather_bytes(json.dumps(told).encode(), what=what)
+    told = {_CALL: action, **facts} | ({_VERSIONS: dict(versions)} if versions else {})
+    answers = group.gather_bytes(json.dumps(told).encode(), action=action)
     rows = [mapping_of(answer) for answer in answers]
     for rank, row in enumerate(rows):
-        if row.pop(_CALL, None) != what:
-            raise elsewhere(what, rank, answers[rank])
+        if row.pop(_CALL, None) != action:
+            raise wrong_call_site(action, rank, answers[rank])
     builds = [row.pop(_VERSIONS, None) for row in rows]
     if None not in builds:  # else a rank makes another comparison, which is reported below
         _warn_of_versions(builds)
@@ -79,7 +79,7 @@ def require_agreement(
             where, (ours, theirs) = clear[0], differ[clear[0]]
             cure = (cures or {}).get(where.split(".")[0], _SAME_SCRIPT)
             raise Mismatch(
-                f"{what}: {where} differs: rank 0 has {ours}, rank {rank} has {theirs}. {cure}"
+                f"{action}: {where} differs: rank 0 has {ours}, rank {rank} has {theirs}. {cure}"
             )
 
 
@@ -101,13 +101,14 @@ def _warn_of_versions(rows: Sequence[Mapping[str, Any]]) -> None:
                 break
 
 
-def elsewhere(what: str, rank: int, answer: bytes | Mapping[str, Any] = b"") -> Mismatch:
-    """Return the error for a rank whose answer belongs to another call than `what`."""
+def wrong_call_site(action: str, rank: int, answer: bytes | Mapping[str, Any] = b"") -> Mismatch:
+    """Return the error for a rank whose answer belongs to another call than `action`."""
     call = (mapping_of(answer) if isinstance(answer, bytes) else answer).get(_CALL)
+    which = f", {call}" if call else ""
     return Mismatch(
-        f"{what}: rank {rank} is in another exchange of this library{f', {call}' if call else ''}. "
-        "All ranks must make the same calls; add_param_group, engine.flush() and engine.save too "
-        "belong on every rank, not on rank 0 only: save writes one checkpoint for all of them"
+        f"{action}: rank {rank} is in another exchange of this library{which}. All ranks must make "
+        "the same calls. Call add_param_group, engine.flush() and engine.save on every rank too: "
+        "save writes one checkpoint for all of them"
     )
 
 
@@ -167,7 +168,7 @@ def busy(at_most: float | datetime.timedelta) -> Iterator[None]:
 
 def while_busy(
     group: Group,
-    what: str,
+    action: str,
     act: Callable[[], _T],
     *,
     limit_s: float | None = None,
@@ -186,7 +187,7 @@ def while_busy(
 
     Args:
         group: The ranks; all of them must call this.
-        what: The work in plain words, the same on all ranks, for errors and for the log.
+        action: The work in plain words, the same on all ranks, for errors and for the log.
         act: Local, without communication; returns what JSON holds.
         limit_s: Longest duration of the work in seconds, on any rank, before it is an error on all
             ranks; None: no limit. Work that exceeds it keeps running, and its result is lost.
@@ -211,11 +212,11 @@ def while_busy(
     rows = (
         [work.outcome()]
         if group.size == 1 and limit_s is None
-        else _answers(group, what, work, limit_s, moved)
+        else _answers(group, action, work, limit_s, moved)
     )
     problems = by_rank([row.get("problem") for row in rows])
     if problems:
-        raise _kind(error, rows)(f"{what} failed on {'; '.join(problems)}") from work.failure
+        raise _kind(error, rows)(f"{action} failed on {'; '.join(problems)}") from work.failure
     return [row["result"] for row in rows]
 
 
@@ -270,7 +271,7 @@ class _Work:
 
 
 def _answers(
-    group: Group, what: str, work: _Work, limit_s: float | None, moved: Callable[[], float] | None
+    group: Group, action: str, work: _Work, limit_s: float | None, moved: Callable[[], float] | None
 ) -> list[_Answer]:
     """Return the answers of all ranks after all have ended their work, or one has taken too
     long.
@@ -290,14 +291,16 @@ def _answers(
                 told_s = "did not end within" if moved is None else "made no progress for"
                 answer = {"problem": f"it {told_s} {limit_s:g} s", "late": True}
         with own_deadlines():
-            rows = group.gather_bytes(json.dumps({"work": what, **answer}).encode(), what=what)
+            rows = group.gather_bytes(
+                json.dumps({"work": action, **answer}).encode(), action=action
+            )
         answers = [mapping_of(row) for row in rows]
         for rank, row in enumerate(answers):
-            if row.get("work") != what:
-                raise elsewhere(what, rank, row)
+            if row.get("work") != action:
+                raise wrong_call_site(action, rank, row)
         busy = [rank for rank, row in enumerate(answers) if "busy" in row]
         if not busy or any("late" in row for row in answers):
             return answers
         if time.monotonic() - told >= _PACE_S:
             told = time.monotonic()
-            _log.info("%s: %.0f s so far, still at it: ranks %s", what, told - begun, busy)
+            _log.info("%s: %.0f s so far, still at it: ranks %s", action, told - begun, busy)

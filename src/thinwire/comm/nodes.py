@@ -191,14 +191,14 @@ class Replicas(_Joined):
         """Bytes that this rank passed to exchanges between the sites, agreements aside."""
         return 0 if self.size == 1 else self._between.bytes_sent - self._sent_before
 
-    def all_gather(self, message: Tensor, *, what: str) -> Pending[Tensor]:
-        return self._between.all_gather(message, what=what)
+    def all_gather(self, message: Tensor, *, action: str) -> Pending[Tensor]:
+        return self._between.all_gather(message, action=action)
 
-    def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, what: str) -> Pending[Tensor]:
-        return self._between.all_to_all(parts, lengths, what=what)
+    def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, action: str) -> Pending[Tensor]:
+        return self._between.all_to_all(parts, lengths, action=action)
 
-    def all_reduce_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
-        return self._between.all_reduce_(buffer, what=what)
+    def all_reduce_(self, buffer: Tensor, *, action: str) -> Pending[Tensor]:
+        return self._between.all_reduce_(buffer, action=action)
 
 
 class Nodes(_Joined):
@@ -208,7 +208,7 @@ class Nodes(_Joined):
     Example::
 
         nodes = sources_of(group, node_size=8)
-        rows = nodes.all_gather(message, what="gathering").wait()  # one row per node
+        rows = nodes.all_gather(message, action="gathering").wait()  # one row per node
 
     `all_gather`, `all_to_all` and `all_reduce_` work as in `Group`, with one input per node. Its
     first rank, the leader, sends it, and every rank of every node gets the result. The ranks of a
@@ -250,33 +250,37 @@ class Nodes(_Joined):
         """Bytes that this rank passed to exchanges between the sources, agreements aside."""
         return 0 if self.leaders is None else self.leaders.bytes_sent
 
-    def all_gather(self, message: Tensor, *, what: str) -> Pending[Tensor]:
+    def all_gather(self, message: Tensor, *, action: str) -> Pending[Tensor]:
         """Gather as `Group.all_gather` does: shape (size, B), row n from node n."""
-        pending = None if self.leaders is None else self.leaders.all_gather(message, what=what)
-        return self._shared(pending, lambda: message.new_empty((self.size, message.numel())), what)
+        pending = None if self.leaders is None else self.leaders.all_gather(message, action=action)
+        return self._shared(
+            pending, lambda: message.new_empty((self.size, message.numel())), action
+        )
 
-    def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, what: str) -> Pending[Tensor]:
+    def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, action: str) -> Pending[Tensor]:
         """Exchange as `Group.all_to_all` does: shape (size, lengths[rank]), row n from node n."""
         pending = (
-            None if self.leaders is None else self.leaders.all_to_all(parts, lengths, what=what)
+            None if self.leaders is None else self.leaders.all_to_all(parts, lengths, action=action)
         )
-        return self._shared(pending, lambda: parts.new_empty((self.size, lengths[self.rank])), what)
+        return self._shared(
+            pending, lambda: parts.new_empty((self.size, lengths[self.rank])), action
+        )
 
-    def all_reduce_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
+    def all_reduce_(self, buffer: Tensor, *, action: str) -> Pending[Tensor]:
         """Sum over the nodes as `Group.all_reduce_` does; all ranks of a node pass the same
         input.
         """
-        pending = None if self.leaders is None else self.leaders.all_reduce_(buffer, what=what)
-        return self._shared(pending, lambda: buffer, what)
+        pending = None if self.leaders is None else self.leaders.all_reduce_(buffer, action=action)
+        return self._shared(pending, lambda: buffer, action)
 
     def _shared(
-        self, pending: Pending[Tensor] | None, place: Callable[[], Tensor], what: str
+        self, pending: Pending[Tensor] | None, place: Callable[[], Tensor], action: str
     ) -> Pending[Tensor]:
         """Broadcast the leader's result to all ranks of this node."""
 
         def finish() -> Tensor:
             result = place() if pending is None else pending.wait()
-            return self.node.broadcast_(result, what=f"{what}, inside the node").wait()
+            return self.node.broadcast_(result, action=f"{action}, inside the node").wait()
 
         return Pending(finish)
 
@@ -453,12 +457,12 @@ class Grid:
         """Ranks that hold this stage in the order of the replicas; None without ranks."""
         return self._group(1)
 
-    def explain(self, error: RuntimeError, *, what: str) -> ThinwireError:
+    def explain(self, error: RuntimeError, *, action: str) -> ThinwireError:
         """Return the error for a failed transfer between stages; ranks count within the replica."""
         peers, shared = self.peers, self.peers._shared
         within, courier = f"{peers.timeout_s:g} s", None if shared is None else shared.courier
         place = {"rank": peers.rank, "size": peers.size}
-        return explain_failure(error, what=what, within=within, courier=courier, **place)
+        return explain_failure(error, action=action, within=within, courier=courier, **place)
 
     def _group(self, which: int) -> dist.ProcessGroup | None:
         if not self._joined:

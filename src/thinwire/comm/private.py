@@ -220,9 +220,9 @@ def _new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
         return make() if dist.get_backend() == "nccl" else made_within(limit_s, make)
     except RuntimeError as error:
         rank, within = ranks.index(dist.get_rank()), f"{limit_s:g} s"
-        what = "making a process group"
+        action = "making a process group"
         raise explain_failure(
-            error, what=what, rank=rank, size=len(ranks), within=within
+            error, action=action, rank=rank, size=len(ranks), within=within
         ) from error
     finally:
         waited(time.monotonic() - begun)

@@ -96,9 +96,9 @@ class Proofs:
         return made.digest()
 
 
-def unproven(what: str, rank: int) -> str:
+def unproven(action: str, rank: int) -> str:
     """Return the text about a message whose MAC is wrong."""
     return (
-        f"{what}: what came from rank {rank} was refused, its proof is wrong: a stranger has made, "
-        "altered or repeated it on its way"
+        f"{action}: the message from rank {rank} was refused because its MAC is wrong. A stranger "
+        "has made, altered or replayed it"
     )

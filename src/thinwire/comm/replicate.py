@@ -25,7 +25,7 @@ _log = logging.getLogger("thinwire")
 
 
 @torch.no_grad()
-def copy_from_first_(tensors: Iterable[Tensor], group: Group, *, what: str) -> None:
+def copy_from_first_(tensors: Iterable[Tensor], group: Group, *, action: str) -> None:
     """Overwrite `tensors`, of the same shapes and dtypes on all ranks, with those of rank 0: all or
     none.
 
@@ -42,11 +42,11 @@ def copy_from_first_(tensors: Iterable[Tensor], group: Group, *, what: str) -> N
         here = [tensor for tensor in held if tensor.device == device]
         content = torch.cat([_bytes_of(tensor) for tensor in here])
         seal = torch.frombuffer(bytearray(_digest(content)), dtype=torch.uint8).to(device)
-        arrived.append((here, group.broadcast_(torch.cat([content, seal]), what=what).wait()))
+        arrived.append((here, group.broadcast_(torch.cat([content, seal]), action=action).wait()))
     for _, message in arrived:
         if _digest(message[:-_DIGEST_BYTES]) != message[-_DIGEST_BYTES:].cpu().numpy().tobytes():
             raise PayloadCorrupt(
-                f"{what}: they arrived damaged on rank {group.rank}. {state_after_failure()}"
+                f"{action}: they arrived damaged on rank {group.rank}. {state_after_failure()}"
             )
     for here, message in arrived:
         at = 0
@@ -57,12 +57,14 @@ def copy_from_first_(tensors: Iterable[Tensor], group: Group, *, what: str) -> N
 
 
 @torch.no_grad()
-def make_equal_(tensors: Mapping[str, Tensor], group: Group, *, what: str, source: int = 0) -> None:
+def make_equal_(
+    tensors: Mapping[str, Tensor], group: Group, *, action: str, source: int = 0
+) -> None:
     """Copy those of `tensors` that differ between ranks from rank `source`: all of them or none.
 
     Example, on every rank::
 
-        make_equal_(dict(model.named_parameters()), group, what="copying the model")
+        make_equal_(dict(model.named_parameters()), group, action="copying the model")
 
     It works over slow lines: the size of the pieces follows the speed, so that each takes a small
     part of the time-out. The log of `thinwire` reports progress every 5 s. Received tensors are
@@ -71,7 +73,7 @@ def make_equal_(tensors: Mapping[str, Tensor], group: Group, *, what: str, sourc
     Args:
         tensors: By name; the same names, shapes, dtypes and order on all ranks.
         group: The ranks.
-        what: The occasion in plain words, for errors and the log.
+        action: The occasion in plain words, for errors and the log.
         source: The rank whose values count.
 
     Raises:
@@ -87,7 +89,7 @@ def make_equal_(tensors: Mapping[str, Tensor], group: Group, *, what: str, sourc
     held = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     with own_deadlines():
         digests = [_digest(_bytes_of(tensor)) for tensor in held.values()]
-        rows = group.gather_bytes(b"".join(digests), what=f"{what}: comparing it")
+        rows = group.gather_bytes(b"".join(digests), action=f"{action}: comparing it")
         theirs = rows[source]
         wanted = [theirs[at : at + _DIGEST_BYTES] for at in range(0, len(theirs), _DIGEST_BYTES)]
         moved = [
@@ -99,17 +101,17 @@ def make_equal_(tensors: Mapping[str, Tensor], group: Group, *, what: str, sourc
         copies = [_bytes_of(ours[i]).to(group.device) for i in moved]
         if group.rank != source:
             copies = [torch.empty_like(copy) for copy in copies]
-        _copy_(copies, group, what, source)
+        _copy_(copies, group, action, source)
         bad = [
             names[i] for i, came in zip(moved, copies, strict=True) if _digest(came) != wanted[i]
         ]
         if moved:
-            answers = group.gather_bytes("\n".join(bad).encode(), what=f"{what}: verifying it")
+            answers = group.gather_bytes("\n".join(bad).encode(), action=f"{action}: verifying it")
             for rank, answer in enumerate(answers):
                 if answer:
                     name = answer.decode(errors="replace").split("\n", 1)[0]
                     raise PayloadCorrupt(
-                        f"{what}: {name} arrived damaged on rank {rank}. Nothing was written on "
+                        f"{action}: {name} arrived damaged on rank {rank}. Nothing was written on "
                         "any rank: start again"
                     )
     for i, came in zip(moved, copies, strict=True):
@@ -127,17 +129,17 @@ def make_models_equal_(
     """
     if group.replicas is None or group.shards is None:
         told = f"copying the model of rank {source}"
-        make_equal_({**params, **buffers}, group, what=told, source=source)
+        make_equal_({**params, **buffers}, group, action=told, source=source)
         return
-    make_equal_(params, group.replicas, what="copying the shards of the first site")
+    make_equal_(params, group.replicas, action="copying the shards of the first site")
     if group.static_membership:
-        make_equal_(buffers, group, what="copying the buffers of rank 0")
+        make_equal_(buffers, group, action="copying the buffers of rank 0")
     else:  # members exchange only with holders of the same shard
-        make_equal_(buffers, group.replicas, what="copying the buffers of the first site")
-        make_equal_(buffers, group.shards, what="copying the buffers of the first shard")
+        make_equal_(buffers, group.replicas, action="copying the buffers of the first site")
+        make_equal_(buffers, group.shards, action="copying the buffers of the first shard")
 
 
-def _copy_(buffers: list[Tensor], group: Group, what: str, source: int) -> None:
+def _copy_(buffers: list[Tensor], group: Group, action: str, source: int) -> None:
     total, done = sum(buffer.numel() for buffer in buffers), 0
     size = max(min(_FIRST_BYTES, int(group.timeout_s * 8192)), _SMALLEST_BYTES)
     target_s = min(group.timeout_s / 20, _PIECE_S)
@@ -145,7 +147,7 @@ def _copy_(buffers: list[Tensor], group: Group, what: str, source: int) -> None:
     while done < total:
         parts = list(_parts(buffers, done, done + size))
         piece, begin_s = torch.cat(parts), time.monotonic()
-        group.broadcast_(piece, what=what, source=source).wait()
+        group.broadcast_(piece, action=action, source=source).wait()
         taken_s = time.monotonic() - begin_s
         at = 0
         for part in parts:
@@ -153,7 +155,7 @@ def _copy_(buffers: list[Tensor], group: Group, what: str, source: int) -> None:
             at += part.numel()
         done += piece.numel()
         # the slowest rank decides, so that all ranks cut pieces of one size
-        said = group.gather_now(_SECONDS.pack(taken_s), what=what)
+        said = group.gather_now(_SECONDS.pack(taken_s), action=action)
         slowest_s = max(_SECONDS.unpack(answer)[0] for answer in said)
         growth = min(target_s / max(slowest_s, 1e-9), 4.0)
         size = int(min(max(size * growth, _SMALLEST_BYTES), _LARGEST_BYTES))
@@ -161,7 +163,7 @@ def _copy_(buffers: list[Tensor], group: Group, what: str, source: int) -> None:
         if now - told >= _NEWS_S:
             told, rate = now, done / (now - begun)
             left_s = (total - done) / rate
-            shown = (what, done / 1e6, total / 1e6, rate / 1e6, left_s)
+            shown = (action, done / 1e6, total / 1e6, rate / 1e6, left_s)
             _log.info("%s: %.1f of %.1f MB, %.2f MB/s, about %.0f s left", *shown)
 
 

@@ -127,7 +127,7 @@ def seconds_given(name: str, value: float | datetime.timedelta) -> float:
 
 
 @contextmanager
-def long_waits_logged(what: str, wait_s: Callable[[], float]) -> Iterator[None]:
+def long_waits_logged(action: str, wait_s: Callable[[], float]) -> Iterator[None]:
     """Log how long this rank waited inside the block, measured by `wait_s`, if that was more than
     10 s.
 
@@ -142,12 +142,12 @@ def long_waits_logged(what: str, wait_s: Callable[[], float]) -> Iterator[None]:
     finally:
         seconds = wait_s() - before
         if seconds > _LONG_S:
-            _log.info("%s: waited %.1f s for other ranks", what, seconds)
+            _log.info("%s: waited %.1f s for other ranks", action, seconds)
 
 
-def here(what: str, *, waiting: bool) -> None:
+def here(action: str, *, waiting: bool) -> None:
     """Record the exchange in which this process waits, or which it has left for work of its own."""
-    _place[0] = what, waiting, time.monotonic()
+    _place[0] = action, waiting, time.monotonic()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from thinwire.comm import Group, elsewhere
+from thinwire.comm import Group, wrong_call_site
 from thinwire.errors import Diverged, Mismatch, NonFinite, PayloadCorrupt, ThinwireError
 
 __all__ = [
@@ -221,7 +221,7 @@ class Agreement:
 
         Communication: 24 bytes per rank if so.
         """
-        rows = self.group.gather_parts(content, b"", what=what)
+        rows = self.group.gather_parts(content, b"", action=what)
         said = [{} if row is None else {"row": row} for row in rows]
         return not any(self._answers(said).unlike("row"))
 
@@ -230,7 +230,7 @@ class Agreement:
         quiet = {key for key, value in told.items() if value} <= _QUIET
         common = _written(_common(told)) if quiet else mine
         return self._answers(
-            _read(self.group.gather_parts(mine, common, what=what), mine, told, what)
+            _read(self.group.gather_parts(mine, common, action=what), mine, told, what)
         )
 
     def _answers(self, said: Sequence[Said]) -> Answers:
@@ -255,9 +255,9 @@ def _read(rows: Sequence[bytes | None], mine: bytes, told: Said, what: str) -> l
         try:
             said = json.loads(row)
         except ValueError as error:
-            raise elsewhere(what, rank, row) from error
+            raise wrong_call_site(what, rank, row) from error
         if not isinstance(said, dict) or not said.keys() >= set(_PLACE):
-            raise elsewhere(what, rank, said if isinstance(said, dict) else b"")
+            raise wrong_call_site(what, rank, said if isinstance(said, dict) else b"")
         found.append(said)
     return found
 
@@ -290,7 +290,7 @@ def _refuse_different_places(answers: Answers, what: str) -> None:
             )
     for rank, said in enumerate(answers):
         if said["phase"] != first["phase"] and COMPARING in (said["phase"], first["phase"]):
-            raise elsewhere(what, rank)
+            raise wrong_call_site(what, rank)
         if (said["step"], said["phase"]) != (first["step"], first["phase"]):
             raise Mismatch(
                 f"{what}: rank 0 is at step {first['step']} ({first['phase']}), rank {rank} at "

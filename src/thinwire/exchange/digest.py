@@ -181,7 +181,7 @@ class RollingDigest:
         text = self._difference(group, group.replicas, step)
         if group.replicas is not None:
             # each part compared its own replicas; all ranks must raise the same text
-            found = group.gather_bytes(text.encode(), what=f"telling what differs at step {step}")
+            found = group.gather_bytes(text.encode(), action=f"telling what differs at step {step}")
             rank, text = next(((r, t.decode()) for r, t in enumerate(found) if t), (0, ""))
             part = "stage" if group.shards is None else "shard"
             text = text and f"in the {part} of rank {rank}: {text}"
@@ -199,7 +199,7 @@ class RollingDigest:
         pieces = [each for part in self._parts for each in part.everything()]
         mine = {str(piece): f"{checksum([tensor]):016x}" for piece, tensor in pieces}
         answers = group.gather_bytes(
-            json.dumps(mine).encode(), what=f"looking for what differs at step {step}"
+            json.dumps(mine).encode(), action=f"looking for what differs at step {step}"
         )
         rows = [mapping_of(answer) for answer in answers]
         places = {str(piece): piece.name for piece, _ in pieces}

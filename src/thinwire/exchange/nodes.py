@@ -36,18 +36,18 @@ def make_common_(state: Mapping[str, Tensor], nodes: Nodes) -> None:
     whose ranks differ.
     """
     facts = {"state of": [f"{name} {list(tensor.shape)}" for name, tensor in state.items()]}
-    require_agreement(nodes.all_ranks, facts, what="comparing the state inside the nodes")
+    require_agreement(nodes.all_ranks, facts, action="comparing the state inside the nodes")
     checksum = 0
     for tensor in state.values():
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         checksum = zlib.crc32(flat.numpy().data, checksum)
     answers = nodes.node.gather_bytes(
-        checksum.to_bytes(4, "little"), what="comparing the state inside the node"
+        checksum.to_bytes(4, "little"), action="comparing the state inside the node"
     )
     if len(set(answers)) > 1:
         pending = [
             nodes.node.all_reduce_(
-                _wide(tensor).contiguous().clone(), what="averaging the state inside the node"
+                _wide(tensor).contiguous().clone(), action="averaging the state inside the node"
             )
             for tensor in state.values()
         ]

@@ -193,11 +193,11 @@ class Round:
             return self._unproven(collective)
         number, to = proofs.next(), ALL_RANKS
         if isinstance(collective, AllGather):
-            pending = sources.all_gather(proofs.added(collective.message, number), what=what)
+            pending = sources.all_gather(proofs.added(collective.message, number), action=what)
         else:
             to = sources.rank
             parts, lengths = proofs.added_to_each(collective.messages, collective.lengths, number)
-            pending = sources.all_to_all(parts, lengths, what=what)
+            pending = sources.all_to_all(parts, lengths, action=what)
 
         def rows() -> Tensor:
             messages, wrong = proofs.checked(pending.wait(), number, to)
@@ -222,14 +222,14 @@ class Round:
     def _unproven(self, collective: Collective) -> Pending[Tensor]:
         sources, what = self._sources, collective.purpose
         if isinstance(collective, AllToAll):
-            return sources.all_to_all(collective.messages, collective.lengths, what=what)
+            return sources.all_to_all(collective.messages, collective.lengths, action=what)
         if collective.within_node:
             assert isinstance(sources, Nodes)
             sources = sources.node
         if isinstance(collective, AllGather):
-            return sources.all_gather(collective.message, what=what)
+            return sources.all_gather(collective.message, action=what)
         # hand-over: from here on gloo may write into the buffer at any time
-        return sources.all_reduce_(collective.buffer, what=what)
+        return sources.all_reduce_(collective.buffer, action=what)
 
 
 def read_flags(

@@ -130,7 +130,7 @@ class Ranks:
     def compare(self, facts: Mapping[str, Any], what: str) -> None:
         """Compare facts over all ranks; see `require_agreement`."""
         group = self.group
-        require_agreement(group, facts, what=what, cures=CURES, versions=versions())
+        require_agreement(group, facts, action=what, cures=CURES, versions=versions())
 
     def sources(self, node_size: int | None, *, compared: bool = False) -> Sources:
         """Return the units that count as one source each.
@@ -154,7 +154,7 @@ def agreed_sources(group: Group, node_size: int | None, *, compared: bool = Fals
     """Return the ranks, or their nodes, after all ranks agreed on the node size."""
     width, _ = node_size_of(group.global_ranks, node_size)
     if node_size is None and not compared:
-        require_agreement(group, {"ranks of a node": width}, what="comparing nodes")
+        require_agreement(group, {"ranks of a node": width}, action="comparing nodes")
     return sources_of(group, width)
 
 

@@ -209,7 +209,7 @@ class LocalModel:
         """
         try:
             what = "copying the buffers of the first shard"
-            copy_from_first_(self.buffers().values(), shards, what=what)
+            copy_from_first_(self.buffers().values(), shards, action=what)
         except PayloadCorrupt as refusal:
             return str(refusal)
         return None

@@ -112,7 +112,7 @@ class ElasticGroup(Group):
         finally:
             self.rank, self.size = own
 
-    def gather_bytes(self, payload: bytes, *, what: str) -> list[bytes]:
+    def gather_bytes(self, payload: bytes, *, action: str) -> list[bytes]:
         """Gather as `Group.gather_bytes` does, in a numbered agreement; see `Membership`. A joiner
         agrees with itself.
         """
@@ -128,7 +128,7 @@ class ElasticGroup(Group):
             if self._attempt not in (None, number):
                 raise Regrouped
             try:
-                answers = super().gather_bytes(payload, what=what)
+                answers = super().gather_bytes(payload, action=action)
             except Regrouped:
                 continue
             if self.membership.accept_agreement(number, vote, answers):
@@ -181,7 +181,7 @@ class SingleRank:
     mesh: DeviceMesh | None = None
     rank, size = 0, 1
 
-    def gather_values(self, what: str, value: Any) -> list[Any]:
+    def gather_values(self, action: str, value: Any) -> list[Any]:
         """Return the value of every rank of the site, in rank order, as JSON values.
 
         Raises:
@@ -190,25 +190,25 @@ class SingleRank:
         """
         return [value]
 
-    def broadcast_value(self, what: str, value: Any) -> Any:
+    def broadcast_value(self, action: str, value: Any) -> Any:
         """Return the value of the first rank of the site; those of the others are ignored."""
-        return self.gather_values(what, value if self.rank == 0 else None)[0]
+        return self.gather_values(action, value if self.rank == 0 else None)[0]
 
     def announce_end(self, error: ThinwireError) -> None:
         """Tell the other ranks of the site, wherever they wait, why this one ends. Does so once."""
 
-    def raise_first(self, what: str, problem: ThinwireError | None) -> None:
+    def raise_first(self, action: str, problem: ThinwireError | None) -> None:
         """Raise the error of this rank, or else of another rank of the site.
 
         Raises:
             ThinwireError: `problem`; or PeerLost with the text of another rank.
         """
-        texts = self.gather_values(what, None if problem is None else str(problem))
+        texts = self.gather_values(action, None if problem is None else str(problem))
         if problem is not None:
             raise problem
         for rank, text in enumerate(texts):
             if text is not None:
-                raise PeerLost(f"{what}: rank {rank} of this site: {text}")
+                raise PeerLost(f"{action}: rank {rank} of this site: {text}")
 
 
 class Site(SingleRank):
@@ -256,19 +256,19 @@ class Site(SingleRank):
         """Number of shards."""
         return self.ranks.size
 
-    def gather_values(self, what: str, value: Any) -> list[Any]:
-        report = json.dumps([what, value], separators=(",", ":")).encode()
+    def gather_values(self, action: str, value: Any) -> list[Any]:
+        report = json.dumps([action, value], separators=(",", ":")).encode()
         ended, self._ended = self._ended, True
         with own_deadlines():
-            answers = self.ranks.gather_bytes(report, what=f"{what}, inside the site")
+            answers = self.ranks.gather_bytes(report, action=f"{action}, inside the site")
         rows = [json.loads(answer) for answer in answers]
         for rank, (occasion, text) in enumerate(rows):
-            if occasion == _END != what:
-                raise PeerLost(f"{what}: rank {rank} of this site has ended: {text}")
-            if occasion != what:
+            if occasion == _END != action:
+                raise PeerLost(f"{action}: rank {rank} of this site has ended: {text}")
+            if occasion != action:
                 raise ThinwireError(
-                    f"{what}: rank {rank} of this site makes another call ({occasion}). All ranks "
-                    "must make the same calls in the same order; restart the site"
+                    f"{action}: rank {rank} of this site makes another call ({occasion}). Make the "
+                    "same calls in the same order on all ranks; restart the site"
                 )
         self._ended = ended
         return [value for _, value in rows]
@@ -336,16 +336,16 @@ class SiteGroup(Group):
                 self.site.announce_end(error)
             raise
 
-    def gather_bytes(self, payload: bytes, *, what: str) -> list[bytes]:
+    def gather_bytes(self, payload: bytes, *, action: str) -> list[bytes]:
         """Gather as `Group.gather_bytes` does, from the sites whose answers every rank of this site
         has received.
         """
         with self._announcing_end():
-            answers = self._shard_group.gather_bytes(payload, what=what)
+            answers = self._shard_group.gather_bytes(payload, action=action)
         ids = self._shard_group.membership.voters
         all_equal = len(set(answers)) == 1
         report = {"ids": ids, "answers": packed(answers[:1] if all_equal else answers)}
-        reports = self.site.gather_values(what, report)
+        reports = self.site.gather_values(action, report)
         received = [dict(zip(r["ids"], _answers_of(r), strict=True)) for r in reports]
         # a site counts only if the ranks of every shard have received its answer
         self._received_ids = [site for site in received[0] if all(site in r for r in received)]

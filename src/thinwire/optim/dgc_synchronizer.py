@@ -430,18 +430,18 @@ class DGCUpdate:
         held = {name: state["momentum_buffer"] for name, state in states.items()}
         what = "making momentum common"
         sums = torch.stack(bit_sums(list(held.values()))).cpu().numpy().tobytes()
-        rows = group.gather_bytes(sums, what=what)
+        rows = group.gather_bytes(sums, action=what)
         differ = [
             name
             for at, name in enumerate(held)
             if len({row[8 * at : 8 * at + 8] for row in rows}) > 1
         ]
         wide = {name: held[name].to(wide_dtype(params[name])) for name in differ}
-        totals = [group.all_reduce_(each.clone(), what=what) for each in wide.values()]
+        totals = [group.all_reduce_(each.clone(), action=what) for each in wide.values()]
         means = [total.wait().div_(group.size) for total in totals]
         if differ:
             # vote: no rank overwrites its momentum before all have received the means
-            group.gather_bytes(b"", what=what)
+            group.gather_bytes(b"", action=what)
         for name, mean in zip(differ, means, strict=True):
             held[name].copy_(mean)
             optimizer.state[params[name]] = states[name]

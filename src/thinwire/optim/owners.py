@@ -105,7 +105,7 @@ class Owners:
                 what = "comparing the matrices that Muon updates"
                 cure = "All ranks must have gradients of the same matrices, in one order"
                 facts, cures = {"matrices": mine}, {"matrices": cure}
-                require_agreement(self._groups[ranks], facts, what=what, cures=cures)
+                require_agreement(self._groups[ranks], facts, action=what, cures=cures)
                 self._agreed[ranks] = mine
         for m, cut in cuts:
             if cut is None:
@@ -176,7 +176,7 @@ def _swapped(
     """Launch an all-to-all of parts; `numels` are by sender and then by receiver."""
     flat = torch.cat([part.reshape(-1) for part in parts])
     dtype, lengths = flat.dtype, [[n * flat.itemsize for n in row] for row in numels]
-    pending = group.swap(flat.view(torch.uint8), lengths, what="moving matrices of Muon")
+    pending = group.swap(flat.view(torch.uint8), lengths, action="moving matrices of Muon")
 
     def received() -> list[Tensor]:
         came = pending.wait().view(dtype)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm import Group, Pending, elsewhere, mapping_of
+from thinwire.comm import Group, Pending, mapping_of, wrong_call_site
 from thinwire.comm.nodes import Grid
 from thinwire.errors import Mismatch, ThinwireError
 from thinwire.pipeline.config import Pipeline
@@ -226,12 +226,12 @@ class PipelineRunner:
         known = key in self._plans
         payload = json.dumps({"facts": facts, "known": known}).encode()
         action = "agreeing on a mini-batch"
-        answers = [mapping_of(a) for a in self._grid.peers.gather_bytes(payload, what=action)]
+        answers = [mapping_of(a) for a in self._grid.peers.gather_bytes(payload, action=action)]
         if problem is not None:
             raise problem
         for rank, answer in enumerate(answers):
             if answer.keys() != {"facts", "known"}:
-                raise elsewhere(action, rank, answer)
+                raise wrong_call_site(action, rank, answer)
         _require_equal([answer["facts"] for answer in answers])
         return parts, key, all(answer["known"] for answer in answers)
 
@@ -277,14 +277,14 @@ class PipelineRunner:
         try:
             run(target=target, return_outputs=False)
         except RuntimeError as error:
-            raise self._grid.explain(error, what=_TRANSFER) from error
+            raise self._grid.explain(error, action=_TRANSFER) from error
 
     def _gather_outcomes(self) -> Pending[Tensor]:
         """Start the gather of the stages' outcomes."""
         peers, worker = self._grid.peers, self._worker
         outcome = _CONCLUSION.pack(worker.error is not None, *self._mean_loss())
         message = torch.frombuffer(bytearray(outcome), dtype=torch.uint8).to(peers.device)
-        return peers.all_gather(message, what="concluding a step")
+        return peers.all_gather(message, action="concluding a step")
 
     def _mean_loss(self) -> tuple[int, float]:
         losses = self._worker.losses
@@ -299,7 +299,7 @@ class PipelineRunner:
         self._worker.begin([], None, None, 1.0)
         report = [] if error is None else [type(error).__name__, str(error)]
         payload = json.dumps(report).encode()
-        answers = self._grid.peers.gather_bytes(payload, what="reporting a failure")
+        answers = self._grid.peers.gather_bytes(payload, action="reporting a failure")
         if error is not None:
             raise error
         stage = next(i for i, answer in enumerate(answers) if json.loads(answer))
@@ -349,7 +349,7 @@ def rehearse(worker: StageWorker, inputs: Any, peers: Group, device: torch.devic
                     )
                 error, answer = problem, {"error": [type(problem).__name__, str(problem)]}
         payload = json.dumps(answer).encode()
-        answers = peers.gather_bytes(payload, what="describing the outputs of stages")
+        answers = peers.gather_bytes(payload, action="describing the outputs of stages")
         if error is not None:
             raise error
         description = json.loads(answers[stage])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from thinwire.comm import Group, elsewhere
+from thinwire.comm import Group, wrong_call_site
 from thinwire.core.gradients import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue, clipped, scaled
 from thinwire.core.norms import global_norm, norms_over_shards
 from thinwire.core.tensors import coalesced, values_of, with_own_storage, with_values
@@ -190,10 +190,10 @@ def _replaced_(optimizer: CommonOptimizer, clip: Clip | None) -> Callable[[], No
 
 def _norms_over(others: Group, norm: float) -> list[float]:
     action = "the global norm over stages or shards"
-    answers = others.gather_bytes(struct.pack("<d", norm), what=action)
+    answers = others.gather_bytes(struct.pack("<d", norm), action=action)
     for rank, answer in enumerate(answers):
         if len(answer) != 8:
-            raise elsewhere(action, rank, answer)
+            raise wrong_call_site(action, rank, answer)
     return [float(struct.unpack("<d", answer)[0]) for answer in answers]
 
 

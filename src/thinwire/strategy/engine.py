@@ -20,9 +20,9 @@ from thinwire import _validate as check
 from thinwire.checkpoint.manifest import next_folder
 from thinwire.comm import (
     busy,
-    elsewhere,
     mapping_of,
     require_agreement,
+    wrong_call_site,
 )
 from thinwire.core.several import all_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of
@@ -430,7 +430,7 @@ class Engine:
                 position = {"step": self._steps.position()}
                 if uneven is None:
                     position["microsteps of the unfinished update"] = merge.microsteps
-                require_agreement(parts.group, position, what="engine.flush()")
+                require_agreement(parts.group, position, action="engine.flush()")
                 if merge.microsteps:
                     self._steps.clear_grads()  # before a second set is made
                     left, overflow = merge.take(avg=parts.merge_avg), merge.overflowed
@@ -477,11 +477,11 @@ class Engine:
                 "would have to make them too; log the loss of this member"
             )
         with self._steps.with_advice():
-            answers = group.gather_bytes(json.dumps({name: value.item()}).encode(), what=name)
+            answers = group.gather_bytes(json.dumps({name: value.item()}).encode(), action=name)
             rows = [mapping_of(answer) for answer in answers]
             for rank, row in enumerate(rows):
                 if name not in row:
-                    raise elsewhere(name, rank, row)
+                    raise wrong_call_site(name, rank, row)
         total = sum(row[name] for row in rows)
         return torch.tensor(total / group.size, dtype=torch.float64, device="cpu")
 
@@ -647,7 +647,7 @@ class Engine:
         """
         if self._parts.group.static_membership:
             position = {"step of the checkpoint": self._steps.position()}
-            require_agreement(self._parts.group, position, what="saving")
+            require_agreement(self._parts.group, position, action="saving")
             self._parts.exchange.require_equal(self.step)
         check.boolean("frozen", frozen)
         check.boolean("wait", wait)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire._names import named_buffers
-from thinwire.comm import Group, elsewhere
+from thinwire.comm import Group, wrong_call_site
 from thinwire.comm.replicate import copy_from_first_
 from thinwire.errors import Mismatch, PayloadCorrupt
 from thinwire.exchange.agreement import Agreement, Answers, Said, Turn
@@ -62,7 +62,7 @@ class Batches:
             return
         for rank in range(len(answers)):
             if rank not in batches:
-                raise elsewhere("asking which ranks still have batches", rank)
+                raise wrong_call_site("asking which ranks still have batches", rank)
         self.all_have = all(batches.values())
         if not any(batches.values()):
             self.merged = max(merged for _, merged in answers.of("merged"))
@@ -87,10 +87,10 @@ class Joining:
             Mismatch: A rank is in another call of this library, such as a step outside `join`.
         """
         action = "asking which ranks still have batches"
-        answers = self._group.gather_bytes(b"+" if active else b"-", what=action)
+        answers = self._group.gather_bytes(b"+" if active else b"-", action=action)
         for rank, answer in enumerate(answers):
             if answer not in (b"+", b"-"):
-                raise elsewhere(action, rank, answer)
+                raise wrong_call_site(action, rank, answer)
         self.due = False
         return b"+" in answers
 
@@ -218,7 +218,7 @@ class MovingBuffers:
                 copy_from_first_(
                     (buffers[name] for name in moved),
                     self._group,
-                    what="copying the buffers of rank 0",
+                    action="copying the buffers of rank 0",
                 )
             except PayloadCorrupt as error:
                 self._damage = str(error)

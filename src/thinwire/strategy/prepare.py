@@ -207,10 +207,10 @@ def _agreed_plan(setup: Setup) -> Plan:
     # a failed rank takes part in the agreement too: the others would wait for it otherwise
     reason = None if problem is None else f"{type(problem).__name__}: {problem}"
     try:
-        require_agreement(setup.group, {"problem": reason, **facts}, what="preparing the engine")
+        require_agreement(setup.group, {"problem": reason, **facts}, action="preparing the engine")
         if of_stage:
             replicas = Group(setup.replica_group, setup.group.timeout_s)
-            require_agreement(replicas, of_stage, what="comparing the replicas of a stage")
+            require_agreement(replicas, of_stage, action="comparing the replicas of a stage")
     except BaseException as error:
         if plan is not None:
             plan.restore()
