@@ -16,7 +16,17 @@ from typing import Any
 import thinwire as tw
 from benchmarks import lag
 from benchmarks.common import json_lines
-from benchmarks.evidence import LINKS, NAMES, RESULTS, STEPS, as_it_is
+from benchmarks.evidence import (
+    LINKS,
+    NAMES,
+    OUTER,
+    RESULTS,
+    ROWS,
+    SCREENING,
+    STEPS,
+    Variant,
+    as_it_is,
+)
 from benchmarks.plan_check import LINES, SIZE
 from thinwire.tools.compare.record import first_reached
 from thinwire.tools.compare.strategies import STRATEGIES
@@ -33,7 +43,7 @@ class Row:
     """One strategy with a number of workers and a size of the model.
 
     Attributes:
-        name: Of the strategy.
+        variant: What was trained.
         lr: The rate that its tuning chose.
         losses: At the end, one of each seed.
         curves: (step, loss) of each seed.
@@ -42,12 +52,17 @@ class Row:
         step_s: Seconds of a step, by link.
     """
 
-    name: str
+    variant: Variant
     lr: float
     losses: Sequence[float]
     curves: Sequence[Sequence[tuple[int, float]]]
     bytes_per_step: float | None
     step_s: Mapping[str, float]
+
+    @property
+    def name(self) -> str:
+        """Name of a strategy as it is, or with what differs."""
+        return str(self.variant).replace("`", "")
 
     @property
     def loss(self) -> float:
@@ -75,34 +90,36 @@ class Scope:
 
 
 def rows(lines: Iterable[Mapping[str, Any]], scope: Scope) -> list[Row]:
-    """Of every strategy whose loss was measured, in the order of the evidence."""
+    """Of every row whose loss was measured, in the order of the evidence."""
     held = [line for line in lines if scope.holds(line["cell"])]
-    found = []
+    found = [row for variant in ROWS if (row := _row(variant, held)) is not None]
     for name in NAMES:
-        today = as_it_is(name)
-        of_name = [line for line in held if {key: line["cell"][key] for key in today} == today]
-        trained = [line for line in of_name if line["cell"]["kind"] == "training"]
-        if not trained and any(_trained(line["cell"], name) for line in held):
+        if any(_trained(line["cell"], name) for line in held) and not any(
+            row.variant.name == name for row in found
+        ):
             raise ValueError(
-                f"{name} was measured, but not as it is now: {today}. Measure it again, or keep "
-                "its options"
-            )
-        if trained:
-            found.append(
-                Row(
-                    name,
-                    trained[0]["cell"]["lr"],
-                    [line["loss"] for line in trained],
-                    [line["losses"] for line in trained],
-                    _counted(of_name),
-                    {
-                        line["cell"]["link"]: line["step_ms"] / 1e3
-                        for line in of_name
-                        if line["cell"]["kind"] == "link"
-                    },
-                )
+                f"{name} was measured, but not as it is now: {as_it_is(name)}. Measure it again, "
+                "or keep its options"
             )
     return found
+
+
+def _row(variant: Variant, held: Sequence[Mapping[str, Any]]) -> Row | None:
+    """Return the row of a variant; None where it was not trained."""
+    today = variant.setting
+    of_it = [line for line in held if {key: line["cell"][key] for key in today} == today]
+    trained = [line for line in of_it if line["cell"]["kind"] == "training"]
+    if not trained:
+        return None
+    links = [line for line in of_it if line["cell"]["kind"] == "link"]
+    return Row(
+        variant,
+        trained[0]["cell"]["lr"],
+        [line["loss"] for line in trained],
+        [line["losses"] for line in trained],
+        _counted(links),
+        {line["cell"]["link"]: line["step_ms"] / 1e3 for line in links},
+    )
 
 
 def _trained(cell: Mapping[str, Any], name: str) -> bool:
@@ -115,24 +132,26 @@ def _counted(lines: Sequence[Mapping[str, Any]]) -> float | None:
     counted = {
         line["cell"]["link"]: line["kernel_bytes_per_step"]
         for line in lines
-        if line["cell"]["kind"] == "link" and line.get("kernel_bytes_per_step")
+        if line.get("kernel_bytes_per_step")
     }
     return next((counted[link] for link in reversed(LINKS) if link in counted), None)
 
 
 def table(lines: Iterable[Mapping[str, Any]], scope: Scope) -> list[str]:
     """Markdown: losses and bytes at equal steps; on every link the time to dense's last loss."""
+    lines = list(lines)
     found = rows(lines, scope)
     dense = next(row for row in found if row.name == "dense")
     links = [link for link in LINKS if link in dense.step_s]
-    titles = ["", "peak rate", f"loss after {scope.steps:,} steps", "over dense"]
+    titles = ["", "tuned by", "peak rate", f"loss after {scope.steps:,} steps", "over dense"]
     titles += ["bytes a step", "fewer by"] if dense.bytes_per_step else []
     titles += [f"time at {link}" for link in links]
     text = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
     for row in found:
         low, high = min(row.losses), max(row.losses)
         cells = [
-            f"`{row.name}`",
+            str(row.variant),
+            _tuned_by(row.variant, lines, scope),
             f"{row.lr:g}",
             f"{row.loss:.3f} ({low:.3f} to {high:.3f})",
             f"{100 * (row.loss / dense.loss - 1):+.1f} %",
@@ -144,6 +163,24 @@ def table(lines: Iterable[Mapping[str, Any]], scope: Scope) -> list[str]:
         cells += [_time(row, dense, link, scope.steps) for link in links]
         text.append("| " + " | ".join(cells) + " |")
     return text
+
+
+def _tuned_by(variant: Variant, lines: Sequence[Mapping[str, Any]], scope: Scope) -> str:
+    """How many trainings the settings and the rate were chosen from; shorter or smaller ones are
+    told apart.
+    """
+    setting = variant.setting
+    whole, short = (
+        [
+            cell
+            for cell in (line["cell"] for line in tried)
+            if cell["kind"] == "tuning" and cell["workers"] == scope.workers
+            if all(cell[key] == setting[key] for key in ("strategy", "optimizer"))
+        ]
+        for tried in ([*lines, *json_lines(OUTER)], json_lines(SCREENING))
+    )
+    here = sum(scope.holds(cell) for cell in whole)
+    return f"{here} + {len(short)}" if short else str(here)
 
 
 def _time(row: Row, dense: Row, link: str, dense_steps: int) -> str:
@@ -206,7 +243,8 @@ def settings(lines: Iterable[Mapping[str, Any]], scope: Scope) -> list[str]:
     """Markdown: one line on each strategy."""
     text = ["| | what it is |", "|---|---|"]
     for row in rows(lines, scope):
-        text.append(f"| `{row.name}` | {STRATEGIES[row.name].summary} |")
+        if not row.variant.note:
+            text.append(f"| {row.variant} | {STRATEGIES[row.name].summary} |")
     return text
 
 
@@ -264,19 +302,13 @@ def filled(page: str, lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def evidence(path: Path = RESULTS, steps: Path = LINES) -> list[dict[str, Any]]:
-    """All that was measured and did not diverge, but SGD; those of `steps` on links without
-    latency first.
-    """
+    """Return what was measured and did not diverge; first `steps`, on links without latency."""
     found = []
     for line in json_lines(steps):
         if line["kind"] != "probe" and line["latency"] == "0ms":
             of = {"kind": "link", "workers": line["workers"], "size": SIZE, "link": line["rate"]}
             found.append({"cell": {**as_it_is(line["kind"]), **of}, "step_ms": line["step_ms"]})
-    return found + [
-        line
-        for line in json_lines(path)
-        if line["cell"]["optimizer"] != "sgd" and line.get("loss", 0.0) is not None
-    ]
+    return found + [line for line in json_lines(path) if line.get("loss", 0.0) is not None]
 
 
 def main() -> None:

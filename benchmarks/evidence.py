@@ -31,11 +31,50 @@ from typing import Any
 from benchmarks.common import AnyCell, Results
 from thinwire.tools.compare.strategies import STRATEGIES
 from thinwire.tools.network.netns import Link, network
-from thinwire.tools.run.config import Job, Recipe, RunConfig, parse_size
+from thinwire.tools.run.config import (
+    ConvolutionSize,
+    Job,
+    ModelSize,
+    Recipe,
+    RunConfig,
+    size_of,
+)
 from thinwire.tools.run.launch import WorkerError, release, run_workers
-from thinwire.tools.run.text import read_standard_library
+from thinwire.tools.run.text import read_digits, read_standard_library
 
 RESULTS = Path(__file__).parent / "results" / "evidence.jsonl"
+OUTER = RESULTS.with_name("evidence_outer.jsonl")
+"""Tunings of local Muon with other outer rules and intervals."""
+SCREENING = RESULTS.with_name("evidence_screening.jsonl")
+"""Short or small trainings, from which settings and rates of the larger ones were chosen."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of the tables: a strategy of `thinwire compare`, or a change of one.
+
+    Attributes:
+        name: Of the strategy.
+        optimizer: Of a strategy without one of its own.
+        options: Instead of the strategy's own.
+        note: Says in a table what differs.
+    """
+
+    name: str
+    optimizer: str = "adamw"
+    options: Mapping[str, Any] | None = None
+    note: str = ""
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        """Strategy, options and optimizer, as a cell has them."""
+        own = as_it_is(self.name, self.optimizer)
+        return own if self.options is None else {**own, "options": dict(self.options)}
+
+    def __str__(self) -> str:
+        return f"`{self.name}`, {self.note}" if self.note else f"`{self.name}`"
+
+
 NAMES = (
     "dense",
     "dense-muon",
@@ -50,6 +89,27 @@ NAMES = (
     "fp16-muon",
     "dgc",
 )
+ROWS = (
+    Variant("dense"),
+    Variant("dense", "sgd", note="SGD"),
+    Variant("dense-muon"),
+    Variant("muon-local"),
+    Variant("sparse-local"),
+    Variant("quantized-local"),
+    Variant("powersgd"),
+    Variant("powersgd", "sgd", note="SGD"),
+    Variant("powersgd", "muon", note="Muon"),
+    Variant("low-rank"),
+    Variant("low-rank", "sgd", note="SGD"),
+    Variant("low-rank", "muon", note="Muon"),
+    Variant("localsgd"),
+    Variant("localsgd", options={"k_steps": 16}, note="16 steps"),
+    Variant("diloco"),
+    Variant("fp16"),
+    Variant("fp16-muon"),
+    Variant("dgc"),
+)
+"""Of the tables, in their order; what was not measured is left out."""
 LINKS = ("5mbit", "20mbit", "100mbit", "1gbit")
 STEPS, BATCH, EVALUATIONS, HELD_OUT_SEQUENCES = 1500, 8, 15, 256
 RATES, SGD_RATES, TUNING_SEED, SEEDS = (0.003, 0.006, 0.012), (0.2, 0.4, 0.8), 1, (5, 6, 7)
@@ -139,9 +199,17 @@ def measured(cell: Cell) -> dict[str, Any]:
     return found
 
 
+def model_of(size: str) -> ModelSize | ConvolutionSize:
+    """The transformer of a size; after "convolution-" the net on digits."""
+    model, _, of_it = size.rpartition("-")
+    return size_of(model or "transformer", of_it)
+
+
 def configured(cell: Cell, folder: Path, interface: str | None = None) -> RunConfig:
     """The run of a cell, whose texts are written into a folder."""
-    corpus = read_standard_library()
+    model = model_of(cell.size)
+    digits = isinstance(model, ConvolutionSize)
+    corpus = read_digits() if digits else read_standard_library()
     held_out = corpus.validation if cell.kind == "tuning" else corpus.held_out
     (folder / "train.bin").write_bytes(corpus.train)
     (folder / "held_out.bin").write_bytes(held_out)
@@ -151,7 +219,7 @@ def configured(cell: Cell, folder: Path, interface: str | None = None) -> RunCon
         lr=cell.lr,
         task=None,
         device="cpu",
-        model=parse_size(cell.size),
+        model=model,
         seed=cell.seed,
         steps=cell.steps,
         seconds=None,

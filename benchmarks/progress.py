@@ -69,6 +69,8 @@ def measured(lines: Iterable[Line]) -> list[dict[str, Any]]:
         setting = json.loads(key)
         if setting["method"] in ("dense", *LEFT_OUT):
             continue
+        if setting["optimizer"] != (STRATEGIES[setting["method"]].optimizer or "adamw"):
+            continue  # the planner knows every method with one optimizer
         today = _settings(STRATEGIES[setting["method"]].options)
         if ("sent" in today) != ("sent" in _settings(setting["options"])):
             continue  # what that strategy was before it compressed otherwise

@@ -1,5 +1,6 @@
 """The evidence behind the tables: what is measured once, how rates are chosen, what tables say."""
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,32 @@ def test_tables_put_loss_and_time_of_a_step_together() -> None:
     for line in (uncounted := lines()):
         line.pop("kernel_bytes_per_step", None)
     assert "bytes" not in choosing.table(uncounted, TINY)[0]
+
+
+def test_a_table_tells_how_many_trainings_a_row_was_tuned_by(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = lines()
+    screened = {**made[0]["cell"], "kind": "tuning", "steps": 300}
+    monkeypatch.setattr(choosing, "SCREENING", tmp_path / "screening.jsonl")
+    choosing.SCREENING.write_text(json.dumps({"cell": screened, "loss": 3.0}) + "\n")
+    dense = made[0]["cell"]
+    for rate in (0.003, 0.006):
+        tried = {**dense, "kind": "tuning", "lr": rate}
+        made.append({"cell": tried, "loss": 2.0, "losses": [[0, 2.0]]})
+        made.append({"cell": {**tried, "optimizer": "sgd"}, "loss": 2.0, "losses": [[0, 2.0]]})
+    text = choosing.table(made, TINY)
+    assert text[0].startswith("|  | tuned by | peak rate |")
+    assert text[2].startswith("| `dense` | 2 + 1 | 0.003 |")
+    assert len(text) == 4
+
+
+def test_a_strategy_with_another_optimizer_has_a_row_of_its_own() -> None:
+    made = lines()
+    changed = replace(CELL, **as_it_is("low-rank", "muon"), kind="training", steps=1500, seed=5)
+    made.append({"cell": asdict(changed), "loss": 1.0, "losses": [[0, 5.0], [1500, 1.0]]})
+    assert choosing.table(made, TINY)[-1].startswith("| `low-rank`, Muon | 0 | 0.003 | 1.000 ")
+    assert not any("low-rank" in line for line in choosing.settings(made, TINY))
 
 
 def test_trainings_on_a_link_stand_beside_what_was_put_together() -> None:
