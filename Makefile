@@ -116,7 +116,7 @@ $(SITE_VENV)/.installed: $(INSTALLED)
 	touch $@
 
 site: $(SITE_VENV)/.installed  ## the documentation as pages in build/site, without a dead link
-	PYTHONPATH=src $(SITE_VENV)/bin/python docs/site/build.py build/site
+	PYTHONPATH=src:. $(SITE_VENV)/bin/python docs/site/build.py build/site
 
 package:  ## wheel and sdist in dist/, installed into a folder of their own and tested there
 	.ci/package $(PYTHON) dist

@@ -12,8 +12,11 @@ import os
 import re
 import shutil
 import sys
+from importlib import import_module
 from pathlib import Path
 
+import answers
+import figure
 from sphinx.cmd.build import main as sphinx
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +35,9 @@ ELSEWHERE = {
     EXAMPLES: "examples/index.md",
 }
 """Pages of the site whose source lies outside docs/."""
+
+MADE = {"figure": figure.figure, "answers": answers.table}
+"""Parts of pages that are computed; `<!-- made: NAME -->` marks their place."""
 
 TOKEN = re.compile(
     r"^```.*?^```$|(?P<text>\[(?:`[^`\n]*`|[^\[\]`])*\]\()(?P<target>[^()\s]+)\)|`[^`\n]*`",
@@ -75,11 +81,36 @@ def with_links(text: str, source: Path, found: set[Path]) -> str:
     return TOKEN.sub(moved, text)
 
 
+def with_parts(text: str) -> str:
+    """A page with its computed parts, and with sections of README, in place of their marks."""
+
+    def section(mark: re.Match[str]) -> str:
+        readme = (ROOT / "README.md").read_text(encoding="utf-8")
+        return readme.partition(f"\n## {mark[1]}\n")[2].partition("\n## ")[0]
+
+    text = re.sub(r"<!-- README: (.+) -->", section, text)
+    return re.sub(r"<!-- made: (\w+) -->", lambda mark: MADE[mark[1]](), text)
+
+
 def write(folder: Path, source: Path, text: str, found: set[Path]) -> None:
     """Put a page into the site's source."""
     page = folder / place(source)
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(with_links(text, source, found), encoding="utf-8")
+    page.write_text(with_links(with_parts(text), source, found), encoding="utf-8")
+
+
+def add_summaries(folder: Path) -> None:
+    """Put a table of names, with the first sentence of each docstring, on every page of the API."""
+    for page in (folder / "api").glob("*.rst"):
+        text = page.read_text(encoding="utf-8")
+        names = re.findall(r"^\.\. auto(?:class|function):: ([\w.]+)$", text, re.MULTILINE)
+        for module in re.findall(r"^\.\. automodule:: ([\w.]+)$", text, re.MULTILINE):
+            names += [f"{module}.{name}" for name in import_module(module).__all__]
+        if len(names) > 1:
+            rows = "\n".join(f"   ~{name}" for name in names)
+            table = f".. autosummary::\n   :nosignatures:\n\n{rows}\n"
+            title, line, rest = text.split("\n", 2)
+            page.write_text(f"{title}\n{line}\n\n{table}\n{rest}", encoding="utf-8")
 
 
 def first_line(example: Path) -> str:
@@ -130,13 +161,14 @@ def add_pages_without_a_place(folder: Path) -> None:
 def stage(folder: Path) -> None:
     """Write the site's source."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(SITE, folder, ignore=shutil.ignore_patterns("*.md", "build.py", "__pycache__"))
+    shutil.copytree(SITE, folder, ignore=shutil.ignore_patterns("*.md", "[!c]*.py", "__pycache__"))
     found: set[Path] = set()
     pages = [*DOCS.rglob("*.md"), *(p for p in ELSEWHERE if p.suffix == ".md")]
     for page in pages:
         if page.name != "README.md" or page.parent != ROOT:
             write(folder, page, page.read_text(encoding="utf-8"), found)
     write_examples(folder)
+    add_summaries(folder)
     add_pages_without_a_place(folder)
     for file in found:
         copy = folder / place(file)

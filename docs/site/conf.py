@@ -2,8 +2,11 @@
 
 import dataclasses
 import re
+from html import escape
+from textwrap import shorten
 from typing import Any
 
+from docutils import nodes
 from docutils.nodes import Element
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
@@ -17,7 +20,8 @@ author = "the thinwire maintainers"
 copyright = author
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary"]
+extensions += ["sphinx.ext.napoleon"]
 root_doc = "index"
 exclude_patterns = ["files/**"]
 default_role = "code"
@@ -49,6 +53,11 @@ html_title = f"thinwire {release}"
 html_static_path = ["assets"]
 html_css_files = ["site.css"]
 html_js_files = [("site.js", {"defer": "defer"})]
+html_theme_options = {
+    "light_css_variables": {"dense": "#57606a", "dense-muon": "#0969da", "muon-local": "#bc4c00"},
+    "dark_css_variables": {"dense": "#a8b1bb", "dense-muon": "#6cb6ff", "muon-local": "#ff9d5c"},
+}
+"""Colours of the curves on the landing page."""
 html_copy_source = False
 html_show_sphinx = False
 pygments_style = "friendly"
@@ -97,7 +106,26 @@ def _parts(app: Sphinx, kind: str, name: str, found: Any, options: Any, lines: l
     lines[:] = text.split("\n")
 
 
+def _dashes(app: Sphinx, document: nodes.document, page: str) -> None:
+    """A dash between an argument and its meaning, where Sphinx puts two hyphens."""
+    for text in list(document.findall(nodes.Text)):
+        if text == " -- ":
+            text.parent.replace(text, nodes.Text(" \u2013 "))
+
+
+def _head(app: Sphinx, page: str, template: str, context: Any, document: Any) -> None:
+    """The first paragraph as description of the page, and the script of the chooser."""
+    first = next(document.findall(nodes.paragraph), None) if document else None
+    if first is not None:
+        words = escape(shorten(first.astext(), 160, placeholder=" ..."))
+        context["metatags"] += f'<meta name="description" content="{words}">'
+    if page == "chooser":
+        app.add_js_file("chooser.js", loading_method="defer")
+
+
 def setup(app: Sphinx) -> None:
     """Sphinx calls this."""
+    app.connect("doctree-resolved", _dashes)
+    app.connect("html-page-context", _head)
     app.connect("missing-reference", _link)
     app.connect("autodoc-process-docstring", _parts, priority=400)

@@ -110,8 +110,9 @@ class CheckpointMismatch(CheckpointError):
 
 
 class StrategyError(ValueError):
-    """Parts of a strategy conflict with each other, or with the model, the optimizer or the number
-    of ranks; lists every conflict.
+    """Fields of a strategy conflict with each other or with the model, optimizer or ranks.
+
+    The message lists every conflict.
 
     >>> import thinwire as tw
     >>> tw.DistributedStrategy(lars=tw.LARS(), lamb=tw.LAMB())  # doctest: +ELLIPSIS

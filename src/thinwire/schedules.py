@@ -229,8 +229,9 @@ class ExponentialDecay(_Decay):
 
 @dataclass(frozen=True)
 class NaturalExpDecay(_Decay):
-    """lr * exp(-decay_rate * s), with s rounded down to a multiple of D when `staircase`; otherwise
-    D has no effect.
+    """lr * exp(-decay_rate * s), with s rounded down to a multiple of D when `staircase`.
+
+    Without `staircase` D has no effect.
 
     Example:
         >>> NaturalExpDecay(0.5, 0.1, 10, staircase=True)(9)

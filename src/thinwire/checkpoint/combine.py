@@ -51,7 +51,7 @@ def combine(
     rank: int = 0,
     read: Read = lambda leaf: leaf,
 ) -> Any:
-    """Return the state with which a rank resumes `states` that another number of ranks saved.
+    """Return one rank's state, from the `states` that another number of ranks saved.
 
     Example:
         >>> combine([{"w": 1.0, "step": 3}, {"w": 3.0, "step": 3}], rank=0)

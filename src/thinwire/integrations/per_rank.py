@@ -54,8 +54,7 @@ class Accelerates(Protocol):
 
 
 class PerRankState:
-    """Saves the states of all ranks with checkpoints that only rank 0 writes: each rank writes its
-    own file beside the checkpoint.
+    """Saves a file of each rank beside a checkpoint that only rank 0 writes.
 
     Accelerate and Lightning save the optimizer of rank 0 and load it everywhere. But residuals and
     momentum of an optimizer that exchanges gradients, and all state under local updates, differ
@@ -276,9 +275,9 @@ _taken: "weakref.WeakKeyDictionary[Accelerates, set[str]]" = weakref.WeakKeyDict
 
 
 class EngineState:
-    """Saves the state of all ranks of an engine in a folder of a framework's checkpoint, by
-    `engine.save` and `engine.load`.
+    """Saves an engine with all its ranks in the folder of a framework's checkpoint.
 
+    It calls `engine.save` and `engine.load`.
     Frameworks save only the state of rank 0. Lightning's callback uses this class by itself.
 
     Example::

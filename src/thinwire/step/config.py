@@ -40,8 +40,9 @@ class AMP:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Recomputes matched modules: they keep only their inputs and repeat their forward pass in the
-    backward pass.
+    """Recomputes the activations of matched modules in the backward pass.
+
+    The modules keep only their inputs.
 
     Example:
         >>> Recompute(["blocks.*"])

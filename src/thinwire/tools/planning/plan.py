@@ -86,7 +86,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer of `plan`.
+    """Result of `plan`.
 
     Attributes:
         recommended: Name of the strategy to take.

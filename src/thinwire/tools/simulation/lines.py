@@ -100,12 +100,12 @@ class Lines:
 
 
 def switch(ranks: int, bit_s: float, latency_s: float) -> Lines:
-    """All at one place: the same line and latency for all, one way in seconds."""
+    """All ranks on one switch: equal lines and latencies, one way in seconds."""
     return _of(ranks, bit_s, bit_s, np.zeros(ranks, np.int64), inf, latency_s, latency_s)
 
 
 def homes(ranks: int, up_bit_s: float, latency_s: float, *, down: float = 5.0) -> Lines:
-    """Each at a site of its own, which receives `down` times as fast as it sends."""
+    """Each rank at a site of its own, which receives `down` times as fast as it sends."""
     sites = np.arange(ranks, dtype=np.int64)
     return _of(ranks, up_bit_s, down * up_bit_s, sites, inf, latency_s, latency_s)
 
