@@ -80,7 +80,7 @@ class Rank:
     """One of them, in the place of a `Group`."""
 
     node_size = 1
-    proofs = None
+    macs = None
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self.rank, self.size = rank, ranks.size

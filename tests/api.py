@@ -22,15 +22,15 @@ _NAMES = {
         "Group Nodes Pending group node_size_of nodes private replicate require_agreement "
         "sources_of while_busy"
     ),
-    "thinwire.comm.direct": "Direct between",
+    "thinwire.comm.direct": "Direct connections_between",
     "thinwire.comm.channel": "Channel",
     "thinwire.comm.failures": "_connections_to",
     "thinwire.comm.group": "Rate",
     "thinwire.comm.nodes": "Grid",
     "thinwire.comm.private": "next_identity warn_of_restarts",
-    "thinwire.comm.proofs": "ALL_RANKS PROOF_BYTES Proofs",
+    "thinwire.comm.macs": "ALL_RANKS MAC_BYTES MessageMacs",
     "thinwire.comm.relay": (
-        "ALL FRAME_BYTES GREETING HEAD NONCE_BYTES Kind RelayClient RelayEndpoint hello_proof "
+        "ALL FRAME_BYTES GREETING HEAD NONCE_BYTES Kind RelayClient RelayEndpoint hello_mac "
         "require_relay"
     ),
     "thinwire.comm.replicate": "make_equal_",

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from thinwire import _validate as check
-from thinwire.comm import place_in, require_process_group
+from thinwire.comm import rank_and_size_in, require_process_group
 from thinwire.members.members import Members
 
 __all__ = ["ShardedSampler"]
@@ -75,7 +75,7 @@ class ShardedSampler(Sampler[int]):
         self._epoch = self._taken = 0
         self._orders: dict[int, list[int]] = {}
         self._lefts: dict[int, list[int]] = {}
-        self._rank, self._ranks = place_in(group)
+        self._rank, self._ranks = rank_and_size_in(group)
         if members is not None:
             check.instance("members", members, Members)
             if group is not None:

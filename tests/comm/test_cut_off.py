@@ -42,7 +42,7 @@ def test_another_rank_is_stopped() -> None:
         time.sleep(random.random())
         texts = check(job.ended([0, 2], lambda: job.stop(1), 40))
     assert all(
-        "rank 1 did not take part within 5 s: rank 1 has not been heard of for" in text
+        "rank 1 did not take part within 5 s: rank 1 has sent no heartbeat for" in text
         for text in texts
     )
 
@@ -68,7 +68,7 @@ def test_a_busy_rank_that_is_no_host_of_the_store_is_stopped(
         time.sleep(7)
         assert [process.poll() for process in job.processes] == [None] * 3
         texts = check(job.ended([0, 2], lambda: job.stop(1), 40))
-    assert all("rank 1 has not been heard of for" in text for text in texts)
+    assert all("rank 1 has sent no heartbeat for" in text for text in texts)
 
 
 def down(namespace: int, _: Sequence[str]) -> None:
@@ -115,7 +115,7 @@ def test_the_network_of_a_rank_is_cut(
             time.sleep(random.random())
             texts = check(job.ended([0, 1, 2], lambda: cut(namespaces[victim], others), 40))
     if victim == 1:  # the others reach the store
-        assert all("rank 1 has not been heard of for" in texts[rank] for rank in (0, 2))
+        assert all("rank 1 has sent no heartbeat for" in texts[rank] for rank in (0, 2))
         assert "does not answer either" in texts[1]
 
 

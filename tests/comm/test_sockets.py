@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.api import between, connections, listeners, shut_down
+from tests.api import connections, connections_between, listeners, shut_down
 
 ADDRESSES = ("127.0.0.2", "127.0.0.3")
 
@@ -32,8 +32,8 @@ def test_both_ends_of_a_connection_are_found(pair: tuple[socket.socket, socket.s
     client, accepted = pair
     found = {each.descriptor: each for each in connections()}
     one, other = found[client.fileno()], found[accepted.fileno()]
-    assert (one.here, one.there) == (client.getsockname(), client.getpeername())
-    assert (other.here, other.there) == (one.there, one.here)
+    assert (one.local, one.remote) == (client.getsockname(), client.getpeername())
+    assert (other.local, other.remote) == (one.remote, one.local)
     assert one.inode == os.fstat(client.fileno()).st_ino
 
 
@@ -43,7 +43,7 @@ def test_over_ipv6_too() -> None:
         socket.create_connection(server.getsockname()[:2]) as client,
     ):
         [found] = [each for each in connections() if each.descriptor == client.fileno()]
-        assert found.there == server.getsockname()[:2]
+        assert found.remote == server.getsockname()[:2]
         assert listeners()[os.fstat(server.fileno()).st_ino] == server.getsockname()[:2]
 
 
@@ -76,5 +76,5 @@ def test_connections_to_the_same_port_elsewhere_are_not_of_a_group() -> None:
             socket.create_connection(first.getsockname()) as to_first,
             socket.create_connection(second.getsockname()),
         ):
-            found = between(("127.0.0.1", 1), {(ADDRESSES[0], port)})
+            found = connections_between(("127.0.0.1", 1), {(ADDRESSES[0], port)})
             assert [each.descriptor for each in found] == [to_first.fileno()]

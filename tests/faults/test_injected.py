@@ -123,7 +123,7 @@ def test_a_rank_holds_the_lock_of_the_interpreter_for_twice_the_time_out(ranks: 
     answers = ranks.run(train, "dgc", fault, size=3)
     for rank in (0, 2):
         assert answers[rank].error == "PeerStalled"
-        assert "rank 1 has not been heard of" in answers[rank].text
+        assert "rank 1 has sent no heartbeat" in answers[rank].text
         assert answers[rank].before == answers[rank].after
     assert answers[1].family
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from tests.api import ALL_RANKS, PROOF_BYTES, AuthenticatedStore, Layout, Proofs, Slot, run_store
+from tests.api import ALL_RANKS, MAC_BYTES, AuthenticatedStore, Layout, MessageMacs, Slot, run_store
 from tests.api import message_pack as pack
 from tests.api import message_unpack as unpack
 from thinwire.errors import PayloadCorrupt
@@ -30,9 +30,9 @@ def message_of(step: int, rank: int) -> Tensor:
 
 def gathered(key: bytes, exchanges: int, channel: str = "messages") -> list[list[Tensor]]:
     """What all ranks send in a row of exchanges, with their proofs."""
-    proofs = [Proofs(key, channel, rank) for rank in range(WORLD)]
+    macs = [MessageMacs(key, channel, rank) for rank in range(WORLD)]
     return [
-        [proofs[rank].added(message_of(step, rank), proofs[rank].next()) for rank in range(WORLD)]
+        [macs[rank].added(message_of(step, rank), macs[rank].next()) for rank in range(WORLD)]
         for step in range(exchanges)
     ]
 
@@ -52,17 +52,17 @@ def altered_with_a_right_checksum(
     rng: random.Random, message: Tensor, place: tuple[int, int]
 ) -> Tensor:
     """The payload changed and the CRC made right again, as whoever knows the format can."""
-    made = altered(rng, message[:-PROOF_BYTES], place)
+    made = altered(rng, message[:-MAC_BYTES], place)
     content = made.numpy().tobytes()
     checksum = zlib.crc32(content[32:], zlib.crc32(bytes(4), zlib.crc32(content[:28])))
     made[28:32] = torch.tensor(list(checksum.to_bytes(4, "little")), dtype=torch.uint8)
-    return torch.cat([made, message[-PROOF_BYTES:]])
+    return torch.cat([made, message[-MAC_BYTES:]])
 
 
 def made_up(rng: random.Random, message: Tensor, place: tuple[int, int]) -> Tensor:
     """A right message of other values, with a proof that is a guess."""
-    proof = torch.tensor(list(rng.randbytes(PROOF_BYTES)), dtype=torch.uint8)
-    return torch.cat([message_of(1000 + rng.randrange(99), place[1]), proof])
+    mac = torch.tensor(list(rng.randbytes(MAC_BYTES)), dtype=torch.uint8)
+    return torch.cat([message_of(1000 + rng.randrange(99), place[1]), mac])
 
 
 def repeated(rng: random.Random, _message: Tensor, place: tuple[int, int]) -> Tensor:
@@ -79,7 +79,7 @@ def of_another_group(rng: random.Random, _message: Tensor, place: tuple[int, int
 
 
 def with_another_proof(rng: random.Random, message: Tensor, place: tuple[int, int]) -> Tensor:
-    return torch.cat([message[:-PROOF_BYTES], repeated(rng, message, place)[-PROOF_BYTES:]])
+    return torch.cat([message[:-MAC_BYTES], repeated(rng, message, place)[-MAC_BYTES:]])
 
 
 WAYS: list[Callable[[random.Random, Tensor, tuple[int, int]], Tensor]] = [
@@ -96,7 +96,7 @@ WAYS: list[Callable[[random.Random, Tensor, tuple[int, int]], Tensor]] = [
 @pytest.mark.slow
 def test_ten_thousand_forged_messages() -> None:
     rng = random.Random(7)
-    reader = Proofs(KEY, "messages", 0)
+    reader = MessageMacs(KEY, "messages", 0)
     honest = 0
     for turn in range(TRIES):
         step, victim = rng.randrange(len(SEEN)), rng.randrange(WORLD)
@@ -110,7 +110,7 @@ def test_ten_thousand_forged_messages() -> None:
         for rank in range(WORLD):
             if rank != victim:
                 honest += 1
-                assert torch.equal(kept[rank], SEEN[step][rank][:-PROOF_BYTES])
+                assert torch.equal(kept[rank], SEEN[step][rank][:-MAC_BYTES])
     assert honest > 2.9 * TRIES
 
 
@@ -119,7 +119,7 @@ def test_the_checksum_that_was_made_right_would_be_taken_without_a_proof() -> No
     rng, taken = random.Random(7), 0
     for _ in range(100):
         message = SEEN[3][1]
-        forged = altered_with_a_right_checksum(rng, message, (3, 1))[:-PROOF_BYTES]
+        forged = altered_with_a_right_checksum(rng, message, (3, 1))[:-MAC_BYTES]
         try:
             unpack(LAYOUT, forged, step=3, bucket=0, source=1)
         except PayloadCorrupt:
@@ -129,7 +129,7 @@ def test_the_checksum_that_was_made_right_would_be_taken_without_a_proof() -> No
 
 
 def test_honest_messages_are_taken_and_are_sixteen_bytes_longer() -> None:
-    reader = Proofs(KEY, "messages", 2)
+    reader = MessageMacs(KEY, "messages", 2)
     for step, sent in enumerate(SEEN):
         number = reader.next()
         kept, wrong = reader.checked(torch.stack(sent), number)
@@ -141,10 +141,10 @@ def test_honest_messages_are_taken_and_are_sixteen_bytes_longer() -> None:
 
 
 def test_a_message_is_for_the_rank_that_it_was_sent_to() -> None:
-    sender, receiver = Proofs(KEY, "messages", 1), Proofs(KEY, "messages", 0)
+    sender, receiver = MessageMacs(KEY, "messages", 1), MessageMacs(KEY, "messages", 0)
     lengths = [8, 8, 5, 0]
     content = torch.arange(sum(lengths), dtype=torch.uint8)
-    given, longer = sender.added_to_each(content, lengths, sender.next())
+    given, longer = sender.with_macs(content, lengths, sender.next())
     assert longer == [24, 24, 21, 16]
     to_0, to_1 = torch.split(given, longer)[:2]
     for to, part in ((0, to_0), (1, to_1)):

@@ -23,7 +23,7 @@ def sparse(rank: int, key: int) -> Proposed:
 def exchange(rank: int, size: int, way: str, key: bytes | None) -> tuple[list[Tensor], int]:
     group = Group()
     if key is not None:
-        group.prove(key)
+        group.authenticate(key)
     means = []
     for step in range(3):
         one_round = Round(group, step)
@@ -74,7 +74,7 @@ class Tapped(Group):
 
 def damaged_votes(rank: int, size: int) -> str:
     group = Group()
-    group.prove(KEY if rank else KEY[::-1])
+    group.authenticate(KEY if rank else KEY[::-1])
     try:
         group.gather_bytes(b"the same on all", action="agreeing")
     except PayloadCorrupt as error:
@@ -100,7 +100,7 @@ def train(rank: int, size: int, attacked: int) -> tuple[str, bool, int]:
     with tw.local_sgd(model, optimizer, config, digest_every=0) as sync:
         group = sync._averager.group
         assert group is not None
-        group.prove(KEY)
+        group.authenticate(KEY)
         group.__class__ = Tapped
         group.step = attacked  # type: ignore[attr-defined]
         averager = sync._averager

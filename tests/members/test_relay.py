@@ -30,7 +30,7 @@ from tests.api import (
     _Relay,
     certificate,
     enter_network,
-    hello_proof,
+    hello_mac,
     network,
     relay,
     relay_key,
@@ -170,7 +170,7 @@ def test_a_member_uploads_what_it_sends_once(ranks: Pool, token_file: str, size:
         assert sent[0] <= count_of_one < 1.005 * sent[0]
 
 
-def hold(port: int, token_file: str, flag: Path, kills: int, over: threading.Event) -> None:
+def hold_host(port: int, token_file: str, flag: Path, kills: int, over: threading.Event) -> None:
     """A host, which is killed and started again so many times once there is the flag."""
     options = ["--bind", f"127.0.0.1:{port}", "--token-file", token_file, "--relay"]
     for _ in range(kills):
@@ -196,7 +196,7 @@ def test_a_relay_that_is_killed_and_comes_back_costs_nothing(
     found = []
     for kills in (0, 3):
         flag, over = tmp_path / f"go{kills}", threading.Event()
-        host = threading.Thread(target=hold, args=(port, token_file, flag, kills, over))
+        host = threading.Thread(target=hold_host, args=(port, token_file, flag, kills, over))
         host.start()
         try:
             until(lambda: listens(port + 1), "the host")
@@ -262,7 +262,7 @@ def test_the_wrong_token_is_refused_by_the_relay_too(token_file: str) -> None:
         with pytest.raises(Mismatch, match="another token"):
             require_relay(place, TIMEOUT_S)
         client = RelayClient(place, "room", 0, 2)
-        assert not client.wait_for_everybody(PATIENCE_S)
+        assert not client.wait_for_all(PATIENCE_S)
         assert isinstance(client.refusal, Mismatch)
         client.close(PATIENCE_S)
         require_relay(place._replace(key=relay_key(TOKEN)), TIMEOUT_S)
@@ -415,9 +415,9 @@ def test_who_says_what_no_member_says_is_hung_up_on() -> None:
     with relaying(second, None, None):
         place = RelayEndpoint("127.0.0.1", second.getsockname()[1], b"")
         clients = [RelayClient(place, "room", rank, 2) for rank in range(2)]
-        assert all(client.wait_for_everybody(PATIENCE_S) for client in clients)
+        assert all(client.wait_for_all(PATIENCE_S) for client in clients)
         frame = HEAD.pack(FRAME_BYTES + 1, ALL, 0, Kind.DATA, 0, 0, 0)
-        fake = HEAD.pack(0, ALL, 0, Kind.GONE, 0, 0, 0)
+        fake = HEAD.pack(0, ALL, 0, Kind.DISCONNECTED, 0, 0, 0)
         for words in (b"GET / HTTP/1.1\r\n\r\n", None, frame, fake):
             with socket.create_connection(place[:2], timeout=PATIENCE_S) as stranger:
                 if words is not None and words[:3] == b"GET":
@@ -425,8 +425,8 @@ def test_who_says_what_no_member_says_is_hung_up_on() -> None:
                 else:
                     stranger.sendall(GREETING)
                     hello = b'{"room": "other", "rank": 0}'
-                    proof = hello_proof(b"", stranger.recv(NONCE_BYTES), hello)
-                    stranger.sendall(struct.pack("<H", len(hello)) + hello + proof)
+                    mac = hello_mac(b"", stranger.recv(NONCE_BYTES), hello)
+                    stranger.sendall(struct.pack("<H", len(hello)) + hello + mac)
                     assert stranger.recv(1) == b"+"
                     if words is None:  # one that goes by itself
                         continue
@@ -435,12 +435,12 @@ def test_who_says_what_no_member_says_is_hung_up_on() -> None:
                     pass
         clients[0].send(Kind.DATA, b"x" * 200_000)
         number = clients[1].claim(Kind.DATA, 0)
-        with clients[1].news:
-            arrived = clients[1].news.wait_for(
+        with clients[1].changed:
+            arrived = clients[1].changed.wait_for(
                 lambda: clients[1].arrived(Kind.DATA, {0: number}), PATIENCE_S
             )
         assert arrived
-        assert clients[1].take(Kind.DATA, {0: number}) == {0: b"x" * 200_000}
+        assert clients[1].pop(Kind.DATA, {0: number}) == {0: b"x" * 200_000}
         for client in clients:
             client.close(PATIENCE_S)
 
@@ -456,9 +456,9 @@ def test_who_takes_nothing_holds_up_whoever_sends_to_it() -> None:
         with socket.create_connection(place[:2], timeout=PATIENCE_S) as slow:
             slow.sendall(GREETING)
             hello = b'{"room": "room", "rank": 1}'
-            proof = hello_proof(b"", slow.recv(NONCE_BYTES), hello)
-            slow.sendall(struct.pack("<H", len(hello)) + hello + proof)
-            assert client.wait_for_everybody(PATIENCE_S)
+            mac = hello_mac(b"", slow.recv(NONCE_BYTES), hello)
+            slow.sendall(struct.pack("<H", len(hello)) + hello + mac)
+            assert client.wait_for_all(PATIENCE_S)
             before = resident_bytes()
             client.send(Kind.DATA, bytes(size))
             time.sleep(1.0)
@@ -481,7 +481,7 @@ def test_no_more_connections_are_let_in_than_there_may_be() -> None:
         ends.enter_context(pytest.MonkeyPatch.context()).setattr(relay, "MOST_CONNECTIONS", 3)
         for _ in range(3):
             ends.enter_context(socket.create_connection(place[:2], timeout=PATIENCE_S))
-        with pytest.raises(PeerLost, match="as many connections as it may have"):
+        with pytest.raises(PeerLost, match="has reached its limit of connections"):
             require_relay(place, PATIENCE_S)
 
 

@@ -1,7 +1,7 @@
 """Communication with other ranks; the only package that calls `torch.distributed`."""
 
 from thinwire.comm.ddp import BucketTap, tap_buckets
-from thinwire.comm.failures import state_told
+from thinwire.comm.failures import state_in_errors
 from thinwire.comm.group import Group, Pending, Regrouped, require_process_group, time_limit_s
 from thinwire.comm.handshake import (
     busy,
@@ -11,6 +11,7 @@ from thinwire.comm.handshake import (
     while_busy,
     wrong_call_site,
 )
+from thinwire.comm.macs import ALL_RANKS, wrong_mac_text
 from thinwire.comm.nodes import (
     Nodes,
     Replicas,
@@ -20,8 +21,7 @@ from thinwire.comm.nodes import (
     require_mesh,
     sources_of,
 )
-from thinwire.comm.private import is_alone, next_identity, place_in
-from thinwire.comm.proofs import ALL_RANKS, unproven
+from thinwire.comm.private import is_alone, next_identity, rank_and_size_in
 from thinwire.comm.waiting import long_waits_logged, one_deadline, own_deadlines, seconds_of
 
 __all__ = [
@@ -43,16 +43,16 @@ __all__ = [
     "node_size_of",
     "one_deadline",
     "own_deadlines",
-    "place_in",
+    "rank_and_size_in",
     "require_agreement",
     "require_mesh",
     "require_process_group",
     "seconds_of",
     "sources_of",
-    "state_told",
+    "state_in_errors",
     "tap_buckets",
     "time_limit_s",
-    "unproven",
     "while_busy",
     "wrong_call_site",
+    "wrong_mac_text",
 ]

@@ -8,7 +8,7 @@ from torch._C._distributed_c10d import Store
 
 from thinwire.comm.direct import Direct
 from thinwire.comm.failures import explain_failure
-from thinwire.comm.private import forget, hold
+from thinwire.comm.private import forget, keep_alive
 from thinwire.comm.relay import RelayEndpoint
 from thinwire.comm.relayed import Relayed
 from thinwire.errors import PeerLost, PeerStalled
@@ -80,7 +80,7 @@ class Channel:
         assert group is not None, "open"
         try:
             work = (group.send if sending else group.recv)([piece], self._other, 0)
-            hold(group, work, [piece])
+            keep_alive(group, work, [piece])
             work.wait(datetime.timedelta(seconds=self._timeout_s))
             forget(work)
         except RuntimeError as error:

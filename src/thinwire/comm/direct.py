@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from thinwire.comm.failures import explain_failure
 from thinwire.comm.private import made_within, released_at_exit
-from thinwire.comm.sockets import Connection, Place, connections, listeners, shut_down
+from thinwire.comm.sockets import Connection, Endpoint, connections, listeners, shut_down
 
 __all__ = ["Direct"]
 
@@ -33,8 +33,8 @@ class Direct:
         store: Store at which the ranks meet; a fresh prefix.
         rank: Rank of this process.
         size: Ranks, at least 2.
-        timeout_s: For the making, which is collective.
-        way: The address of this machine, on which the groups listen; of `Relayed` the relay.
+        timeout_s: Time-out of the construction, which is collective.
+        endpoint: Address of this machine, on which the groups listen; the relay for `Relayed`.
 
     Raises:
         PeerLost, PeerStalled: One of the ranks died, or did not come within the time-out.
@@ -43,13 +43,13 @@ class Direct:
     end a wait there; closing its connections does (`disconnect`).
     """
 
-    courier = None
-    """What tells who is alive; the store of the members does that here."""
+    heartbeats = None
+    """Heartbeat thread of `Private`; here members send heartbeats to the store themselves."""
     watched_here = True
     relayed = False
-    """Whether what is for all ranks is sent once, to a relay."""
+    """True if messages for all ranks are sent once, to a relay."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float, way: Any) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float, endpoint: Any) -> None:
         self.abandoned: str | None = None
         self.group: ProcessGroup | None
         self.control: ProcessGroup | None
@@ -58,36 +58,39 @@ class Direct:
         Python.
         """
         self._connections: list[Connection] = []
-        begun = time.monotonic()
+        began_s = time.monotonic()
         try:
             self.group, self.control = made_within(
-                timeout_s, lambda: self._made(store, rank, size, timeout_s, way)
+                timeout_s, lambda: self._connect(store, rank, size, timeout_s, endpoint)
             )
         except RuntimeError as error:
             self.disconnect()
-            within = f"{timeout_s:.3g} s ({time.monotonic() - begun:.1f} s taken)"
+            within = f"{timeout_s:.3g} s ({time.monotonic() - began_s:.1f} s taken)"
             action = "making a process group"
             raise explain_failure(
                 error, action=action, rank=rank, size=size, within=within
             ) from error
         released_at_exit(self)
 
-    def _made(
-        self, store: Store, rank: int, size: int, timeout_s: float, way: Any
+    def _connect(
+        self, store: Store, rank: int, size: int, timeout_s: float, endpoint: Any
     ) -> tuple[ProcessGroup, ProcessGroup]:
-        device, here = _device(way)
-        ahead = _Ahead(store, size)
-        ahead.set(f"place/{rank}", json.dumps(here))
-        before = {each.inode for each in connections()}
+        device, local = _device(endpoint)
+        prefetching = _PrefetchingStore(store, size)
+        prefetching.set(f"endpoint/{rank}", json.dumps(local))
+        before = {connection.inode for connection in connections()}
         made = [
-            _gloo(PrefixStore(kind, ahead), rank, size, timeout_s, device)
+            _gloo(PrefixStore(kind, prefetching), rank, size, timeout_s, device)
             for kind in ("data", "control")
         ]
-        there = {
-            tuple(json.loads(ahead.get(f"place/{other}"))) for other in range(size) if other != rank
-        }
-        self._store = ahead
-        self._connections = [each for each in between(here, there) if each.inode not in before]
+        others = [other for other in range(size) if other != rank]
+        remote = {tuple(json.loads(prefetching.get(f"endpoint/{other}"))) for other in others}
+        self._store = prefetching
+        self._connections = [
+            connection
+            for connection in connections_between(local, remote)
+            if connection.inode not in before
+        ]
         return made[0], made[1]
 
     @property
@@ -99,8 +102,8 @@ class Direct:
         """Close the connections, which ends every wait of this process and of the others at
         once.
         """
-        for each in self._connections:
-            shut_down(each)
+        for connection in self._connections:
+            shut_down(connection)
 
     def release(self) -> None:
         """Close the connections and drop the groups, which joins their threads. May be called
@@ -110,54 +113,58 @@ class Direct:
         self.group = self.control = None
 
 
-def between(here: Place, there: Set[Place]) -> list[Connection]:
-    """Return the connections that this process accepted at `here` or made to one of `there`.
+def connections_between(local: Endpoint, remote: Set[Endpoint]) -> list[Connection]:
+    """Return the connections that this process accepted at `local` or made to one of `remote`.
 
     The port alone is ambiguous: this process may use the same port on another machine.
     """
-    return [each for each in connections() if each.here == here or each.there in there]
+    return [
+        connection
+        for connection in connections()
+        if connection.local == local or connection.remote in remote
+    ]
 
 
-class _Ahead(Store):
+class _PrefetchingStore(Store):
     """Store that fetches the addresses of all ranks at once; gloo asks for one after another."""
 
     def __init__(self, store: Store, size: int) -> None:
         super().__init__()
         self._store: Any = store  # torch's stubs know values of text only
         self._size = size
-        self._there: dict[str, bytes] = {}
+        self._cached: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
         self._store.set(key, value)
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         for key in keys:
-            if key not in self._there:
-                place = key.rpartition("/")[0]
-                of_all = [f"{place}/{rank}" for rank in range(self._size)]
+            if key not in self._cached:
+                prefix = key.rpartition("/")[0]
+                of_all = [f"{prefix}/{rank}" for rank in range(self._size)]
                 if timeout is not None:
                     self._store.wait(of_all, timeout)
-                self._there |= zip(of_all, self._store.multi_get(of_all), strict=True)
+                self._cached |= zip(of_all, self._store.multi_get(of_all), strict=True)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._there[key]
+        return self._cached[key]
 
     def has_extended_api(self) -> bool:
         return False
 
 
-def _device(address: str) -> tuple[Any, Place]:
+def _device(address: str) -> tuple[Any, Endpoint]:
     kind: Any = ProcessGroupGloo  # torch has it, its stub not
     with _listening:  # the new one is recognised by what was there before
         for _ in range(_DEVICES_TRIED):
             before = listeners()
             device = kind.create_device(hostname=address, lazy_init=False)
-            places = {place for one, place in listeners().items() if one not in before}
-            if len(places) == 1:  # else threads that are not ours have begun to listen meanwhile
-                return device, places.pop()
-    told = "times in a row another thread of this process began to listen while this one did"
-    raise RuntimeError(f"{_DEVICES_TRIED} {told}")
+            new = {endpoint for inode, endpoint in listeners().items() if inode not in before}
+            if len(new) == 1:  # else other threads have begun to listen meanwhile
+                return device, new.pop()
+    text = "times in a row, another thread of this process began to listen at the same time"
+    raise RuntimeError(f"{_DEVICES_TRIED} {text}")
 
 
 def _gloo(store: Store, rank: int, size: int, timeout_s: float, device: Any) -> ProcessGroup:

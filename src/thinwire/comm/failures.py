@@ -18,15 +18,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from thinwire.comm.sockets import Connection, connections, shut_down
-from thinwire.comm.waiting import idle_s, whereabouts
+from thinwire.comm.waiting import activity, idle_s
 from thinwire.errors import PeerLost, PeerStalled, ThinwireError
 
 __all__ = [
-    "Courier",
-    "Sighting",
+    "Heartbeat",
+    "HeartbeatThread",
     "explain_failure",
     "state_after_failure",
-    "state_told",
+    "state_in_errors",
     "stop_all",
 ]
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-_KEY = "thinwire/alive"
+_KEY_PREFIX = "thinwire/alive"
 _SHORTEST_S, _LONGEST_S = 0.5, 5.0
-_PROMPT_S = 0.2
+_QUICK_S = 0.2
 """Time limit for a quick answer, beside the slack in `ask`: enough for a responsive store on a
 loaded machine.
 """
@@ -44,7 +44,7 @@ _connecting = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class Heartbeat:
     """Last heartbeat of a rank.
 
     Attributes:
@@ -71,12 +71,12 @@ class Sighting:
         return self.age_s > max(3 * self.interval_s, 2.0)
 
     @property
-    def is_there(self) -> bool:
+    def takes_part(self) -> bool:
         """True if its exchange has failed too, or it waits in one."""
         return bool(self.failed) or (self.waiting and not self.silent)
 
 
-class Courier:
+class HeartbeatThread:
     """Heartbeat thread: reports this rank to the store of a group.
 
     A store client blocks until the store's host answers, and that host may be stopped or cut off.
@@ -87,24 +87,24 @@ class Courier:
 
     def __init__(self, store: "Store", rank: int, size: int, timeout_s: float) -> None:
         self._rank, self._size = rank, size
-        self._begun = time.monotonic()
+        self._began_s = time.monotonic()
         self.interval_s = min(max(timeout_s / 10, _SHORTEST_S), _LONGEST_S)
         self._failed = ""
-        self._wanted: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._host = _host_of(store)
-        self._others: set[Connection] = set()
-        self._mine: set[Connection] | None = None
-        self._over = threading.Event()
+        self._other_connections: set[Connection] = set()
+        self._own_connections: set[Connection] | None = None
+        self._stopped = threading.Event()
         self._thread = threading.Thread(
             target=self._run, args=(store,), name="thinwire-alive", daemon=True
         )
-        _couriers.append(self)
+        _heartbeat_threads.append(self)
         self._thread.start()
 
-    def ask(self, failed: str, patience_s: float) -> Sequence[Sighting | None] | None:
+    def ask(self, failed: str, wait_s: float) -> Sequence[Heartbeat | None] | None:
         """Report a failure here ("stalled", "lost" or "") and return the heartbeats of all ranks.
 
-        Takes at most half a second more than `patience_s`, the time to wait for ranks that have not
+        Takes at most half a second more than `wait_s`, the time to wait for ranks that have not
         reported a failure too.
 
         Returns:
@@ -112,14 +112,14 @@ class Courier:
         """
         if not self._thread.is_alive():
             return None
-        question = _Question(failed, time.monotonic() + patience_s)
-        self._wanted.put(question)
-        question.answered.wait(patience_s + 0.4)
+        question = _Question(failed, time.monotonic() + wait_s)
+        self._questions.put(question)
+        question.answered.wait(wait_s + 0.4)
         if not question.answered.is_set():
             self.stop()
         return question.answer
 
-    def more_s(self, timeout_s: float) -> float:
+    def extension_s(self, timeout_s: float) -> float:
         """Return how long this rank may still wait for busy ranks: until `timeout_s` after the last
         of them was known to be busy.
 
@@ -128,29 +128,30 @@ class Courier:
         Returns:
             Seconds from now; 0 or less if a rank is missing that is not busy, or none is missing.
         """
-        seen = self.ask("", _PROMPT_S)
-        if seen is None or seen[self._rank] is None:
+        latest = self.ask("", _QUICK_S)
+        if latest is None or latest[self._rank] is None:
             return 0.0
         missing = [
-            sighting
-            for rank, sighting in enumerate(seen)
-            if rank != self._rank and (sighting is None or not sighting.waiting or sighting.silent)
+            heartbeat
+            for rank, heartbeat in enumerate(latest)
+            if rank != self._rank
+            and (heartbeat is None or not heartbeat.waiting or heartbeat.silent)
         ]
         idle = [math.inf if s is None or s.idle_s is None else s.idle_s for s in missing]
         return timeout_s - max(idle, default=math.inf)
 
     def stop(self) -> None:
         """Stop the thread within a second; may be called more than once."""
-        self._over.set()
-        self._wanted.put(None)
+        self._stopped.set()
+        self._questions.put(None)
         if threading.current_thread() is self._thread:  # garbage collection may call it here
             return
         self._thread.join(0.2)
         if self._thread.is_alive():
-            self._hang_up()
+            self._disconnect()
             self._thread.join(0.8)
         with contextlib.suppress(ValueError):
-            _couriers.remove(self)
+            _heartbeat_threads.remove(self)
 
     def _run(self, store: "Store") -> None:
         # Errors of the store are ignored: heartbeats only make an error message clearer.
@@ -158,78 +159,82 @@ class Courier:
         # only one thread at a time may connect.
         with contextlib.suppress(RuntimeError, ValueError):
             with _connecting:
-                self._others = _connections_to(self._host)
+                self._other_connections = _connections_to(self._host)
                 # missing in torch's stubs
                 own: Store = store.clone()  # type: ignore[attr-defined]
-                self._mine = _connections_to(self._host) - self._others
+                self._own_connections = _connections_to(self._host) - self._other_connections
             del store
             own.set_timeout(timedelta(seconds=_LONGEST_S))
-            while not self._over.is_set():
-                own.set(f"{_KEY}/{self._rank}", self._sign())
+            while not self._stopped.is_set():
+                own.set(f"{_KEY_PREFIX}/{self._rank}", self._own_heartbeat())
                 with contextlib.suppress(queue.Empty):
-                    question = self._wanted.get(timeout=self.interval_s)
+                    question = self._questions.get(timeout=self.interval_s)
                     if question is not None:
                         self._failed = question.failed
-                        own.set(f"{_KEY}/{self._rank}", self._sign())
+                        own.set(f"{_KEY_PREFIX}/{self._rank}", self._own_heartbeat())
                         self._answer(own, question)
 
-    def _sign(self) -> str:
-        action, waiting, since = whereabouts()
+    def _own_heartbeat(self) -> str:
+        action, waiting, since = activity()
         now = time.monotonic()
-        sign = {
-            "at": now - self._begun,
-            "what": action,
+        fields = {
+            "at": now - self._began_s,
+            "action": action,
             "waiting": waiting,
             "for": now - since,
             "failed": self._failed,
             "idle": idle_s(),
         }
-        return json.dumps(sign)
+        return json.dumps(fields)
 
     def _answer(self, store: "Store", question: "_Question") -> None:
         while True:
-            seen = self._seen(store)
-            told = not question.failed or all(s is not None and s.failed for s in seen)
-            if told or time.monotonic() >= question.until:
-                question.answer = seen
+            latest = self._read_all(store)
+            complete = not question.failed or all(h is not None and h.failed for h in latest)
+            if complete or time.monotonic() >= question.until_s:
+                question.answer = latest
                 question.answered.set()
                 return
             time.sleep(0.02)
 
-    def _seen(self, store: "Store") -> list[Sighting | None]:
-        keys = [f"{_KEY}/{rank}" for rank in range(self._size)]
+    def _read_all(self, store: "Store") -> list[Heartbeat | None]:
+        keys = [f"{_KEY_PREFIX}/{rank}" for rank in range(self._size)]
         if store.check(keys):
-            return [self._sighting(answer) for answer in store.multi_get(keys)]
-        return [self._sighting(store.get(key)) if store.check([key]) else None for key in keys]
+            return [self._parse_heartbeat(answer) for answer in store.multi_get(keys)]
+        return [
+            self._parse_heartbeat(store.get(key)) if store.check([key]) else None for key in keys
+        ]
 
-    def _sighting(self, answer: bytes) -> Sighting:
-        sign: dict[str, Any] = json.loads(answer)
-        age_s = max(time.monotonic() - self._begun - sign["at"], 0.0)
-        idle_s = None if sign["idle"] is None else sign["idle"] + age_s
-        said = sign["what"], sign["waiting"], sign["for"], sign["failed"]
-        return Sighting(age_s, self.interval_s, *said, idle_s)
+    def _parse_heartbeat(self, answer: bytes) -> Heartbeat:
+        fields: dict[str, Any] = json.loads(answer)
+        age_s = max(time.monotonic() - self._began_s - fields["at"], 0.0)
+        idle_s = None if fields["idle"] is None else fields["idle"] + age_s
+        state = fields["action"], fields["waiting"], fields["for"], fields["failed"]
+        return Heartbeat(age_s, self.interval_s, *state, idle_s)
 
-    def _hang_up(self) -> None:
-        """Close the connection, to end a call that waits for it or for an answer."""
-        mine = self._mine if self._mine is not None else _connections_to(self._host) - self._others
-        for each in mine:
-            shut_down(each)
+    def _disconnect(self) -> None:
+        """Close the connection, which ends a call that waits for it or for an answer."""
+        own = self._own_connections
+        if own is None:  # the thread is connecting
+            own = _connections_to(self._host) - self._other_connections
+        for connection in own:
+            shut_down(connection)
 
 
 class _Question:
-    def __init__(self, failed: str, until: float) -> None:
-        self.failed, self.until = failed, until
+    def __init__(self, failed: str, until_s: float) -> None:
+        self.failed, self.until_s = failed, until_s
         self.answered = threading.Event()
-        self.answer: list[Sighting | None] | None = None
+        self.answer: list[Heartbeat | None] | None = None
 
 
-_couriers: list[Courier] = []
+_heartbeat_threads: list[HeartbeatThread] = []
 
 
 def stop_all() -> None:
     """Stop all heartbeat threads; at exit, before anything that they use is freed."""
-    for courier in list(_couriers):
-        courier.stop()
+    for heartbeats in list(_heartbeat_threads):
+        heartbeats.stop()
 
 
 def _host_of(store: "Store") -> int | None:
@@ -240,14 +245,13 @@ def _host_of(store: "Store") -> int | None:
 
 
 def _connections_to(port: int | None) -> set[Connection]:
-    return {each for each in connections() if each.there[1] == port}
+    return {connection for connection in connections() if connection.remote[1] == port}
 
 
-_PATIENCE_S = 0.5
+_REPORT_WAIT_S = 0.5
 """Wait for the reports of living ranks: their exchange fails within milliseconds of this one's."""
 _AT_WORK = (
-    "Where a rank works that long on purpose, let it say so, with thinwire.busy, or give more "
-    "timeout=."
+    "If a rank works that long on purpose, wrap its work in thinwire.busy, or raise timeout=."
 )
 _STALLED = re.compile(r"timed? ?out|timeout|watchdog", re.IGNORECASE)
 _LOST = re.compile(
@@ -257,15 +261,15 @@ _LOST = re.compile(
 )
 
 
-class _Told(threading.local):
+class _StateText(threading.local):
     state = "Nothing of this exchange was applied"
 
 
-_told = _Told()
+_state_text = _StateText()
 
 
 @contextmanager
-def state_told(state: str) -> Iterator[None]:
+def state_in_errors(state: str) -> Iterator[None]:
     """Let errors of exchanges inside the block describe this rank's state, if it has changed before
     them.
 
@@ -277,16 +281,16 @@ def state_told(state: str) -> Iterator[None]:
     Args:
         state: A sentence without its full stop.
     """
-    before, _told.state = _told.state, state
+    before, _state_text.state = _state_text.state, state
     try:
         yield
     finally:
-        _told.state = before
+        _state_text.state = before
 
 
 def state_after_failure() -> str:
     """Return the state after an exchange that fails now, as a sentence without its full stop."""
-    return _told.state
+    return _state_text.state
 
 
 def explain_failure(
@@ -296,7 +300,7 @@ def explain_failure(
     rank: int,
     size: int,
     within: str,
-    courier: Courier | None = None,
+    heartbeats: HeartbeatThread | None = None,
 ) -> ThinwireError:
     """Return the error to raise on this rank for a failed collective; keep `error` as its cause.
     Takes at most 1 s.
@@ -307,7 +311,7 @@ def explain_failure(
         rank: This rank, of `size`.
         size: Number of ranks in the group.
         within: Longest wait of this rank, with the unit.
-        courier: Heartbeat thread through which living ranks report.
+        heartbeats: Heartbeat thread through which living ranks report.
 
     Returns:
         `PeerStalled` for a time-out, here or on the rank that hung up; `PeerLost` for a closed
@@ -318,19 +322,21 @@ def explain_failure(
     where = f"rank {rank} of {size}, {action}"
     if not (stalled or lost):
         return ThinwireError(f"{where} failed: {text}")
-    seen = None if courier is None else courier.ask("stalled" if stalled else "lost", _PATIENCE_S)
-    others = None if seen is None else {r: s for r, s in enumerate(seen) if r != rank}
+    latest = None
+    if heartbeats is not None:
+        latest = heartbeats.ask("stalled" if stalled else "lost", _REPORT_WAIT_S)
+    others = None if latest is None else {r: h for r, h in enumerate(latest) if r != rank}
+    # a rank that stalled closes its connections, which the others see as a lost rank
     if stalled or (
-        others and any(s is not None and s.failed == "stalled" for s in others.values())
+        others and any(h is not None and h.failed == "stalled" for h in others.values())
     ):
-        return PeerStalled(
-            f"{where}: {_who_stalled(others, within, action, known=courier is not None)} ({text})"
-        )
-    return PeerLost(f"{where}: {_who_left(others)}; restart from the last checkpoint. ({text})")
+        cause = _stalled_text(others, within, action, known=heartbeats is not None)
+        return PeerStalled(f"{where}: {cause} ({text})")
+    return PeerLost(f"{where}: {_lost_text(others)}; restart from the last checkpoint. ({text})")
 
 
-def _who_stalled(
-    others: dict[int, Sighting | None] | None, within: str, action: str, *, known: bool
+def _stalled_text(
+    others: dict[int, Heartbeat | None] | None, within: str, action: str, *, known: bool
 ) -> str:
     end = f"{state_after_failure()}."
     if others is None:
@@ -339,47 +345,46 @@ def _who_stalled(
             "this rank, is stopped or cut off. "
         )
         return f"another rank did not take part within {within}. {why if known else ''}{end}"
-    away = {r: s for r, s in others.items() if s is None or not s.is_there}
-    if away:
-        told = "; ".join(f"rank {rank} {_place_of(sighting)}" for rank, sighting in away.items())
-        at_work = any(s is not None and not (s.silent or s.waiting) for s in away.values())
+    absent = {r: h for r, h in others.items() if h is None or not h.takes_part}
+    if absent:
+        described = "; ".join(f"rank {r} {_activity_text(h)}" for r, h in absent.items())
+        at_work = any(h is not None and not (h.silent or h.waiting) for h in absent.values())
         advice = f"{_AT_WORK} " if at_work else ""
-        names = ", ".join(map(str, away))
-        return f"rank {names} did not take part within {within}: {told}. {advice}{end}"
-    elsewhere = {r: s for r, s in others.items() if s is not None and s.action != action}
-    told = "; ".join(
-        f"rank {rank} {_place_of(sighting)}" for rank, sighting in (elsewhere or others).items()
-    )
+        names = ", ".join(map(str, absent))
+        return f"rank {names} did not take part within {within}: {described}. {advice}{end}"
+    other_calls = {r: h for r, h in others.items() if h is not None and h.action != action}
+    shown = other_calls or others
+    described = "; ".join(f"rank {r} {_activity_text(h)}" for r, h in shown.items())
     return (
-        f"no exchange came about within {within}, though all ranks are alive: {told}. The network "
-        f"between them is cut, or they do not make the same calls. {end}"
+        f"the exchange did not complete within {within}, though all ranks are alive: {described}. "
+        f"The network between them is down, or they make different calls. {end}"
     )
 
 
-def _who_left(others: dict[int, Sighting | None] | None) -> str:
+def _lost_text(others: dict[int, Heartbeat | None] | None) -> str:
     state = state_after_failure()
-    left = f"closed its connection, it died or left after an error of its own. {state}"
+    left = f"closed its connection: it died, or left after an error of its own. {state}"
     if others is None:
         return f"another rank {left}"
-    silent = [rank for rank, sighting in others.items() if sighting is None or not sighting.failed]
-    if not silent:
-        return f"a connection was closed, though all ranks are alive: the network cut it. {state}"
-    names = ", ".join(map(str, silent))
-    return f"{f'rank {names}' if len(silent) == 1 else f'one of the ranks {names}'} {left}"
+    suspects = [r for r, h in others.items() if h is None or not h.failed]
+    if not suspects:
+        return f"the network closed a connection, though all ranks are alive. {state}"
+    names = ", ".join(map(str, suspects))
+    return f"{f'rank {names}' if len(suspects) == 1 else f'one of the ranks {names}'} {left}"
 
 
-def _place_of(sighting: Sighting | None) -> str:
-    if sighting is None:
-        return "has never been heard of"
-    if not sighting.action:
+def _activity_text(heartbeat: Heartbeat | None) -> str:
+    if heartbeat is None:
+        return "has never sent a heartbeat"
+    if not heartbeat.action:
         where = "before its first exchange"
-    elif sighting.waiting:
-        where = f"waiting {sighting.since_s:.0f} s for others in {sighting.action!r}"
+    elif heartbeat.waiting:
+        where = f"waiting {heartbeat.since_s:.0f} s for others in {heartbeat.action!r}"
     else:
-        where = f"at work of its own for {sighting.since_s:.0f} s after {sighting.action!r}"
-    if sighting.silent:
+        where = f"busy with other work for {heartbeat.since_s:.0f} s after {heartbeat.action!r}"
+    if heartbeat.silent:
         return (
-            f"has not been heard of for {sighting.age_s:.0f} s, it is stopped, cut off or gone (it "
-            f"was {where})"
+            f"has sent no heartbeat for {heartbeat.age_s:.0f} s: it is stopped, cut off or dead "
+            f"(it was {where})"
         )
-    return f"was alive {sighting.age_s:.1f} s ago, {where}"
+    return f"was alive {heartbeat.age_s:.1f} s ago, {where}"

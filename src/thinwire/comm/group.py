@@ -20,14 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm.failures import explain_failure, state_after_failure
-from thinwire.comm.private import Private, forget, hold, is_alone, private_group, timeout_s_of
-from thinwire.comm.proofs import Proofs, unproven
+from thinwire.comm.macs import MessageMacs, wrong_mac_text
+from thinwire.comm.private import Private, forget, is_alone, keep_alive, private_group, timeout_s_of
 from thinwire.comm.waiting import (
-    here,
     left_s,
     one_deadline,
     progressed,
     seconds_of,
+    set_activity,
     waited,
     whole_s,
 )
@@ -49,7 +49,7 @@ __all__ = [
 
 _SLICE_S = 1.0
 """Interval at which a wait checks the clock and lets signals in."""
-_NEWS_S = 10.0
+_LOG_EVERY_S = 10.0
 _ALONE_S = 1800.0
 _LONGEST_BYTES = 64 << 20
 _log = logging.getLogger("thinwire")
@@ -138,10 +138,10 @@ class Group:
     """Ranks that hold the same part of a model as this rank, on a group of all ranks."""
     parts: Sequence[int] = ()
     """Index of each rank's part, a shard or a stage; empty if every rank holds the whole model."""
-    proofs: Proofs | None = None
-    """MACs for messages that callers of `all_gather` and `all_to_all` exchange; see `prove`."""
-    _agreement_proofs: Proofs | None = None
-    _asks_ahead_s = 0.0
+    macs: MessageMacs | None = None
+    """MACs for the messages that callers exchange; see `authenticate`."""
+    _agreement_macs: MessageMacs | None = None
+    _ask_before_s = 0.0
     """Time before a time-out at which it asks whether missing ranks are busy."""
     _shared: Private | None
 
@@ -195,17 +195,17 @@ class Group:
         self._rate = Rate()
         self._shared = None
 
-    def prove(self, key: bytes) -> None:
-        """Add a MAC made with `key` to every further agreement, and offer `proofs` to callers that
+    def authenticate(self, key: bytes) -> None:
+        """Add a MAC made with `key` to every further agreement, and offer `macs` to callers that
         exchange messages.
 
         Args:
-            key: Key of these ranks and this group only; see `Proofs`.
+            key: Key of these ranks and this group only; see `MessageMacs`.
 
         Communication: none; all ranks call it at the same point. 16 bytes more in each agreement.
         """
-        self.proofs = Proofs(key, "messages", self.rank)
-        self._agreement_proofs = Proofs(key, "agreements", self.rank)
+        self.macs = MessageMacs(key, "messages", self.rank)
+        self._agreement_macs = MessageMacs(key, "agreements", self.rank)
 
     def one_deadline(self) -> AbstractContextManager[None]:
         """Apply `waiting.one_deadline` with this group's time-out."""
@@ -255,8 +255,8 @@ class Group:
             )
         if shared.abandoned is not None:
             raise ThinwireError(
-                "an exchange was left half-way, so ranks are at different places "
-                f"({shared.abandoned}): start again from the last checkpoint"
+                f"an earlier exchange was aborted, so ranks are out of step ({shared.abandoned}): "
+                "restart from the last checkpoint"
             )
         return shared.group
 
@@ -350,9 +350,9 @@ class Group:
             other.
         """
         given, taken = lengths[self.rank], [row[self.rank] for row in lengths]
-        mine = given[self.rank]
-        self.bytes_sent += parts.numel() - mine
-        self.bytes_received += sum(taken) - mine
+        own = given[self.rank]
+        self.bytes_sent += parts.numel() - own
+        self.bytes_received += sum(taken) - own
         if self.size == 1:
             return Pending(lambda: parts)
         device = parts.device
@@ -363,7 +363,7 @@ class Group:
         pieces = [parts]
         if len(rounds) > 1:
             strings = torch.split(parts, list(given))
-            pieces = [torch.cat([each[at : at + width] for each in strings]) for at in begins]
+            pieces = [torch.cat([string[at : at + width] for string in strings]) for at in begins]
         outs = [parts.new_empty(sum(came)) for _, came in rounds]
         launches = [
             partial(dist.all_to_all_single, out, piece, came, gone)
@@ -374,11 +374,11 @@ class Group:
             if len(outs) == 1:
                 return outs[0].to(device)
             split = [torch.split(out, came) for out, (_, came) in zip(outs, rounds, strict=True)]
-            strings = [piece for each in zip(*split, strict=True) for piece in each]
+            strings = [piece for source in zip(*split, strict=True) for piece in source]
             return torch.cat(strings).to(device)
 
         return self._launched(
-            launches, joined, action, [*outs, *pieces], wire_bytes=parts.numel() - mine
+            launches, joined, action, [*outs, *pieces], wire_bytes=parts.numel() - own
         )
 
     def _carrier(self, device: torch.device) -> torch.device:
@@ -448,43 +448,43 @@ class Group:
     def _gathered(
         self, payload: bytes, common: bytes, parts: Sequence[int], action: str
     ) -> list[bytes | None]:
-        mine = _head(payload, common)
-        heads = self.gather_now(mine, action)
-        if all(head == mine for head in heads):
+        own = _head(payload, common)
+        heads = self.gather_now(own, action)
+        if all(head == own for head in heads):
             return [payload] * self.size
-        told = [_HEAD.unpack(head) for head in heads]
-        each_alike = len(set(zip(parts, told, strict=False))) == len(set(parts))
-        if parts and each_alike and len({agreed for *_, agreed in told}) == 1:
+        fields = [_HEAD.unpack(head) for head in heads]
+        equal_within_parts = len(set(zip(parts, fields, strict=False))) == len(set(parts))
+        if parts and equal_within_parts and len({agreed for *_, agreed in fields}) == 1:
             return [payload if part == parts[self.rank] else None for part in parts]
-        lengths = [length for length, *_ in told]
+        lengths = [length for length, *_ in fields]
         bound = _LONGEST_BYTES + 16 * min(lengths)
         for rank, length in enumerate(lengths):
             if length > bound:
                 raise PayloadCorrupt(
-                    f"{action}: rank {rank} claims to send {length} bytes, and at most {bound} can "
-                    f"be right beside {min(lengths)} bytes of another rank: its message is "
-                    f"damaged. {state_after_failure()}"
+                    f"{action}: rank {rank} announces {length} bytes, more than the limit {bound} "
+                    f"(another rank announces {min(lengths)}): its message is damaged. "
+                    f"{state_after_failure()}"
                 )
         rows = self.gather_now(payload.ljust(max(lengths), b"\0"), action)
         answers = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-        for rank, (answer, (_, digest, _)) in enumerate(zip(answers, told, strict=True)):
+        for rank, (answer, (_, digest, _)) in enumerate(zip(answers, fields, strict=True)):
             if _digest(answer) != digest:
-                damage = f"what came from rank {rank} was damaged on its way"
+                damage = f"the message from rank {rank} was damaged in transit"
                 raise PayloadCorrupt(f"{action}: {damage}. {state_after_failure()}")
         return list(answers)
 
     def gather_now(self, payload: bytes, action: str) -> list[bytes]:
         """Gather strings of equal length on all ranks, in one round."""
         message = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        proofs = self._agreement_proofs
-        number = 0 if proofs is None else proofs.next()
-        if proofs is not None:
-            message = proofs.added(message, number)
+        macs = self._agreement_macs
+        number = 0 if macs is None else macs.next()
+        if macs is not None:
+            message = macs.with_mac(message, number)
         rows = self._gather(message.to(self.device), action, control=True).wait().cpu()
-        if proofs is not None:
-            rows, wrong = proofs.checked(rows, number)
+        if macs is not None:
+            rows, wrong = macs.verified(rows, number)
             if wrong:
-                raise PayloadCorrupt(f"{unproven(action, wrong[0])}. {state_after_failure()}")
+                raise PayloadCorrupt(f"{wrong_mac_text(action, wrong[0])}. {state_after_failure()}")
         return [row.numpy().tobytes() for row in rows]
 
     def _launched(
@@ -509,11 +509,11 @@ class Group:
                 work = launch(group=group, async_op=True)
             except RuntimeError as error:
                 raise self._explained(error, action, self.timeout_s) from error
-            hold(group, work, held)
+            keep_alive(group, work, held)
             works.append(work)
 
         def finish() -> Tensor:
-            here(action, waiting=True)
+            set_activity(action, waiting=True)
             begin_s = time.perf_counter()
             try:
                 self._wait_for_all(works, action, sum(tensor.nbytes for tensor in held))
@@ -521,23 +521,23 @@ class Group:
                 self._rate.ended(nbytes, launched_s, begin_s, time.perf_counter())
             finally:
                 self.wait_s += time.perf_counter() - begin_s
-                here(action, waiting=False)
+                set_activity(action, waiting=False)
             return result()
 
         return Pending(finish)
 
     def _wait_for_all(self, works: Sequence[dist.Work], action: str, nbytes: int) -> None:
-        begun = told = time.monotonic()
+        began_s = logged_s = time.monotonic()
         for done, work in enumerate(works):
             self._wait_for(work, action)
             if len(works) == 1:
                 return
             progressed()
             now = time.monotonic()
-            if now - told >= _NEWS_S:
-                told, share = now, (done + 1) / len(works)
-                left = (now - begun) * (1 - share) / share
-                rate = nbytes * share / (now - begun) / 1e6
+            if now - logged_s >= _LOG_EVERY_S:
+                logged_s, share = now, (done + 1) / len(works)
+                left = (now - began_s) * (1 - share) / share
+                rate = nbytes * share / (now - began_s) / 1e6
                 _log.info(
                     "%s: %.0f %% done, %.2f MB/s, about %.0f s left",
                     action,
@@ -550,13 +550,13 @@ class Group:
         assert self._shared is not None, "something was launched"
         # wait in slices; shortly before the limit ask whether the missing ranks are busy: if so,
         # the limit moves (`longer`), else it stands (`denied`) and the wait runs out
-        limit_s, begun, ended = left_s(self.timeout_s), time.monotonic(), False
+        limit_s, began_s, ended = left_s(self.timeout_s), time.monotonic(), False
         longer = denied = False
         while True:
-            until_s = limit_s if denied else limit_s - self._asks_ahead_s
+            until_s = limit_s if denied else limit_s - self._ask_before_s
             try:
                 if self._shared.watched_here:
-                    left = until_s - (time.monotonic() - begun)
+                    left = until_s - (time.monotonic() - began_s)
                     work.wait(datetime.timedelta(seconds=max(min(left, _SLICE_S), 0.001)))
                 else:
                     work.wait()
@@ -564,7 +564,7 @@ class Group:
                 if longer:
                     progressed()
                 else:
-                    waited(time.monotonic() - begun)
+                    waited(time.monotonic() - began_s)
                 return
             except RuntimeError as error:
                 if work.is_completed():
@@ -572,22 +572,22 @@ class Group:
                     if not ended:  # it may have succeeded since: wait again, to see its outcome
                         ended = True
                         continue
-                elif time.monotonic() - begun < until_s:
+                elif time.monotonic() - began_s < until_s:
                     continue
                 elif not denied:
-                    more_s = self._more_s()
-                    waited_s = time.monotonic() - begun
-                    if more_s > 0:
-                        longer, limit_s = True, max(limit_s, waited_s + more_s)
+                    extension_s = self._extension_s()
+                    waited_s = time.monotonic() - began_s
+                    if extension_s > 0:
+                        longer, limit_s = True, max(limit_s, waited_s + extension_s)
                         continue
                     denied = True
                     if waited_s < limit_s:
                         continue
                 raise self._explained(error, action, limit_s) from error
 
-    def _more_s(self) -> float:
-        courier = None if self._shared is None else self._shared.courier
-        return 0.0 if courier is None else courier.more_s(whole_s(self.timeout_s))
+    def _extension_s(self) -> float:
+        heartbeats = None if self._shared is None else self._shared.heartbeats
+        return 0.0 if heartbeats is None else heartbeats.extension_s(whole_s(self.timeout_s))
 
     def _explained(self, error: RuntimeError, action: str, limit_s: float) -> ThinwireError:
         if isinstance(error, ThinwireError):
@@ -599,10 +599,12 @@ class Group:
             within += " after a rank was last known to be busy"
         elif limit_s < 0.99 * whole:
             within = f"the {limit_s:.1f} s that were left of {within} for the whole call"
-        courier, place = self._shared.courier, {"rank": self.rank, "size": self.size}
-        told = explain_failure(error, action=action, within=within, courier=courier, **place)
-        self.abandon(str(told))
-        return told
+        heartbeats, ranks = self._shared.heartbeats, {"rank": self.rank, "size": self.size}
+        explained = explain_failure(
+            error, action=action, within=within, heartbeats=heartbeats, **ranks
+        )
+        self.abandon(str(explained))
+        return explained
 
 
 def _head(payload: bytes, common: bytes) -> bytes:
@@ -634,7 +636,7 @@ _of_threads: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
 
 def used_by_a_thread(private: Private) -> None:
     """Leave these groups out of `collective_calls`, since another thread uses them."""
-    _of_threads.update(each for each in (private.group, private.control) if each is not None)
+    _of_threads.update(group for group in (private.group, private.control) if group is not None)
 
 
 def collective_calls() -> int:
@@ -741,4 +743,4 @@ def rows_of(
 
 def _cut(lengths: Sequence[int], begins: Sequence[int], width: int) -> list[list[int]]:
     """Return, round by round, how much of each string is sent."""
-    return [[min(max(each - at, 0), width) for each in lengths] for at in begins]
+    return [[min(max(length - at, 0), width) for length in lengths] for at in begins]

@@ -27,7 +27,7 @@ __all__ = [
 
 _SAME_SCRIPT = "All ranks must run the same script with the same settings"
 _CALL, _VERSIONS = "call", "versions"
-_told: set[str] = set()
+_warned: set[str] = set()
 """Warnings that this process has given."""
 
 
@@ -59,8 +59,8 @@ def require_agreement(
 
     Communication: `Group.gather_bytes`, 24 bytes a rank when all agree.
     """
-    told = {_CALL: action, **facts} | ({_VERSIONS: dict(versions)} if versions else {})
-    answers = group.gather_bytes(json.dumps(told).encode(), action=action)
+    own_facts = {_CALL: action, **facts} | ({_VERSIONS: dict(versions)} if versions else {})
+    answers = group.gather_bytes(json.dumps(own_facts).encode(), action=action)
     rows = [mapping_of(answer) for answer in answers]
     for rank, row in enumerate(rows):
         if row.pop(_CALL, None) != action:
@@ -68,18 +68,20 @@ def require_agreement(
     builds = [row.pop(_VERSIONS, None) for row in rows]
     if None not in builds:  # else a rank makes another comparison, which is reported below
         _warn_of_versions(builds)
-    first, *others = ({at: repr(leaf) for at, leaf in leaves("", row)} for row in rows)
+    first, *others = ({path: repr(leaf) for path, leaf in leaves("", row)} for row in rows)
     for rank, other in enumerate(others, start=1):
-        pairs = {at: (first.get(at, "nothing"), other.get(at, "nothing")) for at in first | other}
-        differ = {where: both for where, both in pairs.items() if both[0] != both[1]}
+        pairs = {
+            path: (first.get(path, "nothing"), other.get(path, "nothing")) for path in first | other
+        }
+        differ = {path: both for path, both in pairs.items() if both[0] != both[1]}
         # if one rank has an empty mapping or list, show the entries of the other one
-        clear = [where for where, both in differ.items() if not {"{}", "[]"} & {*both}]
+        clear = [path for path, both in differ.items() if not {"{}", "[]"} & {*both}]
         clear = clear or list(differ)
         if clear:
-            where, (ours, theirs) = clear[0], differ[clear[0]]
-            cure = (cures or {}).get(where.split(".")[0], _SAME_SCRIPT)
+            path, (ours, theirs) = clear[0], differ[clear[0]]
+            cure = (cures or {}).get(path.split(".")[0], _SAME_SCRIPT)
             raise Mismatch(
-                f"{action}: {where} differs: rank 0 has {ours}, rank {rank} has {theirs}. {cure}"
+                f"{action}: {path} differs: rank 0 has {ours}, rank {rank} has {theirs}. {cure}"
             )
 
 
@@ -95,8 +97,8 @@ def _warn_of_versions(rows: Sequence[Mapping[str, Any]]) -> None:
                     "They train together; where builds round differently replicas part, which is "
                     "then an error. The same build everywhere is safest"
                 )
-                if text not in _told:
-                    _told.add(text)
+                if text not in _warned:
+                    _warned.add(text)
                     warnings.warn(text, UserWarning, stacklevel=4)
                 break
 
@@ -226,13 +228,13 @@ def by_rank(texts: Sequence[str | None]) -> list[str]:
     >>> by_rank(["disk full", None, "disk full"])
     ['ranks 0, 2: disk full']
     """
-    speakers: dict[str, list[int]] = {}
+    ranks_by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text is not None:
-            speakers.setdefault(text, []).append(rank)
+            ranks_by_text.setdefault(text, []).append(rank)
     return [
         f"{'ranks' if len(r) > 1 else 'rank'} {', '.join(map(str, r))}: {text}"
-        for text, r in speakers.items()
+        for text, r in ranks_by_text.items()
     ]
 
 
@@ -252,9 +254,9 @@ class _Work:
         """Start the work on a daemon thread, which never blocks the end of the process."""
         threading.Thread(target=self.outcome, name="thinwire-work", daemon=True).start()
 
-    def answer(self, patience_s: float) -> _Answer | None:
-        """Return the outcome, or None if it is not done within `patience_s` seconds."""
-        self._done.wait(patience_s)
+    def answer(self, wait_s: float) -> _Answer | None:
+        """Return the outcome, or None if it is not done within `wait_s` seconds."""
+        self._done.wait(wait_s)
         return self._answer if self._done.is_set() else None
 
     def outcome(self) -> _Answer:
@@ -276,7 +278,7 @@ def _answers(
     """Return the answers of all ranks after all have ended their work, or one has taken too
     long.
     """
-    begun = told = time.monotonic()
+    begun = logged_s = time.monotonic()
     work.start()
     while True:
         since = begun if moved is None else max(begun, moved())
@@ -288,8 +290,8 @@ def _answers(
             answer = {"busy": True}
             since = begun if moved is None else max(begun, moved())
             if limit_s is not None and time.monotonic() - since >= limit_s:
-                told_s = "did not end within" if moved is None else "made no progress for"
-                answer = {"problem": f"it {told_s} {limit_s:g} s", "late": True}
+                failure = "did not end within" if moved is None else "made no progress for"
+                answer = {"problem": f"it {failure} {limit_s:g} s", "late": True}
         with own_deadlines():
             rows = group.gather_bytes(
                 json.dumps({"work": action, **answer}).encode(), action=action
@@ -301,6 +303,8 @@ def _answers(
         busy = [rank for rank, row in enumerate(answers) if "busy" in row]
         if not busy or any("late" in row for row in answers):
             return answers
-        if time.monotonic() - told >= _PACE_S:
-            told = time.monotonic()
-            _log.info("%s: %.0f s so far, still at it: ranks %s", action, told - begun, busy)
+        if time.monotonic() - logged_s >= _PACE_S:
+            logged_s = time.monotonic()
+            _log.info(
+                "%s: %.0f s so far, still running on ranks %s", action, logged_s - begun, busy
+            )

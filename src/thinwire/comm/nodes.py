@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.comm.failures import explain_failure
 from thinwire.comm.group import Group, Pending
+from thinwire.comm.macs import MessageMacs
 from thinwire.comm.private import Private, is_alone, timeout_s_of
-from thinwire.comm.proofs import Proofs
 from thinwire.comm.waiting import seconds_of
 from thinwire.errors import StrategyError, ThinwireError
 
@@ -119,7 +119,7 @@ class Sites:
         return self.shards.rank
 
 
-class _Joined:
+class _Combined:
     """Sources that exchange over one group and agree over others; counters are totals over all
     groups.
 
@@ -162,7 +162,7 @@ class _Joined:
             group.abandon(reason)
 
 
-class Replicas(_Joined):
+class Replicas(_Combined):
     """The ranks that hold the same shard, one at each site, as the sources of an exchange."""
 
     node_size = 1
@@ -183,8 +183,8 @@ class Replicas(_Joined):
         return self._between.size
 
     @property
-    def proofs(self) -> Proofs | None:
-        return self._between.proofs
+    def macs(self) -> MessageMacs | None:
+        return self._between.macs
 
     @property
     def bytes_between_nodes(self) -> int:
@@ -201,7 +201,7 @@ class Replicas(_Joined):
         return self._between.all_reduce_(buffer, action=action)
 
 
-class Nodes(_Joined):
+class Nodes(_Combined):
     """Group whose members are nodes of `node_size` consecutive ranks; `rank` and `size` count
     nodes.
 
@@ -228,18 +228,18 @@ class Nodes(_Joined):
     Failure: as for `Group`; a leader that fails takes its node with it.
     """
 
-    proofs: None = None
-    """None: messages between nodes have no MAC; see `Group.prove`."""
+    macs: None = None
+    """None: messages between nodes have no MAC; see `Group.authenticate`."""
 
     def __init__(self, all_ranks: Group, node_size: int) -> None:
         self.all_ranks = all_ranks
         self.node_size = node_size
-        self.rank, place = divmod(all_ranks.rank, node_size)
+        self.rank, index = divmod(all_ranks.rank, node_size)
         self.size = all_ranks.size // node_size
         node, leaders = _groups_of(self)
         self.node = Group.over_private(node, all_ranks.timeout_s)
         self.leaders: Group | None = None
-        if place == 0:
+        if index == 0:
             self.leaders = Group.alone(all_ranks.timeout_s)
             if leaders is not None:
                 self.leaders = Group.over_private(leaders, all_ranks.timeout_s)
@@ -274,12 +274,12 @@ class Nodes(_Joined):
         return self._shared(pending, lambda: buffer, action)
 
     def _shared(
-        self, pending: Pending[Tensor] | None, place: Callable[[], Tensor], action: str
+        self, pending: Pending[Tensor] | None, allocate: Callable[[], Tensor], action: str
     ) -> Pending[Tensor]:
         """Broadcast the leader's result to all ranks of this node."""
 
         def finish() -> Tensor:
-            result = place() if pending is None else pending.wait()
+            result = allocate() if pending is None else pending.wait()
             return self.node.broadcast_(result, action=f"{action}, inside the node").wait()
 
         return Pending(finish)
@@ -339,10 +339,12 @@ def sources_of(group: Group, node_size: int) -> Sources:
 
 
 def _launched_size(ranks: Sequence[int]) -> tuple[int, str]:
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not (said.isascii() and said.isdigit() and int(said) > 1):
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not (
+        local_world_size.isascii() and local_world_size.isdigit() and int(local_world_size) > 1
+    ):
         return 1, "LOCAL_WORLD_SIZE, which torchrun sets, names no second rank of a machine"
-    local = int(said)
+    local = int(local_world_size)
     size = f"LOCAL_WORLD_SIZE={local}"
     if len(ranks) < 2 * local:
         return 1, f"the {len(ranks)} ranks do not fill two machines of {size} ranks"
@@ -357,31 +359,31 @@ def _launched_size(ranks: Sequence[int]) -> tuple[int, str]:
     return local, f"{size} and {len(blocks)} machines"
 
 
-_Made = tuple[Private, Private | None]
-_shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, _Made]]" = (
+_Groups = tuple[Private, Private | None]
+_shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, _Groups]]" = (
     weakref.WeakKeyDictionary()
 )
 
 
-def made_once(parent: dist.ProcessGroup, key: object, make: Callable[[], _Made]) -> _Made:
+def groups_once(parent: dist.ProcessGroup, key: object, make: Callable[[], _Groups]) -> _Groups:
     """Return two process groups of ranks of `parent`, made once for each key."""
-    made = _shared.setdefault(parent, {})
-    if key not in made:
-        made[key] = make()
-    return made[key]
+    groups = _shared.setdefault(parent, {})
+    if key not in groups:
+        groups[key] = make()
+    return groups[key]
 
 
-def _groups_of(nodes: Nodes) -> _Made:
+def _groups_of(nodes: Nodes) -> _Groups:
     """Return the process groups of this node and, on leaders, of the leaders; made once."""
     all_ranks, width = nodes.all_ranks, nodes.node_size
 
-    def make() -> _Made:
+    def make() -> _Groups:
         ranks, first = all_ranks.global_ranks, nodes.rank * width
         node = Private(ranks[first : first + width], all_ranks.timeout_s)
         leads = nodes.size > 1 and all_ranks.rank == first
         return node, Private(ranks[::width], all_ranks.timeout_s) if leads else None
 
-    return made_once(all_ranks._private, width, make)
+    return groups_once(all_ranks._private, width, make)
 
 
 class Grid:
@@ -426,14 +428,14 @@ class Grid:
         self.replica, self.stage = divmod(rank, stages)
         self._groups: tuple[Private, Private | None] | None = None
         if joined:
-            self._groups = self._made(seconds_of(timeout))
+            self._groups = self._connect(seconds_of(timeout))
         self._joined = joined
         self.peers = Group(self.stage_group, timeout)
         self.job = Group(None, timeout)
         self.job.replicas = Group(self.replica_group, timeout)
         self.job.parts = [rank % stages for rank in range(size)] if stages > 1 else ()
 
-    def _made(self, own_s: float | None) -> tuple[Private, Private | None]:
+    def _connect(self, own_s: float | None) -> tuple[Private, Private | None]:
         world = dist.group.WORLD
         assert world is not None
         timeout_s = timeout_s_of(world) if own_s is None else own_s
@@ -445,7 +447,7 @@ class Grid:
             # torch makes the transfers between stages, so the backend must enforce the time-out
             return Private(stages, timeout_s, timed=True), Private(replicas, timeout_s, timed=True)
 
-        return made_once(world, (self.stages, timeout_s), make)
+        return groups_once(world, (self.stages, timeout_s), make)
 
     @property
     def stage_group(self) -> dist.ProcessGroup | None:
@@ -460,9 +462,9 @@ class Grid:
     def explain(self, error: RuntimeError, *, action: str) -> ThinwireError:
         """Return the error for a failed transfer between stages; ranks count within the replica."""
         peers, shared = self.peers, self.peers._shared
-        within, courier = f"{peers.timeout_s:g} s", None if shared is None else shared.courier
-        place = {"rank": peers.rank, "size": peers.size}
-        return explain_failure(error, action=action, within=within, courier=courier, **place)
+        within, heartbeats = f"{peers.timeout_s:g} s", None if shared is None else shared.heartbeats
+        ranks = {"rank": peers.rank, "size": peers.size}
+        return explain_failure(error, action=action, within=within, heartbeats=heartbeats, **ranks)
 
     def _group(self, which: int) -> dist.ProcessGroup | None:
         if not self._joined:

@@ -19,19 +19,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire._aside import Late, within
-from thinwire.comm.failures import Courier, explain_failure, stop_all
+from thinwire.comm.failures import HeartbeatThread, explain_failure, stop_all
 from thinwire.comm.waiting import left_s, one_deadline, waited
 
 __all__ = [
     "Private",
     "forget",
     "forget_ended",
-    "hold",
     "is_alone",
+    "keep_alive",
     "made_within",
     "next_identity",
-    "place_in",
     "private_group",
+    "rank_and_size_in",
     "released_at_exit",
     "store_of",
     "timeout_s_of",
@@ -79,7 +79,7 @@ class Private:
     def __init__(self, ranks: list[int], timeout_s: float, *, timed: bool = False) -> None:
         self._group: dist.ProcessGroup | None = _new_group(ranks, timeout_s)
         self.abandoned: str | None = None
-        self.courier: Courier | None = None
+        self.heartbeats: HeartbeatThread | None = None
         gloo = dist.get_backend(self._group) == "gloo"
         self.control = _new_group(ranks, timeout_s) if gloo and not timed else self._group
         if gloo and not timed:
@@ -94,8 +94,10 @@ class Private:
         self.watched_here = gloo and not timed
         store = None if timed else store_of(self._group)
         if store is not None:
-            self.courier = Courier(store, dist.get_rank(self._group), len(ranks), timeout_s)
-            weakref.finalize(self, self.courier.stop).atexit = False
+            self.heartbeats = HeartbeatThread(
+                store, dist.get_rank(self._group), len(ranks), timeout_s
+            )
+            weakref.finalize(self, self.heartbeats.stop).atexit = False
         released_at_exit(self)
 
     @property
@@ -144,7 +146,7 @@ def released_at_exit(groups: _Released) -> None:
     _made.append(weakref.ref(groups))
 
 
-def hold(group: dist.ProcessGroup, work: dist.Work, tensors: Sequence[Tensor]) -> None:
+def keep_alive(group: dist.ProcessGroup, work: dist.Work, tensors: Sequence[Tensor]) -> None:
     """Keep an exchange in flight: its group and its tensors must live until it ends."""
     if len(_pending) > 1000:
         forget_ended()
@@ -168,7 +170,7 @@ def forget_ended(patience_s: float = 0.0) -> None:
 
 
 def forget(work: dist.Work) -> None:
-    """Drop an exchange kept by `hold`, which has ended, with or without success."""
+    """Drop an exchange kept by `keep_alive`, which has ended, with or without success."""
     _pending.pop(id(work), None)
 
 
@@ -290,7 +292,7 @@ def next_identity(process_group: dist.ProcessGroup | None = None) -> int:
     return _numbered[parent]
 
 
-def place_in(process_group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+def rank_and_size_in(process_group: dist.ProcessGroup | None = None) -> tuple[int, int]:
     """Return this rank's index among these ranks and their number; (0, 1) without a group.
 
     >>> place_in(None)

@@ -27,7 +27,7 @@ __all__ = [
     "Kind",
     "RelayClient",
     "RelayEndpoint",
-    "hello_proof",
+    "hello_mac",
     "require_relay",
 ]
 
@@ -39,10 +39,10 @@ FRAME_BYTES: Final = 16 << 10
 ALL: Final = -1
 GREETING: Final = b"twrelay1"
 NONCE_BYTES: Final = 16
-_CONNECT_S, _AGAIN_S, _FLUSH_S = 5.0, 0.2, 1.0
-_SILENT_S = 10.0
+_CONNECT_S, _RETRY_S, _FLUSH_S = 5.0, 0.2, 1.0
+_SILENCE_S = 10.0
 """A relay that says nothing for so long is away; it gives a sign of life every 2 s."""
-_AHEAD_BYTES, _LONGEST_BYTES = 64 << 20, 1 << 30
+_BUFFER_BYTES, _MAX_MESSAGE_BYTES = 64 << 20, 1 << 30
 _log = logging.getLogger("thinwire")
 
 
@@ -54,9 +54,9 @@ class Kind(IntEnum):
     DATA_DONE = 2
     """The sender has all messages of DATA before this number."""
     CONTROL_DONE = 3
-    HERE = 4
+    CONNECTED = 4
     """Of the relay: this rank is connected."""
-    GONE = 5
+    DISCONNECTED = 5
     """Of the relay: its connection has ended."""
     ALIVE = 6
     """Of the relay: nothing else."""
@@ -65,7 +65,7 @@ class Kind(IntEnum):
 class Answer:
     """What the relay answers to who asks to be let in, one byte."""
 
-    COME, TOKEN, FULL = b"+", b"t", b"f"
+    OK, TOKEN, FULL = b"+", b"t", b"f"
 
 
 class RelayEndpoint(NamedTuple):
@@ -88,15 +88,15 @@ class RelayEndpoint(NamedTuple):
         return f"{'tls' if self.tls else 'tcp'}://{host}:{self.port}"
 
 
-def hello_proof(key: bytes, nonce: bytes, hello: bytes) -> bytes:
+def hello_mac(key: bytes, nonce: bytes, hello: bytes) -> bytes:
     """The proof that whoever says hello knows the key: keyed BLAKE2b, 16 bytes."""
     return hashlib.blake2b(nonce + hello, key=key, digest_size=16).digest()
 
 
-_Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def _entered(place: RelayEndpoint, room: str, rank: int) -> _Ends:
+async def _connect(endpoint: RelayEndpoint, room: str, rank: int) -> _Streams:
     """A connection to the relay, as one rank in a room.
 
     Raises:
@@ -105,31 +105,36 @@ async def _entered(place: RelayEndpoint, room: str, rank: int) -> _Ends:
     """
     async with asyncio.timeout(_CONNECT_S):
         try:
-            reader, writer = await asyncio.open_connection(place.host, place.port, ssl=place.tls)
+            reader, writer = await asyncio.open_connection(
+                endpoint.host, endpoint.port, ssl=endpoint.tls
+            )
         except ssl.SSLCertVerificationError as error:
             raise Mismatch(
-                f"the certificate of the relay at {place} is refused: {error.verify_message}. ca= "
-                "names the authority that has signed it, or itself; it must be made for this "
-                "address"
+                f"the certificate of the relay at {endpoint} is refused: {error.verify_message}. "
+                "Pass the CA that signed it, or the certificate itself, as ca=. It must be valid "
+                "for this address"
             ) from None
         try:
             writer.write(GREETING)
             nonce = await reader.readexactly(NONCE_BYTES)
             hello = json.dumps({"room": room, "rank": rank}).encode()
-            proof = hello_proof(place.key, nonce, hello)
-            writer.write(len(hello).to_bytes(2, "little") + hello + proof)
+            mac = hello_mac(endpoint.key, nonce, hello)
+            writer.write(len(hello).to_bytes(2, "little") + hello + mac)
             answer = await reader.readexactly(1)
             if answer == Answer.TOKEN:
-                raise Mismatch(f"the relay at {place} has another token")
-            if answer != Answer.COME:
-                raise PeerLost(f"the relay at {place} has as many connections as it may have")
+                raise Mismatch(
+                    f"the relay at {endpoint} has another token: use the same token file on all "
+                    "machines"
+                )
+            if answer != Answer.OK:
+                raise PeerLost(f"the relay at {endpoint} has reached its limit of connections")
         except BaseException:
             writer.transport.abort()
             raise
         return reader, writer
 
 
-def require_relay(place: RelayEndpoint, limit_s: float) -> None:
+def require_relay(endpoint: RelayEndpoint, limit_s: float) -> None:
     """Check that a relay answers there, and lets this process in.
 
     Raises:
@@ -137,22 +142,22 @@ def require_relay(place: RelayEndpoint, limit_s: float) -> None:
         PeerLost, PeerStalled: Nobody relays there.
     """
 
-    async def look() -> None:
+    async def try_once() -> None:
         async with asyncio.timeout(limit_s):
-            _, writer = await _entered(place, "", 0)
+            _, writer = await _connect(endpoint, "", 0)
             writer.transport.abort()
 
     try:
-        asyncio.run(look())
+        asyncio.run(try_once())
     except TimeoutError:
         raise PeerStalled(
-            f"no relay answers at {place}: does a firewall let the port through? It is the one "
+            f"no relay answers at {endpoint}: does a firewall let the port through? It is the one "
             "after that of the meeting place"
         ) from None
     except (OSError, EOFError) as error:
         raise PeerLost(
-            f"nobody relays at {place} ({error}): start `thinwire host` with --relay; where it has "
-            "--cert, join with ca=, and else without"
+            f"no relay listens at {endpoint} ({error}): start `thinwire host` with --relay, and "
+            "pass ca= if it has --cert"
         ) from error
 
 
@@ -163,14 +168,14 @@ class _Message:
     channel: Kind
     number: int
     contents: bytes | Mapping[int, bytes]
-    waiting: set[int]
+    unacknowledged: set[int]
     """Who has not said to have it."""
 
     def frames(self, to: int) -> Iterator[bytes]:
-        whole = self.contents if isinstance(self.contents, bytes) else self.contents[to]
-        for at in range(0, max(len(whole), 1), FRAME_BYTES):
-            part = whole[at : at + FRAME_BYTES]
-            head = (len(part), to, 0, self.channel, self.number, at, len(whole))
+        full_length = self.contents if isinstance(self.contents, bytes) else self.contents[to]
+        for offset in range(0, max(len(full_length), 1), FRAME_BYTES):
+            part = full_length[offset : offset + FRAME_BYTES]
+            head = (len(part), to, 0, self.channel, self.number, offset, len(full_length))
             yield HEAD.pack(*head) + part
 
 
@@ -182,26 +187,30 @@ class RelayClient:
     out of order.
     """
 
-    def __init__(self, place: RelayEndpoint, room: str, rank: int, size: int) -> None:
-        self.place, self._room, self.rank = place, room, rank
+    def __init__(self, endpoint: RelayEndpoint, room: str, rank: int, size: int) -> None:
+        self.endpoint, self._room, self.rank = endpoint, room, rank
         self.others = frozenset(range(size)) - {rank}
-        self.news = threading.Condition()
+        self.changed = threading.Condition()
         self.refusal: ThinwireError | None = None
-        self.gone: set[int] = set()
+        self.departed: set[int] = set()
         self.closed = False
-        self._away: tuple[float, str] | None = time.monotonic(), "not connected yet"
+        self._outage: tuple[float, str] | None = time.monotonic(), "not connected yet"
         self._arrived: defaultdict[tuple[int, int], dict[int, bytearray]] = defaultdict(dict)
         """By channel and sender, and then by number, what nobody has taken yet."""
         self._next_in: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._claimed: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._next_out: defaultdict[int, int] = defaultdict(int)
-        self._ahead_bytes = 0
+        self._buffered_bytes = 0
         # on the thread
         self._parts: defaultdict[tuple[int, int], bytearray] = defaultdict(bytearray)
         self._present: set[int] = set()
         self._sent: deque[_Message] = deque()
         self._queue: deque[tuple[_Message, int]] = deque()
-        self._work, self._taken, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._work_available, self._consumed, self._closing = (
+            asyncio.Event(),
+            asyncio.Event(),
+            asyncio.Event(),
+        )
         self._runner = asyncio.Runner()
         self._loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._run, name="thinwire-relayed", daemon=True)
@@ -209,10 +218,10 @@ class RelayClient:
 
     # for other threads
 
-    def wait_for_everybody(self, limit_s: float) -> bool:
+    def wait_for_all(self, limit_s: float) -> bool:
         """Whether all are there within the limit, and none was refused."""
-        with self.news:
-            self.news.wait_for(lambda: self.refusal or self._present >= self.others, limit_s)
+        with self.changed:
+            self.changed.wait_for(lambda: self.refusal or self._present >= self.others, limit_s)
             return self._present >= self.others
 
     def send(self, channel: Kind, contents: bytes | Mapping[int, bytes]) -> None:
@@ -220,26 +229,26 @@ class RelayClient:
         to = set(self.others if isinstance(contents, bytes) else contents)
         message = _Message(channel, self._next_out[channel], contents, to)
         self._next_out[channel] += 1
-        self._soon(lambda: self._post(message))
+        self._schedule(lambda: self._post(message))
 
     def claim(self, channel: Kind, source: int) -> int:
         """The number of the next message of a rank that nobody waits for yet."""
         key = channel, source
-        with self.news:
+        with self.changed:
             number = self._claimed[key]
             self._claimed[key] += 1
-            self._ahead_bytes -= len(self._arrived[key].get(number, b""))
-        self._soon(self._taken.set)
+            self._buffered_bytes -= len(self._arrived[key].get(number, b""))
+        self._schedule(self._consumed.set)
         return number
 
     def arrived(self, channel: Kind, wanted: Mapping[int, int]) -> bool:
-        """Whether all of these are there, by sender and number; call it with `news`."""
+        """Whether all of these are there, by sender and number; call it with `changed`."""
         return all(number in self._arrived[channel, rank] for rank, number in wanted.items())
 
     def failure(self, channel: Kind, wanted: Mapping[int, int]) -> RuntimeError | None:
-        """Why they will not arrive; None where they may. Call it with `news`."""
+        """Why they will not arrive; None where they may. Call it with `changed`."""
         missing = [r for r, number in wanted.items() if number not in self._arrived[channel, r]]
-        lost = [rank for rank in missing if rank in self.gone]
+        lost = [rank for rank in missing if rank in self.departed]
         if missing and self.refusal is not None:
             return self.refusal
         if lost:
@@ -249,70 +258,74 @@ class RelayClient:
             return RuntimeError("connection closed: this member has hung up")
         return None
 
-    def take(self, channel: Kind, wanted: Mapping[int, int]) -> dict[int, bytearray]:
+    def pop(self, channel: Kind, wanted: Mapping[int, int]) -> dict[int, bytearray]:
         """Them, by sender; once."""
-        with self.news:
+        with self.changed:
             return {r: self._arrived[channel, r].pop(number) for r, number in wanted.items()}
 
-    def away(self) -> str:
+    def outage(self) -> str:
         """What to say of a relay that is away; nothing where it is there."""
-        if self._away is None:
+        if self._outage is None:
             return ""
-        since, why = self._away
-        return f": the relay at {self.place} is away for {time.monotonic() - since:.1f} s ({why})"
+        since, why = self._outage
+        return (
+            f": the relay at {self.endpoint} is away for {time.monotonic() - since:.1f} s ({why})"
+        )
 
-    def close(self, patience_s: float = 0.0) -> None:
+    def close(self, wait_s: float = 0.0) -> None:
         """End every wait here. The thread goes once the others have what was sent, within a second;
-        `patience_s` says for how long to wait for it.
+        `wait_s` says for how long to wait for it.
         """
-        with self.news:
+        with self.changed:
             self.closed = True
-            self.news.notify_all()
-        self._soon(self._over.set)
-        self._thread.join(patience_s)
+            self.changed.notify_all()
+        self._schedule(self._closing.set)
+        self._thread.join(wait_s)
 
-    def _soon(self, act: Callable[[], object]) -> None:
+    def _schedule(self, function: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the thread has ended
-            self._loop.call_soon_threadsafe(act)
+            self._loop.call_soon_threadsafe(function)
 
     # on the thread
 
     def _run(self) -> None:
         try:
             with self._runner:
-                self._runner.run(self._stay())
+                self._runner.run(self._keep_connected())
         except Exception as error:  # who waits for this thread must not wait for ever
             _log.exception("the thread of the connection to the relay has failed")
             self._refuse(ThinwireError(f"the relay: {type(error).__name__}: {error}"))
 
     def _refuse(self, error: ThinwireError) -> None:
-        with self.news:
+        with self.changed:
             self.refusal = error
-            self.news.notify_all()
+            self.changed.notify_all()
 
-    async def _stay(self) -> None:
-        while not self._over.is_set():
+    async def _keep_connected(self) -> None:
+        while not self._closing.is_set():
             try:
-                reader, writer = await _entered(self.place, self._room, self.rank)
-                await self._carry(reader, writer)
+                reader, writer = await _connect(self.endpoint, self._room, self.rank)
+                await self._run_connection(reader, writer)
             except Mismatch as error:
                 self._refuse(error)
                 return
             except (OSError, EOFError, TimeoutError, PeerLost) as error:
-                if self._away is None:
-                    self._away = time.monotonic(), str(error) or type(error).__name__
-                    _log.info("lost the relay at %s, connecting anew: %s", self.place, error)
+                if self._outage is None:
+                    self._outage = time.monotonic(), str(error) or type(error).__name__
+                    _log.info("lost the relay at %s, connecting anew: %s", self.endpoint, error)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._over.wait(), _AGAIN_S)
+                await asyncio.wait_for(self._closing.wait(), _RETRY_S)
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with self.news:
-            self._away = None
+    async def _run_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        with self.changed:
+            self._outage = None
             self._present.clear()
-            self.gone.clear()
+            self.departed.clear()
         self._queue.clear()
-        work = self._read(reader, writer), self._write(writer), self._end()
-        tasks = [asyncio.ensure_future(each) for each in work]
+        coroutines = self._read(reader, writer), self._write(writer), self._wait_for_close()
+        tasks = [asyncio.ensure_future(item) for item in coroutines]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -328,10 +341,12 @@ class RelayClient:
         for task in done:
             task.result()
 
-    async def _end(self) -> None:
-        await self._over.wait()
+    async def _wait_for_close(self) -> None:
+        await self._closing.wait()
         until = time.monotonic() + _FLUSH_S
-        while time.monotonic() < until and any(m.waiting - self.gone for m in self._sent):
+        while time.monotonic() < until and any(
+            m.unacknowledged - self.departed for m in self._sent
+        ):
             await asyncio.sleep(0.005)
 
     def _post(self, message: _Message) -> None:
@@ -339,19 +354,19 @@ class RelayClient:
         self._enqueue(message)
 
     def _enqueue(self, message: _Message) -> None:
-        whole = isinstance(message.contents, bytes) and message.waiting == self.others
-        to = [ALL] if whole else sorted(message.waiting)
-        self._queue.extend((message, each) for each in to)
-        self._work.set()
+        full_length = isinstance(message.contents, bytes) and message.unacknowledged == self.others
+        to = [ALL] if full_length else sorted(message.unacknowledged)
+        self._queue.extend((message, item) for item in to)
+        self._work_available.set()
 
     async def _write(self, writer: asyncio.StreamWriter) -> None:
         while True:
             # what is for all goes once, when all are there
-            while not self._queue or not self._present | self.gone >= self.others:
-                self._work.clear()
-                await self._work.wait()
+            while not self._queue or not self._present | self.departed >= self.others:
+                self._work_available.clear()
+                await self._work_available.wait()
             message, to = self._queue.popleft()
-            if to != ALL and to not in message.waiting:
+            if to != ALL and to not in message.unacknowledged:
                 continue
             for frame in message.frames(to):
                 writer.write(frame)
@@ -359,61 +374,61 @@ class RelayClient:
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
-            while self._ahead_bytes > _AHEAD_BYTES:  # the others are far ahead of this rank
-                self._taken.clear()
-                await self._taken.wait()
-            async with asyncio.timeout(_SILENT_S):
+            while self._buffered_bytes > _BUFFER_BYTES:  # the others are far ahead of this rank
+                self._consumed.clear()
+                await self._consumed.wait()
+            async with asyncio.timeout(_SILENCE_S):
                 head = HEAD.unpack(await reader.readexactly(HEAD.size))
-                length, _, source, kind, number, at, whole = head
-                if length > FRAME_BYTES or whole > _LONGEST_BYTES:
+                length, _, source, kind, number, offset, full_length = head
+                if length > FRAME_BYTES or full_length > _MAX_MESSAGE_BYTES:
                     raise ConnectionError("the relay sends what no member has sent")
                 part = await reader.readexactly(length)
             if kind == Kind.ALIVE or source not in self.others:
                 continue
             if kind in (Kind.DATA, Kind.CONTROL):
-                self._came(Kind(kind), source, number, at, whole, part)
-                if at + length == whole:
+                self._add_part(Kind(kind), source, number, offset, full_length, part)
+                if offset + length == full_length:
                     done = self._next_in[kind, source]
                     writer.write(HEAD.pack(0, source, 0, kind + Kind.DATA_DONE, done, 0, 0))
             elif kind in (Kind.DATA_DONE, Kind.CONTROL_DONE):
-                self._confirmed(source, kind - Kind.DATA_DONE, number)
-            elif kind in (Kind.HERE, Kind.GONE):
-                self._moved(source, here=kind == Kind.HERE)
+                self._acknowledge(source, kind - Kind.DATA_DONE, number)
+            elif kind in (Kind.CONNECTED, Kind.DISCONNECTED):
+                self._update_presence(source, here=kind == Kind.CONNECTED)
 
-    def _came(
-        self, channel: Kind, source: int, number: int, at: int, whole: int, part: bytes
+    def _add_part(
+        self, channel: Kind, source: int, number: int, offset: int, full_length: int, part: bytes
     ) -> None:
         key = channel, source
         parts = self._parts[key]
-        if number != self._next_in[key] or at != len(parts):
+        if number != self._next_in[key] or offset != len(parts):
             return  # it was here before, or comes again from its beginning
         parts += part
-        if len(parts) < whole:
+        if len(parts) < full_length:
             return
         self._parts[key] = bytearray()
-        with self.news:
+        with self.changed:
             self._arrived[key][number] = parts
             self._next_in[key] += 1
-            self._ahead_bytes += len(parts) if number >= self._claimed[key] else 0
-            self.news.notify_all()
+            self._buffered_bytes += len(parts) if number >= self._claimed[key] else 0
+            self.changed.notify_all()
 
-    def _confirmed(self, source: int, channel: int, number: int) -> None:
+    def _acknowledge(self, source: int, channel: int, number: int) -> None:
         for message in self._sent:
             if message.channel == channel and message.number < number:
-                message.waiting.discard(source)
-        while self._sent and not self._sent[0].waiting:
+                message.unacknowledged.discard(source)
+        while self._sent and not self._sent[0].unacknowledged:
             self._sent.popleft()
 
-    def _moved(self, source: int, *, here: bool) -> None:
-        were_all = self._present | self.gone >= self.others
-        with self.news:
-            (self._present.add if here else self.gone.add)(source)
-            (self.gone.discard if here else self._present.discard)(source)
-            self.news.notify_all()
-        if here and were_all:
-            self._queue.extend((m, source) for m in self._sent if source in m.waiting)
-        elif self._present | self.gone >= self.others:
+    def _update_presence(self, source: int, *, here: bool) -> None:
+        was_complete = self._present | self.departed >= self.others
+        with self.changed:
+            (self._present.add if here else self.departed.add)(source)
+            (self.departed.discard if here else self._present.discard)(source)
+            self.changed.notify_all()
+        if here and was_complete:
+            self._queue.extend((m, source) for m in self._sent if source in m.unacknowledged)
+        elif self._present | self.departed >= self.others:
             self._queue.clear()
             for message in self._sent:
                 self._enqueue(message)
-        self._work.set()
+        self._work_available.set()

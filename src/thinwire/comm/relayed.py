@@ -25,31 +25,31 @@ class _RelayedWork(Work):
         client: RelayClient,
         channel: Kind,
         sources: Sequence[int],
-        take: Callable[[Mapping[int, bytearray]], None],
+        store_results: Callable[[Mapping[int, bytearray]], None],
     ) -> None:
         super().__init__()
-        self._client, self._channel, self._take = client, channel, take
-        self._wanted = {source: client.claim(channel, source) for source in sources}
+        self._client, self._channel, self._store_results = client, channel, store_results
+        self._expected = {source: client.claim(channel, source) for source in sources}
         self._done = False
 
     def is_completed(self) -> bool:
-        with self._client.news:
-            return self._is_over()
+        with self._client.changed:
+            return self._is_finished()
 
-    def _is_over(self) -> bool:
-        place = self._channel, self._wanted
-        return self._done or self._client.arrived(*place) or bool(self._client.failure(*place))
+    def _is_finished(self) -> bool:
+        request = self._channel, self._expected
+        return self._done or self._client.arrived(*request) or bool(self._client.failure(*request))
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         client, limit_s = self._client, timeout.total_seconds() or None
-        with client.news:
-            client.news.wait_for(self._is_over, limit_s)
-            if not self._done and not client.arrived(self._channel, self._wanted):
-                error = client.failure(self._channel, self._wanted)
-                raise error or RuntimeError(f"Timed out{client.away()}")
+        with client.changed:
+            client.changed.wait_for(self._is_finished, limit_s)
+            if not self._done and not client.arrived(self._channel, self._expected):
+                error = client.failure(self._channel, self._expected)
+                raise error or RuntimeError(f"Timed out{client.outage()}")
         if not self._done:
             self._done = True
-            self._take(client.take(self._channel, self._wanted))
+            self._store_results(client.pop(self._channel, self._expected))
         return True
 
 
@@ -59,22 +59,22 @@ class _RelayedGroup(ProcessGroup):
     def __init__(self, client: RelayClient, channel: Kind) -> None:
         # what a class of Python's may inherit from; torch's stub has another one
         super().__init__(client.rank, len(client.others) + 1)  # type: ignore[call-arg]
-        self._client, self._channel, self._me = client, channel, client.rank
+        self._client, self._channel, self._own_rank = client, channel, client.rank
 
     def _exchanged(
         self,
         contents: bytes | Mapping[int, bytes],
         sources: Sequence[int],
-        take: Callable[[Mapping[int, bytearray]], None],
+        store_results: Callable[[Mapping[int, bytearray]], None],
     ) -> Work:
         if isinstance(contents, bytes) or contents:
             self._client.send(self._channel, contents)
-        return _RelayedWork(self._client, self._channel, sources, take)
+        return _RelayedWork(self._client, self._channel, sources, store_results)
 
-    def _gathered(self, mine: Tensor, rows: Sequence[Tensor]) -> Work:
-        rows[self._me].copy_(mine)
+    def _gathered(self, own: Tensor, rows: Sequence[Tensor]) -> Work:
+        rows[self._own_rank].copy_(own)
         others = sorted(self._client.others)
-        return self._exchanged(_bytes_of(mine), others, lambda came: _fill(rows, came))
+        return self._exchanged(_bytes_of(own), others, lambda received: _fill(rows, received))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         return self._gathered(input, output.view(-1, input.numel()).unbind())
@@ -89,10 +89,10 @@ class _RelayedGroup(ProcessGroup):
         # torch calls the first of its three forms; the sum is in the order of the ranks
         (total,) = tensors
         rows = [torch.empty_like(total) for _ in range(self.size())]
-        rows[self._me].copy_(total)
+        rows[self._own_rank].copy_(total)
 
-        def add(came: Mapping[int, bytearray]) -> None:
-            _fill(rows, came)
+        def add(received: Mapping[int, bytearray]) -> None:
+            _fill(rows, received)
             total.copy_(rows[0])
             for row in rows[1:]:
                 total.add_(row)
@@ -101,18 +101,23 @@ class _RelayedGroup(ProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
         source = opts.rootRank
-        if source == self._me:
+        if source == self._own_rank:
             return self._exchanged(_bytes_of(tensors[0]), [], lambda _: None)
         return self.recv(tensors, source, 0)
 
     def alltoall_base(
-        self, output: Tensor, input: Tensor, taken: list[int], given: list[int], opts: Any = None
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any = None,
     ) -> Work:
-        rows, parts = torch.split(output, taken), torch.split(input, given)
-        rows[self._me].copy_(parts[self._me])
+        rows, parts = torch.split(output, output_sizes), torch.split(input, input_sizes)
+        rows[self._own_rank].copy_(parts[self._own_rank])
         others = sorted(self._client.others)
         contents = {rank: _bytes_of(parts[rank]) for rank in others}
-        return self._exchanged(contents, others, lambda came: _fill(rows, came))
+        return self._exchanged(contents, others, lambda received: _fill(rows, received))
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]  # this form of two
 
@@ -120,16 +125,16 @@ class _RelayedGroup(ProcessGroup):
         return self._exchanged({to: _bytes_of(tensors[0])}, [], lambda _: None)
 
     def recv(self, tensors: Any, source: int, tag: int) -> Work:
-        return self._exchanged({}, [source], lambda came: _fill({source: tensors[0]}, came))
+        return self._exchanged({}, [source], lambda received: _fill({source: tensors[0]}, received))
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
     return tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()
 
 
-def _fill(rows: Mapping[int, Tensor] | Sequence[Tensor], came: Mapping[int, bytearray]) -> None:
+def _fill(rows: Mapping[int, Tensor] | Sequence[Tensor], received: Mapping[int, bytearray]) -> None:
     """Write what came; zeros, which no checksum has, where it has another length."""
-    for rank, content in came.items():
+    for rank, content in received.items():
         row = rows[rank]
         if len(content) != row.nbytes:
             row.zero_()
@@ -147,14 +152,14 @@ class Relayed(Direct):
     relayed = True
     _client: RelayClient | None = None
 
-    def _made(
-        self, store: Store, rank: int, size: int, timeout_s: float, way: RelayEndpoint
+    def _connect(
+        self, store: Store, rank: int, size: int, timeout_s: float, endpoint: RelayEndpoint
     ) -> tuple[ProcessGroup, ProcessGroup]:
         # torch's store of a run has a prefix and a session, which nobody else has
         room = getattr(store, "room", "")
-        self._client = client = RelayClient(way, room, rank, size)
-        if not client.wait_for_everybody(timeout_s):
-            raise client.refusal or RuntimeError(f"Timed out{client.away()}")
+        self._client = client = RelayClient(endpoint, room, rank, size)
+        if not client.wait_for_all(timeout_s):
+            raise client.refusal or RuntimeError(f"Timed out{client.outage()}")
         return _RelayedGroup(client, Kind.DATA), _RelayedGroup(client, Kind.CONTROL)
 
     def disconnect(self) -> None:

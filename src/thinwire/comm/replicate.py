@@ -19,7 +19,7 @@ __all__ = ["copy_from_first_", "make_equal_", "make_models_equal_", "overwrite_"
 
 _DIGEST_BYTES = 16
 _FIRST_BYTES, _SMALLEST_BYTES, _LARGEST_BYTES = 256 << 10, 16 << 10, 16 << 20
-_PIECE_S, _NEWS_S = 2.0, 5.0
+_PIECE_S, _LOG_EVERY_S = 2.0, 5.0
 _SECONDS = struct.Struct("<d")
 _log = logging.getLogger("thinwire")
 
@@ -36,21 +36,23 @@ def copy_from_first_(tensors: Iterable[Tensor], group: Group, *, action: str) ->
 
     Communication: one broadcast of all bytes and a digest per device.
     """
-    held = [tensor for tensor in tensors if tensor.numel()]
+    nonempty = [tensor for tensor in tensors if tensor.numel()]
     arrived: list[tuple[list[Tensor], Tensor]] = []
-    for device in dict.fromkeys(tensor.device for tensor in held):
-        here = [tensor for tensor in held if tensor.device == device]
-        content = torch.cat([_bytes_of(tensor) for tensor in here])
-        seal = torch.frombuffer(bytearray(_digest(content)), dtype=torch.uint8).to(device)
-        arrived.append((here, group.broadcast_(torch.cat([content, seal]), action=action).wait()))
+    for device in dict.fromkeys(tensor.device for tensor in nonempty):
+        on_device = [tensor for tensor in nonempty if tensor.device == device]
+        content = torch.cat([_bytes_of(tensor) for tensor in on_device])
+        checksum = torch.frombuffer(bytearray(_digest(content)), dtype=torch.uint8).to(device)
+        arrived.append(
+            (on_device, group.broadcast_(torch.cat([content, checksum]), action=action).wait())
+        )
     for _, message in arrived:
         if _digest(message[:-_DIGEST_BYTES]) != message[-_DIGEST_BYTES:].cpu().numpy().tobytes():
             raise PayloadCorrupt(
                 f"{action}: they arrived damaged on rank {group.rank}. {state_after_failure()}"
             )
-    for here, message in arrived:
+    for on_device, message in arrived:
         at = 0
-        for tensor in here:
+        for tensor in on_device:
             nbytes = tensor.numel() * tensor.element_size()
             _write_(tensor, message[at : at + nbytes])
             at += nbytes
@@ -86,24 +88,28 @@ def make_equal_(
     """
     if group.size == 1:
         return
-    held = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    nonempty = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     with own_deadlines():
-        digests = [_digest(_bytes_of(tensor)) for tensor in held.values()]
+        digests = [_digest(_bytes_of(tensor)) for tensor in nonempty.values()]
         rows = group.gather_bytes(b"".join(digests), action=f"{action}: comparing it")
-        theirs = rows[source]
-        wanted = [theirs[at : at + _DIGEST_BYTES] for at in range(0, len(theirs), _DIGEST_BYTES)]
+        expected = rows[source]
+        expected_digests = [
+            expected[at : at + _DIGEST_BYTES] for at in range(0, len(expected), _DIGEST_BYTES)
+        ]
         moved = [
             i
-            for i in range(len(wanted))
+            for i in range(len(expected_digests))
             if len({row[i * _DIGEST_BYTES :][:_DIGEST_BYTES] for row in rows}) > 1
         ]
-        names, ours = list(held), list(held.values())
-        copies = [_bytes_of(ours[i]).to(group.device) for i in moved]
+        names, own = list(nonempty), list(nonempty.values())
+        copies = [_bytes_of(own[i]).to(group.device) for i in moved]
         if group.rank != source:
             copies = [torch.empty_like(copy) for copy in copies]
         _copy_(copies, group, action, source)
         bad = [
-            names[i] for i, came in zip(moved, copies, strict=True) if _digest(came) != wanted[i]
+            names[i]
+            for i, received in zip(moved, copies, strict=True)
+            if _digest(received) != expected_digests[i]
         ]
         if moved:
             answers = group.gather_bytes("\n".join(bad).encode(), action=f"{action}: verifying it")
@@ -114,9 +120,9 @@ def make_equal_(
                         f"{action}: {name} arrived damaged on rank {rank}. Nothing was written on "
                         "any rank: start again"
                     )
-    for i, came in zip(moved, copies, strict=True):
-        if digests[i] != wanted[i]:
-            _write_(ours[i], came)
+    for i, received in zip(moved, copies, strict=True):
+        if digests[i] != expected_digests[i]:
+            _write_(own[i], received)
 
 
 def make_models_equal_(
@@ -128,8 +134,8 @@ def make_models_equal_(
     All ranks hold whole buffers.
     """
     if group.replicas is None or group.shards is None:
-        told = f"copying the model of rank {source}"
-        make_equal_({**params, **buffers}, group, action=told, source=source)
+        action = f"copying the model of rank {source}"
+        make_equal_({**params, **buffers}, group, action=action, source=source)
         return
     make_equal_(params, group.replicas, action="copying the shards of the first site")
     if group.static_membership:
@@ -143,7 +149,7 @@ def _copy_(buffers: list[Tensor], group: Group, action: str, source: int) -> Non
     total, done = sum(buffer.numel() for buffer in buffers), 0
     size = max(min(_FIRST_BYTES, int(group.timeout_s * 8192)), _SMALLEST_BYTES)
     target_s = min(group.timeout_s / 20, _PIECE_S)
-    begun = told = time.monotonic()
+    begun = logged_s = time.monotonic()
     while done < total:
         parts = list(_parts(buffers, done, done + size))
         piece, begin_s = torch.cat(parts), time.monotonic()
@@ -155,13 +161,13 @@ def _copy_(buffers: list[Tensor], group: Group, action: str, source: int) -> Non
             at += part.numel()
         done += piece.numel()
         # the slowest rank decides, so that all ranks cut pieces of one size
-        said = group.gather_now(_SECONDS.pack(taken_s), action=action)
-        slowest_s = max(_SECONDS.unpack(answer)[0] for answer in said)
+        times = group.gather_now(_SECONDS.pack(taken_s), action=action)
+        slowest_s = max(_SECONDS.unpack(answer)[0] for answer in times)
         growth = min(target_s / max(slowest_s, 1e-9), 4.0)
         size = int(min(max(size * growth, _SMALLEST_BYTES), _LARGEST_BYTES))
         now = time.monotonic()
-        if now - told >= _NEWS_S:
-            told, rate = now, done / (now - begun)
+        if now - logged_s >= _LOG_EVERY_S:
+            logged_s, rate = now, done / (now - begun)
             left_s = (total - done) / rate
             shown = (action, done / 1e6, total / 1e6, rate / 1e6, left_s)
             _log.info("%s: %.1f of %.1f MB, %.2f MB/s, about %.0f s left", *shown)

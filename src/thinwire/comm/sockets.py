@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Connection", "Place", "connections", "end_unanswered", "listeners", "shut_down"]
+__all__ = ["Connection", "Endpoint", "connections", "end_unanswered", "listeners", "shut_down"]
 
 _SYSTEM = ctypes.CDLL(None)
 """C library of this process; its calls here return 0 on success."""
 _LONGEST_NAME_BYTES = 128
 """Size of a `sockaddr_storage`."""
 
-Place = tuple[str, int]
+Endpoint = tuple[str, int]
 """Address as text, and port."""
 
 
@@ -26,40 +26,40 @@ class Connection(NamedTuple):
 
     descriptor: int
     inode: int
-    here: Place
-    there: Place
+    local: Endpoint
+    remote: Endpoint
 
 
 def connections() -> list[Connection]:
     """Return all internet connections of this process; none on systems other than Linux."""
     found = []
     for descriptor, inode, held in _streams():
-        here, there = _place("getsockname", held), _place("getpeername", held)
-        if here is not None and there is not None:  # a listening socket has no peer
-            found.append(Connection(descriptor, inode, here, there))
+        local, remote = _address_of("getsockname", held), _address_of("getpeername", held)
+        if local is not None and remote is not None:  # a listening socket has no peer
+            found.append(Connection(descriptor, inode, local, remote))
     return found
 
 
-def listeners() -> dict[int, Place]:
+def listeners() -> dict[int, Endpoint]:
     """Return the addresses on which this process listens, by inode."""
     found = {}
     for _, inode, held in _streams():
-        here = _place("getsockname", held)
-        if here is not None and _option(held, socket.SO_ACCEPTCONN):
-            found[inode] = here
+        local = _address_of("getsockname", held)
+        if local is not None and _option(held, socket.SO_ACCEPTCONN):
+            found[inode] = local
     return found
 
 
-def shut_down(each: Connection) -> None:
+def shut_down(connection: Connection) -> None:
     """Shut a connection down for both sides. Does nothing if it was closed or its descriptor was
     reused.
     """
-    with contextlib.suppress(OSError), _held(each.descriptor) as (inode, held):
-        if inode == each.inode:
+    with contextlib.suppress(OSError), _held(connection.descriptor) as (inode, held):
+        if inode == connection.inode:
             _SYSTEM.shutdown(held, socket.SHUT_RDWR)
 
 
-def end_unanswered(each: Connection, seconds: int) -> None:
+def end_unanswered(connection: Connection, seconds: int) -> None:
     """Let the kernel end a connection whose data or probes go unacknowledged for `seconds`.
 
     It probes once a second while nothing is sent. A stopped process still acknowledges.
@@ -70,8 +70,8 @@ def end_unanswered(each: Connection, seconds: int) -> None:
         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds),
     )
-    with contextlib.suppress(OSError), _held(each.descriptor) as (inode, held):
-        for level, option, value in options if inode == each.inode else ():
+    with contextlib.suppress(OSError), _held(connection.descriptor) as (inode, held):
+        for level, option, value in options if inode == connection.inode else ():
             number = ctypes.c_int(value)
             _SYSTEM.setsockopt(held, level, option, ctypes.byref(number), ctypes.sizeof(number))
 
@@ -112,7 +112,7 @@ def _option(descriptor: int, option: int) -> int:
     return value.value
 
 
-def _place(function: str, descriptor: int) -> Place | None:
+def _address_of(function: str, descriptor: int) -> Endpoint | None:
     name = ctypes.create_string_buffer(_LONGEST_NAME_BYTES)
     if getattr(_SYSTEM, function)(descriptor, name, ctypes.byref(ctypes.c_uint32(len(name)))) != 0:
         return None

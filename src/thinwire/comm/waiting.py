@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from thinwire import _validate as check
 
 __all__ = [
+    "activity",
     "busy_for",
-    "here",
     "idle_s",
     "left_s",
     "long_waits_logged",
@@ -22,15 +22,15 @@ __all__ = [
     "progressed",
     "seconds_given",
     "seconds_of",
+    "set_activity",
     "waited",
     "waits",
-    "whereabouts",
     "whole_s",
 ]
 
 _LONG_S = 10.0
 _log = logging.getLogger("thinwire")
-_place: list[tuple[str, bool, float]] = [("", False, time.monotonic())]
+_activity: list[tuple[str, bool, float]] = [("", False, time.monotonic())]
 """Last exchange of this process, True if it is waited for, and the time since then; replaced as
 a whole.
 """
@@ -145,9 +145,9 @@ def long_waits_logged(action: str, wait_s: Callable[[], float]) -> Iterator[None
             _log.info("%s: waited %.1f s for other ranks", action, seconds)
 
 
-def here(action: str, *, waiting: bool) -> None:
+def set_activity(action: str, *, waiting: bool) -> None:
     """Record the exchange in which this process waits, or which it has left for work of its own."""
-    _place[0] = action, waiting, time.monotonic()
+    _activity[0] = action, waiting, time.monotonic()
 
 
 @contextmanager
@@ -162,8 +162,8 @@ def busy_for(seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        said = min(time.monotonic(), until)
-        _busy_until[0] = said if outer is None else max(outer, said)
+        ended = min(time.monotonic(), until)
+        _busy_until[0] = ended if outer is None else max(outer, ended)
 
 
 def idle_s() -> float | None:
@@ -171,11 +171,11 @@ def idle_s() -> float | None:
     return None if _busy_until[0] is None else max(time.monotonic() - _busy_until[0], 0.0)
 
 
-def whereabouts() -> tuple[str, bool, float]:
+def activity() -> tuple[str, bool, float]:
     """Return the current or last exchange, True if this process waits there, and since when."""
-    return _place[0]
+    return _activity[0]
 
 
 def waits() -> bool:
     """Return True if this process waits in an exchange."""
-    return _place[0][1]
+    return _activity[0][1]

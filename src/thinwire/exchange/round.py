@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.comm import ALL_RANKS, Nodes, Pending, Sources, unproven
+from thinwire.comm import ALL_RANKS, Nodes, Pending, Sources, wrong_mac_text
 from thinwire.compress.protocol import (
     AllGather,
     AllReduce,
@@ -185,24 +185,24 @@ class Round:
 
     def _launched(self, collective: Collective) -> Pending[Tensor]:
         sources, what = self._sources, collective.purpose
-        proofs = sources.proofs
-        if proofs is not None and sources.relayed and isinstance(collective, AllReduce):
+        macs = sources.macs
+        if macs is not None and sources.relayed and isinstance(collective, AllReduce):
             return self._summed(collective.buffer, what)
         # a sum is formed in transit, so no rank can authenticate it
-        if proofs is None or isinstance(collective, AllReduce):
+        if macs is None or isinstance(collective, AllReduce):
             return self._unproven(collective)
-        number, to = proofs.next(), ALL_RANKS
+        number, to = macs.next(), ALL_RANKS
         if isinstance(collective, AllGather):
-            pending = sources.all_gather(proofs.added(collective.message, number), action=what)
+            pending = sources.all_gather(macs.with_mac(collective.message, number), action=what)
         else:
             to = sources.rank
-            parts, lengths = proofs.added_to_each(collective.messages, collective.lengths, number)
+            parts, lengths = macs.with_macs(collective.messages, collective.lengths, number)
             pending = sources.all_to_all(parts, lengths, action=what)
 
         def rows() -> Tensor:
-            messages, wrong = proofs.checked(pending.wait(), number, to)
+            messages, wrong = macs.verified(pending.wait(), number, to)
             if wrong:
-                self._refusal = self._refusal or PayloadCorrupt(unproven(what, wrong[0]))
+                self._refusal = self._refusal or PayloadCorrupt(wrong_mac_text(what, wrong[0]))
             return messages
 
         return Pending(rows)

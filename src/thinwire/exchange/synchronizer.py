@@ -19,7 +19,7 @@ from thinwire.comm import (
     next_identity,
     node_size_of,
     one_deadline,
-    place_in,
+    rank_and_size_in,
     require_agreement,
     require_mesh,
     require_process_group,
@@ -113,7 +113,11 @@ class Ranks:
     @property
     def place(self) -> tuple[int, int]:
         """Rank of this process, and number of ranks."""
-        return place_in(self.process_group) if self.members is None else self.members.rank_and_size
+        return (
+            rank_and_size_in(self.process_group)
+            if self.members is None
+            else self.members.rank_and_size
+        )
 
     def deadline(self) -> AbstractContextManager[None]:
         """Return a context in which all waiting counts against one time-out."""

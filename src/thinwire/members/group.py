@@ -88,7 +88,7 @@ class ElasticGroup(Group):
         self._shared, self.relayed = shared, groups is not None and groups.relayed
         key = self.membership.kv.store.key_for("exchange", str(now.number))
         if key is not None:
-            self.prove(key)
+            self.authenticate(key)
         forget_ended()
         progressed()  # an interrupted wait does not count against the remaining members
         if not first:
@@ -155,12 +155,12 @@ class ElasticGroup(Group):
         return Pending(finish)
 
     @property
-    def _asks_ahead_s(self) -> float:  # type: ignore[override]
+    def _ask_before_s(self) -> float:  # type: ignore[override]
         # the answer takes this long where a member is silent, and the time-out is to be kept
         return min(BUSY_BEAT_S, self.timeout_s / 2)
 
-    def _more_s(self) -> float:
-        return self.membership.more_s(whole_s(self.timeout_s))
+    def _extension_s(self) -> float:
+        return self.membership.extension_s(whole_s(self.timeout_s))
 
     def _broken(self, number: int, error: ThinwireError) -> Regrouped:
         self.membership.report_broken(number, str(error))

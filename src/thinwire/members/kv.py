@@ -348,7 +348,7 @@ def _connected(
         before = {connection.inode for connection in connections()}
         store = connect()
         new = [connection for connection in connections() if connection.inode not in before]
-    found = [connection for connection in new if connection.there[1] == port]
+    found = [connection for connection in new if connection.remote[1] == port]
     for connection in found:
         end_unanswered(connection, _UNANSWERED_S)
     return store, found

@@ -208,7 +208,7 @@ class Membership:
             self._recorded = None
             return list(self._answers)
 
-    def more_s(self, timeout_s: float) -> float:
+    def extension_s(self, timeout_s: float) -> float:
         """Return the seconds for which busy members may still be waited for: until `timeout_s`
         after the last of them was known to be busy. Takes at most two seconds.
 
@@ -217,7 +217,7 @@ class Membership:
             place does not answer.
         """
         found: queue.SimpleQueue[float] = queue.SimpleQueue()
-        self._commands.put(lambda: found.put(self._more_s(timeout_s)))
+        self._commands.put(lambda: found.put(self._extension_s(timeout_s)))
         with contextlib.suppress(queue.Empty):
             return found.get(timeout=2 * _SCAN_S)
         return 0.0
@@ -470,7 +470,7 @@ class Membership:
         heartbeat = {"beat": self._beat_count, "idle": idle_s(), "waits": waits()}
         self.kv.put(f"hb/{self.own_id}", heartbeat)
 
-    def _more_s(self, timeout_s: float) -> float:
+    def _extension_s(self, timeout_s: float) -> float:
         formed = self.generation
         assert formed is not None, "exchanged"
         others = [member for member in formed.ids if member != self.own_id]

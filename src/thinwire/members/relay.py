@@ -22,7 +22,7 @@ from thinwire.comm.relay import (
     NONCE_BYTES,
     Answer,
     Kind,
-    hello_proof,
+    hello_mac,
 )
 from thinwire.members.credentials import derived_key
 
@@ -66,7 +66,7 @@ class _Relay:
         self._rooms: defaultdict[str, _Room] = defaultdict(dict)
         self._open: set[asyncio.StreamWriter] = set()
 
-    async def hold(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+    async def serve(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
         """Serve until `stop` is set, and then close all connections without a word."""
         limit_s = None if tls is None else _HELLO_S
         server = await asyncio.start_server(
@@ -112,8 +112,8 @@ class _Relay:
         if length > _LONGEST_HELLO_BYTES:
             raise ValueError("no hello")
         hello = await reader.readexactly(length)
-        proof = await reader.readexactly(len(hello_proof(b"", b"", b"")))
-        if not hmac.compare_digest(proof, hello_proof(self._key, nonce, hello)):
+        mac = await reader.readexactly(len(hello_mac(b"", b"", b"")))
+        if not hmac.compare_digest(mac, hello_mac(self._key, nonce, hello)):
             writer.write(Answer.TOKEN)
             raise ValueError("another token")
         if len(self._open) > MOST_CONNECTIONS:
@@ -123,7 +123,7 @@ class _Relay:
         name, rank = str(said["room"]), int(said["rank"])
         if not 0 <= rank < MOST_CONNECTIONS:
             raise ValueError("no rank")
-        writer.write(Answer.COME)
+        writer.write(Answer.OK)
         return name, rank
 
     def _enter(self, name: str, rank: int, writer: asyncio.StreamWriter) -> _Room:
@@ -132,8 +132,8 @@ class _Relay:
         if before is not None:  # its line was cut, and it is back
             before.transport.abort()
         for other, there in room.items():
-            there.write(HEAD.pack(0, other, rank, Kind.HERE, 0, 0, 0))
-            writer.write(HEAD.pack(0, rank, other, Kind.HERE, 0, 0, 0))
+            there.write(HEAD.pack(0, other, rank, Kind.CONNECTED, 0, 0, 0))
+            writer.write(HEAD.pack(0, rank, other, Kind.CONNECTED, 0, 0, 0))
         room[rank] = writer
         return room
 
@@ -143,7 +143,7 @@ class _Relay:
             return
         del room[rank]
         for other, there in room.items():
-            there.write(HEAD.pack(0, other, rank, Kind.GONE, 0, 0, 0))
+            there.write(HEAD.pack(0, other, rank, Kind.DISCONNECTED, 0, 0, 0))
         if not room:
             del self._rooms[name]
 
@@ -182,7 +182,7 @@ def relaying(
 
     def run() -> None:
         with runner:
-            runner.run(_Relay(relay_key(token), stop).hold(listener, tls))
+            runner.run(_Relay(relay_key(token), stop).serve(listener, tls))
 
     thread = threading.Thread(target=run, name="thinwire-relay", daemon=True)
     thread.start()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from thinwire.comm import Group, Pending, require_agreement, state_told
+from thinwire.comm import Group, Pending, require_agreement, state_in_errors
 from thinwire.comm.waiting import progressed
 from thinwire.core.muon import MuonRule, descend_, direction_, muon_, newton_schulz, products
 from thinwire.core.sharded import is_sharded, shard_of
@@ -111,7 +111,7 @@ class Owners:
             if cut is None:
                 param, grad, buffer = map(shard_of, (m.param, m.grad, m.momentum_buffer))
                 muon_(param, grad, buffer, m.lr, m.rule)
-        with state_told("Some matrices may have moved on some ranks"):
+        with state_in_errors("Some matrices may have moved on some ranks"):
             for (ranks, dim, *_), some in alike.items():
                 _update_(self._groups[ranks], dim, some)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from thinwire.comm import state_told
+from thinwire.comm import state_in_errors
 from thinwire.comm.group import collective_calls
 from thinwire.compress import buckets_of
 from thinwire.compress.dense import not_finite
@@ -199,7 +199,7 @@ class MeanThenStep(_EveryStep):
         means = self._means(came, grads, with_own_storage(grads))
         # other ranks may have made the update from here on: a failure is reported to them
         with self._reporting_failure(step, self.gradients):
-            with state_told(_AFTER_EXCHANGE):
+            with state_in_errors(_AFTER_EXCHANGE):
                 clipped = self._clip(means, outcome.answers.of_my_replica("measured"))
             exchanging = apply_(self._optimizer, self._params, clipped)
             if exchanging is not None and self.gradients.group.size > 1:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from thinwire._names import named_parameters
-from thinwire.comm import long_waits_logged, state_told
+from thinwire.comm import long_waits_logged, state_in_errors
 from thinwire.core.several import all_of
 from thinwire.core.sharded import is_sharded, shard_of, sharded_like
 from thinwire.core.stats import Pace
@@ -263,7 +263,7 @@ class Microsteps:
         if scaler is not None:
             scaler.update(verdict is Verdict.OVERFLOW)
         self.forget_merged()
-        with state_told(_UPDATE_MADE):
+        with state_in_errors(_UPDATE_MADE):
             parts.buffers.copy_()
         self._end_round()
         return verdict

@@ -19,7 +19,7 @@ from thinwire._names import (
 )
 from thinwire.checkpoint import random_state, set_random_state
 from thinwire.checkpoint.combine import Rule
-from thinwire.comm import place_in
+from thinwire.comm import rank_and_size_in
 from thinwire.compress import KEPT, OTHER_RANKS
 from thinwire.core.origin import ORIGIN, Origin, checksum_of
 from thinwire.core.several import all_of, kinds_of
@@ -130,7 +130,9 @@ def state_dict(parts: Parts, counters: Mapping[str, int]) -> dict[str, Any]:
     checkpoint stores both separately.
     """
     state = saved(parts, counters)
-    provenance = Origin(*place_in(), state["counters"]["step"], checksum_of(_of_ranks(state)))
+    provenance = Origin(
+        *rank_and_size_in(), state["counters"]["step"], checksum_of(_of_ranks(state))
+    )
     return {**state, "facts": _copied(parts.facts), ORIGIN: provenance.packed()}
 
 
@@ -163,7 +165,7 @@ def load(state: Mapping[str, Any], parts: Parts) -> Restored:
     problem = (
         None
         if provenance is None
-        else provenance.problem(*place_in(), checksum_of(_of_ranks(rest)))
+        else provenance.problem(*rank_and_size_in(), checksum_of(_of_ranks(rest)))
     )
     if problem is not None:
         warnings.warn(f"thinwire: {problem}", UserWarning, stacklevel=3)

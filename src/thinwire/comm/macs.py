@@ -9,15 +9,15 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-__all__ = ["ALL_RANKS", "PROOF_BYTES", "Proofs", "unproven"]
+__all__ = ["ALL_RANKS", "MAC_BYTES", "MessageMacs", "wrong_mac_text"]
 
-PROOF_BYTES: Final = 16
-_PLACE: Final = struct.Struct("<QIi")
+MAC_BYTES: Final = 16
+_HEADER: Final = struct.Struct("<QIi")
 ALL_RANKS: Final = -1
 
 
 @final
-class Proofs:
+class MessageMacs:
     """Keyed BLAKE2b MAC, 16 bytes, appended to every message of one group of ranks.
 
     >>> import torch
@@ -39,7 +39,7 @@ class Proofs:
     """
 
     def __init__(self, key: bytes, channel: str, rank: int) -> None:
-        self._hash = hashlib.blake2b(digest_size=PROOF_BYTES, key=key, person=channel.encode())
+        self._hash = hashlib.blake2b(digest_size=MAC_BYTES, key=key, person=channel.encode())
         self._rank = rank
         self._count = 0
 
@@ -48,55 +48,55 @@ class Proofs:
         self._count += 1
         return self._count - 1
 
-    def added(self, message: Tensor, number: int, to: int = ALL_RANKS) -> Tensor:
+    def with_mac(self, message: Tensor, number: int, to: int = ALL_RANKS) -> Tensor:
         """Return the message, uint8 of one dimension, with its MAC appended, on its device. It
         is for rank `to`, or for all ranks by default.
         """
-        proof = self._proof(message.cpu(), number, self._rank, to)
-        end = torch.frombuffer(bytearray(proof), dtype=torch.uint8)
+        mac = self._mac(message.cpu(), number, self._rank, to)
+        end = torch.frombuffer(bytearray(mac), dtype=torch.uint8)
         return torch.cat([message, end.to(message.device)])
 
-    def added_to_each(
+    def with_macs(
         self, messages: Tensor, lengths: Sequence[int], number: int
     ) -> tuple[Tensor, list[int]]:
         """Return the messages for each rank, end to end, each with its MAC, and the new lengths."""
         parts = torch.split(messages, list(lengths))
-        proven = [self.added(part, number, to) for to, part in enumerate(parts)]
-        return torch.cat(proven), [part.numel() for part in proven]
+        authenticated = [self.with_mac(part, number, to) for to, part in enumerate(parts)]
+        return torch.cat(authenticated), [part.numel() for part in authenticated]
 
-    def checked(self, rows: Tensor, number: int, to: int = ALL_RANKS) -> tuple[Tensor, list[int]]:
+    def verified(self, rows: Tensor, number: int, to: int = ALL_RANKS) -> tuple[Tensor, list[int]]:
         """Return the messages of all ranks without their MACs, and the ranks whose MAC is wrong.
 
         Args:
             rows: uint8, shape (ranks, B + 16); read only.
             number: Number of the exchange.
-            to: Receiver, as in `added`.
+            to: Receiver, as in `with_mac`.
 
         Returns:
             Shape (ranks, B), zeros for messages that did not verify, so that forged bytes are never
             used.
         """
-        here = rows.cpu()
-        messages, proofs = here[:, :-PROOF_BYTES], here[:, -PROOF_BYTES:]
+        on_cpu = rows.cpu()
+        messages, macs = on_cpu[:, :-MAC_BYTES], on_cpu[:, -MAC_BYTES:]
         wrong = [
             source
-            for source, (message, proof) in enumerate(zip(messages, proofs, strict=True))
+            for source, (message, mac) in enumerate(zip(messages, macs, strict=True))
             if not hmac.compare_digest(
-                proof.numpy().tobytes(), self._proof(message, number, source, to)
+                mac.numpy().tobytes(), self._mac(message, number, source, to)
             )
         ]
-        kept = rows[:, :-PROOF_BYTES].contiguous()
+        kept = rows[:, :-MAC_BYTES].contiguous()
         kept[wrong] = 0
         return kept, wrong
 
-    def _proof(self, message: Tensor, number: int, source: int, to: int) -> bytes:
-        made = self._hash.copy()
-        made.update(_PLACE.pack(number, source, to))
-        made.update(message.contiguous().numpy().data)
-        return made.digest()
+    def _mac(self, message: Tensor, number: int, source: int, to: int) -> bytes:
+        digest = self._hash.copy()
+        digest.update(_HEADER.pack(number, source, to))
+        digest.update(message.contiguous().numpy().data)
+        return digest.digest()
 
 
-def unproven(action: str, rank: int) -> str:
+def wrong_mac_text(action: str, rank: int) -> str:
     """Return the text about a message whose MAC is wrong."""
     return (
         f"{action}: the message from rank {rank} was refused because its MAC is wrong. A stranger "
