@@ -90,13 +90,13 @@ def slow_line(rank: int, size: int) -> list[str]:
     log = logging.getLogger("thinwire")
     log.addHandler(Told())
     log.setLevel(logging.INFO)
-    replicate_module._NEWS_S, news = 1.0, replicate_module._NEWS_S
+    replicate_module._LOG_EVERY_S, news = 1.0, replicate_module._LOG_EVERY_S
     Group.broadcast_ = slowly  # type: ignore[method-assign,assignment]
     try:
         make_equal_(tensors(rank), group, action="copying")
     finally:
         Group.broadcast_ = real  # type: ignore[method-assign]
-        replicate_module._NEWS_S = news
+        replicate_module._LOG_EVERY_S = news
         log.handlers.clear()
     return told
 

@@ -32,7 +32,7 @@ def gathered(key: bytes, exchanges: int, channel: str = "messages") -> list[list
     """What all ranks send in a row of exchanges, with their proofs."""
     macs = [MessageMacs(key, channel, rank) for rank in range(WORLD)]
     return [
-        [macs[rank].added(message_of(step, rank), macs[rank].next()) for rank in range(WORLD)]
+        [macs[rank].with_mac(message_of(step, rank), macs[rank].next()) for rank in range(WORLD)]
         for step in range(exchanges)
     ]
 
@@ -104,7 +104,7 @@ def test_ten_thousand_forged_messages() -> None:
         rows[victim] = WAYS[turn % len(WAYS)](rng, rows[victim], (step, victim))
         if torch.equal(rows[victim], SEEN[step][victim]):  # bits that were turned back again
             continue
-        kept, wrong = reader.checked(rows, step)
+        kept, wrong = reader.verified(rows, step)
         assert wrong == [victim]
         assert not kept[victim].any()
         for rank in range(WORLD):
@@ -132,7 +132,7 @@ def test_honest_messages_are_taken_and_are_sixteen_bytes_longer() -> None:
     reader = MessageMacs(KEY, "messages", 2)
     for step, sent in enumerate(SEEN):
         number = reader.next()
-        kept, wrong = reader.checked(torch.stack(sent), number)
+        kept, wrong = reader.verified(torch.stack(sent), number)
         assert (number, wrong) == (step, [])
         assert kept.shape == (WORLD, LAYOUT.nbytes)
         for rank in range(WORLD):
@@ -149,9 +149,9 @@ def test_a_message_is_for_the_rank_that_it_was_sent_to() -> None:
     to_0, to_1 = torch.split(given, longer)[:2]
     for to, part in ((0, to_0), (1, to_1)):
         rows = torch.stack([part, part])
-        assert receiver.checked(rows, 0, to)[1] == [0]  # row 0 is from rank 0 by its place
-        assert receiver.checked(rows, 0, 1 - to)[1] == [0, 1]
-        assert receiver.checked(rows, 0, ALL_RANKS)[1] == [0, 1]
+        assert receiver.verified(rows, 0, to)[1] == [0]  # row 0 is from rank 0 by its place
+        assert receiver.verified(rows, 0, 1 - to)[1] == [0, 1]
+        assert receiver.verified(rows, 0, ALL_RANKS)[1] == [0, 1]
 
 
 TOKEN, SESSION = b"t" * 32, "5e55"
