@@ -1,7 +1,8 @@
 """The loss of K local workers against dense training, by workers, parameters and interval.
 
 python -m benchmarks.law --size 0.87M --workers 1 2 4 8 --interval 16 --bits 1 --seeds 5 6 7
-python -m benchmarks.law fit
+python -m benchmarks.law fit --figure docs/law.svg
+python -m benchmarks.law check --results benchmarks/results/law_check.jsonl
 python -m benchmarks.law predict --size 124M
 
 All K workers train in turn in one process, on a CPU or one GPU, with the library's own local
@@ -18,90 +19,36 @@ import json
 import math
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import thinwire as tw
 from benchmarks.common import Results, json_lines
-from benchmarks.evidence import EVALUATIONS, HELD_OUT_SEQUENCES, TUNING_SEED, tuned
+from benchmarks.evidence import TUNING_SEED, tuned
+from benchmarks.gaps import SIZES, Cell, check, draw, fit_table
 from benchmarks.lockstep import LocalRanks
 from thinwire.compress import ChangeConfig
-from thinwire.tools.planning.loss import beta, law, loss_gap
+from thinwire.tools.planning.loss import law, loss_gap
 from thinwire.tools.run.built_in import NextByte
-from thinwire.tools.run.config import ModelSize, Recipe, RunConfig
+from thinwire.tools.run.config import Recipe, RunConfig
 from thinwire.tools.run.task import OwnTask, device_of
 from thinwire.tools.run.text import Corpus, read_folder, read_standard_library
 from thinwire.tools.run.trainers import Setup
 from thinwire.tools.run.training import rate_factor
 
 RESULTS = Path(__file__).parent / "results" / "law.jsonl"
-SIZES = {
-    "0.14M": ModelSize(64, 2),
-    "0.87M": ModelSize(128, 4),
-    "3.3M": ModelSize(256, 4),
-    "10M": ModelSize(384, 6),
-    "30M": ModelSize(448, 12),
-    "124M": ModelSize(928, 12, context=1024),
-}
 RATES = {"muon": (0.012, 0.024, 0.048), "adamw": (0.003, 0.006, 0.012)}
+EVALUATIONS, HELD_OUT_SEQUENCES = 5, 512
 PREDICTED = "2026-11-26"
-_FEWEST_ROUNDS = 50
 _KEPT_EVERY_S = 600.0
-_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""Of Student's t, by degrees of freedom from 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One training; a line of the results begins with these.
-
-    Attributes:
-        part: "validation", by which rates are chosen, or "held_out".
-        size: A key of `SIZES`, or of the task whatever was named.
-        workers: K.
-        interval: Steps between two averagings; 0 for dense training.
-        bits: Of a value of a change; 32 sends it as it is.
-        optimizer: "muon" or "adamw".
-        steps: Of each worker.
-        batch: Sequences of a worker and step.
-        lr: Peak rate.
-        seed: Of parameters and batches.
-        data: The file or folder of text, or the task; "" for the standard library of Python.
-    """
-
-    part: str
-    size: str
-    workers: int
-    interval: int
-    bits: int
-    optimizer: str
-    steps: int
-    batch: int
-    lr: float
-    seed: int
-    data: str
-
-    def __str__(self) -> str:
-        """For the log."""
-        way = f"every {self.interval} steps, {self.bits} bits" if self.interval else "dense"
-        return (
-            f"{self.part} {self.size} K={self.workers} {way} {self.optimizer} lr {self.lr:g} seed "
-            f"{self.seed}"
-        )
-
-    @property
-    def dense(self) -> "Cell":
-        """Dense training of the same, at any rate."""
-        return replace(self, interval=0, bits=32, lr=0.0)
+_HELD_OUT_BATCH = 32
 
 
 @cache
@@ -134,7 +81,7 @@ def _works(cell: Cell, device: str, folder: Path) -> list[Any]:
         seed=cell.seed,
         steps=cell.steps,
         seconds=None,
-        batch=cell.batch,
+        batch=_HELD_OUT_BATCH,
         ramp_steps=1,
         train_file=str(folder / "train"),
         held_out_file=str(folder / "held_out"),
@@ -143,10 +90,13 @@ def _works(cell: Cell, device: str, folder: Path) -> list[Any]:
         launched_unix_s=0.0,
     )
     where = device_of(device, 0)
-    return [
+    works = [
         NextByte(config, SIZES[cell.size], k, cell.workers if k else 1, where)
         for k in range(cell.workers)
     ]
+    for work in works:
+        work.batch = cell.batch
+    return works
 
 
 def train(cell: Cell, device: str = "cpu", kept: Path | None = None) -> dict[str, Any]:
@@ -268,109 +218,6 @@ class _Training:
                 work.next_batch()
 
 
-class Gaps(NamedTuple):
-    """What was measured of one setting: (workers, loss over dense's - 1) of every seed."""
-
-    numel: int
-    rounds: int
-    points: list[tuple[int, float]]
-
-
-Setting = tuple[str, str, int, int, int, str]
-"""Size, optimizer, interval, bits, batch, data."""
-
-
-def gaps(lines: Iterable[Mapping[str, Any]]) -> dict[Setting, Gaps]:
-    """By setting the gaps of all K > 1, each against dense training with the same K, tokens and
-    seed.
-    """
-    held_out = [
-        line for line in lines if line["cell"]["part"] == "held_out" and line["loss"] is not None
-    ]
-    dense = {_key(Cell(**line["cell"])): line for line in held_out if not line["cell"]["interval"]}
-    found: dict[Setting, Gaps] = {}
-    for line in held_out:
-        cell = Cell(**line["cell"])
-        other = dense.get(_key(cell.dense))
-        if not cell.interval or cell.workers == 1 or other is None:
-            continue
-        setting = cell.size, cell.optimizer, cell.interval, cell.bits, cell.batch, cell.data
-        before = found.get(setting, Gaps(line["parameters"], line["rounds"], []))
-        points = [*before.points, (cell.workers, line["loss"] / other["loss"] - 1)]
-        found[setting] = Gaps(before.numel, min(before.rounds, line["rounds"]), points)
-    return found
-
-
-def _key(cell: Cell) -> str:
-    return json.dumps(asdict(replace(cell, lr=0.0)), sort_keys=True)
-
-
-def fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Beta of gap = K^beta - 1, and half of its interval of 95 %; infinite for one point.
-
-    Least squares of log(1 + gap) over log K, through 0.
-    """
-    xs, ys = (
-        [math.log(value) for value in values]
-        for values in (
-            [workers for workers, _ in points],
-            [1 + gap for _, gap in points],
-        )
-    )
-    square = sum(x * x for x in xs)
-    slope = sum(x * y for x, y in zip(xs, ys, strict=True)) / square
-    free = len(points) - 1
-    if not free:
-        return slope, math.inf
-    rest = sum((y - slope * x) ** 2 for x, y in zip(xs, ys, strict=True)) / free
-    t = _T95[free - 1] if free <= len(_T95) else 1.96 + 2.5 / free
-    return slope, t * math.sqrt(rest / square)
-
-
-def fit_table(lines: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Markdown: beta of every setting with its interval, beside the published one."""
-    text = [
-        "| parameters | optimizer | steps | bits | batch | rounds | beta | law | gap by workers |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    by_size: dict[tuple[str, int, int], list[tuple[int, float]]] = defaultdict(list)
-    for (_, optimizer, interval, bits, batch, data), found in sorted(gaps(lines).items(), key=str):
-        slope, half = fitted(found.points)
-        by_size[optimizer, interval, bits].append((found.numel, slope))
-        of_k = defaultdict(list)
-        for workers, gap in found.points:
-            of_k[workers].append(gap)
-        few = " (few)" if found.rounds < _FEWEST_ROUNDS else ""
-        gaps_text = ", ".join(f"{k}: {fmean(values):+.1%}" for k, values in sorted(of_k.items()))
-        interval_text = (
-            f"{slope:.4f} +- {half:.4f}" if half < math.inf else f"{slope:.4f} (one run)"
-        )
-        cells = [
-            f"{found.numel:,}{f' {data}' if data else ''}",
-            optimizer,
-            str(interval),
-            str(bits),
-            str(batch),
-            f"{found.rounds}{few}",
-            interval_text,
-            f"{beta(optimizer, found.numel):.4f}",
-            gaps_text,
-        ]
-        text.append("| " + " | ".join(cells) + " |")
-    for (optimizer, interval, bits), sizes in by_size.items():
-        positive = [(math.log(numel), math.log(slope)) for numel, slope in sizes if slope > 0]
-        if len({x for x, _ in positive}) > 2:
-            mx, my = (fmean(values) for values in zip(*positive, strict=True))
-            power = sum((x - mx) * (y - my) for x, y in positive)
-            power /= sum((x - mx) ** 2 for x, _ in positive)
-            factor = math.exp(my - power * mx)
-            text.append(
-                f"\n{optimizer}, every {interval} steps, {bits} bits: beta = {factor:.3g} "
-                f"N^{power:.3f}"
-            )
-    return text
-
-
 def prediction(size: str, intervals: Sequence[int], bits: Sequence[int]) -> list[str]:
     """The gaps that are expected of a size, by the planner's law, with their interval and date."""
     numel = _numel(size)
@@ -416,7 +263,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", choices=("train", "fit", "predict"), default="train")
+    parser.add_argument(
+        "what", nargs="?", choices=("train", "fit", "check", "predict"), default="train"
+    )
     parser.add_argument("--size", nargs="+", default=["0.14M"], help=", ".join(SIZES))
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--interval", type=int, nargs="+", default=[16])
@@ -432,8 +281,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=float, default=20.0, help="a parameter, over all workers")
     parser.add_argument("--steps", type=int, help="of each worker, instead of --tokens")
     parser.add_argument("--lr", type=float, nargs="+", help="one is taken; of more the best")
+    parser.add_argument(
+        "--tune-workers", type=int, help="choose rates with so many workers, for all; else for each"
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/law"))
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=RESULTS,
+        help="with check: runs that the law of the usual file is not fitted to",
+    )
+    parser.add_argument("--figure", type=Path, help="with fit: draw it, as SVG (matplotlib)")
     return parser
 
 
@@ -452,19 +310,33 @@ def main() -> None:
     if given.task and given.steps is None:
         parser.error("--task needs --steps: how many tokens a batch has is known of text alone")
     if given.what == "fit":
-        print("\n".join(fit_table(json_lines(given.results))))
+        lines = json_lines(given.results)
+        print("\n".join(fit_table(lines)))
+        if given.figure is not None:
+            draw(lines, given.figure)
+        return
+    if given.what == "check":
+        print("\n".join(check(json_lines(RESULTS), json_lines(given.results))))
         return
     if given.what == "predict":
         for size in given.size:
             print("\n".join(prediction(size, given.interval, given.bits)))
         return
+    _make(given)
+
+
+def _make(given: argparse.Namespace) -> None:
+    """Train what the results lack."""
     results: Results[Cell] = Results(
         given.results, lambda cell: train(cell, given.device, given.folder)
     )
     ways = [(0, 32), *((interval, bits) for interval in given.interval for bits in given.bits)]
     for size in given.size:
+        steps = {
+            k: given.steps or steps_of(size, k, given.batch, given.tokens)
+            for k in {*given.workers, given.tune_workers or 1}
+        }
         for workers in given.workers:
-            steps = given.steps or steps_of(size, workers, given.batch, given.tokens)
             for optimizer in given.optimizer:
                 for interval, bits in ways:
                     base = Cell(
@@ -474,14 +346,19 @@ def main() -> None:
                         interval=interval,
                         bits=bits,
                         optimizer=optimizer,
-                        steps=steps,
+                        steps=steps[workers],
                         batch=given.batch,
                         lr=0.0,
                         seed=TUNING_SEED,
                         data=given.task or given.text or "",
                     )
                     rates = given.lr or RATES[optimizer]
-                    rate = rates[0] if len(rates) == 1 else tuned(results, base, rates)
+                    rate = rates[0]
+                    if len(rates) > 1:
+                        known = given.tune_workers or workers
+                        rate = tuned(
+                            results, replace(base, workers=known, steps=steps[known]), rates
+                        )
                     for seed in given.seeds:
                         results.of(replace(base, part="held_out", lr=rate, seed=seed))
 

@@ -5,6 +5,7 @@ import math
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import nn
 
 from benchmarks import evidence, law
 from benchmarks.evidence import as_it_is, measured
-from benchmarks.law import SIZES, Cell, fit_table, fitted, gaps, prediction, steps_of, train
+from benchmarks.gaps import SIZES, Cell, Gap, Law, check, fit_table, fitted, gaps
+from benchmarks.law import prediction, steps_of, train
 from tests.api import ByteTransformer, rate_factor
 
 CELL = Cell(
@@ -35,6 +37,7 @@ CELL = Cell(
 def test_losses_are_those_of_real_ranks(interval: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "EVALUATIONS", 1)
     monkeypatch.setattr(law, "EVALUATIONS", 1)
+    monkeypatch.setattr(law, "HELD_OUT_SEQUENCES", evidence.HELD_OUT_SEQUENCES)
     name = "muon-local" if interval else "dense-muon"
     about = as_it_is(name)
     if interval:
@@ -70,19 +73,81 @@ def test_a_gap_is_against_dense_training_with_the_same_workers_and_seed() -> Non
         line(replace(CELL, workers=1), 2.0),
         line(replace(CELL.dense, workers=1), 2.0),
     ]
-    (found,) = gaps(lines).values()
-    assert [workers for workers, _ in found.points] == [2, 4]
-    assert [gap for _, gap in found.points] == pytest.approx([0.05, 0.2])
+    found = gaps(lines)
+    assert [each.cell.workers for each in found] == [2, 4]
+    assert [each.gap for each in found] == pytest.approx([0.05, 0.2])
     assert "| 1,000 | muon | 4 | 1 | 8 | 90 | 0." in fit_table(lines)[2]
     assert fit_table([])[2:] == []
+
+
+def made_by_a_law(workers: int, interval: int, numel: int, rounds: int, noise: float) -> Gap:
+    beta = 0.02 * (numel / 1e6) ** -0.3 * (interval / 16) ** 0.5 * (rounds / 200) ** -0.7
+    cell = replace(CELL, workers=workers, interval=interval)
+    return Gap(cell, numel, rounds, math.expm1(beta * math.log(workers) + noise))
+
+
+def grid(spread: float) -> list[Gap]:
+    random = Random(1)
+    return [
+        made_by_a_law(k, interval, numel, rounds, random.gauss(0, spread))
+        for k in (2, 4, 8)
+        for interval in (4, 16)
+        for numel in (10**5, 10**6)
+        for rounds in (100, 400)
+    ]
+
+
+def test_a_law_is_found_again_and_its_intervals_cover_other_runs() -> None:
+    assert Law.of(grid(0.0)).theta.tolist() == pytest.approx(
+        [math.log(0.02), -0.3, 0.0, 0.5, -0.7], abs=1e-6
+    )
+    law = Law.of(grid(0.001))
+    assert law.free == 24 - 5
+    assert law.theta[1] == pytest.approx(-0.3, abs=0.1)
+    random, inside = Random(2), 0
+    for _ in range(200):
+        point = made_by_a_law(16, 8, 300_000, 200, random.gauss(0, 0.001))
+        low, mid, high = law.interval(point)
+        assert low < mid < high
+        inside += low <= point.gap <= high
+    assert inside > 180
+
+
+def test_what_does_not_vary_has_no_effect() -> None:
+    law = Law.of([each for each in grid(0.0) if each.numel == 10**5])
+    assert law.theta[1] == pytest.approx(0, abs=1e-12)
+    assert law.free == 12 - 4
+
+
+def test_runs_of_another_file_are_beside_the_interval() -> None:
+    known = [
+        line(cell, 2.0 * ratio)
+        for k in (2, 4, 8)
+        for seed, noise in ((5, 0.0), (6, 0.002))
+        for cell, ratio in (
+            (replace(CELL, workers=k, seed=seed), k**0.03 + noise),
+            (replace(CELL.dense, workers=k, seed=seed), 1.0),
+        )
+    ]
+    other = [
+        line(replace(CELL, data="other"), 2.043),
+        line(replace(CELL.dense, data="other"), 2.0),
+        line(replace(CELL, data="other", workers=8), 2.4),
+        line(replace(CELL.dense, data="other", workers=8), 2.0),
+    ]
+    text = check(known, other)
+    assert [row.endswith("| yes |") for row in text[2:4]] == [True, False]
+    assert text[-1] == "\n1 of 2 inside, 50%"
 
 
 def test_numbers_of_parameters_and_of_steps() -> None:
     for size in ("0.14M", "0.87M"):
         model: nn.Module = ByteTransformer(SIZES[size])
         assert law._numel(size) == sum(p.numel() for p in model.parameters())
-    assert [round(law._numel(size) / 1e6, 1) for size in SIZES] == [
+    assert [round(law._numel(size) / 1e6, 2 if size < "0.1" else 1) for size in SIZES] == [
+        0.05,
         0.1,
+        0.4,
         0.9,
         3.3,
         10.9,

@@ -1,0 +1,361 @@
+"""Gaps between local and dense training that `benchmarks.law` measured: the fitted law, its
+prediction intervals and the figure beside published laws.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from thinwire.tools.planning.loss import beta
+from thinwire.tools.run.config import ModelSize
+
+SIZES = {
+    "0.04M": ModelSize(32, 2),
+    "0.14M": ModelSize(64, 2),
+    "0.4M": ModelSize(96, 3),
+    "0.87M": ModelSize(128, 4),
+    "3.3M": ModelSize(256, 4),
+    "10M": ModelSize(384, 6),
+    "30M": ModelSize(448, 12),
+    "124M": ModelSize(928, 12, context=1024),
+}
+FEWEST_ROUNDS = 50
+_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""Of Student's t, by degrees of freedom from 1."""
+_CHANCE = 0.005
+"""The noise of log(1 + gap) is proportional to its value plus this."""
+_NUMEL, _WORKERS, _INTERVAL, _ROUNDS = 1e6, 4, 16, 200
+"""Where beta of a `Law` is its factor."""
+_ITERATIONS = 100
+_PUBLISHED = {
+    "MuLoCo, 16 workers (arXiv 2505.23725)": {
+        150e6: 3.222 / 3.124,
+        416e6: 2.713 / 2.641,
+        914e6: 2.448 / 2.402,
+        1.76e9: 2.291 / 2.246,
+        3.1e9: 2.165 / 2.128,
+    },
+    "DiLoCo, 16 workers (arXiv 2505.23725)": {
+        150e6: 3.326 / 3.158,
+        416e6: 2.808 / 2.682,
+        914e6: 2.522 / 2.440,
+        1.76e9: 2.348 / 2.266,
+        3.1e9: 2.215 / 2.145,
+    },
+}
+"""Loss over dense's by parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One training; a line of the results begins with these.
+
+    Attributes:
+        part: "validation", by which rates are chosen, or "held_out".
+        size: A key of `SIZES`, or of the task whatever was named.
+        workers: K.
+        interval: Steps between two averagings; 0 for dense training.
+        bits: Of a value of a change; 32 sends it as it is.
+        optimizer: "muon" or "adamw".
+        steps: Of each worker.
+        batch: Sequences of a worker and step.
+        lr: Peak rate.
+        seed: Of parameters and batches.
+        data: The file or folder of text, or the task; "" for the standard library of Python.
+    """
+
+    part: str
+    size: str
+    workers: int
+    interval: int
+    bits: int
+    optimizer: str
+    steps: int
+    batch: int
+    lr: float
+    seed: int
+    data: str
+
+    def __str__(self) -> str:
+        """For the log."""
+        way = f"every {self.interval} steps, {self.bits} bits" if self.interval else "dense"
+        return (
+            f"{self.part} {self.size} K={self.workers} {way} {self.optimizer} lr {self.lr:g} seed "
+            f"{self.seed}"
+        )
+
+    @property
+    def dense(self) -> "Cell":
+        """Dense training of the same, at any rate."""
+        return replace(self, interval=0, bits=32, lr=0.0)
+
+
+class Gap(NamedTuple):
+    """Loss of a run over that of dense training with the same K, tokens and seed, minus 1."""
+
+    cell: Cell
+    numel: int
+    rounds: int
+    gap: float
+
+
+def gaps(lines: Iterable[Mapping[str, Any]]) -> list[Gap]:
+    """Return the gaps of all runs with K > 1 that have a dense run beside them."""
+    held_out = [
+        (Cell(**line["cell"]), line)
+        for line in lines
+        if line["cell"]["part"] == "held_out" and line["loss"] is not None
+    ]
+    dense = {_key(cell): line["loss"] for cell, line in held_out if not cell.interval}
+    return [
+        Gap(cell, line["parameters"], line["rounds"], line["loss"] / dense[_key(cell.dense)] - 1)
+        for cell, line in held_out
+        if cell.interval and cell.workers > 1 and _key(cell.dense) in dense
+    ]
+
+
+def _key(cell: Cell) -> str:
+    return json.dumps(asdict(replace(cell, lr=0.0)), sort_keys=True)
+
+
+def fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return beta of gap = K^beta - 1 and half its 95 % interval; infinite for one point.
+
+    Least squares of log(1 + gap) over log K, through 0.
+    """
+    xs = [math.log(workers) for workers, _ in points]
+    ys = [math.log(1 + gap) for _, gap in points]
+    square = sum(x * x for x in xs)
+    slope = sum(x * y for x, y in zip(xs, ys, strict=True)) / square
+    free = len(points) - 1
+    if not free:
+        return slope, math.inf
+    rest = sum((y - slope * x) ** 2 for x, y in zip(xs, ys, strict=True)) / free
+    return slope, _t95(free) * math.sqrt(rest / square)
+
+
+def _t95(free: int) -> float:
+    return _T95[free - 1] if free <= len(_T95) else 1.96 + 2.5 / free
+
+
+@dataclass(frozen=True)
+class Law:
+    """log(1 + gap) = beta log K, with beta = c N^e (log K)^k H^a R^r for R averagings.
+
+    Attributes:
+        theta: Logarithm of beta at 1 million parameters, K = 4, H = 16 and R = 200; then e, k, a
+            and r.
+        covariance: Of `theta`.
+        spread: Standard deviation of log(1 + gap), over its value plus half a percent.
+        free: Degrees of freedom.
+    """
+
+    theta: Tensor
+    covariance: Tensor
+    spread: float
+    free: int
+
+    @classmethod
+    def of(cls, found: Sequence[Gap]) -> Self:
+        """Fit by Gauss-Newton, weighted by the expected noise.
+
+        What does not vary in the data, such as the size where there is one alone, has no effect.
+        """
+        x = torch.stack([_features(each) for each in found])
+        x = x * torch.cat([torch.ones(1), (x[:, 1:].std(0) > 1e-9)]).double()
+        logs = torch.tensor([math.log(each.cell.workers) for each in found], dtype=torch.float64)
+        y = torch.tensor([math.log1p(each.gap) for each in found], dtype=torch.float64)
+        theta = torch.zeros(x.shape[1], dtype=torch.float64)
+        theta[0] = math.log(0.03)
+        for _ in range(_ITERATIONS):
+            expected = logs * torch.exp(x @ theta)
+            weights = 1 / (expected + _CHANCE)
+            slopes = (expected * weights)[:, None] * x
+            change = torch.linalg.pinv(slopes) @ ((y - expected) * weights)
+            theta = theta + change.clamp(-0.5, 0.5)
+        used = int(torch.linalg.matrix_rank(slopes))
+        free = max(1, len(found) - used)
+        variance = float((((y - expected) * weights) ** 2).sum() / free)
+        covariance = variance * torch.linalg.pinv(slopes.T @ slopes, hermitian=True)
+        return cls(theta, covariance, math.sqrt(variance), free)
+
+    def interval(self, point: Gap) -> tuple[float, float, float]:
+        """Return the gap of one run: low, mid and high of a 95 % interval."""
+        x = _features(point)
+        mid = math.log(point.cell.workers) * math.exp(float(x @ self.theta))
+        doubt = (mid + _CHANCE) ** 2 * self.spread**2
+        doubt += mid**2 * float(x @ self.covariance @ x)
+        half = _t95(self.free) * math.sqrt(doubt)
+        return math.expm1(mid - half), math.expm1(mid), math.expm1(mid + half)
+
+    def __str__(self) -> str:
+        """Coefficients with their 95 % intervals."""
+        halves = _t95(self.free) * self.covariance.diagonal().clamp(min=0).sqrt()
+        names = ("N", "log K", "H", "R")
+        powers = ", ".join(
+            f"{name}^({power:+.2f} +- {half:.2f})"
+            for name, power, half in zip(
+                names, self.theta[1:].tolist(), halves[1:].tolist(), strict=True
+            )
+        )
+        return (
+            f"beta = {math.exp(self.theta[0]):.4f} (x / {math.exp(halves[0]):.2f}) at 1M "
+            f"parameters, K=4, H=16, R=200; times {powers}; spread {100 * self.spread:.0f} % of "
+            f"the gap + {100 * _CHANCE:g} %, {self.free} degrees of freedom"
+        )
+
+
+def _features(point: Gap) -> Tensor:
+    cell = point.cell
+    return torch.tensor(
+        [
+            1.0,
+            math.log(point.numel / _NUMEL),
+            math.log(math.log(cell.workers) / math.log(_WORKERS)),
+            math.log(cell.interval / _INTERVAL),
+            math.log(point.rounds / _ROUNDS),
+        ],
+        dtype=torch.float64,
+    )
+
+
+def fit_table(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return Markdown: beta of every setting beside the published one, then the fitted laws."""
+    text = [
+        "| parameters | optimizer | steps | bits | batch | rounds | beta | law | gap by workers |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    settings: dict[tuple[int, str, str, int, int, int], list[Gap]] = defaultdict(list)
+    laws: dict[tuple[str, int], list[Gap]] = defaultdict(list)
+    for each in gaps(lines):
+        cell = each.cell
+        key = each.numel, cell.data, cell.optimizer, cell.interval, cell.bits, cell.batch
+        settings[key].append(each)
+        laws[cell.optimizer, cell.bits].append(each)
+    for (numel, data, optimizer, interval, bits, batch), found in sorted(settings.items()):
+        slope, half = fitted([(each.cell.workers, each.gap) for each in found])
+        of_k = defaultdict(list)
+        for each in found:
+            of_k[each.cell.workers].append(each.gap)
+        rounds = [each.rounds for each in found]
+        few = " (few)" if min(rounds) < FEWEST_ROUNDS else ""
+        told = ", ".join(f"{k}: {fmean(each):+.1%}" for k, each in sorted(of_k.items()))
+        interval_text = (
+            f"{slope:.4f} +- {half:.4f}" if half < math.inf else f"{slope:.4f} (one run)"
+        )
+        span = f"{min(rounds)} to {max(rounds)}" if min(rounds) < max(rounds) else f"{rounds[0]}"
+        cells = [
+            f"{numel:,}{f' {data}' if data else ''}",
+            optimizer,
+            str(interval),
+            str(bits),
+            str(batch),
+            f"{span}{few}",
+            interval_text,
+            f"{beta(optimizer, numel):.4f}",
+            told,
+        ]
+        text.append(f"| {' | '.join(cells)} |")
+    for (optimizer, bits), found in sorted(laws.items()):
+        if len(found) > 5:
+            text.append(f"\n{optimizer}, {bits} bits: {Law.of(found)}")
+    return text
+
+
+def check(
+    fitted_lines: Iterable[Mapping[str, Any]], other_lines: Iterable[Mapping[str, Any]]
+) -> list[str]:
+    """Return Markdown: runs that the law was not fitted to, beside its 95 % intervals."""
+    known: dict[tuple[str, int], list[Gap]] = defaultdict(list)
+    for each in gaps(fitted_lines):
+        known[each.cell.optimizer, each.cell.bits].append(each)
+    text = [
+        "| parameters | text | optimizer | bits | K | H | rounds | seed | gap | predicted | in |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    inside: list[bool] = []
+    for each in gaps(other_lines):
+        cell = each.cell
+        own = known.get((cell.optimizer, cell.bits), [])
+        if len(own) <= 5:
+            continue
+        low, _, high = Law.of(own).interval(each)
+        inside.append(low <= each.gap <= high)
+        cells = [
+            f"{each.numel:,}",
+            cell.data or "standard library",
+            cell.optimizer,
+            str(cell.bits),
+            str(cell.workers),
+            str(cell.interval),
+            str(each.rounds),
+            str(cell.seed),
+            f"{each.gap:+.1%}",
+            f"{low:+.1%} to {high:+.1%}",
+            "yes" if inside[-1] else "no",
+        ]
+        text.append(f"| {' | '.join(cells)} |")
+    if inside:
+        text.append(f"\n{sum(inside)} of {len(inside)} inside, {fmean(inside):.0%}")
+    return text
+
+
+def draw(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Draw beta against parameters: ours by interval at one bit, and the published laws."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams |= {"svg.hashsalt": "law", "svg.fonttype": "none"}
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 4.5))
+    sizes = [10 ** (4.5 + 0.25 * i) for i in range(26)]
+    laws = {
+        "muon": "law for Muon: 0.465 N^-0.198",
+        "adamw": "law for AdamW: 0.413 N^-0.165",
+    }
+    for place, (optimizer, label) in enumerate(laws.items()):
+        line = [beta(optimizer, round(numel)) for numel in sizes]
+        axis.loglog(sizes, line, color=f"C{place}", linewidth=1, label=label)
+    for place, (name, losses) in enumerate(_PUBLISHED.items()):
+        betas = [math.log(ratio) / math.log(16) for ratio in losses.values()]
+        axis.loglog([*losses], betas, "s", color=f"C{place}", markersize=5, label=name)
+    settings: dict[tuple[str, int, int], dict[int, list[Gap]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for each in gaps(lines):
+        cell = each.cell
+        if not cell.data:
+            settings[cell.optimizer, cell.interval, cell.bits][each.numel].append(each)
+    for place, ((optimizer, interval, bits), found) in enumerate(sorted(settings.items()), 2):
+        numels, slopes, halves = [], [], []
+        for numel, mine in sorted(found.items()):
+            slope, half = fitted([(each.cell.workers, each.gap) for each in mine])
+            if slope > 0:
+                numels.append(numel)
+                slopes.append(slope)
+                halves.append(half if half < slope else 0.9 * slope)
+        axis.errorbar(
+            numels,
+            slopes,
+            halves,
+            fmt="o",
+            color=f"C{place}",
+            capsize=3,
+            label=f"ours: {optimizer}, every {interval} steps, {bits} bit",
+        )
+    axis.set_xlabel("parameters")
+    axis.set_ylabel("beta of gap = K^beta - 1")
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
