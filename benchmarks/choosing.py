@@ -6,6 +6,7 @@ python -m benchmarks.choosing --write    # into the pages, between their marks
 """
 
 import argparse
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,10 @@ from thinwire.tools.compare.strategies import STRATEGIES
 from thinwire.tools.report.page import bytes_text
 
 ROOT = Path(__file__).parent.parent
-PAGES = tuple(ROOT / name for name in ("docs/choosing.md", "benchmarks/research.md"))
+PAGES = tuple(
+    ROOT / name for name in ("docs/choosing.md", "docs/track.md", "benchmarks/research.md")
+)
+TRACK_WORKERS, TRACK_LINKS = (2, 4, 8), ("20mbit", "100mbit")
 PLANNED_LINKS = ("5mbit", "20mbit", "100mbit", "1gbit", "10gbit")
 MARK = re.compile(r"(<!-- evidence: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -239,6 +243,33 @@ def _until(line: Mapping[str, Any], measure: str, dense: Mapping[str, Any] | Non
     return first_reached(zip(line[measure], losses, strict=True), dense["loss"])
 
 
+def track(lines: Iterable[Mapping[str, Any]], loss: float) -> list[str]:
+    """Markdown: seconds to a loss by workers and link, the soonest first; a dash where a seed never
+    has it or nothing was measured.
+    """
+    lines = list(lines)
+    columns = [(workers, link) for workers in TRACK_WORKERS for link in TRACK_LINKS]
+    scores: dict[str, list[float | None]] = {}
+    for column, (workers, link) in enumerate(columns):
+        for row in rows(lines, Scope(workers, SIZE)):
+            steps = row.steps_to(loss)
+            score = None if steps is None or link not in row.step_s else steps * row.step_s[link]
+            scores.setdefault(str(row.variant), [None] * len(columns))[column] = score
+    titles = ["", *(f"{workers} workers, {link}" for workers, link in columns)]
+    text = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    for name, found in sorted(scores.items(), key=lambda item: _soonest(item[1])):
+        if any(found):
+            cells = ["-" if score is None else f"{score:,.0f} s" for score in found]
+            text.append("| " + " | ".join([name, *cells]) + " |")
+    never = [name for name, found in scores.items() if not any(found)]
+    return [*text, "", f"Never, or not timed: {', '.join(never)}."] if never else text
+
+
+def _soonest(scores: Sequence[float | None]) -> list[float]:
+    """Return an order: by the first column, then by the next ones; a missing score is last."""
+    return [math.inf if score is None else score for score in scores]
+
+
 def settings(lines: Iterable[Mapping[str, Any]], scope: Scope) -> list[str]:
     """Markdown: one line on each strategy."""
     text = ["| | what it is |", "|---|---|"]
@@ -289,6 +320,8 @@ def filled(page: str, lines: Sequence[Mapping[str, Any]]) -> str:
         if kind == "plan":
             params, step_seconds, workers, latency = words
             text = planned(params, float(step_seconds), int(workers), latency)
+        elif kind == "track":
+            text = track(lines, float(words[0]))
         elif kind == "lag":
             size, workers, steps = words
             text = lag.table(json_lines(lag.RESULTS), size, int(workers), int(steps))

@@ -169,10 +169,10 @@ class Law:
 
         What does not vary in the data, such as the size where there is one alone, has no effect.
         """
-        x = torch.stack([_features(each) for each in found])
+        x = torch.stack([_features(point) for point in found])
         x = x * torch.cat([torch.ones(1), (x[:, 1:].std(0) > 1e-9)]).double()
-        logs = torch.tensor([math.log(each.cell.workers) for each in found], dtype=torch.float64)
-        y = torch.tensor([math.log1p(each.gap) for each in found], dtype=torch.float64)
+        logs = torch.tensor([math.log(point.cell.workers) for point in found], dtype=torch.float64)
+        y = torch.tensor([math.log1p(point.gap) for point in found], dtype=torch.float64)
         theta = torch.zeros(x.shape[1], dtype=torch.float64)
         theta[0] = math.log(0.03)
         for _ in range(_ITERATIONS):
@@ -235,19 +235,19 @@ def fit_table(lines: Iterable[Mapping[str, Any]]) -> list[str]:
     ]
     settings: dict[tuple[int, str, str, int, int, int], list[Gap]] = defaultdict(list)
     laws: dict[tuple[str, int], list[Gap]] = defaultdict(list)
-    for each in gaps(lines):
-        cell = each.cell
-        key = each.numel, cell.data, cell.optimizer, cell.interval, cell.bits, cell.batch
-        settings[key].append(each)
-        laws[cell.optimizer, cell.bits].append(each)
+    for point in gaps(lines):
+        cell = point.cell
+        key = point.numel, cell.data, cell.optimizer, cell.interval, cell.bits, cell.batch
+        settings[key].append(point)
+        laws[cell.optimizer, cell.bits].append(point)
     for (numel, data, optimizer, interval, bits, batch), found in sorted(settings.items()):
-        slope, half = fitted([(each.cell.workers, each.gap) for each in found])
+        slope, half = fitted([(point.cell.workers, point.gap) for point in found])
         of_k = defaultdict(list)
-        for each in found:
-            of_k[each.cell.workers].append(each.gap)
-        rounds = [each.rounds for each in found]
+        for point in found:
+            of_k[point.cell.workers].append(point.gap)
+        rounds = [point.rounds for point in found]
         few = " (few)" if min(rounds) < FEWEST_ROUNDS else ""
-        told = ", ".join(f"{k}: {fmean(each):+.1%}" for k, each in sorted(of_k.items()))
+        gaps_text = ", ".join(f"{k}: {fmean(values):+.1%}" for k, values in sorted(of_k.items()))
         interval_text = (
             f"{slope:.4f} +- {half:.4f}" if half < math.inf else f"{slope:.4f} (one run)"
         )
@@ -261,7 +261,7 @@ def fit_table(lines: Iterable[Mapping[str, Any]]) -> list[str]:
             f"{span}{few}",
             interval_text,
             f"{beta(optimizer, numel):.4f}",
-            told,
+            gaps_text,
         ]
         text.append(f"| {' | '.join(cells)} |")
     for (optimizer, bits), found in sorted(laws.items()):
@@ -275,30 +275,30 @@ def check(
 ) -> list[str]:
     """Return Markdown: runs that the law was not fitted to, beside its 95 % intervals."""
     known: dict[tuple[str, int], list[Gap]] = defaultdict(list)
-    for each in gaps(fitted_lines):
-        known[each.cell.optimizer, each.cell.bits].append(each)
+    for point in gaps(fitted_lines):
+        known[point.cell.optimizer, point.cell.bits].append(point)
     text = [
         "| parameters | text | optimizer | bits | K | H | rounds | seed | gap | predicted | in |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     inside: list[bool] = []
-    for each in gaps(other_lines):
-        cell = each.cell
+    for point in gaps(other_lines):
+        cell = point.cell
         own = known.get((cell.optimizer, cell.bits), [])
         if len(own) <= 5:
             continue
-        low, _, high = Law.of(own).interval(each)
-        inside.append(low <= each.gap <= high)
+        low, _, high = Law.of(own).interval(point)
+        inside.append(low <= point.gap <= high)
         cells = [
-            f"{each.numel:,}",
+            f"{point.numel:,}",
             cell.data or "standard library",
             cell.optimizer,
             str(cell.bits),
             str(cell.workers),
             str(cell.interval),
-            str(each.rounds),
+            str(point.rounds),
             str(cell.seed),
-            f"{each.gap:+.1%}",
+            f"{point.gap:+.1%}",
             f"{low:+.1%} to {high:+.1%}",
             "yes" if inside[-1] else "no",
         ]
@@ -331,14 +331,14 @@ def draw(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
     settings: dict[tuple[str, int, int], dict[int, list[Gap]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    for each in gaps(lines):
-        cell = each.cell
+    for point in gaps(lines):
+        cell = point.cell
         if not cell.data:
-            settings[cell.optimizer, cell.interval, cell.bits][each.numel].append(each)
+            settings[cell.optimizer, cell.interval, cell.bits][point.numel].append(point)
     for place, ((optimizer, interval, bits), found) in enumerate(sorted(settings.items()), 2):
         numels, slopes, halves = [], [], []
         for numel, mine in sorted(found.items()):
-            slope, half = fitted([(each.cell.workers, each.gap) for each in mine])
+            slope, half = fitted([(point.cell.workers, point.gap) for point in mine])
             if slope > 0:
                 numels.append(numel)
                 slopes.append(slope)

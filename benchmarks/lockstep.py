@@ -87,17 +87,17 @@ class Rank:
         self.bytes_sent = 0
         self._ranks, self._calls = ranks, 0
 
-    def all_gather(self, message: Tensor, *, what: str) -> Pending[Tensor]:
+    def all_gather(self, message: Tensor, *, action: str) -> Pending[Tensor]:
         """See `Group`."""
         return self._given(message, torch.stack)
 
-    def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, what: str) -> Pending[Tensor]:
+    def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, action: str) -> Pending[Tensor]:
         """See `Group`."""
         begin = sum(lengths[: self.rank])
         end = begin + lengths[self.rank]
         return self._given(parts, lambda given: torch.stack([part[begin:end] for part in given]))
 
-    def all_reduce_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
+    def all_reduce_(self, buffer: Tensor, *, action: str) -> Pending[Tensor]:
         """See `Group`; the sum in the order of the ranks."""
 
         def summed(given: list[Tensor]) -> Tensor:

@@ -88,6 +88,16 @@ def test_tables_put_loss_and_time_of_a_step_together() -> None:
     assert "bytes" not in choosing.table(uncounted, TINY)[0]
 
 
+def test_the_track_scores_seconds_to_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "SIZE", TINY.size)
+    assert choosing.track(lines(), 3.5)[2:] == [
+        # half way down: 375 and 750 steps of 0.1 s
+        "| `muon-local` | 38 s | - | - | - | - | - |",
+        "| `dense` | 75 s | - | - | - | - | - |",
+    ]
+    assert choosing.track(lines(), 0.5)[-1] == "Never, or not timed: `dense`, `muon-local`."
+
+
 def test_a_table_tells_how_many_trainings_a_row_was_tuned_by(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
