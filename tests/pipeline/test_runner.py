@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.pipelining
 from torch import Tensor, nn
 
 from tests.api import Grid, PipelineRunner, split_model

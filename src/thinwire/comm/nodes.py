@@ -459,6 +459,29 @@ class Grid:
         """Ranks that hold this stage in the order of the replicas; None without ranks."""
         return self._group(1)
 
+    def transfer(
+        self, leaving: Sequence[Tensor], to: int, arriving: Sequence[Tensor] = (), source: int = 0
+    ) -> list[dist.Work]:
+        """Start to send tensors to a stage of this replica, and fill those that arrive from another
+        one. Both travel in one batch, which nccl needs.
+
+        Returns:
+            What is left to wait for.
+        """
+        group = self.stage_group
+        assert group is not None, "there are several stages"
+        transfers = [
+            dist.P2POp(way, tensor, dist.get_global_rank(group, stage), group)
+            for way, tensors, stage in ((dist.isend, leaving, to), (dist.irecv, arriving, source))
+            for tensor in tensors
+        ]
+        works = dist.batch_isend_irecv(transfers) if transfers else []
+        # gloo returns one work for each tensor, nccl one for the batch
+        sent = max(len(works) - len(arriving), 0)
+        for work in works[sent:]:
+            work.wait()
+        return works[:sent]
+
     def explain(self, error: RuntimeError, *, action: str) -> ThinwireError:
         """Return the error for a failed transfer between stages; ranks count within the replica."""
         peers, shared = self.peers, self.peers._shared

@@ -38,6 +38,8 @@ MEETING_VERSION: Final = 1
 
 _PLACE: Final = "thinwire/"
 _GREETING: Final = "host"
+_RUNS: Final = "thinwire/runs"
+"""Names of runs, each with a space behind it. torch lists no keys before 2.13."""
 _RUN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _GREETING_S: Final = 5.0
 _SLACK_S: Final = 1.0
@@ -79,7 +81,7 @@ def connect(
         store = within(left_s, lambda: _client(place, timeout), name=_THREAD)
         session = within(
             patience_s + _SLACK_S,
-            lambda: _greeted(store, token, place, timedelta(seconds=patience_s)),
+            lambda: _greeted(store, token, place, timedelta(seconds=patience_s), run),
             name=_THREAD,
         )
     except Late:
@@ -195,8 +197,10 @@ def _client(place: Address, timeout: timedelta) -> TCPStore:
     return TCPStore(place.host, place.port, None, False, timeout, wait_for_workers=False)
 
 
-def _greeted(store: Store, token: bytes | None, place: Address, patience: timedelta) -> str:
-    """The session of a host that has the same token and the same version."""
+def _greeted(
+    store: TCPStore, token: bytes | None, place: Address, patience: timedelta, run: str
+) -> str:
+    """Return the session of a host with the same token and version, and name the run to it."""
     store.wait([_PLACE + _GREETING], patience)
     plain = store.get(_PLACE + _GREETING)
     try:
@@ -219,6 +223,8 @@ def _greeted(store: Store, token: bytes | None, place: Address, patience: timede
             f"this is thinwire {__version__} with version {MEETING_VERSION}: install the same "
             "release on all machines"
         )
+    if run not in _names(store):
+        store.append(_RUNS, f"{run} ")  # type: ignore[attr-defined]  # torch's stubs lack it
     return session
 
 
@@ -274,22 +280,16 @@ def serve(
                 say(f"run {run}: {line}")
 
 
+def _names(store: TCPStore) -> set[str]:
+    """Return the names of runs that members connected for; a stranger may write any."""
+    return set(store.compare_set(_RUNS, "", "").decode(errors="replace").split())
+
+
 def _runs(store: TCPStore) -> list[str]:
-    """Names of runs that have a generation; a stranger may have put anything in there."""
-    found = []
-    try:
-        keys = store.list_keys()
-    except UnicodeDecodeError:  # whoever put it there must not end the host
-        return []
-    for key in keys:
-        parts = key.split("/")
-        if len(parts) == 3 and parts[0] == "run" and parts[2] == "gen":
-            try:
-                require_run(parts[1])
-            except ValueError:
-                continue
-            found.append(parts[1])
-    return sorted(found)
+    """Return the names of runs that have a generation."""
+    return sorted(
+        run for run in _names(store) if _RUN.fullmatch(run) and store.check([f"run/{run}/gen"])
+    )
 
 
 def _state(store: TCPStore, run: str, token: bytes | None, session: str) -> str:

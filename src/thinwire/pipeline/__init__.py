@@ -1,3 +1,1 @@
-"""Stages of a model on different ranks, over torch.distributed.pipelining. `strategy` imports this
-package.
-"""
+"""Stages of a model on different ranks. `strategy` imports this package."""

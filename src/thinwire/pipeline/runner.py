@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,8 @@ from thinwire.comm import Group, Pending, mapping_of, wrong_call_site
 from thinwire.comm.nodes import Grid
 from thinwire.errors import Mismatch, ThinwireError
 from thinwire.pipeline.config import Pipeline
+from thinwire.pipeline.schedule import Schedule
 from thinwire.pipeline.worker import Parcel, StageWorker, content, describe, micro_batches
-
-if TYPE_CHECKING:
-    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 __all__ = ["PipelineRunner", "failure", "rehearse"]
 
@@ -34,7 +32,7 @@ _TRANSFER = "passing activations and gradients between stages"
 class _Plan:
     source: Parcel | None
     result: Parcel | None
-    schedule: "PipelineScheduleSingle | None"
+    schedule: Schedule | None
 
 
 class PipelineRunner:
@@ -83,9 +81,6 @@ class PipelineRunner:
         self._broken = False
         self._outcomes: Pending[Tensor] | None = None
         """Gather of the stages' outcomes, in flight."""
-        if grid.stages > 1:
-            # the import takes seconds; here no stage waits for another
-            import thinwire.pipeline.schedule  # noqa: F401
 
     @property
     def bytes_sent(self) -> int:
@@ -185,7 +180,10 @@ class PipelineRunner:
         if plan.schedule is None:
             self._run_single(count, backward=backward)
         else:
-            self._run_schedule(plan.schedule, count, backward=backward)
+            try:
+                plan.schedule.run()
+            except RuntimeError as error:
+                raise self._grid.explain(error, action=_TRANSFER) from error
         self._passed_bytes += count * (plan.result.bytes_forth if plan.result else 0)
         self._passed_bytes += count * (plan.source.bytes_back if plan.source and backward else 0)
         # not waited for: the agreement of the update has this runner as a check and reports
@@ -248,10 +246,8 @@ class PipelineRunner:
         source, result = [None, *learned, None][grid.stage : grid.stage + 2]
         if grid.stages == 1:
             return _Plan(source, result, None)
-        from thinwire.pipeline.schedule import make_schedule
-
         parcels_of = {"source": source, "result": result}
-        schedule = make_schedule(
+        schedule = Schedule(
             self._worker, self._config, grid, self._device, **parcels_of, backward=backward
         )
         return _Plan(source, result, schedule)
@@ -266,18 +262,6 @@ class PipelineRunner:
             loss = self._worker()
             if backward:
                 self._worker.guarded(loss.backward)
-
-    def _run_schedule(
-        self, schedule: "PipelineScheduleSingle", count: int, *, backward: bool
-    ) -> None:
-        is_last = self._grid.stage == self._grid.stages - 1  # its worker has the real targets
-        # only the count of targets matters to torch's schedule: the worker computes the loss
-        target = torch.zeros(count, device="cpu") if is_last else None
-        run = schedule.step if backward else schedule.eval
-        try:
-            run(target=target, return_outputs=False)
-        except RuntimeError as error:
-            raise self._grid.explain(error, action=_TRANSFER) from error
 
     def _gather_outcomes(self) -> Pending[Tensor]:
         """Start the gather of the stages' outcomes."""

@@ -1,35 +1,24 @@
-"""torch's schedules over thinwire's stages."""
-
-from typing import Any
+"""Order of the forward and backward passes of one stage, and the transfers between them."""
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed import Work
 
 from thinwire.comm.nodes import Grid
 from thinwire.pipeline.config import Pipeline
 from thinwire.pipeline.worker import Parcel, StageWorker
 
-__all__ = ["make_schedule"]
+__all__ = ["Schedule"]
 
 
-def make_schedule(
-    worker: StageWorker,
-    config: Pipeline,
-    grid: Grid,
-    device: torch.device,
-    *,
-    source: Parcel | None,
-    result: Parcel | None,
-    backward: bool,
-) -> PipelineScheduleSingle:
-    """Return the schedule of this rank. Call its `step` (or `eval`) without inputs; on the last
-    stage pass `micro_batches` dummy targets. It does not scale gradients.
+class Schedule:
+    """Runs one mini-batch through the stage of this rank. All stages of a replica call `run`.
 
-    1F1B needs at least as many micro-batches as stages. With fewer, or without a backward pass, it
-    saves nothing; the order is then GPipe's, with the same result.
+    GPipe makes all forward passes before the first backward pass. 1F1B alternates as soon as the
+    last stage has returned a gradient, and keeps the activations of fewer micro-batches.
+
+    A stage waits before each pass for the tensors that it receives, and at the end of `run` for
+    those that it sent.
 
     Args:
         worker: Runs the stage; takes and returns tensors as in `source` and `result`.
@@ -40,73 +29,78 @@ def make_schedule(
         result: Parcel for the next stage; None on the last.
         backward: True if there is a backward pass.
     """
-    meta = torch.device("meta")
-    stage = _Stage(
-        grid,
-        worker,
-        device,
-        inputs=source.blanks(meta) if source else (),
-        outputs=result.blanks(meta) if result else (torch.empty((), device=meta),),
-    )
-    has_gain = backward and config.micro_batches >= config.stages
-    kind = Schedule1F1B if config.schedule == "1f1b" and has_gain else ScheduleGPipe
-    # the worker of the last stage computes the loss
-    return kind(stage, config.micro_batches, lambda output, _: output, scale_grads=False)
-
-
-class _Stage(PipelineStage):
-    """A stage with declared inputs, so that no memory is read before it was written."""
-
-    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        # gloo connects when a group is made; torch 2.9 sends 8 bytes here where 4 are expected
-        return [] if self.device.type == "cpu" else super()._get_init_p2p_neighbors_ops()
 
     def __init__(
         self,
-        grid: Grid,
         worker: StageWorker,
+        config: Pipeline,
+        grid: Grid,
         device: torch.device,
         *,
-        inputs: tuple[Tensor, ...],
-        outputs: tuple[Tensor, ...],
+        source: Parcel | None,
+        result: Parcel | None,
+        backward: bool,
     ) -> None:
-        self._grid, self._worker, self._inputs = grid, worker, inputs
-        super().__init__(
-            worker,
-            grid.stage,
-            grid.stages,
-            device,
-            input_args=inputs,
-            output_args=outputs,
-            group=grid.stage_group,
-        )
+        meta = torch.device("meta")
+        self._worker, self._grid, self._device, self._backward = worker, grid, device, backward
+        self._inputs = source.blanks(meta) if source else ()
+        outputs = result.blanks(meta) if result else ()
+        self._gradients = tuple(blank for blank in outputs if blank.requires_grad)
+        count, ahead = config.micro_batches, config.micro_batches
+        if config.schedule == "1f1b":
+            ahead = min(count, config.stages - grid.stage)
+        self._passes: list[tuple[int, bool]] = []
+        """Micro-batch, and True for its forward pass."""
+        for index in range(count + ahead - 1):
+            if index < count:
+                self._passes.append((index, True))
+            if backward and index + 1 >= ahead:
+                self._passes.append((index + 1 - ahead, False))
+        self._kept: dict[int, tuple[list[Tensor], tuple[Tensor, ...]]] = {}
+        """Inputs and outputs of the micro-batches whose backward pass is still to come."""
 
-    @property
-    def group(self) -> ProcessGroup | None:
-        """Process group of the grid. It is looked up, since a reference kept here would not be
-        freed at exit.
+    def run(self) -> None:
+        """Make all passes.
+
+        Raises:
+            RuntimeError: A transfer failed.
         """
-        return self._grid.stage_group
+        self._kept.clear()
+        before, after = self._grid.stage - 1, self._grid.stage + 1
+        leaving: list[Tensor] = []
+        in_flight: list[Work] = []
+        to = after
+        for index, forward in self._passes:
+            blanks, end = (self._inputs, before) if forward else (self._gradients, after)
+            arriving = [torch.empty_like(blank, device=self._device) for blank in blanks]
+            in_flight += self._grid.transfer(leaving, to, arriving, end)
+            if forward:
+                leaving, to = self._forward(index, arriving), after
+            else:
+                leaving, to = self._back(index, arriving), before
+        for work in [*in_flight, *self._grid.transfer(leaving, to)]:
+            work.wait()
 
-    @group.setter
-    def group(self, group: ProcessGroup | None) -> None:
-        pass
+    def _forward(self, index: int, received: list[Tensor]) -> list[Tensor]:
+        """Return tensors for the next stage."""
+        for tensor, blank in zip(received, self._inputs, strict=True):
+            tensor.requires_grad_(blank.requires_grad)
+        outputs = self._worker(*received)
+        if isinstance(outputs, Tensor):  # the loss
+            outputs = (outputs,)
+        if self._backward:
+            self._kept[index] = received, outputs
+        is_last = self._grid.stage == self._grid.stages - 1
+        return [] if is_last else [output.detach() for output in outputs]
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Run torch's method. On an error, keep the error for the end and send zeros to the
-        previous stage.
-        """
-        self.bwd_cache[bwd_chunk_id] = tuple(
-            torch.zeros(blank.shape, dtype=blank.dtype, device=self.device)
-            if blank.requires_grad
-            else None
-            for blank in self._inputs
-        )
-
-        def backward() -> None:
-            try:
-                super(_Stage, self).backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-            except RuntimeError as error:  # torch hides the cause behind a list of shapes
-                raise error.__cause__ or error from None
-
-        self._worker.guarded(backward)
+    def _back(self, index: int, gradients: list[Tensor]) -> list[Tensor]:
+        """Return gradients for the previous stage: zeros for an unused tensor or after an error."""
+        received, outputs = self._kept.pop(index)
+        roots = [output for output in outputs if output.requires_grad]
+        if roots:
+            self._worker.guarded(lambda: torch.autograd.backward(roots, gradients or None))
+        return [
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
+            for tensor in received
+            if tensor.requires_grad
+        ]

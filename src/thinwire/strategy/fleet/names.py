@@ -60,7 +60,7 @@ CONFIGS: dict[str, dict[str, Key]] = {
         "accumulate_steps": Key(1),
         "micro_batch_size": Key(1, noted="follows from the size of the batch and micro_batches"),
         "schedule_mode": Key("1F1B"),
-        "p2p_cache_shape": Key(True, noted="shapes are agreed on by torch.distributed.pipelining"),
+        "p2p_cache_shape": Key(True, noted="stages agree on shapes once"),
     },
     "gradient_merge_configs": {"k_steps": Key(1), "avg": Key(True)},
     "dgc_configs": {"rampup_begin_step": Key(0), "rampup_step": Key(1), "sparsity": Key(())},
