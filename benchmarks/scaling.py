@@ -18,7 +18,7 @@ import torch.distributed as dist
 from benchmarks.common import parser_for, save, surroundings
 from thinwire.comm import Group, Nodes, sources_of
 from thinwire.compress.entries import Proposed, send_entries
-from thinwire.compress.protocol import together
+from thinwire.compress.protocol import combined
 from thinwire.core.feedback import Proposal
 from thinwire.exchange.round import Round
 from thinwire.layout.message import Layout, Slot, count_sent
@@ -60,7 +60,7 @@ def work(
         own = proposals(layout, sources.rank)
         context = one_round.context(0)
         sending = send_entries(context, own, value_bits=layout.value_bits, exchange=exchange)
-        one_round.launch(own.keys(), together([sending]))
+        one_round.launch(own.keys(), combined([sending]))
         one_round.finish()
         leaders = sources.leaders if isinstance(sources, Nodes) else sources
         found.append(None if leaders is None else (leaders.bytes_sent, leaders.bytes_received))

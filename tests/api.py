@@ -37,14 +37,14 @@ _NAMES = {
     "thinwire.comm.sockets": "connections listeners shut_down",
     "thinwire.comm.waiting": "left_s one_deadline",
     "thinwire.compress": "CHANGE_COMPRESSIONS compression_of",
-    "thinwire.compress.dense": "opened_sum sealed send_dense",
+    "thinwire.compress.dense": "checked_sum send_dense with_checksum",
     "thinwire.compress.dgc": "DGC locally_clipped",
     "thinwire.compress.entries": "ArrivedEntries Proposed send_entries",
     "thinwire.compress.figures": "conserves decay_of loops_of sent_bytes steady_share",
     "thinwire.compress.low_rank": "LowRank orthonormal",
     "thinwire.compress.protocol": (
         "AllGather AllReduce AllToAll Collective Compression Context ERRORS ErrorsOnly Kept "
-        "MeanChange Sending together"
+        "MeanChange Sending combined"
     ),
     "thinwire.compress.sparse_change": "source_factors squared_norms",
     "thinwire.compress.split": "add_up joined shares",
@@ -73,17 +73,17 @@ _NAMES = {
     "thinwire.kernels.cuda.codes": "crc32",
     "thinwire.kernels.cuda.launching": "launch",
     "thinwire.kernels.reference": "mixed",
-    "thinwire.kernels.rules": "Need needs_Work=Work needs_of has_address share_memory",
+    "thinwire.kernels.rules": "Need LoopKind needs_of has_address share_memory",
     "thinwire.kernels.warm": "warm_up",
     "thinwire.layout": "traffic",
     "thinwire.layout.message": (
-        "HEADER_BYTES Layout SEAL_BYTES SKETCH_NUMEL Slot VALUE_BITS WHOLE_BITS WholeLayout "
+        "HEADER_BYTES Layout CHECKSUM_BYTES SKETCH_NUMEL Slot VALUE_BITS WHOLE_BITS WholeLayout "
         "count_sent position_bytes position_parts value_bytes"
     ),
-    "thinwire.layout.owners": "dealt",
+    "thinwire.layout.owners": "assign_owners",
     "thinwire.layout.shares": "split_plan whole_split fragments_partition=contiguous strided",
     "thinwire.layout.traffic": (
-        "GATHER begin_step chosen_split first_split messages travels_sealed"
+        "GATHER begin_step chosen_split first_split messages travels_checksummed"
     ),
     "thinwire.local": "updates work",
     "thinwire.local.averager": "Averager",

@@ -8,8 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from tests.api import needs_of, warm_up
-from tests.api import needs_Work as Work
+from tests.api import LoopKind, needs_of, warm_up
 from tests.ranks import Pool
 
 # torch asks for the name of the address of each connection to its store (pytorch 159596), and waits
@@ -27,7 +26,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
     """The pool of gloo processes."""
-    for work in get_args(Work):  # what most tests need, ahead of all time limits
+    for work in get_args(LoopKind):  # what most tests need, ahead of all time limits
         warm_up(needs_of(work, [torch.zeros(1)]))
     pool = Pool()
     yield pool

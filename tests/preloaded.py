@@ -11,11 +11,10 @@ from typing import get_args
 import torch
 
 import thinwire.strategy.engine  # noqa: F401
-from tests.api import needs_of, warm_up
-from tests.api import needs_Work as Work
+from tests.api import LoopKind, needs_of, warm_up
 
 torch.set_num_threads(1)
-for _work in get_args(Work):
+for _work in get_args(LoopKind):
     warm_up(needs_of(_work, [torch.zeros(1)]))
 _parameter = torch.nn.Parameter(torch.zeros(1))
 _parameter.grad = torch.ones(1)

@@ -74,7 +74,8 @@ class LossScaler:
         check.instance("config", config, (FixedLossScale, DynamicLossScale))
         if check.boolean("local", local) and process_group is not None:
             raise ValueError(
-                "a local loss scale agrees with nobody: give process_group or local=True, not both"
+                "a local loss scale has no process group: give process_group or local=True, not "
+                "both"
             )
         self.config = config
         self.local = local
@@ -148,8 +149,8 @@ class LossScaler:
         again = [param for param in params if param in self._unscaled]
         if any(self._unscaled[param]() is grads[param] for param in again if param in grads):
             raise RuntimeError(
-                "unscale_ got the same gradients twice in a step, which would divide them twice: "
-                "call it once for the parameters of each optimizer, and then update()"
+                "unscale_ was called twice for the same gradients in one step, which would divide "
+                "them twice: call it once for the parameters of each optimizer, then call update()"
             )
         if again or not self._unscaled:  # a new step
             self.update()
@@ -183,11 +184,11 @@ class LossScaler:
             return overflow
         if self._group is None:
             self._group = Group(self._process_group)
-        mine, what = b"1" if overflow else b"0", "agreeing on an overflow of scaled gradients"
-        answers = self._group.gather_bytes(mine, action=what)
+        own, purpose = b"1" if overflow else b"0", "agreeing on an overflow of scaled gradients"
+        answers = self._group.gather_bytes(own, action=purpose)
         for rank, answer in enumerate(answers):
             if answer not in (b"0", b"1"):
-                raise wrong_call_site(what, rank, answer)
+                raise wrong_call_site(purpose, rank, answer)
         return b"1" in answers
 
     def update(self, overflow: bool | None = None) -> None:

@@ -244,7 +244,7 @@ def test_what_one_refuses_the_other_refuses_and_nothing_is_touched_out_of_bounds
         at = int(torch.randint(HEADER_BYTES, layout.nbytes, (), generator=generator))
         damaged = message.clone()
         damaged[at] = torch.randint(0, 256, (), generator=generator)
-        fast = numba_body.decode_slots(layout.places, damaged.numpy(), bits)
+        fast = numba_body.decode_slots(layout.slot_table, damaged.numpy(), bits)
         try:
             slow = list(message_module._decoded(layout, damaged))
         except PayloadCorrupt:

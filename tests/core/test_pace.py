@@ -77,8 +77,8 @@ def test_goodput_counts_what_waiting_saving_and_dropped_steps_cost() -> None:
     assert pace.goodput(1, 0) == 1, "nothing is known after one round"
     pace.round(1, 14.0, 4.0)
     assert pace.goodput(2, 0) == pytest.approx(0.75), "one of four seconds was waiting"
-    pace.lose(1.0)
+    pace.exclude(1.0)
     assert pace.goodput(2, 0) == pytest.approx(0.5)
     assert pace.goodput(3, 1) == pytest.approx(0.375), "and one of four steps was dropped"
-    pace.lose(100.0)
+    pace.exclude(100.0)
     assert pace.goodput(2, 0) == 0

@@ -343,12 +343,12 @@ def test_works_in_turns_all_run_and_errors_come_last(monkeypatch):
             if i == 4:
                 raise ValueError("number four")
 
-        threads.in_turns([lambda i=i: work(i) for i in range(4)])
+        threads.run_all([lambda i=i: work(i) for i in range(4)])
         assert sorted(done) == [0, 1, 2, 3]
         with pytest.raises(ValueError, match="number four"):
-            threads.in_turns([lambda i=i: work(i) for i in range(9)])
+            threads.run_all([lambda i=i: work(i) for i in range(9)])
         seen = len(done)
-        threads.in_turns([])
+        threads.run_all([])
         assert len(done) == seen
 
 

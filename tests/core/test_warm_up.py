@@ -300,10 +300,10 @@ def test_what_others_can_write_is_not_run(starts, warm_cache, tmp_path, kind):
     why = "it belongs to user 1234" if "another" in kind else "others can write to it"
     if "folder" in kind:
         for output in (first, second):
-            assert f"cannot be kept in {path.parent} ({why})" in output
+            assert f"cannot be cached in {path.parent} ({why})" in output
             assert re.search(r"compiled \d+ loops", output)
     else:
-        assert f"{path} is not used ({why}): the loop is compiled anew" in first
+        assert f"{path} is not used ({why}): the loop is compiled again" in first
         assert "compiled 1 loops" in first
         assert second == ""
 
@@ -323,7 +323,7 @@ def test_a_folder_in_the_place_of_a_file_does_not_end_a_start(starts, warm_cache
     path.mkdir()
     output = starts.run(LARS, cache, strict=False)
     assert "compiled 1 loops" in output
-    assert output.count("RuntimeWarning: compiled loops cannot be kept in") == 1
+    assert output.count("RuntimeWarning: compiled loops cannot be cached in") == 1
 
 
 @pytest.mark.slow
@@ -347,8 +347,8 @@ def test_a_cache_that_cannot_be_written_is_said_once_and_loops_work(starts, tmp_
         if obstacle == "read-only":
             subprocess.run(["umount", str(cache)], check=True)
     assert output.count("RuntimeWarning") == 1
-    assert f"cannot be kept in {cache}" in output
-    assert "set NUMBA_CACHE_DIR to a folder that this user alone can write" in output
+    assert f"cannot be cached in {cache}" in output
+    assert "set NUMBA_CACHE_DIR to a persistent folder that only this user can write" in output
     assert len(re.findall(r"compiled \d+ loops", output)) == 2
 
 

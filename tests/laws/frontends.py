@@ -26,7 +26,7 @@ COMPRESSIONS: dict[str, Any] = {
     "quantized": tw.Quantized(1),
     "low rank": tw.LowRank(2, begin_step=2, min_numel=64),
 }
-NOT_COMPARED = ("random", "origin", "bytes_sent")
+NOT_COMPARED = ("random", "provenance", "bytes_sent")
 """Keys of a state on which no step depends."""
 cross_entropy = nn.functional.cross_entropy
 

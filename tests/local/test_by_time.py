@@ -186,7 +186,7 @@ def test_weights() -> None:
     assert weights_of([(7, 123_457)] * 7) == [1.0] * 7
     assert weights_of([(0, None), (4, 8)]) == [0.0, 2.0]
     assert weights_of([(0, None), (0, None)]) == [1.0, 1.0]
-    with pytest.raises(tw.errors.ThinwireError, match=r"ranks \[1\] told no tokens"):
+    with pytest.raises(tw.errors.ThinwireError, match=r"ranks \[1\] reported no tokens"):
         weights_of([(3, 10), (1, None)])
 
 
@@ -210,8 +210,8 @@ def telling(rank: int, size: int, case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "text"),
     [
-        ("one rank", "ranks [1] told no tokens of this round"),
-        ("one step", "1 of the 2 steps of this round told their tokens"),
+        ("one rank", "ranks [1] reported no tokens in this round"),
+        ("one step", "1 of the 2 steps of this round reported tokens"),
         ("state", "save right after an averaging"),
     ],
 )

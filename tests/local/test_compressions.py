@@ -495,7 +495,7 @@ def test_ranks_compare_what_compresses(ranks: Pool, kinds: list[Any], text: str)
 @pytest.mark.parametrize(
     ("make", "kind", "text"),
     [
-        (lambda: tw.Quantized(32), ValueError, "value_bits=32 is no compression.*compression=None"),
+        (lambda: tw.Quantized(32), ValueError, "value_bits=32 does not compress.*compression=None"),
         (
             lambda: tw.Quantized(3),
             ValueError,

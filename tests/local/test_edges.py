@@ -620,7 +620,7 @@ def test_weights_that_only_some_ranks_load_are_refused_on_all(
 ) -> None:
     for text in ranks.run(load_on, which, shift, size=2):
         assert f"{says}" in text
-        assert "Load weights, or change them, on all ranks alike" in text
+        assert "Load or change weights in the same way on all ranks" in text
 
 
 def test_a_fresh_start_waits_for_what_is_on_its_way() -> None:
@@ -632,7 +632,7 @@ def test_a_fresh_start_waits_for_what_is_on_its_way() -> None:
         while not (sync.synced and step > 1):  # a measured one travels
             step += 1
             one_step(model, optimizer, step)
-        with pytest.raises(RuntimeError, match=r"call flush\(\) before the weights are loaded"):
+        with pytest.raises(RuntimeError, match=r"call flush\(\) before loading weights"):
             sync.start_anew()
         sync.flush()
         sync.start_anew()

@@ -363,7 +363,7 @@ def test_wrong_models_and_optimizers_are_refused() -> None:
             ValueError,
             "nothing to average",
         ),
-        ((empty, sgd(empty), tw.LocalSGD(2)), ValueError, "that has elements"),
+        ((empty, sgd(empty), tw.LocalSGD(2)), ValueError, "with elements"),
     ]:
         with pytest.raises(kind, match=text):
             tw.local_sgd(*arguments)  # type: ignore[arg-type]
@@ -467,10 +467,10 @@ def spoil(model: nn.Module, way: str) -> None:
         ),
         ("other settings", "settings.k_steps differs: rank 0 has 2, rank 1 has 3"),
         ("not finite", "rank 1: parameter c is not finite at the averaging of step 3"),
-        ("removed", "rank 1: the model was changed since local_sgd was set up: parameter b was"),
+        ("removed", "rank 1: the model was changed after local_sgd was set up: parameter b was"),
         (
             "added",
-            "rank 1: the model was changed since local_sgd was set up: parameter new was not there",
+            "rank 1: the model was changed after local_sgd was set up: parameter new was not there",
         ),
         ("frozen", "parameter a was float64 [6, 5], trainable and is float64 [6, 5], frozen"),
         ("replaced", "parameter a is another object"),

@@ -82,7 +82,7 @@ def conserved(rank: int, size: int, compression: Any, loaded: Any) -> dict[str, 
             optimizer.step()
         state = sync.state_dict()
         sync.close()
-    del state["origin"]
+    del state["provenance"]
     return {**state, "digest": digest(model)}
 
 

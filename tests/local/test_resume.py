@@ -104,7 +104,7 @@ def some_steps(rank: int, size: int, config: Any, mean: Any, dgc: Any) -> dict[s
         if mean is not None:
             sync.load_state_dict(mean)
             loaded = sync.state_dict()
-            del loaded["origin"]  # as below
+            del loaded["provenance"]  # as below
             assert {key: type(value) for key, value in loaded.items()} == {
                 k: type(v) for k, v in mean.items()
             }
@@ -119,7 +119,7 @@ def some_steps(rank: int, size: int, config: Any, mean: Any, dgc: Any) -> dict[s
         while not sync.synced:
             steps_of(model, optimizer, sync, rank, sync.step, sync.step + 1)
         apart = config.delay or config.fragments > 1 or config.mixing
-        assert apart or sync.state_dict()["whole"] == sync.step
+        assert apart or sync.state_dict()["last_full_sync"] == sync.step
         sync.close()
     return {**state, "after": digest(model)}
 
@@ -139,7 +139,7 @@ def test_another_number_of_ranks_goes_on_from_the_mean(ranks: Pool, name: str) -
         for state in states:
             state.pop("after", None)
         mean = mean_of(states)
-        del mean["origin"]  # it is nobody's now
+        del mean["provenance"]  # it is nobody's now
         for key, error in mean["errors"].items():
             average = sum(state["errors"][key].double() for state in states) / size
             torch.testing.assert_close(error.double(), average, rtol=0, atol=1e-6)

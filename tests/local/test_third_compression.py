@@ -21,7 +21,7 @@ from tests.api import (
     Round,
     Sending,
     checked_mean_,
-    together,
+    combined,
     updates,
 )
 from tests.local.test_laws import Bag, digest, set_gradients
@@ -119,7 +119,7 @@ def summed(rank: int, size: int, flipped: bool) -> int:
     folded = {"m": torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))}
     one_round = Round(Flipping(), 1)
     kept = {"factors": {"m": torch.ones(4)}}
-    one_round.launch(folded, together([OneFactor().send(one_round.context(0), folded, kept)]))
+    one_round.launch(folded, combined([OneFactor().send(one_round.context(0), folded, kept)]))
     one_round.finish()
     return one_round.sums_digest
 

@@ -46,7 +46,7 @@ def test_the_bytes_are_those_of_the_ramp() -> None:
 
 def test_two_compressions_are_refused() -> None:
     model = Bag()
-    with pytest.raises(ValueError, match="give one of them"):
+    with pytest.raises(ValueError, match="give only one"):
         LocalUpdates(
             model, sgd(model), tw.LocalSGD(2, compression=tw.Sparse(0.9)), compression=tw.DGC()
         )

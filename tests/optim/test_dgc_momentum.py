@@ -55,7 +55,7 @@ NAN = float("nan")
         (
             {"grad_clip": tw.ClipByNorm(1.0), "local_grad_clip_norm": 1.0},
             ValueError,
-            "give one of them",
+            "give only one",
         ),
         ({"regularizer": 0.1}, TypeError, "regularizer"),
     ],
@@ -421,7 +421,7 @@ def tampered(rank: int, size: int, how: str, begin: int) -> bool:
         tw.amp.LossScaler(tw.FixedLossScale(8.0)).unscale_(model.parameters())
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(
-        RuntimeError, match=r"rank [01]: the gradient of a.weight was changed between backward\(\)"
+        RuntimeError, match=r"rank [01]: the gradient of a.weight changed between backward\(\)"
     ):
         optimizer.step()
     return (
@@ -491,7 +491,7 @@ def test_a_state_dict_holds_what_a_hook_has_left_in_the_state() -> None:
     optimizer.state["steps of mine"] = 3
     saved = optimizer.state_dict()
     assert saved["state"]["steps of mine"] == 3
-    assert "origin" in saved["state"][0]
+    assert "provenance" in saved["state"][0]
     twin = DGCMomentum([("p", nn.Parameter(torch.zeros(64)))], lr=0.1, min_numel=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

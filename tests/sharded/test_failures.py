@@ -250,7 +250,7 @@ def wrong(rank: int, size: int, case: str) -> str:
         ("three", "third dimension"),
         ("not sharded", "parameter 0.weight is not sharded"),
         ("partly", "parameter 2.weight is not sharded"),
-        ("hybrid", "averages over the sites itself in every backward pass"),
+        ("hybrid", "averages over the sites in every backward pass"),
         ("forgotten", "give mesh=mesh"),
         ("forgotten, local", "give mesh=mesh"),
         ("forgotten, dgc", "give mesh=mesh"),

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.functional import mse_loss
 
 import thinwire as tw
-from tests.api import Group, Pending, dealt, owners
+from tests.api import Group, Pending, assign_owners, owners
 from tests.ranks import Pool
 from tests.sharded.models import mesh_of, same, site_of
 
@@ -300,8 +300,11 @@ def wrong(rank: int, size: int, case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "texts"),
     [
-        ("two cuts", ["ValueError: layers.0.weight lies as", 'Give the others "muon": False']),
-        ("gradient", ["ValueError: the gradient of layers.0.weight lies as", "backward pass"]),
+        ("two cuts", ["ValueError: layers.0.weight has placements", "Set 'muon' to False"]),
+        (
+            "gradient",
+            ["ValueError: the gradient of layers.0.weight has placements", "backward pass"],
+        ),
         ("others at once", ["Mismatch: comparing the matrices", "matrices.2", "64x64"]),
         ("others later", ["PeerStalled: ", "moving matrices of Muon", "comparing the matrices"]),
         pytest.param("lost", ["Peer", "moving matrices"], marks=pytest.mark.fault),
@@ -317,7 +320,7 @@ def test_what_does_not_work_is_said(ranks: Pool, case: str, texts: list[str]) ->
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_every_tensor_is_dealt_to_one_rank(ranks: int) -> None:
     costs = [5, 1, 9, 9, 2, 7, 3, 3, 8, 1]
-    rounds = dealt(costs, ranks)
+    rounds = assign_owners(costs, ranks)
     assert sorted(i for owned in rounds for i in owned if i is not None) == [*range(len(costs))]
     assert all(len(owned) == ranks for owned in rounds)
     least = [min(costs[i] for i in owned if i is not None) for owned in rounds]

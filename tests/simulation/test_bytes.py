@@ -26,11 +26,11 @@ from tests.api import (
     Reduce,
     Sending,
     Whole,
+    combined,
     dense_sum,
     send_dense,
     simulate,
     switch,
-    together,
 )
 from tests.ranks import Pool
 
@@ -102,7 +102,7 @@ def test_the_generators_yield_what_is_simulated(
         context, folded = Context(5, 0, source, sources), changes(source)
         kept = {ERRORS: {name: torch.zeros_like(tensor) for name, tensor in folded.items()}}
         sending: Sending = compression.send(context, folded, kept)
-        sendings.append(together([sending, send_dense(context, {"more": torch.zeros(64)})]))
+        sendings.append(combined([sending, send_dense(context, {"more": torch.zeros(64)})]))
     expected = [*Method(NUMELS, of(exchange)).rounds(NUMELS, sources)]
     expected[0] = [*expected[0], dense_sum(256, sources)]
     for rounds in run_together(sendings):

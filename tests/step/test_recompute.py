@@ -466,7 +466,7 @@ def test_compiled_models(way):
     [
         (("block.*",), ValueError, r"'block\.\*' matches no module name.*blocks"),
         (("blocks.*", "haed"), ValueError, r"'haed'.*'head'"),
-        (("blocks",), ValueError, r"'blocks'.*nobody calls.*'blocks\.\*'"),
+        (("blocks",), ValueError, r"'blocks'.*no forward of its own.*'blocks\.\*'"),
         (("BLOCKS.*",), ValueError, "matches no"),
         ((), ValueError, "empty"),
         ("blocks.*", TypeError, "single pattern"),

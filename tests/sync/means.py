@@ -12,10 +12,10 @@ from tests.api import (
     Group,
     Proposed,
     Round,
+    combined,
     gradients_of,
     send_dense,
     send_entries,
-    together,
     with_own_storage,
 )
 
@@ -34,7 +34,7 @@ def launch(
     sendings = [send_dense(context, dense)] if dense else []
     if sparse:
         sendings.insert(0, send_entries(context, sparse, value_bits=bits, exchange=exchange))
-    one_round.launch({*sparse, *dense}, together(sendings))
+    one_round.launch({*sparse, *dense}, combined(sendings))
 
 
 class GradientMean:

@@ -239,7 +239,7 @@ def missing(rank: int, size: int, where: str) -> tuple[str, bool]:
             "Mismatch: agreeing on step 1: parameter middle has a gradient on ranks .0, 2. but "
             "none on ranks .1",
         ),
-        ("unknown", "ThinwireError: rank 1: a gradient was given for 'other'"),
+        ("unknown", "ThinwireError: rank 1: a gradient was passed for 'other'"),
         (
             "shape",
             r"ThinwireError: rank 1: the gradient of big has shape \(19, 15\), and the parameter "

@@ -189,7 +189,7 @@ def _die_at(optimizer: tw.optim.DGCMomentum, phase: str) -> None:
     [
         (OPTION_SETS[0], 2, "gathering messages"),  # a leader
         (OPTION_SETS[0], 3, "averaging dense"),  # another rank of its node
-        (OPTION_SETS[2], 1, "dealing messages"),
+        (OPTION_SETS[2], 1, "scattering messages"),
         (OPTION_SETS[2], 1, "gathering sums"),
     ],
 )

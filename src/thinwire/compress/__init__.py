@@ -47,7 +47,7 @@ def field_of(compression: object) -> str:
     'dgc'
     """
     kind = compression if isinstance(compression, type) else type(compression)
-    return next(field for field, each in COMPRESSIONS.items() if issubclass(kind, each))
+    return next(field for field, known in COMPRESSIONS.items() if issubclass(kind, known))
 
 
 def buckets_of(compression: object) -> tuple[int, int]:
@@ -71,7 +71,7 @@ def compression_of(
     """
     if changes is None and isinstance(of_gradients, DGC) and of_gradients.state_dtype == "bfloat16":
         raise ValueError(
-            "dgc.state_dtype is 'bfloat16', but what an averaging does not send is kept in "
-            "the type of its anchor: leave state_dtype out"
+            "dgc.state_dtype is 'bfloat16', but residuals of an averaging have the type of its "
+            "anchors: leave state_dtype out"
         )
     return changes or of_gradients

@@ -15,23 +15,23 @@ from thinwire.core.checksum import ODD, checked_mean_, flat_bytes, odd_weights
 from thinwire.core.tensors import state_dtype
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels import is_static
-from thinwire.layout.message import SEAL_BYTES
-from thinwire.layout.traffic import travels_sealed
+from thinwire.layout.message import CHECKSUM_BYTES
+from thinwire.layout.traffic import travels_checksummed
 
 __all__ = [
     "Dense",
     "DenseMeans",
     "all_finite",
     "by_dtype",
+    "checked_sum",
     "damaged_text",
     "joined",
     "not_finite",
     "opened",
-    "opened_sum",
     "parted",
-    "sealed",
     "send_dense",
     "sum_of",
+    "with_checksum",
 ]
 
 
@@ -113,9 +113,9 @@ class DenseMeans(Arrived):
 
     def refuse(self, checks: Sequence[int]) -> None:
         at = self.context
-        for place, wrong in enumerate(checks):
+        for index, wrong in enumerate(checks):
             if wrong:
-                rank = place % at.sources * at.node_size
+                rank = index % at.sources * at.node_size
                 raise PayloadCorrupt(damaged_text(rank, at))
 
     def first_bad_sum(self) -> str | None:
@@ -138,8 +138,8 @@ def sum_of(
     Communication: an all-reduce. If the parts of all other ranks have at most 64 KiB together, an
     all-gather.
     """
-    if travels_sealed(flat.nbytes, context.node_size if within_node else context.sources):
-        return AllGather(sealed(flat, _place(context)), purpose, within_node)
+    if travels_checksummed(flat.nbytes, context.node_size if within_node else context.sources):
+        return AllGather(with_checksum(flat, _salt(context)), purpose, within_node)
     return AllReduce(flat, purpose, within_node)
 
 
@@ -148,7 +148,7 @@ def opened(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the sum that `sum_of` requested, and the damaged parts: int64, 0 for intact ones."""
     if isinstance(collective, AllGather):
-        return opened_sum(answer, dtype, _place(context))
+        return checked_sum(answer, dtype, _salt(context))
     return answer, None
 
 
@@ -228,7 +228,7 @@ def _own_flags(tensors: Mapping[str, Tensor]) -> dict[str, bool | Tensor]:
     return waiting | dict.fromkeys(not_finite(known), False)
 
 
-def _place(context: Context) -> int:
+def _salt(context: Context) -> int:
     """Return the number that ties a checksum to one sending."""
     return (context.step << 20) + context.bucket
 
@@ -238,18 +238,18 @@ def _summed_in(group: Mapping[str, Tensor]) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def sealed(part: Tensor, place: int) -> Tensor:
+def with_checksum(part: Tensor, salt: int) -> Tensor:
     """Return the bytes of a tensor followed by a checksum.
 
-    The checksum holds for one `place` in the training, such as a step. uint8, shape (part.nbytes +
+    The checksum holds for one `salt` in the training, such as a step. uint8, shape (part.nbytes +
     8,), on its device; no host synchronization.
     """
     content = flat_bytes(part)
-    return torch.cat([content, _seals(content.unsqueeze(0), place).view(torch.uint8)])
+    return torch.cat([content, _checksums(content.unsqueeze(0), salt).view(torch.uint8)])
 
 
-def opened_sum(rows: Tensor, dtype: torch.dtype, place: int) -> tuple[Tensor, Tensor]:
-    """Sum the parts that several sources packed with `sealed`, in the order of the rows.
+def checked_sum(rows: Tensor, dtype: torch.dtype, salt: int) -> tuple[Tensor, Tensor]:
+    """Sum the parts that several sources packed with `with_checksum`, in the order of the rows.
 
     The result is bit-identical on every rank.
 
@@ -257,13 +257,13 @@ def opened_sum(rows: Tensor, dtype: torch.dtype, place: int) -> tuple[Tensor, Te
         The sum, shape (entries,), in `dtype`; and int64, shape (sources,), 0 for an intact part. No
         host synchronization.
 
-    >>> rows = torch.stack([sealed(torch.tensor([x]), place=7) for x in (1.0, 2.0)])
-    >>> opened_sum(rows, torch.float32, place=7)
+    >>> rows = torch.stack([with_checksum(torch.tensor([x]), salt=7) for x in (1.0, 2.0)])
+    >>> checked_sum(rows, torch.float32, salt=7)
     (tensor([3.]), tensor([0, 0]))
     """
-    contents, seals = rows[:, :-SEAL_BYTES], rows[:, -SEAL_BYTES:]
-    wanted = _seals(contents, place).view(torch.uint8).view(-1, SEAL_BYTES)
-    damaged = (seals != wanted).any(1).long()
+    contents, checksums = rows[:, :-CHECKSUM_BYTES], rows[:, -CHECKSUM_BYTES:]
+    wanted = _checksums(contents, salt).view(torch.uint8).view(-1, CHECKSUM_BYTES)
+    damaged = (checksums != wanted).any(1).long()
     parts = contents.contiguous().view(dtype)
     total = parts[0].clone()
     for part in parts[1:]:
@@ -271,7 +271,7 @@ def opened_sum(rows: Tensor, dtype: torch.dtype, place: int) -> tuple[Tensor, Te
     return total, damaged
 
 
-def _seals(contents: Tensor, place: int) -> Tensor:
+def _checksums(contents: Tensor, salt: int) -> Tensor:
     """Return a checksum per row, int64, modulo 2^64.
 
     It is the sum over words w_i of mix((2 i + 1) c w_i), plus a term for the place. `mix` is
@@ -283,7 +283,7 @@ def _seals(contents: Tensor, place: int) -> Tensor:
     words = whole.view(torch.int64)
     product = words * _kept_weights(words.shape[1], words.device)
     product = (product ^ (product >> 32 & 0xFFFFFFFF)) * ODD
-    return product.sum(1) + (2 * place + 1) * 0x632BE59BD9B4E019 % (1 << 62)
+    return product.sum(1) + (2 * salt + 1) * 0x632BE59BD9B4E019 % (1 << 62)
 
 
 _kept_weights = lru_cache(maxsize=64)(odd_weights)

@@ -309,8 +309,8 @@ class DGCCompressor:
     def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived) -> None:
         assert isinstance(arrived, ArrivedEntries)
         keys = {name: key for key, name in enumerate(self._params)}
-        mine = {name: self._params[name].numel() for name in arrived.names if name in grads}
-        for names in in_chunks(mine):
+        sizes = {name: self._params[name].numel() for name in arrived.names if name in grads}
+        for names in in_chunks(sizes):
             folds = []
             for name in names:
                 self._state[name] = self.state_of(name)

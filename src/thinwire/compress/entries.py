@@ -254,11 +254,11 @@ def _split(
     names, me = list(proposed), context.source
     plan = split_plan(layout, context.sources)
     # round one: to the owners
-    messages, given = _dealt(context, proposed, layout)
+    messages, given = _for_owners(context, proposed, layout)
     for name, entries in zip(names, given, strict=False):
         arrived.given[name] = entries
     lengths = [message.numel() for message in messages]
-    purpose = _purpose(f"dealing {arrived.given_word}", context)
+    purpose = _purpose(f"scattering {arrived.given_word}", context)
     [rows] = yield [AllToAll(torch.cat(messages), lengths, purpose)]
 
     # round two happens in any case: the other sources wait in it
@@ -271,7 +271,7 @@ def _split(
     if sums is None:
         message = pack_nonfinite(plan.second[me], context.step, context.bucket, 0).to(rows.device)
     else:
-        passed = [each.passed_on for each in sums]
+        passed = [total.passed_on for total in sums]
         message, sent = pack(plan.second[me], context.step, context.bucket, passed)
         left = [(s.indices, s.left_over(values)) for s, values in zip(sums, sent, strict=True)]
         stays = joined(plan, len(names), [left if o == me else [] for o in range(context.sources)])
@@ -282,18 +282,18 @@ def _split(
 
     if refusal is not None:
         raise refusal
-    told: list[list[Entries]] = []
+    received: list[list[Entries]] = []
     for owner, (its, row) in enumerate(zip(plan.second, rows, strict=True)):
-        told.append(_unpacked(context, its, row[: its.nbytes], owner))
-        if len(told[-1]) < len(plan.pieces[owner]) and arrived.bad_sum is None:
+        received.append(_unpacked(context, its, row[: its.nbytes], owner))
+        if len(received[-1]) < len(plan.pieces[owner]) and arrived.bad_sum is None:
             arrived.bad_sum = names[plan.pieces[owner][0].slot]
-    for name, total in zip(names, joined(plan, len(names), told), strict=True):
+    for name, total in zip(names, joined(plan, len(names), received), strict=True):
         if total is not None:
             arrived.parts[name] = [total]
     arrived.sums_finite = arrived.bad_sum is None
 
 
-def _dealt(
+def _for_owners(
     context: Context, proposed: Mapping[str, Proposed], layout: Layout
 ) -> tuple[list[Tensor], list[Entries]]:
     """Return a message for each owner, and the entries that the owners decode.
@@ -307,13 +307,13 @@ def _dealt(
         device = _device(proposed)
         return [pack_nonfinite(its, step, bucket, bad).to(device) for its in plan.first], []
     given = shares(plan, [item.proposal[:2] for item in proposed.values()])
-    packed = [pack(its, step, bucket, mine) for its, mine in zip(plan.first, given, strict=True)]
+    packed = [pack(its, step, bucket, part) for its, part in zip(plan.first, given, strict=True)]
     sent = [
-        [(indices, values) for (indices, _), values in zip(mine, decoded, strict=True)]
-        for mine, (_, decoded) in zip(given, packed, strict=True)
+        [(indices, values) for (indices, _), values in zip(part, decoded, strict=True)]
+        for part, (_, decoded) in zip(given, packed, strict=True)
     ]
     entries = joined(plan, len(proposed), sent)
-    return [message for message, _ in packed], [each for each in entries if each is not None]
+    return [message for message, _ in packed], [entry for entry in entries if entry is not None]
 
 
 def _added(
@@ -328,14 +328,14 @@ def _added(
     None if an entry of a source, or their sum, is not finite.
     """
     plan, me = split_plan(layout, context.sources), context.source
-    mine, its = plan.pieces[me], plan.first[me]
+    own, its = plan.pieces[me], plan.first[me]
     parts = [_unpacked(context, its, row, source) for source, row in enumerate(rows)]
-    if any(len(part) < len(mine) for part in parts):
+    if any(len(part) < len(own) for part in parts):
         return None
     values = [item.proposal.values for item in proposed.values()]
-    dtypes = [torch.promote_types(values[piece.slot].dtype, torch.float32) for piece in mine]
+    dtypes = [torch.promote_types(values[piece.slot].dtype, torch.float32) for piece in own]
     sums = add_up(plan.second[me], parts, dtypes, over_senders=over_senders)
-    return sums if all(bool(each.totals.isfinite().all()) for each in sums) else None
+    return sums if all(bool(piece_sum.totals.isfinite().all()) for piece_sum in sums) else None
 
 
 def _unpacked(context: Context, layout: Layout, message: Tensor, source: int) -> list[Entries]:
@@ -344,8 +344,8 @@ def _unpacked(context: Context, layout: Layout, message: Tensor, source: int) ->
 
 
 def _first_bad(proposed: Mapping[str, Proposed]) -> int | None:
-    places = enumerate(proposed.values())
-    return next((place for place, item in places if not item.proposal.finite), None)
+    items = enumerate(proposed.values())
+    return next((index for index, item in items if not item.proposal.finite), None)
 
 
 def _device(proposed: Mapping[str, Proposed]) -> torch.device:

@@ -17,29 +17,29 @@ import torch
 from torch import Tensor
 
 from thinwire.compress.protocol import Config
-from thinwire.kernels.rules import Need, Work, needs_of
+from thinwire.kernels.rules import LoopKind, Need, needs_of
 from thinwire.layout.message import Layout, WholeLayout, factor_numels
 from thinwire.layout.traffic import GATHER, messages
 
 __all__ = [
     "conserves",
     "decay_of",
-    "left_out",
     "loops_of",
+    "report_coverage",
     "sent_bytes",
     "steady_share",
-    "tell_coverage",
+    "unsent_share",
     "why_dense",
 ]
 
 
-def left_out(config: Any, step: int) -> float:
+def unsent_share(config: Any, step: int) -> float:
     """Return the fraction of a compressed tensor that update `step`, from 0, does not send.
 
     For changes, `step` is the local step of the averaging, from 1.
 
     >>> from thinwire.compress import DGC, LowRank
-    >>> left_out(DGC(rampup_begin_step=0, sparsity=(0.999,)), 0), left_out(LowRank(), 0)
+    >>> unsent_share(DGC(rampup_begin_step=0, sparsity=(0.999,)), 0), unsent_share(LowRank(), 0)
     (0.999, 0.0)
     """
     if hasattr(config, "sparsity_in_force"):
@@ -96,7 +96,7 @@ def sent_bytes(
     numels, bits = tuple(shape.numel() for shape in shapes), config.value_bits
     layout: Layout | WholeLayout = WholeLayout(numels, bits)
     if hasattr(config, "sparsity"):
-        layout = Layout.of(numels, left_out(config, step - 1), bits)
+        layout = Layout.of(numels, unsent_share(config, step - 1), bits)
     asked = config.exchange if getattr(config, "clip_sources", None) is None else GATHER
     return messages(layout, asked, sources).sent(source)
 
@@ -105,12 +105,12 @@ def loops_of(config: Any, params: Iterable[Tensor], *, of_gradients: bool) -> fr
     """Return the compiled loops that it calls for these parameters."""
     if not hasattr(config, "value_bits"):
         return frozenset()
-    bits, mine = config.value_bits, [param for param in params if config.compresses(param)]
+    bits, compressed = config.value_bits, [param for param in params if config.compresses(param)]
     if of_gradients:
         state = torch.bfloat16 if config.state_dtype == "bfloat16" else None
-        return needs_of("sparse", mine, state_dtype=state, value_bits=bits)
-    work: Work = "changes" if hasattr(config, "sparsity") else "codes"
-    return needs_of(work, mine, value_bits=bits)
+        return needs_of("sparse", compressed, state_dtype=state, value_bits=bits)
+    work: LoopKind = "changes" if hasattr(config, "sparsity") else "codes"
+    return needs_of(work, compressed, value_bits=bits)
 
 
 _log = logging.getLogger("thinwire")
@@ -136,7 +136,7 @@ def why_dense(config: Any, param: Tensor) -> str | None:
     return f"because rank={config.rank} is not below its smaller side"
 
 
-def tell_coverage(
+def report_coverage(
     config: Any, params: Iterable[Tensor], compresses: Callable[[Tensor], bool] | None = None
 ) -> None:
     """Log the compressed share of the numbers; warn if it is less than half.
@@ -148,11 +148,14 @@ def tell_coverage(
     """
     params = list(params)
     total = sum(p.numel() for p in params)
-    mine = sum(p.numel() for p in params if (compresses or config.compresses)(p))
-    share = f"{100 * mine / max(1, total):.3g} %"
-    said = f"{type(config).__name__} compresses {mine:,} of {total:,} trainable numbers ({share})"
-    if 2 * mine >= total or total < _FEW:
-        _log.info("%s", said)
+    compressed = sum(p.numel() for p in params if (compresses or config.compresses)(p))
+    share = f"{100 * compressed / max(1, total):.3g} %"
+    message = (
+        f"{type(config).__name__} compresses {compressed:,} of {total:,} trainable numbers "
+        f"({share})"
+    )
+    if 2 * compressed >= total or total < _FEW:
+        _log.info("%s", message)
         return
     finer = replace(config, min_numel=1) if hasattr(config, "min_numel") else config
     able = sorted((p.numel() for p in params if finer.compresses(p)), reverse=True)
@@ -160,8 +163,8 @@ def tell_coverage(
         reached = list(accumulate(able))
         least = able[bisect_left(reached, 0.9 * reached[-1])]
         more = sum(numel for numel in able if numel >= least)
-        said += f", all others travel whole: with min_numel={least} it would compress {more:,}"
+        message += f", all others travel whole: with min_numel={least} it would compress {more:,}"
     else:
         other = max((p for p in params if not finer.compresses(p)), key=Tensor.numel)
-        said += f", all others travel whole, the largest {why_dense(finer, other)}"
-    warnings.warn(said, UserWarning, stacklevel=2)
+        message += f", all others travel whole, the largest {why_dense(finer, other)}"
+    warnings.warn(message, UserWarning, stacklevel=2)

@@ -38,7 +38,7 @@ from thinwire.compress.protocol import (
     Kept,
     MeanChange,
     Sending,
-    place_for,
+    buffer_for,
 )
 from thinwire.core.arithmetic import products_are_exact
 from thinwire.core.checksum import checked_mean_
@@ -114,12 +114,14 @@ class LowRankCompressor:
     def __init__(self, config: LowRank, params: Mapping[str, Tensor]) -> None:
         self._config = config
         self._keys = {name: key for key, name in enumerate(params)}
-        mine = {name: param for name, param in params.items() if config.compresses(param)}
+        compressed = {name: param for name, param in params.items() if config.compresses(param)}
         self._residuals = {
             name: torch.zeros(param.shape, dtype=state_dtype(param), device=param.device)
-            for name, param in mine.items()
+            for name, param in compressed.items()
         }
-        self._errors = {name: each.view(_sides(each)) for name, each in self._residuals.items()}
+        self._errors = {
+            name: residual.view(_sides(residual)) for name, residual in self._residuals.items()
+        }
         self._factors = {
             name: _drawn(config.rank, error.shape[1], self._keys[name]).to(error)
             for name, error in self._errors.items()
@@ -150,7 +152,7 @@ class LowRankCompressor:
                     error.addr_(column, row, alpha=-1)
             factor = self._factors[name].copy_(right)
             if columns := arrived.lost.get(name):
-                _draw_anew_(factor, columns, (arrived.context.step + 1 << 24) + self._keys[name])
+                _redraw_(factor, columns, (arrived.context.step + 1 << 24) + self._keys[name])
 
     def _matrix(self, name: str, grad: Tensor) -> Tensor:
         error = self._errors[name]
@@ -176,10 +178,10 @@ class LowRankMeans(MeanChange):
     def lost(self) -> dict[str, list[int]]:
         """Return these columns by name, for matrices that have some; one host read per dtype."""
         return {
-            name: [column for column, gone in enumerate(each) if gone]
+            name: [column for column, gone in enumerate(flags) if gone]
             for names, lost in self.found_lost
-            for name, each in zip(names, lost.t().tolist(), strict=True)
-            if any(each)
+            for name, flags in zip(names, lost.t().tolist(), strict=True)
+            if any(flags)
         }
 
     def first_bad_sum(self) -> str | None:
@@ -191,7 +193,7 @@ class LowRankMeans(MeanChange):
     def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
         """Return P Q^T: the same bits on all ranks."""
         left, right = self.factors[name]
-        mean = place_for(param, left.dtype, into)
+        mean = buffer_for(param, left.dtype, into)
         matrix = mean.view(left.shape[1], -1)
         # entry by entry: the order of additions in a product of matrices depends on the processor
         first, *others = zip(left.unsqueeze(2).unbind(0), right.unbind(0), strict=True)
@@ -205,7 +207,7 @@ class LowRankMeans(MeanChange):
         torch.sub(folded, mean, out=kept[ERRORS][name])
         factor = kept["factors"][name].copy_(self.factors[name][1])
         if columns := self.lost.get(name):
-            _draw_anew_(factor, columns, (self.context.step << 24) + folded.numel())
+            _redraw_(factor, columns, (self.context.step << 24) + folded.numel())
         return mean
 
 
@@ -268,7 +270,7 @@ def _products(
     return found
 
 
-def _draw_anew_(factor: Tensor, columns: Sequence[int], seed: int) -> None:
+def _redraw_(factor: Tensor, columns: Sequence[int], seed: int) -> None:
     """Replace columns of a factor that would otherwise stay zero."""
     drawn = _drawn(factor.shape[0], factor.shape[1], seed)
     for column in columns:
@@ -320,7 +322,7 @@ def orthonormal(columns: Tensor, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
     # once leaves an error that grows with the square of how nearly dependent columns are
     chunks, first = _orthonormalized(chunks, plan)
     chunks, second = _orthonormalized(chunks, plan)
-    found = chunks.view(len(columns), -1).index_select(1, plan.places)
+    found = chunks.view(len(columns), -1).index_select(1, plan.positions)
     return found.to(columns.dtype), first | second
 
 
@@ -329,7 +331,7 @@ class _Plan(NamedTuple):
 
     spread: Tensor
     """Row at each position of the chunks; N for padding."""
-    places: Tensor
+    positions: Tensor
     """Position of each row."""
     owners: Tensor
     """Matrix of each chunk."""
@@ -342,17 +344,17 @@ def _planned(rows: tuple[int, ...], device: torch.device) -> _Plan:
     counts = [-(-n // _CHUNK) for n in rows]
     most, every = max(counts), sum(counts)
     chunks = torch.full((len(rows), most), every, device="cpu")
-    places, begin = [], 0
+    positions, begin = [], 0
     for matrix, (n, count) in enumerate(zip(rows, counts, strict=True)):
-        places.append(torch.arange(n, device="cpu") + begin * _CHUNK)
+        positions.append(torch.arange(n, device="cpu") + begin * _CHUNK)
         chunks[matrix, :count] = torch.arange(begin, begin + count, device="cpu")
         begin += count
-    place = torch.cat(places)
+    every_position = torch.cat(positions)
     spread = torch.full((every * _CHUNK,), sum(rows), device="cpu")
-    spread[place] = torch.arange(sum(rows), device="cpu")
+    spread[every_position] = torch.arange(sum(rows), device="cpu")
     matrices = torch.arange(len(rows), device="cpu")
     owners = matrices.repeat_interleave(torch.tensor(counts, device="cpu"))
-    return _Plan(*(each.to(device) for each in (spread, place, owners, chunks)))
+    return _Plan(*(tensor.to(device) for tensor in (spread, every_position, owners, chunks)))
 
 
 def _with_zero(values: Tensor) -> Tensor:

@@ -35,8 +35,8 @@ __all__ = [
     "MeanChange",
     "OtherRanks",
     "Sending",
-    "place_for",
-    "together",
+    "buffer_for",
+    "combined",
     "zeros_for",
 ]
 
@@ -157,7 +157,7 @@ class Arrived:
         raise NotImplementedError(f"{type(self).__name__} must define mean")
 
 
-def place_for(param: Tensor, dtype: torch.dtype, into: Tensor | None) -> Tensor:
+def buffer_for(param: Tensor, dtype: torch.dtype, into: Tensor | None) -> Tensor:
     """Return a tensor in the shape of `param` with undefined content: `into`, if it fits."""
     if into is not None and into.is_contiguous() and into.dtype == dtype:
         return into.detach()
@@ -166,7 +166,7 @@ def place_for(param: Tensor, dtype: torch.dtype, into: Tensor | None) -> Tensor:
 
 def zeros_for(param: Tensor, dtype: torch.dtype, into: Tensor | None) -> Tensor:
     """Return zeros in the shape of `param`: `into`, if it fits."""
-    return place_for(param, dtype, into).zero_()
+    return buffer_for(param, dtype, into).zero_()
 
 
 OtherRanks: TypeAlias = Literal["mean_zero", "first"]
@@ -290,7 +290,7 @@ class ErrorsOnly:
         return {ERRORS: torch.zeros_like(anchor)}
 
 
-def together(sendings: Sequence[Sending]) -> Bucket:
+def combined(sendings: Sequence[Sending]) -> Bucket:
     """Combine several sendings into one, whose collectives are launched together.
 
     Raises:
@@ -298,7 +298,7 @@ def together(sendings: Sequence[Sending]) -> Bucket:
 
     Example::
 
-        results = yield from together([send_dense(context, small), compressor.send(context, large)])
+        results = yield from combined([send_dense(context, small), compressor.send(context, large)])
     """
     arrived: list[Arrived | None] = [None] * len(sendings)
     waiting: dict[int, Sequence[Collective]] = {}
@@ -306,21 +306,23 @@ def together(sendings: Sequence[Sending]) -> Bucket:
     answers: dict[int, Sequence[Tensor] | None] = dict.fromkeys(range(len(sendings)))
     while answers:
         waiting = {}
-        for place, answer in answers.items():
+        for index, answer in answers.items():
             try:
-                sending = sendings[place]
-                waiting[place] = next(sending) if answer is None else sending.send(answer)
+                sending = sendings[index]
+                waiting[index] = next(sending) if answer is None else sending.send(answer)
             except StopIteration as end:
-                arrived[place] = end.value
+                arrived[index] = end.value
             except PayloadCorrupt as found:
                 refusal = refusal or found
         if not waiting:
             break
-        results = yield [collective for each in waiting.values() for collective in each]
+        results = yield [
+            collective for collectives in waiting.values() for collective in collectives
+        ]
         answers, at = {}, 0
-        for place, collectives in waiting.items():
-            answers[place] = results[at : at + len(collectives)]
+        for index, collectives in waiting.items():
+            answers[index] = results[at : at + len(collectives)]
             at += len(collectives)
     if refusal is not None:
         raise refusal
-    return [each for each in arrived if each is not None]
+    return [result for result in arrived if result is not None]

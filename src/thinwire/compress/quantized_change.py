@@ -67,8 +67,8 @@ class Quantized(ErrorsOnly):
         value_bits = check.integer("value_bits", self.value_bits)
         if value_bits == _NARROWEST_PLAIN:
             raise ValueError(
-                f"value_bits={value_bits} is no compression, since a change has {value_bits} bits "
-                f"an entry already: write compression=None, or one of {list(WHOLE_BITS)}"
+                f"value_bits={value_bits} does not compress, since a change already has "
+                f"{value_bits} bits per entry: use compression=None, or one of {list(WHOLE_BITS)}"
             )
         check.one_of("value_bits", value_bits, WHOLE_BITS)
         check.one_of("exchange", self.exchange, EXCHANGES)
@@ -97,7 +97,7 @@ class Quantized(ErrorsOnly):
         made = _Whole(context, list(folded))
         made.value_bits = self.value_bits
         made.own = dict(zip(folded, own, strict=True))
-        made.came = dict(zip(folded, zip(*codes, strict=True), strict=True))
+        made.received = dict(zip(folded, zip(*codes, strict=True), strict=True))
         return made
 
 
@@ -109,14 +109,14 @@ class _Whole(MeanChange):
 
     value_bits: int
     own: Mapping[str, Tensor]
-    came: Mapping[str, Sequence[Tensor]]
+    received: Mapping[str, Sequence[Tensor]]
 
     def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
         torch.sub(folded, self._decoded(self.own[name], folded), out=kept[ERRORS][name])
         mean = torch.zeros_like(folded)
-        for code in self.came[name]:
+        for code in self.received[name]:
             mean += self._decoded(code, folded)
-        return divided_(mean, len(self.came[name]))
+        return divided_(mean, len(self.received[name]))
 
     def _decoded(self, code: Tensor, like: Tensor) -> Tensor:
         return decode_whole(code, like.numel(), self.value_bits).view_as(like)
@@ -131,10 +131,10 @@ def _by_shares(
     times the number of sources, so that the error counts once in a later mean.
     """
     me, step, flats = context.source, context.step, [t.view(-1) for t in folded.values()]
-    cut = [[_cut(flats, piece) for piece in mine] for mine in plan.pieces]
+    cut = [[_cut(flats, piece) for piece in pieces] for pieces in plan.pieces]
     messages = [pack_whole(its, step, 0, parts) for its, parts in zip(plan.first, cut, strict=True)]
     lengths = [message.numel() for message in messages]
-    purpose = f"dealing changes of step {step}"
+    purpose = f"scattering changes of step {step}"
     [rows] = yield [AllToAll(torch.cat(messages), lengths, purpose)]
 
     refusal: PayloadCorrupt | None = None
@@ -159,18 +159,20 @@ def _by_shares(
     made = _Means(context, list(folded))
     made.means = {name: torch.empty_like(t) for name, t in folded.items()}
     made.errors = {name: torch.empty_like(t) for name, t in folded.items()}
-    all_means, errors = ([t.view(-1) for t in each.values()] for each in (made.means, made.errors))
+    all_means, errors = (
+        [t.view(-1) for t in by_name.values()] for by_name in (made.means, made.errors)
+    )
     for owner, (its, row) in enumerate(zip(plan.second, rows, strict=True)):
         rank = owner * context.node_size
-        told = unpack_whole(its, row[: its.nbytes], step=step, bucket=0, source=rank)
+        codes = unpack_whole(its, row[: its.nbytes], step=step, bucket=0, source=rank)
         sent = unpack_whole(plan.first[owner], messages[owner], step=step, bucket=0, source=me)
-        for place, piece in enumerate(plan.pieces[owner]):
-            part = cut[owner][place]
-            mean = _cut(all_means, piece).copy_(_decoded(its, told[place], part))
+        for index, piece in enumerate(plan.pieces[owner]):
+            part = cut[owner][index]
+            mean = _cut(all_means, piece).copy_(_decoded(its, codes[index], part))
             if owner == me:
-                rest = (means[place] - mean) * context.sources
+                rest = (means[index] - mean) * context.sources
             else:
-                rest = part - _decoded(plan.first[owner], sent[place], part)
+                rest = part - _decoded(plan.first[owner], sent[index], part)
             _cut(errors, piece).copy_(rest)
     return made
 

@@ -83,8 +83,8 @@ class Sparse(ErrorsOnly):
         check.one_of("exchange", self.exchange, EXCHANGES)
         if self.clip_sources is not None and self.exchange == "split":
             raise ValueError(
-                "clip_sources compares what all ranks sent, which exchange='split' shows to none: "
-                "leave one of them out, or set exchange to 'gather'"
+                "clip_sources compares the messages of all ranks, but with exchange='split' no "
+                "rank receives them all: leave clip_sources out, or use exchange='gather'"
             )
         if self.clip_sources is not None:
             times = check.real("clip_sources", self.clip_sources, at_least=1)
@@ -179,13 +179,13 @@ class _Largest(ArrivedEntries, MeanChange):
     def _mean_on_device(self, name: str, dtype: torch.dtype) -> Entries:
         from thinwire.wire import device_message  # needs Triton
 
-        came, numel = self.rows[name]
+        received, numel = self.rows[name]
         if self._factors is not None:
-            came = came._replace(values=came.values * self._factors.unsqueeze(1))
-        positions, total = device_message.sum_rows(came, numel, dtype)
+            received = received._replace(values=received.values * self._factors.unsqueeze(1))
+        positions, total = device_message.sum_rows(received, numel, dtype)
         if not self.over_senders:
             return positions, divided_(total, self.context.sources)
-        ones = came._replace(values=torch.ones_like(came.values))
+        ones = received._replace(values=torch.ones_like(received.values))
         counts = device_message.sum_rows(ones, numel, dtype)[1]
         return positions, total.div_(counts.clamp_(min=1))  # 0 where no entry was sent
 
@@ -231,6 +231,6 @@ def source_factors(squares: Tensor, times: float) -> Tensor:
     norms = squares.sqrt()
     ordered = norms.sort().values  # norms of 0 come first
     some = (norms > 0).sum()
-    place = norms.numel() - some + torch.div((some - 1).clamp(min=0), 2, rounding_mode="floor")
-    limit = times * ordered.gather(0, place.clamp(max=norms.numel() - 1).view(1))
+    median = norms.numel() - some + torch.div((some - 1).clamp(min=0), 2, rounding_mode="floor")
+    limit = times * ordered.gather(0, median.clamp(max=norms.numel() - 1).view(1))
     return torch.where(norms > limit, limit / norms, 1.0).float()

@@ -75,9 +75,9 @@ def shares(plan: SplitPlan[Layout], parts: Sequence[Entries]) -> list[list[Entri
     ]
     seen = [0] * len(parts)
     given: list[list[Entries]] = []
-    for mine, layout in zip(plan.pieces, plan.first, strict=True):
+    for pieces, layout in zip(plan.pieces, plan.first, strict=True):
         given.append([])
-        for piece, slot in zip(mine, layout.slots, strict=True):
+        for piece, slot in zip(pieces, layout.slots, strict=True):
             begin, end = cuts[piece.slot][seen[piece.slot] : seen[piece.slot] + 2]
             seen[piece.slot] += 1
             indices, values = (entries[begin:end] for entries in parts[piece.slot])
@@ -107,13 +107,13 @@ def add_up(
         By piece.
     """
     found = []
-    for place, (slot, dtype) in enumerate(zip(layout.slots, dtypes, strict=True)):
-        came = [source[place] for source in parts]
-        indices, totals = sum_sparse(came, dtype)
+    for index, (slot, dtype) in enumerate(zip(layout.slots, dtypes, strict=True)):
+        sent = [source[index] for source in parts]
+        indices, totals = sum_sparse(sent, dtype)
         everything = torch.arange(indices.numel(), device=indices.device)
         chosen = everything if indices.numel() <= slot.k else top_k(totals, slot.k)
         if over_senders:
-            means = totals / senders(came, dtype)
+            means = totals / senders(sent, dtype)
             found.append(Sums(indices, means, chosen, totals / len(parts)))
         else:
             found.append(Sums(indices, totals, chosen, totals))
@@ -138,8 +138,8 @@ def joined(
         parts: By owner and piece; an owner without pieces here is left out.
     """
     by_slot: list[list[Entries]] = [[] for _ in range(slots)]
-    for mine, theirs in zip(plan.pieces, parts, strict=True):
-        for piece, (indices, values) in zip(mine, theirs, strict=False):
+    for pieces, theirs in zip(plan.pieces, parts, strict=True):
+        for piece, (indices, values) in zip(pieces, theirs, strict=False):
             by_slot[piece.slot].append((indices + piece.start, values))
     return [
         (torch.cat([i for i, _ in entries]), torch.cat([x for _, x in entries]))

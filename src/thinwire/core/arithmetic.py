@@ -17,18 +17,19 @@ _PRODUCTS = "how products of matrices are computed"
 
 CURES = {
     _INSTRUCTIONS: (
-        "Their results differ in the last bit, so replicas would part. Set ATEN_CPU_CAPABILITY to "
-        "the lesser of the two (avx2, or default for none) in the environment of all ranks before "
-        "they start"
+        "Their results differ in the last bit, so replicas would diverge. Set ATEN_CPU_CAPABILITY "
+        "to the lower of the two (avx2, or default for none) in the environment of all ranks "
+        "before they start"
     ),
-    _DENORMALS: "Call torch.set_flush_denormal alike on all ranks before this",
+    _DENORMALS: "Call torch.set_flush_denormal with the same value on all ranks first",
     _KERNELS: (
-        "LAMB and LARS round differently in them. Install numba on all ranks, or set "
+        "LAMB and LARS round differently in the two. Install numba on all ranks, or set "
         "THINWIRE_KERNELS=reference in the environment of all of them"
     ),
     _PRODUCTS: (
-        "The last bits of Muon's update depend on it, so replicas would part. Set OMP_NUM_THREADS, "
-        "or call torch.set_num_threads, and torch.set_float32_matmul_precision, alike on all ranks"
+        "The last bits of Muon's update depend on it, so replicas would diverge. Set "
+        "OMP_NUM_THREADS (or call torch.set_num_threads) and torch.set_float32_matmul_precision "
+        "to the same values on all ranks"
     ),
 }
 """Remedies where ranks differ, for `require_agreement`."""

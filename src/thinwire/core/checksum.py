@@ -49,9 +49,9 @@ def checksum(tensors: Sequence[Tensor]) -> int:
         sums.append(_sums(torch.cat([*pieces, pieces[0].new_zeros(rest)])))
     if not sums:
         return 0
-    place = sums[0].device if len({each.device for each in sums}) == 1 else torch.device("cpu")
-    every = torch.cat([each.to(place) for each in sums])
-    return int((every * odd_weights(every.numel(), place)).sum()) % (1 << 64)
+    device = sums[0].device if len({s.device for s in sums}) == 1 else torch.device("cpu")
+    every = torch.cat([s.to(device) for s in sums])
+    return int((every * odd_weights(every.numel(), device)).sum()) % (1 << 64)
 
 
 def bit_sums(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -263,13 +263,17 @@ def step_along_list_(
     tensor([0.0000, 1.0000, 0.5000])
     """
     alike: dict[tuple[torch.dtype, int], list[int]] = {}
-    for place, (param, own, dtype) in enumerate(zip(params, parts, dtypes, strict=True)):
+    for index, (param, own, dtype) in enumerate(zip(params, parts, dtypes, strict=True)):
         if param.dtype == dtype and own and has_address(param, dtype) and _have_addresses(own):
-            alike.setdefault((dtype, len(own)), []).append(place)
+            alike.setdefault((dtype, len(own)), []).append(index)
         else:
-            step_along_(param, *sum_sparse(own, dtype), rates[place], sources)
-    for places in alike.values():
-        chosen = [params[i] for i in places], [parts[i] for i in places], [rates[i] for i in places]
+            step_along_(param, *sum_sparse(own, dtype), rates[index], sources)
+    for indices in alike.values():
+        chosen = (
+            [params[i] for i in indices],
+            [parts[i] for i in indices],
+            [rates[i] for i in indices],
+        )
         for_device(params[0].device).step_along_list_(*chosen, sources)
 
 

@@ -158,7 +158,7 @@ def _after_overflow(config: LossScale, state: ScaleState) -> ScaleState:
         raise NonFinite(
             f"{in_a_row} steps in a row were dropped for gradients that are not finite, at a loss "
             f"scale of {state.scale:g}; the model itself produces infinities or NaN: lower the "
-            "learning rate, or look for the first such value"
+            "learning rate, or find the first such value"
         )
     scale = (
         state.scale

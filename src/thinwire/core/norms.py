@@ -76,10 +76,10 @@ def _rough(tensors: Iterable[Tensor]) -> list[Tensor]:
         if is_sharded(value):
             key = (getattr(value, "device_mesh"), tuple(getattr(value, "placements")), value.dtype)  # noqa: B009
             shards.setdefault(key, []).append(i)
-    for places in shards.values():
+    for indices in shards.values():
         # a DTensor
-        whole = torch.stack([found[i] for i in places]).full_tensor()  # type: ignore[attr-defined]
-        for i, value in zip(places, whole.unbind(), strict=True):
+        whole = torch.stack([found[i] for i in indices]).full_tensor()  # type: ignore[attr-defined]
+        for i, value in zip(indices, whole.unbind(), strict=True):
             found[i] = value
     return found
 
@@ -111,7 +111,7 @@ def norms_over_shards(
     if not tensors:
         return {}
     found = norms(list(tensors.values()))
-    squares = torch.stack([each.double().cpu().square() for each in found]).tolist()
+    squares = torch.stack([value.double().cpu().square() for value in found]).tolist()
     form = struct.Struct(f"<{len(squares)}d")
     answers = [form.unpack(answer) for answer in gather(form.pack(*squares), "norms over shards")]
     totals = (sum(parts) ** 0.5 for parts in zip(*answers, strict=True))

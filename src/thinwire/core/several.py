@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SeveralOptimizers", "all_of", "kinds_of", "together"]
+__all__ = ["SeveralOptimizers", "all_of", "combined", "kinds_of"]
 
 
 class SeveralOptimizers(torch.optim.Optimizer):
@@ -32,12 +32,12 @@ class SeveralOptimizers(torch.optim.Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """Groups of all optimizers: a new list of the same group objects."""
-        return [group for each in self.optimizers for group in each.param_groups]
+        return [group for opt in self.optimizers for group in opt.param_groups]
 
     @property
     def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
         """State of all optimizers."""
-        return ChainMap(*(dict(each.state) for each in self.optimizers))
+        return ChainMap(*(dict(opt.state) for opt in self.optimizers))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as of one optimizer, with parameters numbered through.
@@ -72,11 +72,11 @@ class SeveralOptimizers(torch.optim.Optimizer):
                 f"{len(self.optimizers)} with {len(self.param_groups)}"
             )
         for optimizer, rest in zip(self.optimizers, own, strict=True):
-            mine = [groups.pop(0) for _ in optimizer.param_groups]
-            keys = [key for group in mine for key in group["params"]]
+            own = [groups.pop(0) for _ in optimizer.param_groups]
+            keys = [key for group in own for key in group["params"]]
             state = {key: state_dict["state"][key] for key in keys if key in state_dict["state"]}
             state |= rest["state"]
-            optimizer.load_state_dict({**rest, "state": state, "param_groups": mine})
+            optimizer.load_state_dict({**rest, "state": state, "param_groups": own})
 
 
 def all_of(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
@@ -86,10 +86,10 @@ def all_of(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
 
 def kinds_of(optimizer: torch.optim.Optimizer) -> str:
     """Return the class names of all its optimizers, for messages and comparisons."""
-    return " and ".join(type(each).__name__ for each in all_of(optimizer))
+    return " and ".join(type(opt).__name__ for opt in all_of(optimizer))
 
 
-def together(optimizers: Any, names: Mapping[Tensor, str]) -> Any:
+def combined(optimizers: Any, names: Mapping[Tensor, str]) -> Any:
     """Return one optimizer for the user's argument: an optimizer, or a sequence of them.
 
     Args:
@@ -105,26 +105,26 @@ def together(optimizers: Any, names: Mapping[Tensor, str]) -> Any:
 
     Example::
 
-        optimizer = together([torch.optim.AdamW(embeddings), Muon(matrices)], names)
+        optimizer = combined([torch.optim.AdamW(embeddings), Muon(matrices)], names)
     """
     if isinstance(optimizers, torch.optim.Optimizer) or not isinstance(optimizers, Sequence):
         return optimizers
     listed = list(optimizers)
     if not listed:
         raise ValueError("optimizer must be one or several, got an empty sequence")
-    for place, each in enumerate(listed):
-        if not isinstance(each, torch.optim.Optimizer):
+    for index, opt in enumerate(listed):
+        if not isinstance(opt, torch.optim.Optimizer):
             raise TypeError(
-                f"optimizer[{place}] must be a torch.optim.Optimizer, got {type(each).__name__}"
+                f"optimizer[{index}] must be a torch.optim.Optimizer, got {type(opt).__name__}"
             )
     owners: dict[Tensor, int] = {}
-    for place, each in enumerate(listed):
-        for param in [p for group in each.param_groups for p in group["params"]]:
-            if (first := owners.setdefault(param, place)) != place:
+    for index, opt in enumerate(listed):
+        for param in [p for group in opt.param_groups for p in group["params"]]:
+            if (first := owners.setdefault(param, index)) != index:
                 name = names.get(param, f"of shape {tuple(param.shape)}")
                 raise ValueError(
                     f"parameter {name} is in optimizer {first} ({type(listed[first]).__name__}) "
-                    f"and in optimizer {place} ({type(each).__name__}), counted from 0: give each "
+                    f"and in optimizer {index} ({type(opt).__name__}), counted from 0: give each "
                     "parameter to one of them"
                 )
     return listed[0] if len(listed) == 1 else SeveralOptimizers(listed)

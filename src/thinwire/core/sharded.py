@@ -74,25 +74,24 @@ def require_shards(params: Mapping[str, Tensor], mesh: Any) -> None:
         if mesh is None:
             if is_sharded(param):
                 raise ValueError(
-                    f"parameter {name} is sharded over ranks ({_placed(param)}), and no mesh was "
-                    'given: shard the model by fully_shard(model, mesh=mesh["shard"]) and give '
+                    f"parameter {name} is sharded over ranks ({_placed(param)}), but no mesh was "
+                    "given: shard the model with fully_shard(model, mesh=mesh['shard']) and pass "
                     "mesh=mesh, so that each rank exchanges its own shards"
                 )
             continue
         if not is_sharded(param):
             raise ValueError(
-                f"mesh was given, and parameter {name} is not sharded: call "
-                'fully_shard(model, mesh=mesh["shard"]) for the whole model, and then make the '
-                "optimizer"
+                f"mesh was given, but parameter {name} is not sharded: call fully_shard(model, "
+                "mesh=mesh['shard']) on the whole model before creating the optimizer"
             )
         placements = param.placements  # type: ignore[attr-defined]
         here = param.device_mesh  # type: ignore[attr-defined]
         if here != mesh or len(placements) != 1 or not placements[0].is_shard(0):
             raise ValueError(
-                f"parameter {name} lies as {_placed(param)}, and only Shard(0) on the dimension "
-                '"shard" alone works: call fully_shard(model, mesh=mesh["shard"]). With both '
-                "dimensions torch averages over the sites itself in every backward pass; other "
-                "placements, as of tensor parallelism, are not supported"
+                f"parameter {name} has placements {_placed(param)}, but only Shard(0) on the mesh "
+                "dimension 'shard' is supported: call fully_shard(model, mesh=mesh['shard']). "
+                "With both mesh dimensions, torch itself averages over the sites in every "
+                "backward pass"
             )
 
 
@@ -102,21 +101,21 @@ def require_elementwise(optimizer: Any) -> None:
     Raises:
         ValueError: It is torch's Muon or Adafactor.
     """
-    for each in all_of(optimizer):
-        names = {kind.__name__ for kind in type(each).__mro__}
-        if not names & {"Muon", "Adafactor"} or getattr(each, "takes_shards", False):
+    for opt in all_of(optimizer):
+        names = {kind.__name__ for kind in type(opt).__mro__}
+        if not names & {"Muon", "Adafactor"} or getattr(opt, "takes_shards", False):
             continue
         raise ValueError(
-            f"optimizer is {type(each).__name__}, whose update of a matrix needs all of it, "
-            "and each rank has some rows only: give thinwire.optim.Muon, which brings them "
-            "together, or AdamW, or another optimizer that goes entry by entry, with mesh="
+            f"optimizer is {type(opt).__name__}, whose update needs whole matrices, but each rank "
+            "has only some rows: with mesh=, give thinwire.optim.Muon, which gathers them, or an "
+            "elementwise optimizer such as AdamW"
         )
 
 
 def _placed(param: Tensor) -> str:
     placements = param.placements  # type: ignore[attr-defined]
     here = param.device_mesh  # type: ignore[attr-defined]
-    kinds = ", ".join(str(each) for each in placements)
+    kinds = ", ".join(str(placement) for placement in placements)
     return f"({kinds}) on the mesh {here.mesh_dim_names} {tuple(here.shape)}"
 
 

@@ -152,7 +152,7 @@ class Pace:
         """Share of the time for which this rank waited; 0 before the second round."""
         return self._mean_wait_s / self._mean_s if self._mean_s else 0.0
 
-    def lose(self, seconds: float) -> None:
+    def exclude(self, seconds: float) -> None:
         """Count seconds lost to work other than steps, such as saving."""
         self._lost_s += seconds
 

@@ -74,11 +74,11 @@ def with_own_storage(tensors: Mapping[_Key, Tensor]) -> set[_Key]:
     >>> with_own_storage({"a": both[:2], "b": both[2:], "c": torch.zeros(1)})
     {'c'}
     """
-    places = {
+    storages = {
         key: x.untyped_storage().data_ptr() for key, x in tensors.items() if x.layout is strided
     }
-    count = Counter(places.values())
-    return {key for key, place in places.items() if count[place] == 1}
+    count = Counter(storages.values())
+    return {key for key, storage in storages.items() if count[storage] == 1}
 
 
 _CHOICES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -20,25 +20,25 @@ __all__ = [
     "COMPARING",
     "MAX_DROPS_IN_A_ROW",
     "Agreement",
-    "Among",
     "Answers",
     "Check",
     "Drops",
-    "Said",
-    "Turn",
+    "Participants",
+    "Report",
     "Verdict",
+    "Vote",
     "verdict_of",
 ]
 
 COMPARING = "comparing everything"
 """Phase in which ranks compare all replicated state, before a checkpoint."""
 
-Said = dict[str, Any]
+Report = dict[str, Any]
 """Report of one rank by key, with values that JSON holds. A key without a value is left out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Vote:
     """One agreement."""
 
     group: Group
@@ -52,12 +52,12 @@ class Turn:
     """True once messages have arrived, so that the update follows."""
 
     @property
-    def what(self) -> str:
+    def purpose(self) -> str:
         """The occasion, for error messages."""
         return f"agreeing on step {self.step}"
 
 
-class Answers(Sequence[Said]):
+class Answers(Sequence[Report]):
     """Reports of all ranks, in rank order.
 
     Where ranks hold different parts of the model and all is well, the reports of other parts are
@@ -68,32 +68,33 @@ class Answers(Sequence[Said]):
     (False, [(1, 'x')])
     """
 
-    def __init__(self, said: Sequence[Said], parts: Sequence[int], rank: int) -> None:
-        self._said, self._parts, self._rank = said, parts or [0] * len(said), rank
-        self.unanimous = all(each is said[0] for each in said)
+    def __init__(self, reports: Sequence[Report], parts: Sequence[int], rank: int) -> None:
+        self._reports, self._parts, self._rank = reports, parts or [0] * len(reports), rank
+        self.unanimous = all(report is reports[0] for report in reports)
         """True if all ranks sent the same report."""
 
     def __getitem__(self, rank: Any) -> Any:
-        return self._said[rank]
+        return self._reports[rank]
 
     def __len__(self) -> int:
-        return len(self._said)
+        return len(self._reports)
 
     def of(self, key: str) -> Iterator[tuple[int, Any]]:
         """Yield rank and value of each report that contains this key."""
-        return ((rank, said[key]) for rank, said in enumerate(self._said) if key in said)
+        return ((rank, report[key]) for rank, report in enumerate(self._reports) if key in report)
 
-    def by_part(self) -> list[dict[int, Said]]:
+    def by_part(self) -> list[dict[int, Report]]:
         """Return the reports by rank, one dict for each part of the model."""
-        found: dict[int, dict[int, Said]] = {}
-        for rank, (part, said) in enumerate(zip(self._parts, self._said, strict=True)):
-            found.setdefault(part, {})[rank] = said
+        found: dict[int, dict[int, Report]] = {}
+        for rank, (part, report) in enumerate(zip(self._parts, self._reports, strict=True)):
+            found.setdefault(part, {})[rank] = report
         return list(found.values())
 
-    def of_my_part(self) -> list[Said]:
+    def of_my_part(self) -> list[Report]:
         """Return the reports of the ranks that hold the same part as this one."""
+        # equal reports are equal for every part: no need to group them
         if self.unanimous:
-            return list(self._said)
+            return list(self._reports)
         return next(list(part.values()) for part in self.by_part() if self._rank in part)
 
     def of_my_replica(self, key: str) -> list[Any]:
@@ -101,37 +102,39 @@ class Answers(Sequence[Said]):
 
         The ranks of a replica are consecutive. Empty if no rank reported this key.
         """
+        # a replica has one rank of every part
         width = len(set(self._parts))
         first = self._rank - self._rank % width
-        return [said[key] for said in self._said[first : first + width] if key in said]
+        return [report[key] for report in self._reports[first : first + width] if key in report]
 
-    def unlike(self, key: str, default: Any = None) -> Iterator[tuple[int, Any, int, Any]]:
+    def differences(self, key: str, default: Any = None) -> Iterator[tuple[int, Any, int, Any]]:
         """Yield differences under this key among ranks that hold the same part.
 
         Each item is the first rank of the part, its value, the rank that differs and its value.
         """
+        # only ranks of one part hold the same tensors
         for part in [] if self.unanimous else self.by_part():
             first = min(part)
             value = part[first].get(key, default)
-            for rank, said in part.items():
-                if said.get(key, default) != value:
-                    yield first, value, rank, said.get(key, default)
+            for rank, report in part.items():
+                if report.get(key, default) != value:
+                    yield first, value, rank, report.get(key, default)
 
 
 class Check(Protocol):
     """One fact that ranks report to each other. It has no effect before `judge`."""
 
-    def say(self, turn: Turn) -> Said:
+    def report(self, vote: Vote) -> Report:
         """Return this rank's report, or nothing. The keys belong to this check alone."""
 
-    def judge(self, turn: Turn, answers: Answers) -> None:
+    def judge(self, vote: Vote, answers: Answers) -> None:
         """Raise the error that follows from the answers, or store the agreed facts."""
 
 
-_PLACE = ("engine", "step", "phase")
-_COMMON = (*_PLACE, "ready")
+_POSITION = ("engine", "step", "phase")
+_COMMON = (*_POSITION, "ready")
 """Keys that must be equal on the ranks of all parts."""
-_QUIET = {*_COMMON, "kinds", "rates", "settings", "digest", "sums", "likeness", "buffers"}
+_QUIET = {*_COMMON, "kinds", "rates", "settings", "digest", "sums", "sample", "buffers"}
 """Keys that are not sent to ranks of other parts."""
 _FAILURES = {kind.__name__: kind for kind in (Diverged, Mismatch, NonFinite, PayloadCorrupt)}
 """Errors that keep their type on the ranks they are reported to. All others become
@@ -140,7 +143,7 @@ _FAILURES = {kind.__name__: kind for kind in (Diverged, Mismatch, NonFinite, Pay
 
 
 @dataclass(frozen=True, slots=True)
-class Among:
+class Participants:
     """Additional participants and facts of an agreement."""
 
     checks: Sequence[Check] = ()
@@ -166,7 +169,7 @@ class Agreement:
     Example::
 
         agreement = Agreement(group, [presence])
-        answers = agreement(step, "proposed", misuse=None)
+        answers = agreement(step, "proposed", user_error=None)
     """
 
     def __init__(self, group: Group, checks: Sequence[Check] = (), *, engine: str = "") -> None:
@@ -179,17 +182,17 @@ class Agreement:
         *,
         first: bool = True,
         last: bool = False,
-        **said: Any,
+        **facts: Any,
     ) -> Answers:
         """Gather the reports of all ranks and judge them.
 
         Args:
             step: Updates made before.
-            phase: See `Turn`.
-            first: See `Turn`.
-            last: See `Turn`.
-            said: Further facts of the caller; None is left out. Keys with a meaning here:
-                `failure`, the type and text of an error that stops this rank; `misuse`, a user
+            phase: See `Vote`.
+            first: See `Vote`.
+            last: See `Vote`.
+            facts: Further facts of the caller; None is left out. Keys with a meaning here:
+                `failure`, the type and text of an error that stops this rank; `user_error`, a user
                 error; `corrupt`, the reason for which this rank rejected a message.
 
         Raises:
@@ -200,75 +203,80 @@ class Agreement:
 
         Checks may raise further errors.
         """
-        turn = Turn(self.group, step, phase, first, last)
-        told: Said = {"engine": self.engine, "step": step, "phase": phase}
+        vote = Vote(self.group, step, phase, first, last)
+        own: Report = {"engine": self.engine, "step": step, "phase": phase}
+        # all checks share one message; each writes only its own keys
         for check in self.checks:
-            told |= check.say(turn)
-        told |= {key: value for key, value in said.items() if value is not None}
-        answers = self._heard(told, turn.what)
+            own |= check.report(vote)
+        own |= {key: value for key, value in facts.items() if value is not None}
+        answers = self._received(own, vote.purpose)
         # most specific cause first; a unanimous report without an event needs no look
-        if not (answers.unanimous and told.keys() <= _QUIET):
+        if not (answers.unanimous and own.keys() <= _QUIET):
             _refuse_failures(answers)
-            _refuse_misuse(answers)  # before `corrupt`: a user error is the cause of bad messages
-            _refuse_different_places(answers, turn.what)
+            # before `corrupt`: a user error is the cause of bad messages
+            _refuse_user_errors(answers)
+            _refuse_different_steps(answers, vote.purpose)
             _refuse_corrupt(answers)
         for check in self.checks:
-            check.judge(turn, answers)
+            check.judge(vote, answers)
         return answers
 
-    def alike(self, content: bytes, what: str) -> bool:
+    def all_equal(self, content: bytes, purpose: str) -> bool:
         """Return True if the ranks of each part hold the same content.
 
         Communication: 24 bytes per rank if so.
         """
-        rows = self.group.gather_parts(content, b"", action=what)
-        said = [{} if row is None else {"row": row} for row in rows]
-        return not any(self._answers(said).unlike("row"))
+        rows = self.group.gather_parts(content, b"", action=purpose)
+        reports = [{} if row is None else {"row": row} for row in rows]
+        return not any(self._answers(reports).differences("row"))
 
-    def _heard(self, told: Said, what: str) -> Answers:
-        mine = _written(told)
-        quiet = {key for key, value in told.items() if value} <= _QUIET
-        common = _written(_common(told)) if quiet else mine
+    def _received(self, own: Report, purpose: str) -> Answers:
+        message = _written(own)
+        # without an event, ranks of other parts need only the common keys
+        quiet = {key for key, value in own.items() if value} <= _QUIET
+        common = _written(_common(own)) if quiet else message
         return self._answers(
-            _read(self.group.gather_parts(mine, common, action=what), mine, told, what)
+            _read(self.group.gather_parts(message, common, action=purpose), message, own, purpose)
         )
 
-    def _answers(self, said: Sequence[Said]) -> Answers:
-        return Answers(said, self.group.parts, self.group.answer_index)
+    def _answers(self, reports: Sequence[Report]) -> Answers:
+        return Answers(reports, self.group.parts, self.group.answer_index)
 
 
-def _common(told: Said) -> Said:
-    return {key: told[key] for key in _COMMON if key in told}
+def _common(report: Report) -> Report:
+    return {key: report[key] for key in _COMMON if key in report}
 
 
-def _written(said: Said) -> bytes:
-    return json.dumps(said, separators=(",", ":")).encode()
+def _written(report: Report) -> bytes:
+    return json.dumps(report, separators=(",", ":")).encode()
 
 
-def _read(rows: Sequence[bytes | None], mine: bytes, told: Said, what: str) -> list[Said]:
+def _read(rows: Sequence[bytes | None], message: bytes, own: Report, purpose: str) -> list[Report]:
     found = []
     for rank, row in enumerate(rows):
-        if row is None or row == mine:
+        if row is None or row == message:
             # None: a rank of another part, known by the common keys only
-            found.append(told if row else _common(told))
+            found.append(own if row else _common(own))
             continue
+        # a rank in another call may have sent anything, also no report at all
         try:
-            said = json.loads(row)
+            report = json.loads(row)
         except ValueError as error:
-            raise wrong_call_site(what, rank, row) from error
-        if not isinstance(said, dict) or not said.keys() >= set(_PLACE):
-            raise wrong_call_site(what, rank, said if isinstance(said, dict) else b"")
-        found.append(said)
+            raise wrong_call_site(purpose, rank, row) from error
+        if not isinstance(report, dict) or not report.keys() >= set(_POSITION):
+            raise wrong_call_site(purpose, rank, report if isinstance(report, dict) else b"")
+        found.append(report)
     return found
 
 
 def _refuse_failures(answers: Answers) -> None:
+    # the text already names its rank, so all ranks raise the same one
     for _, (kind, text) in answers.of("failure"):
         raise _FAILURES.get(kind, ThinwireError)(text)
 
 
-def _refuse_misuse(answers: Answers) -> None:
-    for rank, text in answers.of("misuse"):
+def _refuse_user_errors(answers: Answers) -> None:
+    for rank, text in answers.of("user_error"):
         raise ThinwireError(f"rank {rank}: {text}. Nothing was applied on any rank")
 
 
@@ -279,24 +287,25 @@ def _refuse_corrupt(answers: Answers) -> None:
         )
 
 
-def _refuse_different_places(answers: Answers, what: str) -> None:
+def _refuse_different_steps(answers: Answers, purpose: str) -> None:
     first = answers[0]
-    for rank, said in enumerate(answers):
-        if said["engine"] != first["engine"]:
+    for rank, report in enumerate(answers):
+        if report["engine"] != first["engine"]:
             raise Mismatch(
-                f"{what}: rank 0 steps {first['engine']}, rank {rank} {said['engine']}, counted "
-                "as they were made over these ranks. All ranks must make engines and optimizers, "
-                "and step them, in the same order"
+                f"{purpose}: rank 0 steps {first['engine']} and rank {rank} {report['engine']}, "
+                "numbered in the order of creation over these ranks. All ranks must create engines "
+                "and optimizers, and step them, in the same order"
             )
-    for rank, said in enumerate(answers):
-        if said["phase"] != first["phase"] and COMPARING in (said["phase"], first["phase"]):
-            raise wrong_call_site(what, rank)
-        if (said["step"], said["phase"]) != (first["step"], first["phase"]):
+    for rank, report in enumerate(answers):
+        # a rank that compares before a checkpoint is in another call, not at another step
+        if report["phase"] != first["phase"] and COMPARING in (report["phase"], first["phase"]):
+            raise wrong_call_site(purpose, rank)
+        if (report["step"], report["phase"]) != (first["step"], first["phase"]):
             raise Mismatch(
-                f"{what}: rank 0 is at step {first['step']} ({first['phase']}), rank {rank} at "
-                f"step {said['step']} ({said['phase']}). All ranks must call step() equally often, "
-                "leave local updates at the same step, and go all or none through an attached DDP "
-                "model"
+                f"{purpose}: rank 0 is at step {first['step']} ({first['phase']}), rank {rank} at "
+                f"step {report['step']} ({report['phase']}). All ranks must call step() equally "
+                "often, leave local updates at the same step, and either all or none use an "
+                "attached DDP model"
             )
 
 
@@ -328,9 +337,11 @@ def verdict_of(answers: Answers) -> Verdict:
     >>> verdict_of(Answers([{"non_finite": "weight"}, {}], (), 0))
     <Verdict.DROP: 'drop'>
     """
+    # END first: a rank without a batch has no gradients to judge
     batches = [batch for _, batch in answers.of("batches")]
     if batches and not any(batches):
         return Verdict.END
+    # a scaler drops by its own rules, and its overflow also makes gradients infinite
     if any(overflow for _, overflow in answers.of("overflow")):
         return Verdict.OVERFLOW
     found = any(True for key in ("non_finite", "sum_non_finite") for _ in answers.of(key))
@@ -360,8 +371,8 @@ class Drops:
         Raises:
             NonFinite: The tenth in a row, on every rank.
         """
-        culprits = [(*each, "") for each in answers.of("non_finite")]
-        culprits += [(*each, _ADDED) for each in answers.of("sum_non_finite")]
+        culprits = [(*culprit, "") for culprit in answers.of("non_finite")]
+        culprits += [(*culprit, _ADDED) for culprit in answers.of("sum_non_finite")]
         rank, name, added = culprits[0]
         self.total += 1
         text = (
@@ -393,7 +404,7 @@ class Drops:
             return None
         return (
             f"{text}; this was dropped step {self.in_a_row} in a row. Lower the learning rate, "
-            "clip gradients, or look at the data of that rank"
+            "clip gradients, or check the data of that rank"
         )
 
 

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.comm.ddp import living
 from thinwire.core.tensors import coalesced, values_of
 from thinwire.errors import Mismatch
-from thinwire.exchange.agreement import Answers, Said, Turn
+from thinwire.exchange.agreement import Answers, Report, Vote
 
-__all__ = ["GradientPattern", "Likeness", "Presence", "SameHyperparameters"]
+__all__ = ["DuplicateBatchCheck", "GradientPattern", "Presence", "SameHyperparameters"]
 
 _TYPES = (
     torch.float16,
@@ -55,13 +55,13 @@ class Presence:
         self._kinds: dict[str, str] = {}
         self.all_ready = False
         """True if the gradients of each part of the model were steady before the last step."""
-        self._told = ""
+        self._last_kinds = ""
         """Common report of all ranks in the last step, if their reports were equal."""
 
     def restart(self, params: Mapping[str, Tensor]) -> None:
         """Start again with other parameters, or with another order."""
         self._params, self.pattern = params, GradientPattern()
-        self._told = ""
+        self._last_kinds = ""
 
     def reset(self) -> None:
         """Record that a step lacked the expected gradients on some rank."""
@@ -77,37 +77,41 @@ class Presence:
         """
         self._grads, self._complete = grads, complete
 
-    def say(self, turn: Turn) -> Said:
+    def report(self, vote: Vote) -> Report:
         """See `Check`."""
-        if not turn.first:
+        # the types are needed once per update, before message lengths are fixed
+        if not vote.first:
             return {}
-        said: Said = {"kinds": "".join(map(self._letter, self._params))}
-        if turn.group.parts:
-            said["ready"] = self.pattern.names is not None
-        return {**said, "complete": True} if self._complete else said
+        report: Report = {"kinds": "".join(map(self._letter, self._params))}
+        if vote.group.parts:
+            report["ready"] = self.pattern.names is not None
+        return {**report, "complete": True} if self._complete else report
 
-    def judge(self, turn: Turn, answers: Answers) -> None:
+    def judge(self, vote: Vote, answers: Answers) -> None:
         """See `Check`."""
-        if not turn.first:
+        if not vote.first:
             return
-        self.all_ready = all(said.get("ready", False) for said in answers)
-        told = [said["kinds"] for said in answers.of_my_part()]
+        # a rank may send early only if every other rank does so too
+        self.all_ready = all(report.get("ready", False) for report in answers)
+        reported = [report["kinds"] for report in answers.of_my_part()]
         # the usual step: nothing new since the last one
-        if answers.unanimous and told[0] == self._told:
+        if answers.unanimous and reported[0] == self._last_kinds:
             self.pattern.observe(self._kinds)
             return
-        self._told = told[0] if answers.unanimous else ""
+        self._last_kinds = reported[0] if answers.unanimous else ""
+        # one rank that counts missing gradients as zero decides for all
         complete = self._complete or any(True for _ in answers.of("complete"))
         if not complete:
+            # stages hold different parameters, so each is checked by itself
             for number, part in enumerate(answers.by_part()):
                 names = self.names_of_parts[number] if self.names_of_parts else list(self._params)
                 _refuse_partial(
-                    turn, names, {rank: said.get("kinds", "") for rank, said in part.items()}
+                    vote, names, {rank: report.get("kinds", "") for rank, report in part.items()}
                 )
         # per parameter one letter for each rank; a missing one gets the first type
         columns = [
             "".join(column).replace(_ABSENT, next((k for k in column if k != _ABSENT), _ABSENT))
-            for column in zip(*told, strict=True)
+            for column in zip(*reported, strict=True)
         ]
         self._kinds = dict(zip(self._params, columns, strict=True))
         self.pattern.observe(self._kinds)
@@ -139,17 +143,17 @@ class Presence:
         return (_ROW_SPARSE if grad.is_sparse else _DENSE)[grad.dtype]
 
 
-def _refuse_partial(turn: Turn, names: Sequence[str], kinds: Mapping[int, str]) -> None:
+def _refuse_partial(vote: Vote, names: Sequence[str], kinds: Mapping[int, str]) -> None:
     for index in range(max(map(len, kinds.values()))):
         name = names[index] if index < len(names) else f"number {index} of another stage"
-        without = [rank for rank, each in kinds.items() if each[index : index + 1] == _ABSENT]
+        without = [rank for rank, letters in kinds.items() if letters[index : index + 1] == _ABSENT]
         if without and len(without) < len(kinds):
             having = [rank for rank in kinds if rank not in without]
             raise Mismatch(
-                f"{turn.what}: parameter {name} has a gradient on ranks {having} but none on "
-                f"ranks {without}. Every rank must use the same parameters in a step (give "
-                "find_unused_parameters=True to prepare, or add 0 * parameter.sum() to the "
-                "loss of the others)"
+                f"{vote.purpose}: parameter {name} has a gradient on ranks {having} but none on "
+                f"ranks {without}. Every rank must use the same parameters in a step (pass "
+                "find_unused_parameters=True to prepare, or add 0 * parameter.sum() to the loss "
+                "of the others)"
             )
 
 
@@ -191,20 +195,25 @@ class GradientPattern:
 
     def observe(self, kinds: Mapping[str, str]) -> None:
         """Record the agreed kinds of one step: one letter per rank for each tensor."""
+        # the same object means that all reports were equal to those of the last step
         if kinds is not self._kinds:
-            dense = (each == _ABSENT * len(each) or each.islower() for each in kinds.values())
-            self._usable = all(dense) and all(len(set(each)) == 1 for each in kinds.values())
+            dense = (
+                letters == _ABSENT * len(letters) or letters.islower() for letters in kinds.values()
+            )
+            self._usable = all(dense) and all(len(set(letters)) == 1 for letters in kinds.values())
+            # a step that differs starts the count again
             self._equal *= self._usable and kinds == self._kinds
             self._kinds = kinds
         self._equal += self._usable
         if self._equal < self._patience:
             self.names = None
         elif self.names is None:
-            self.names = frozenset(n for n, each in kinds.items() if each[0] != _ABSENT)
+            self.names = frozenset(n for n, letters in kinds.items() if letters[0] != _ABSENT)
 
     def reset(self) -> None:
         """Record that a step lacked the expected gradients."""
         self.names, self._equal = None, 0
+        # a model whose gradients alternate would otherwise send twice in every second step
         self._patience *= 2
 
 
@@ -222,24 +231,24 @@ class SameHyperparameters:
         self._optimizer = optimizer
         self._known: list[tuple[tuple[Any, ...], str]] = []
 
-    def say(self, turn: Turn) -> Said:
+    def report(self, vote: Vote) -> Report:
         """See `Check`."""
         groups = self._optimizer.param_groups
-        said: Said = {"settings": self._settings()}
-        if turn.last:  # some methods have no learning rate
-            said["rates"] = [float(group["lr"]) for group in groups if "lr" in group]
-        return said
+        report: Report = {"settings": self._settings()}
+        if vote.last:  # some methods have no learning rate
+            report["rates"] = [float(group["lr"]) for group in groups if "lr" in group]
+        return report
 
-    def judge(self, turn: Turn, answers: Answers) -> None:
+    def judge(self, vote: Vote, answers: Answers) -> None:
         """See `Check`."""
-        for first, ours, rank, theirs in answers.unlike("rates"):
+        for first, ours, rank, theirs in answers.differences("rates"):
             raise Mismatch(
-                f"{turn.what}: the learning rates of the parameter groups are {ours} on rank "
+                f"{vote.purpose}: the learning rates of the parameter groups are {ours} on rank "
                 f"{first} and {theirs} on rank {rank}. Give all ranks the same schedule, and "
                 "change rates on all of them"
             )
-        for first, ours, rank, theirs in answers.unlike("settings"):
-            _refuse(turn, (first, ours), (rank, theirs))
+        for first, ours, rank, theirs in answers.differences("settings"):
+            _refuse(vote, (first, ours), (rank, theirs))
 
     def _settings(self) -> list[str]:
         """Return a JSON object per group, from names to the `repr` of values.
@@ -252,6 +261,7 @@ class SameHyperparameters:
             if index == len(self._known):
                 self._known.append(((), ""))
             before, text = self._known[index]
+            # write JSON only after a change: this runs in every update
             if not text or not _same(values, before):
                 text = json.dumps({key: _text(value) for key, value in sorted(values)})
                 self._known[index] = values, text
@@ -259,21 +269,22 @@ class SameHyperparameters:
         return texts
 
 
-def _refuse(turn: Turn, ours: tuple[int, list[str]], theirs: tuple[int, list[str]]) -> None:
-    (first, mine), (rank, other) = ours, theirs
-    if len(mine) != len(other):
+def _refuse(vote: Vote, ours: tuple[int, list[str]], theirs: tuple[int, list[str]]) -> None:
+    (first, own), (rank, other) = ours, theirs
+    if len(own) != len(other):
         raise Mismatch(
-            f"{turn.what}: there are {len(mine)} parameter groups on rank {first} and {len(other)} "
-            f"on rank {rank}. Add groups on all ranks alike"
+            f"{vote.purpose}: rank {first} has {len(own)} parameter groups and rank {rank} has "
+            f"{len(other)}. Add the same groups on all ranks"
         )
-    for index, texts in enumerate(zip(mine, other, strict=True)):
+    for index, texts in enumerate(zip(own, other, strict=True)):
         here, there = map(json.loads, texts)
         for key in dict.fromkeys([*here, *there]):
             values = [settings.get(key, "missing") for settings in (here, there)]
             if values[0] != values[1]:
                 raise Mismatch(
-                    f"{turn.what}: {key} of parameter group {index} is {values[0]} on rank {first} "
-                    f"and {values[1]} on rank {rank}. Change hyper-parameters on all ranks alike"
+                    f"{vote.purpose}: {key} of parameter group {index} is {values[0]} on rank "
+                    f"{first} and {values[1]} on rank {rank}. Use the same hyper-parameters on all "
+                    "ranks"
                 )
 
 
@@ -293,7 +304,7 @@ _ENOUGH = 2
 _SAMPLED = 64
 
 
-class Likeness:
+class DuplicateBatchCheck:
     """Duplicate-batch check: compares a digest of each rank's first gradients or changes.
 
     It warns where the digests are equal twice in a row. Ranks that differed once are not compared
@@ -308,16 +319,16 @@ class Likeness:
         step.
         """
         self._kind = kind
-        self._mine: str | None = None
+        self._own: str | None = None
         self._params: Iterable[Tensor] = ()
         self._equal_in_a_row = 0
-        self._done = self._told_of_step = False
+        self._done = self._warned_of_step = False
 
     def skip(self) -> None:
         """Stop comparing: the run that continues was compared before."""
         self._done = True
 
-    def bring(self, tensors: Iterable[Tensor], params: Iterable[Tensor], ranks: int) -> None:
+    def sample(self, tensors: Iterable[Tensor], params: Iterable[Tensor], ranks: int) -> None:
         """Take a digest of this rank's tensors for the next agreement.
 
         Tensors that are all zero are not compared.
@@ -328,23 +339,25 @@ class Likeness:
             ranks: Number of ranks that take part.
         """
         self._params = params
-        self._mine = None if self._done or ranks == 1 else _digest(tensors)
+        self._own = None if self._done or ranks == 1 else _digest(tensors)
 
-    def say(self, turn: Turn) -> Said:
+    def report(self, vote: Vote) -> Report:
         """See `Check`."""
-        return {} if self._mine is None else {"likeness": self._mine}
+        return {} if self._own is None else {"sample": self._own}
 
-    def judge(self, turn: Turn, answers: Answers) -> None:
+    def judge(self, vote: Vote, answers: Answers) -> None:
         """See `Check`.
 
         Warns:
             UserWarning: Once, with what to do.
         """
-        mine, self._mine = self._mine, None
-        digests = [said.get("likeness") for said in answers.of_my_part()]
-        if mine is None or any(digest is None for digest in digests):
+        # one digest is for one agreement only
+        own, self._own = self._own, None
+        digests = [report.get("sample") for report in answers.of_my_part()]
+        if own is None or any(digest is None for digest in digests):
             return
-        self._done = any(digest != mine for digest in digests)
+        # healthy ranks differ at once, and are never compared again
+        self._done = any(digest != own for digest in digests)
         self._equal_in_a_row += 1
         if self._done or self._equal_in_a_row < _ENOUGH:
             return
@@ -358,14 +371,14 @@ class Likeness:
         Warns:
             UserWarning: Once, with the remedy.
         """
-        if self._told_of_step:
+        if self._warned_of_step:
             return
-        self._told_of_step, kind = True, type(optimizer).__name__
+        self._warned_of_step, kind = True, type(optimizer).__name__
         warnings.warn(
-            f"{kind}.step() makes collective calls of its own, after the engine's exchange: if it "
-            "averages gradients, that saves nothing. stats() does not count what it sends. Give "
-            "an optimizer of one process, such as thinwire.optim.Muon; if it only divides its work "
-            "or its state over the ranks, nothing is wrong",
+            f"{kind}.step() makes its own collective calls after the engine's exchange, and "
+            "stats() does not count them. If it averages gradients, nothing is saved: use a "
+            "single-process optimizer such as thinwire.optim.Muon. If it only shards its work or "
+            "state over the ranks, ignore this",
             UserWarning,
             stacklevel=2,
         )
@@ -376,29 +389,29 @@ def _digest(tensors: Iterable[Tensor]) -> str | None:
     samples = [_sample(tensor) for tensor in tensors]
     if not samples:
         return None
-    together = torch.cat([sample.to(samples[0].device) for sample in samples])
-    if not bool(together.any()):
+    joined = torch.cat([sample.to(samples[0].device) for sample in samples])
+    if not bool(joined.any()):
         return None
-    return hashlib.blake2b(together.cpu().numpy().tobytes(), digest_size=6).hexdigest()
+    return hashlib.blake2b(joined.cpu().numpy().tobytes(), digest_size=6).hexdigest()
 
 
 def _advice(kind: str, *, ddp: bool) -> str:
-    said = f"the {kind} of all ranks are equal to the last bit: "
+    advice = f"the {kind} of all ranks are equal bit for bit: "
     if not ddp:
-        return (
-            said + "all ranks seem to train on the same batches, or something averages gradients "
-            "before. Give every rank its own data, such as by DistributedSampler; if equal data "
-            "are meant, nothing is wrong"
+        return advice + (
+            "all ranks seem to train on the same batches, or something averages gradients "
+            "earlier. Give every rank its own data, for example with DistributedSampler; "
+            "ignore this if equal data are intended"
         )
-    said += (
-        "DistributedDataParallel averages gradients in every backward pass, densely, so nothing is "
-        "saved. "
+    advice += (
+        "DistributedDataParallel averages gradients densely in every backward pass, so "
+        "nothing is saved. "
     )
     if kind == "changes":
-        return said + "Train by the model inside (ddp.module), made without the wrapper"
-    return said + (
-        "Call optimizer.attach(ddp) after the model was wrapped, where the optimizer has it, or "
-        "train by the model without the wrapper. stats() counts what it sends from now on"
+        return advice + "Train with the inner model (ddp.module), built without the wrapper"
+    return advice + (
+        "Call optimizer.attach(ddp) after wrapping the model if the optimizer has attach, or "
+        "train without the wrapper. stats() counts DDP's bytes from now on"
     )
 
 

@@ -17,7 +17,7 @@ from thinwire.core.checksum import checksum
 from thinwire.core.several import all_of
 from thinwire.core.sharded import shard_of
 from thinwire.errors import Diverged, PayloadCorrupt
-from thinwire.exchange.agreement import Agreement, Answers, Said, Turn
+from thinwire.exchange.agreement import Agreement, Answers, Report, Vote
 
 __all__ = [
     "DIGEST_EVERY",
@@ -32,7 +32,7 @@ _FADING_EVERY = 8
 """Number of updates within which all moments are read. Reading all of them in each update took 8 %
 of a dense step of 3 million parameters on a CPU.
 """
-_WHOLE = 1 << 16
+_UNCUT_BYTES = 1 << 16
 """Size in bytes below which a tensor is never cut."""
 
 Watched = Mapping[str, Tensor]
@@ -73,18 +73,18 @@ class _Rolling:
         self.pieces: Sequence[_Piece] = ()
         """Pieces of the last turn."""
 
-    def read(self, turn: int) -> list[Tensor]:
+    def read(self, index: int) -> list[Tensor]:
         """Return the slice of this turn."""
-        tensors = self.whole()
-        self.pieces = self._slices[turn % self._every]
+        tensors = self.dense()
+        self.pieces = self._slices[index % self._every]
         return [piece.of(tensors[piece.name]) for piece in self.pieces]
 
     def everything(self) -> Iterator[tuple[_Piece, Tensor]]:
         """Yield all pieces with their tensors."""
-        tensors = self.whole()
+        tensors = self.dense()
         return ((p, p.of(tensors[p.name])) for pieces in self._slices for p in pieces)
 
-    def whole(self) -> dict[str, Tensor]:
+    def dense(self) -> dict[str, Tensor]:
         """Return the tensors that are dense and not empty."""
         tensors = {
             name: tensor
@@ -92,6 +92,7 @@ class _Rolling:
             if tensor.layout is torch.strided and tensor.numel()
         }
         layout = [(name, tensor.shape) for name, tensor in tensors.items()]
+        # parameters were added or replaced: cut again, on all ranks
         if layout != self._layout:
             self._layout = layout
             self._divide(tensors)
@@ -104,6 +105,7 @@ class _Rolling:
         at = 0
         for name, tensor in tensors.items():
             for piece, nbytes in _pieces(name, tensor, length):
+                # the last slice also takes what rounding leaves
                 self._slices[min(at // length, self._every - 1)].append(piece)
                 at += nbytes
 
@@ -135,19 +137,20 @@ class RollingDigest:
     def __init__(
         self, lasting: Callable[[], Watched], fading: Callable[[], Watched], *, every: int
     ) -> None:
+        # moments forget a difference, so they are read more often
         self._parts = _Rolling(lasting, every), _Rolling(fading, min(every, _FADING_EVERY))
         self._good: dict[str, int] = {}
         self._since = 0
 
-    def at(self, step: int, turn: int | None = None) -> str:
+    def at(self, step: int, index: int | None = None) -> str:
         """Return the digest for the agreement of this update, in hexadecimal digits.
 
         Args:
             step: Updates made before.
-            turn: Number of the digest, if not every update has one.
+            index: Number of the digest, if not every update has one.
         """
-        turn = step if turn is None else turn
-        return f"{checksum([piece for part in self._parts for piece in part.read(turn)]):016x}"
+        index = step if index is None else index
+        return f"{checksum([piece for part in self._parts for piece in part.read(index)]):016x}"
 
     def agreed(self, step: int) -> None:
         """Record that all ranks gave the same digest for this update."""
@@ -166,9 +169,10 @@ class RollingDigest:
 
         Communication: 24 bytes a rank where all are equal.
         """
-        everything = [tensor for part in self._parts for tensor in part.whole().values()]
-        mine = f"{checksum(everything):016x}".encode()
-        if not agreement.alike(mine, f"comparing replicas at step {step}"):
+        # one checksum first: piece by piece only if it differs
+        everything = [tensor for part in self._parts for tensor in part.dense().values()]
+        own = f"{checksum(everything):016x}".encode()
+        if not agreement.all_equal(own, f"comparing replicas at step {step}"):
             self.explain(agreement.group, step)
         self.start_from(step)
 
@@ -178,6 +182,7 @@ class RollingDigest:
         Raises:
             Diverged: On every rank, with the same text.
         """
+        # collective: every rank comes here, since all saw the same digests
         text = self._difference(group, group.replicas, step)
         if group.replicas is not None:
             # each part compared its own replicas; all ranks must raise the same text
@@ -188,27 +193,29 @@ class RollingDigest:
         if text:
             raise Diverged(text)
         raise Diverged(
-            f"step {step}: the digests of the ranks differ, and no tensor does: memory changed "
-            "while it was compared. Nothing of this update was applied; restart from the last "
+            f"step {step}: the digests of the ranks differ but no tensor does: memory changed "
+            "during the comparison. Nothing of this update was applied; restart from the last "
             "checkpoint"
         )
 
     def _difference(self, ranks: Group, sites: Group | None, step: int) -> str:
         """Describe the difference between these ranks, or sites; empty if there is none."""
+        # replicas are compared where there are shards or stages: other ranks hold other tensors
         group = ranks if sites is None else sites
-        pieces = [each for part in self._parts for each in part.everything()]
-        mine = {str(piece): f"{checksum([tensor]):016x}" for piece, tensor in pieces}
+        pieces = [piece for part in self._parts for piece in part.everything()]
+        own = {str(piece): f"{checksum([tensor]):016x}" for piece, tensor in pieces}
         answers = group.gather_bytes(
-            json.dumps(mine).encode(), action=f"looking for what differs at step {step}"
+            json.dumps(own).encode(), action=f"looking for what differs at step {step}"
         )
         rows = [mapping_of(answer) for answer in answers]
-        places = {str(piece): piece.name for piece, _ in pieces}
-        for place in dict.fromkeys(key for row in rows for key in row):
-            held = [row.get(place) for row in rows]
+        tensor_names = {str(piece): piece.name for piece, _ in pieces}
+        for piece_name in dict.fromkeys(key for row in rows for key in row):
+            held = [row.get(piece_name) for row in rows]
+            # the first one in the common order, so that all ranks name the same tensor
             if len(set(held)) > 1:
-                who = "rank" if sites is None else "replica" if ranks.shards is None else "site"
-                since = self._good.get(place, self._since)
-                return _text(places.get(place, place), held, since, step, who)
+                kind = "rank" if sites is None else "replica" if ranks.shards is None else "site"
+                since = self._good.get(piece_name, self._since)
+                return _text(tensor_names.get(piece_name, piece_name), held, since, step, kind)
         return ""
 
 
@@ -222,28 +229,30 @@ class SameState:
         self.digest = digest
         self.sums = 0
         """Digest of the dense sums that have arrived."""
-        self._mine = ""
+        self._current = ""
 
-    def read(self, step: int, turn: int | None = None) -> None:
+    def read(self, step: int, index: int | None = None) -> None:
         """Compute the digest of this update while its messages travel; see `RollingDigest.at`."""
-        self._mine = self.digest.at(step, turn)
+        self._current = self.digest.at(step, index)
 
-    def say(self, turn: Turn) -> Said:
+    def report(self, vote: Vote) -> Report:
         """See `Check`."""
-        return {"digest": self._mine, "sums": self.sums} if turn.last else {}
+        return {"digest": self._current, "sums": self.sums} if vote.last else {}
 
-    def judge(self, turn: Turn, answers: Answers) -> None:
+    def judge(self, vote: Vote, answers: Answers) -> None:
         """See `Check`."""
-        if not turn.last:
+        if not vote.last:
             return
-        for first, _, rank, _ in answers.unlike("sums"):
+        # sums before state: a damaged sum makes the state differ in the next update
+        for first, _, rank, _ in answers.differences("sums"):
             raise PayloadCorrupt(
-                f"{turn.what}: the sums of dense tensors that arrived on rank {first} and rank "
+                f"{vote.purpose}: the sums of dense tensors that arrived on rank {first} and rank "
                 f"{rank} differ: a message was damaged on its way. Nothing was applied on any rank"
             )
-        if any(answers.unlike("digest")):
-            self.digest.explain(turn.group, turn.step)
-        self.digest.agreed(turn.step)
+        if any(answers.differences("digest")):
+            self.digest.explain(vote.group, vote.step)
+        # this slice was equal: later errors name the update from which on it may differ
+        self.digest.agreed(vote.step)
 
 
 def optimizer_state(
@@ -255,12 +264,13 @@ def optimizer_state(
     ranks by design.
     """
     known = ("torch.optim.", "thinwire.")
-    every = [each for each in all_of(optimizer) if type(each).__module__.startswith(known)]
+    # state of other classes may be each rank's own by design
+    every = [opt for opt in all_of(optimizer) if type(opt).__module__.startswith(known)]
     return {
         f"{key} of {name}": shard_of(value)
         for param, name in names.items()
-        for each in every
-        for key, value in each.state.get(param, {}).items()
+        for opt in every
+        for key, value in opt.state.get(param, {}).items()
         if isinstance(value, Tensor) and key != "step"
     }
 
@@ -271,7 +281,7 @@ def _pieces(name: str, tensor: Tensor, length: int) -> Iterator[tuple[_Piece, in
     row_bytes = tensor.nbytes // max(rows, 1)
     # a multiple of 8 rows, so that a piece can be read as 64-bit words if its tensor can
     step = max(8, length // max(row_bytes, 1) // 8 * 8)
-    if tensor.nbytes <= max(_WHOLE, length) or step >= rows:
+    if tensor.nbytes <= max(_UNCUT_BYTES, length) or step >= rows:
         yield _Piece(name), tensor.nbytes
         return
     for start in range(0, rows, step):
@@ -282,19 +292,19 @@ def _pieces(name: str, tensor: Tensor, length: int) -> Iterator[tuple[_Piece, in
 def _text(name: str, held: Sequence[object], since: int, step: int, kind: str) -> str:
     """Describe a tensor from the checksum of each rank, or site. None stands for no such tensor."""
     (most, count), *_ = Counter(held).most_common()
-    odd = [rank for rank, each in enumerate(held) if each != most]
+    odd = [rank for rank, value in enumerate(held) if value != most]
+    # blame a minority only; with two ranks nobody can tell which is wrong
     if 2 * count > len(held):
         names = ", ".join(map(str, odd))
-        who = f"{kind} {names} differ{'s' if len(odd) == 1 else ''} from the others"
+        subject = f"{kind} {names} differ{'s' if len(odd) == 1 else ''} from the others"
     else:
-        who = (
+        subject = (
             f"{kind}s "
             + " and ".join(str(rank) for rank in range(len(held)))
-            + " do not hold the same"
+            + " hold different values"
         )
     return (
-        f"step {step}: {name}: {who}. It happened between update {since} and update {step}. What "
-        "all ranks must hold alike was changed on some of them only, by the script or by a fault "
-        f"of memory or processor. Nothing of update {step + 1} was applied; restart from the last "
-        "checkpoint"
+        f"step {step}: {name}: {subject}. It happened between update {since} and update {step}. "
+        "The script, or a memory or processor fault, changed state on some ranks that must be "
+        f"equal on all. Nothing of update {step + 1} was applied; restart from the last checkpoint"
     )

@@ -20,10 +20,10 @@ from thinwire.comm import (
     Sources,
 )
 from thinwire.compress.dense import Dense, all_finite
-from thinwire.compress.protocol import Compression, Compressor, Context, Flags, Sending, together
+from thinwire.compress.protocol import Compression, Compressor, Context, Flags, Sending, combined
 from thinwire.core.tensors import narrowed
 from thinwire.errors import PayloadCorrupt, ThinwireError
-from thinwire.exchange.agreement import Among, Answers, Drops, Verdict, verdict_of
+from thinwire.exchange.agreement import Answers, Drops, Participants, Verdict, verdict_of
 from thinwire.exchange.checks import Presence
 from thinwire.exchange.nodes import in_nodes, make_common_
 from thinwire.exchange.round import Round
@@ -33,7 +33,7 @@ __all__ = ["GradientExchange", "Outcome", "gradients_of"]
 
 Grads = Mapping[str, Tensor]
 """This rank's own gradients by name, unscaled and not divided by the number of ranks."""
-_ALONE = Among()
+_NO_OTHERS = Participants()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Outcome:
     """Reports of all ranks in the last agreement."""
     grads: Grads = field(default_factory=dict)
     """This rank's gradients that count, with zeros for those that it lacked."""
-    came: Round | None = None
+    received: Round | None = None
     """The messages that arrived, if the update is made."""
 
 
@@ -70,7 +70,7 @@ class GradientExchange(Synchronizer):
         compressors: The first one that accepts a gradient takes it. All others travel densely.
         sources: The units that count once each: ranks, nodes, or the ranks that hold the same part
             of the model as this one. In the last case `group` is all ranks.
-        among: Additional participants and facts of the agreements.
+        participants: Additional participants and facts of the agreements.
         check_dense: Drop the step if a dense gradient is not finite. A compressed one always drops
             it, because it would corrupt the residual permanently.
 
@@ -84,9 +84,9 @@ class GradientExchange(Synchronizer):
     Example::
 
         outcome = exchange.exchange(step, grads)
-        if outcome.came is not None:
-            means = {name: outcome.came.arrived[name].mean(name, params[name]) for name in grads}
-            exchange.commit_(outcome.came, outcome.grads)
+        if (received := outcome.received) is not None:
+            means = {name: received.arrived[name].mean(name, params[name]) for name in grads}
+            exchange.commit_(received, outcome.grads)
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class GradientExchange(Synchronizer):
         *,
         sources: Sources | None = None,
         check_dense: bool = True,
-        among: Among = _ALONE,
+        participants: Participants = _NO_OTHERS,
     ) -> None:
-        group = among.job or group
+        group = participants.job or group
         self.presence = Presence()
         sources = group if sources is None else sources
-        super().__init__(group, sources, what="gradients", after=[self.presence])
+        super().__init__(group, sources, kind="gradients", after=[self.presence])
         self.drops = Drops()
         self._dense = Dense(check_finite=check_dense)
         self._launched: Round | None = None
@@ -110,10 +110,10 @@ class GradientExchange(Synchronizer):
         self._nodes_compared = False
         self.params: Mapping[str, Tensor] = {}
         self.names: list[str] = []
-        self._places: dict[str, int] = {}
+        self._positions: dict[str, int] = {}
         self.buckets: Sequence[Sequence[str]] = ()
         """Names of the tensors that travel together. Tensors in no bucket travel in one more."""
-        self.at_once = among.job is not None
+        self.at_once = participants.job is not None
         """True if `exchange` sends before ranks agree, once gradients are steady."""
         self.launching: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         """Returns a context manager that is entered for messages sent before ranks agree."""
@@ -121,14 +121,14 @@ class GradientExchange(Synchronizer):
         """Returns a number that all ranks receive in the last agreement, under the key
         `measured`.
         """
-        self.spoiled: str | None = None
+        self.poisoned: str | None = None
         """Reason for which this rank did not finish its last update, or None. All ranks raise it as
         an error in the next update.
         """
         self.restart(params, compressors)
-        for each in among.checks:
-            self.add_check(each)
-        self.presence.names_of_parts = among.names_of_stages
+        for extra in participants.checks:
+            self.add_check(extra)
+        self.presence.names_of_parts = participants.names_of_stages
 
     def restart(self, params: Mapping[str, Tensor], compressors: Sequence[Compressor]) -> None:
         """Continue with other parameters, or another order.
@@ -137,15 +137,15 @@ class GradientExchange(Synchronizer):
         """
         self.compressors = tuple(compressors)
         self.params, self.names = params, list(params)
-        self._places = {name: place for place, name in enumerate(self.names)}
+        self._positions = {name: position for position, name in enumerate(self.names)}
         self.presence.restart(params)
 
     def state(self) -> dict[str, Tensor]:
         """Return the state that only this rank, or its node, holds, by its names in errors."""
         return {
             f"{kind} of {name}": entry
-            for each in self.compressors
-            for kind, entries in each.state().items()
+            for compressor in self.compressors
+            for kind, entries in compressor.state().items()
             for name, entry in entries.items()
         }
 
@@ -156,8 +156,8 @@ class GradientExchange(Synchronizer):
         """
         states = {
             kind: dict(entries)
-            for each in self.compressors
-            for kind, entries in each.state().items()
+            for compressor in self.compressors
+            for kind, entries in compressor.state().items()
         }
         return {
             **{f"{kind}s": entries for kind, entries in {"residual": {}, **states}.items()},
@@ -199,12 +199,14 @@ class GradientExchange(Synchronizer):
                         f"{shapes[1]} in it and {shapes[0]} here. Load a state of the same "
                         "parameters and the same compression"
                     )
+        # all shapes fit: only now may anything change
         for kind in kinds:
             for name, entry in here[kind].items():
                 entry.copy_(narrowed(state[kind][name], entry.dtype))
         self.state_loaded()
+        # it trained before, so its batches were compared then
         if bytes_sent:
-            self.likeness.skip()
+            self.duplicates.skip()
         self.drops.total, self.drops.in_a_row = total, in_a_row
         self.count_from(bytes_sent)
 
@@ -237,15 +239,16 @@ class GradientExchange(Synchronizer):
             self._launched = self._round(step)
         twice = self._launched.names & grads.keys()
         if twice:
+            name = min(twice, key=self._positions.__getitem__)
             raise ThinwireError(
-                f"the gradient of {min(twice, key=self._places.__getitem__)} was exchanged already "
-                "and step() not called since: run the backward passes of an accumulated gradient, "
-                "but the last, under ddp.no_sync()"
+                f"the gradient of {name} was exchanged twice without a step() between: when you "
+                "accumulate gradients, run all backward passes but the last under ddp.no_sync()"
             )
         self._send(self._launched, bucket, grads)
 
     def discard(self) -> None:
         """Wait for the launched buckets and discard them."""
+        # wait even for messages that nobody needs: the other ranks have launched them too
         launched, self._launched = self._launched, None
         if launched is not None:
             with contextlib.suppress(PayloadCorrupt):  # its result is discarded
@@ -259,7 +262,7 @@ class GradientExchange(Synchronizer):
         grads: Grads,
         *,
         overflow: bool | None = None,
-        misuse: str | None = None,
+        user_error: str | None = None,
         unchanged: Flags | None = None,
         unusable: str | None = None,
         again: bool = False,
@@ -275,7 +278,7 @@ class GradientExchange(Synchronizer):
             grads: Dense or row-sparse, read only. Where buckets were launched before, only the
                 names count.
             overflow: True if a loss scaler found an overflow on this rank; None without a scaler.
-            misuse: User error that stops this rank, for the error that all ranks raise.
+            user_error: User error that stops this rank, for the error that all ranks raise.
             unchanged: Flags by name: the gradient is still the one launched before. A gradient that
                 changed is a user error.
             unusable: Reason for which the launched messages do not match this rank's gradients.
@@ -291,27 +294,40 @@ class GradientExchange(Synchronizer):
         """
         self._require_intact()
         self.make_common()
+        # hand-over: from here on this call owns the launched round
         early, self._launched = self._launched, None
-        misuse = misuse or (None if again and early else self._unfit(grads)) or self.spoiled
-        grads = {} if misuse else grads
+        user_error = (
+            user_error
+            or (None if again and early else self._invalid_gradient(grads))
+            or self.poisoned
+        )
+        # vote without gradients: the other ranks wait for this rank, and all raise its error
+        grads = {} if user_error else grads
         if early is None and self.at_once and self.presence.all_ready:
+            # stages: send with the pattern of the last step and save one agreement
             early, unusable, again = *self._sent_at_once(step, grads), True
         elif early is not None and not again:
-            misuse = misuse or _stray(early.names, grads)
+            user_error = user_error or _not_launched(early.names, grads)
         self.presence.begin(grads, complete=complete)
         if early is None:
             params = self.params.values()
-            self.likeness.bring(grads.values(), params, self.group.replica_count)
+            self.duplicates.sample(grads.values(), params, self.group.replica_count)
         # the vote: before anything is sent, or after the launched messages have arrived
-        said: dict[str, Any] = {"overflow": overflow, "misuse": misuse, "unusable": unusable}
+        facts: dict[str, Any] = {
+            "overflow": overflow,
+            "user_error": user_error,
+            "unusable": unusable,
+        }
         # from here on all ranks decide from the same answers alone: a decision from local state
         # could send one rank into a collective that the others never enter
         if early is None:
-            answers = self.agreement(step, "proposed", **said)
+            # no messages yet: lengths depend on what all ranks have
+            answers = self.agreement(step, "proposed", **facts)
         else:
             phase = "early" if again else "attached"
-            answers = self._verified(early, phase, grads, unchanged, **said)
-        if self.likeness.averaged_before:
+            answers = self._verified(early, phase, grads, unchanged, **facts)
+        # the DDP model around this one has sent these bytes as well
+        if self.duplicates.averaged_before:
             sizes = (grad.numel() * grad.element_size() for grad in grads.values())
             self.bytes_of_others += sum(sizes)
         if (verdict := verdict_of(answers)) is not Verdict.APPLY:
@@ -325,6 +341,7 @@ class GradientExchange(Synchronizer):
             answers = self._verified(early, "exchanged", grads, first=False, overflow=overflow)
             if (verdict := verdict_of(answers)) is not Verdict.APPLY:
                 return self._dropped(verdict, step, answers)
+        # both votes passed: the caller may change parameters now
         self.drops.applied()
         return Outcome(verdict, answers, grads, early)
 
@@ -337,6 +354,7 @@ class GradientExchange(Synchronizer):
             grads: The gradients passed there, unchanged since. A launched tensor that is not among
                 them changes nothing.
         """
+        # one result brings several tensors, but its compressor must commit it once
         for arrived in dict.fromkeys(done.arrived.values()):
             assert arrived.sender is not None, "said when it was sent"
             arrived.sender.commit_(grads, arrived)
@@ -357,6 +375,7 @@ class GradientExchange(Synchronizer):
 
         Ranks are out of step afterwards, so that no further exchange is possible.
         """
+        # do not wait: a collective may never end after an error inside it
         self._launched = None
         self._abandoned = reason
         self.group.abandon(reason)
@@ -366,8 +385,8 @@ class GradientExchange(Synchronizer):
     def _require_intact(self) -> None:
         if self._abandoned is not None:
             raise ThinwireError(
-                "an exchange was left half-way, so ranks are at different places "
-                f"({self._abandoned}): start again from the last checkpoint"
+                f"an earlier exchange was aborted and ranks are out of step ({self._abandoned}): "
+                "restart from the last checkpoint"
             )
 
     def _dropped(self, verdict: Verdict, step: int, answers: Answers) -> Outcome:
@@ -382,6 +401,7 @@ class GradientExchange(Synchronizer):
     def _sent(self, step: int, grads: Grads) -> Round:
         """Send all buckets, after ranks have agreed on their contents."""
         fresh = self._round(step)
+        # row-sparse on one rank means dense on all: layouts must agree before anything is sent
         kinds = {name: self.presence.row_sparse(name) for name in grads}
         fresh.row_sparse = {name for name, (somewhere, _) in kinds.items() if somewhere}
         fresh.rows_only = {name for name, (_, everywhere) in kinds.items() if everywhere}
@@ -397,13 +417,14 @@ class GradientExchange(Synchronizer):
         fresh, steady = self._round(step), self.steady or frozenset()
         present = {name: grad for name, grad in grads.items() if not grad.is_sparse}
         whole = {name: present.get(name, self.params[name]) for name in steady}
+        # a missing gradient travels as zeros; the vote then repeats the exchange
         whole = {n: g if n in present else self.presence.zeros(n) for n, g in whole.items()}
         # always all steady tensors: the others launch the same buckets before any vote
         with self.launching():
             for number, names in self._buckets_of(whole):
                 self._send(fresh, number, {name: whole[name] for name in names})
         other = next(iter(present.keys() ^ steady | grads.keys() - present.keys()), None)
-        return fresh, None if other is None else f"parameter {other} is unlike before"
+        return fresh, None if other is None else f"parameter {other} differs from the last step"
 
     def _round(self, step: int) -> Round:
         return Round(self.sources, step, read_sums=self.same is not None)
@@ -411,11 +432,11 @@ class GradientExchange(Synchronizer):
     def _send(self, one_round: Round, bucket: int, grads: Grads) -> None:
         context = one_round.context(bucket)
 
-        def sendings(those: Grads) -> list[Sending]:
-            return self._sendings(context, those, one_round.row_sparse)
+        def sendings(part: Grads) -> list[Sending]:
+            return self._sendings(context, part, one_round.row_sparse)
 
         nodes = isinstance(self.sources, Nodes)
-        sending = in_nodes(context, grads, sendings) if nodes else together(sendings(grads))
+        sending = in_nodes(context, grads, sendings) if nodes else combined(sendings(grads))
         one_round.launch(grads.keys(), sending)
 
     def _sendings(
@@ -427,15 +448,16 @@ class GradientExchange(Synchronizer):
         """
         sendings: list[Sending] = []
         rest = dict(grads)
+        # in order: the first compressor that accepts a gradient takes it
         for method in self.compressors:
-            mine = {
+            accepted = {
                 name: grad
                 for name, grad in rest.items()
                 if name not in row_sparse and method.takes(context.step, name, grad)
             }
-            rest = {name: grad for name, grad in rest.items() if name not in mine}
-            if mine:
-                sendings.append(_from(method, method.send(context, mine)))
+            rest = {name: grad for name, grad in rest.items() if name not in accepted}
+            if accepted:
+                sendings.append(_from(method, method.send(context, accepted)))
         if rest:
             sendings.append(_from(self._dense, self._dense.send(context, rest)))
         return sendings
@@ -448,7 +470,7 @@ class GradientExchange(Synchronizer):
         unchanged: Flags | None = None,
         *,
         first: bool = True,
-        **said: Any,
+        **facts: Any,
     ) -> Answers:
         """Return the answers of all ranks after their messages have arrived and been checked."""
         step = one_round.step
@@ -456,21 +478,23 @@ class GradientExchange(Synchronizer):
             self.same.read(step)
         # report a problem here instead of raising: the other ranks wait for this one's vote
         try:
-            found = one_round.finish(unchanged, self._places)
-            said["misuse"] = said.get("misuse") or _changed_since_launch(found.changed)
+            found = one_round.finish(unchanged, self._positions)
+            facts["user_error"] = facts.get("user_error") or _changed_since_launch(found.changed)
             if found.not_finite is not None:
-                said |= self._blamed(found.not_finite, grads, own=True)
+                facts |= self._non_finite_report(found.not_finite, grads, own=True)
             elif found.sum_not_finite is not None:
-                said |= self._blamed(found.sum_not_finite, grads, own=False)
-            elif self.measure is not None and not said.get("unusable"):
-                said["measured"] = self.measure(one_round, grads)
+                facts |= self._non_finite_report(found.sum_not_finite, grads, own=False)
+            # after the checks: a norm of gradients that are not finite would be useless
+            elif self.measure is not None and not facts.get("unusable"):
+                facts["measured"] = self.measure(one_round, grads)
             if self.same is not None:
+                # sums are equal on all ranks unless one of them received damaged data
                 self.same.sums = one_round.sums_digest
         except PayloadCorrupt as refusal:
-            said["corrupt"] = str(refusal)
-        return self.agreement(step, phase, first=first, last=True, **said)
+            facts["corrupt"] = str(refusal)
+        return self.agreement(step, phase, first=first, last=True, **facts)
 
-    def _blamed(self, name: str, grads: Grads, *, own: bool) -> dict[str, str]:
+    def _non_finite_report(self, name: str, grads: Grads, *, own: bool) -> dict[str, str]:
         """Return the report about a gradient that is not finite: this rank's own, or the sum."""
         grad = grads.get(name)
         # inside a node only means were checked, so look at this rank's own gradient again
@@ -496,25 +520,23 @@ class GradientExchange(Synchronizer):
         count.
         """
         self._nodes_compared = False
-        self.spoiled = None
+        self.poisoned = None
 
     def _buckets_of(self, grads: Grads) -> list[tuple[int, list[str]]]:
         """Return the number and the names of each bucket that has gradients."""
-        others = sorted(set(grads).difference(*self.buckets), key=self._places.__getitem__)
+        # the same order on all ranks, whatever the order of their dicts
+        others = sorted(set(grads).difference(*self.buckets), key=self._positions.__getitem__)
         there = [
             (number, [n for n in names if n in grads])
             for number, names in enumerate([*self.buckets, others])
         ]
         return [(number, names) for number, names in there if names]
 
-    def _unfit(self, grads: Grads) -> str | None:
+    def _invalid_gradient(self, grads: Grads) -> str | None:
         """Describe a gradient that cannot be used: an unknown parameter, or another shape."""
         for name, grad in grads.items():
             if name not in self.params:
-                return (
-                    f"a gradient was given for {name!r}, which is none of the parameters to "
-                    "exchange"
-                )
+                return f"a gradient was passed for {name!r}, which is not an exchanged parameter"
             if grad.shape != self.params[name].shape:
                 shapes = f"{tuple(grad.shape)}, and the parameter {tuple(self.params[name].shape)}"
                 return f"the gradient of {name} has shape {shapes}"
@@ -529,7 +551,7 @@ def gradients_of(
     num_trainers: int | None = None,
     check_finite: bool = True,
     sources: Sources | None = None,
-    among: Among = _ALONE,
+    participants: Participants = _NO_OTHERS,
 ) -> GradientExchange:
     """Build the exchange of gradients for an optimizer that does not exchange.
 
@@ -541,7 +563,7 @@ def gradients_of(
         num_trainers: See `Compression.compressor`.
         check_finite: Drop the step if a dense gradient is not finite.
         sources: The units that count once each; None to look for nodes among the ranks.
-        among: See `GradientExchange`.
+        participants: See `GradientExchange`.
 
     Communication: if nodes must be found, one comparison of their size and the creation of their
     groups.
@@ -560,7 +582,12 @@ def gradients_of(
             sources = agreed_sources(group, getattr(compression, "node_size", None))
     sources = group if sources is None else sources
     made = GradientExchange(
-        group, params, compressors, sources=sources, check_dense=check_finite, among=among
+        group,
+        params,
+        compressors,
+        sources=sources,
+        check_dense=check_finite,
+        participants=participants,
     )
     made.count_from(0)  # the comparisons of the start are not counted
     return made
@@ -578,18 +605,18 @@ def _changed_since_launch(name: str | None) -> str | None:
     if name is None:
         return None
     return (
-        f"the gradient of {name} was changed between backward() and step(), but an attached "
-        "optimizer has sent it by then: use local_grad_clip_norm or grad_clip to clip and "
-        "torch.amp.GradScaler to scale, or do not attach"
+        f"the gradient of {name} changed between backward() and step(), after the attached "
+        "optimizer had sent it: clip with local_grad_clip_norm or grad_clip, scale with "
+        "torch.amp.GradScaler, or do not attach"
     )
 
 
-def _stray(launched: Collection[str], grads: Iterable[str]) -> str | None:
+def _not_launched(launched: Collection[str], grads: Iterable[str]) -> str | None:
     for name in grads:
         if name not in launched:
             return (
                 f"parameter {name} has a gradient that did not come from the attached model's "
-                "backward: call step() after every synchronising backward pass of that model, and "
-                "use no other"
+                "backward pass: call step() after every synchronizing backward pass of that "
+                "model, and use only that model"
             )
     return None

@@ -18,7 +18,7 @@ from thinwire.exchange.gradients import GradientExchange
 from thinwire.layout.traffic import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
 __all__ = [
-    "Early",
+    "EarlyExchange",
     "Overlap",
     "Readiness",
     "cut_into_buckets",
@@ -70,7 +70,7 @@ class Readiness:
     """
 
     def __init__(self, buckets: Sequence[Sequence[str]]) -> None:
-        self._place = {name: place for place, names in enumerate(buckets) for name in names}
+        self._bucket_of = {name: index for index, names in enumerate(buckets) for name in names}
         self._sizes = [len(names) for names in buckets]
         self.restart()
 
@@ -86,9 +86,12 @@ class Readiness:
         A tensor may be marked again; an unknown one is ignored. A bucket counts as launched once
         its index has been yielded.
         """
-        if name in self._place and name not in self._ready:
+        if name in self._bucket_of and name not in self._ready:
+            # a hook may run twice for a parameter (re-entrant checkpointing)
             self._ready.add(name)
-            self._missing[self._place[name]] -= 1
+            self._missing[self._bucket_of[name]] -= 1
+            # a bucket that is complete too soon waits for those before it: collectives have one
+            # order
             while self._next < len(self._missing) and self._missing[self._next] == 0:
                 self._next += 1
                 yield self._next - 1
@@ -106,7 +109,7 @@ changes nothing.
 """
 
 
-class Early(Protocol):
+class EarlyExchange(Protocol):
     """An exchange whose messages can leave before all gradients are ready.
 
     They are launched through `gradients`.
@@ -159,7 +162,7 @@ class Overlap:
     def __init__(
         self,
         params: Mapping[str, Parameter],
-        exchange: Early,
+        exchange: EarlyExchange,
         *,
         bucket_bytes: int = BUCKET_BYTES,
         first_bytes: int = FIRST_BUCKET_BYTES,
@@ -199,9 +202,11 @@ class Overlap:
         """
         gradients = self._exchange.gradients
         steady = None if gradients is None else gradients.steady
+        # not steady yet, or a parameter without a hook: exchange after the backward pass
         if gradients is None or not steady or not steady <= self._params.keys():
             yield
             return
+        # only agreed tensors are launched, so buckets lose the others
         if steady != self._steady:
             buckets = [
                 (number, [n for n in names if n in steady])
@@ -220,7 +225,7 @@ class Overlap:
         except BaseException as error:
             self._armed = False
             if self._pending is not None:
-                self._tell(self._pending, error)  # before the error leaves: the others wait
+                self._report(self._pending, error)  # before the error leaves: the others wait
             raise
         finally:
             self._armed, self._pending = False, None
@@ -231,11 +236,13 @@ class Overlap:
 
         Call it before gradients are unscaled in place.
         """
+        # hooks are off: this thread launches the remaining buckets
         self._armed = False
         if self._pending is not None:
-            for place in self._pending.readiness.rest():
-                self._launch(self._pending, place)
-            self._pending.look_again(self._params)
+            for index in self._pending.readiness.rest():
+                self._launch(self._pending, index)
+            # after all launches: a hook may have changed a gradient behind its bucket
+            self._pending.check_unchanged(self._params)
 
     def unusable(self, grads: Mapping[str, Tensor]) -> str | None:
         """Return why the launched messages do not match the update's gradients, or None.
@@ -250,29 +257,33 @@ class Overlap:
     def _on_gradient(self, name: str, param: Tensor) -> None:
         if not self._armed:
             return
+        # the order of launches must be that of the buckets, on every thread
         with self._lock:
             assert self._pending is not None, "armed"
-            for place in self._pending.readiness.mark(name):
-                self._launch(self._pending, place)
+            for index in self._pending.readiness.mark(name):
+                self._launch(self._pending, index)
 
     @torch.no_grad()
-    def _launch(self, pending: "_PendingStep", place: int) -> None:
-        number, names = pending.buckets[place]
+    def _launch(self, pending: "_PendingStep", index: int) -> None:
+        number, names = pending.buckets[index]
         # after an error in this section other ranks wait in a collective that this rank never joins
         pending.launching = True
         grads = {name: pending.gradient(name, self._params[name]) for name in names}
         with self._exchange.launching():
             pending.gradients.launch(pending.step, number, grads)
+        # reached only if the whole bucket was launched
         pending.launching = False
 
     @torch.no_grad()
-    def _tell(self, pending: "_PendingStep", error: BaseException) -> None:
+    def _report(self, pending: "_PendingStep", error: BaseException) -> None:
         """Finish the collectives of this step, so that the others receive the error.
 
         All ranks can continue afterwards.
         """
+        # no hook may launch any more
         self._pending = None
         text = f"{type(error).__name__}: {error}"
+        # the others can no longer be reached by a vote: they see this rank as lost
         if (
             pending.launching
             or isinstance(error, ThinwireError)
@@ -282,18 +293,18 @@ class Overlap:
             return
         # the others launch all buckets and vote: do the same with zeros, and report the error there
         try:
-            for place in pending.readiness.rest():
-                number, names = pending.buckets[place]
+            for index in pending.readiness.rest():
+                number, names = pending.buckets[index]
                 zeros = {n: pending.zeros(n, self._params[n]) for n in names}
                 with self._exchange.launching():
                     pending.gradients.launch(pending.step, number, zeros)
-            misuse = f"its backward pass ended with {text}"
-            pending.gradients.exchange(pending.step, {}, misuse=misuse, again=True)
-        except ThinwireError as told:
-            if type(told) is not ThinwireError:  # raised on all ranks by this report itself
-                error.add_note(f"while telling the other ranks: {told}")
+            user_error = f"its backward pass ended with {text}"
+            pending.gradients.exchange(pending.step, {}, user_error=user_error, again=True)
+        except ThinwireError as reported:
+            if type(reported) is not ThinwireError:  # raised on all ranks by this report itself
+                error.add_note(f"while reporting it to the other ranks: {reported}")
         except Exception as other:
-            error.add_note(f"while telling the other ranks: {other}")
+            error.add_note(f"while reporting it to the other ranks: {other}")
             pending.gradients.abandon(text)
 
 
@@ -326,6 +337,7 @@ class _PendingStep:
         It is zeros if there is no dense gradient, which is then noted as the reason.
         """
         grad = param.grad
+        # torch counts writes into a tensor, so a later change shows without a copy
         self._seen[name] = grad, 0 if grad is None else grad._version
         final = self._final(name, grad)
         if final is not None and not final.is_sparse:
@@ -338,7 +350,7 @@ class _PendingStep:
         final = self._final(name, torch.zeros_like(param))
         return torch.zeros_like(param, dtype=param.dtype if final is None else final.dtype)
 
-    def look_again(self, params: Mapping[str, Parameter]) -> None:
+    def check_unchanged(self, params: Mapping[str, Parameter]) -> None:
         """Note a gradient that differs from the one that was sent."""
         for name, (grad, version) in self._seen.items():
             now = params[name].grad

@@ -35,7 +35,7 @@ class Findings(NamedTuple):
 
 
 @dataclass(slots=True)
-class _OnItsWay:
+class _InFlight:
     sending: Bucket
     pending: list[Pending[Tensor]]
     in_node: bool
@@ -54,7 +54,7 @@ class Round:
 
         one_round = Round(sources, step)
         sending = send_dense(one_round.context(0), grads)
-        one_round.launch(grads.keys(), together([sending]))
+        one_round.launch(grads.keys(), combined([sending]))
         findings = one_round.finish()
     """
 
@@ -64,6 +64,7 @@ class Round:
         """Digest of the bits of all sums, once finished. The same on all ranks; 0 without
         `read_sums`.
         """
+        # a single source has nothing to compare
         self._read_sums = read_sums and sources.size > 1
         self.arrived: dict[str, Arrived] = {}
         """Results that brought each tensor's mean, by tensor, once finished."""
@@ -72,11 +73,11 @@ class Round:
         self.rows_only: Collection[str] = ()
         """Tensors among them whose gradient is row-sparse on every rank."""
         self._sources = sources
-        self._waiting: list[_OnItsWay] = []
+        self._waiting: list[_InFlight] = []
         self._names: set[str] = set()
         self._ended: list[Arrived] = []
         self._refusal: PayloadCorrupt | None = None
-        self.heard: list[list[Tensor]] | None = None
+        self.received: list[list[Tensor]] | None = None
         """Answers that the sendings received, if a list was put here. `replay` uses them in another
         process.
         """
@@ -89,8 +90,8 @@ class Round:
     def context(self, bucket: int) -> Context:
         """Return the context of the sendings of one bucket."""
         sources = self._sources
-        place = (self.step, bucket, sources.rank, sources.size, sources.node_size)
-        return Context(*place, read_sums=self._read_sums)
+        position = (self.step, bucket, sources.rank, sources.size, sources.node_size)
+        return Context(*position, read_sums=self._read_sums)
 
     def launch(self, names: Collection[str], sending: Bucket) -> None:
         """Launch one bucket.
@@ -98,6 +99,7 @@ class Round:
         A bucket whose ranks still average inside their nodes continues when the next one is
         launched.
         """
+        # first the messages of earlier buckets to other nodes
         self._names.update(names)
         self.leave_nodes()
         self._advance(sending, None)
@@ -105,17 +107,18 @@ class Round:
     def leave_nodes(self) -> None:
         """Wait for the averages inside nodes, and launch the sendings that follow from them."""
         # the same collectives on all ranks: the choice must not depend on which have finished
-        inside = [each for each in self._waiting if each.in_node]
-        self._waiting = [each for each in self._waiting if not each.in_node]
-        self._go_on(inside)
+        inside = [bucket for bucket in self._waiting if bucket.in_node]
+        self._waiting = [bucket for bucket in self._waiting if not bucket.in_node]
+        self._continue(inside)
 
     def replay(
-        self, names: Collection[str], sending: Bucket, heard: Sequence[Sequence[Tensor]]
+        self, names: Collection[str], sending: Bucket, received: Sequence[Sequence[Tensor]]
     ) -> None:
         """Repeat the exchange of one bucket with the answers that another process received."""
         self._names.update(names)
+        # the first yield launches; here its messages were sent by another process
         next(sending)
-        for answer in heard:
+        for answer in received:
             try:
                 sending.send(answer)
             except StopIteration as end:
@@ -132,44 +135,51 @@ class Round:
                 launched first.
 
         Raises:
-            PayloadCorrupt: A message is damaged or belongs elsewhere; names its source.
+            PayloadCorrupt: A message is damaged or belongs to another exchange; names its source.
             PeerLost, PeerStalled: See `thinwire.comm.Group`.
         """
         # a sending may yield further collectives, so go on until none is left
         while self._waiting:
             waiting, self._waiting = self._waiting, []
-            self._go_on(waiting)
+            self._continue(waiting)
+        # only now: an earlier raise would leave collectives that the other ranks wait in
         if self._refusal is not None:
             raise self._refusal
-        for each in self._ended:
-            self.arrived.update(dict.fromkeys(each.names, each))
-        own = {name: flag for each in self._ended for name, flag in each.finite.items()}
+        for arrived in self._ended:
+            self.arrived.update(dict.fromkeys(arrived.names, arrived))
+        own = {name: flag for arrived in self._ended for name, flag in arrived.finite.items()}
+        # the first one in the model's order, which all ranks share
         own = dict(sorted(own.items(), key=lambda item: 0 if order is None else order[item[0]]))
-        checked = [(each, each.checks) for each in self._ended if each.checks is not None]
-        summed = [(each, report) for each in self._ended for report in each.sums]
+        checked = [
+            (arrived, arrived.checks) for arrived in self._ended if arrived.checks is not None
+        ]
+        summed = [(arrived, report) for arrived in self._ended for report in arrived.sums]
         reports = [report for _, report in summed]
         # one copy to the host for all flags and checks
         found, read = read_flags(
             [own, unchanged or {}], [*(checks for _, checks in checked), *reports]
         )
-        for (each, _), numbers in zip(checked, read, strict=False):
-            each.refuse(numbers)
-        suspects = [each for each in self._ended if not each.sums_finite]
-        for (each, _), (finite, *digest) in zip(summed, read[len(checked) :], strict=True):
+        # messages before sums: a damaged message also makes a sum wrong
+        for (arrived, _), numbers in zip(checked, read, strict=False):
+            arrived.refuse(numbers)
+        suspects = [arrived for arrived in self._ended if not arrived.sums_finite]
+        for (arrived, _), (finite, *digest) in zip(summed, read[len(checked) :], strict=True):
             for bits in digest:
+                # order counts, so that swapped sums are noticed as well
                 self.sums_digest = (self.sums_digest * 1_000_003 + bits) % (1 << 64)
-            suspects += [] if finite else [each]
-        bad_sums = [name for each in suspects if (name := each.first_bad_sum()) is not None]
+            suspects += [] if finite else [arrived]
+        bad_sums = [name for arrived in suspects if (name := arrived.first_bad_sum()) is not None]
         bad_sum = min(bad_sums, key=lambda name: 0 if order is None else order[name], default=None)
         return Findings(found[0], bad_sum, found[1])
 
-    def _go_on(self, those: Sequence[_OnItsWay]) -> None:
+    def _continue(self, buckets: Sequence[_InFlight]) -> None:
         # in the same order on all ranks; one answer is read while the next ones still travel
-        for each in those:
-            answers = [pending.wait() for pending in each.pending]
-            if self.heard is not None:
-                self.heard.append([answer.clone() for answer in answers])
-            self._advance(each.sending, answers)
+        for bucket in buckets:
+            answers = [pending.wait() for pending in bucket.pending]
+            # a copy, since the sending may change its answers
+            if self.received is not None:
+                self.received.append([answer.clone() for answer in answers])
+            self._advance(bucket.sending, answers)
 
     def _advance(self, sending: Bucket, answer: Sequence[Tensor] | None) -> None:
         try:
@@ -181,55 +191,58 @@ class Round:
         else:
             pending = [self._launched(collective) for collective in collectives]
             in_node = any(not isinstance(c, AllToAll) and c.within_node for c in collectives)
-            self._waiting.append(_OnItsWay(sending, pending, in_node))
+            self._waiting.append(_InFlight(sending, pending, in_node))
 
     def _launched(self, collective: Collective) -> Pending[Tensor]:
-        sources, what = self._sources, collective.purpose
+        sources, purpose = self._sources, collective.purpose
         macs = sources.macs
         if macs is not None and sources.relayed and isinstance(collective, AllReduce):
-            return self._summed(collective.buffer, what)
+            return self._summed(collective.buffer, purpose)
         # a sum is formed in transit, so no rank can authenticate it
         if macs is None or isinstance(collective, AllReduce):
-            return self._unproven(collective)
+            return self._unauthenticated(collective)
+        # each MAC covers the number of the collective: an old message cannot be replayed
         number, to = macs.next(), ALL_RANKS
         if isinstance(collective, AllGather):
-            pending = sources.all_gather(macs.with_mac(collective.message, number), action=what)
+            pending = sources.all_gather(macs.with_mac(collective.message, number), action=purpose)
         else:
             to = sources.rank
             parts, lengths = macs.with_macs(collective.messages, collective.lengths, number)
-            pending = sources.all_to_all(parts, lengths, action=what)
+            pending = sources.all_to_all(parts, lengths, action=purpose)
 
         def rows() -> Tensor:
             messages, wrong = macs.verified(pending.wait(), number, to)
+            # keep the first refusal and go on: this rank still takes part in the vote
             if wrong:
-                self._refusal = self._refusal or PayloadCorrupt(wrong_mac_text(what, wrong[0]))
+                self._refusal = self._refusal or PayloadCorrupt(wrong_mac_text(purpose, wrong[0]))
             return messages
 
         return Pending(rows)
 
-    def _summed(self, buffer: Tensor, what: str) -> Pending[Tensor]:
+    def _summed(self, buffer: Tensor, purpose: str) -> Pending[Tensor]:
         """The sum, in the order of the sources, of what all gather and can prove."""
-        gathered = self._launched(AllGather(buffer.flatten().view(torch.uint8), what))
+        # a relay could alter a sum in transit; gathered parts each have a MAC
+        gathered = self._launched(AllGather(buffer.flatten().view(torch.uint8), purpose))
 
         def total() -> Tensor:
             found, *others = gathered.wait().view(buffer.dtype).unbind()
-            for each in others:
-                found += each
+            for other in others:
+                found += other
             return found.view_as(buffer)
 
         return Pending(total)
 
-    def _unproven(self, collective: Collective) -> Pending[Tensor]:
-        sources, what = self._sources, collective.purpose
+    def _unauthenticated(self, collective: Collective) -> Pending[Tensor]:
+        sources, purpose = self._sources, collective.purpose
         if isinstance(collective, AllToAll):
-            return sources.all_to_all(collective.messages, collective.lengths, action=what)
+            return sources.all_to_all(collective.messages, collective.lengths, action=purpose)
         if collective.within_node:
             assert isinstance(sources, Nodes)
             sources = sources.node
         if isinstance(collective, AllGather):
-            return sources.all_gather(collective.message, action=what)
+            return sources.all_gather(collective.message, action=purpose)
         # hand-over: from here on gloo may write into the buffer at any time
-        return sources.all_reduce_(collective.buffer, action=what)
+        return sources.all_reduce_(collective.buffer, action=purpose)
 
 
 def read_flags(

@@ -31,15 +31,15 @@ from thinwire.comm import (
 from thinwire.core.arithmetic import CURES
 from thinwire.core.stats import Pace
 from thinwire.exchange.agreement import COMPARING, Agreement, Check
-from thinwire.exchange.checks import Likeness
+from thinwire.exchange.checks import DuplicateBatchCheck
 from thinwire.exchange.digest import RollingDigest, SameState
 from thinwire.kernels.rules import Need
 from thinwire.kernels.warm import warm_up
 
-__all__ = ["NO_TRAFFIC", "Joined", "Ranks", "Synchronizer", "agreed_sources", "versions"]
+__all__ = ["NO_TRAFFIC", "Ranks", "RunMember", "Synchronizer", "agreed_sources", "versions"]
 
 
-class Joined(Protocol):
+class RunMember(Protocol):
     """A member of a run, such as `thinwire.members.Members`."""
 
     @property
@@ -75,7 +75,7 @@ class Ranks:
         *,
         timeout: float | datetime.timedelta | None = None,
         mesh: DeviceMesh | None = None,
-        members: Joined | None = None,
+        members: RunMember | None = None,
         node_size: int | None = None,
     ) -> None:
         require_process_group(process_group)
@@ -85,7 +85,7 @@ class Ranks:
             require_mesh(mesh, process_group=process_group, node_size=size)
         self.process_group, self.mesh, self.members = process_group, mesh, members
 
-    def again(self) -> "Ranks":
+    def fresh(self) -> "Ranks":
         """Return the same ranks with counters at zero."""
         return Ranks(
             self.process_group, timeout=self.timeout_s, mesh=self.mesh, members=self.members
@@ -94,6 +94,7 @@ class Ranks:
     @cached_property
     def group(self) -> Group:
         """All ranks that agree. With a mesh, creating it is collective."""
+        # members bring their group; meshes and process groups make one
         if self.members is not None:
             return self.members.job
         if self.mesh is not None:
@@ -111,7 +112,7 @@ class Ranks:
         return None if self.mesh is None else self.mesh["shard"]
 
     @property
-    def place(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         """Rank of this process, and number of ranks."""
         return (
             rank_and_size_in(self.process_group)
@@ -128,13 +129,13 @@ class Ranks:
     def identity(self, kind: str) -> str:
         """Return the identity of the next engine or optimizer over these ranks."""
         # processes of members may have created other engines before, so counts would differ
-        alone = self.members is not None
-        return kind if alone else f"{kind} {next_identity(self.process_group)}"
+        single = self.members is not None
+        return kind if single else f"{kind} {next_identity(self.process_group)}"
 
-    def compare(self, facts: Mapping[str, Any], what: str) -> None:
+    def compare(self, facts: Mapping[str, Any], purpose: str) -> None:
         """Compare facts over all ranks; see `require_agreement`."""
         group = self.group
-        require_agreement(group, facts, action=what, cures=CURES, versions=versions())
+        require_agreement(group, facts, action=purpose, cures=CURES, versions=versions())
 
     def sources(self, node_size: int | None, *, compared: bool = False) -> Sources:
         """Return the units that count as one source each.
@@ -143,6 +144,7 @@ class Ranks:
             node_size: Number of ranks per node, the same on all ranks; None to look for nodes.
             compared: True if ranks have already compared the size that was found.
         """
+        # the order matters: a site counts once, whatever its nodes are
         if self.sites is not None:
             return Replicas(self.sites)
         if self.members is not None:
@@ -156,6 +158,7 @@ class Ranks:
 
 def agreed_sources(group: Group, node_size: int | None, *, compared: bool = False) -> Sources:
     """Return the ranks, or their nodes, after all ranks agreed on the node size."""
+    # every rank looks for itself, and may find another size
     width, _ = node_size_of(group.global_ranks, node_size)
     if node_size is None and not compared:
         require_agreement(group, {"ranks of a node": width}, action="comparing nodes")
@@ -187,7 +190,7 @@ class Synchronizer:
     Args:
         group: The ranks that agree.
         sources: The units that count as one each in what is exchanged.
-        what: What is exchanged.
+        kind: Name of the exchanged tensors in messages.
         before: Checks that judge before all others.
         after: Checks that judge after all others.
     """
@@ -197,17 +200,17 @@ class Synchronizer:
         group: Group,
         sources: Sources,
         *,
-        what: Literal["gradients", "changes"],
+        kind: Literal["gradients", "changes"],
         before: Sequence[Check] = (),
         after: Sequence[Check] = (),
     ) -> None:
         self.group, self.sources = group, sources
         exchanging = getattr(sources, "all_ranks", sources)
         # the counters of sources include the agreements of sites
-        apart = exchanging is not group and not isinstance(sources, Replicas)
-        self._votes = group if apart else None
-        self.likeness = Likeness(what)
-        self.agreement = Agreement(group, [*before, self.likeness, *after])
+        separate = exchanging is not group and not isinstance(sources, Replicas)
+        self._votes = group if separate else None
+        self.duplicates = DuplicateBatchCheck(kind)
+        self.agreement = Agreement(group, [*before, self.duplicates, *after])
         self._after = len(after)
         self.pace = Pace()
         self.same: SameState | None = None
@@ -220,6 +223,7 @@ class Synchronizer:
 
     def add_check(self, check: Check) -> None:
         """Add a check to all agreements. It judges after those added before."""
+        # before those of `after`, which judge last
         checks = self.agreement.checks
         checks.insert(len(checks) - self._after, check)
 
@@ -233,8 +237,9 @@ class Synchronizer:
         self.agreement.engine = identity
         if self.same is not None:
             self.agreement.checks.remove(self.same)
-        alone = self.group.size == 1 and self.group.static_membership
-        self.same = None if digest is None or alone else SameState(digest)
+        # members may join later, so a group of one still compares
+        single = self.group.size == 1 and self.group.static_membership
+        self.same = None if digest is None or single else SameState(digest)
         if self.same is not None:
             self.add_check(self.same)
 
@@ -265,6 +270,7 @@ class Synchronizer:
 
     def count_from(self, bytes_sent: int) -> None:
         """Set the bytes sent so far, in runs before this one."""
+        # counters of groups never go back: remember the offset instead
         self._before = (self._totals()[0] - bytes_sent, *self._before[1:])
 
     def start_counting(self) -> None:
@@ -285,6 +291,7 @@ class Synchronizer:
         """Counters of this rank's exchanges, under the names of `thinwire.core.stats.numbers`."""
         sent, received, wait_s = self._totals()
         votes, between = self._votes, None
+        # votes go over all ranks, so they count as traffic between nodes
         if not isinstance(self.sources, Group):
             between = self.sources.bytes_between_nodes + (votes.bytes_sent if votes else 0)
         return {

@@ -15,7 +15,7 @@ from thinwire import _validate as check
 from thinwire.checkpoint import on_all_ranks, read_rank_file, write_rank_file
 from thinwire.checkpoint.manifest import found_at
 from thinwire.comm import Group
-from thinwire.core.origin import without_origin
+from thinwire.core.provenance import without_provenance
 from thinwire.errors import CheckpointCorrupt, StrategyError
 from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.engine import Engine
@@ -177,7 +177,7 @@ class PerRankState:
                     self._in_use = file
             several = len(states) > 1
             where = f"{len(states)} ranks"
-            own.append(_mean(without_origin(states), where) if several else states[0])
+            own.append(_mean(without_provenance(states), where) if several else states[0])
 
         on_all_ranks(group, "reading the states of all ranks", read)
         self._stateful.load_state_dict(own[0])

@@ -201,7 +201,7 @@ def compiled_steps(*lists: Sequence[Tensor]) -> CompiledSteps | None:
         ValueError: `THINWIRE_KERNELS` is unknown, or names a body that cannot run here.
     """
     dtype, device = lists[0][0].dtype, lists[0][0].device
-    tensors = (tensor for each in lists for tensor in each)
+    tensors = (tensor for group in lists for tensor in group)
     if dtype not in _STEP_TYPES:
         return None
     if device.type == "cpu":

@@ -253,10 +253,10 @@ def decode_values(code: Tensor, count: int, bits: int) -> Tensor:
 def sum_sparse(
     indices: list[Tensor], values: list[Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    union, places = torch.unique(torch.cat(indices), return_inverse=True)
+    union, inverse = torch.unique(torch.cat(indices), return_inverse=True)
     sums = torch.zeros(union.numel(), dtype=dtype, device=union.device)
-    for place, value in zip(places.split([i.numel() for i in indices]), values, strict=True):
-        sums[place] += value.to(dtype)
+    for position, value in zip(inverse.split([i.numel() for i in indices]), values, strict=True):
+        sums[position] += value.to(dtype)
     return union, sums
 
 
@@ -302,8 +302,8 @@ def _nearest_level(magnitudes: Tensor, scales: Tensor, bits: int) -> Tensor:
     if low == high:
         return torch.zeros_like(magnitudes, dtype=torch.int64)
     top = (1 << (bits - 1)) - 1
-    place: Tensor = (magnitudes - low) * top / (high - low)
-    return (place - 0.5).ceil().clamp(0, top).long()
+    position: Tensor = (magnitudes - low) * top / (high - low)
+    return (position - 0.5).ceil().clamp(0, top).long()
 
 
 def _decode_fields(fields: Tensor, scales: Tensor, bits: int) -> Tensor:

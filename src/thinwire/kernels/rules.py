@@ -16,10 +16,10 @@ __all__ = [
     "Fold",
     "LambRule",
     "LarsRule",
+    "LoopKind",
     "Need",
     "OuterRule",
     "TrustRule",
-    "Work",
     "bump_versions",
     "has_address",
     "is_plain",
@@ -141,7 +141,7 @@ class OuterRule:
         return self.lr * (1 + m * summed if self.nesterov else summed)
 
 
-Work: TypeAlias = Literal["sparse", "changes", "codes", "lamb", "lars", "outer"]
+LoopKind: TypeAlias = Literal["sparse", "changes", "codes", "lamb", "lars", "outer"]
 """A sparse exchange of gradients, one of changes of parameters, codes of whole changes, or a
 compiled step."""
 
@@ -150,7 +150,7 @@ compiled step."""
 class Need:
     """One kind of work on tensors of one type on the CPU."""
 
-    work: Work
+    work: LoopKind
     """Kind of work."""
     dtype: torch.dtype
     """Type of the state: float32 or float64; bfloat16 too for sparse exchange."""
@@ -163,7 +163,7 @@ class Need:
 
 
 def needs_of(
-    work: Work,
+    work: LoopKind,
     params: Iterable[Tensor],
     *,
     state_dtype: torch.dtype | None = None,

@@ -65,8 +65,8 @@ def _compile(needs: Collection[Need]) -> None:
     from thinwire.kernels.cpu.jit_cache import compilations, holding_no_lock
 
     calls = [call for need in sorted(needs, key=repr) for call in calls_for(need)]
-    begun, before, said = time.perf_counter(), compilations.count, _Progress()
-    compilations.begins = said.begin
+    begun, before, progress = time.perf_counter(), compilations.count, _Progress()
+    compilations.begins = progress.begin
     try:
         # processes start at different loops, so that they rarely need the same one at once
         first = len(calls) * (os.getpid() % 8) // 8
@@ -82,7 +82,7 @@ def _compile(needs: Collection[Need]) -> None:
                 call()
     finally:
         compilations.begins = None
-        said.end(compilations.count - before, time.perf_counter() - begun)
+        progress.end(compilations.count - before, time.perf_counter() - begun)
 
 
 class _Progress:

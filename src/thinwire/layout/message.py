@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "CHECKSUM_BYTES",
     "CULPRIT",
     "HEADER",
     "HEADER_BYTES",
     "SCALE_BYTES",
     "SCALE_COUNT",
-    "SEAL_BYTES",
     "SKETCH_NUMEL",
     "VALUE_BITS",
     "WHOLE_BITS",
@@ -41,7 +41,7 @@ WHOLE_BITS = (1, 2, 4, 8, 16)
 SCALE_COUNT = {1: 1, 2: 2, 4: 8, 8: 2, 16: 2, 32: 0}
 """Number of float32 scales per tensor, by the bits of a value."""
 SCALE_BYTES = 4
-SEAL_BYTES = 8
+CHECKSUM_BYTES = 8
 """Bytes of the checksum with which a small part of a dense sum travels."""
 SKETCH_NUMEL = 64
 """Number of float32 sums that represent a change where not all of it is applied in time."""
@@ -166,7 +166,7 @@ class Layout:
         return HEADER_BYTES + max(payload, CULPRIT.size)
 
     @cached_property
-    def places(self) -> NDArray[np.int64]:
+    def slot_table(self) -> NDArray[np.int64]:
         """Sizes and offsets of the codes of every slot for compiled loops, shape (slots, 7).
 
         The columns are numel, k, low bits of a position, and the bytes of the low bits, the high

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-__all__ = ["dealt", "shard_lengths"]
+__all__ = ["assign_owners", "shard_lengths"]
 
 
-def dealt(costs: Sequence[int], ranks: int) -> list[list[int | None]]:
+def assign_owners(costs: Sequence[int], ranks: int) -> list[list[int | None]]:
     """Return rounds in which every rank has one tensor at most, the most expensive ones first.
 
     In each round the most expensive tensor goes to the rank with the least cost so far, which
@@ -18,7 +18,7 @@ def dealt(costs: Sequence[int], ranks: int) -> list[list[int | None]]:
     Returns:
         By round and rank, the index of the tensor; None for none.
 
-    >>> dealt([5, 1, 4], 2)
+    >>> assign_owners([5, 1, 4], 2)
     [[0, 2], [None, 1]]
     """
     order = sorted(range(len(costs)), key=lambda i: -costs[i])

@@ -48,7 +48,7 @@ class SplitPlan(Generic[_Form]):
     def ends(self) -> list[list[int]]:
         """Return the ends of the pieces, by tensor."""
         found: list[list[int]] = []
-        for piece in (piece for mine in self.pieces for piece in mine):
+        for piece in (piece for row in self.pieces for piece in row):
             found += [[] for _ in range(piece.slot + 1 - len(found))]
             found[piece.slot].append(piece.start + piece.numel)
         return found
@@ -82,10 +82,10 @@ def split_plan(layout: Layout, sources: int) -> SplitPlan[Layout]:
     if sources < 1:
         raise ValueError(f"sources is {sources}; it must be at least 1")
     pieces = partition([slot.numel for slot in layout.slots], sources)
-    first = [[_first_room(layout.slots[p.slot], p) for p in mine] for mine in pieces]
-    second = [[_second_room(layout.slots[p.slot], p) for p in mine] for mine in pieces]
+    first = [[_first_room(layout.slots[p.slot], p) for p in row] for row in pieces]
+    second = [[_second_room(layout.slots[p.slot], p) for p in row] for row in pieces]
     return SplitPlan(
-        tuple(tuple(mine) for mine in pieces),
+        tuple(tuple(row) for row in pieces),
         tuple(
             Layout(tuple(slots), layout.value_bits, f";to {owner}")
             for owner, slots in enumerate(first)
@@ -139,8 +139,8 @@ def whole_split(layout: WholeLayout, sources: int) -> SplitPlan[WholeLayout] | N
     """Return the plan for whole tensors; None if there are fewer entries than sources."""
     if sum(layout.numels) < sources:
         return None
-    pieces = tuple(tuple(mine) for mine in partition(layout.numels, sources))
-    numels = [tuple(piece.numel for piece in mine) for mine in pieces]
+    pieces = tuple(tuple(row) for row in partition(layout.numels, sources))
+    numels = [tuple(piece.numel for piece in row) for row in pieces]
     first, second = (
         tuple(
             WholeLayout(of_owner, layout.value_bits, f";{word} {owner}")
@@ -210,8 +210,8 @@ def strided(names: Sequence[str], parts: int) -> list[list[str]]:
 def _layer(name: str) -> str | None:
     """Return the name up to its first integer; None if it has none."""
     words = name.split(".")
-    places = [i for i, word in enumerate(words) if word.isdecimal()]
-    return ".".join(words[: places[0] + 1]) if places else None
+    numbers = [i for i, word in enumerate(words) if word.isdecimal()]
+    return ".".join(words[: numbers[0] + 1]) if numbers else None
 
 
 def _require_enough(tensors: int, parts: int) -> None:

@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import NamedTuple, overload
 
-from thinwire.layout.message import SEAL_BYTES, Layout, WholeLayout
+from thinwire.layout.message import CHECKSUM_BYTES, Layout, WholeLayout
 from thinwire.layout.shares import SplitPlan, split_plan, whole_split
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "first_split",
     "messages",
     "settled_step",
-    "travels_sealed",
+    "travels_checksummed",
 ]
 
 GATHER, SPLIT = "gather", "split"
@@ -42,7 +42,7 @@ _WORTH = 2
 """Factor by which the split exchange must reduce the bytes to be chosen. It passes on k sums, where
 a gather passes on the entries of all sources, but it waits for the wire twice.
 """
-_MOST_SEALED_BYTES = 64 << 10
+_MOST_CHECKSUMMED_BYTES = 64 << 10
 """Limit of the bytes that a rank receives from all others. Above it an all-reduce is better, which
 needs 2 / N of the bytes.
 """
@@ -139,13 +139,13 @@ def _plan(
     return plan if sources * layout.nbytes >= _WORTH * moved else None
 
 
-def travels_sealed(nbytes: int, sources: int) -> bool:
+def travels_checksummed(nbytes: int, sources: int) -> bool:
     """Return True if a dense sum of this size is gathered, each part with a checksum.
 
-    >>> travels_sealed(1024, 4), travels_sealed(1 << 20, 4)
+    >>> travels_checksummed(1024, 4), travels_checksummed(1 << 20, 4)
     (True, False)
     """
-    return sources > 1 and (sources - 1) * (nbytes + SEAL_BYTES) <= _MOST_SEALED_BYTES
+    return sources > 1 and (sources - 1) * (nbytes + CHECKSUM_BYTES) <= _MOST_CHECKSUMMED_BYTES
 
 
 def first_split(layout: Layout, *, up_to: int = 256) -> int | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.comm import Group, Regrouped
 from thinwire.comm.private import forget_ended
 from thinwire.errors import Diverged, Mismatch, NonFinite, PayloadCorrupt
-from thinwire.exchange.agreement import Answers, Said, Turn
+from thinwire.exchange.agreement import Answers, Report, Vote
 from thinwire.exchange.digest import RollingDigest
 from thinwire.exchange.synchronizer import Synchronizer
 from thinwire.local.averaging import Averaging, PendingAveraging, widened
@@ -31,7 +31,7 @@ _FROZEN = "frozen parameter"
 """Label of frozen parameters in errors."""
 
 
-class Roll(Protocol):
+class Membership(Protocol):
     """Membership of a run whose members come and go; `thinwire.members.Members` is one."""
 
     @property
@@ -41,7 +41,7 @@ class Roll(Protocol):
     def report(self) -> dict[str, Any]:
         """Return this rank's entry in the agreement that ends an averaging."""
 
-    def receive_reports(self, said: Sequence[Mapping[str, Any]]) -> None:
+    def receive_reports(self, reports: Sequence[Mapping[str, Any]]) -> None:
         """Store the entries of all ranks."""
 
 
@@ -66,9 +66,9 @@ class Counters:
     """Step of the last averaging."""
     step: int = 0
     """Local steps taken."""
-    whole: int = 0
+    last_full_sync: int = 0
     """Step of the last full sync: all ranks were equal in everything after it."""
-    turn: int = 0
+    fragments_averaged: int = 0
     """Averagings of single fragments so far; selects the next fragment."""
     averagings: int = 0
     """Averagings so far."""
@@ -93,7 +93,7 @@ class Averager(Synchronizer):
         scaler: OwnScale | None,
         identity: str = "",
         digest_every: int = 0,
-        roll: Roll | None = None,
+        membership: Membership | None = None,
         after_averaging: Callable[[bool], bool] = lambda goes_on: True,
     ) -> None:
         """Build the averager of one block.
@@ -101,7 +101,7 @@ class Averager(Synchronizer):
         `after_averaging(goes_on)` is called after an averaging and returns True if this rank
         continues with the others. `goes_on` is true if another averaging follows in the same call.
         """
-        super().__init__(group, averaging.sources, what="changes", before=[_SameWrites(self)])
+        super().__init__(group, averaging.sources, kind="changes", before=[_SameWrites(self)])
         self.tensors = tensors
         self.interval = interval
         self.averaging = averaging
@@ -127,7 +127,7 @@ class Averager(Synchronizer):
         """Averaging in flight."""
         self.last: PendingAveraging | None = None
         """Last applied averaging, kept while a joiner needs it."""
-        self._roll, self._after_averaging = roll, after_averaging
+        self._membership, self._after_averaging = membership, after_averaging
         self.config = config
         self._parts = fragments_of(tensors.trained, config)
         self._scaler = scaler
@@ -142,7 +142,7 @@ class Averager(Synchronizer):
             self.digest.start_from(counters.step)
         self.watch(self.digest, identity)
 
-    def begin_anew(self, tokens: int | None) -> None:
+    def reset_after_load(self, tokens: int | None) -> None:
         """Reset after all state was loaded, except a result in flight.
 
         Args:
@@ -156,20 +156,20 @@ class Averager(Synchronizer):
             if tokens is not None:
                 self.work.observe(tokens)
         if self.counters.averagings:
-            self.likeness.skip()
+            self.duplicates.skip()
 
     def start_anew(self) -> None:
         """Implement `LocalUpdates.start_anew`."""
         self.averaging.anchor_()
         self.averaging.forget_()
         self.tensors.made_common()
-        self.counters.whole, self.written = self.counters.step, None
+        self.counters.last_full_sync, self.written = self.counters.step, None
 
     @property
-    def apart(self) -> bool:
+    def unsynced(self) -> bool:
         """True if this rank made steps since the last full sync."""
         begun = self.work is not None and self.work.steps > 0
-        return begun or self.counters.step > self.counters.whole
+        return begun or self.counters.step > self.counters.last_full_sync
 
     @property
     def parts(self) -> int:
@@ -192,9 +192,9 @@ class Averager(Synchronizer):
             f"outer momentum of {name}": entry for name, entry in self.averaging.momentum.items()
         }
 
-    def _agree_on(self, step: int, phase: str, *, last: bool = False, **said: Any) -> Answers:
+    def _agree_on(self, step: int, phase: str, *, last: bool = False, **facts: Any) -> Answers:
         with _frozen_explained():
-            return self.agreement(step, phase, first=False, last=last, **said)
+            return self.agreement(step, phase, first=False, last=last, **facts)
 
     def before_step(self) -> None:
         """Set anchors to the current parameters where all ranks should be equal: weights may have
@@ -204,7 +204,7 @@ class Averager(Synchronizer):
         """
         if self.group.size > 1 and self.work is None:
             refuse_scaler(self.tensors.optimizer)
-        if self.apart or self.pending or self._roll is not None or self.averaging.plain:
+        if self.unsynced or self.pending or self._membership is not None or self.averaging.plain:
             return
         # other code wrote the parameters: not a change by this rank's steps
         if (digest := self.averaging.written()) is not None:
@@ -226,6 +226,7 @@ class Averager(Synchronizer):
         at = self.counters
         at.step += 1
         self.synced = False
+        # first the result in flight: its anchors are those of the next averaging
         due = self.pending is not None and at.step >= self.pending.step + self.config.delay
         if due and not self._apply_pending():
             return
@@ -273,17 +274,18 @@ class Averager(Synchronizer):
 
     def flush(self) -> None:
         """Implement `LocalUpdates.flush`."""
-        work = None if self.work is None else self.work.told()
+        work = None if self.work is None else self.work.totals()
         changed = list(self.tensors.changed_buffers())
         # a write that is not from these steps, such as by a second optimizer after the averaging
-        moved = self.averaging.written() if self.counters.averagings and not self.apart else None
+        moved = self.averaging.written() if self.counters.averagings and not self.unsynced else None
         answers = self._agree_on(
             self.counters.step, "flushing", work=work, state=changed, moved=moved
         )
         self._apply_pending(goes_on=True)
+        # decided from the answers, so that all ranks enter the averaging or none does
         some = any(work[0] for _, work in answers.of("work"))  # other ranks may have made steps
-        parted = any(answers.unlike("moved"))
-        if some or parted or self.counters.step > self.counters.whole:
+        parted = any(answers.differences("moved"))
+        if some or parted or self.counters.step > self.counters.last_full_sync:
             self._average_all("averaging for the last time", with_loss=False)
         elif any(state for _, state in answers.of("state")):
             # such as after update_bn(): no step was made, so outer momentum must not move either
@@ -299,14 +301,15 @@ class Averager(Synchronizer):
             self.interval.read(answers, at.step)
         self._finish(pending)
         self._share_scale(answers)
-        at.last = at.whole = at.step
+        at.last = at.last_full_sync = at.step
         self.synced = True
         self._after_averaging(False)
 
     def _average_part(self) -> None:
         self._apply_pending(goes_on=True)
         at = self.counters
-        part = at.turn % len(self._parts)
+        # the counter is equal on all ranks, and so is the fragment
+        part = at.fragments_averaged % len(self._parts)
         delayed = self.config.delay > 0
         mixing = self.config.mixing
         pending, answers = self._measure(
@@ -322,23 +325,25 @@ class Averager(Synchronizer):
         else:
             self._finish(pending)
             if len(self._parts) == 1 and not mixing:
-                at.whole = at.step
+                at.last_full_sync = at.step
         self._share_scale(answers)
         self.interval.k_steps = k_steps
         at.last = at.step
-        at.turn += 1
+        at.fragments_averaged += 1
         self.synced = True
         if not delayed:
             self._after_averaging(False)
 
     def _launch(self, pending: PendingAveraging) -> None:
-        self.averaging.launch(pending, heard=self._roll is not None and self._roll.has_joiners)
+        self.averaging.launch(
+            pending, record=self._membership is not None and self._membership.has_joiners
+        )
 
     @property
     def _number(self) -> int:
         """Number of the next averaging, from 1; each fragment counts its own."""
         at = self.counters
-        return at.averagings - at.turn + at.turn // len(self._parts) + 1
+        return at.averagings - at.fragments_averaged + at.fragments_averaged // len(self._parts) + 1
 
     def _measure(
         self, phase: str, names: list[str], *, mixing: float = 0.0, keep: bool = False
@@ -353,6 +358,7 @@ class Averager(Synchronizer):
         state = self.tensors.state(names) if with_state and problem is None else {}
         pending = None
         changed: dict[str, bool] = {}
+        # a rank with a problem only votes
         if problem is None:
             values = {name: self.tensors.params[name] for name in names}
             changed = self.tensors.changed_buffers()
@@ -368,23 +374,25 @@ class Averager(Synchronizer):
             if (culprit := pending.first_not_finite(changed)) is not None:
                 problem = (
                     f"{culprit} is not finite at the averaging of step {step}: lower the learning "
-                    "rate, clip"
+                    "rate, clip gradients, or check the data of that rank"
                 )
-                problem += " gradients, or look at the data of that rank"
         if pending is not None:
             count, params = self.group.replica_count, self.tensors.params.values()
-            self.likeness.bring(pending.moved.values(), params, count)
+            self.duplicates.sample(pending.moved.values(), params, count)
+        # first vote: nothing is sent before all ranks have a change to send
         answers = self._agree(phase, problem, [*state, *changed])
+        # a rank with a problem raised in the vote, as did all others
         assert pending is not None
         shards, buffers = self.group.shards, self.tensors.buffers()
         if shards is not None and buffers:
             pending.refused = self.tensors.settle_buffers(shards)
             wide = {key: widened(buffer) for key, buffer in buffers.items()}
+            # a delayed averaging must not see later writes into the buffers
             pending.extras |= {key: w.clone() if keep else w for key, w in wide.items()}
         # average only optimizer state that all ranks have (a parameter without a gradient has none
         # yet), and only buffers that some rank has changed
-        told = [said.get("state", []) for said in answers]
-        common = set(state).intersection(*told) | set(buffers).intersection(chain(*told))
+        reported = [report.get("state", []) for report in answers]
+        common = set(state).intersection(*reported) | set(buffers).intersection(chain(*reported))
         pending.extras = {key: value for key, value in pending.extras.items() if key in common}
         if self.work is not None:
             self._weigh(pending, answers)
@@ -407,12 +415,12 @@ class Averager(Synchronizer):
         return self._agree_on(
             self.counters.step,
             phase,
-            misuse=problem,
+            user_error=problem,
             loss=loss,
             rate=rate,
             scale=None if self._scaler is None else self._scaler.scale,
             state=state,
-            work=None if self.work is None else self.work.told(),
+            work=None if self.work is None else self.work.totals(),
             failure=None if self.given_up is None else self._failure(self.given_up),
         )
 
@@ -443,13 +451,14 @@ class Averager(Synchronizer):
             weights = [weight for _, weight in answers.of("weight")]
             pending.share = sum(weights) / len(weights)
             self.work.begin()
+        # second vote passed: from here on nothing may fail on one rank only
         self.averaging.commit_(pending, {**self.tensors.buffers(), **self.tensors.state(names)})
         self.tensors.made_common(pending.extras)
         self.written = None
         self.counters.averagings += 1
-        if self._roll is not None:
-            self._roll.receive_reports([said.get("members", {}) for said in answers])
-            self.last = pending if self._roll.has_joiners else None
+        if self._membership is not None:
+            self._membership.receive_reports([report.get("members", {}) for report in answers])
+            self.last = pending if self._membership.has_joiners else None
 
     def _verified(self, pending: PendingAveraging) -> Answers:
         """Return the answers of all ranks after everything has arrived."""
@@ -461,10 +470,10 @@ class Averager(Synchronizer):
             pending.finish()
         except PayloadCorrupt as refusal:
             corrupt = str(refusal)
-        misuse = self.tensors.difference()
-        if misuse is None:
+        user_error = self.tensors.difference()
+        if user_error is None:
             there = {*self.tensors.buffers(), *self.tensors.state(pending.moved)}
-            misuse = _not_there(key for key in pending.extras if key not in there)
+            user_error = _missing_state(key for key in pending.extras if key not in there)
         if self.same is not None and self.group.size > 1:
             self.same.read(pending.step, self.counters.averagings)
             self.same.sums = pending.digest
@@ -473,8 +482,8 @@ class Averager(Synchronizer):
             "averaged",
             last=True,
             corrupt=corrupt,
-            misuse=misuse,
-            members=None if self._roll is None else self._roll.report(),
+            user_error=user_error,
+            members=None if self._membership is None else self._membership.report(),
             weight=None if self.work is None else self._weight,
         )
 
@@ -486,6 +495,7 @@ class Averager(Synchronizer):
         """
         if self.pending is None:
             return True
+        # hand-over: after an error the result must not be applied a second time
         pending, self.pending = self.pending, None
         self._finish(pending)
         return self._after_averaging(goes_on)
@@ -497,30 +507,30 @@ class _SameWrites:
     def __init__(self, averager: Averager) -> None:
         self._averager = averager
 
-    def say(self, turn: Turn) -> Said:
-        """Implement `Check.say`."""
+    def report(self, vote: Vote) -> Report:
+        """Implement `Check.report`."""
         written = self._averager.written
-        return {} if turn.last or written is None else {"written": written}
+        return {} if vote.last or written is None else {"written": written}
 
-    def judge(self, turn: Turn, answers: Answers) -> None:
+    def judge(self, vote: Vote, answers: Answers) -> None:
         """Implement `Check.judge`."""
-        for first, ours, rank, theirs in answers.unlike("written"):
-            who = f"ranks {first} and {rank}" if ours and theirs else "some ranks"
+        for first, ours, rank, theirs in answers.differences("written"):
+            subject = f"ranks {first} and {rank}" if ours and theirs else "some ranks"
             raise Mismatch(
-                f"{turn.what}: {who} have parameters that were written between the last "
-                "averaging, or the start, and the step after it, which the others have not, or not "
-                "with these values. Load weights, or change them, on all ranks alike"
+                f"{vote.purpose}: {subject} wrote parameters differently after the last averaging "
+                "(or the start) and before the next step. Load or change weights in the same way "
+                "on all ranks"
             )
 
 
-def _not_there(keys: Iterable[str]) -> str | None:
+def _missing_state(keys: Iterable[str]) -> str | None:
     """Describe a result in flight whose optimizer state no longer exists."""
     key = next(iter(keys), None)
     if key is None:
         return None
     return (
-        f"{key} was sent and is not there any more, so the mean cannot be put into it: load the "
-        "optimizer's state before that of local updates"
+        f"{key} was sent but no longer exists, so its mean cannot be stored: load the optimizer's "
+        "state before the state of local updates"
     )
 
 
@@ -532,9 +542,9 @@ def _frozen_explained() -> Iterator[None]:
     except Diverged as error:
         if f": {_FROZEN} " in str(error):
             error.add_note(
-                "Local updates do not average frozen parameters. If the script moves them after "
-                "weights that ranks train apart, as a teacher that is a moving average, make them "
-                "buffers, which are averaged, keep the teacher outside the model, or move them "
-                "only where sync.synced is true."
+                "Local updates do not average frozen parameters. If the script updates them from "
+                "trained weights, as a moving-average teacher does, make them buffers (which are "
+                "averaged), keep them outside the model, or update them only where sync.synced is "
+                "true."
             )
         raise

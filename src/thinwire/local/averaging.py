@@ -17,7 +17,7 @@ from thinwire.compress.protocol import (
     ChangeCompression,
     MeanChange,
     Sending,
-    together,
+    combined,
 )
 from thinwire.core.checksum import bit_sums
 from thinwire.core.outer import OuterRule, outer_list_, outer_step_
@@ -163,7 +163,7 @@ class Averaging:
         return self.kept[ERRORS]
 
     @property
-    def _alone(self) -> bool:
+    def _single_rank(self) -> bool:
         return self.sources.size * self.sources.node_size == 1
 
     @torch.no_grad()
@@ -233,7 +233,9 @@ class Averaging:
             for name, value in values.items()
         }
         taken, changes = self._taken(step, moved), self.changes
+        # before the first fold: the sketch is of this rank's new change
         own = None if changes is None or conserves(changes) or not taken else self.sketch_of(moved)
+        # first fold: rounds counted in steps have no weights, so residuals join the change here
         if fold:
             self._fold_(moved, taken)
         measured = (
@@ -259,8 +261,10 @@ class Averaging:
             pending.extras = {key: value * weight for key, value in pending.extras.items()}
             for change in pending.moved.values():
                 change.mul_(weight)
+            # the sketch is linear, so it is weighted like the change
             if pending.sketch is not None:
                 pending.sketch = pending.sketch * weight
+        # second fold, for timed rounds: after weighting, since the weight is for new work alone
         self._fold_(pending.moved, pending.compressed)
 
     def _taken(self, step: int, moved: Mapping[str, Tensor]) -> frozenset[str]:
@@ -270,30 +274,31 @@ class Averaging:
             return frozenset()
         return frozenset(name for name in moved if name in self.errors)
 
-    def launch(self, pending: PendingAveraging, *, heard: bool = False) -> None:
+    def launch(self, pending: PendingAveraging, *, record: bool = False) -> None:
         """Start the exchange without waiting: the collectives of the compression, and one buffer
         per dtype of the dense tensors.
 
         Args:
             pending: The averaging to send.
-            heard: True to record received messages, for `replay` on another rank.
+            record: True to record received messages, for `replay` on another rank.
 
         Communication: sum_ per dtype; the collectives of the compression. Among nodes one
         all-reduce per dtype inside each before them, which is waited for.
         """
         one_round, names, sending = self._prepared(pending)
-        one_round.heard = [] if heard else None
+        # a joiner repeats the averaging from these answers
+        one_round.received = [] if record else None
         pending.round = one_round
         one_round.launch(names, sending)
         one_round.leave_nodes()
 
-    def replay(self, pending: PendingAveraging, heard: Sequence[Sequence[Tensor]]) -> None:
+    def replay(self, pending: PendingAveraging, received: Sequence[Sequence[Tensor]]) -> None:
         """Run an averaging from the messages that another rank recorded, instead of `launch` and
         waiting. A stand-in takes the place of the group.
         """
         one_round, names, sending = self._prepared(pending)
         pending.round = one_round
-        one_round.replay(names, sending, heard)
+        one_round.replay(names, sending, received)
         one_round.finish()
 
     def _prepared(self, pending: PendingAveraging) -> tuple[Round, Set[str], Bucket]:
@@ -307,9 +312,9 @@ class Averaging:
         one_round = Round(self.sources, pending.step)
         context = one_round.context(0)
 
-        def sendings(those: Mapping[str, Tensor]) -> list[Sending]:
-            folded = {name: those[name] for name in those if name in pending.compressed}
-            dense = {name: those[name] for name in those if name not in pending.compressed}
+        def sendings(part: Mapping[str, Tensor]) -> list[Sending]:
+            folded = {name: part[name] for name in part if name in pending.compressed}
+            dense = {name: part[name] for name in part if name not in pending.compressed}
             found = [send_dense(context, dense)] if dense else []
             if folded:
                 assert self.changes is not None, "something is compressed"
@@ -317,7 +322,7 @@ class Averaging:
             return found
 
         nodes = isinstance(self.sources, Nodes)
-        sending = in_nodes(context, given, sendings) if nodes else together(sendings(given))
+        sending = in_nodes(context, given, sendings) if nodes else combined(sendings(given))
         return one_round, given.keys(), sending
 
     def sketch_of(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -348,15 +353,16 @@ class Averaging:
         )
         for names in self._batches(pending):
             changes = [self._mean_change(name, pending) for name in names]
+            # these parameters become their anchors bit for bit: one list operation for all
             if self._is_plain(names[0], pending):
-                self._move_together(names, changes)
+                self._move_batch(names, changes)
                 continue
             for name, change in zip(names, changes, strict=True):
                 step = outer_step_(change, self.momentum.get(name), self._outer)
                 self._move(name, pending, step)
         for key, value in pending.extras.items():
             mean = pending.mean_of(_extra(key), value)
-            if not (self._alone and torch.equal(mean, value)):  # do not undo later changes
+            if not (self._single_rank and torch.equal(mean, value)):  # do not undo later changes
                 overwrite_(real_view(extras[key]), mean)
         if before is not None:
             applied = before - self.sketch_of({n: self.anchors[n] for n in pending.moved})
@@ -381,22 +387,22 @@ class Averaging:
         """Return the names in batches: all whose mean exists already in one, each of the others
         alone, since it needs a buffer.
         """
-        together = [
+        batch = [
             n for n in pending.moved if self._is_plain(n, pending) and n not in pending.compressed
         ]
-        alone = pending.moved.keys() - set(together)
-        return ([together] if together else []) + [
-            [name] for name in pending.moved if name in alone
-        ]
+        single = pending.moved.keys() - set(batch)
+        return ([batch] if batch else []) + [[name] for name in pending.moved if name in single]
 
     def _is_plain(self, name: str, pending: PendingAveraging) -> bool:
         """Return True if the parameter becomes its anchor bit for bit, and the step only moves
         the anchor.
         """
         same_type = real_view(self._params[name]).dtype == self.anchors[name].dtype
-        return not self._alone and pending.measured is None and not pending.mixing and same_type
+        return (
+            not self._single_rank and pending.measured is None and not pending.mixing and same_type
+        )
 
-    def _move_together(self, names: list[str], changes: list[Tensor]) -> None:
+    def _move_batch(self, names: list[str], changes: list[Tensor]) -> None:
         anchors = [self.anchors[name] for name in names]
         buffers = [self.momentum[name] for name in names] if self.momentum else None
         outer_list_(anchors, changes, buffers, self._outer)
@@ -404,19 +410,22 @@ class Averaging:
 
     def _move(self, name: str, pending: PendingAveraging, step: Tensor) -> None:
         param, anchor = self._params[name], self.anchors[name]
+        # with a delay the parameter has moved on: compare with its measured value
         before = widened(param if pending.measured is None else pending.measured[name])
         target = anchor - step
-        if self._alone:
+        if self._single_rank:
             # S - (S - p) is p except for rounding. A single rank must keep p bit for bit where its
             # whole change, without a residual, is applied
             target = torch.where(step == anchor - before, before, target)
-        place = real_view(param)
-        target = target.to(place.dtype)
+        target_view = real_view(param)
+        target = target.to(target_view.dtype)
+        # the anchor first: it is equal on all ranks, also where the parameter keeps local steps
         anchor.copy_(target)
         if pending.measured is None and not pending.mixing:
-            place.copy_(target)
+            target_view.copy_(target)
+        # keep the local steps that were made while the result travelled
         else:
-            place.copy_(widened(param) + (anchor - before) * (1 - pending.mixing))
+            target_view.copy_(widened(param) + (anchor - before) * (1 - pending.mixing))
 
 
 def _extra(key: str) -> str:

@@ -143,12 +143,12 @@ class LocalSGD(_Common):
             if not fits:
                 raise ValueError(
                     f"round_seconds={self.round_seconds} needs {name}={wanted}, got {value}: ranks "
-                    "end a round after unequal steps, and all of the model is averaged then"
+                    "end a round after unequal numbers of steps, and the whole model is averaged"
                 )
         if isinstance(self.compression, Sparse) and self.compression.mean_over == "senders":
             raise ValueError(
-                f"round_seconds={self.round_seconds} weighs the changes of ranks, and a mean over "
-                'those who sent an entry has no weights: write Sparse(..., mean_over="all")'
+                f"round_seconds={self.round_seconds} weights the changes of ranks, but a mean over "
+                "senders has no weights: use Sparse(..., mean_over='all')"
             )
 
 

@@ -135,8 +135,8 @@ class Interval:
         if not (math.isfinite(loss) and loss >= 0):
             raise ThinwireError(
                 f"the mean loss of step {step} over the ranks is {loss} (by rank: "
-                f"{[said.get('loss') for said in answers]}): AdaptiveLocalSGD needs a finite loss "
-                ">= 0. Nothing was averaged on any rank"
+                f"{[report.get('loss') for report in answers]}): AdaptiveLocalSGD needs a finite "
+                "loss >= 0. Nothing was averaged on any rank"
             )
         if rate == 0:
             return self.k_steps

@@ -49,8 +49,8 @@ class JoinerState:
         """Return the messages received in the last averaging; see `SharedState`."""
         pending = self._averager.last
         assert pending is not None and pending.round is not None, "somebody listens"
-        heard = pending.round.heard
-        assert heard is not None, "somebody listens"
+        received = pending.round.received
+        assert received is not None, "somebody listens"
         about = {
             "rank": self._group.rank,
             "size": self._group.size,
@@ -62,12 +62,12 @@ class JoinerState:
             "mixing": pending.mixing,
             "share": pending.share,
             "delayed": pending.measured is not None,
-            "answers": [len(answers) for answers in heard],
+            "answers": [len(answers) for answers in received],
         }
         tensors = {
-            f"{n} {place}": answer
-            for n, answers in enumerate(heard)
-            for place, answer in enumerate(answers)
+            f"{n} {index}": answer
+            for n, answers in enumerate(received)
+            for index, answer in enumerate(answers)
         }
         return StateMessage("round", {**self._plain(), "about": about}, tensors)
 
@@ -93,7 +93,7 @@ class JoinerState:
             setattr(self._averager.interval, key, value)
         if self._averager.digest is not None:
             self._averager.digest.start_from(counters.step)
-        self._averager.likeness.skip()
+        self._averager.duplicates.skip()
         if self._averager.work is not None:
             self._averager.work.begin()
 
@@ -115,23 +115,23 @@ class JoinerState:
         kept = self._averager.averaging.kept
         for kind in self._own_kinds():
             for name, tensor in kept[kind].items():
-                if (came := given.tensors.get(f"{kind} {name}")) is not None:
-                    tensor.add_(came.to(tensor), alpha=factor)
+                if (own := given.tensors.get(f"{kind} {name}")) is not None:
+                    tensor.add_(own.to(tensor), alpha=factor)
 
     def _replay(self, given: StateMessage) -> None:
         about: Mapping[str, Any] = given.plain["about"]
         averaging, tensors = self._averager.averaging, self._averager.tensors
-        heard = [
-            [given.tensors[f"{n} {place}"] for place in range(count)]
+        received = [
+            [given.tensors[f"{n} {index}"] for index in range(count)]
             for n, count in enumerate(about["answers"])
         ]
         with self._group.as_if(about["rank"], about["size"]):
             nothing = {name: torch.zeros_like(averaging.anchors[name]) for name in about["moved"]}
-            places = {**tensors.buffers(), **self._state_places(about["extras"])}
+            targets = {**tensors.buffers(), **self._state_targets(about["extras"])}
             pending = PendingAveraging(
                 about["step"],
                 nothing,
-                {key: widened(places[key]) for key in about["extras"]},
+                {key: widened(targets[key]) for key in about["extras"]},
                 frozenset(about["compressed"]),
                 averaging.sketch_of(nothing) if about["sketched"] else None,
                 about["mixing"],
@@ -140,10 +140,10 @@ class JoinerState:
                 else None,
                 share=about["share"],
             )
-            averaging.replay(pending, heard)
-            averaging.commit_(pending, places)
+            averaging.replay(pending, received)
+            averaging.commit_(pending, targets)
 
-    def _state_places(self, keys: Iterable[str]) -> dict[str, Tensor]:
+    def _state_targets(self, keys: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors for the averaged optimizer state: this member's own, or new ones if it
         has none.
         """

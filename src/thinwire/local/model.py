@@ -20,7 +20,7 @@ from thinwire._names import named_buffers, named_parameters, require_shapes
 from thinwire.comm import Group
 from thinwire.comm.ddp import living
 from thinwire.comm.replicate import copy_from_first_, make_models_equal_
-from thinwire.core.several import SeveralOptimizers, all_of, kinds_of, together
+from thinwire.core.several import SeveralOptimizers, all_of, combined, kinds_of
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
 from thinwire.errors import PayloadCorrupt
 
@@ -31,9 +31,9 @@ __all__ = [
     "calls_of_step",
     "changed_since",
     "given_optimizer",
-    "looks",
     "refuse_scaler",
     "require_own_params",
+    "shape_text",
     "warn_of_averages",
     "warn_of_others",
 ]
@@ -79,8 +79,8 @@ class LocalModel:
         self._ids = {name: id(p) for name, p in named_parameters(model)}
         if not self.params:
             raise ValueError(
-                "model needs a parameter that has elements and trains (requires_grad=True): there "
-                "is nothing to average"
+                "model has no trainable parameter with elements (requires_grad=True), so there is "
+                "nothing to average"
             )
         require_own_params(model, optimizer)
 
@@ -115,17 +115,17 @@ class LocalModel:
             before, after = self._layout.get(name, "not there"), now.get(name, "not there")
             if before != after:
                 return (
-                    f"the model was changed since local_sgd was set up: {name} was {before} and is "
-                    f"{after}. Change a model, and run one forward pass where that gives tensors "
-                    "their shape, before local_sgd or prepare; to change it now leave the block, "
-                    "or close the engine, and begin anew, on all ranks"
+                    f"the model was changed after local_sgd was set up: {name} was {before} and is "
+                    f"{after}. Change a model (and run one forward pass if it is lazy) before "
+                    "local_sgd or prepare; to change it now, leave the block or close the engine, "
+                    "and start again on all ranks"
                 )
         for name, param in named_parameters(self.model):
             if self._ids[name] != id(param):
                 return (
-                    f"the model was changed since local_sgd was set up: parameter {name} is "
-                    "another object, which the optimizer does not train. Change a model before the "
-                    "optimizer is made"
+                    f"the model was changed after local_sgd was set up: parameter {name} is "
+                    "another object, which the optimizer does not train. Change a model before "
+                    "creating the optimizer"
                 )
         return None
 
@@ -164,9 +164,9 @@ class LocalModel:
     def load_unchanged(self, saved: Mapping[str, float]) -> None:
         """Load the flags of `unchanged_buffers`, for the current buffers."""
         self._loaded = saved
-        self.buffers_are_back()
+        self.buffers_restored()
 
-    def buffers_are_back(self) -> None:
+    def buffers_restored(self) -> None:
         """Record that buffers were written since `load_unchanged`, with their saved values."""
         self.made_common(name for name, share in self._loaded.items() if share == 1)
         for name, share in self._loaded.items():
@@ -208,8 +208,8 @@ class LocalModel:
         Communication: one broadcast inside the site.
         """
         try:
-            what = "copying the buffers of the first shard"
-            copy_from_first_(self.buffers().values(), shards, action=what)
+            purpose = "copying the buffers of the first shard"
+            copy_from_first_(self.buffers().values(), shards, action=purpose)
         except PayloadCorrupt as refusal:
             return str(refusal)
         return None
@@ -222,25 +222,28 @@ def _check_kinds(model: object, optimizer: object) -> None:
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise TypeError(
             "model is wrapped in DistributedDataParallel, which averages gradients in every step: "
-            "give local_sgd the model itself (ddp.module), made without the wrapper"
+            "pass the inner model (ddp.module), built without the wrapper, to local_sgd"
         )
     check.instance("optimizer", optimizer, torch.optim.Optimizer)
     assert isinstance(optimizer, torch.optim.Optimizer)
-    for each in all_of(optimizer):
-        if not getattr(each, "exchanges_gradients", False):
+    for opt in all_of(optimizer):
+        if not getattr(opt, "exchanges_gradients", False):
             continue
         raise TypeError(
-            f"optimizer is {type(each).__name__}, which exchanges gradients in every step: "
+            f"optimizer is {type(opt).__name__}, which exchanges gradients in every step: "
             "use a local one such as thinwire.optim.SGD, and compression=Sparse(...) to send less"
         )
 
 
 def _layout(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, p in named_parameters(model):
-        yield f"parameter {name}", f"{looks(p)}, {'trainable' if p.requires_grad else 'frozen'}"
+        yield (
+            f"parameter {name}",
+            f"{shape_text(p)}, {'trainable' if p.requires_grad else 'frozen'}",
+        )
     for name, b in named_buffers(model):
         if b.is_floating_point():
-            yield f"buffer {name}", looks(b)
+            yield f"buffer {name}", shape_text(b)
 
 
 def require_own_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -267,17 +270,17 @@ def warn_of_others(
     if left:
         _warn(
             f"{len(left)} parameters require a gradient and are in no group of "
-            f"{kinds_of(optimizer)}: {', '.join(left[:3])}. Steps of an optimizer that was not "
-            "given are not followed: where it trains these, ranks come to hold different values. "
-            "Give all optimizers of the model in a list, and call requires_grad_(False) on the rest"
+            f"{kinds_of(optimizer)}: {', '.join(left[:3])}. If another optimizer trains them, "
+            "ranks diverge. Pass all optimizers of the model in a list, and call "
+            "requires_grad_(False) on the remaining parameters"
         )
-    for each in all_of(optimizer) if own_state else ():
-        if not all(callable(getattr(each, name, None)) for name in ("train", "eval")):
+    for opt in all_of(optimizer) if own_state else ():
+        if not all(callable(getattr(opt, name, None)) for name in ("train", "eval")):
             continue
         _warn(
-            f"{type(each).__name__}.eval() seems to make the model's parameters from the "
-            "optimizer's state, of which each rank has its own, so that ranks come to hold "
-            "different values: give average_state=True to LocalSGD or AdaptiveLocalSGD"
+            f"{type(opt).__name__}.eval() seems to compute the model's parameters from optimizer "
+            "state, which differs between ranks: pass average_state=True to LocalSGD or "
+            "AdaptiveLocalSGD"
         )
 
 
@@ -286,14 +289,14 @@ def warn_of_averages(model: nn.Module, averagings: int) -> None:
     equal. Takes a moment.
     """
     shapes = [p.shape for p in model.parameters()]
-    for each in living(AveragedModel):
-        updates = int(each.n_averaged)
-        if updates > averagings and [p.shape for p in each.module.parameters()] == shapes:
+    for averaged in living(AveragedModel):
+        updates = int(averaged.n_averaged)
+        if updates > averagings and [p.shape for p in averaged.module.parameters()] == shapes:
             _warn(
-                f"an AveragedModel was updated {updates} times, and ranks have averaged "
-                f"{averagings} times: it is an average of this rank's own parameters. Update it "
-                "where sync.synced is true, or average it over the ranks before it is used; "
-                "engine.save(directory, extra=...) keeps that of each rank"
+                f"an AveragedModel was updated {updates} times but ranks averaged {averagings} "
+                "times, so it averages this rank's own parameters. Update it only where "
+                "sync.synced is true, or average it over the ranks before use; "
+                "engine.save(directory, extra=...) saves one per rank"
             )
 
 
@@ -308,8 +311,8 @@ def changed_since(before: Mapping[str, Tensor | None], now: Mapping[str, Tensor]
     flags = [_differs(tensor, before.get(name)) for name, tensor in now.items()]
     if not flags:
         return []
-    together = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
-    return [name for name, flag in zip(now, together, strict=True) if flag]
+    flags_on_host = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+    return [name for name, flag in zip(now, flags_on_host, strict=True) if flag]
 
 
 def _differs(now: Tensor, before: Tensor | None) -> Tensor:
@@ -324,7 +327,7 @@ def _differs(now: Tensor, before: Tensor | None) -> Tensor:
     return ((now != before) & ~(now.isnan() & before.isnan())).any()
 
 
-def looks(tensor: Tensor) -> str:
+def shape_text(tensor: Tensor) -> str:
     """Return type and shape of a tensor, for comparisons over ranks."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
@@ -353,18 +356,18 @@ def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
     A scaler is safe if the optimizer takes its scale and flag. That of FSDP has a process group and
     agrees over its ranks.
     """
-    if all(getattr(each, "_step_supports_amp_scaling", False) for each in all_of(optimizer)):
+    if all(getattr(opt, "_step_supports_amp_scaling", False) for opt in all_of(optimizer)):
         return
     step = torch.amp.GradScaler.step.__code__
     scalers = (f.f_locals["self"] for f, _ in walk_stack(sys._getframe()) if f.f_code is step)
-    if any(each.is_enabled() and not hasattr(each, "process_group") for each in scalers):
+    if any(s.is_enabled() and not hasattr(s, "process_group") for s in scalers):
         raise RuntimeError(SCALER)
 
 
 SCALER = (
-    "a GradScaler calls step(): the gradients are still multiplied by its scale, or it leaves out "
-    "step() on a rank whose gradients overflow, which the others would wait for. Let amp=AMP(...) "
-    "of a strategy scale the loss, or train in bfloat16 without a scaler"
+    "a GradScaler calls step(): gradients may still be scaled, and it skips step() on a rank with "
+    "an overflow while the others wait. Use amp=AMP(...) of a strategy, or train in bfloat16 "
+    "without a scaler"
 )
 
 
@@ -373,15 +376,15 @@ def given_optimizer(given: object, model: object) -> torch.optim.Optimizer:
     one.
 
     Raises:
-        TypeError, ValueError: See `bare_optimizer` and `together`; other types are refused later.
+        TypeError, ValueError: See `bare_optimizer` and `combined`; other types are refused later.
     """
     if isinstance(given, SeveralOptimizers):
         return given
     bare: object = bare_optimizer(given)
     if isinstance(given, Sequence):
-        bare = [bare_optimizer(each) for each in given]
+        bare = [bare_optimizer(opt) for opt in given]
     names = dict(named_parameters(model)) if isinstance(model, nn.Module) else {}
-    found: torch.optim.Optimizer = together(bare, {p: name for name, p in names.items()})
+    found: torch.optim.Optimizer = combined(bare, {p: name for name, p in names.items()})
     return found
 
 
@@ -405,8 +408,8 @@ def bare_optimizer(optimizer: object) -> object:
         optimizer, "_optimizer_step_pre_hooks"
     ):
         raise TypeError(
-            f"optimizer is {type(optimizer).__name__}, which takes no step hooks, as a wrapper "
-            "whose constructor does not call that of torch.optim.Optimizer: give the optimizer "
-            "that it wraps"
+            f"optimizer is {type(optimizer).__name__}, which does not support step hooks, as a "
+            "wrapper that does not call torch.optim.Optimizer.__init__: pass the optimizer that "
+            "it wraps"
         )
     return optimizer

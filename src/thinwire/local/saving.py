@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.core.origin import checksum_of
+from thinwire.core.provenance import checksum_of
 from thinwire.local.averager import Averager, Counters
 from thinwire.local.model import LocalModel
 
@@ -29,8 +29,8 @@ def saved(averager: Averager) -> dict[str, Any]:
     if averager.work is not None and averager.work.steps:
         raise RuntimeError(
             f"{averager.work.steps} steps were made since the last averaging, and with "
-            "round_seconds= other ranks have made others: save right after an averaging, where "
-            "sync.synced is true"
+            "round_seconds= ranks make unequal numbers of steps: save right after an averaging, "
+            "where sync.synced is true"
         )
     pending, averaging, counters = averager.pending, averager.averaging, averager.counters
     return {
@@ -50,7 +50,9 @@ def saved(averager: Averager) -> dict[str, Any]:
             "measured": _copied(pending.measured or {}),
             "extras": _copied(pending.extras),
         },
-        "local": _copied(_local(averager.tensors)) if counters.step > counters.whole else None,
+        "local": _copied(_local(averager.tensors))
+        if counters.step > counters.last_full_sync
+        else None,
         "unchanged_buffers": averager.tensors.unchanged_buffers(),
     }
 
@@ -66,8 +68,8 @@ def own_checksum(state: Mapping[str, Any]) -> int:
 def load(state: Mapping[str, Any], averager: Averager) -> None:
     """Restore a saved state. Everything is checked before anything changes."""
     averaging, tensors = averager.averaging, averager.tensors
-    places = {"anchors": averaging.anchors, "outer_momentum": averaging.momentum, **averaging.kept}
-    wanted = {*_COUNTERS, *INTERVAL, *places, "bytes_sent", "pending", "local"}
+    targets = {"anchors": averaging.anchors, "outer_momentum": averaging.momentum, **averaging.kept}
+    wanted = {*_COUNTERS, *INTERVAL, *targets, "bytes_sent", "pending", "local"}
     wanted |= {"sketches", "observed", "tokens", "unchanged_buffers"}
     if wanted != state.keys():
         raise ValueError(
@@ -75,8 +77,8 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
             f"unknown {sorted(state.keys() - wanted)}"
         )
     if state["local"] is not None:
-        places["local"] = _local(tensors)
-    for kind, current in places.items():
+        targets["local"] = _local(tensors)
+    for kind, current in targets.items():
         check.same_shapes(kind, state[kind], current, advice=_ADVICE)
     check.instance("unchanged_buffers", state["unchanged_buffers"], Mapping, advice=_ADVICE)
     for name, share in state["unchanged_buffers"].items():
@@ -87,7 +89,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
             name: tensors.params[name] for name in pending["measured"] if name in tensors.params
         }
         check.same_shapes("pending", pending["measured"], known, advice=_ADVICE)
-    for kind, current in places.items():
+    for kind, current in targets.items():
         for name, tensor in current.items():
             tensor.copy_(state[kind][name])
     tensors.load_unchanged(state["unchanged_buffers"])
@@ -101,7 +103,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
         setattr(averager.interval, key, state[key])
     averager.interval.k_steps = averager.interval.allowed(state["k_steps"])
     averager.interval.observe_again(state["observed"])
-    averager.begin_anew(state["tokens"])
+    averager.reset_after_load(state["tokens"])
     averager.count_from(state["bytes_sent"])
     if pending is not None:  # it is sent again when it is due
         devices = {name: p.device for name, p in tensors.params.items()}

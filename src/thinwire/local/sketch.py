@@ -58,9 +58,9 @@ def _plan(numel: int, key: int, device: torch.device) -> tuple[Tensor | None, Te
     64 KiB.
     """
     count = min(numel, _MOST)
-    places = torch.arange(count, device=device)
-    signs = 1.0 - 2.0 * (mixed(mixed(places + (_SIGNS << 20)) + mixed(key)) & 1)
+    positions = torch.arange(count, device=device)
+    signs = 1.0 - 2.0 * (mixed(mixed(positions + (_SIGNS << 20)) + mixed(key)) & 1)
     signs = signs.double() * math.sqrt(max(1, numel) / max(1, count))
     if count == numel:
         return None, signs
-    return mixed(mixed(places + (_DRAWS << 20)) + mixed(key)) % numel, signs
+    return mixed(mixed(positions + (_DRAWS << 20)) + mixed(key)) % numel, signs

@@ -25,11 +25,11 @@ from thinwire.comm import (
 from thinwire.comm.private import forget_ended
 from thinwire.compress import COMPRESSIONS, compression_of, field_of
 from thinwire.compress.dgc import DGC
-from thinwire.compress.figures import left_out, loops_of, tell_coverage
+from thinwire.compress.figures import loops_of, report_coverage, unsent_share
 from thinwire.compress.low_rank import LowRank
 from thinwire.core.arithmetic import arithmetic
-from thinwire.core.origin import ORIGIN, Origin, without_origin
 from thinwire.core.outer import OuterRule
+from thinwire.core.provenance import PROVENANCE, Provenance, without_provenance
 from thinwire.core.stats import Pace, numbers, planned_row
 from thinwire.errors import PeerLost
 from thinwire.exchange.digest import DIGEST_EVERY
@@ -153,7 +153,7 @@ class LocalUpdates:
     **State** in `state_dict`: counters, interval, first loss and rate, anchors, outer momentum,
     residuals, a result in flight, and this rank's own parameters between two averagings. Every rank
     saves its own. On another number of ranks, each may load the mean of the old ranks' tensors
-    without `origin`, the record of the rank that saved it. **Communication** per averaging: 24
+    without `provenance`, the record of the rank that saved it. **Communication** per averaging: 24
     bytes a rank of agreement before and after (more where losses or scales differ), one all-reduce
     per dtype, and for what is compressed one all-gather of equally long messages; where ranks share
     nodes, one all-reduce per dtype inside each before, and only its first rank sends. Between two
@@ -194,8 +194,8 @@ class LocalUpdates:
             if config.compression is not None:
                 field = field_of(compression)
                 raise ValueError(
-                    f"{field} and compression={config.compression} both say what an averaging "
-                    "sends: give one of them"
+                    f"{field} and compression={config.compression} both set the compression of "
+                    "averagings: give only one"
                 )
         self._of_gradients = compression
         self._changes = compression_of(config.compression, compression)
@@ -217,21 +217,21 @@ class LocalUpdates:
     def __enter__(self) -> "LocalUpdates":
         if self._entered_once:
             raise RuntimeError(
-                "this local_sgd block was entered before: make a new one with local_sgd(...)"
+                "this local_sgd block was entered before: create a new one with local_sgd(...)"
             )
-        mine = set(map(id, self._tensors.model.parameters()))
-        if any(mine & set(map(id, other._tensors.model.parameters())) for other in _open):
+        own = set(map(id, self._tensors.model.parameters()))
+        if any(own & set(map(id, other._tensors.model.parameters())) for other in _open):
             raise RuntimeError(
-                "this model is in a local_sgd block already: leave that one first, they cannot be "
-                "nested (an engine that averages parameters leaves it with engine.close())"
+                "this model is already in a local_sgd block, and blocks cannot be nested: leave "
+                "the other block first, or call engine.close() if an engine opened it"
             )
         with self._ranks.deadline():
             try:
                 return self._entered()
             except Regrouped:
                 raise PeerLost(
-                    "a member was lost while local updates were being set up, before there was "
-                    "anything to go on from: start again"
+                    "a member was lost while local updates were set up, so there is no state to "
+                    "continue from: start again"
                 ) from None
 
     def _entered(self) -> "LocalUpdates":
@@ -245,7 +245,7 @@ class LocalUpdates:
             facts[field_of(self._of_gradients)] = asdict(self._of_gradients)
         facts |= {"digest_every": self.digest_every, "timeout in seconds": group.timeout_s}
         facts |= arithmetic(self._tensors.device)
-        facts |= {"misuse": self._tensors.difference(), **self._tensors.facts()}
+        facts |= {"user error": self._tensors.difference(), **self._tensors.facts()}
         if members is not None:
             members.require_same_setup("local", facts)
             members.set_step_source(lambda: self.step)
@@ -253,8 +253,8 @@ class LocalUpdates:
         if (problem := self._tensors.difference()) is not None:
             raise RuntimeError(problem)
         dense = self.config.node_size is None and self._changes is None
-        apart = ranks.sites is None and (dense or self.config.by_time)
-        sources = group if apart else ranks.sources(self.config.node_size)
+        separate = ranks.sites is None and (dense or self.config.by_time)
+        sources = group if separate else ranks.sources(self.config.node_size)
         ranks.compile(self._needs())
         self._tensors.copy_from_first(group)
         outer = OuterRule(
@@ -270,21 +270,21 @@ class LocalUpdates:
             scaler=self._scaler,
             identity=ranks.identity("local updates"),
             digest_every=self.digest_every,
-            roll=members,
+            membership=members,
             after_averaging=self._after_averaging,
         )
         if members is not None and members.joiner:
             with own_deadlines():
                 members.fetch_state(JoinerState(averager, members.group))
-                for each in self._tensors.optimizers:
-                    begin_at = getattr(each, "begin_at", None)
+                for optimizer in self._tensors.optimizers:
+                    begin_at = getattr(optimizer, "begin_at", None)
                     if begin_at is not None:  # the schedules of the other ranks are at this step
                         begin_at(self.step)
                 averager.average_if_due()
         averager.start_counting()  # traffic of the start is not counted as exchange of updates
-        first = ranks.place[0] == 0
+        first = ranks.rank_and_size[0] == 0
         if first and self._changes is not None:
-            tell_coverage(self._changes, self._tensors.params.values())
+            report_coverage(self._changes, self._tensors.params.values())
         averager.pace = Pace(self._planned if first else None)
         self._paced_step = self.step
         self._steps = FollowedSteps(
@@ -295,11 +295,11 @@ class LocalUpdates:
         )
         self._hooks = [
             self._steps,
-            self._tensors.model.register_forward_pre_hook(_tell_of_evaluation),
+            self._tensors.model.register_forward_pre_hook(_warn_of_evaluation),
         ]
         _open.append(self)
-        for each in self._tensors.optimizers:
-            call_params = getattr(each, "call_params", None)  # of optimizers of this library
+        for optimizer in self._tensors.optimizers:
+            call_params = getattr(optimizer, "call_params", None)  # of optimizers of this library
             if call_params is not None:
                 call_params({p: name for name, p in named_parameters(self._tensors.model)})
         return self
@@ -350,7 +350,7 @@ class LocalUpdates:
             long_waits_logged(f"local step {self.step + 1}", lambda: averager.wait_s),
         ):
             move()
-        if averager.likeness.averaged_before:
+        if averager.duplicates.averaged_before:
             averager.bytes_of_others += sum(
                 p.numel() * p.element_size() for p in self._tensors.params.values()
             )
@@ -379,15 +379,15 @@ class LocalUpdates:
         steps, self._paced_step = self.step - self._paced_step, self.step
         if not steps:  # a timed round in which no rank made a step
             return
-        told = averager.pace.round(
+        warning = averager.pace.round(
             steps,
             time.perf_counter(),
             averager.wait_s,
             averager.sources.rate_bit_s,
             compare=self.step > self.config.begin_step,
         )
-        if told is not None:
-            warnings.warn(told, UserWarning, stacklevel=6)
+        if warning is not None:
+            warnings.warn(warning, UserWarning, stacklevel=6)
 
     def close(self) -> None:
         """Remove the hooks without an averaging; may be called twice.
@@ -425,9 +425,9 @@ class LocalUpdates:
         return self._averager is not None and self._averager.synced
 
     @property
-    def apart(self) -> bool:
+    def unsynced(self) -> bool:
         """True if this rank made steps since the last full sync."""
-        return self._averager is not None and self._averager.apart
+        return self._averager is not None and self._averager.unsynced
 
     @property
     def left(self) -> bool:
@@ -558,10 +558,10 @@ class LocalUpdates:
         """Return the traffic counters; see `Synchronizer.traffic`."""
         return NO_TRAFFIC if self._averager is None else self._averager.traffic()
 
-    def lose(self, seconds: float) -> None:
+    def exclude(self, seconds: float) -> None:
         """Count time that went to something else than steps, such as saving; see `stats`."""
         if self._averager is not None:
-            self._averager.pace.lose(seconds)
+            self._averager.pace.exclude(seconds)
 
     def _goodput(self) -> float:
         if self._averager is None:
@@ -573,7 +573,7 @@ class LocalUpdates:
         changes = self._changes
         return {
             "averagings": self._counters.averagings,
-            "sparsity": left_out(changes, self.step) if self._compressed else 0.0,
+            "sparsity": unsent_share(changes, self.step) if self._compressed else 0.0,
             "applied_share": self._applied_share,
             "goodput": self._goodput(),
             **self.traffic(),
@@ -617,11 +617,13 @@ class LocalUpdates:
         state = self.plain_state_dict()
         return {
             **state,
-            ORIGIN: Origin(*self._ranks.place, self.step, saving.own_checksum(state)).packed(),
+            PROVENANCE: Provenance(
+                *self._ranks.rank_and_size, self.step, saving.own_checksum(state)
+            ).packed(),
         }
 
     def plain_state_dict(self) -> dict[str, Any]:
-        """Return `state_dict` without the origin, for callers that separate the ranks
+        """Return `state_dict` without the provenance, for callers that separate the ranks
         themselves.
         """
         return saving.saved(self._entered_averager())
@@ -638,12 +640,12 @@ class LocalUpdates:
             RuntimeError: The block has not been entered.
             TypeError, ValueError: The state is of another model or config; nothing was changed.
         """
-        origin = Origin.read(state.get(ORIGIN)) if isinstance(state, Mapping) else None
-        state = without_origin(state)
+        provenance = Provenance.read(state.get(PROVENANCE)) if isinstance(state, Mapping) else None
+        state = without_provenance(state)
         saving.load(state, self._open_averager())
         own = saving.own_checksum(state)
-        if origin is not None and (origin.checksum or own):
-            problem = origin.problem(*self._ranks.place, own)
+        if provenance is not None and (provenance.checksum or own):
+            problem = provenance.problem(*self._ranks.rank_and_size, own)
             if problem is not None:
                 warnings.warn(f"thinwire.local_sgd: {problem}", UserWarning, stacklevel=2)
         self._paced_step = self.step
@@ -660,14 +662,14 @@ class LocalUpdates:
         averager = self._open_averager()
         if averager.pending is not None:
             raise RuntimeError(
-                "an averaging of the parameters before is on its way: call flush() before the "
-                "weights are loaded, and start_anew() after it"
+                "an averaging of the old parameters is still in flight: call flush() before "
+                "loading weights, and start_anew() after it"
             )
         averager.start_anew()
 
     def buffers_loaded(self) -> None:
         """Record that the buffers of a loaded state were written as well."""
-        self._open_averager().tensors.buffers_are_back()
+        self._open_averager().tensors.buffers_restored()
 
     def _entered_averager(self) -> Averager:
         """Return the averager, also after the block, for callers that save its final state."""
@@ -681,20 +683,20 @@ class LocalUpdates:
         return self._averager
 
 
-def _tell_of_evaluation(model: nn.Module, _: object) -> None:
+def _warn_of_evaluation(model: nn.Module, _: object) -> None:
     """Warn once before an evaluation between two averagings; a hook on the block's model and its
     copies.
     """
     if model.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
     for block in _open:
-        own = block._tensors.model is model and block.apart and not block.synced
+        own = block._tensors.model is model and block.unsynced and not block.synced
         if own and block._open_averager().group.size > 1:
             block._hooks.pop().remove()  # it was appended last
             warnings.warn(
-                "the model is evaluated between two averagings, where its parameters are this "
-                "rank's own and not the mean of all ranks: evaluate where sync.synced is true, or "
-                "call sync.flush() (engine.flush()) on all ranks before",
+                "the model is evaluated between two averagings, with this rank's own parameters "
+                "instead of the mean of all ranks: evaluate where sync.synced is true, or first "
+                "call sync.flush() (engine.flush()) on all ranks",
                 UserWarning,
                 stacklevel=5,
             )
@@ -713,12 +715,12 @@ def _require_alone(
     for name, value in {"process_group": process_group, "timeout": timeout}.items():
         if value is not None:
             raise ValueError(
-                f"{name} and members were both given: members exchange among themselves, "
-                "within the time-out that join was given; leave it out"
+                f"{name} and members were both given: members form their own group and use the "
+                f"time-out passed to join; leave {name} out"
             )
     if node_size not in (None, 1):
         raise ValueError(
-            f"node_size={node_size} and members were both given: members come and "
-            "go one by one, so that each counts for itself; leave node_size out"
+            f"node_size={node_size} and members were both given: members join and leave "
+            "individually, so each counts on its own; leave node_size out"
         )
     members.require_mesh(mesh)

@@ -9,7 +9,7 @@ from thinwire.local.config import LocalConfig
 
 __all__ = ["RoundWork", "of_site", "require_tokens", "weights_of"]
 
-Work = tuple[int, int | None]
+RoundTotals = tuple[int, int | None]
 """Steps, and tokens if every step reported some."""
 
 
@@ -21,8 +21,8 @@ def require_tokens(tokens: object, config: LocalConfig | None) -> None:
     """
     if config is None or not config.by_time:
         raise ValueError(
-            f"tokens={tokens} weigh the ranks of a round that ends by time: give "
-            "LocalSGD(round_seconds=...), or leave them out. All ranks count alike here"
+            f"tokens={tokens} sets the weight of a rank in timed rounds only: use "
+            "LocalSGD(round_seconds=...), or leave tokens out"
         )
     check.integer("tokens", tokens, at_least=1)
 
@@ -37,51 +37,51 @@ class RoundWork:
     def begin(self) -> None:
         """Start a round."""
         self._until = time.monotonic() + self._seconds
-        self.steps = self._tokens = self._told_steps = 0
-        self._tells = False
+        self.steps = self._tokens = self._steps_with_tokens = 0
+        self._has_tokens = False
         self.problem: str | None = None
 
     def observe(self, tokens: int) -> None:
         """Add tokens of the current step."""
         self._tokens += tokens
-        self._tells = True
+        self._has_tokens = True
 
     @property
     def tokens_before_step(self) -> int | None:
         """Tokens observed before the first step of the round; None if there are none."""
-        return self._tokens if self._tells else None
+        return self._tokens if self._has_tokens else None
 
     def step(self) -> None:
         """Count a step. Set `problem` if only some steps of the round reported tokens; all ranks
         receive it when they average.
         """
         self.steps += 1
-        self._told_steps += self._tells
-        self._tells = False
-        if self._told_steps not in (0, self.steps):
+        self._steps_with_tokens += self._has_tokens
+        self._has_tokens = False
+        if self._steps_with_tokens not in (0, self.steps):
             self.problem = (
-                f"{self._told_steps} of the {self.steps} steps of this round told their tokens: "
-                "call sync.observe(loss, tokens=n) before every optimizer.step(), or never"
+                f"{self._steps_with_tokens} of the {self.steps} steps of this round reported "
+                "tokens: call sync.observe(loss, tokens=n) before every optimizer.step(), or never"
             )
 
     def over(self, most_steps: int) -> bool:
         """Return True if it is time to average."""
         return self.steps >= most_steps or time.monotonic() >= self._until
 
-    def told(self) -> Work:
+    def totals(self) -> RoundTotals:
         """Return the work of this rank, for the other ranks."""
-        return self.steps, self._tokens if self._told_steps else None
+        return self.steps, self._tokens if self._steps_with_tokens else None
 
 
-def of_site(works: Sequence[Work]) -> Work:
+def of_site(totals: Sequence[RoundTotals]) -> RoundTotals:
     """Return the work of a site: the steps of one rank, since all make the same, and the tokens
     of all.
     """
-    told = [tokens for _, tokens in works if tokens is not None]
-    return works[0][0], sum(told) if len(told) == len(works) else None
+    reported = [tokens for _, tokens in totals if tokens is not None]
+    return totals[0][0], sum(reported) if len(reported) == len(totals) else None
 
 
-def weights_of(works: Sequence[Work]) -> list[float]:
+def weights_of(totals: Sequence[RoundTotals]) -> list[float]:
     """Return the weight of each rank's (or site's) change; the mean weight is 1.
 
     >>> weights_of([(3, None), (1, None)])
@@ -93,16 +93,15 @@ def weights_of(works: Sequence[Work]) -> list[float]:
     Raises:
         ThinwireError: Some ranks reported tokens and some did not.
     """
-    tokens = [each for _, each in works]
     # a rank without a step reports no tokens, and its weight is 0 either way
-    silent = [rank for rank, (steps, told) in enumerate(works) if told is None and steps]
-    if silent and any(each is not None for each in tokens):
+    silent = [rank for rank, (steps, tokens) in enumerate(totals) if tokens is None and steps]
+    if silent and any(tokens is not None for _, tokens in totals):
         raise ThinwireError(
-            f"ranks {silent} told no tokens of this round, and the others did: call "
-            "sync.observe(loss, tokens=n) on all ranks, or on none. Nothing was averaged on any"
+            f"ranks {silent} reported no tokens in this round, but the others did: call "
+            "sync.observe(loss, tokens=n) on all ranks, or on none. Nothing was averaged"
         )
-    weights = [steps if silent else told or 0 for steps, told in works]
+    weights = [steps if silent else tokens or 0 for steps, tokens in totals]
     total = sum(weights)
     if not total:
-        return [1.0] * len(works)
-    return [weight * len(works) / total for weight in weights]
+        return [1.0] * len(totals)
+    return [weight * len(totals) / total for weight in weights]

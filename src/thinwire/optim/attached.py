@@ -53,7 +53,7 @@ class Attached:
         check.instance("ddp", ddp, DistributedDataParallel)
         if synchronizer.ranks.mesh is not None:
             raise ValueError(
-                "attach(ddp) and mesh do not go together: a sharded model is not wrapped in "
+                "attach(ddp) cannot be combined with mesh: a sharded model is not wrapped in "
                 "DistributedDataParallel, and step() exchanges"
             )
         optimizer.call_params(_same_params(optimizer, ddp))
@@ -75,7 +75,7 @@ class Attached:
             RuntimeError: After `remove`.
         """
         if self._optimizer is None:
-            raise RuntimeError("this handle was removed: ask optimizer.stats()")
+            raise RuntimeError("this handle was removed: call optimizer.stats() instead")
         return self._stats()
 
     def remove(self) -> None:
@@ -121,16 +121,16 @@ class Attached:
 
 def _same_params(optimizer: DGCSettings, ddp: DistributedDataParallel) -> dict[Tensor, str]:
     """Return the model's names of the optimizer's parameters; raise if the two sets differ."""
-    mine = {p for p in optimizer._ordered_params() if p.requires_grad}
+    own = {p for p in optimizer._ordered_params() if p.requires_grad}
     theirs: dict[Tensor, str] = {
         p: name for name, p in named_parameters(ddp.module) if p.requires_grad
     }
-    if mine != theirs.keys():
-        missing = [name for p, name in theirs.items() if p not in mine]
+    if own != theirs.keys():
+        missing = [name for p, name in theirs.items() if p not in own]
         raise ValueError(
             "ddp must have exactly the trainable parameters of this optimizer: "
             f"{len(missing)} of the model's are not in the optimizer"
             f"{', such as ' + missing[0] if missing else ''}, "
-            f"{len(mine - theirs.keys())} of the optimizer's are not in the model"
+            f"{len(own - theirs.keys())} of the optimizer's are not in the model"
         )
     return theirs

@@ -22,15 +22,17 @@ def names_of(groups: Groups) -> list[list[str]] | None:
 
 
 def in_order(
-    saved: Groups, came: Sequence[Sequence[str]] | None, here: Sequence[Sequence[str]] | None
+    saved: Groups,
+    saved_names: Sequence[Sequence[str]] | None,
+    own_names: Sequence[Sequence[str]] | None,
 ) -> list[dict[str, Any]]:
     """Reorder the saved groups of a state_dict to the groups and parameters of this optimizer.
 
     Args:
         saved: `param_groups` of a state_dict; `params` are the keys of the parameters in its
             `state`. Read only.
-        came: The names of the saved groups' parameters; None where they were saved without.
-        here: The names in the optimizer that loads; None where it has none.
+        saved_names: The names of the saved groups' parameters; None where they were saved without.
+        own_names: The names in the optimizer that loads; None where it has none.
 
     Returns:
         Groups for torch, which loads by position. Unchanged where one side has no names.
@@ -40,25 +42,26 @@ def in_order(
     """
     groups = [dict(group) for group in saved]
     if (
-        came is None
-        or here is None
-        or [len(names) for names in came] != [len(g["params"]) for g in groups]
+        saved_names is None
+        or own_names is None
+        or [len(names) for names in saved_names] != [len(g["params"]) for g in groups]
     ):
         return groups
-    places = _matched(list(map(_numbered, came)), list(map(_numbered, here)))
-    if places is None:  # a wrapper may have changed the names
-        known, wanted = (list(map(_plain_names, each)) for each in (came, here))
-        told = [len(set(names)) for names in (*came, *here)]
-        if [len(set(names)) for names in (*known, *wanted)] == told:  # plain names are still unique
-            places = _matched(list(map(_numbered, known)), list(map(_numbered, wanted)))
-        if places is None:
+    matches = _matched(list(map(_numbered, saved_names)), list(map(_numbered, own_names)))
+    if matches is None:  # a wrapper may have changed the names
+        known, wanted = (list(map(_plain_names, names)) for names in (saved_names, own_names))
+        counts = [len(set(names)) for names in (*saved_names, *own_names)]
+        # plain names are still unique
+        if [len(set(names)) for names in (*known, *wanted)] == counts:
+            matches = _matched(list(map(_numbered, known)), list(map(_numbered, wanted)))
+        if matches is None:
             _refuse(known, wanted)
     result = []
-    for group_place, params in places:
-        group = groups[group_place]
-        ordered = {**group, "params": [group["params"][place] for place in params]}
+    for group_index, params in matches:
+        group = groups[group_index]
+        ordered = {**group, "params": [group["params"][index] for index in params]}
         if "param_names" in group:
-            ordered["param_names"] = [group["param_names"][place] for place in params]
+            ordered["param_names"] = [group["param_names"][index] for index in params]
         result.append(ordered)
     return result
 
@@ -90,19 +93,19 @@ def _matched(
         match = next((k for k in [i, *range(len(known))] if set(known[k]) == set(names)), None)
         if match is None:
             return None
-        places = {name: place for place, name in enumerate(known[match])}
-        found.append((match, [places[name] for name in names]))
+        positions = {name: position for position, name in enumerate(known[match])}
+        found.append((match, [positions[name] for name in names]))
     return found
 
 
 def _refuse(known: list[list[str]], wanted: list[list[str]]) -> NoReturn:
     """Raise the error that says what differs; list all names that differ only in their prefixes."""
     for i, names in enumerate(wanted):
-        if len(known) != len(wanted) or all(sorted(names) != sorted(each) for each in known):
+        if len(known) != len(wanted) or all(sorted(names) != sorted(others) for others in known):
             raise ValueError(_difference(i, names, known, len(wanted)))
     raise ValueError(
-        "the groups of the state hold parameters of the same names under other prefixes, which "
-        "cannot be told apart. Load it into a model that is wrapped as the saved one was"
+        "the parameter names of the state match only without their prefixes, and are then "
+        "ambiguous. Load it into a model wrapped like the saved one"
     )
 
 
@@ -110,18 +113,18 @@ def _difference(i: int, names: list[str], known: list[list[str]], count: int) ->
     advice = "Give the optimizer the same groups of parameters, in any order"
     if len(known) != count:
         return (
-            f"the state has {len(known)} parameter groups, and the optimizer has {count}. {advice}"
+            f"the state has {len(known)} parameter groups, but the optimizer has {count}. {advice}"
         )
     everywhere = {name for theirs in known for name in theirs}
     new = next((name for name in names if name not in everywhere), None)
     if new is not None:
-        return f"parameter group {i} has {new}, which is in no group of the state. {advice}"
+        return f"parameter group {i} has {new}, which no group of the state has. {advice}"
     closest = max(known, key=lambda theirs: len(set(theirs) & set(names)))
     more = (Counter(names) - Counter(closest)) + (Counter(closest) - Counter(names))
     name = min(more)
     return (
-        f"parameter group {i} and the groups of the state are divided otherwise: {name} is in one, "
-        f"not in the other. {advice}"
+        f"parameter group {i} is divided differently in the state: {name} is in only one of the "
+        f"two. {advice}"
     )
 
 

@@ -27,11 +27,11 @@ from thinwire.core.gradients import (
 )
 from thinwire.core.sharded import is_sharded, shard_of
 from thinwire.core.tensors import coalesced, state_dtype
-from thinwire.kernels.rules import Need, Work, needs_of
+from thinwire.kernels.rules import LoopKind, Need, needs_of
 from thinwire.kernels.warm import warm_up
 from thinwire.optim import groups as grouping
 from thinwire.optim.arguments import CommonOwn, require_known, spelled_out
-from thinwire.optim.groups import Exclusion, ParamFacts, ParamPlace
+from thinwire.optim.groups import Exclusion, ParamFacts, ParamRecord
 from thinwire.optim.pairs import (
     ParamGrad,
     checked_callbacks,
@@ -59,7 +59,7 @@ class _Common:
     position: int = 0
     schedules: list[Schedule | None] = dataclasses.field(default_factory=list)
     own_lr: list[bool] = dataclasses.field(default_factory=list)
-    places: dict[Tensor, ParamPlace] = dataclasses.field(default_factory=dict)
+    records: dict[Tensor, ParamRecord] = dataclasses.field(default_factory=dict)
 
 
 class CommonOptimizer(torch.optim.Optimizer):
@@ -91,7 +91,7 @@ class CommonOptimizer(torch.optim.Optimizer):
     _common: _Common
     _given: list[ParamGrad] | None = None
     """Pairs passed to `apply_gradients`; None if they come from `p.grad`."""
-    _loops: ClassVar[Work | None] = None
+    _loops: ClassVar[LoopKind | None] = None
     """Compiled loops of the method, if it has any."""
     _ratios: dict[Tensor, Tensor] | None = None
     """Trust ratios of the last update, for methods that have them."""
@@ -139,9 +139,11 @@ class CommonOptimizer(torch.optim.Optimizer):
         common = self._common
         grouping.check_common_values(self.defaults)
         self._check_hyperparameters(self.defaults)
-        grouping.require_matches(common.exclude, (place.name for place in common.places.values()))
+        grouping.require_matches(
+            common.exclude, (record.name for record in common.records.values())
+        )
         if common.asked_order is not None:
-            common.order = grouping.ordered(common.asked_order, common.places)
+            common.order = grouping.ordered(common.asked_order, common.records)
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         """Raise for a value that the method does not allow, in the constructor or in a group."""
@@ -185,7 +187,7 @@ class CommonOptimizer(torch.optim.Optimizer):
         last = len(self.param_groups) - 1
         for (name, param), excluded in zip(entries, flags, strict=True):
             plain = None if name is None else plain_name(name)
-            common.places[param] = ParamPlace(len(common.places), last, plain, excluded)
+            common.records[param] = ParamRecord(len(common.records), last, plain, excluded)
         if common.order is not None:
             common.order.extend(param for _, param in entries)
         common.schedules.append(schedule)
@@ -210,10 +212,10 @@ class CommonOptimizer(torch.optim.Optimizer):
         """Name the parameters that came without names, for messages and for arguments that take
         names. Groups and `state_dict` stay as they are.
         """
-        places = self._common.places
-        for param, place in places.items():
-            if place.name is None and param in names:
-                places[param] = dataclasses.replace(place, name=names[param])
+        records = self._common.records
+        for param, record in records.items():
+            if record.name is None and param in names:
+                records[param] = dataclasses.replace(record, name=names[param])
 
     @property
     def has_schedule(self) -> bool:
@@ -222,13 +224,13 @@ class CommonOptimizer(torch.optim.Optimizer):
 
     def shared_settings(self) -> dict[str, Any]:
         """Return the settings, beside `param_groups`, that must be equal on all ranks of a run."""
-        places, schedules = self._common.places.values(), self._common.schedules
+        records, schedules = self._common.records.values(), self._common.schedules
         return {
             "grad_clip": repr(self.grad_clip),
             "schedule": [text_of(schedule) for schedule in schedules],
             "values of the schedule (CRC-32)": [checksum_of(schedule) for schedule in schedules],
             "excluded from weight decay": " ".join(
-                p.name or str(p.index) for p in places if p.excluded
+                p.name or str(p.index) for p in records if p.excluded
             ),
         }
 
@@ -243,19 +245,21 @@ class CommonOptimizer(torch.optim.Optimizer):
         """Return all parameters, in the order in which gradients are listed, exchanged and
         applied.
         """
-        return list(self._common.places) if self._common.order is None else self._common.order
+        return list(self._common.records) if self._common.order is None else self._common.order
 
     def _label(self, param: Tensor) -> str:
         """Return the name of a parameter in messages."""
-        return self._common.places[param].label
+        return self._common.records[param].label
 
     def _facts(self, param: Tensor) -> ParamFacts:
         """Return the settings of a parameter in the current update."""
-        place = self._common.places[param]
-        group = self.param_groups[place.group_index]
-        decay = 0.0 if place.excluded else group["weight_decay"]
+        record = self._common.records[param]
+        group = self.param_groups[record.group_index]
+        decay = 0.0 if record.excluded else group["weight_decay"]
         regularizer, centralization = group["regularizer"], group["grad_centralization"]
-        return ParamFacts(place.name, place.group_index, group, decay, regularizer, centralization)
+        return ParamFacts(
+            record.name, record.group_index, group, decay, regularizer, centralization
+        )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one update from the gradients in `p.grad`, which stay unchanged.
@@ -337,7 +341,7 @@ class CommonOptimizer(torch.optim.Optimizer):
         wide = [(p, g.to(state_dtype(p))) for p, g in pairs]
         members: dict[int, list[ParamGrad]] = {}
         for param, grad in self._processed(wide):
-            members.setdefault(self._common.places[param].group_index, []).append((param, grad))
+            members.setdefault(self._common.records[param].group_index, []).append((param, grad))
         for i in sorted(members):
             self._update_group(self.param_groups[i], members[i], rates[i])
         return True
@@ -354,8 +358,8 @@ class CommonOptimizer(torch.optim.Optimizer):
         if self.grad_clip is not None:
             # the global norm is summed in the order of the groups, so that order_params does not
             # change its bits
-            places = [self._common.places[p].index for p, _ in pairs]
-            ranking = sorted(range(len(places)), key=places.__getitem__)
+            indices = [self._common.records[p].index for p, _ in pairs]
+            ranking = sorted(range(len(indices)), key=indices.__getitem__)
             new = clipped(self.grad_clip, [grads[i] for i in ranking])
             for i, grad in zip(ranking, new, strict=True):
                 grads[i] = grad
@@ -406,7 +410,7 @@ class CommonOptimizer(torch.optim.Optimizer):
         """
         calls = checked_callbacks(callbacks)
         order = self._ordered_params()
-        wanted = selected(order, self._common.places, parameters, no_grad_set)
+        wanted = selected(order, self._common.records, parameters, no_grad_set)
         differentiate(loss, wanted, order)
         pairs = [(p, p.grad) for p in wanted if p.grad is not None]
         for call in calls:
@@ -431,7 +435,7 @@ class CommonOptimizer(torch.optim.Optimizer):
             TypeError: Not an iterable of pairs.
             ValueError: A parameter that is foreign or repeated, or a gradient of another shape.
         """
-        self._given = checked_pairs(params_grads, self._ordered_params(), self._common.places)
+        self._given = checked_pairs(params_grads, self._ordered_params(), self._common.records)
         try:
             self.step()
         finally:

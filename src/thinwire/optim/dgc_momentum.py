@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire import _validate as check
 from thinwire.comm import is_alone
 from thinwire.core.gradients import ClipByNorm, Regularizer
-from thinwire.core.origin import ORIGIN, Origin, checksum_of, without_origin
+from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of, without_provenance
 from thinwire.core.sharded import require_shards, shard_of, sharded_like
 from thinwire.core.stats import numbers
 from thinwire.core.tensors import named_dtype
@@ -173,7 +173,7 @@ class DGCMomentum(DGCSettings):
         if grad_clip is not None and local_grad_clip_norm is not None:
             raise ValueError(
                 f"grad_clip={grad_clip} and local_grad_clip_norm={local_grad_clip_norm} limit the "
-                "same gradient: give one of them"
+                "same gradient: give only one"
             )
         groups, rate = self._open(
             params,
@@ -201,9 +201,9 @@ class DGCMomentum(DGCSettings):
         self.timeout_s = self._ranks.timeout_s
         if mesh is not None and grad_clip is not None:
             raise ValueError(
-                f"grad_clip={grad_clip} and mesh were both given, and a norm of what arrives "
-                "would be one of a shard: use local_grad_clip_norm, whose norms are over all "
-                "shards"
+                f"grad_clip={grad_clip} cannot be combined with mesh, because the norm of an "
+                "arriving gradient would cover one shard only: use local_grad_clip_norm, whose "
+                "norms cover all shards"
             )
         self._identity = self._ranks.identity("optimizer")
         defaults = {
@@ -246,7 +246,7 @@ class DGCMomentum(DGCSettings):
         """
         super().add_param_group(param_group)
         if self._synchronizer is not None:
-            self._synchronizer.list_anew()
+            self._synchronizer.relist()
 
     def attach(self, ddp: DistributedDataParallel) -> "Attached":
         """Move the exchange into the backward pass of `ddp`, bucket by bucket, so that the two
@@ -293,7 +293,7 @@ class DGCMomentum(DGCSettings):
         too.
         """
         super().call_params(names)
-        self.synchronizer.list_anew()
+        self.synchronizer.relist()
 
     def one_deadline(self) -> AbstractContextManager[None]:
         """Count all waiting inside the block against one time-out of this optimizer."""
@@ -344,42 +344,52 @@ class DGCMomentum(DGCSettings):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's dictionary, with `position` and the origin that `load_state_dict`
+        """Return torch's dictionary, with `position` and the provenance that `load_state_dict`
         compares.
 
-        `state` has an entry `origin` beside the residual of one parameter: rank, ranks, position
-        and a checksum of residuals and momentum, as an int64 tensor, which every way of saving
-        keeps.
+        `state` has an entry `provenance` beside the residual of one parameter: an int64 tensor of
+        rank, number of ranks, position, and a checksum of residuals and momentum. Every way of
+        saving keeps tensors.
         """
         state_dict = self.plain_state_dict()
         state = state_dict["state"]
-        first = next((k for k, each in of_params(state).items() if "residual" in each), None)
+        first = next((k for k, entries in of_params(state).items() if "residual" in entries), None)
         if first is not None:
-            origin = Origin(*self._own_place(), self.position, self._own_checksum(state))
-            state_dict["state"] = {**state, first: {**state[first], ORIGIN: origin.packed()}}
+            provenance = Provenance(
+                *self._own_rank_and_size(), self.position, self._own_checksum(state)
+            )
+            state_dict["state"] = {
+                **state,
+                first: {**state[first], PROVENANCE: provenance.packed()},
+            }
         return state_dict
 
-    def _own_place(self) -> tuple[int, int]:
+    def _own_rank_and_size(self) -> tuple[int, int]:
         """Return this rank's index among the ranks that exchange, and their number; for shards,
         those of the site.
         """
         mesh = self._ranks.mesh
         if mesh is None:
-            return self._ranks.place
+            return self._ranks.rank_and_size
         return mesh.get_local_rank("replicate"), mesh["replicate"].size()
 
     def _own_checksum(self, state: Mapping[Any, Mapping[str, Any]]) -> int:
         """Return a checksum of residuals and momentum on any device; 0 for shards, whose ranks
-        share one origin in torch's checkpoint formats.
+        share one provenance in torch's checkpoint formats.
         """
         if self._ranks.mesh is not None:
             return 0
         return checksum_of(
-            [each[key] for each in of_params(state).values() for key in _OWN if key in each]
+            [
+                entries[key]
+                for entries in of_params(state).values()
+                for key in _OWN
+                if key in entries
+            ]
         )
 
     def plain_state_dict(self) -> dict[str, Any]:
-        """Return `state_dict` without the origin, for callers that separate the ranks
+        """Return `state_dict` without the provenance, for callers that separate the ranks
         themselves.
         """
         state_dict = super().state_dict()
@@ -408,22 +418,23 @@ class DGCMomentum(DGCSettings):
         """
         state = state_dict["state"]
         every = of_params(state).values()
-        origin = next((o for entries in every if (o := Origin.read(entries.get(ORIGIN)))), None)
+        provenance = next(
+            (o for entries in every if (o := Provenance.read(entries.get(PROVENANCE)))), None
+        )
         bare = {
             **state_dict,
-            "state": {key: without_origin(entries) for key, entries in state.items()},
+            "state": {key: without_provenance(entries) for key, entries in state.items()},
         }
-        if origin is not None and "position" not in bare:
-            bare["position"] = origin.position
+        if provenance is not None and "position" not in bare:
+            bare["position"] = provenance.position
         super().load_state_dict(bare)
         problem = None
-        if origin is not None:
-            problem = origin.problem(*self._own_place(), self._own_checksum(state))
-        elif "position" not in bare and any("residual" in each for each in every):
+        if provenance is not None:
+            problem = provenance.problem(*self._own_rank_and_size(), self._own_checksum(state))
+        elif "position" not in bare and any("residual" in entries for entries in every):
             problem = (
-                "the state has no position, so that the rampup of sparsity begins anew at update "
-                "0: save what state_dict() gives as a whole, or set state_dict['position'] to the "
-                "number of updates made"
+                "the state has no position, so the sparsity ramp-up restarts at update 0: save "
+                "all of state_dict(), or set state_dict['position'] to the number of updates made"
             )
         if problem is not None:
             warnings.warn(f"thinwire.optim.DGCMomentum: {problem}", UserWarning, stacklevel=2)
@@ -444,9 +455,9 @@ class DGCMomentum(DGCSettings):
     def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
         sync = self.synchronizer
         with self.one_deadline(), sync.fixed_rules():
-            exchange, names, came = sync.joined(), sync.names, self._arrived
+            exchange, names, received = sync.joined(), sync.names, self._arrived
             try:
-                if came is not None:
+                if received is not None:
                     grads: Mapping[str, Tensor] = {names[p]: shard_of(g) for p, g in pairs}
                 else:
                     overflow, factor = self._read_scaler()
@@ -457,11 +468,11 @@ class DGCMomentum(DGCSettings):
                     outcome = exchange.exchange(
                         self.position, given, overflow=overflow, unchanged=unchanged
                     )
-                    came, grads = outcome.came, outcome.grads
+                    received, grads = outcome.received, outcome.grads
                 sync.agreed()
-                if came is None:
+                if received is None:
                     return False
-                self._update_from(exchange, grads, rates, came)
+                self._update_from(exchange, grads, rates, received)
             finally:
                 exchange.forget()
         self._dense_bytes += sum(

@@ -11,14 +11,14 @@ from torch import Tensor
 from thinwire.comm import node_size_of
 from thinwire.compress.dgc import DGC, DGCCompressor, Rule, locally_clipped
 from thinwire.compress.entries import ArrivedEntries
-from thinwire.compress.figures import tell_coverage
+from thinwire.compress.figures import report_coverage
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.checksum import bit_sums
 from thinwire.core.feedback import in_chunks, rounding_seed, step_along_list_, store_
 from thinwire.core.gradients import ClipByNorm, clipped
 from thinwire.core.sharded import Shards, require_shards, shard_of
 from thinwire.core.tensors import state_dtype
-from thinwire.exchange.agreement import Among
+from thinwire.exchange.agreement import Participants
 from thinwire.exchange.checks import SameHyperparameters
 from thinwire.exchange.digest import RollingDigest
 from thinwire.exchange.gradients import GradientExchange
@@ -46,7 +46,7 @@ class DGCSynchronizer:
         self.compressor: DGCCompressor | None = None
         """Compressor of the gradients; None before the first step."""
         self._exchange: GradientExchange | None = None
-        self._among = Among()
+        self._participants = Participants()
         self._buckets: Sequence[Sequence[str]] = ()
         self._names_of_engine: Mapping[Tensor, str] = {}
         self._params: dict[str, Tensor] | None = None
@@ -71,7 +71,7 @@ class DGCSynchronizer:
             self.names = {p: name for name, p in self._params.items()}
         return self._params
 
-    def list_anew(self) -> None:
+    def relist(self) -> None:
         """Rebuild the list of parameters after an addition or a change of names."""
         self._params = None
 
@@ -102,17 +102,21 @@ class DGCSynchronizer:
         known.make_common()
         return known
 
-    def serve(
-        self, identity: str, digest_every: int, names: Mapping[Tensor, str], among: Among
+    def bind(
+        self,
+        identity: str,
+        digest_every: int,
+        names: Mapping[Tensor, str],
+        participants: Participants,
     ) -> None:
         """Bind this exchange to an engine, with its name, its parameter names and its agreement."""
-        self._identity, self._names_of_engine, self._among = identity, names, among
+        self._identity, self._names_of_engine, self._participants = identity, names, participants
         self.optimizer.digest_every = digest_every
-        self.list_anew()
+        self.relist()
         # counters start again
         self._exchange = None
-        self.ranks = self.ranks.again()
-        self._tell_coverage()
+        self.ranks = self.ranks.fresh()
+        self._report_coverage()
 
     def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
         """Set which parameters travel together, for an engine; the same on all ranks."""
@@ -174,7 +178,7 @@ class DGCSynchronizer:
         """Return the compression rule of a tensor, from its group as it is now or as last agreed
         on.
         """
-        index = self.optimizer._common.places[self.params[name]].group_index
+        index = self.optimizer._common.records[self.params[name]].group_index
         if self._rules is None:
             return self._rule_of(index)
         if index not in self._rules:
@@ -220,7 +224,7 @@ class DGCSynchronizer:
             raise problem
         ranks.compile(optimizer.needs)
         if not self._names_of_engine:  # an engine reports it in `prepare`
-            self._tell_coverage()
+            self._report_coverage()
         self.compressor = DGCCompressor(
             self.shards,
             self._rule,
@@ -233,8 +237,10 @@ class DGCSynchronizer:
         made = self._exchange
         if made is None:
             sources = ranks.sources(optimizer.node_size, compared=True)
-            compressors, among = [self.compressor], self._among
-            made = GradientExchange(group, self.shards, compressors, sources=sources, among=among)
+            compressors, participants = [self.compressor], self._participants
+            made = GradientExchange(
+                group, self.shards, compressors, sources=sources, participants=participants
+            )
             made.add_check(SameHyperparameters(optimizer))
             made.launching = self.launching
         else:
@@ -244,11 +250,11 @@ class DGCSynchronizer:
         self.agreed()
         return made
 
-    def _tell_coverage(self) -> None:
-        if self.ranks.place[0] == 0:
+    def _report_coverage(self) -> None:
+        if self.ranks.rank_and_size[0] == 0:
             whole = {shard_of(p): p for p in self.params.values()}
             config = config_of(self.optimizer.param_groups[0])
-            tell_coverage(config, whole, lambda shard: self.optimizer.compresses(whole[shard]))
+            report_coverage(config, whole, lambda shard: self.optimizer.compresses(whole[shard]))
 
     def _digest(self) -> RollingDigest | None:
         if not self.optimizer.digest_every:
@@ -299,10 +305,10 @@ class DGCSynchronizer:
 
     def _initial_values(self) -> dict[str, Any]:
         """Return a checksum of each parameter; for a sharded one, of all its shards."""
-        mine, sites = [_crc(p) for p in self.shards.values()], self.ranks.sites
+        own, sites = [_crc(p) for p in self.shards.values()], self.ranks.sites
         if sites is None:
-            return dict(zip(self.params, mine, strict=True))
-        packed = b"".join(crc.to_bytes(4, "little") for crc in mine)
+            return dict(zip(self.params, own, strict=True))
+        packed = b"".join(crc.to_bytes(4, "little") for crc in own)
         answers = sites.shards.gather_now(packed, "comparing shards")
         return {
             name: [int.from_bytes(answer[4 * i : 4 * i + 4], "little") for answer in answers]
@@ -354,14 +360,14 @@ class DGCUpdate:
 
     def __init__(self, optimizer: DGCSettings, synchronizer: DGCSynchronizer) -> None:
         self._optimizer, self._synchronizer = optimizer, synchronizer
-        self._apart: frozenset[str] | None = None if optimizer.state else frozenset()
+        self._differing: frozenset[str] | None = None if optimizer.state else frozenset()
         """Tensors whose momentum differs between ranks since they were compressed; None: not known,
         after a load.
         """
 
     def state_loaded(self) -> None:
         """Note that momentum was loaded, so that it may differ between ranks."""
-        self._apart = None
+        self._differing = None
 
     def __call__(
         self,
@@ -388,7 +394,7 @@ class DGCUpdate:
         sparse = [n for n in grads if isinstance(arrived[n], ArrivedEntries)]
         dense = [n for n in grads if not isinstance(arrived[n], ArrivedEntries)]
         self._make_momentum_common(exchange, dense)
-        self._apart = None if self._apart is None else self._apart.union(sparse)
+        self._differing = None if self._differing is None else self._differing.union(sparse)
         exchange.commit_(done, grads)
         keys = {name: key for key, name in enumerate(sync.params)}
         for name in dense:
@@ -421,32 +427,32 @@ class DGCUpdate:
         optimizer, params = self._optimizer, self._synchronizer.params
         group = exchange.group.replicas or exchange.group
         states: dict[str, dict[str, Any]] = {}
-        for name in [n for n in dense if self._apart is None or n in self._apart]:
+        for name in [n for n in dense if self._differing is None or n in self._differing]:
             state = self._state_of(name)
             if optimizer._facts(params[name]).group["momentum"] and "momentum_buffer" in state:
                 states[name] = state
         if not states or group.size == 1:
             return
         held = {name: state["momentum_buffer"] for name, state in states.items()}
-        what = "making momentum common"
+        purpose = "making momentum common"
         sums = torch.stack(bit_sums(list(held.values()))).cpu().numpy().tobytes()
-        rows = group.gather_bytes(sums, action=what)
+        rows = group.gather_bytes(sums, action=purpose)
         differ = [
             name
             for at, name in enumerate(held)
             if len({row[8 * at : 8 * at + 8] for row in rows}) > 1
         ]
         wide = {name: held[name].to(wide_dtype(params[name])) for name in differ}
-        totals = [group.all_reduce_(each.clone(), action=what) for each in wide.values()]
+        totals = [group.all_reduce_(value.clone(), action=purpose) for value in wide.values()]
         means = [total.wait().div_(group.size) for total in totals]
         if differ:
             # vote: no rank overwrites its momentum before all have received the means
-            group.gather_bytes(b"", action=what)
+            group.gather_bytes(b"", action=purpose)
         for name, mean in zip(differ, means, strict=True):
             held[name].copy_(mean)
             optimizer.state[params[name]] = states[name]
-        known = frozenset(params) if self._apart is None else self._apart
-        self._apart = known - set(dense)
+        known = frozenset(params) if self._differing is None else self._differing
+        self._differing = known - set(dense)
 
     def _step_along(self, names: Sequence[str], rates: Sequence[float], done: Round) -> None:
         """Update p <- p - lr * mean, at the entries that any rank sent."""
@@ -457,7 +463,7 @@ class DGCUpdate:
         ]
         step_along_list_(
             [shard_of(param).detach() for param in params],
-            [each for each in entries if each is not None],
+            [entry for entry in entries if entry is not None],
             [rates[self._optimizer._facts(param).group_index] for param in params],
             done.arrived[names[0]].context.sources,
             wide,

@@ -17,7 +17,7 @@ from thinwire.core.gradients import L1Decay, L2Decay, Regularizer
 __all__ = [
     "Exclusion",
     "ParamFacts",
-    "ParamPlace",
+    "ParamRecord",
     "check_common_values",
     "check_keys",
     "check_regularizer",
@@ -40,7 +40,7 @@ ALSO_ACCEPTED = ("param_names", "initial_lr", "name")
 
 
 @dataclass(frozen=True, slots=True)
-class ParamPlace:
+class ParamRecord:
     """Facts about a parameter that stay the same while it is in an optimizer."""
 
     index: int
@@ -252,25 +252,25 @@ def split_order(params: object) -> tuple[Any, list[Tensor] | None]:
     )
 
 
-def ordered(order: Sequence[Tensor], places: Mapping[Tensor, ParamPlace]) -> list[Tensor]:
+def ordered(order: Sequence[Tensor], records: Mapping[Tensor, ParamRecord]) -> list[Tensor]:
     """Return `order`; raise unless it holds exactly the parameters of the groups, each once."""
     seen: set[Tensor] = set()
     for i, param in enumerate(order):
-        if param not in places:
+        if param not in records:
             raise ValueError(
                 f"order_params[{i}], of shape {tuple(param.shape)}, is in none of the parameter "
                 "groups"
             )
         if param in seen:
             raise ValueError(
-                f"order_params[{i}] ({_label(param, places)}) is given twice; list every parameter "
-                "once"
+                f"order_params[{i}] ({_label(param, records)}) is given twice; list "
+                "every parameter once"
             )
         seen.add(param)
-    missing = [_label(param, places) for param in places if param not in seen]
+    missing = [_label(param, records) for param in records if param not in seen]
     if missing:
         raise ValueError(
-            f"order_params misses {len(missing)} of {len(places)} parameters: "
+            f"order_params misses {len(missing)} of {len(records)} parameters: "
             f"{', '.join(missing[:5])}"
         )
     return list(order)
@@ -291,12 +291,12 @@ def _as_params(order: object) -> list[Tensor]:
     return params
 
 
-def _label(param: Tensor, places: Mapping[Tensor, ParamPlace]) -> str:
-    place = places[param]
+def _label(param: Tensor, records: Mapping[Tensor, ParamRecord]) -> str:
+    record = records[param]
     return (
-        place.name
-        if place.name is not None
-        else f"parameter {place.index} of shape {tuple(param.shape)}"
+        record.name
+        if record.name is not None
+        else f"parameter {record.index} of shape {tuple(param.shape)}"
     )
 
 

@@ -94,7 +94,7 @@ class Lamb(CommonOptimizer):
             if run.contiguous:
                 return lamb_list_(params, run.grads, exp_avgs, exp_avg_sqs, rule)
             tensors = zip(params, run.grads, exp_avgs, exp_avg_sqs, strict=True)
-            return [lamb_(*each, rule) for each in tensors]
+            return [lamb_(*row, rule) for row in tensors]
 
         update_runs_(self, group, pairs, update_)
 

@@ -104,8 +104,8 @@ class Lars(CommonOptimizer):
             velocities = [buffer_of(self, p, "momentum_buffer") for p in run.params if momentum]
             if run.contiguous:
                 return lars_list_(params, run.grads, velocities or None, rule)
-            each: Sequence[Tensor | None] = velocities or [None] * len(params)
-            tensors = zip(params, run.grads, each, strict=True)
+            buffers: Sequence[Tensor | None] = velocities or [None] * len(params)
+            tensors = zip(params, run.grads, buffers, strict=True)
             return [lars_(p, grad, velocity, rule) for p, grad, velocity in tensors]
 
         update_runs_(self, group, pairs, update_)

@@ -12,7 +12,7 @@ from thinwire.comm import Group, Pending, require_agreement, state_in_errors
 from thinwire.comm.waiting import progressed
 from thinwire.core.muon import MuonRule, descend_, direction_, muon_, newton_schulz, products
 from thinwire.core.sharded import is_sharded, shard_of
-from thinwire.layout.owners import dealt, shard_lengths
+from thinwire.layout.owners import assign_owners, shard_lengths
 
 __all__ = ["Matrix", "Owners"]
 
@@ -39,32 +39,33 @@ class Matrix(NamedTuple):
             return None
         # it is a DTensor
         mesh: Any = self.param.device_mesh  # type: ignore[attr-defined]
-        places = self.param.placements  # type: ignore[attr-defined]
-        if getattr(self.grad, "placements", None) != places:
+        placements = self.param.placements  # type: ignore[attr-defined]
+        if getattr(self.grad, "placements", None) != placements:
             raise ValueError(
-                f"the gradient of {self.label} lies as {getattr(self.grad, 'placements', 'whole')} "
-                f"and the parameter as {places}: run the backward pass again"
+                f"the gradient of {self.label} has placements "
+                f"{getattr(self.grad, 'placements', 'none')} but the parameter has {placements}: "
+                "run the backward pass again"
             )
-        cuts = [i for i, p in enumerate(places) if mesh.size(i) > 1 and not p.is_replicate()]
+        cuts = [i for i, p in enumerate(placements) if mesh.size(i) > 1 and not p.is_replicate()]
         if not cuts:
             return None
-        if len(cuts) > 1 or type(places[cuts[0]]).__name__ != "Shard":
+        if len(cuts) > 1 or type(placements[cuts[0]]).__name__ != "Shard":
             raise ValueError(
-                f"{self.label} lies as {places} on the mesh {mesh.mesh_dim_names} "
-                f"{tuple(mesh.shape)}, and Muon takes matrices that are sharded along one "
-                "dimension of one mesh dimension, as fully_shard does it. Give the others "
-                '"muon": False in their groups'
+                f"{self.label} has placements {placements} on the mesh {mesh.mesh_dim_names} "
+                f"{tuple(mesh.shape)}, but Muon needs matrices sharded along one dimension of one "
+                "mesh dimension, as by fully_shard. Set 'muon' to False in the groups of the "
+                "others"
             )
-        return mesh.get_group(cuts[0]), places[cuts[0]].dim
+        return mesh.get_group(cuts[0]), placements[cuts[0]].dim
 
     def shards(self, dim: int, ranks: int) -> list[tuple[int, ...]]:
         """Return the shape of each rank's shard."""
         before, after = self.param.shape[:dim], self.param.shape[dim + 1 :]
         return [(*before, n, *after) for n in shard_lengths(self.param.shape[dim], ranks)]
 
-    def looks(self, dim: int) -> str:
+    def description(self, dim: int) -> str:
         """Return a description that must be equal on all ranks that exchange it."""
-        given, made = (str(each.dtype)[6:] for each in (self.grad, self.rule))
+        given, made = (str(holder.dtype)[6:] for holder in (self.grad, self.rule))
         shape = "x".join(map(str, self.param.shape))
         return f"{self.label}, {shape} cut along {dim}, {given} iterated in {made}"
 
@@ -90,46 +91,46 @@ class Owners:
 
     def update_(self, matrices: Sequence[Matrix]) -> None:
         """Update matrices and their momentum buffers in place."""
-        looks: dict[ProcessGroup, list[str]] = {}
-        alike: dict[_Kind, list[Matrix]] = {}
+        descriptions: dict[ProcessGroup, list[str]] = {}
+        by_kind: dict[_Kind, list[Matrix]] = {}
         cuts = [(matrix, matrix.cut()) for matrix in matrices]
         for matrix, cut in cuts:
             if cut is not None:
-                looks.setdefault(cut[0], []).append(matrix.looks(cut[1]))
+                descriptions.setdefault(cut[0], []).append(matrix.description(cut[1]))
                 kind = *cut, matrix.grad.device, matrix.grad.dtype, matrix.rule.dtype
-                alike.setdefault(kind, []).append(matrix)
-        for ranks, mine in looks.items():
+                by_kind.setdefault(kind, []).append(matrix)
+        for ranks, own in descriptions.items():
             if ranks not in self._groups:
                 self._groups[ranks] = Group(ranks)
-            if self._agreed.get(ranks) != mine:
-                what = "comparing the matrices that Muon updates"
-                cure = "All ranks must have gradients of the same matrices, in one order"
-                facts, cures = {"matrices": mine}, {"matrices": cure}
-                require_agreement(self._groups[ranks], facts, action=what, cures=cures)
-                self._agreed[ranks] = mine
+            if self._agreed.get(ranks) != own:
+                purpose = "comparing the matrices that Muon updates"
+                cure = "All ranks must have gradients of the same matrices, in the same order"
+                facts, cures = {"matrices": own}, {"matrices": cure}
+                require_agreement(self._groups[ranks], facts, action=purpose, cures=cures)
+                self._agreed[ranks] = own
         for m, cut in cuts:
             if cut is None:
                 param, grad, buffer = map(shard_of, (m.param, m.grad, m.momentum_buffer))
                 muon_(param, grad, buffer, m.lr, m.rule)
         with state_in_errors("Some matrices may have moved on some ranks"):
-            for (ranks, dim, *_), some in alike.items():
+            for (ranks, dim, *_), some in by_kind.items():
                 _update_(self._groups[ranks], dim, some)
 
 
 def _update_(group: Group, dim: int, matrices: Sequence[Matrix]) -> None:
     """Update matrices of one type and sharding, as many at once as there are ranks."""
-    costs = [products(each.param.shape) for each in matrices]
+    costs = [products(matrix.param.shape) for matrix in matrices]
     rounds = [
         _round(group, dim, [None if i is None else matrices[i] for i in owned])
-        for owned in dealt(costs, group.size)
+        for owned in assign_owners(costs, group.size)
     ]
     try:
-        for turn in range(len(rounds) + 2):
+        for index in range(len(rounds) + 2):
             # pipeline of three rounds: send the shards of one, orthogonalise the one before, and
             # receive the results of the one before that. All ranks launch in this order, oldest
             # round last
-            for each in reversed(rounds[max(turn - 2, 0) : turn + 1]):
-                next(each, None)
+            for one_round in reversed(rounds[max(index - 2, 0) : index + 1]):
+                next(one_round, None)
     except BaseException as error:
         group.abandon(str(error))
         raise
@@ -139,20 +140,20 @@ def _round(group: Group, dim: int, owned: Sequence[Matrix | None]) -> Iterator[N
     """Update one matrix of each owner; yield once its shards are sent and once the results are
     sent.
     """
-    mine, some = owned[group.rank], [each for each in owned if each is not None]
-    shapes = [[] if each is None else each.shards(dim, group.size) for each in owned]
+    own, some = owned[group.rank], [matrix for matrix in owned if matrix is not None]
+    shapes = [[] if matrix is None else matrix.shards(dim, group.size) for matrix in owned]
     numels = [[prod(shape) for shape in row] or [0] * group.size for row in shapes]
     empty = shard_of(some[0].grad).new_empty(0)
     shards = (direction_(shard_of(m.grad), shard_of(m.momentum_buffer), m.rule) for m in some)
-    coming = _swapped(group, [empty, *shards], list(zip(*numels, strict=True)))
+    coming = _all_to_all(group, [empty, *shards], list(zip(*numels, strict=True)))
     yield
     results = [empty.to(some[0].rule.dtype)]
-    if mine is None:
+    if own is None:
         coming.wait()
     else:
-        results += _orthogonal(mine.rule, coming.wait(), shapes[group.rank], dim)
+        results += _orthogonal(own.rule, coming.wait(), shapes[group.rank], dim)
     del coming  # free its buffer before the results are sent
-    going = _swapped(group, results, numels)
+    going = _all_to_all(group, results, numels)
     del results
     yield
     for matrix, update, row in zip(owned, going.wait(), shapes, strict=True):
@@ -170,7 +171,7 @@ def _orthogonal(
     return torch.split(result, [shape[dim] for shape in shapes], dim)
 
 
-def _swapped(
+def _all_to_all(
     group: Group, parts: Sequence[Tensor], numels: Sequence[Sequence[int]]
 ) -> Pending[list[Tensor]]:
     """Launch an all-to-all of parts; `numels` are by sender and then by receiver."""
@@ -179,8 +180,8 @@ def _swapped(
     pending = group.swap(flat.view(torch.uint8), lengths, action="moving matrices of Muon")
 
     def received() -> list[Tensor]:
-        came = pending.wait().view(dtype)
+        shards = pending.wait().view(dtype)
         progressed()
-        return list(torch.split(came, [row[group.rank] for row in numels]))
+        return list(torch.split(shards, [row[group.rank] for row in numels]))
 
     return Pending(received)

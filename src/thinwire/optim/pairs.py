@@ -7,7 +7,7 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.core.sharded import is_sharded
-from thinwire.optim.groups import ParamPlace
+from thinwire.optim.groups import ParamRecord
 
 __all__ = ["ParamGrad", "checked_callbacks", "checked_pairs", "differentiate", "selected"]
 
@@ -50,15 +50,15 @@ def differentiate(loss: Tensor, wanted: Sequence[Tensor], order: Sequence[Tensor
 
 def selected(
     order: Sequence[Tensor],
-    places: Mapping[Tensor, ParamPlace],
+    records: Mapping[Tensor, ParamRecord],
     parameters: object,
     no_grad_set: object,
 ) -> list[Tensor]:
     """Return the parameters of `order` that `parameters` selects, `no_grad_set` does not exclude,
     and that require gradients.
     """
-    wanted = set(order) if parameters is None else _resolved("parameters", parameters, places)
-    unwanted = set() if no_grad_set is None else _resolved("no_grad_set", no_grad_set, places)
+    wanted = set(order) if parameters is None else _resolved("parameters", parameters, records)
+    unwanted = set() if no_grad_set is None else _resolved("no_grad_set", no_grad_set, records)
     return [
         param
         for param in order
@@ -67,7 +67,7 @@ def selected(
 
 
 def checked_pairs(
-    params_grads: object, order: Sequence[Tensor], places: Mapping[Tensor, ParamPlace]
+    params_grads: object, order: Sequence[Tensor], records: Mapping[Tensor, ParamRecord]
 ) -> list[ParamGrad]:
     """Return the pairs that have a gradient, in the order of the optimizer."""
     if isinstance(params_grads, Tensor | str | Mapping) or not isinstance(params_grads, Iterable):
@@ -80,12 +80,12 @@ def checked_pairs(
             raise TypeError(f"params_grads[{i}] must be a (parameter, gradient) pair, got {pair!r}")
         param, grad = pair
         where = f"params_grads[{i}]"
-        if param not in places:
+        if param not in records:
             raise ValueError(
                 f"{where}: the parameter of shape {tuple(param.shape)} is not one of this "
                 "optimizer's"
             )
-        name = places[param].label
+        name = records[param].label
         if param in found:
             raise ValueError(f"{where}: {name} is given twice; add its gradients up first")
         if grad is not None:
@@ -99,17 +99,17 @@ def checked_pairs(
     return [(p, g) for p in order if (g := found.get(p)) is not None and p.requires_grad]
 
 
-def _resolved(argument: str, entries: object, places: Mapping[Tensor, ParamPlace]) -> set[Tensor]:
+def _resolved(argument: str, entries: object, records: Mapping[Tensor, ParamRecord]) -> set[Tensor]:
     if isinstance(entries, Tensor | str) or not isinstance(entries, Iterable):
         raise TypeError(f"{argument} must be a list or set of parameters or names, got {entries!r}")
     by_name: dict[str, list[Tensor]] = {}
-    for param, place in places.items():
-        if place.name is not None:
-            by_name.setdefault(place.name, []).append(param)
+    for param, record in records.items():
+        if record.name is not None:
+            by_name.setdefault(record.name, []).append(param)
     found = set()
     for entry in entries:
         if isinstance(entry, Tensor):
-            if entry not in places:
+            if entry not in records:
                 raise ValueError(
                     f"{argument}: a parameter of shape {tuple(entry.shape)} is not one of this "
                     "optimizer's"
@@ -135,6 +135,7 @@ def _of_name(argument: str, name: str, by_name: Mapping[str, list[Tensor]]) -> T
     if len(matches) != 1:
         hint = check.closest(name, by_name)
         raise ValueError(
-            f"{argument}: {len(matches)} parameters have the name {name!r}, needed is one{hint}"
+            f"{argument}: {len(matches)} parameters have the name {name!r}, but exactly one is "
+            f"required{hint}"
         )
     return matches[0]

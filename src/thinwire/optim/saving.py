@@ -191,7 +191,7 @@ def _loadable(entries: Any, *, hide: bool) -> Any:
 
 def of_params(state: Mapping[Any, Any]) -> dict[Any, Mapping[str, Any]]:
     """Return the state of parameters, without plain values stored beside it."""
-    return {key: each for key, each in state.items() if isinstance(each, Mapping)}
+    return {key: entries for key, entries in state.items() if isinstance(entries, Mapping)}
 
 
 def laid_out(param: Tensor, value: Tensor) -> Tensor:

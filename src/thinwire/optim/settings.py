@@ -74,7 +74,7 @@ def _settings_of_ours(optimizer: CommonOptimizer) -> OptimizerSettings:
         lr=lr,
         groups=_spelled_out(groups, rates, own_lr),
         order=None if common.order is None else list(common.order),
-        excluded={param: place.excluded for param, place in common.places.items()},
+        excluded={param: record.excluded for param, record in common.records.items()},
         exclude=common.exclude,
         grad_clip=common.grad_clip,
         regularizer=common.regularizer,
@@ -92,7 +92,7 @@ def restrict_(
     Returns:
         A function that undoes it, as long as the optimizer has not been used.
     """
-    undo_places = _restrict_places_(optimizer, keep)
+    undo_records = _restrict_records_(optimizer, keep)
     before = [
         (group, group["params"], group.get("param_names")) for group in optimizer.param_groups
     ]
@@ -112,12 +112,12 @@ def restrict_(
             if names is not None:
                 group["param_names"] = names
         optimizer.state.update(dropped)
-        undo_places()
+        undo_records()
 
     return undo
 
 
-def _restrict_places_(
+def _restrict_records_(
     optimizer: torch.optim.Optimizer, keep: Callable[[Tensor], bool]
 ) -> Callable[[], None]:
     """Restrict the common part, which torch's optimizers do not have; return a function that undoes
@@ -126,13 +126,13 @@ def _restrict_places_(
     if not isinstance(optimizer, CommonOptimizer):
         return lambda: None
     common = optimizer._common
-    places, order = common.places, common.order
-    kept = [(param, place) for param, place in places.items() if keep(param)]
-    common.places = {p: replace(place, index=i) for i, (p, place) in enumerate(kept)}
+    records, order = common.records, common.order
+    kept = [(param, record) for param, record in records.items() if keep(param)]
+    common.records = {p: replace(record, index=i) for i, (p, record) in enumerate(kept)}
     common.order = None if order is None else [param for param in order if keep(param)]
 
     def undo() -> None:
-        common.places, common.order = places, order
+        common.records, common.order = records, order
 
     return undo
 

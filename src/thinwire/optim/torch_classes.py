@@ -100,15 +100,15 @@ class TorchOptimizer(CommonOptimizer):
 
     def _is_plain(self) -> bool:
         """Return True if torch's step alone does all that is configured."""
-        places = self._common.places
+        records = self._common.records
         return (
             self._given is None
             and self.grad_clip is None
             and all(
                 g["regularizer"] is None and not g["grad_centralization"] for g in self.param_groups
             )
-            and not any(place.excluded for place in places.values())
-            and all(p.requires_grad or p.grad is None for p in places)
+            and not any(record.excluded for record in records.values())
+            and all(p.requires_grad or p.grad is None for p in records)
         )
 
     def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:

@@ -115,17 +115,17 @@ class PipelineRunner:
         """
         return self._run(inputs, targets, backward=True, problem=problem, concludes=concludes)
 
-    def say(self, agreement: Any) -> dict[str, Any]:
+    def report(self, vote: Any) -> dict[str, Any]:
         """Return this stage's report for an agreement: its error, if any."""
-        if self._outcomes is None or not agreement.first:
+        if self._outcomes is None or not vote.first:
             return {}
         self._broken = False
         error = self._worker.error
         return {} if error is None else {"stage failed": [type(error).__name__, str(error)]}
 
-    def judge(self, agreement: Any, answers: Any) -> None:
+    def judge(self, vote: Any, answers: Any) -> None:
         """Raise the error of a stage that failed."""
-        failed = next(answers.of("stage failed"), None) if agreement.first else None
+        failed = next(answers.of("stage failed"), None) if vote.first else None
         if failed is None:
             return
         error = self._worker.error

@@ -114,7 +114,7 @@ class GradientSum:
             ValueError: As in `add`; nothing has changed.
         """
         self._require_shapes(grads)
-        mine, count = with_own_storage(grads), self.microsteps + 1
+        owned, count = with_own_storage(grads), self.microsteps + 1
         done = {}
         for name in dict.fromkeys([*self._sums, *grads]):
             total, grad = self._sums.get(name), grads.get(name)
@@ -122,7 +122,7 @@ class GradientSum:
                 assert total is not None, "of one of them"
                 done[name] = total / count if avg and count > 1 else total
                 continue
-            if name in mine and grad.dtype == (_sum_dtype(grad) if total is None else total.dtype):
+            if name in owned and grad.dtype == (_sum_dtype(grad) if total is None else total.dtype):
                 whole = (
                     grad.mul_(factor)
                     if total is None

@@ -277,8 +277,7 @@ def _miss(pattern: str, hits: Sequence[str], modules: Iterable[str]) -> str:
     if hits:
         return (
             f"checkpoints: the pattern {pattern!r} matches only {', '.join(map(repr, hits))}, "
-            f"which nobody calls (no forward of its own); write {pattern + '.*'!r} for what is "
-            "inside"
+            f"which has no forward of its own; write {pattern + '.*'!r} for its submodules"
         )
     names = [name for name in modules if name]
     bare = pattern.replace("*", "").replace("?", "").strip(".")

@@ -660,8 +660,8 @@ class Engine:
             path = write(savers)
         else:
             self._background_save.begin(savers, write)
-        lose = self._steps.pace.lose if self.sync is None else self.sync.lose
-        lose(time.perf_counter() - begun_s)
+        exclude = self._steps.pace.exclude if self.sync is None else self.sync.exclude
+        exclude(time.perf_counter() - begun_s)
         return path
 
     def wait_for_save(self) -> Path | None:

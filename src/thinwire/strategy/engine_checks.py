@@ -9,8 +9,8 @@ from thinwire._names import named_buffers
 from thinwire.comm import Group, wrong_call_site
 from thinwire.comm.replicate import copy_from_first_
 from thinwire.errors import Mismatch, PayloadCorrupt
-from thinwire.exchange.agreement import Agreement, Answers, Said, Turn
-from thinwire.local.model import changed_since, looks
+from thinwire.exchange.agreement import Agreement, Answers, Report, Vote
+from thinwire.local.model import changed_since, shape_text
 
 __all__ = ["Batches", "Joining", "MovingBuffers"]
 
@@ -43,19 +43,19 @@ class Batches:
         """Leave the block."""
         self.inside, self.has_batch, self.all_have = False, True, True
 
-    def say(self, agreement: Turn) -> Said:
+    def report(self, vote: Vote) -> Report:
         """See `Check`."""
-        if not (self.inside and agreement.first):
+        if not (self.inside and vote.first):
             return {}
         return {"batches": True} if self.has_batch else {"batches": False, "merged": self.merged}
 
-    def judge(self, agreement: Turn, answers: Answers) -> None:
+    def judge(self, vote: Vote, answers: Answers) -> None:
         """See `Check`.
 
         Raises:
             Mismatch: A rank is in a step outside `join`.
         """
-        if not agreement.first:
+        if not vote.first:
             return
         batches = dict(answers.of("batches"))
         if not batches:
@@ -160,36 +160,36 @@ class MovingBuffers:
             }
 
     @torch.no_grad()
-    def say(self, agreement: Turn) -> Said:
+    def report(self, vote: Vote) -> Report:
         """See `Check`."""
-        if not agreement.first:
+        if not vote.first:
             return {}
         self._reported = self._group.size > 1 and not (self._alike and not self._seen)
         if not self._reported:
             return {}
         buffers = dict(named_buffers(self._model))
         changed = changed_since(self._seen if self._equal else {}, buffers)
-        own = {name: looks(buffers[name]) for name in changed}
+        own = {name: shape_text(buffers[name]) for name in changed}
         own |= dict.fromkeys(sorted(self._seen.keys() - buffers.keys()), "not there")
-        report: Said = {"buffers": own}
+        report: Report = {"buffers": own}
         return report if self._damage is None else {**report, "damage": self._damage}
 
-    def judge(self, agreement: Turn, answers: Answers) -> None:
+    def judge(self, vote: Vote, answers: Answers) -> None:
         """See `Check`.
 
         Raises:
             Mismatch: A buffer has another shape or type on some ranks, or exists only on some.
             PayloadCorrupt: Buffers arrived damaged earlier, on any rank.
         """
-        if not agreement.first:
+        if not vote.first:
             return
         for _, damage in answers.of("damage"):
             raise PayloadCorrupt(damage)
         for part in answers.by_part():
             rows = {rank: report.get("buffers", {}) for rank, report in part.items()}
-            own = agreement.group.rank in part
+            own = vote.group.rank in part
             for name in dict.fromkeys(name for row in rows.values() for name in row):
-                before = looks(self._seen[name]) if own and name in self._seen else "not there"
+                before = shape_text(self._seen[name]) if own and name in self._seen else "not there"
                 first_report = next(row[name] for row in rows.values() if name in row)
                 # a rank that reports nothing has not changed the buffer: its last known shape
                 # counts

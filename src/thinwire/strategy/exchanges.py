@@ -15,7 +15,7 @@ from thinwire.comm.group import collective_calls
 from thinwire.compress import buckets_of
 from thinwire.compress.dense import not_finite
 from thinwire.compress.dgc import DGC
-from thinwire.compress.figures import left_out
+from thinwire.compress.figures import unsent_share
 from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.several import all_of
 from thinwire.core.sharded import Shards, shard_of, sharded_like
@@ -144,7 +144,7 @@ class _EveryStep(Exchange):
             yield
         except Exception as error:
             self.moved = True
-            gradients.spoiled = _failure_text(step, error)
+            gradients.poisoned = _failure_text(step, error)
             error.add_note(_FAILED_HERE)
             raise
 
@@ -165,14 +165,14 @@ class MeanThenStep(_EveryStep):
         self.gradients: GradientExchange = gradients
         gradients.add_check(SameHyperparameters(optimizer))
         if clip.over_stages:
-            gradients.measure = lambda came, grads: clip.norm(self._means(came, grads))
+            gradients.measure = lambda received, grads: clip.norm(self._means(received, grads))
         self._optimizer, self._params, self._clip = optimizer, params, clip
         self.first_bytes, self.bucket_bytes = buckets_of(compression)
         some = compression is not None and any(map(compression.compresses, Shards(params).values()))
         self._compression = compression if some else None
 
     def counts(self, step: int) -> dict[str, Any]:
-        return self.traffic() | {"sparsity": left_out(self._compression, step)}
+        return self.traffic() | {"sparsity": unsent_share(self._compression, step)}
 
     def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
         self.gradients.buckets = buckets
@@ -187,32 +187,34 @@ class MeanThenStep(_EveryStep):
         self.moved = False
         limited = grads if self._limit is None else self._limit(step, grads)
         outcome = self.gradients.exchange(step, limited, **how)
-        if outcome.came is not None:
-            self._finish(step, outcome, outcome.came)
+        if outcome.received is not None:
+            self._finish(step, outcome, outcome.received)
         return outcome.verdict
 
-    def _finish(self, step: int, outcome: Outcome, came: Round) -> None:
+    def _finish(self, step: int, outcome: Outcome, received: Round) -> None:
         grads = outcome.grads
-        self.gradients.commit_(came, grads)
+        self.gradients.commit_(received, grads)
         # the means reuse buffers of gradients that nothing else refers to; only after the commit,
         # which reads the gradients a last time
-        means = self._means(came, grads, with_own_storage(grads))
+        means = self._means(received, grads, with_own_storage(grads))
         # other ranks may have made the update from here on: a failure is reported to them
         with self._reporting_failure(step, self.gradients):
             with state_in_errors(_AFTER_EXCHANGE):
                 clipped = self._clip(means, outcome.answers.of_my_replica("measured"))
             exchanging = apply_(self._optimizer, self._params, clipped)
             if exchanging is not None and self.gradients.group.size > 1:
-                self.gradients.likeness.step_exchanged(exchanging)
+                self.gradients.duplicates.step_exchanged(exchanging)
 
-    def _means(self, came: Round, grads: Grads, owned: Collection[str] = ()) -> dict[str, Tensor]:
+    def _means(
+        self, received: Round, grads: Grads, owned: Collection[str] = ()
+    ) -> dict[str, Tensor]:
         """Return the means by name, in the memory of gradients that are in `owned`."""
         shards = Shards(self._params)
         means = {
-            name: came.arrived[name].mean(name, shards[name], grad if name in owned else None)
+            name: received.arrived[name].mean(name, shards[name], grad if name in owned else None)
             for name, grad in grads.items()
         }
-        return _as_given(means, came.rows_only)
+        return _as_given(means, received.rows_only)
 
     def require_equal(self, step: int) -> None:
         self.gradients.require_equal(step)
@@ -256,9 +258,12 @@ class ExchangingStep(_EveryStep):
             gradients = sync.joined()
             outcome = gradients.exchange(optimizer.position, sync.limited(grads), **how)
             sync.agreed()
-            if outcome.came is None:
+            if outcome.received is None:
                 return outcome.verdict
-            with self._reporting_failure(step, gradients), optimizer.updating_from(outcome.came):
+            with (
+                self._reporting_failure(step, gradients),
+                optimizer.updating_from(outcome.received),
+            ):
                 apply_(optimizer, self._params, outcome.grads)
             for name, grad in {**outcome.grads, **grads}.items():  # this rank's own
                 param = self._params[name]
@@ -313,7 +318,7 @@ class LocalSteps:
 
     @property
     def pending(self) -> str:
-        return "an averaging" if self.sync.apart else ""
+        return "an averaging" if self.sync.unsynced else ""
 
     def observe(self, loss: Tensor) -> None:
         self.sync.observe(loss)

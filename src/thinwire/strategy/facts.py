@@ -16,7 +16,7 @@ from thinwire._names import named_buffers, named_parameters, plain_names
 from thinwire.compress import CHANGE_COMPRESSIONS
 from thinwire.compress.protocol import ErrorsOnly
 from thinwire.core.several import all_of, kinds_of
-from thinwire.local.model import looks
+from thinwire.local.model import shape_text
 from thinwire.optim.common import CommonOptimizer
 from thinwire.strategy.documents import from_dict, to_dict
 from thinwire.strategy.fields import Fields
@@ -190,7 +190,7 @@ def checkpoint_facts(
     return {
         "strategy": to_dict(strategy),
         "optimizer": kinds_of(optimizer),
-        "parameters": [f"{name} {looks(p)}" for name, p in named_parameters(model)],
+        "parameters": [f"{name} {shape_text(p)}" for name, p in named_parameters(model)],
         "state_dict": _names_by_key(model),
     }
 
@@ -215,9 +215,9 @@ def model_facts(
     names = {p: name for name, p in named_parameters(model)}
     return {
         "parameter": [
-            f"{name} {looks(p)} requires_grad={p.requires_grad}" for p, name in names.items()
+            f"{name} {shape_text(p)} requires_grad={p.requires_grad}" for p, name in names.items()
         ],
-        "buffer": [f"{name} {looks(b)}" for name, b in named_buffers(model)],
+        "buffer": [f"{name} {shape_text(b)}" for name, b in named_buffers(model)],
         "optimizer": kinds_of(optimizer),
         "group": [
             {

@@ -24,14 +24,14 @@ from thinwire.comm import (
 from thinwire.comm.nodes import Grid, require_divisor
 from thinwire.comm.replicate import make_models_equal_
 from thinwire.compress.dgc import DGC, locally_clipped
-from thinwire.compress.figures import loops_of, tell_coverage
+from thinwire.compress.figures import loops_of, report_coverage
 from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.several import all_of, kinds_of
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
 from thinwire.core.stats import planned_row
 from thinwire.errors import StrategyError, ThinwireError
-from thinwire.exchange.agreement import Among, Check
+from thinwire.exchange.agreement import Check, Participants
 from thinwire.exchange.digest import RollingDigest, optimizer_state
 from thinwire.exchange.gradients import gradients_of
 from thinwire.exchange.overlap import Overlap
@@ -361,7 +361,7 @@ def _assembled(setup: Setup, plan: Plan, handles: list[Any]) -> Engine:
     batches, buffers = Batches(), MovingBuffers(plan.stage, _peers(peers, setup))
     job = None if grid is None else grid.job
     checks: list[Check] = [batches, buffers] if runner is None else [runner, batches, buffers]
-    participants = Among(checks, job, plan.names_of_stages)
+    participants = Participants(checks, job, plan.names_of_stages)
     exchange = _exchange(strategy, plan, setup, clip, participants)
     overlap = None
     no_overlap = runner is not None or setup.replicas == 1 or partly or setup.find_unused_parameters
@@ -426,7 +426,7 @@ def _scaler(setup: Setup) -> LossScaler | None:
 
 
 def _exchange(
-    strategy: Fields, plan: Plan, setup: Setup, clip: Clipping, participants: Among
+    strategy: Fields, plan: Plan, setup: Setup, clip: Clipping, participants: Participants
 ) -> Exchange:
     """Return the one of the three exchanges that this engine uses."""
     if plan.sync is not None:
@@ -437,7 +437,7 @@ def _exchange(
     identity = f"engine {next_identity()}"
     if isinstance(plan.optimizer, DGCMomentum):
         names: dict[torch.Tensor, str] = {p: name for name, p in plan.params.items()}
-        plan.optimizer.synchronizer.serve(identity, plan.digest_every, names, participants)
+        plan.optimizer.synchronizer.bind(identity, plan.digest_every, names, participants)
         return ExchangingStep(plan.optimizer, plan.params)
     sites = setup.sites
     compression = plan.compressor
@@ -454,11 +454,11 @@ def _exchange(
         # a loss scale has checked the gradients, or was told not to
         check_finite=plan.scaler is None,
         sources=None if sites is None else Replicas(sites),
-        among=participants,
+        participants=participants,
     )
     gradients.watch(_digest(plan), identity)
     if compression is not None and gradients.sources.rank == 0:
-        tell_coverage(compression, params.values())
+        report_coverage(compression, params.values())
     return MeanThenStep(plan.optimizer, plan.params, gradients, clip, compression, limit)
 
 

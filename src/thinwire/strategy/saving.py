@@ -21,7 +21,7 @@ from thinwire.checkpoint import random_state, set_random_state
 from thinwire.checkpoint.combine import Rule
 from thinwire.comm import rank_and_size_in
 from thinwire.compress import KEPT, OTHER_RANKS
-from thinwire.core.origin import ORIGIN, Origin, checksum_of
+from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of
 from thinwire.core.several import all_of, kinds_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
 from thinwire.optim.by_name import in_order
@@ -130,10 +130,8 @@ def state_dict(parts: Parts, counters: Mapping[str, int]) -> dict[str, Any]:
     checkpoint stores both separately.
     """
     state = saved(parts, counters)
-    provenance = Origin(
-        *rank_and_size_in(), state["counters"]["step"], checksum_of(_of_ranks(state))
-    )
-    return {**state, "facts": _copied(parts.facts), ORIGIN: provenance.packed()}
+    provenance = Provenance(*rank_and_size_in(), state["counters"]["step"], checksum_of(_of_ranks(state)))
+    return {**state, "facts": _copied(parts.facts), PROVENANCE: provenance.packed()}
 
 
 def load(state: Mapping[str, Any], parts: Parts) -> Restored:
@@ -151,8 +149,8 @@ def load(state: Mapping[str, Any], parts: Parts) -> Restored:
         raise ValueError(
             f"state does not fit: {'; '.join(problems)}. Prepare the engine as it was then"
         )
-    rest = {key: value for key, value in state.items() if key not in ("facts", ORIGIN)}
-    provenance = Origin.read(state.get(ORIGIN))
+    rest = {key: value for key, value in state.items() if key not in ("facts", PROVENANCE)}
+    provenance = Provenance.read(state.get(PROVENANCE))
     # an optimizer uses the tensors of the state in place, and a state may be loaded again
     own = {k: _copied(v, sharded=True) if k == "optimizer" else v for k, v in rest.items()}
     restored = load_all(

@@ -119,7 +119,7 @@ def pack(
     if parts:
         raw = np.zeros(layout.nbytes, np.uint8)
         coded = for_device(parts[0][1].device).encode_slots(
-            layout.places, parts, layout.value_bits, spare=bool(layout.part), code=raw
+            layout.slot_table, parts, layout.value_bits, spare=bool(layout.part), code=raw
         )
         if coded is not None:
             return torch.from_numpy(_stamped(raw, layout, step, bucket, carried=coded[1])), coded[0]
@@ -262,7 +262,7 @@ def _unpack(layout: Layout, message: Tensor, step: int, bucket: int) -> Unpacked
         return Unpacked(CULPRIT.unpack(raw[HEADER_BYTES : HEADER_BYTES + CULPRIT.size])[0], [])
     _expect("flags", flags, 0)
     parts = for_device(message.device).decode_slots(
-        layout.places, np.frombuffer(raw, np.uint8), layout.value_bits
+        layout.slot_table, np.frombuffer(raw, np.uint8), layout.value_bits
     )
     if parts is None:
         parts = list(_decoded(layout, message))

@@ -48,13 +48,15 @@ def _state(need: Need) -> tuple[Array, Array, Any]:
 
 def _select(need: Need, values: Array) -> _Calls:
     grad, state, m = _state(need)
-    what = grad, state, state, m, jit_entries.PLAIN
+    arguments = grad, state, state, m, jit_entries.PLAIN
     bits = bits_of(values)
     digits = np.empty(jit_entries.DIGITS, np.int64)
     room = _NUMBERS, values, bits
     return [
-        partial(jit_entries.scan, *what, 0, 0, 1, values.dtype.type(0), *room, *marks(), digits),
-        partial(jit_entries.sample, *what, 0, 0, jit_entries.RUN, values),
+        partial(
+            jit_entries.scan, *arguments, 0, 0, 1, values.dtype.type(0), *room, *marks(), digits
+        ),
+        partial(jit_entries.sample, *arguments, 0, 0, jit_entries.RUN, values),
         partial(jit_entries.keep_largest, *room, 0, 0, digits),
         partial(jit_entries.keep_above, *room, 0, 0, 0, _NUMBERS, values, 0),
         partial(jit_entries.count_keys, bits, 0, _NUMBERS),
@@ -134,27 +136,27 @@ def _codes(need: Need, values: Array) -> _Calls:
 
 def _slots(need: Need, values: Array) -> _Calls:
     slots, bits = np.empty((0, len(jit_slots.FIELDS)), np.int64), need.value_bits
-    sent, came = (slots, slots, 0, 0), (slots, 0, 0)
+    sent, received = (slots, slots, 0, 0), (slots, 0, 0)
     result, entries = (values, _CODE, _FLOATS, _NUMBERS), (_CODE, _NUMBERS, _FLOATS, _NUMBERS)
     calls: _Calls = [
         partial(jit_slots.encode_positions, *sent, values, _CODE, _NUMBERS),
-        partial(jit_slots.decode_positions, *came, _CODE, _NUMBERS, _NUMBERS, _NUMBERS),
+        partial(jit_slots.decode_positions, *received, _CODE, _NUMBERS, _NUMBERS, _NUMBERS),
     ]
     if bits == 1:
         calls += [
             partial(jit_slots.encode_signs, *sent, False, *result, _WIDE),
-            partial(jit_slots.decode_signs, *came, *entries),
+            partial(jit_slots.decode_signs, *received, *entries),
         ]
     elif bits == 32:
         calls += [
             partial(jit_slots.encode_floats, *sent, *result),
-            partial(jit_slots.decode_floats, *came, *entries),
+            partial(jit_slots.decode_floats, *received, *entries),
         ]
     else:
         rest = _WIDE, _WIDE, _NUMBERS, _WIDE, _NUMBERS
         calls += [
             partial(jit_slots.encode_levels, *sent, bits, _FLOATS, *result, *rest),
-            partial(jit_slots.decode_levels, *came, bits, _FLOATS, *entries),
+            partial(jit_slots.decode_levels, *received, bits, _FLOATS, *entries),
         ]
     return calls
 

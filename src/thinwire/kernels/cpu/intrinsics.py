@@ -96,8 +96,8 @@ def _read_code(context: Any, code: Any, at: Any) -> Any:
 
 def _write_code(context: Any, code: Any, at: Any, number: Any) -> Any:
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        *place, value = arguments
-        builder.store(value, _float_at(target, builder, signature.args[0], *place), align=1)
+        *indices, value = arguments
+        builder.store(value, _float_at(target, builder, signature.args[0], *indices), align=1)
         return target.get_dummy_value()
 
     return types.void(code, types.int64, types.float32), generate

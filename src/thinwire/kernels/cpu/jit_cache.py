@@ -94,7 +94,7 @@ class LoopCache(_Cache):
         target_context.refresh()
         name = self._file_name(sig, target_context.codegen())
         found = self._found(name, target_context)
-        if found is None and _locks.hold(name):
+        if found is None and _locks.acquire(name):
             # the process that had the lock may have written it
             found = self._found(name, target_context)
             if found is not None:
@@ -112,7 +112,7 @@ class LoopCache(_Cache):
             if folder is None:
                 wanted = _wanted_folder()
                 danger = _danger(wanted.stat()) if wanted and wanted.exists() else None
-                _warn_once(danger or "no folder for them can be written", wanted)
+                _warn_once(danger or "no cache folder is writable", wanted)
             elif not data.library.has_dynamic_globals:
                 _write(folder / name, _dumps((sources_digest(), data._reduce())))
         except OSError as error:
@@ -157,7 +157,7 @@ class LoopCache(_Cache):
                     return _rebuilt(target_context, *reduced)
             except Exception as error:
                 _log.warning(
-                    "%s is not used (%s): the loop is compiled anew",
+                    "%s is ignored (%s): the loop is compiled again",
                     path,
                     error or type(error).__name__,
                 )
@@ -196,11 +196,11 @@ def sources_digest() -> str:
     """Return the digest of this folder's files: all that a loop calls is compiled into it."""
     sources = sorted(
         (
-            each
-            for each in resources.files("thinwire.kernels.cpu").iterdir()
-            if each.name.endswith(".py")
+            path
+            for path in resources.files("thinwire.kernels.cpu").iterdir()
+            if path.name.endswith(".py")
         ),
-        key=lambda each: each.name,
+        key=lambda path: path.name,
     )
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
@@ -248,9 +248,8 @@ def _warn_once(why: str, folder: Path | None) -> None:
     compilations.warned = True
     where = "anywhere" if folder is None else f"in {folder}"
     warnings.warn(
-        f"compiled loops cannot be kept {where} ({why}), so every start of this program compiles "
-        "them again, for some seconds: set NUMBA_CACHE_DIR to a folder that this user alone can "
-        "write, and that stays",
+        f"compiled loops cannot be cached {where} ({why}), so every start compiles them again for "
+        "several seconds: set NUMBA_CACHE_DIR to a persistent folder that only this user can write",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -269,7 +268,7 @@ class _Locks:
         self._mutex = threading.Lock()
         self.waits_to = True
 
-    def hold(self, name: str) -> bool:
+    def acquire(self, name: str) -> bool:
         """Wait for the lock. False if there are no locks, or another process holds it for too long.
 
         Raises:
@@ -282,7 +281,7 @@ class _Locks:
         until = time.monotonic() + _PATIENCE_S
         while True:
             try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _place(name))
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _lock_byte(name))
             except BlockingIOError:
                 if not self.waits_to and not self._held:
                     raise
@@ -299,7 +298,7 @@ class _Locks:
         """Release the lock, if it is held."""
         if name in self._held:
             self._held.discard(name)
-            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _place(name))
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _lock_byte(name))
 
     def release_all(self) -> None:
         """Release the locks that remain after an error."""
@@ -317,7 +316,7 @@ class _Locks:
             return self._file
 
 
-def _place(name: str) -> int:
+def _lock_byte(name: str) -> int:
     """Return the byte that stands for a loop."""
     return int(name.rsplit("-", 1)[1][:7], 16)
 

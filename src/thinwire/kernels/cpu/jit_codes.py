@@ -25,7 +25,7 @@ def pack_fields(
     `start` is a multiple of 8.
     """
     pending, pending_bits = u64(0), i64(0)
-    place = u64(at + start * width_bits // 8)
+    code_byte = u64(at + start * width_bits // 8)
     for i in range(u64(start), u64(stop)):
         left, field = width_bits, u64(fields[i])
         while left > 0:  # at most 32 bits at a time, so that 7 pending ones always fit beside them
@@ -35,12 +35,12 @@ def pack_fields(
             field >>= u64(taken)
             left -= taken
             while pending_bits >= 8:
-                code[place] = np.uint8(pending & u64(255))
+                code[code_byte] = np.uint8(pending & u64(255))
                 pending >>= u64(8)
                 pending_bits -= 8
-                place += u64(1)
+                code_byte += u64(1)
     if pending_bits:
-        code[place] = np.uint8(pending)
+        code[code_byte] = np.uint8(pending)
 
 
 @jit
@@ -87,15 +87,15 @@ def add_low_fields(
 ) -> None:
     """Add the low bits to the positions [start, stop), start a multiple of 8."""
     pending, pending_bits = u64(0), i64(0)
-    place = u64(at + start * low_bits // 8)
+    code_byte = u64(at + start * low_bits // 8)
     for i in range(u64(start), u64(stop)):
         shift = i64(0)
         while shift < low_bits:  # at most 32 bits at a time, so that they fit beside 7 pending ones
             taken = low_bits - shift if low_bits - shift < 32 else i64(32)
             while pending_bits < taken:
-                pending |= u64(code[place]) << u64(pending_bits)
+                pending |= u64(code[code_byte]) << u64(pending_bits)
                 pending_bits += 8
-                place += u64(1)
+                code_byte += u64(1)
             field = pending & u64((i64(1) << taken) - 1)
             indices[i] |= i64(field) << shift
             pending >>= u64(taken)

@@ -169,15 +169,15 @@ def step_along(
         param = array_at(rows[t, 0], numbers[t, 0], like)
         count = numbers[t, 1]
         positions = array_at(rows[t, 1], count, rows)
-        came = array_at(rows[t, 2], count, like_values)
+        values = array_at(rows[t, 2], count, like_values)
         for i in range(u64(count)):
             union[i] = positions[i]
-            sums[i] = like.dtype.type(came[i]) + like.dtype.type(0)
+            sums[i] = like.dtype.type(values[i]) + like.dtype.type(0)
         for source in range(1, numbers.shape[1] - 1):
             more = numbers[t, 1 + source]
             positions = array_at(rows[t, 1 + 2 * source], more, rows)
-            came = array_at(rows[t, 2 + 2 * source], more, like_values)
-            count = merge(union, sums, count, positions, came, merged, merged_sums)
+            values = array_at(rows[t, 2 + 2 * source], more, like_values)
+            count = merge(union, sums, count, positions, values, merged, merged_sums)
             union, merged = merged, union
             sums, merged_sums = merged_sums, sums
         for i in range(u64(count)):

@@ -183,9 +183,9 @@ def decode_positions(
         count = find_high_parts(code, middle, slots[t, _HIGH_BYTES], low_bits, its_indices)
         if count > k:
             return False
-        place, rest = at + ((count * low_bits) >> 3), (count * low_bits) & 7
-        beyond = code[place] >> rest if rest else np.uint8(0)
-        for byte in range(place + (rest > 0), middle):
+        code_byte, rest = at + ((count * low_bits) >> 3), (count * low_bits) & 7
+        beyond = code[code_byte] >> rest if rest else np.uint8(0)
+        for byte in range(code_byte + (rest > 0), middle):
             beyond |= code[byte]
         if beyond:
             return False

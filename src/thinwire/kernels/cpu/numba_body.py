@@ -56,8 +56,8 @@ def top_k(values: Tensor, k: int) -> Tensor:
 
 
 def propose(fold: Fold, k: int) -> tuple[Tensor, Tensor, bool]:
-    places, found = largest(folding(fold), k)
-    indices, values = torch.from_numpy(places), torch.from_numpy(found)
+    positions, found = largest(folding(fold), k)
+    indices, values = torch.from_numpy(positions), torch.from_numpy(found)
     # Whatever is not finite counts as larger than all that is, so it is among the k, and no extreme
     # hides it.
     if not np.isfinite([found.min(), found.max()]).all():
@@ -66,27 +66,27 @@ def propose(fold: Fold, k: int) -> tuple[Tensor, Tensor, bool]:
 
 
 def commit_(fold: Fold, indices: Tensor, sent: Tensor, seed: int) -> None:
-    what, residual, buffer = folding(fold), fold.residual, fold.momentum_buffer
-    places, values = as_array(indices), as_array(sent).astype(what.dtype, copy=False)
+    folded, residual, buffer = folding(fold), fold.residual, fold.momentum_buffer
+    positions, values = as_array(indices), as_array(sent).astype(folded.dtype, copy=False)
     narrow = residual.dtype == torch.bfloat16
 
     def work(start: int, stop: int) -> None:
-        first, last = np.searchsorted(places, (start, stop))
-        part = start, stop, places[first:last], values[first:last]
+        first, last = np.searchsorted(positions, (start, stop))
+        part = start, stop, positions[first:last], values[first:last]
         if narrow:
             jit_entries.commit_bfloat16(
-                *what, np.uint32(seed), *part, np.empty(last - first, np.float32)
+                *folded, np.uint32(seed), *part, np.empty(last - first, np.float32)
             )
         else:
-            jit_entries.commit(*what, *part)
+            jit_entries.commit(*folded, *part)
 
     in_parts(residual.numel(), work)
     bump_versions([residual] if buffer is None else [residual, buffer])
 
 
 def store_(target: Tensor, values: Tensor, seed: int) -> None:
-    place, x, bits = as_array(target), as_array(values), np.uint32(seed)
-    in_parts(len(place), lambda start, stop: jit_entries.store(place, x, bits, start, stop))
+    out, x, bits = as_array(target), as_array(values), np.uint32(seed)
+    in_parts(len(out), lambda start, stop: jit_entries.store(out, x, bits, start, stop))
     bump_versions([target])
 
 
@@ -212,28 +212,30 @@ def _floats(values: Tensor) -> Array:
 def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor, Tensor, bool]]:
     """Return the result of `propose` for each tensor."""
     found: dict[int, tuple[Tensor, Tensor, bool]] = {}
-    for kind, places in _by_kind(folds).items():
+    for kind, members in _by_kind(folds).items():
         if kind is None:
-            for place in places:
-                found[place] = propose(folds[place], ks[place])
+            for index in members:
+                found[index] = propose(folds[index], ks[index])
         else:
-            its_ks = [ks[place] for place in places]
+            its_ks = [ks[index] for index in members]
             found.update(
-                zip(places, _propose_kind([folds[place] for place in places], its_ks), strict=True)
+                zip(
+                    members, _propose_kind([folds[index] for index in members], its_ks), strict=True
+                )
             )
-    return [found[place] for place in range(len(folds))]
+    return [found[index] for index in range(len(folds))]
 
 
 def commit_list_(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]) -> None:
     """Commit each tensor as `commit_` does; changes residuals and momentum buffers."""
-    for kind, places in _by_kind(folds, [values.dtype for _, values in sent]).items():
+    for kind, members in _by_kind(folds, [values.dtype for _, values in sent]).items():
         if kind is None:
-            for place in places:
-                commit_(folds[place], *sent[place], seeds[place])
+            for index in members:
+                commit_(folds[index], *sent[index], seeds[index])
         else:
-            chosen = [folds[place] for place in places]
+            chosen = [folds[index] for index in members]
             _commit_kind(
-                chosen, [sent[place] for place in places], [seeds[place] for place in places]
+                chosen, [sent[index] for index in members], [seeds[index] for index in members]
             )
 
 
@@ -263,10 +265,10 @@ def step_along_list_(
     ]
     like, like_values = _like(params[0].dtype), _like(parts[0][0][1].dtype)
     table, counts = np.array(rows, np.int64), np.array(numbers, np.int64)
-    typed_rates, came = np.array(rates, like.dtype), counts[:, 1:].sum(axis=1)
+    typed_rates, totals = np.array(rates, like.dtype), counts[:, 1:].sum(axis=1)
 
     def work(first: int, last: int) -> None:
-        divisor, room = like.dtype.type(sources), int(came[first:last].max())
+        divisor, room = like.dtype.type(sources), int(totals[first:last].max())
         scratch = [np.empty(room, dtype) for dtype in (np.int64, like.dtype, np.int64, like.dtype)]
         jit_lists.step_along(
             table, counts, first, last, like, like_values, typed_rates, divisor, *scratch
@@ -275,7 +277,7 @@ def step_along_list_(
     if share_memory(params):
         work(0, len(params))
     else:
-        in_spans(came, work)
+        in_spans(totals, work)
     bump_versions(params)
 
 
@@ -287,19 +289,19 @@ def _by_kind(folds: Sequence[Fold], more: Sequence[object] | None = None) -> dic
     total = sum(fold.residual.numel() for fold in folds)
     large = max(2 * SMALLEST_PART, total // (2 * torch.get_num_threads()))
     kinds: dict[Any, list[int]] = {}
-    for place, fold in enumerate(folds):
+    for index, fold in enumerate(folds):
         tensors = [tensor for tensor in fold[:3] if tensor is not None]
         plain = all(has_address(tensor, tensor.dtype) for tensor in tensors)
-        alone = fold.residual.numel() > large or not plain or len(folds) == 1
+        single = fold.residual.numel() > large or not plain or len(folds) == 1
         kind = (
             fold.grad.dtype,
             fold.residual.dtype,
             fold.momentum_buffer is None,
             fold.momentum,
             fold.nesterov,
-            more and more[place],
+            more and more[index],
         )
-        kinds.setdefault(None if alone else kind, []).append(place)
+        kinds.setdefault(None if single else kind, []).append(index)
     return kinds
 
 

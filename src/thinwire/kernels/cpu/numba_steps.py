@@ -150,10 +150,10 @@ def _with_norms(table: _Table, work: Callable[[Array, int], None]) -> None:
         key=lambda item: -item[2]
     )  # the last ones to be taken are small, so that all end at once
     sums = [partial(work, items, jit_steps.SUMS) for items in _bundles(parts, share)]
-    threads.in_turns(
+    threads.run_all(
         sums + [partial(work, items, jit_steps.WHOLE) for items in _bundles(wholes, share)]
     )
-    threads.in_turns([partial(work, items, jit_steps.MOVE) for items in _bundles(parts, share)])
+    threads.run_all([partial(work, items, jit_steps.MOVE) for items in _bundles(parts, share)])
 
 
 def _in_parts(table: _Table, work: Callable[[Array], None]) -> None:
@@ -161,7 +161,7 @@ def _in_parts(table: _Table, work: Callable[[Array], None]) -> None:
     parts = [
         part for i, size in enumerate(table.sizes.tolist()) for part in _partition(i, size, share)
     ]
-    threads.in_turns([partial(work, items) for items in _bundles(parts, share)])
+    threads.run_all([partial(work, items) for items in _bundles(parts, share)])
 
 
 def _share(table: _Table) -> int:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.kernels.cpu import jit_entries
-from thinwire.kernels.cpu.threads import in_parts, in_turns
+from thinwire.kernels.cpu.threads import in_parts, run_all
 from thinwire.kernels.rules import Fold
 
 __all__ = [
@@ -70,15 +70,15 @@ def read_as(fold: Fold) -> torch.dtype:
     return torch.bfloat16 if fold.grad.dtype == torch.bfloat16 else torch.float32
 
 
-def largest(what: Folding, k: int) -> _Part:
+def largest(folded: Folding, k: int) -> _Part:
     """Return positions and values of the `k` largest, ascending, from each part's candidates."""
-    estimate = _estimated_floor(what, k)
+    estimate = _estimated_floor(folded, k)
     for floor in (
         estimate,
         estimate / 2,
-        what.dtype.type(0),
+        folded.dtype.type(0),
     ):  # where neighbours are alike, a sample may mislead
-        parts = _candidates(what, k, floor)
+        parts = _candidates(folded, k, floor)
         count = sum(len(indices) for indices, _ in parts)
         if count >= k:
             break
@@ -136,33 +136,33 @@ def bits_of(values: Array) -> Array:
     return values.view(np.int32 if values.dtype == np.float32 else np.int64)
 
 
-def _estimated_floor(what: Folding, k: int) -> Any:
+def _estimated_floor(folded: Folding, k: int) -> Any:
     """Estimate a magnitude that somewhat more than `k` reach; 0 if a sample would not help."""
-    runs, stride, wanted = sampling(len(what.residual), k)
+    runs, stride, wanted = sampling(len(folded.residual), k)
     length = jit_entries.RUN
-    values = np.empty(runs * length, what.dtype)
+    values = np.empty(runs * length, folded.dtype)
     if wanted >= len(values):
-        return what.dtype.type(0)
+        return folded.dtype.type(0)
     in_parts(
         len(values),
-        lambda a, b: jit_entries.sample(*what, a // length, b // length, stride, values),
+        lambda a, b: jit_entries.sample(*folded, a // length, b // length, stride, values),
     )
     np.abs(values, out=values)
     values.partition(len(values) - wanted)
-    return np.fmin(values[len(values) - wanted], what.dtype.type(np.inf))  # nothing is below NaN
+    return np.fmin(values[len(values) - wanted], folded.dtype.type(np.inf))  # nothing is below NaN
 
 
-def _candidates(what: Folding, k: int, floor: Any) -> list[_Part]:
+def _candidates(folded: Folding, k: int, floor: Any) -> list[_Part]:
     def work(start: int, stop: int) -> _Part:
         room = room_for(stop - start, k)
-        indices, values = np.empty(room, np.int64), np.empty(room, what.dtype)
+        indices, values = np.empty(room, np.int64), np.empty(room, folded.dtype)
         scratch = *marks(), np.empty(jit_entries.DIGITS, np.int64)
         count = jit_entries.scan(
-            *what, start, stop, k, floor, indices, values, bits_of(values), *scratch
+            *folded, start, stop, k, floor, indices, values, bits_of(values), *scratch
         )
         return indices[:count], values[:count]
 
-    return in_parts(len(what.residual), work)
+    return in_parts(len(folded.residual), work)
 
 
 def _best(parts: list[_Part], k: int) -> _Part:
@@ -177,9 +177,9 @@ def _best(parts: list[_Part], k: int) -> _Part:
     _of_all(lambda own, keys: jit_entries.keys_between(own, edge, end, keys), bits, inside)
     above = bins[:, edge_bin + 1 :].sum(axis=1)
     keys = np.concatenate(inside)
-    place = len(keys) - (k - int(above.sum()))
-    keys.partition(place)
-    key = int(keys[place])
+    index = len(keys) - (k - int(above.sum()))
+    keys.partition(index)
+    key = int(keys[index])
     above += [int((own > key).sum()) for own in inside]
     ties = k - int(above.sum())
     tied = np.diff([min(ties, x) for x in np.cumsum([0, *((own == key).sum() for own in inside)])])
@@ -199,4 +199,4 @@ def _best(parts: list[_Part], k: int) -> _Part:
 
 
 def _of_all(work: Callable[..., None], *columns: Iterable[Any]) -> None:
-    in_turns([partial(work, *row) for row in zip(*columns, strict=True)])
+    run_all([partial(work, *row) for row in zip(*columns, strict=True)])

@@ -89,9 +89,9 @@ def encode_slots(
     if not all(right):
         return None
     all_sent = list(torch.split(torch.from_numpy(sent), [values.numel() for _, values in parts]))
-    for t, places in nonzero.items():
+    for t, positions in nonzero.items():
         decoded = all_sent[t][: int(kept[t])].clone()
-        all_sent[t].zero_()[places] = decoded
+        all_sent[t].zero_()[positions] = decoded
     return all_sent, int(kept.sum())
 
 

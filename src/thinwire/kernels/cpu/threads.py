@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["SMALLEST_PART", "in_parts", "in_spans", "in_turns"]
+__all__ = ["SMALLEST_PART", "in_parts", "in_spans", "run_all"]
 
 T = TypeVar("T")
 
@@ -65,11 +65,11 @@ def in_parts(length: int, work: Callable[[int, int], T]) -> list[T]:
     def one(start: int, stop: int) -> None:
         results[start] = work(start, stop)
 
-    in_turns([partial(one, a, b) for a, b in pairwise(edges)])
+    run_all([partial(one, a, b) for a, b in pairwise(edges)])
     return [results[start] for start in edges[:-1]]
 
 
-def in_turns(works: Sequence[Callable[[], object]]) -> None:
+def run_all(works: Sequence[Callable[[], object]]) -> None:
     """Run all `works` on up to torch.get_num_threads() threads, each taking the next one left.
 
     An error is raised after all threads have finished.
@@ -104,7 +104,7 @@ def in_spans(
     spans = min(_parts_of(int(total[-1])), len(total))
     cuts = np.searchsorted(total, total[-1] * np.arange(1, spans) / spans).tolist()
     edges = [0, *cuts, len(total)]
-    in_turns([partial(work, a, b) for a, b in pairwise(edges) if b > a])
+    run_all([partial(work, a, b) for a, b in pairwise(edges) if b > a])
 
 
 def _parts_of(entries: int) -> int:

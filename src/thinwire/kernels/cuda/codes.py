@@ -125,8 +125,8 @@ def decode_values(codes: Tensor, counts: Tensor, bits: int, k: int) -> tuple[Ten
     rows, block = codes.shape[0], launching.BLOCK
     if bits == 32:
         there = torch.arange(k, device=codes.device) < counts.unsqueeze(1)
-        came = _floats(codes[:, : 4 * k])
-        values = torch.where(there, came, 0.0)
+        decoded = _floats(codes[:, : 4 * k])
+        values = torch.where(there, decoded, 0.0)
         return values, values.isfinite().all(1)
     scale_count = SCALE_COUNT[bits]
     scales = _floats(codes[:, : 4 * scale_count])
@@ -157,9 +157,10 @@ def sum_rows(
     grid, block = (blocks_of(rows * k, launching.BLOCK),), launching.BLOCK
     given = (keys, values.flatten()[order], sums, rows * k, numel)
     launch(triton_codes.sum_runs, grid, keys, *given, BLOCK=block)
-    place = torch.arange(rows * k, device=keys.device)
-    begins = torch.cat((place[:1] == 0, keys[1:] != keys[:-1])) & (keys < numel)
-    at = torch.where(begins, place, 0).cummax(0).values  # entries behind the last run repeat that
+    positions = torch.arange(rows * k, device=keys.device)
+    begins = torch.cat((positions[:1] == 0, keys[1:] != keys[:-1])) & (keys < numel)
+    # entries behind the last run repeat it
+    at = torch.where(begins, positions, 0).cummax(0).values
     at = at.clamp(max=rows * k - 1)
     return torch.where(keys[at] < numel, keys[at], 0), sums[at]
 
@@ -186,8 +187,8 @@ def _split_at_means(magnitudes: Tensor, count: Tensor, depth: int) -> Tensor:
 
     An empty part has the mean of its parent.
     """
-    place = torch.arange(magnitudes.numel(), device=magnitudes.device)
-    part = (place >= count).long()  # the last part is that of the entries that do not count
+    positions = torch.arange(magnitudes.numel(), device=magnitudes.device)
+    part = (positions >= count).long()  # the last part is that of the entries that do not count
     counts, means = count.view(1), torch.zeros(1, dtype=torch.float64, device=magnitudes.device)
     for level in range(depth + 1):
         sums = _segment_sums(magnitudes.clone(), counts.cumsum(0) - counts, counts)
@@ -236,9 +237,9 @@ def crc32(rows: Tensor, hole: tuple[int, int] = (0, 0)) -> Tensor:
     count, nbytes = rows.shape
     block = launching.BLOCK
     blocks = blocks_of(nbytes, block)
-    places, ends = _tables(blocks, block, rows.device)
+    by_position, ends = _tables(blocks, block, rows.device)
     parts = torch.empty((count, blocks), dtype=torch.int32, device=rows.device)
-    given = (rows, nbytes, blocks * block - nbytes, *hole, places, parts)
+    given = (rows, nbytes, blocks * block - nbytes, *hole, by_position, parts)
     launch(triton_codes.reduce_blocks, (blocks, count), rows, *given, BLOCK=block)
     sums = torch.empty(count, dtype=torch.int32, device=rows.device)
     launch(triton_codes.combine_blocks, (count,), rows, parts, ends, sums, blocks, BLOCK=block)
@@ -270,10 +271,10 @@ def _tables(blocks: int, block: int, device: torch.device) -> tuple[Tensor, Tens
 
     In a block, (8, block); in a sum, (32, blocks).
     """
-    places, ends = np.empty((8, block), np.uint32), np.empty((32, blocks), np.uint32)
+    by_position, ends = np.empty((8, block), np.uint32), np.empty((32, blocks), np.uint32)
     states = _byte_table()[1 << np.arange(8)]
-    for place in range(block - 1, -1, -1):
-        places[:, place] = states
+    for position in range(block - 1, -1, -1):
+        by_position[:, position] = states
         states = _followed_by_zero(states)
     single_bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
     over_a_block = functools.reduce(
@@ -283,7 +284,7 @@ def _tables(blocks: int, block: int, device: torch.device) -> tuple[Tensor, Tens
     for end in range(blocks - 1, -1, -1):
         ends[:, end] = states
         states = _applied(over_a_block, states)
-    on_device = [torch.from_numpy(table.view(np.int32)).to(device) for table in (places, ends)]
+    on_device = [torch.from_numpy(table.view(np.int32)).to(device) for table in (by_position, ends)]
     return on_device[0], on_device[1]
 
 

@@ -198,11 +198,11 @@ def sum_sparse(
     counts = torch.tensor(lengths, device=indices[0].device)
     padded = torch.nn.utils.rnn.pad_sequence(indices, batch_first=True)
     numel = torch.iinfo(torch.int64).max
-    places, sums = codes.sum_rows(
+    positions, sums = codes.sum_rows(
         padded, torch.nn.utils.rnn.pad_sequence(values, batch_first=True), counts, numel, dtype
     )
     total = sum(lengths)
     if not total:
-        return places[:0], sums[:0]
-    first = torch.cat((places.new_ones(1, dtype=torch.bool), places[1:] != places[:-1]))
-    return places[first], sums[first]
+        return positions[:0], sums[:0]
+    first = torch.cat((positions.new_ones(1, dtype=torch.bool), positions[1:] != positions[:-1]))
+    return positions[first], sums[first]

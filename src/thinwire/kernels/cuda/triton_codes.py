@@ -184,9 +184,9 @@ def grid_fields(
     low = tl.load(scales_ptr).to(tl.float64)
     high = tl.load(scales_ptr + 1).to(tl.float64)
     top = tl.full([], (1 << (BITS - 1)) - 1, tl.float64)
-    place = (tl.minimum(tl.abs(x), cap) - low) * top / tl.where(high > low, high - low, 1.0)
-    place = tl.minimum(tl.maximum(tl.ceil(place - 0.5), 0.0), top)
-    level = tl.where(high > low, place, 0.0)
+    position = (tl.minimum(tl.abs(x), cap) - low) * top / tl.where(high > low, high - low, 1.0)
+    position = tl.minimum(tl.maximum(tl.ceil(position - 0.5), 0.0), top)
+    level = tl.where(high > low, position, 0.0)
     negative = x < 0
     sent = _signed((level * _level_width(low, high, BITS) + low).to(tl.float32), negative)
     tl.store(fields_ptr + i, level.to(tl.int32) | (negative.to(tl.int32) << (BITS - 1)), i < k)

@@ -187,10 +187,10 @@ def write_chosen(
     tied = (inside & (key == last)).to(tl.int64)
     number = tied_before + tl.cumsum(tied, 0) - tied
     chosen = inside & ((key > last) | ((tied > 0) & (number < wanted)))
-    places = chosen.to(tl.int64)
-    place = above_before + tl.minimum(tied_before, wanted) + tl.cumsum(places, 0) - places
-    tl.store(indices_ptr + place, at, chosen)
-    tl.store(values_ptr + place, x, chosen)
+    taken = chosen.to(tl.int64)
+    position = above_before + tl.minimum(tied_before, wanted) + tl.cumsum(taken, 0) - taken
+    tl.store(indices_ptr + position, at, chosen)
+    tl.store(values_ptr + position, x, chosen)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ NESTEROV = tl.constexpr(2)
 
 
 @triton.jit
-def _place(owners_ptr, tensors_ptr, BLOCK: tl.constexpr):
+def _block_of(owners_ptr, tensors_ptr, BLOCK: tl.constexpr):
     """Return the tensor of this program, the positions of its block, and the mask of valid ones."""
     tensor = tl.load(owners_ptr + tl.program_id(0))
     block = tl.program_id(0) - tl.load(tensors_ptr + 2 * tensor)
@@ -105,7 +105,7 @@ def lamb_moments_(
 
     `constants_ptr`: lr, b1, 1 - b1, b2, 1 - b2, 1/(1 - b1^t), 1/(1 - b2^t), eps, wd.
     """
-    tensor, at, inside = _place(owners_ptr, tensors_ptr, BLOCK)
+    tensor, at, inside = _block_of(owners_ptr, tensors_ptr, BLOCK)
     m_ptr = _array(addresses_ptr, tensor, 2, 4, TYPE)
     v_ptr = _array(addresses_ptr, tensor, 3, 4, TYPE)
     p = tl.load(_array(addresses_ptr, tensor, 0, 4, TYPE) + at, inside, other=0.0)
@@ -130,7 +130,7 @@ def lamb_move_(
     TYPE: tl.constexpr,
 ):
     """Compute the directions again, and move p along them."""
-    tensor, at, inside = _place(owners_ptr, tensors_ptr, BLOCK)
+    tensor, at, inside = _block_of(owners_ptr, tensors_ptr, BLOCK)
     p_ptr = _array(addresses_ptr, tensor, 0, 4, TYPE)
     p = tl.load(p_ptr + at, inside, other=0.0)
     m = tl.load(_array(addresses_ptr, tensor, 2, 4, TYPE) + at, inside, other=0.0)
@@ -144,7 +144,7 @@ def lars_squares(
     addresses_ptr, owners_ptr, tensors_ptr, sums_ptr, BLOCK: tl.constexpr, TYPE: tl.constexpr
 ):
     """Sum the squares of p and g."""
-    tensor, at, inside = _place(owners_ptr, tensors_ptr, BLOCK)
+    tensor, at, inside = _block_of(owners_ptr, tensors_ptr, BLOCK)
     p = tl.load(_array(addresses_ptr, tensor, 0, 3, TYPE) + at, inside, other=0.0)
     g = tl.load(_array(addresses_ptr, tensor, 1, 3, TYPE) + at, inside, other=0.0)
     _store_squares(sums_ptr, p, g)
@@ -176,7 +176,7 @@ def lars_move_(
     TYPE: tl.constexpr,
 ):
     """Update p, g and, with momentum, b by LARS; `constants_ptr`: lr, momentum, wd."""
-    tensor, at, inside = _place(owners_ptr, tensors_ptr, BLOCK)
+    tensor, at, inside = _block_of(owners_ptr, tensors_ptr, BLOCK)
     p_ptr = _array(addresses_ptr, tensor, 0, 3, TYPE)
     b_ptr = _array(addresses_ptr, tensor, 2, 3, TYPE)
     p = tl.load(p_ptr + at, inside, other=0.0)
@@ -201,7 +201,7 @@ def outer_(
     TYPE: tl.constexpr,
 ):
     """Take the outer step of s by the change c, with momentum b; `constants_ptr`: lr, momentum."""
-    tensor, at, inside = _place(owners_ptr, tensors_ptr, BLOCK)
+    tensor, at, inside = _block_of(owners_ptr, tensors_ptr, BLOCK)
     s_ptr = _array(addresses_ptr, tensor, 0, 3, TYPE)
     b_ptr = _array(addresses_ptr, tensor, 2, 3, TYPE)
     s = tl.load(s_ptr + at, inside, other=0.0)

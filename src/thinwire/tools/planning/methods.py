@@ -7,7 +7,7 @@ from math import ceil, inf, isqrt, log2, prod
 from typing import Any
 
 from thinwire.layout.message import HEADER_BYTES, Layout, WholeLayout, factor_numels
-from thinwire.layout.traffic import BUCKETS, messages, travels_sealed
+from thinwire.layout.traffic import BUCKETS, messages, travels_checksummed
 from thinwire.tools.planning.network import Network
 from thinwire.tools.planning.work import Work, matrices
 
@@ -242,7 +242,7 @@ def _end_of_step(
         return [], 0.0
     found = []
     if dense_bytes:
-        if travels_sealed(round(dense_bytes), sources.ranks):
+        if travels_checksummed(round(dense_bytes), sources.ranks):
             sent = (sources.ranks - 1) * dense_bytes
             wire_s = sources.all_gather_s(dense_bytes)
         else:

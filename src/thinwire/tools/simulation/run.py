@@ -7,9 +7,9 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.layout.message import SEAL_BYTES, SKETCH_NUMEL, Layout, WholeLayout
+from thinwire.layout.message import CHECKSUM_BYTES, SKETCH_NUMEL, Layout, WholeLayout
 from thinwire.layout.shares import contiguous
-from thinwire.layout.traffic import EXCHANGES, messages, travels_sealed
+from thinwire.layout.traffic import EXCHANGES, messages, travels_checksummed
 from thinwire.tools.simulation.lines import (
     Broadcast,
     Collective,
@@ -137,8 +137,8 @@ class Method:
 
 def dense_sum(nbytes: int, sources: int) -> Collective:
     """Return the collective of a dense sum of this size, chosen as in `compress.dense.sum_of`."""
-    if travels_sealed(nbytes, sources):
-        return Gather(nbytes + SEAL_BYTES)
+    if travels_checksummed(nbytes, sources):
+        return Gather(nbytes + CHECKSUM_BYTES)
     return Reduce(nbytes)
 
 

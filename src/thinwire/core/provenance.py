@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ORIGIN", "Origin", "checksum_of", "without_origin"]
+__all__ = ["PROVENANCE", "Provenance", "checksum_of", "without_provenance"]
 
-ORIGIN = "origin"
+PROVENANCE = "provenance"
 """Key of the provenance in a state."""
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class Provenance:
     """Provenance of a state.
 
-    >>> origin = Origin(rank=1, ranks=4, position=100, checksum=7)
-    >>> Origin.read(origin.packed()) == origin
+    >>> provenance = Provenance(rank=1, ranks=4, position=100, checksum=7)
+    >>> Provenance.read(provenance.packed()) == provenance
     True
     """
 
@@ -37,7 +37,7 @@ class Origin:
         return torch.tensor(astuple(self), dtype=torch.int64, device="cpu")
 
     @classmethod
-    def read(cls, value: object) -> "Origin | None":
+    def read(cls, value: object) -> "Provenance | None":
         """Read the result of `packed`; None for anything else."""
         if not isinstance(value, Tensor) or value.numel() != 4 or value.dtype != torch.int64:
             return None
@@ -55,9 +55,9 @@ class Origin:
             checksum: Of the loaded state.
         """
         cure = (
-            "Residuals and momentum that are still to be applied are each rank's own: let every "
-            "rank save and load its own with engine.save and engine.load, "
-            "thinwire.integrations.PerRankState, or one file for each rank"
+            "Unsent residuals and momentum belong to one rank: let every rank save and load its "
+            "own with engine.save and engine.load, thinwire.integrations.PerRankState, or one "
+            "file per rank"
         )
         if self.ranks > 1 and (self.rank, self.ranks) != (rank, ranks):
             return (
@@ -66,9 +66,9 @@ class Origin:
             )
         if self.checksum != checksum:
             return (
-                f"rank {rank} of {ranks} loads a state that is not what was saved: its tensors "
-                "were changed or come from several ranks, as torch.distributed.checkpoint mixes "
-                f"them. {cure}"
+                f"rank {rank} of {ranks} loads a state that differs from the saved one: its "
+                "tensors were changed, or torch.distributed.checkpoint mixed those of several "
+                f"ranks. {cure}"
             )
         return None
 
@@ -83,16 +83,16 @@ def checksum_of(tree: Any) -> int:
         flat = tree.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return zlib.crc32(flat.numpy().data)
     if isinstance(tree, Mapping):
-        tree = [value for key, value in tree.items() if key != ORIGIN]
+        tree = [value for key, value in tree.items() if key != PROVENANCE]
     return sum(map(checksum_of, tree)) % (1 << 63) if isinstance(tree, list | tuple) else 0
 
 
-def without_origin(tree: Any) -> Any:
+def without_provenance(tree: Any) -> Any:
     """Return the same tree without provenance; containers are new, leaves the same.
 
-    >>> without_origin({"step": 3, ORIGIN: torch.zeros(4)})
+    >>> without_provenance({"step": 3, PROVENANCE: torch.zeros(4)})
     {'step': 3}
     """
     if isinstance(tree, Mapping):
-        return {key: without_origin(value) for key, value in tree.items() if key != ORIGIN}
-    return type(tree)(map(without_origin, tree)) if type(tree) in (list, tuple) else tree
+        return {key: without_provenance(value) for key, value in tree.items() if key != PROVENANCE}
+    return type(tree)(map(without_provenance, tree)) if type(tree) in (list, tuple) else tree
