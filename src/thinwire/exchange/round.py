@@ -220,7 +220,7 @@ class Round:
         return Pending(rows)
 
     def _summed(self, buffer: Tensor, purpose: str) -> Pending[Tensor]:
-        """The sum, in the order of the sources, of what all gather and can prove."""
+        """Return the sum over the sources, in their order, of gathered parts with MACs."""
         # a relay could alter a sum in transit; gathered parts each have a MAC
         gathered = self._launched(AllGather(buffer.flatten().view(torch.uint8), purpose))
 
