@@ -134,7 +134,7 @@ class Check(Protocol):
 _POSITION = ("engine", "step", "phase")
 _COMMON = (*_POSITION, "ready")
 """Keys that must be equal on the ranks of all parts."""
-_QUIET = {*_COMMON, "kinds", "rates", "settings", "digest", "sums", "sample", "buffers"}
+_QUIET = {*_COMMON, "kinds", "rates", "settings", "digest", "sums", "batch_id", "buffers"}
 """Keys that are not sent to ranks of other parts."""
 _FAILURES = {kind.__name__: kind for kind in (Diverged, Mismatch, NonFinite, PayloadCorrupt)}
 """Errors that keep their type on the ranks they are reported to. All others become

@@ -343,7 +343,7 @@ class DuplicateBatchCheck:
 
     def report(self, vote: Vote) -> Report:
         """See `Check`."""
-        return {} if self._own is None else {"sample": self._own}
+        return {} if self._own is None else {"batch_id": self._own}
 
     def judge(self, vote: Vote, answers: Answers) -> None:
         """See `Check`.
@@ -353,7 +353,7 @@ class DuplicateBatchCheck:
         """
         # one digest is for one agreement only
         own, self._own = self._own, None
-        digests = [report.get("sample") for report in answers.of_my_part()]
+        digests = [report.get("batch_id") for report in answers.of_my_part()]
         if own is None or any(digest is None for digest in digests):
             return
         # healthy ranks differ at once, and are never compared again

@@ -148,7 +148,7 @@ class LocalSGD(_Common):
         if isinstance(self.compression, Sparse) and self.compression.mean_over == "senders":
             raise ValueError(
                 f"round_seconds={self.round_seconds} weights the changes of ranks, but a mean over "
-                "senders has no weights: use Sparse(..., mean_over='all')"
+                'senders has no weights: use Sparse(..., mean_over="all")'
             )
 
 

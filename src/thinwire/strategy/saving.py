@@ -130,7 +130,9 @@ def state_dict(parts: Parts, counters: Mapping[str, int]) -> dict[str, Any]:
     checkpoint stores both separately.
     """
     state = saved(parts, counters)
-    provenance = Provenance(*rank_and_size_in(), state["counters"]["step"], checksum_of(_of_ranks(state)))
+    provenance = Provenance(
+        *rank_and_size_in(), state["counters"]["step"], checksum_of(_of_ranks(state))
+    )
     return {**state, "facts": _copied(parts.facts), PROVENANCE: provenance.packed()}
 
 
