@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from benchmarks.evidence import BATCH
 from thinwire.tools.planning.loss import beta
 from thinwire.tools.run.config import ModelSize
 
@@ -122,6 +123,44 @@ def gaps(lines: Iterable[Mapping[str, Any]]) -> list[Gap]:
     ]
 
 
+def evidence_gaps(lines: Iterable[Mapping[str, Any]]) -> list[Gap]:
+    """Return the gaps of local training on real ranks, from the lines of `benchmarks.evidence`."""
+    named = {"tiny": "0.14M", "small": "0.87M", "medium": "3.3M"}
+    trained = [line for line in lines if line["cell"]["kind"] == "training" and line["loss"]]
+    dense: dict[tuple[Any, ...], float] = {}
+    found = []
+    for dense_first in (True, False):
+        for line in trained:
+            cell, options = line["cell"], line["cell"]["options"]
+            key = tuple(cell[name] for name in ("size", "workers", "steps", "optimizer", "seed"))
+            if dense_first and cell["strategy"] in ("dense", "dense-muon"):
+                dense[key] = line["loss"]
+            elif not dense_first and _is_plain_local(options) and key in dense:
+                compression = options.get("compression", {"quantized": {"value_bits": 32}})
+                local = Cell(
+                    part="held_out",
+                    size=named[cell["size"]],
+                    workers=cell["workers"],
+                    interval=options["k_steps"],
+                    bits=compression["quantized"]["value_bits"],
+                    optimizer=cell["optimizer"],
+                    steps=cell["steps"],
+                    batch=BATCH,
+                    lr=cell["lr"],
+                    seed=cell["seed"],
+                    data="",
+                )
+                rounds = math.ceil((cell["steps"] - 1) / options["k_steps"]) + 1
+                found.append(Gap(local, line["parameters"], rounds, line["loss"] / dense[key] - 1))
+    return found
+
+
+def _is_plain_local(options: Mapping[str, Any]) -> bool:
+    """Return True for local updates whose change travels whole or in few bits."""
+    only = options.keys() <= {"k_steps", "compression"} and "k_steps" in options
+    return only and options.get("compression", {"quantized": {}}).keys() == {"quantized"}
+
+
 def _key(cell: Cell) -> str:
     return json.dumps(asdict(replace(cell, lr=0.0)), sort_keys=True)
 
@@ -227,25 +266,32 @@ def _features(point: Gap) -> Tensor:
     )
 
 
-def fit_table(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+def _by_law(found: Iterable[Gap], fewest: int = 6) -> dict[tuple[str, str], list[Gap]]:
+    """Return the gaps that follow one law: of an optimizer, with one bit, two, or more."""
+    laws: dict[tuple[str, str], list[Gap]] = defaultdict(list)
+    for point in found:
+        bits = {1: "1 bit", 2: "2 bits"}.get(point.cell.bits, "4 bits and more")
+        laws[point.cell.optimizer, bits].append(point)
+    return {key: own for key, own in laws.items() if len(own) >= fewest}
+
+
+def fit_table(found: Sequence[Gap]) -> list[str]:
     """Return Markdown: beta of every setting beside the published one, then the fitted laws."""
     text = [
         "| parameters | optimizer | steps | bits | batch | rounds | beta | law | gap by workers |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     settings: dict[tuple[int, str, str, int, int, int], list[Gap]] = defaultdict(list)
-    laws: dict[tuple[str, int], list[Gap]] = defaultdict(list)
-    for point in gaps(lines):
+    for point in found:
         cell = point.cell
         key = point.numel, cell.data, cell.optimizer, cell.interval, cell.bits, cell.batch
         settings[key].append(point)
-        laws[cell.optimizer, cell.bits].append(point)
-    for (numel, data, optimizer, interval, bits, batch), found in sorted(settings.items()):
-        slope, half = fitted([(point.cell.workers, point.gap) for point in found])
+    for (numel, data, optimizer, interval, bits, batch), own in sorted(settings.items()):
+        slope, half = fitted([(point.cell.workers, point.gap) for point in own])
         of_k = defaultdict(list)
-        for point in found:
+        for point in own:
             of_k[point.cell.workers].append(point.gap)
-        rounds = [point.rounds for point in found]
+        rounds = [point.rounds for point in own]
         few = " (few)" if min(rounds) < FEWEST_ROUNDS else ""
         gaps_text = ", ".join(f"{k}: {fmean(values):+.1%}" for k, values in sorted(of_k.items()))
         interval_text = (
@@ -264,51 +310,44 @@ def fit_table(lines: Iterable[Mapping[str, Any]]) -> list[str]:
             gaps_text,
         ]
         text.append(f"| {' | '.join(cells)} |")
-    for (optimizer, bits), found in sorted(laws.items()):
-        if len(found) > 5:
-            text.append(f"\n{optimizer}, {bits} bits: {Law.of(found)}")
+    for (optimizer, words), own in sorted(_by_law(found).items()):
+        text.append(f"\n{optimizer}, {words}: {Law.of(own)}")
     return text
 
 
-def check(
-    fitted_lines: Iterable[Mapping[str, Any]], other_lines: Iterable[Mapping[str, Any]]
-) -> list[str]:
+def check(known: Iterable[Gap], others: Iterable[Gap]) -> list[str]:
     """Return Markdown: runs that the law was not fitted to, beside its 95 % intervals."""
-    known: dict[tuple[str, int], list[Gap]] = defaultdict(list)
-    for point in gaps(fitted_lines):
-        known[point.cell.optimizer, point.cell.bits].append(point)
+    laws = {key: Law.of(own) for key, own in _by_law(known).items()}
     text = [
         "| parameters | text | optimizer | bits | K | H | rounds | seed | gap | predicted | in |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     inside: list[bool] = []
-    for point in gaps(other_lines):
-        cell = point.cell
-        own = known.get((cell.optimizer, cell.bits), [])
-        if len(own) <= 5:
-            continue
-        low, _, high = Law.of(own).interval(point)
-        inside.append(low <= point.gap <= high)
-        cells = [
-            f"{point.numel:,}",
-            cell.data or "standard library",
-            cell.optimizer,
-            str(cell.bits),
-            str(cell.workers),
-            str(cell.interval),
-            str(point.rounds),
-            str(cell.seed),
-            f"{point.gap:+.1%}",
-            f"{low:+.1%} to {high:+.1%}",
-            "yes" if inside[-1] else "no",
-        ]
-        text.append(f"| {' | '.join(cells)} |")
+    for key, own in _by_law(others, fewest=1).items():
+        for point in own if key in laws else ():
+            cell = point.cell
+            low, _, high = laws[key].interval(point)
+            inside.append(low <= point.gap <= high)
+            cells = [
+                f"{point.numel:,}",
+                cell.data or "standard library",
+                cell.optimizer,
+                str(cell.bits),
+                str(cell.workers),
+                str(cell.interval),
+                str(point.rounds),
+                str(cell.seed),
+                f"{point.gap:+.1%}",
+                f"{low:+.1%} to {high:+.1%}",
+                "yes" if inside[-1] else "no",
+            ]
+            text.append(f"| {' | '.join(cells)} |")
     if inside:
         text.append(f"\n{sum(inside)} of {len(inside)} inside, {fmean(inside):.0%}")
     return text
 
 
-def draw(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
+def draw(found: Iterable[Gap], path: Path) -> None:
     """Draw beta against parameters: ours by interval at one bit, and the published laws."""
     import matplotlib as mpl
 
@@ -322,23 +361,23 @@ def draw(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
         "muon": "law for Muon: 0.465 N^-0.198",
         "adamw": "law for AdamW: 0.413 N^-0.165",
     }
-    for place, (optimizer, label) in enumerate(laws.items()):
+    for index, (optimizer, label) in enumerate(laws.items()):
         line = [beta(optimizer, round(numel)) for numel in sizes]
-        axis.loglog(sizes, line, color=f"C{place}", linewidth=1, label=label)
-    for place, (name, losses) in enumerate(_PUBLISHED.items()):
+        axis.loglog(sizes, line, color=f"C{index}", linewidth=1, label=label)
+    for index, (name, losses) in enumerate(_PUBLISHED.items()):
         betas = [math.log(ratio) / math.log(16) for ratio in losses.values()]
-        axis.loglog([*losses], betas, "s", color=f"C{place}", markersize=5, label=name)
+        axis.loglog([*losses], betas, "s", color=f"C{index}", markersize=5, label=name)
     settings: dict[tuple[str, int, int], dict[int, list[Gap]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    for point in gaps(lines):
+    for point in found:
         cell = point.cell
-        if not cell.data:
+        if not cell.data and point.rounds >= FEWEST_ROUNDS:
             settings[cell.optimizer, cell.interval, cell.bits][point.numel].append(point)
-    for place, ((optimizer, interval, bits), found) in enumerate(sorted(settings.items()), 2):
+    for index, ((optimizer, interval, bits), sizes_of) in enumerate(sorted(settings.items()), 2):
         numels, slopes, halves = [], [], []
-        for numel, mine in sorted(found.items()):
-            slope, half = fitted([(point.cell.workers, point.gap) for point in mine])
+        for numel, own in sorted(sizes_of.items()):
+            slope, half = fitted([(point.cell.workers, point.gap) for point in own])
             if slope > 0:
                 numels.append(numel)
                 slopes.append(slope)
@@ -348,7 +387,7 @@ def draw(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
             slopes,
             halves,
             fmt="o",
-            color=f"C{place}",
+            color=f"C{index}",
             capsize=3,
             label=f"ours: {optimizer}, every {interval} steps, {bits} bit",
         )

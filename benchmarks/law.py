@@ -31,8 +31,9 @@ import torch.distributed as dist
 
 import thinwire as tw
 from benchmarks.common import Results, json_lines
+from benchmarks.evidence import RESULTS as EVIDENCE
 from benchmarks.evidence import TUNING_SEED, tuned
-from benchmarks.gaps import SIZES, Cell, check, draw, fit_table
+from benchmarks.gaps import SIZES, Cell, check, draw, evidence_gaps, fit_table, gaps
 from benchmarks.lockstep import LocalRanks
 from thinwire.compress import ChangeConfig
 from thinwire.tools.planning.loss import law, loss_gap
@@ -310,13 +311,14 @@ def main() -> None:
     if given.task and given.steps is None:
         parser.error("--task needs --steps: how many tokens a batch has is known of text alone")
     if given.what == "fit":
-        lines = json_lines(given.results)
-        print("\n".join(fit_table(lines)))
+        found = [*gaps(json_lines(given.results)), *evidence_gaps(json_lines(EVIDENCE))]
+        print("\n".join(fit_table(found)))
         if given.figure is not None:
-            draw(lines, given.figure)
+            draw(found, given.figure)
         return
     if given.what == "check":
-        print("\n".join(check(json_lines(RESULTS), json_lines(given.results))))
+        known = [*gaps(json_lines(RESULTS)), *evidence_gaps(json_lines(EVIDENCE))]
+        print("\n".join(check(known, gaps(json_lines(given.results)))))
         return
     if given.what == "predict":
         for size in given.size:

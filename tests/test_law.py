@@ -13,7 +13,17 @@ from torch import nn
 
 from benchmarks import evidence, law
 from benchmarks.evidence import as_it_is, measured
-from benchmarks.gaps import SIZES, Cell, Gap, Law, check, fit_table, fitted, gaps
+from benchmarks.gaps import (
+    SIZES,
+    Cell,
+    Gap,
+    Law,
+    check,
+    evidence_gaps,
+    fit_table,
+    fitted,
+    gaps,
+)
 from benchmarks.law import prediction, steps_of, train
 from tests.api import ByteTransformer, rate_factor
 
@@ -76,8 +86,31 @@ def test_a_gap_is_against_dense_training_with_the_same_workers_and_seed() -> Non
     found = gaps(lines)
     assert [each.cell.workers for each in found] == [2, 4]
     assert [each.gap for each in found] == pytest.approx([0.05, 0.2])
-    assert "| 1,000 | muon | 4 | 1 | 8 | 90 | 0." in fit_table(lines)[2]
+    assert "| 1,000 | muon | 4 | 1 | 8 | 90 | 0." in fit_table(found)[2]
     assert fit_table([])[2:] == []
+
+
+def test_runs_of_real_ranks_have_gaps_too() -> None:
+    def trained(name: str, loss: float, **more: Any) -> dict[str, Any]:
+        cell = evidence.Cell(
+            kind="training", workers=2, size="tiny", steps=33, lr=0.01, seed=5, **as_it_is(name)
+        )
+        return {"cell": {**asdict(cell), **more}, "loss": loss, "parameters": 139_584}
+
+    sparse = {"k_steps": 16, "compression": {"sparsity": 0.9, "value_bits": 2}}
+    found = evidence_gaps(
+        [
+            trained("muon-local", 2.1),
+            trained("muon-local", 2.4, seed=6),  # without dense training of its own
+            trained("sparse-local", 9.0, options=sparse),
+            trained("localsgd", 3.3),
+            trained("dense", 3.0),
+            trained("dense-muon", 2.0),
+        ]
+    )
+    assert [point.gap for point in found] == pytest.approx([0.05, 0.1])
+    assert [point.cell.bits for point in found] == [1, 32]
+    assert [point.rounds for point in found] == [3, 2]
 
 
 def made_by_a_law(workers: int, interval: int, numel: int, rounds: int, noise: float) -> Gap:
@@ -135,7 +168,7 @@ def test_runs_of_another_file_are_beside_the_interval() -> None:
         line(replace(CELL, data="other", workers=8), 2.4),
         line(replace(CELL.dense, data="other", workers=8), 2.0),
     ]
-    text = check(known, other)
+    text = check(gaps(known), gaps(other))
     assert [row.endswith("| yes |") for row in text[2:4]] == [True, False]
     assert text[-1] == "\n1 of 2 inside, 50%"
 
