@@ -9,7 +9,7 @@ from thinwire.tools.doctor.machine import Machine
 from thinwire.tools.doctor.pairs import Reach
 
 _LARGEST_SKEW_S = 1.0
-_MAY_DIFFER = {"GLOO_SOCKET_IFNAME": "right where the interfaces have other names there"}
+_MAY_DIFFER = {"GLOO_SOCKET_IFNAME": "correct if the interfaces have other names there"}
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,14 @@ def _present(reports: Reports) -> Iterator[Finding]:
     if missing:
         yield wrong(
             "ranks",
-            f"{named(missing)} of {reports.size} did not come to the store in time",
-            "look at what they have printed; give --timeout where their machines are slow",
+            f"{named(missing)} of {reports.size} did not reach the store in time",
+            "read what they printed; raise --timeout if their machines are slow",
         )
     for rank, version in reports.strangers.items():
         yield wrong(
             "versions",
-            f"rank {rank} has thinwire {version}, whose doctor tells other things",
-            "install the same thinwire on all machines",
+            f"rank {rank} has thinwire {version}, whose doctor sends another report format",
+            "install the same version of thinwire on all machines",
         )
 
 
@@ -135,7 +135,8 @@ def _addresses(reports: Reports) -> Iterator[Finding]:
                 "addresses",
                 f"{' and '.join(map(named, having))} are on different machines and announce the "
                 f"same address, {address}",
-                "set GLOO_SOCKET_IFNAME on each machine to an interface whose address no other has",
+                "on each machine, set GLOO_SOCKET_IFNAME to an interface with an address of "
+                "its own",
             )
     for rank, row in reports.seen.items():
         if row.no_socket:
@@ -159,8 +160,8 @@ def _connections(reports: Reports) -> Iterator[Finding]:
         if row.reaches is None:
             yield wrong(
                 "connections",
-                f"rank {rank} has not told in time whom it reaches",
-                "give --timeout where its machine or its line is slow",
+                f"rank {rank} did not report its connections in time",
+                "raise --timeout if its machine or network is slow",
             )
         for reach in row.reaches or ():
             if reach.error:
@@ -175,8 +176,8 @@ def _connections(reports: Reports) -> Iterator[Finding]:
         amount = "all" if not failed else "other"
         yield ok(
             "connections",
-            f"{amount} pairs connect both ways; round trips {_ms(best)} to {_ms(latencies[worst])},"
-            f" the longest from rank {worst[0]} to rank {worst[1]}",
+            f"{amount} pairs connect in both directions; round trips take {_ms(best)} to "
+            f"{_ms(latencies[worst])}, the longest from rank {worst[0]} to rank {worst[1]}",
         )
 
 
@@ -191,7 +192,7 @@ def _failed(reports: Reports, error: str, pairs: list[tuple[int, int]]) -> Findi
         for reach in row.reaches or ()
         if not reach.error
     }
-    one_way = " (the other way works)" if back <= connected else ""
+    one_way = " (the other direction works)" if back <= connected else ""
     return wrong(
         "connections",
         f"{named(sources)} cannot reach {named(targets)} at {machine.address}: {error}{one_way}",
@@ -201,27 +202,27 @@ def _failed(reports: Reports, error: str, pairs: list[tuple[int, int]]) -> Findi
 
 def _cure(error: str, machine: Machine, source: str) -> str:
     first, last = machine.ports
-    ports = f"ports {first} to {last}" if last else "the ports that its kernel gives out"
+    ports = f"ports {first} to {last}" if last else "its ephemeral ports"
     if is_loopback(machine.address):
-        return f"{machine.address} means each machine itself; see the finding on gloo"
+        return f"{machine.address} is a loopback address; see the finding on gloo"
     if error == "time-out":
         return (
-            f"something between drops it: let {machine.host} ({machine.address}) accept TCP on "
-            f"{ports} from {source}, and see that packets find their way back"
+            f"something between them drops packets: let {machine.host} ({machine.address}) "
+            f"accept TCP on {ports} from {source}, and check the route back"
         )
     if error == "refused":
         return (
-            f"a firewall refuses it, or another machine has this address: let {machine.host} "
-            f"accept TCP on {ports} from {source}"
+            "a firewall refuses the connection, or another machine has this address: let "
+            f"{machine.host} accept TCP on {ports} from {source}"
         )
     if error == "no route":
         return (
-            f"`ip route get {machine.address}` there says why; where the machines share another "
-            "network, name its interface with GLOO_SOCKET_IFNAME on each"
+            f"run `ip route get {machine.address}` there; if the machines share another "
+            "network, set GLOO_SOCKET_IFNAME on each to its interface"
         )
     if "answers" in error or "closed" in error:
-        return f"two machines have the address {machine.address}, or a proxy stands between"
-    return f"a rule of the machine that connects forbids it: let it send to {machine.address}"
+        return f"two machines have the address {machine.address}, or a proxy is between them"
+    return f"a firewall rule on the connecting machine forbids it: let it send to {machine.address}"
 
 
 def _sizes(reports: Reports) -> Iterator[Finding]:
@@ -245,18 +246,18 @@ def _too_large(machine: Machine, fitting: int, pairs: list[tuple[int, int]]) -> 
     one = machine.interface_of(machine.address)
     name, size = (one.name, f"{one.mtu} bytes") if one else ("INTERFACE", "the usual size")
     where = f"between {named(sources)}" if both else f"from {named(sources)} to {named(targets)}"
-    lost = f"small messages {where} arrive and 32 KiB do not: "
+    lost = f"small messages {where} arrive, messages of 32 KiB do not:  "
     if not fitting:
         return wrong(
             "MTU",
-            f"{lost}not in packets of {size}, nor in those of 1000",
-            "the line is too slow or loses packets; `ping -M do -s SIZE` shows from which size on",
+            f"{lost}neither in packets of {size} nor of 1000 bytes",
+            "the link is too slow or loses packets; find the limit with `ping -M do -s SIZE`",
         )
     return wrong(
         "MTU",
-        f"{lost}packets of {size} are lost on the way without a word, those of {fitting} pass",
-        f"on both machines `ip link set dev {name} mtu {fitting}`, or let ICMP 'fragmentation "
-        "needed' through",
+        f"{lost}packets of {size} are dropped silently, packets of {fitting} bytes pass",
+        f"run `ip link set dev {name} mtu {fitting}` on both machines, or allow ICMP "
+        "'fragmentation needed'",
     )
 
 
@@ -269,8 +270,8 @@ def _clocks(reports: Reports) -> Iterator[Finding]:
                 "clocks",
                 f"the clock of rank {rank} is {abs(ahead_s):.1f} s {way} rank 0's (± {unsure_s:.3f}"
                 " s)",
-                "training does not read it, but logs, files and certificates do: start chrony or "
-                "systemd-timesyncd",
+                "training does not use the clock, but logs and certificates do: start chrony "
+                "or systemd-timesyncd",
             )
     largest = max((abs(ahead) + unsure for ahead, unsure in skews.values()), default=None)
     if largest is not None and largest <= _LARGEST_SKEW_S:
@@ -287,7 +288,7 @@ def _versions(reports: Reports) -> Iterator[Finding]:
             lambda row: row.machine.versions,
             "versions",
             _version_level,
-            lambda _: "install the same on all machines",
+            lambda _: "install the same version on all machines",
         )
     )
     yield from found
@@ -312,7 +313,9 @@ def _environments(reports: Reports) -> Iterator[Finding]:
         lambda row: row.machine.environment,
         "environment",
         lambda name, *_: "wrong" if name == "GLOO_DEVICE_TRANSPORT" else "note",
-        lambda name: _MAY_DIFFER.get(name, "set it alike in the environment of each torchrun"),
+        lambda name: _MAY_DIFFER.get(
+            name, "set the same value in the environment of each torchrun"
+        ),
     )
 
 
@@ -349,24 +352,24 @@ def _group(reports: Reports) -> Iterator[Finding]:
     if not reports.tried:
         yield note(
             "gloo group",
-            "not tried, since not all ranks are there with an address",
-            "mend what is wrong above, and run this again",
+            "not tried, because some ranks are missing or have no address",
+            "fix the problems above and run this again",
         )
         return
     errors: dict[str, list[int]] = {}
     for rank, row in reports.seen.items():
         if row.gloo is None:
-            errors.setdefault("it has not told in time", []).append(rank)
+            errors.setdefault("no report in time", []).append(rank)
         elif row.gloo:
             errors.setdefault(row.gloo, []).append(rank)
     for error, ranks in errors.items():
         yield wrong(
             "gloo group",
             f"{named(ranks)}: {error}",
-            "mend what is wrong above; where nothing is, GLOO_LOG_LEVEL=DEBUG says more",
+            "fix the problems above; if there are none, set GLOO_LOG_LEVEL=DEBUG for details",
         )
     if not errors:
-        yield ok("gloo group", "it comes about, and a sum over all ranks is right")
+        yield ok("gloo group", "it forms, and a sum over all ranks is correct")
 
 
 def _ms(seconds: float) -> str:

@@ -118,7 +118,7 @@ def _host(machine: Machine) -> Finding:
         return note(
             "host",
             f"the name of this host, {machine.host}, does not resolve: {machine.names_error}",
-            f"give it its address in /etc/hosts, or set GLOO_SOCKET_IFNAME {_BY_TORCHRUN}",
+            f"add it to /etc/hosts, or set GLOO_SOCKET_IFNAME {_BY_TORCHRUN}",
         )
     return ok("host", f"{machine.host} resolves to {', '.join(machine.names)}")
 
@@ -127,9 +127,9 @@ def _naming(machine: Machine) -> Iterator[Finding]:
     if machine.naming_s >= _SLOW_NAMING_S:
         yield note(
             "name server",
-            f"takes {machine.naming_s:.1f} s or more to say that an address has no name: torch "
-            "asks for each connection to its store, and waits (pytorch 159596)",
-            "mend /etc/resolv.conf, or set RES_OPTIONS='timeout:1 attempts:1' in the environment",
+            f"takes {machine.naming_s:.1f} s or more to answer that an address has no name: "
+            "torch asks for each connection to its store and waits (pytorch 159596)",
+            "fix /etc/resolv.conf, or set RES_OPTIONS='timeout:1 attempts:1' in the environment",
         )
 
 
@@ -152,7 +152,7 @@ def _gloo(machine: Machine, others: bool | None) -> Iterator[Finding]:
         announced = f"gloo announces {address}{f' of {one.name}' if one else ''}, {by}"
         why = ""
         if is_loopback(address):
-            why = "ranks on other machines cannot reach that"
+            why = "ranks on other machines cannot reach it"
         elif one is not None and one.internal:
             why = "a bridge inside this machine, which others cannot reach"
         if why and others is not False:
@@ -163,7 +163,7 @@ def _gloo(machine: Machine, others: bool | None) -> Iterator[Finding]:
     if "TP_SOCKET_IFNAME" in machine.environment and not named:
         yield note(
             "gloo",
-            "TP_SOCKET_IFNAME is set and GLOO_SOCKET_IFNAME is not: the first is for torch's RPC",
+            "TP_SOCKET_IFNAME is set, GLOO_SOCKET_IFNAME is not: only torch's RPC reads the first",
             f"set GLOO_SOCKET_IFNAME {_BY_TORCHRUN}",
         )
 
@@ -175,7 +175,10 @@ def _cure(machine: Machine) -> str:
     ]
     outward = machine.interface_of(machine.route)
     if outward is not None and not is_loopback(machine.route):
-        return f"set GLOO_SOCKET_IFNAME={outward.name} {_BY_TORCHRUN}: it leads to the others"
+        return (
+            f"set GLOO_SOCKET_IFNAME={outward.name} {_BY_TORCHRUN}: this interface leads to "
+            "the others"
+        )
     close = difflib.get_close_matches(named, usable, 1)
     meant = f"did you mean {close[0]}? " if close else ""
     return (
@@ -189,7 +192,7 @@ def _listeners(machine: Machine) -> Iterator[Finding]:
         yield note(
             "listeners",
             f"on all addresses: {'; '.join(machine.listeners)}",
-            "torch's store has no authentication: let a firewall admit your machines only",
+            "torch's store has no authentication: let a firewall admit only your machines",
         )
     else:
         yield ok("listeners", "no torch process of this user listens on all addresses")
@@ -198,8 +201,8 @@ def _listeners(machine: Machine) -> Iterator[Finding]:
         yield note(
             "listeners",
             f"on an address that the internet may reach: {'; '.join(public)}",
-            "what torch sends is not encrypted: use a tunnel, or let a firewall admit your "
-            "machines only",
+            "torch does not encrypt its traffic: use a tunnel, or let a firewall admit only "
+            "your machines",
         )
     private = [listener for listener in machine.outward if listener not in public]
     if private:
@@ -237,7 +240,9 @@ def _threads(machine: Machine, ranks_here: int) -> Finding:
     if not named.isdigit():
         setting = f"{machine.cores} cores, OMP_NUM_THREADS is {named or 'not set'}"
         return ok("threads", f"{setting}; torchrun sets 1 for several ranks on a machine")
-    setting = f"{machine.cores} cores for {ranks_here} here, each with OMP_NUM_THREADS={named}"
+    setting = (
+        f"{machine.cores} cores for {ranks_here} ranks here, each with OMP_NUM_THREADS={named}"
+    )
     fair = max(machine.cores // ranks_here, 1)
     if int(named) * ranks_here > machine.cores:
         fewer = f"set OMP_NUM_THREADS={fair}" if int(named) > fair else "start fewer ranks here"
@@ -245,7 +250,7 @@ def _threads(machine: Machine, ranks_here: int) -> Finding:
     if 4 * int(named) <= fair:
         return note(
             "threads",
-            f"{setting}: cores stay idle where the CPU trains",
+            f"{setting}: cores stay idle if the CPU trains",
             f"set OMP_NUM_THREADS={fair}",
         )
     return ok("threads", setting)
@@ -254,14 +259,12 @@ def _threads(machine: Machine, ranks_here: int) -> Finding:
 def _environment(machine: Machine) -> Iterator[Finding]:
     limits = {k: v for k, v in machine.environment.items() if "TIMEOUT" in k}
     set_ones = ", ".join(f"{name}={value}" for name, value in limits.items())
-    yield ok(
-        "time-outs", set_ones or "none in the environment; gloo's is 30 minutes unless you say so"
-    )
+    yield ok("time-outs", set_ones or "none in the environment; gloo's default is 30 minutes")
     if machine.environment.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
         yield note(
             "environment",
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL: DDP crashes under it with torch 2.13 on CPUs",
-            "leave it away; thinwire makes checks of its own",
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL: with torch 2.13, DDP crashes under it on CPUs",
+            "unset it; thinwire has checks of its own",
         )
 
 
@@ -269,10 +272,11 @@ def _clock(machine: Machine) -> Finding:
     if machine.clock_kept is False:
         return note(
             "clock",
-            "no time service keeps this machine's clock",
-            "start chrony or systemd-timesyncd; training needs no clock, logs and certificates do",
+            "no time service sets this machine's clock",
+            "start chrony or systemd-timesyncd; training needs no clock, but logs and "
+            "certificates do",
         )
-    return ok("clock", "a time service keeps it" if machine.clock_kept else "cannot be seen here")
+    return ok("clock", "a time service sets it" if machine.clock_kept else "unknown")
 
 
 _CHECK = "store"
@@ -316,15 +320,17 @@ def meeting_point(
         return ok(_CHECK, "MASTER_ADDR and MASTER_PORT are not set; torchrun sets them")
     if not host or not port:
         there, away = ("MASTER_ADDR", "MASTER_PORT") if host else ("MASTER_PORT", "MASTER_ADDR")
-        return wrong(_CHECK, f"{there} is set and {away} is not", f"set {away} or let torchrun do")
+        return wrong(
+            _CHECK, f"{there} is set and {away} is not", f"set {away}, or start with torchrun"
+        )
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        return wrong(_CHECK, f"MASTER_PORT is {port!r}", "a number from 1 to 65535 is required")
+        return wrong(_CHECK, f"MASTER_PORT is {port!r}", "use a number from 1 to 65535")
     addresses, why_not_found = resolved(host)
     if not addresses:
         return wrong(
             _CHECK,
             f"MASTER_ADDR={host} does not resolve: {why_not_found}",
-            "give the address of rank 0's machine, or a name that every machine resolves",
+            "set the address of rank 0's machine, or a name that every machine resolves",
         )
     address = addresses[0]
     where = f"{host}:{port}" if host == address else f"{host}:{port} ({address})"
@@ -343,12 +349,14 @@ def _tried(
     if here and reason == "refused" and not started:
         with contextlib.suppress(OSError), socket.create_server((address, port)):
             return ok(_CHECK, f"{where} is this machine, and the port is free")
-        return wrong(_CHECK, f"{where} is this machine, and the port cannot be had", "take another")
+        return wrong(
+            _CHECK, f"{where} is this machine, and the port is taken", "choose another port"
+        )
     if reason == "refused" and not started:
         return note(
             _CHECK,
             f"{where} refuses connections: nothing listens there yet",
-            "where torchrun runs there already, its firewall refuses: let it accept this port",
+            "if torchrun already runs there, a firewall refuses: let it accept this port",
         )
     return wrong(
         _CHECK, f"{where} cannot be reached from this machine: {reason}", _cure_of_store(reason)
@@ -357,7 +365,7 @@ def _tried(
 
 def _cure_of_store(reason: str) -> str:
     if reason == "no route":
-        return "`ip route get` with that address says why; give an address that has a route"
+        return "run `ip route get` with that address, or use an address that has a route"
     if reason == "refused":
         return "torchrun on rank 0's machine has ended, or a firewall there refuses this port"
     return "let the firewalls between accept TCP on this port at rank 0's machine"

@@ -115,7 +115,7 @@ def reach(
                 return Reach(rank, latency_s=latency_s, large=False, fitting_mtu=fitting)
             return Reach(rank, latency_s=latency_s, large=True)
     except EOFError:
-        return Reach(rank, "closed by whoever listens there")
+        return Reach(rank, "closed by the listener")
     except _SomeoneElse as other:
         return Reach(rank, str(other))
     except OSError as error:

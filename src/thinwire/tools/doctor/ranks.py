@@ -149,7 +149,11 @@ class Examination:
         try:
             store = find_store(self._rank, self._size, self._left_s(_MET))
         except (Late, RuntimeError, ValueError) as error:
-            problem = "waited in vain for all" if self._rank == 0 else "does not come to the store"
+            problem = (
+                "waited for all ranks without success"
+                if self._rank == 0
+                else "did not reach the store"
+            )
             reason = str(error).partition("\n")[0] or "time-out"
             return self._ended_alone(f"{problem}: {reason}")
         view = StoreView(store, self._rank, self._size)
@@ -157,7 +161,7 @@ class Examination:
             view.write("token", secrets.token_hex(TOKEN_BYTES))
         token = view.read("token", 0, self._by(_MET))
         if token is None:
-            return self._ended_alone("has not heard of rank 0")
+            return self._ended_alone("received nothing from rank 0")
         with contextlib.ExitStack() as stack:
             answering, no_socket = self._answering(bytes.fromhex(token))
             if answering is not None:
@@ -221,7 +225,7 @@ class Examination:
             return Ended(status, stuck)
         answer = view.read("status", 0, self._by(1.0))
         if answer is None:
-            return Ended(self._ended_alone("has not heard what rank 0 has found").status, stuck)
+            return Ended(self._ended_alone("did not receive the findings of rank 0").status, stuck)
         with contextlib.suppress(dist.DistError):  # rank 0 has gone, and its store
             view.write("bye", True)
         return Ended(int(answer), stuck)
@@ -229,7 +233,7 @@ class Examination:
     def _answering(self, token: bytes) -> tuple[Answering | None, str]:
         address = self._machine.address
         if not address:
-            return None, "this machine has none that leads to others"
+            return None, "this machine has no address that leads to others"
         try:
             return Answering(address, self._rank, token, self._limit_s), ""
         except OSError as error:
@@ -264,9 +268,9 @@ class Examination:
         own = tuple(a for one in self._machine.interfaces for a in one.addresses)
         store = meeting_point(os.environ, own, self._wait_s, started=True)
         rest = [f for f in machine_findings(self._machine) if f.level != "ok"]
-        cure = "mend what is wrong below, or what the other ranks print"
+        cure = "fix the problems below, or those that the other ranks print"
         if any(finding.check == "name server" for finding in rest):
-            cure = "mend the name server first: torch waits for it before it meets the others"
+            cure = "fix the name server first: torch waits for it before the ranks meet"
         lost = wrong("ranks", f"rank {self._rank} {problem}", cure)
         self._report(f"rank {self._rank}", (lost, store, *rest))
         return Ended(1, stuck=True)
