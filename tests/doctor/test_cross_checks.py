@@ -53,7 +53,7 @@ def test_who_cannot_reach_whom_is_named(error: str, to_do: str) -> None:
     (finding,) = bad(reports_of(rank_of(0), cut))
     assert (finding.level, finding.check) == ("wrong", "connections")
     assert finding.found == (
-        f"rank 1 cannot reach rank 0 at 10.0.0.1: {error} (the other way works)"
+        f"rank 1 cannot reach rank 0 at 10.0.0.1: {error} (the other direction works)"
     )
     assert to_do in finding.advice
 
@@ -87,7 +87,7 @@ def test_a_path_that_loses_large_packets() -> None:
     assert "packets of 1500 bytes are lost" in finding.found
     assert "ip link set dev eth0 mtu 1280" in finding.advice
     none = replace(rank_of(0), reaches=(Reach(1, latency_s=0.01, large=False),))
-    assert "nor in those of 1000" in bad(reports_of(none, rank_of(1)))[0].found
+    assert "nor of 1000 bytes" in bad(reports_of(none, rank_of(1)))[0].found
 
 
 def test_a_path_of_a_machine_whose_interfaces_are_not_seen() -> None:
@@ -156,11 +156,11 @@ def test_ranks_that_did_not_come_or_tell() -> None:
     assert missing[-1].check == "gloo group"
     silent = bad(reports_of(rank_of(0), replace(rank_of(1), reaches=None, gloo=None)))
     assert [one.found for one in silent] == [
-        "rank 1 has not told in time whom it reaches",
-        "rank 1: it has not told in time",
+        "rank 1 did not report its connections in time",
+        "rank 1: no report in time",
     ]
     stranger = Reports(2, {0: rank_of(0)}, {1: "0.9"}, False)
-    assert bad(stranger)[0].found == "rank 1 has thinwire 0.9, whose doctor tells other things"
+    assert bad(stranger)[0].found == "rank 1 has thinwire 0.9, whose doctor sends another report format"
 
 
 def test_ranks_are_named_in_short() -> None:

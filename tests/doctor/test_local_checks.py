@@ -80,7 +80,7 @@ def test_an_interface_that_is_not_there_names_the_closest() -> None:
             "environment",
             {"environment": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}},
             "DETAIL",
-            "leave it away",
+            "unset it",
         ),
     ],
 )

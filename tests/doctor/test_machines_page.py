@@ -87,7 +87,7 @@ def test_a_firewall_that_forgets_gloo(net: Network) -> None:
     assert done[1].stderr.count("wrong") == 0
     connections = [line for line in worst(found) if line.startswith("connections")]
     phrase = at_home(
-        in_page("cannot reach rank 0 at 10.0.0.1: time-out (the other way works)"), net
+        in_page("cannot reach rank 0 at 10.0.0.1: time-out (the other direction works)"), net
     )
     assert len(connections) == 1
     assert phrase in connections[0]

@@ -30,7 +30,7 @@ def test_another_rank_and_another_run_are_told() -> None:
     with Answering(HERE, 1, TOKEN, PATIENCE_S) as answering:
         assert reach(2, HERE, answering.port, True, TOKEN, PATIENCE_S).error == "rank 1 answers"
         other = reach(1, HERE, answering.port, True, b"x" * TOKEN_BYTES, 5)
-        assert other.error == "closed by whoever listens there"
+        assert other.error == "closed by the listener"
 
 
 def test_another_program_is_told() -> None:
