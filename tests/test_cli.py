@@ -38,8 +38,8 @@ BAD = {
     "--size 1": "size='1'",
     "--text /no/such/folder": "/no/such/folder",
     "--model cnn": "model='cnn' is unknown; choose from transformer, convolution",
-    "--model convolution --text .": "--text brings other data: leave one of them out",
-    "--model convolution --task mine.py:task": "--task brings other data: leave one of them out",
+    "--model convolution --text .": "--text brings other data; omit one of them",
+    "--model convolution --task mine.py:task": "--task brings other data; omit one of them",
     "--model convolution --size huge": "size='huge'",
     "--model convolution --strategies dense muon-local": "strategies='muon-local' with model=",
     "--model convolution --optimizer muon": "optimizer='muon' with model='convolution'",
@@ -151,7 +151,7 @@ def test_digits_need_a_package_that_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)  # as where it is not installed
     line = fails(capsys, "compare", "--model", "convolution")
-    assert line.endswith("scikit-learn, which is not installed: pip install scikit-learn\n")
+    assert line.endswith("scikit-learn, which is not installed; run pip install scikit-learn\n")
 
 
 def test_arguments_are_checked_before_torch_and_digits_are_loaded() -> None:

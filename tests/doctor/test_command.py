@@ -73,7 +73,10 @@ def test_two_ranks_of_one_machine_have_nothing_wrong() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "told"),
-    [("0", "rank 0 waited for all ranks without success: "), ("1", "rank 1 did not reach the store: ")],
+    [
+        ("0", "rank 0 waited for all ranks without success: "),
+        ("1", "rank 1 did not reach the store: "),
+    ],
 )
 def test_a_rank_that_meets_nobody_says_so_in_time(rank: str, told: str) -> None:
     place = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -89,7 +92,7 @@ def test_a_rank_that_meets_nobody_says_so_in_time(rank: str, told: str) -> None:
 @pytest.mark.parametrize(
     ("options", "environment", "told"),
     [
-        (["--timeout", "3"], {}, "timeout=3 is out of range: 15 to 600"),
+        (["--timeout", "3"], {}, "timeout=3 is out of range; 15 to 600"),
         (["--timeout", "nan"], {}, "timeout=nan"),
         (["--timeout", "long"], {}, "--timeout"),
         (["--loud"], {}, "--loud"),

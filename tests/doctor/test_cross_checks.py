@@ -35,7 +35,7 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
         "versions",
         "gloo group",
     ]
-    assert "round trips 10 ms to 10 ms" in found[1].found
+    assert "round trips take 10 ms to 10 ms" in found[1].found
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_path_that_loses_large_packets() -> None:
     (finding,) = bad(reports_of(stuck, rank_of(1)))
     assert (finding.level, finding.check) == ("wrong", "MTU")
     assert "from rank 0 to rank 1" in finding.found
-    assert "packets of 1500 bytes are lost" in finding.found
+    assert "packets of 1500 bytes are dropped" in finding.found
     assert "ip link set dev eth0 mtu 1280" in finding.advice
     none = replace(rank_of(0), reaches=(Reach(1, latency_s=0.01, large=False),))
     assert "nor of 1000 bytes" in bad(reports_of(none, rank_of(1)))[0].found
@@ -94,7 +94,7 @@ def test_a_path_of_a_machine_whose_interfaces_are_not_seen() -> None:
     reaches = (Reach(1, latency_s=0.01, large=False, fitting_mtu=1280),)
     blind = replace(rank_of(0, interfaces=()), reaches=reaches)
     (finding,) = bad(reports_of(blind, rank_of(1)))
-    assert "packets of the usual size are lost" in finding.found
+    assert "packets of the usual size are dropped" in finding.found
     assert "ip link set dev INTERFACE mtu 1280" in finding.advice
 
 
@@ -152,7 +152,7 @@ def test_loopback_is_wrong_on_two_machines_and_right_on_one() -> None:
 
 def test_ranks_that_did_not_come_or_tell() -> None:
     missing = bad(reports_of(rank_of(0), size=3, tried=False))
-    assert missing[0].found.startswith("ranks 1, 2 of 3 did not come")
+    assert missing[0].found.startswith("ranks 1, 2 of 3 did not reach")
     assert missing[-1].check == "gloo group"
     silent = bad(reports_of(rank_of(0), replace(rank_of(1), reaches=None, gloo=None)))
     assert [one.found for one in silent] == [
@@ -160,7 +160,10 @@ def test_ranks_that_did_not_come_or_tell() -> None:
         "rank 1: no report in time",
     ]
     stranger = Reports(2, {0: rank_of(0)}, {1: "0.9"}, False)
-    assert bad(stranger)[0].found == "rank 1 has thinwire 0.9, whose doctor sends another report format"
+    assert (
+        bad(stranger)[0].found
+        == "rank 1 has thinwire 0.9, whose doctor sends another report format"
+    )
 
 
 def test_ranks_are_named_in_short() -> None:

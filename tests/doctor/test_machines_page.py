@@ -146,7 +146,7 @@ def test_a_path_that_loses_large_packets(net: Network) -> None:
     assert [one.returncode for one in done] == [1, 1]
     mtu, gloo = worst(found)
     assert mtu.startswith("MTU: ")
-    assert in_page("small messages between ranks 0, 1 arrive and 32 KiB do not") in mtu
+    assert in_page("small messages between ranks 0, 1 arrive, messages of 32 KiB do not") in mtu
     assert mtu.removeprefix("MTU: ") in joined(PAGE)
     assert gloo.startswith("gloo group: ranks 0, 1: ")
     for fd in net.namespace_fds:  # what it says helps
@@ -179,7 +179,7 @@ def test_another_version_on_one_side(net: Network, tmp_path: Path) -> None:
     message.write_text(text.replace("\nWIRE_VERSION = 1\n", "\nWIRE_VERSION = 7\n"), "utf-8")
     found, _ = doctors(net, [{}, {"PYTHONPATH": str(tmp_path)}], SLOW_MACHINE)
     assert worst(found) == [
-        "versions: the wire format is 1 on rank 0 and 7 on rank 1 -> install the same on all "
+        "versions: the wire format is 1 on rank 0 and 7 on rank 1 -> install the same version on all "
         "machines"
     ]
     notes = [one["found"] for one in found["findings"] if one["check"] == "versions"]

@@ -392,7 +392,10 @@ def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
         refused = subprocess.run(second, capture_output=True, text=True, check=False)
         assert refused.returncode == 2
         assert refused.stderr.count("\n") == 1
-        assert "is in use by another comparison: wait for it, or name another" in refused.stderr
+        assert (
+            "is in use by another comparison; wait for it, or choose another folder"
+            in refused.stderr
+        )
         assert (work / "mine").exists()
     assert compare(settings(tmp_path, link="loopback", steps=4), Display()).strategies
 

@@ -65,8 +65,12 @@ def clean(**more: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("words", "environment", "told"),
     [
-        ("compare --workers 3", PLACE, "workers=3, and a launcher such as torchrun has started 4"),
-        ("compare --link 20mbit", PLACE, "leave --link and --latency out"),
+        (
+            "compare --workers 3",
+            PLACE,
+            "workers=3, but the launcher (such as torchrun) started 4 ranks",
+        ),
+        ("compare --link 20mbit", PLACE, "omit --link and --latency"),
         ("compare", TORCHRUN, "TORCHELASTIC_RUN_ID in the environment, and no RANK"),
         ("compare", without("RANK"), "WORLD_SIZE in the environment, and no RANK"),
         ("run train.py", TORCHRUN, "TORCHELASTIC_RUN_ID in the environment, and no RANK"),

@@ -52,8 +52,8 @@ BAD = {
     "--link 20mbit --latency soon -- missing.py": "latency='soon'",
     "--workers 0 -- missing.py": "workers=0",
     "--workers 1.5 -- missing.py": "'1.5' is not a whole number",
-    "--link 20mbit": "there is no script: write it after --",
-    "": "there is no script: write it after --",
+    "--link 20mbit": "no script is given; write it after --",
+    "": "no script is given; write it after --",
     "--lr 0.1 train.py": "Options of the script go after --: thinwire run",
     "--workers 2 --lr 0.1 train.py --workers 3": "Unknown option: --lr. Options of the script go",
     "missing.py --workers 3": "missing.py: there is no such file",
@@ -101,7 +101,7 @@ def test_without_root_the_line_says_what_is_needed(
 ) -> None:
     monkeypatch.setattr(run_command, "why_unavailable", lambda: "needs root (CAP_SYS_ADMIN): no")
     line = fails(capsys, "--link", "20mbit", "--", str(write(tmp_path, PLACE)))
-    assert "link='20mbit' cannot be emulated here, it needs root (CAP_SYS_ADMIN)" in line
+    assert "link='20mbit' cannot be emulated here: it needs root (CAP_SYS_ADMIN)" in line
     assert "--link loopback" in line
 
 
@@ -114,7 +114,7 @@ def test_under_a_launcher_it_is_refused(
         monkeypatch.setenv(key, value)
     done = run(tmp_path, "--", "train.py")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "leave torchrun out" in done.stderr
+    assert "run it without torchrun" in done.stderr
 
 
 def places(done: subprocess.CompletedProcess[str]) -> list[dict[str, object]]:
@@ -196,7 +196,7 @@ def test_torch_trains_over_the_link_and_its_bytes_are_counted(tmp_path: Path, la
 @pytest.mark.parametrize(
     ("end", "status", "told"),
     [
-        ("sys.exit(3)", 3, "rank 1 ended with status 3; the others have been ended"),
+        ("sys.exit(3)", 3, "rank 1 ended with status 3; the others were ended"),
         ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by signal 9"),
     ],
 )

@@ -66,7 +66,7 @@ def test_a_file_trains_at_the_rates_of_the_strategy_that_it_holds(
         ("dgc: 3\n", "dgc"),
         ("dgc: [\n", "plan.yaml"),
         ("lars: {}\nlamb: {}\n", "lamb"),
-        ("pipeline:\n  stages: 2\n  micro_batches: 2\n", "leave pipeline out"),
+        ("pipeline:\n  stages: 2\n  micro_batches: 2\n", "remove pipeline"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(text: str, complaint: str, tmp_path: Path) -> None:

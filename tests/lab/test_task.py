@@ -151,7 +151,7 @@ WRONG: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
     ),
     "models differ": (
         (("torch.nn.Linear(6, 16)", "torch.nn.Linear(6, 16, bias=rank == 0)"),),
-        "ranks have made different models: rank 0 has 0.bias of shape [16]",
+        "ranks built different models: rank 0 has 0.bias of shape [16]",
     ),
     "one rank fails": (
         (
@@ -233,7 +233,7 @@ def test_the_command_ends_with_status_2(tmp_path: Path) -> None:
     for words, told in (
         (("--task", "nothing.py:task"), "there is no file nothing.py"),
         (("--task", "my_task"), "is not FILE.py:NAME"),
-        (("--task", bad, "--tune"), "--tune is for the task that comes with the command"),
+        (("--task", bad, "--tune"), "--tune is for the built-in task with the command"),
         (("--optimizer", "adam"), "optimizer='adam' is unknown; choose from adamw, muon, sgd"),
         (("--device", "tpu"), "device='tpu' is unknown; choose from auto, cpu, cuda"),
         (("--seeds", "0"), "seeds=0 is out of range"),
@@ -270,7 +270,7 @@ def refused(rank: int, size: int, device: str) -> str:
 def test_a_gpu_that_is_not_there(ranks: Pool) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    assert all("torch sees no GPU" in text for text in ranks.run(refused, "cuda", size=2))
+    assert all("torch finds no GPU" in text for text in ranks.run(refused, "cuda", size=2))
     assert ranks.run(refused, "auto", size=2) == ["", ""]
 
 
@@ -283,7 +283,7 @@ def test_a_gpu_that_is_not_there_is_one_line_before_anything_is_prepared(
         main(["compare", "--link", "loopback", "--device", "cuda", "--out", str(tmp_path / "o")])
     said = capfd.readouterr()
     assert (end.value.code, said.out, said.err.count("\n")) == (2, "", 1)
-    assert "torch sees no GPU" in said.err
+    assert "torch finds no GPU" in said.err
     assert not (tmp_path / "o").exists()
 
 
@@ -348,7 +348,7 @@ def test_what_a_task_keeps_in_evaluation_mode_stays_there(ranks: Pool, tmp_path:
 
 @pytest.mark.parametrize("more", [{"size": "large"}, {"batch": 64}, {"tune": True}], ids=str)
 def test_options_that_a_task_would_ignore_are_refused(more: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"--{next(iter(more))} is for the task that comes"):
+    with pytest.raises(ValueError, match=f"--{next(iter(more))} is for the built-in task"):
         settings(tmp_path / "out", task=file(tmp_path), **more)
 
 
@@ -367,7 +367,7 @@ def test_under_torchrun_the_ranks_train_over_their_network(tmp_path: Path) -> No
     assert "Over this machine's loopback" not in told
     wrong = ran([*torchrun, *compared, "--link", "20mbit"])
     assert wrong.returncode != 0
-    assert "leave --link and --latency out" in wrong.stderr
+    assert "omit --link and --latency" in wrong.stderr
 
 
 @pytest.mark.slow
@@ -478,7 +478,7 @@ def test_muon_that_would_train_nothing_fails_alone(tmp_path: Path) -> None:
     results = compare(out, Display())
     assert [run.strategy for run in results.strategies] == ["dense"]
     (failure,) = results.failures
-    assert "Muon trains hidden matrices, and this model has none" in failure.error
+    assert "Muon trains hidden matrices and this model has none" in failure.error
 
 
 def test_a_task_has_more_time_and_timeout_says_how_much(tmp_path: Path) -> None:
@@ -488,5 +488,5 @@ def test_a_task_has_more_time_and_timeout_says_how_much(tmp_path: Path) -> None:
     )
     assert built_in < 100
     assert 600 <= task < given == 7200
-    with pytest.raises(ValueError, match="timeout=0 is not allowed: at least 1 second"):
+    with pytest.raises(ValueError, match="timeout=0 is out of range; it must be at least 1 second"):
         settings(tmp_path, timeout=0)

@@ -21,7 +21,7 @@ PLAN = [sys.executable, "-m", "thinwire", "plan"]
     ("words", "says"),
     [
         ([*NUMBERS, "--workers", "2.5"], "'2.5' is not a whole number"),
-        ([*NUMBERS, "--link", "fast"], "link='fast' is not a rate: write a number and a unit"),
+        ([*NUMBERS, "--link", "fast"], "link='fast' is not a rate; write a number and a unit"),
         ([*NUMBERS, "--latency", "-3ms"], "latency='-3ms'"),
         (["--params", "124M"], "step_seconds is missing: give params and step_seconds, or a task"),
         ([], "params is missing"),
@@ -106,13 +106,13 @@ def probed(folder: Path, ranks: int, *more: str) -> "subprocess.CompletedProcess
 def test_a_probe_of_a_batch_of_nothing_is_refused(tmp_path: Path) -> None:
     said = probed(tmp_path, 2, "--batch", "0")
     assert said.returncode == 2
-    assert "batch=0 is out of range: 1 to 4096 is allowed" in said.stderr
+    assert "batch=0 is out of range; 1 to 4096 is allowed" in said.stderr
 
 
 def test_a_probe_of_one_rank_is_refused_where_it_is_made(tmp_path: Path) -> None:
     said = probed(tmp_path, 1)
     assert said.returncode == 2
-    assert "torchrun has started one" in said.stderr
+    assert "torchrun started only one" in said.stderr
     assert not list(tmp_path.iterdir())
 
 

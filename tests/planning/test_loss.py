@@ -133,9 +133,9 @@ def test_up_and_down_in_a_plan() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"up": "10mbit"}, "up='10mbit' is given and down is not"),
-        ({"down": "10mbit"}, "down='10mbit' is given and up is not"),
-        ({"up": "1mbit", "down": "2mbit", "link": "3mbit"}, "leave it out"),
+        ({"up": "10mbit"}, "up='10mbit' is given without down"),
+        ({"down": "10mbit"}, "down='10mbit' is given without up"),
+        ({"up": "1mbit", "down": "2mbit", "link": "3mbit"}, "omit it"),
         ({"up": "fast", "down": "2mbit"}, "up='fast' is not a rate"),
     ],
 )

@@ -28,7 +28,7 @@ from tests.processes import ran
 from tests.ranks import Pool
 
 RANKS = 3
-MEASURED = "device='cuda' is given, and probe='.*probe.json' has measured it: leave one of them out"
+MEASURED = "device='cuda' is given, but probe='.*probe.json' has measured it; omit one of them"
 
 
 def torchrun(*words: str) -> subprocess.CompletedProcess[str]:

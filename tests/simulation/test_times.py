@@ -217,9 +217,7 @@ def test_a_lost_rank_is_an_error_for_all_others_after_the_time_out() -> None:
         METHODS["gather"], switch(8, 1e9, 1e-3), step_s=1.0, steps=9, trouble=trouble
     )
     assert outcome.steps == 3
-    assert outcome.error == (
-        "step 4: after 30 s all ranks raise: rank 3 did not come to the exchange"
-    )
+    assert outcome.error == ("step 4: after 30 s all ranks raise: rank 3 did not join the exchange")
     assert 34.0 <= outcome.seconds < 34.5
 
 
@@ -260,11 +258,11 @@ DENSE = Method(NUMELS)
         (lambda: sites(4, 0, bit_s=1e9, near_s=0, site_bit_s=1e7, far_s=0.1), "at least 1 site"),
         (lambda: Method((1,), Entries(0.9, 2, "splt")), "exchange must be one of"),
         (lambda: Method((1,), Whole(4, "splt")), "exchange must be one of"),
-        (lambda: Method(NUMELS, node_size=0), "node_size is 0"),
+        (lambda: Method(NUMELS, node_size=0), "node_size=0"),
         (lambda: Method(NUMELS, k_steps=4, delay=4), "delay=4 must be below 4"),
         (lambda: Method(NUMELS, delay=1), "needs k_steps"),
         (lambda: simulate(DENSE, switch(2, 1e6, 0.0), step_s=-1.0, steps=1), "step_s must be"),
-        (lambda: with_trouble(Trouble(lost={2: 1})), "lost names rank 2; there are ranks 0 to 1"),
+        (lambda: with_trouble(Trouble(lost={2: 1})), "lost names rank 2, but the ranks are 0 to 1"),
         (lambda: with_trouble(Trouble(slow={-1: 2.0})), "slow names rank -1"),
         (lambda: with_trouble(Trouble(slow_lines={0: 0.0})), "slow by 0"),
     ],

@@ -58,44 +58,42 @@ def compare(
     timeout: float | None = None,
     quiet: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """Train a small model under several strategies over the same link; report loss against time and
+    """Train one model under several strategies over one link; report loss against time and
     bytes.
 
-    Prints a verdict and tables, and writes report.html, results.json and the winner's strategy file
-    into the folder --out. What has finished is kept when Ctrl-C or SIGTERM ends the comparison, or
-    a strategy fails.
+    Prints a verdict and tables. Writes report.html, results.json and the winner's strategy file
+    into the folder --out. Results so far are kept if a strategy fails, or if Ctrl-C or SIGTERM ends
+    the comparison.
 
     Args:
-        workers: Processes that train together, each in a network of its own where the system allows
-            it; 2 unless it is given. Under torchrun those that it has started.
-        link: Rate of each worker's link in both directions, such as 20mbit or 1gbit; "none" is
-            unshaped, "loopback" uses no network namespaces; 100mbit unless it is given. Under
-            torchrun the real network is used.
+        workers: Number of processes that train together; 2 by default. Each has its own network
+            if the system allows it. Under torchrun, the processes that it started.
+        link: Rate of each worker's link in both directions, such as 20mbit or 1gbit; 100mbit by
+            default. "none" is unshaped, "loopback" uses no network namespaces. Under torchrun the
+            real network is used.
         latency: One-way delay of every packet, such as 10ms.
         strategies: What to compare.
-        steps: Updates per strategy; 200 unless --seconds is given.
-        seconds: The same training time for every strategy, instead of --steps.
-        model: transformer, which predicts the next byte of a text, or convolution, which tells the
-            1,797 scanned digits of scikit-learn apart, by a net with batch normalisation.
-        size: Of the model: tiny (0.1M parameters), small (0.9M), medium (3.3M), large (19M), or a
-            number such as 2M; medium unless given.
-        text: Folder with text to train on; otherwise the source files of Python's own standard
-            library.
-        out: Folder for the report; otherwise runs/compare-DATE-TIME.
-        batch: Sequences of 128 bytes, or digits, per worker and step; 8 unless given.
-        seed: Of the parameters and of the order of the data.
-        seeds: Runs of every strategy, each with the next seed; the report gives mean and range.
+        steps: Updates per strategy; 200 by default.
+        seconds: Training time per strategy, instead of --steps.
+        model: transformer (next byte of a text) or convolution (the 1,797 scanned digits of
+            scikit-learn, with batch normalisation).
+        size: Size of the model: tiny (0.1M parameters), small (0.9M), medium (3.3M), large (19M),
+            or a number such as 2M; medium by default.
+        text: Folder with text to train on; by default the source of Python's standard library.
+        out: Folder for the report; runs/compare-DATE-TIME by default.
+        batch: Sequences of 128 bytes, or digits, per worker and step; 8 by default.
+        seed: Seed of the parameters and of the order of the data.
+        seeds: Runs per strategy, each with the next seed; the report gives mean and range.
         lr: Peak learning rate for all strategies, instead of each one's own.
-        optimizer: adamw, muon (AdamW for what is no hidden matrix), or sgd with momentum; the same
-            for all strategies. A task that makes its own is trained by that.
-        task: A model, data and loss of your own instead of --model: FILE.py:NAME, where the
-            function NAME gets the seed and gives a thinwire.Task.
-        device: cpu, cuda, or auto, which is cuda where there is one.
-        tune: Take the loss on the part of the data that is kept for choosing settings, not on the
-            held-out part.
-        timeout: Seconds that a worker waits for another one, and after which the comparison gives
-            up where it hears nothing; more is needed only where a step or an evaluation of a task
-            takes more than ten minutes.
+        optimizer: adamw, muon (AdamW for all but hidden matrices), or sgd with momentum, for all
+            strategies. A task with an optimizer of its own keeps it.
+        task: Your own model, data and loss instead of --model, as FILE.py:NAME. The function NAME
+            takes the seed and returns a thinwire.Task.
+        device: cpu, cuda, or auto (cuda if there is one).
+        tune: Measure the loss on the validation part of the data, for choosing settings, instead of
+            the held-out part.
+        timeout: Seconds that a worker waits for another, and longest silence before the comparison
+            gives up. Raise it if a step or an evaluation of a task takes over ten minutes.
         quiet: Show no progress.
     """
     if out is None:
@@ -140,6 +138,6 @@ def _print(results: Results, out: Path) -> None:
 
 compare.__doc__ = (compare.__doc__ or "").replace(
     "strategies: What to compare.",
-    f"strategies: What to compare, {', '.join(STRATEGIES)}, or strategy files (.yaml); "
-    f"{' '.join(USUAL)} unless it is given, the last of them for the transformer only.",
+    f"strategies: Any of {', '.join(STRATEGIES)}, or strategy files (.yaml); by default "
+    f"{' '.join(USUAL)}, the last for the transformer only.",
 )

@@ -170,11 +170,11 @@ def _check(configs: Sequence[RunConfig], settings: Settings, work: Path, display
                 elif event["event"] == "result":
                     refused = event["refused"]
     except WorkerError as error:
-        raise WorkerError(f"{name}, which was tried before the training: {error}") from error
+        raise WorkerError(f"{name}, tried before the training: {error}") from error
     if refused:
         raise ValueError(
             "; ".join(
-                f"strategies={files[name].recipe.file!r} does not go with the model: {why}"
+                f"strategies={files[name].recipe.file!r} does not work with the model: {why}"
                 for name, why in refused.items()
             )
             + "; nothing has been trained"
@@ -299,7 +299,8 @@ def _claimed(out: Path) -> Iterator[None]:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ValueError(
-            f"out={str(out)!r} is in use by another comparison: wait for it, or name another"
+            f"out={str(out)!r} is in use by another comparison; wait for it, or choose another "
+            "folder"
         ) from error
     else:
         try:
@@ -313,7 +314,9 @@ def _claimed(out: Path) -> Iterator[None]:
 
 
 def _not_writable(out: Path, error: OSError) -> ValueError:
-    return ValueError(f"out={str(out)!r} cannot be written: {error.strerror}; name another folder")
+    return ValueError(
+        f"out={str(out)!r} cannot be written: {error.strerror}; choose another folder"
+    )
 
 
 def _write_corpus(corpus: Corpus, work: Path, *, tune: bool) -> dict[str, str]:

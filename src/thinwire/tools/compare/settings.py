@@ -91,10 +91,7 @@ class Settings(Training):
         require_within("seed", seed, 0, 2**31)
         require_within("seeds", seeds, 1, 100)
         if steps is not None and seconds is not None:
-            raise ValueError(
-                "steps and seconds exclude each other: give the number of updates, or the time for "
-                "each"
-            )
+            raise ValueError("steps and seconds exclude each other; give one of them")
         if steps is None and seconds is None:
             steps = 200
         if steps is not None:
@@ -102,7 +99,7 @@ class Settings(Training):
         _require_a_second("seconds", seconds, " for each strategy")
         _require_a_second("timeout", timeout)
         if lr is not None and not (isfinite(lr) and lr > 0):
-            raise ValueError(f"lr={lr:g} is not allowed: a positive number")
+            raise ValueError(f"lr={lr:g} is out of range; it must be a positive number")
         require_one_of("optimizer", optimizer, tuple(OPTIMIZERS))
         require_one_of("device", device, DEVICES)
         require_one_of("model", model, tuple(MODELS))
@@ -117,10 +114,11 @@ class Settings(Training):
         )
         if blocked is not None:
             raise ValueError(
-                f"out={str(out)!r} cannot be a folder, since {blocked} is a file; name another one"
+                f"out={str(out)!r} cannot be a folder because {blocked} is a file; choose "
+                "another folder"
             )
         if text is not None and not text.is_dir():
-            raise ValueError(f"text={str(text)!r} is not a folder; name a folder with text files")
+            raise ValueError(f"text={str(text)!r} is not a folder; give a folder with text files")
         # Muon trains hidden matrices, which any model need not have
         usual = USUAL if model == "transformer" and task is None else USUAL[:-1]
         recipes = choose(usual if strategies is None else strategies)
@@ -182,20 +180,22 @@ class Settings(Training):
 def _workers_of_launcher(workers: int | None, ranks: int, link: str | None, latency: str) -> int:
     if workers not in (None, ranks):
         raise ValueError(
-            f"workers={workers}, and a launcher such as torchrun has started {ranks}: leave "
-            "--workers out"
+            f"workers={workers}, but the launcher (such as torchrun) started {ranks} ranks; "
+            "omit --workers"
         )
     if link is not None or latency not in ("0ms", "0"):
         raise ValueError(
-            "under torchrun, or another launcher, the ranks train over the network between them, "
-            "which is not emulated: leave --link and --latency out"
+            "under torchrun or another launcher, ranks train over the real network; omit "
+            "--link and --latency"
         )
     return ranks
 
 
 def _require_a_second(name: str, seconds: float | None, suffix: str = "") -> None:
     if seconds is not None and not (isfinite(seconds) and seconds >= 1):
-        raise ValueError(f"{name}={seconds:g} is not allowed: at least 1 second{suffix}")
+        raise ValueError(
+            f"{name}={seconds:g} is out of range; it must be at least 1 second{suffix}"
+        )
 
 
 def _require_no_data(task: str | None, text: Path | None) -> None:
@@ -203,8 +203,8 @@ def _require_no_data(task: str | None, text: Path | None) -> None:
         return
     option = "--text" if task is None else "--task"
     raise ValueError(
-        f"model='convolution' trains on scanned digits, and {option} brings other data: leave one "
-        "of them out"
+        f"model='convolution' trains on scanned digits, but {option} brings other data; omit "
+        "one of them"
     )
 
 
@@ -214,6 +214,6 @@ def _require_no_muon(optimizer: str, recipes: Sequence[Recipe]) -> None:
     ] + (["optimizer='muon'"] if optimizer == "muon" else [])
     if with_muon:
         raise ValueError(
-            f"{with_muon[0]} with model='convolution': Muon trains hidden matrices, and that net "
-            "has none, so that AdamW alone would train: leave one of them out"
+            f"{with_muon[0]} with model='convolution': Muon trains hidden matrices and that "
+            "model has none; omit one of them"
         )

@@ -29,8 +29,8 @@ def choose(words: Iterable[str]) -> tuple[Recipe, ...]:
         recipe = _recipe_of_file(word) if is_file else _by_name(word)
         if recipe.name in chosen:
             raise ValueError(
-                f"strategies={word!r}: {recipe.name!r} is given twice; name every strategy once, "
-                "and files differently"
+                f"strategies={word!r}: {recipe.name!r} is given twice; name each strategy once "
+                "and give files different names"
             )
         chosen[recipe.name] = recipe
     if not chosen:
@@ -59,14 +59,14 @@ def _recipe_of_file(word: str) -> Recipe:
         strategy = DistributedStrategy.load(word)
     except OSError as error:
         raise ValueError(
-            f"strategies={word!r} cannot be read: {error.strerror or error}; name a file that is"
+            f"strategies={word!r} cannot be read: {error.strerror or error}; give an existing file"
         ) from error
     except (TypeError, ValueError) as error:
         raise ValueError(f"strategies={word!r}: {error}") from error
     if strategy.pipeline is not None:
         raise ValueError(
-            f"strategies={word!r} has a pipeline, and every worker of a comparison trains a whole "
-            "model: leave pipeline out"
+            f"strategies={word!r} has a pipeline, but every worker of a comparison trains a "
+            "whole model; remove pipeline"
         )
     path = Path(word)
     return Recipe(

@@ -36,20 +36,21 @@ _Flag = Annotated[bool, Parameter(negative="")]
 
 
 def doctor(*, timeout: float = 30.0, json: _Flag = False, quiet: _Flag = False) -> None:
-    """Check what goes wrong between machines, and say what to do: addresses and interfaces, who
-    listens where, connections of all pairs, MTU, clocks, versions.
+    """Find network problems between machines, with a remedy for each.
 
-    Alone it looks at this machine. Started by torchrun, all ranks examine the network between them
-    and rank 0 prints. The exit status is 1 where something is wrong. docs/machines.md has recipes.
+    Checks addresses, interfaces, listeners, connections of all pairs, MTU, clocks and versions. Run
+    alone, it checks this machine. Started by torchrun, all ranks check the network between them and
+    rank 0 prints the findings. The exit status is 1 if something is wrong. docs/machines.md has
+    recipes.
 
     Args:
-        timeout: Seconds for everything, from 15 to 600.
+        timeout: Seconds for all checks together, from 15 to 600.
         json: Print the findings as JSON.
-        quiet: Print what is wrong only, and show no progress.
+        quiet: Print only problems, and show no progress.
     """
     begun = time.monotonic()
     if not (isfinite(timeout) and _SHORTEST_S <= timeout <= _LONGEST_S):
-        raise ValueError(f"timeout={timeout:g} is out of range: 15 to 600 seconds are allowed")
+        raise ValueError(f"timeout={timeout:g} is out of range; 15 to 600 seconds are allowed")
     launched = named_place(os.environ)
 
     def report(title: str, findings: tuple[Finding, ...]) -> None:

@@ -246,7 +246,7 @@ def _too_large(machine: Machine, fitting: int, pairs: list[tuple[int, int]]) -> 
     one = machine.interface_of(machine.address)
     name, size = (one.name, f"{one.mtu} bytes") if one else ("INTERFACE", "the usual size")
     where = f"between {named(sources)}" if both else f"from {named(sources)} to {named(targets)}"
-    lost = f"small messages {where} arrive, messages of 32 KiB do not:  "
+    lost = f"small messages {where} arrive, messages of 32 KiB do not: "
     if not fitting:
         return wrong(
             "MTU",

@@ -63,8 +63,8 @@ class Link:
         if word == "loopback":
             if latency_s:
                 raise ValueError(
-                    f"latency={latency!r} cannot be added to the link 'loopback'; use 'none' or a "
-                    "rate"
+                    f"latency={latency!r} cannot be added to the link 'loopback'; use 'none' or "
+                    "a rate"
                 )
             return cls(None, emulated=False)
         return cls(None if word == "none" else parse_rate(text, at_most), latency_s)
@@ -90,10 +90,10 @@ def parse_rate(text: str, at_most: float = FASTEST_BIT_S) -> float:
     """Bits per second from text such as "100mbit", 10kbit at least."""
     rate = _number_with_unit(text, _UNITS_BIT_S)
     if rate is None:
-        raise ValueError(f"link={text!r} is not a rate: {_EXAMPLES}, or none, or loopback")
+        raise ValueError(f"link={text!r} is not a rate; {_EXAMPLES}, or none, or loopback")
     if not _SLOWEST_BIT_S <= rate <= at_most:
         raise ValueError(
-            f"link={text!r} is out of range: a rate from 10kbit to {_rate_text(at_most)} is "
+            f"link={text!r} is out of range; a rate from 10kbit to {_rate_text(at_most)} is "
             f"allowed; {_EXAMPLES}"
         )
     return rate
@@ -104,11 +104,11 @@ def parse_latency(text: str) -> float:
     delay = 0.0 if text.strip() == "0" else _number_with_unit(text, _UNITS_S)
     if delay is None:
         raise ValueError(
-            f"latency={text!r} is not a delay: write a number and a unit, such as 500us, 10ms or "
-            "0.1s"
+            f"latency={text!r} is not a delay; write a number and a unit, such as 500us, 10ms "
+            "or 0.1s"
         )
     if delay > _LATEST_S:
-        raise ValueError(f"latency={text!r} is out of range: 0ms to 5s is allowed")
+        raise ValueError(f"latency={text!r} is out of range; 0ms to 5s is allowed")
     return delay
 
 

@@ -274,35 +274,35 @@ def plan(
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     quiet: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """Predict a step of every strategy on a network, and say which one to take.
+    """Predict a training step of every strategy on a network and recommend one.
 
-    Seconds and bytes follow from the sizes of messages and the rate of the network. How far each
-    loss is above dense's follows from a law and from measurements; the source is in every row.
+    Seconds and bytes follow from message sizes and the rate of the network. The loss above dense
+    training follows from a fitted law and from measurements; every row names its source.
 
     Args:
-        params: Trainable numbers of the model, such as 124M.
-        step_seconds: A step of one rank with nothing exchanged. Without it a step of the task is
-            measured here.
-        workers: Ranks; 2 by default.
-        link: Each rank's rate in each direction, such as 100mbit (the default), up to 400gbit.
-        latency: One way, such as 20ms; none by default.
-        device: cpu or cuda: what computes; cpu by default, for a task that is measured here cuda
-            where there is one.
-        probe: The file of thinwire probe, instead of all of these.
-        task: A model of your own, FILE.py:NAME, instead of --params.
-        up: What each rank's line sends, such as 10mbit, where its directions differ; with --down.
-        down: What it receives, such as 100mbit.
-        out: Writes the recommended strategy as a strategy file; where that is a hook of torch, the
-            soonest that is none.
-        html: Writes a page with table and plots, which loads nothing from elsewhere.
-        all_rows: Prints every setting, instead of the soonest of each strategy.
-        as_json: Prints the plan as JSON, every setting in it.
+        params: Number of trainable parameters, such as 124M.
+        step_seconds: Seconds of a step of one rank without an exchange. By default a step of the
+            task is measured here.
+        workers: Number of ranks; 2 by default.
+        link: Rate of each rank in each direction, up to 400gbit; 100mbit by default.
+        latency: One-way latency, such as 20ms; none by default.
+        device: Device that computes, cpu or cuda; cpu by default. For a task that is measured here,
+            cuda if there is one.
+        probe: File of thinwire probe, instead of all of these.
+        task: Your own model, as FILE.py:NAME, instead of --params.
+        up: Rate at which each rank sends, such as 10mbit, if the directions differ; with --down.
+        down: Rate at which each rank receives, such as 100mbit.
+        out: Write the recommended strategy to this file. If it is a hook of torch, write the next
+            best that is not.
+        html: Write a self-contained page with table and plots.
+        all_rows: Print every setting, instead of the best of each strategy.
+        as_json: Print the plan as JSON, with every setting.
         quiet: Show no progress.
     """
     for name, path in (("out", out), ("html", html)):
         _require_writable(name, path)
     if out is not None and html is not None and out.resolve() == html.resolve():
-        raise ValueError(f"out and html are the same file, {str(out)!r}; name two")
+        raise ValueError(f"out and html are the same file, {str(out)!r}; give two files")
     measures = task is not None and step_seconds is None and sys.stderr.isatty()
     with (
         contextlib.redirect_stdout(sys.stderr),  # what a task prints is not of the plan
@@ -382,8 +382,8 @@ def _require_writable(name: str, path: Path | None) -> None:
         target.open("ab").close()
     except OSError as error:
         raise ValueError(
-            f"{name}={str(path)!r} cannot be written: {error.strerror}; name a file in a folder "
-            "that exists"
+            f"{name}={str(path)!r} cannot be written: {error.strerror}; give a file in an "
+            "existing folder"
         ) from error
     if new:
         target.unlink(missing_ok=True)
@@ -413,17 +413,17 @@ def probe(
     device: str = "auto",
     quiet: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """Measure the network between the ranks of a launcher (torchrun), and a step of the model.
+    """Measure the network between the ranks of torchrun, and a training step.
 
-    Latency and rate of every pair, and with all ranks at once; all-reduce and all-gather; forward
-    pass, backward pass and when each gradient is ready. It takes at most 10 seconds and 32 MiB a
-    rank, and says what that left out; where latencies are above 20 ms a few seconds more.
+    Measures latency and rate of every pair and of all ranks at once, all-reduce and all-gather, and
+    forward pass, backward pass and ready time of each gradient. It takes at most 10 seconds (a few
+    more if latencies exceed 20 ms) and 32 MiB a rank, and names what it left out.
 
     Args:
-        out: The file to write, for thinwire plan --probe.
-        task: A model of your own instead of the one that comes with the command: FILE.py:NAME.
-        size: Of the model that comes with the command; medium unless given.
-        batch: Sequences of a step of that model; 8 unless given.
+        out: File to write, for thinwire plan --probe.
+        task: Your own model instead of the built-in one, as FILE.py:NAME.
+        size: Size of the built-in model; medium by default.
+        batch: Sequences per step of the built-in model; 8 by default.
         device: auto, cpu or cuda.
         quiet: Show no progress.
     """
@@ -436,8 +436,8 @@ def probe(
         )
     if launched[1] == 1:
         raise ValueError(
-            "probe measures the network between ranks, and torchrun has started one: start as many "
-            "as will train"
+            "probe measures the network between ranks, but torchrun started only one; start as "
+            "many as will train"
         )
     require_one_of("device", device, DEVICES)
     if task is not None:
@@ -460,8 +460,8 @@ def probe(
         raise ValueError(str(error)) from error
     except RuntimeError as error:
         raise ThinwireError(
-            f"rank {launched[0]}: another rank has left, or did not answer for {_TIMEOUT_S:.0f} s "
-            f"({str(error).splitlines()[0]}); what it printed says why"
+            f"rank {launched[0]}: another rank has left or did not answer for {_TIMEOUT_S:.0f} "
+            f"s ({str(error).splitlines()[0]}); see its output"
         ) from error
     if launched[0] == 0:
         kept = {"format": FORMAT, "thinwire": __version__, **found}

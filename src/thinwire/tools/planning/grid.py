@@ -216,7 +216,7 @@ def _loss_by_lateness() -> tuple[float, float, str]:
             lost = max(0.0, 1 - run["progress"] / other["progress"])
             name = f"{run['method']} k{run['k_steps']} d{run['delay']}"
             return run["delay"] / run["k_steps"], lost, name
-    raise LookupError("progress.json has no setting with a delay beside the same without")
+    raise LookupError("progress.json has no setting with a delay beside the same setting without")
 
 
 @cache

@@ -111,7 +111,7 @@ class Plan:
         found = next((row for row in self.strategies if row.name == name), None)
         if found is None:
             raise KeyError(
-                f"{name!r} is no row of this plan; its strategies are "
+                f"{name!r} is not a row of this plan; its strategies are "
                 f"{', '.join(row.strategy for row in self.best())}"
             )
         return found
@@ -171,8 +171,8 @@ def plan(
     """
     if task is not None and params is not None:
         raise ValueError(
-            f"params={params!r} and task={task!r}: the task's model says how many there are; leave "
-            "one of them out"
+            f"params={params!r} and task={task!r}: the task's model has its own number of "
+            "parameters; omit one of them"
         )
     if step_seconds is not None:
         _require_seconds(step_seconds)
@@ -237,8 +237,8 @@ def _require_unmeasured(probe: str | Path, **given: object) -> None:
     twice = [name for name, value in given.items() if value is not None]
     if twice:
         raise ValueError(
-            f"{twice[0]}={given[twice[0]]!r} is given, and probe={str(probe)!r} has measured it: "
-            "leave one of them out"
+            f"{twice[0]}={given[twice[0]]!r} is given, but probe={str(probe)!r} has measured "
+            "it; omit one of them"
         )
 
 
@@ -247,8 +247,8 @@ def _probed(path: Path, workers: int | None, given: Mapping[str, object]) -> Pro
     found = Probe.read(path)
     if workers not in (None, found.network.ranks):
         raise ValueError(
-            f"workers={workers}, and probe={str(path)!r} was measured with {found.network.ranks} "
-            "ranks: leave workers out, or probe with as many"
+            f"workers={workers}, but probe={str(path)!r} was measured with "
+            f"{found.network.ranks} ranks; omit workers, or run the probe with as many ranks"
         )
     return found
 
@@ -258,13 +258,11 @@ def _directions(link: str | None, up: str | None, down: str | None) -> Mapping[s
     other = {"up": up, "down": down}
     if (up is None) != (down is None):
         given, missing = ("down", "up") if up is None else ("up", "down")
-        raise ValueError(
-            f"{given}={other[given]!r} is given and {missing} is not: give both, or link"
-        )
+        raise ValueError(f"{given}={other[given]!r} is given without {missing}; give both, or link")
     if up is None or down is None:
         return {"link": "100mbit" if link is None else link}
     if link is not None:
-        raise ValueError(f"link={link!r} and up={up!r}: link is both directions; leave it out")
+        raise ValueError(f"link={link!r} and up={up!r}: link sets both directions; omit it")
     return {"up": up, "down": down}
 
 
@@ -272,7 +270,7 @@ def _assumed_network(workers: int, rates: Mapping[str, str], latency: str) -> Ne
     if isinstance(workers, bool) or not isinstance(workers, int):
         raise TypeError(f"workers must be a whole number, got {workers!r}")
     if not 2 <= workers <= _MOST_WORKERS:
-        raise ValueError(f"workers={workers} is out of range: 2 to {_MOST_WORKERS} is allowed")
+        raise ValueError(f"workers={workers} is out of range; 2 to {_MOST_WORKERS} is allowed")
     for name, value, sample in (
         *((name, rate, "100mbit") for name, rate in rates.items()),
         ("latency", latency, "20ms"),
@@ -293,8 +291,8 @@ def _assumed_work(params: int | str | None, step_seconds: float | None, device: 
     if params is None or step_seconds is None:
         missing = "params" if params is None else "step_seconds"
         raise ValueError(
-            f"{missing} is missing: give params and step_seconds, or a task of yours "
-            "(FILE.py:NAME), or a probe, which has measured both"
+            f"{missing} is missing; give params and step_seconds, or a task (FILE.py:NAME), or "
+            "a probe, which has measured both"
         )
     require_one_of("device", device, ("cpu", "cuda"))
     numel = _parsed_params(params)
@@ -329,7 +327,7 @@ def _require_seconds(seconds: float) -> None:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         raise TypeError(f"step_seconds must be a number, got {seconds!r}")
     if not (isfinite(seconds) and seconds > 0):
-        raise ValueError(f"step_seconds={seconds!r} is not allowed: a positive number")
+        raise ValueError(f"step_seconds={seconds!r} is out of range; it must be positive")
 
 
 def _parsed_params(params: int | str) -> int:
@@ -337,13 +335,13 @@ def _parsed_params(params: int | str) -> int:
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmb]?)", params.strip().lower())
         if match is None:
             raise ValueError(
-                f"params={params!r} is not a number of parameters: write one such as 124M"
+                f"params={params!r} is not a number of parameters; write one such as 124M"
             )
         params = round(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]])
     if isinstance(params, bool) or not isinstance(params, int):
         raise TypeError(f"params must be a whole number or text such as 124M, got {params!r}")
     if not 1 <= params <= MOST_PARAMS:
-        raise ValueError(f"params={params} is out of range: 1 to {MOST_PARAMS:,} is allowed")
+        raise ValueError(f"params={params} is out of range; 1 to {MOST_PARAMS:,} is allowed")
     return params
 
 

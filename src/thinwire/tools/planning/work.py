@@ -123,26 +123,26 @@ class Probe:
             ) from error
         except ValueError as error:
             raise ValueError(
-                f"probe={str(path)!r} is not JSON: {error}; give the file of thinwire probe"
+                f"probe={str(path)!r} is not JSON: {error}; give a file of thinwire probe"
             ) from error
         if not isinstance(found, dict) or "format" not in found:
-            raise ValueError(f"probe={str(path)!r} is no probe: give the file of thinwire probe")
+            raise ValueError(f"probe={str(path)!r} is not a probe; give a file of thinwire probe")
         if found["format"] != FORMAT:
             raise ValueError(
                 f"probe={str(path)!r} has format {found['format']!r}, written by thinwire "
-                f"{found.get('thinwire')}; thinwire {__version__} reads format {FORMAT}: probe "
-                "again"
+                f"{found.get('thinwire')}; thinwire {__version__} reads format {FORMAT}; run "
+                "thinwire probe again"
             )
         if found.get("ranks") == 1:
             raise ValueError(
-                f"probe={str(path)!r} was measured with one rank, which has no network: start "
+                f"probe={str(path)!r} was measured with one rank, which has no network; start "
                 "thinwire probe with as many ranks as will train"
             )
         try:
             return cls(_network(found), work_of(found["compute"]), found["task"])
         except (LookupError, TypeError, ValueError) as error:
             raise ValueError(
-                f"probe={str(path)!r} is not whole, it lacks {error}: probe again"
+                f"probe={str(path)!r} is incomplete, it lacks {error}; run thinwire probe again"
             ) from error
 
 

@@ -160,26 +160,26 @@ def run(
     latency: str = "0ms",
     quiet: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """Run a Python script of yours on several ranks, over the link that compare emulates.
+    """Run your own Python script on several ranks over an emulated link.
 
-    Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and what else torchrun sets, and
-    GLOO_SOCKET_IFNAME. What the ranks print has their number in front. Says at the end what each
-    of them has sent over its link, and in how many seconds. The exit status is that of the first
-    rank that fails, 128 and the signal's number where a signal has killed it; the others are ended.
+    Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and the other variables of torchrun,
+    and GLOO_SOCKET_IFNAME. Each line that a rank prints begins with its number. At the end it
+    prints the seconds and the bytes that each rank sent over its link. If a rank fails, the others
+    are ended and its exit status is returned: 128 plus the signal number if a signal killed it.
 
     Args:
-        script: The Python file, and its arguments: all that follows it is the script's. Options of
-            run come before it; "--" may stand between.
-        workers: Ranks, each in a network of its own, as if it were a machine.
-        link: Rate of each rank's link in both directions, such as 20mbit or 1gbit; "none" is
+        script: The Python file and its arguments. Options of run come first; "--" may stand
+            between.
+        workers: Number of ranks, each in a network of its own, like a machine.
+        link: Rate of each rank's link in both directions, such as 20mbit or 1gbit. "none" is
             unshaped, "loopback" uses no network namespaces and needs no root.
         latency: One-way delay of every packet, such as 10ms.
-        quiet: Print nothing beside what the ranks print.
+        quiet: Print only the output of the ranks.
     """
     if place_among_ranks(os.environ) is not None:
         raise ValueError(
-            "thinwire run starts the ranks itself: leave torchrun out, or what else has set RANK "
-            "and WORLD_SIZE"
+            "thinwire run starts the ranks itself; run it without torchrun, with RANK and "
+            "WORLD_SIZE unset"
         )
     require_within("workers", workers, 1, MOST_WORKERS)
     shape = Link.parse(link, latency)
@@ -187,8 +187,9 @@ def run(
     reason = why_unavailable() if shape.emulated else None
     if reason is not None:
         raise ValueError(
-            f"link={link!r} cannot be emulated here, it {reason}: run as root on Linux where "
-            "'thinwire[cli]' is installed, or take --link loopback, this machine's own as it is"
+            f"link={link!r} cannot be emulated here: it {reason}; run as root on Linux with "
+            "'thinwire[cli]' installed, or use --link loopback, the real loopback of this "
+            "machine"
         )
     with ExitStack() as stack:
         emulated = stack.enter_context(network(workers, shape)) if shape.emulated else None
@@ -201,7 +202,7 @@ def run(
     if failed is not None:
         rank, status = failed
         ended = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        others = "; the others have been ended" if workers > 1 else ""
+        others = "; the others were ended" if workers > 1 else ""
         sys.stderr.write(f"thinwire: rank {rank} {ended}{others}\n")
         sys.exit(128 - status if status < 0 else status)
 
@@ -209,12 +210,12 @@ def run(
 def _require_script(script: tuple[str, ...]) -> None:
     if not script:
         raise ValueError(
-            "there is no script: write it after --, as in thinwire run --workers 2 -- train.py"
+            "no script is given; write it after --, as in thinwire run --workers 2 -- train.py"
         )
     if Path(script[0]).is_dir():
-        raise ValueError(f"{script[0]} is a folder; name a Python script after --")
+        raise ValueError(f"{script[0]} is a folder; give a Python script after --")
     if not Path(script[0]).is_file():
-        raise ValueError(f"{script[0]}: there is no such file; name a Python script after --")
+        raise ValueError(f"{script[0]} does not exist; give a Python script after --")
 
 
 def _wait_for(

@@ -77,8 +77,8 @@ def _single_rank() -> Iterator[None]:
     """A group of this process alone; random numbers go on as if it had not been."""
     if dist.is_initialized():
         raise ValueError(
-            "task is measured in a process by itself, and this one belongs to a process group: use "
-            "thinwire probe --task under torchrun, and give its file as probe"
+            "task is measured in a single process, but this one belongs to a process group; "
+            "run thinwire probe --task under torchrun and give its file as probe"
         )
     drawn = random_state()
     store = dist.HashStore()  # type: ignore[attr-defined]

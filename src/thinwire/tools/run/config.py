@@ -22,10 +22,11 @@ def require_task(task: str) -> None:
     file, _, name = task.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
         raise ValueError(
-            f"task={task!r} is not FILE.py:NAME; name the file and the function that makes the task"
+            f"task={task!r} is not FILE.py:NAME; give the file and the function that returns "
+            "the task"
         )
     if not Path(file).is_file():
-        raise ValueError(f"task={task!r}: there is no file {file}")
+        raise ValueError(f"task={task!r}: {file} does not exist")
 
 
 def require_nothing_beside(task: str, **options: object) -> None:
@@ -33,15 +34,15 @@ def require_nothing_beside(task: str, **options: object) -> None:
     for name, value in options.items():
         if value is not None and value is not False:
             raise ValueError(
-                f"--{name} is for the task that comes with the command, and task={task!r} has a "
-                "model and data of its own: leave one of them out"
+                f"--{name} is for the built-in task, but task={task!r} has its own model and "
+                "data; omit one of them"
             )
 
 
 def require_within(name: str, value: int, least: int, most: int) -> None:
     """Refuse a number of the command line that cannot be used."""
     if not least <= value <= most:
-        raise ValueError(f"{name}={value} is out of range: {least} to {most} is allowed")
+        raise ValueError(f"{name}={value} is out of range; {least} to {most} is allowed")
 
 
 def require_one_of(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -116,12 +117,12 @@ def _parameters(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.strip().lower())
     if match is None:
         raise ValueError(
-            f"size={text!r} is not a size: {', '.join(_NAMED_SIZES)}, or a number of parameters "
-            "such as 3M"
+            f"size={text!r} is not a size; use {', '.join(_NAMED_SIZES)}, or a number of "
+            "parameters such as 3M"
         )
     count = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6}[match[2]]
     if not _SMALLEST <= count <= _LARGEST:
-        raise ValueError(f"size={text!r} is out of range: 20k to 200M parameters are allowed")
+        raise ValueError(f"size={text!r} is out of range; 20k to 200M parameters are allowed")
     return count
 
 

@@ -138,7 +138,7 @@ def free_port() -> int:
         port = random.randrange(15_000, 32_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
-    raise OSError("no port of this machine between 15,000 and 32,000 could be listened on")
+    raise OSError("no free port between 15,000 and 32,000 on this machine")
 
 
 def start(
@@ -228,8 +228,8 @@ def _watch(
             raise failure_of(errors, statuses, work)
         if time.monotonic() - last_news_s > timeout_s + 30:
             raise WorkerError(
-                f"the workers have been silent for {timeout_s + 30:.0f} s; if a step or an "
-                f"evaluation takes longer, give more with --timeout\n{_log_tail(work)}".rstrip()
+                f"the workers were silent for {timeout_s + 30:.0f} s; if a step or an "
+                f"evaluation takes longer, raise --timeout\n{_log_tail(work)}".rstrip()
             )
         time.sleep(_POLL_S)
 
@@ -325,8 +325,8 @@ def joined(shared: Mapping[str, Any], timeout_s: float) -> Iterator[None]:
             for key, value in everyone[0].items():
                 if other[key] != value:
                     raise ValueError(
-                        f"ranks were told different things: {key} is {value!r} on rank 0 and "
-                        f"{other[key]!r} on rank {rank}; start all of them alike"
+                        f"ranks were started with different settings: {key} is {value!r} on "
+                        f"rank 0 and {other[key]!r} on rank {rank}; start all of them alike"
                     )
         yield
     finally:

@@ -78,12 +78,13 @@ def probe(
     pairs = [pair for part in parts for pair in part["pairs"]]
     if any(pair["bytes_s"] is None for pair in pairs):
         line.not_measured.append(
-            "the rate of single pairs: latencies, or their number, would take more than the time "
-            "and bytes for it"
+            "the rate of single pairs: it would exceed the limit of time or bytes"
         )
     slowest = _slowest([part["compute"] for part in parts])
     if slowest["muon_s"] is None:
-        line.not_measured.append("an update by Muon: it cannot train the model, or has no time")
+        line.not_measured.append(
+            "an update by Muon: Muon cannot train this model, or no time is left"
+        )
     return {
         "ranks": line.size,
         "hosts": [part["host"] for part in parts],
@@ -267,8 +268,7 @@ class _Line:
                 cost = int(copies * nbytes) * times
                 if (times * once_s > left_s and found) or cost > left_bytes:
                     self.not_measured.append(
-                        f"{kind} of {nbytes} bytes: it would take more than the time or the bytes "
-                        "that are left"
+                        f"{kind} of {nbytes} bytes: it would exceed the time or bytes that are left"
                     )
                     continue
                 left_bytes, left_s = left_bytes - cost, left_s - times * once_s

@@ -52,9 +52,7 @@ def device_of(choice: str, rank: int) -> torch.device:
 def require_gpu() -> None:
     """Raise a TaskError where torch sees no GPU; nothing is begun on one."""
     if not torch.cuda.is_available():
-        raise TaskError(
-            "device='cuda', but torch sees no GPU here: use --device cpu, or leave it out"
-        )
+        raise TaskError("device='cuda', but torch finds no GPU; use --device cpu, or omit it")
 
 
 def run_alike(work: Callable[[], R], word: str | None) -> R:
@@ -151,7 +149,7 @@ class OwnTask:
         mean = float(total) / dist.get_world_size()
         first, self.evaluated = not self.evaluated, True
         if first and not isfinite(mean):
-            raise self._error(f"evaluate(model) gives {mean} before the first update")
+            raise self._error(f"evaluate(model) returned {mean} before the first update")
         return mean
 
     def _drawn(self) -> Pair:
@@ -160,12 +158,12 @@ class OwnTask:
             inputs, targets = self._own(call, lambda: next(self.iterator))
         except StopIteration:
             raise self._error(
-                f"{call} ended after {self.taken} batches; it must go on for as long as it is "
-                "asked, for example by beginning anew"
+                f"{call} ended after {self.taken} batches; it must never end, so start over at "
+                "the end of the data"
             ) from None
         except (TypeError, ValueError) as error:
             raise self._error(
-                f"{call} must give pairs (inputs, targets): {type(error).__name__}: {error}"
+                f"{call} must yield pairs (inputs, targets): {type(error).__name__}: {error}"
             ) from error
         self.taken += 1
         return _moved(inputs, self.device), _moved(targets, self.device)
@@ -199,8 +197,8 @@ class OwnTask:
                 raise self._error(f"optimizer(params) must be a torch optimizer, got {made!r}")
             if getattr(made, "has_schedule", False):
                 raise self._error(
-                    "optimizer(params) has a schedule as learning rate, and all strategies follow "
-                    "that of the command: give a number, which is taken for the peak"
+                    "optimizer(params) has a schedule as learning rate, but all strategies use "
+                    "that of the command; give a number, which becomes the peak rate"
                 )
 
     def _compared(self) -> None:
@@ -218,8 +216,8 @@ class OwnTask:
                 if a != b
             )
             raise self._error(
-                f"ranks have made different models: rank 0 has {_look(here)}, rank {rank} "
-                f"{_look(there)}; make the same on all ranks, from the seed alone"
+                f"ranks built different models: rank 0 has {_look(here)}, rank {rank} "
+                f"{_look(there)}; build the same model on all ranks, from the seed only"
             )
 
     def _own(self, call: str, work: Callable[[], R]) -> R:
@@ -247,7 +245,7 @@ def made(word: str, seed: int) -> Task:
     path, _, name = word.rpartition(":")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:
-        raise TaskError(f"task={word!r}: {path} is no Python file")
+        raise TaskError(f"task={word!r}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, str(Path(path).resolve().parent))
@@ -268,7 +266,7 @@ def made(word: str, seed: int) -> Task:
         ) from error
     if not isinstance(task, Task):
         raise TaskError(
-            f"task={word!r}: {name}({seed}) must give a thinwire.Task, got {type(task).__name__}"
+            f"task={word!r}: {name}({seed}) must return a thinwire.Task, got {type(task).__name__}"
         )
     return task
 
@@ -287,7 +285,7 @@ def _loss_text(loss: object, model: nn.Module) -> str:
     if loss.numel() != 1:
         return f"shape {tuple(loss.shape)}; take its mean"
     if not any(p.requires_grad for p in model.parameters()):
-        return "one without: the model has no parameter that trains"
+        return "one without a gradient: no parameter of the model is trainable"
     return "one without"
 
 

@@ -55,7 +55,7 @@ def read_standard_library() -> Corpus:
 def read_folder(folder: Path) -> Corpus:
     """Every visible text file below a folder: valid UTF-8 without NUL."""
     if not folder.is_dir():
-        raise ValueError(f"text={str(folder)!r} is not a folder; name a folder with text files")
+        raise ValueError(f"text={str(folder)!r} is not a folder; give a folder with text files")
     visible = [
         path
         for path in folder.rglob("*")
@@ -63,7 +63,7 @@ def read_folder(folder: Path) -> Corpus:
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     ]
     source = f"text files of {folder.name or folder}"
-    return _corpus(folder, visible, source, advice="name a folder with more text")
+    return _corpus(folder, visible, source, advice="give a folder with more text")
 
 
 def _corpus(root: Path, files: list[Path], source: str, advice: str) -> Corpus:
@@ -108,7 +108,7 @@ def require_digits() -> None:
     """Look for the package that has them, and import nothing."""
     if importlib.util.find_spec("sklearn") is None:
         raise ValueError(
-            "model='convolution' trains on the digits of scikit-learn, which is not installed: "
+            "model='convolution' needs the digits of scikit-learn, which is not installed; run "
             "pip install scikit-learn"
         )
 

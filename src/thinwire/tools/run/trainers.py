@@ -61,8 +61,8 @@ class Setup:
         if self.optimizer == "muon":
             if not muon_numel(model):
                 raise ValueError(
-                    "Muon trains hidden matrices, and this model has none, so that AdamW alone "
-                    "would train: leave what trains with Muon out"
+                    "Muon trains hidden matrices and this model has none; omit the strategies "
+                    "that use Muon"
                 )
             return tw.optim.Muon(
                 tw.optim.muon_groups(model), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY

@@ -330,7 +330,7 @@ class TrainingRun:
         if not isfinite(loss):
             raise ThinwireError(
                 f"the training diverged: held-out loss {loss} after {self.step} steps at a peak "
-                f"learning rate of {max(self.peaks):g}; give a smaller one with --lr"
+                f"learning rate of {max(self.peaks):g}; lower it with --lr"
             )
         point = {
             "step": self.step,

@@ -54,7 +54,9 @@ class Lines:
                 raise ValueError(f"{name} must be above 0 bit/s, got {rate.min():g}")
         for name, latency_s in (("near_s", self.near_s), ("far_s", self.far_s)):
             if not 0 <= latency_s < inf:
-                raise ValueError(f"{name} must be a latency in seconds from 0, got {latency_s:g}")
+                raise ValueError(
+                    f"{name} must be a latency of at least 0 seconds, got {latency_s:g}"
+                )
 
     @property
     def ranks(self) -> int:
@@ -115,7 +117,7 @@ def sites(
 ) -> Lines:
     """Consecutive ranks at `count` sites at most; each shares a line to the others."""
     if count < 1:
-        raise ValueError(f"count is {count}; there must be at least 1 site")
+        raise ValueError(f"count={count} must be at least 1 site")
     count = min(count, ranks)
     site = np.arange(ranks, dtype=np.int64) * count // ranks
     return _of(ranks, bit_s, bit_s, site, site_bit_s, near_s, far_s)
@@ -125,7 +127,7 @@ def _of(
     ranks: int, up: float, down: float, site: Ranks, site_bit_s: float, near_s: float, far_s: float
 ) -> Lines:
     if ranks < 1:
-        raise ValueError(f"ranks is {ranks}; it must be at least 1")
+        raise ValueError(f"ranks={ranks} must be at least 1")
     return Lines(np.full(ranks, up), np.full(ranks, down), site, site_bit_s, near_s, far_s)
 
 

@@ -88,7 +88,7 @@ class Method:
                 f"exchange must be one of {EXCHANGES}, got {self.compression.exchange!r}"
             )
         if self.node_size < 1:
-            raise ValueError(f"node_size is {self.node_size}; it must be at least 1")
+            raise ValueError(f"node_size={self.node_size} must be at least 1")
         if self.k_steps and not 0 <= self.delay < self.between:
             raise ValueError(
                 f"delay={self.delay} must be below {self.between}, the steps between two averagings"
@@ -217,24 +217,24 @@ def simulate(
     """
     if lines.ranks % method.node_size:
         raise ValueError(
-            f"node_size={method.node_size} does not divide the {lines.ranks} ranks: give a divisor"
+            f"node_size={method.node_size} does not divide the {lines.ranks} ranks; give a divisor"
         )
     if steps < 1 or steps % method.between:
         raise ValueError(
             f"steps={steps} must be a multiple of {method.between}, the steps between exchanges"
         )
     if not 0 <= step_s < inf:
-        raise ValueError(f"step_s must be seconds from 0, got {step_s:g}")
+        raise ValueError(f"step_s must be at least 0 seconds, got {step_s:g}")
     trouble = trouble or Trouble()
     for name in ("slow", "slow_lines", "lost"):
         for rank in getattr(trouble, name):
             if not 0 <= rank < lines.ranks:
                 raise ValueError(
-                    f"{name} names rank {rank}; there are ranks 0 to {lines.ranks - 1}"
+                    f"{name} names rank {rank}, but the ranks are 0 to {lines.ranks - 1}"
                 )
     for rank, times in [*trouble.slow.items(), *trouble.slow_lines.items()]:
         if not 0 < times < inf:
-            raise ValueError(f"rank {rank} is slow by {times:g}; a factor above 0 is required")
+            raise ValueError(f"rank {rank} is slowed by {times:g}; the factor must be above 0")
     run = _Run(method, lines, step_s, trouble, event_by_event)
     parts, number = method.parts(), 0
     while run.steps < steps:
@@ -371,13 +371,13 @@ class _Run:
         lost = sorted(rank for rank, step in self._trouble.lost.items() if step <= self.steps)
         over = self._over(AGREEMENT, self._all, begin)
         if lost:
-            self._failed(begin, lost, f"rank {_listed(lost)} did not come to the exchange")
+            self._failed(begin, lost, f"rank {_listed(lost)} did not join the exchange")
         elif float((over - begin).max()) > limit:
             late = np.flatnonzero(begin - begin.min() > limit).tolist()
             if late:
-                self._failed(begin, late, f"rank {_listed(late)} came too late to the exchange")
+                self._failed(begin, late, f"rank {_listed(late)} was late for the exchange")
             else:
-                self._failed(begin, [], "the agreement itself takes longer than that")
+                self._failed(begin, [], "the agreement itself takes longer")
         else:
             self._now = over
         return self._error is None
