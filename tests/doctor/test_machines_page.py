@@ -179,8 +179,8 @@ def test_another_version_on_one_side(net: Network, tmp_path: Path) -> None:
     message.write_text(text.replace("\nWIRE_VERSION = 1\n", "\nWIRE_VERSION = 7\n"), "utf-8")
     found, _ = doctors(net, [{}, {"PYTHONPATH": str(tmp_path)}], SLOW_MACHINE)
     assert worst(found) == [
-        "versions: the wire format is 1 on rank 0 and 7 on rank 1 -> install the same version on all "
-        "machines"
+        "versions: the wire format is 1 on rank 0 and 7 on rank 1 -> "
+        "install the same version on all machines"
     ]
     notes = [one["found"] for one in found["findings"] if one["check"] == "versions"]
     assert any(re.fullmatch(r"thinwire is \S+ on rank 0 and 0.0.1 on rank 1", one) for one in notes)

@@ -1,3 +1,4 @@
-"""`thinwire compare`: one model trained under several strategies, side by side, over the same link.
+"""`thinwire compare`: train one model under several strategies over the same link.
+
 `planning` imports the list of strategies.
 """

@@ -1,4 +1,4 @@
-"""`thinwire compare` as a function of what was typed.
+"""Command `thinwire compare`.
 
 Torch is imported after the arguments have been checked.
 """

@@ -33,27 +33,27 @@ from thinwire.tools.report.page import (
     write_page,
 )
 
-_ABOVE = "Lines that come in over the upper edge begin at the loss before the first step."
+_ABOVE = "Lines that enter at the upper edge start at the loss before the first step."
 _PLOTS = (
-    ("Loss against time", "seconds", "training time in seconds, evaluation not counted", _ABOVE),
+    ("Loss against time", "seconds", "training time in seconds, without evaluation", _ABOVE),
     (
         "Loss against bytes",
         "library_bytes",
         "bytes sent per worker, logarithmic",
-        "Counted by the library; the evaluation before the first step is left out.",
+        "Counted by the library, without the evaluation before the first step.",
     ),
     ("Loss against steps", "step", "steps", _ABOVE),
 )
 _STEP_NOTE = (
-    "A steady step is one after the ramp of the method. The compute-only step is the same step "
-    "without any exchange, on a copy of the model, measured in between. The communication share is "
-    "the part of a steady step beyond it: waiting for the wire, and coding what is sent."
+    "A steady step comes after the ramp of the method. The compute-only step is the same step "
+    "without an exchange, on a copy of the model, measured in between. The communication share "
+    "is the rest of a steady step: waiting for the network and coding messages."
 )
 _RESULT_NOTE = (
-    "★ marks the best of its column. Times to a loss are read off the curves by straight lines "
-    "between evaluations, for all strategies alike; evaluation and preparation are not part of "
-    "them. Preparation is what comes before the clock starts: processes, imports, compilation of "
-    "kernels, and each part of the strategy used once on a copy of the model."
+    "★ marks the best of its column. Times to a loss are interpolated linearly between "
+    "evaluations, for all strategies alike, without evaluation and preparation. Preparation "
+    "comes before the clock starts: processes, imports, compilation of kernels, and a trial of "
+    "each part of the strategy on a copy of the model."
 )
 
 
@@ -167,8 +167,10 @@ def _strategy_text(run: Run) -> str:
 
 
 def loss_plots(results: Results, axis: str, label: str) -> str:
-    """Held-out loss against a field of `Point`: "seconds", "step" or "library_bytes" (logarithmic),
-    one line per strategy: two `<svg>`, of which one is shown; empty where there is nothing to draw.
+    """Plot held-out loss against a field of `Point`: "seconds", "step" or "library_bytes"
+    (logarithmic).
+
+    Returns two `<svg>`, one of which is shown, with one line per strategy; empty without data.
     """
 
     def curve(points: Sequence[Point]) -> list[Point]:
@@ -297,15 +299,15 @@ def to_use(results: Results, winner: str | None) -> ToUse | None:
     name, rate = (run.strategy, f"{optimizer} and a peak learning rate of {run.settings['lr']:g}")
     if run.document is not None:
         how = (
-            f"The strategy file, also beside this report as {BEST}: "
-            "thinwire.DistributedStrategy.load(path) reads it, prepare(model, optimizer, loss_fn) "
-            f"makes the engine. Here it trained with {rate}."
+            f"The strategy file, also beside this report as {BEST}: load it with "
+            "thinwire.DistributedStrategy.load(path) and call prepare(model, optimizer, "
+            f"loss_fn). Here it trained with {rate}."
         )
         return ToUse(name, how, _file_text(run.document, rate, results), True)
     if run.code is not None:
         how = (
-            "It is a communication hook of torch for DistributedDataParallel. Here it trained "
-            f"with {rate}."
+            "A communication hook of torch for DistributedDataParallel. Here it trained with "
+            f"{rate}."
         )
         return ToUse(name, how, run.code, False)
     return None

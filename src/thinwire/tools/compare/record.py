@@ -10,57 +10,67 @@ from thinwire._version import __version__
 
 KEYS = {
     "format": "version of this file's layout",
-    "headline": "where the run took place; says first of all if the link was not emulated",
-    "verdict": "what the comparison has shown, in a sentence or a few",
-    "winner": "the strategy to take on this link, as far as the comparison shows it, or null",
-    "command": "the command line that makes the comparison again",
-    "link": "the link asked for, whether it was emulated, and why not",
-    "settings": "what the command was told, and what all strategies share",
-    "model": "which one, its shape and number of parameters",
-    "text": "source, size and SHA-256 of the data that come with the command",
+    "headline": "workers and network of the run; says first if the link was not emulated",
+    "verdict": "outcome of the comparison, in a sentence or a few",
+    "winner": (
+        "the recommended strategy on this link, or null if the comparison does not show one"
+    ),
+    "command": "the command line that repeats the comparison",
+    "link": "the requested link, whether it was emulated, and why not",
+    "settings": "arguments of the command, and settings that all strategies share",
+    "model": "name, shape and number of parameters",
+    "text": "source, size and SHA-256 of the training data",
     "machine": "processor, cores, memory, versions",
     "failed": "the first strategy that failed and its error, or null",
     "failures": "every strategy that failed, and its error",
-    "interrupted": "null, or what interrupted the comparison ('by'; null while it runs, or where "
-    "it was killed), the strategy that was at work and its progress, and those that had not begun",
+    "interrupted": "null, or the interruption: its cause ('by'; null while it runs, or if it "
+    "was killed), the strategy that was running and its progress, and those "
+    "that had not started",
     "common_loss": "the lowest held-out loss that every strategy reached, in settings.loss_unit",
-    "dense_loss": "the held-out loss that dense ended with; null where dense was not compared",
+    "dense_loss": "dense's final held-out loss; null if dense was not compared",
     "strategies[]": "one entry per strategy, in the order of the command line, with the keys below",
-    "strategies[].final_loss": "held-out loss at the end, of the same data for every strategy",
-    "strategies[].final_loss_range": "highest less lowest of these over the seeds; null with one",
+    "strategies[].final_loss": "final held-out loss, on the same data for every strategy",
+    "strategies[].final_loss_range": (
+        "highest minus lowest of these over the seeds; null with one"
+    ),
     "strategies[].seeds[]": "seed and evaluations of every run; the other keys are means over them",
     "strategies[].best_loss": "lowest held-out loss of all evaluations",
-    "strategies[].seconds": "training time; evaluation and preparation are not part of it",
-    "strategies[].preparation_seconds": "from the start of the processes until the clock of the "
-    "training started: imports, compilation of kernels, and every part of the strategy used once "
-    "on a copy of the model",
+    "strategies[].seconds": "training time, without evaluation and preparation",
+    "strategies[].preparation_seconds": "time from the start of the processes to the start of "
+    "training: imports, compilation of kernels, and a "
+    "trial of every part of the strategy on a copy of the "
+    "model",
     "strategies[].seconds_to_common_loss": "training time until the common loss, interpolated "
     "between evaluations",
-    "strategies[].seconds_to_dense_loss": "likewise until the loss that dense ended with; null if "
-    "never",
+    "strategies[].seconds_to_dense_loss": "training time until dense's final loss; null if "
+    "never reached",
     "strategies[].bytes_to_dense_loss": "bytes that a worker had sent by then, as the library "
     "counts them",
     "strategies[].library_bytes_per_step": "bytes that a worker sends in a steady step, as the "
     "library counts them: a message once for every worker that it goes to",
-    "strategies[].library_bytes_counted_by": "how that count comes about",
+    "strategies[].library_bytes_counted_by": "method of that count",
     "strategies[].kernel_sent_bytes_per_step": "the same by the kernel's interface counters, mean "
     "over the workers; null on loopback, whose counters are shared with everything else on the "
     "machine",
     "strategies[].kernel_received_bytes_per_step": "bytes received, likewise",
-    "strategies[].ratio_to_dense": "bytes of a dense ring all-reduce over library_bytes_per_step",
+    "strategies[].ratio_to_dense": (
+        "bytes of a dense ring all-reduce divided by library_bytes_per_step"
+    ),
     "strategies[].median_step_ms": "median over the steady steps, from steady_from_step on; for "
     "local updates over the means of steps that hold one averaging each",
     "strategies[].median_bare_step_ms": "median of the same step without any exchange, measured in "
     "the same run",
     "strategies[].step_ratio_to_bare": "median_step_ms over median_bare_step_ms",
     "strategies[].exchange_share": "1 - median_bare_step_ms / median_step_ms: the share of a "
-    "steady step that goes into waiting for the wire, and into coding what is sent",
-    "strategies[].seconds_on_asked_link": "only on loopback: training time plus the time that the "
-    "bytes would have taken on the asked link, without any overlap and without latency",
+    "steady step spent waiting for the network and coding "
+    "messages",
+    "strategies[].seconds_on_asked_link": "only on loopback: training time plus the time of "
+    "the bytes on the requested link, without overlap "
+    "and latency",
     "strategies[].evaluations[]": "step, seconds, loss, and the bytes that one worker has sent so "
     "far by both counts",
     "strategies[].step_ms[]": "every step of rank 0, in milliseconds",
-    "strategies[].alike": "whether all ranks of a task began with the very same batch",
+    "strategies[].alike": "true if all ranks of a task started with the same batch",
     "strategies[].settings": "learning rate and the method's own settings",
     "strategies[].document": "the content of its strategy file; null for torch's own hooks",
     "strategies[].code": "lines of Python that set up torch's own hook; null for strategies of "
@@ -170,10 +180,10 @@ class Interruption:
 
     def __str__(self) -> str:
         """Return the interruption as a sentence."""
-        not_over = "had not come to its end when this was written"
+        not_over = "was still running when this was written"
         by = f"was interrupted by {self.by}" if self.by else not_over
         during = f" during {self.during} (at {self.progress:.0%})" if self.during else ""
-        later = f"; {', '.join(self.not_begun)} had not begun" if self.not_begun else ""
+        later = f"; {', '.join(self.not_begun)} had not started" if self.not_begun else ""
         return f"The comparison {by}{during}{later}."
 
 

@@ -193,11 +193,7 @@ def _about(corpus: Corpus | None) -> dict[str, Any]:
 
 def _headline(settings: Settings, emulated: bool, reason: str | None) -> str:
     workers = f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
-    tuning = (
-        " Losses are of the part of the data that is kept for choosing settings."
-        if settings.tune
-        else ""
-    )
+    tuning = " Losses are on the validation part." if settings.tune else ""
     if emulated:
         return (
             f"{workers}, each in a network namespace of its own, over an emulated link of "
@@ -206,9 +202,11 @@ def _headline(settings: Settings, emulated: bool, reason: str | None) -> str:
     if settings.joined_rank is not None:
         return f"{workers}, started by a launcher, over the network between them.{tuning}"
     if reason is None:
-        return f"{workers} over this machine's loopback, as asked: no link was emulated.{tuning}"
+        return (
+            f"{workers} over this machine's loopback, as requested: no link was emulated.{tuning}"
+        )
     return (
-        f"The link of {settings.link} was NOT emulated ({reason}): {workers} over this machine's "
-        "loopback; the time that the bytes would have taken on that link, without its latency, is "
-        f"added in a column of its own.{tuning}"
+        f"The link of {settings.link} was NOT emulated ({reason}): {workers} over this "
+        "machine's loopback. An extra column adds the time that the bytes would take on that "
+        f"link, without its latency.{tuning}"
     )

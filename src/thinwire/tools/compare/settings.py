@@ -1,4 +1,4 @@
-"""The checked arguments of the command."""
+"""Checked arguments of the command."""
 
 import os
 import shlex

@@ -101,8 +101,8 @@ def _nearest(strategy: "DistributedStrategy") -> str:
     return {None: "dense", 1: "muon-local"}.get(bits, "quantized-local")
 
 
-_RING = "formula of the ring all-reduce, 2(W-1)/W times the message"
-_OWN = "the messages of this library, each once for every rank that it goes to"
+_RING = "formula of a ring all-reduce, 2(W-1)/W times the message"
+_OWN = "the messages of this library, counted once per receiver"
 _TRAINERS = "thinwire.tools.run.trainers"
 _PREPARED = f"{_TRAINERS}:Prepared"
 _FP16_CODE = """\
@@ -178,7 +178,7 @@ _RECIPES = (
     ),
     _own(
         "low-rank",
-        "gradients as two factors of 2 columns (PowerSGD), in buckets that leave early",
+        "gradients as two factors of 2 columns (PowerSGD), in buckets that are sent early",
         {"document": {"low_rank": {"rank": 2, "begin_step": 5}}},
         None,
         sgd=0.15,
@@ -186,7 +186,7 @@ _RECIPES = (
     _own("localsgd", "local SGD: 32 local steps, then the mean of all parameters", {"k_steps": 32}),
     _own(
         "adaptive-localsgd",
-        "local SGD whose interval follows loss and learning rate",
+        "local SGD with an interval that follows loss and learning rate",
         {"init_k_steps": 64, "max_k_steps": 64},
         "adaptive_localsgd",
     ),
@@ -215,7 +215,7 @@ _RECIPES = (
     ),
 )
 STRATEGIES = {recipe.name: recipe for recipe in _RECIPES}
-"""The built-in strategies by name."""
+"""Built-in strategies by name."""
 
 
 def strategy_text(document: Mapping[str, Any]) -> str:

@@ -53,7 +53,7 @@ def tables(results: Results) -> tuple[Table, ...]:
         _fixed("steps", "", runs, "steps", 0, None),
         _seconds("training time", runs, "seconds", min if by_steps else None),
         _seconds(
-            "training time on the asked link",
+            "training time on the requested link",
             runs,
             "seconds_on_asked_link",
             min if by_steps else None,
@@ -64,7 +64,7 @@ def tables(results: Results) -> tuple[Table, ...]:
         *(
             ()
             if all_reached or len(runs) == 1
-            else _until("common", f"the loss that all reached ({loss_text(common)})", runs)
+            else _until("common", f"the common loss ({loss_text(common)})", runs)
         ),
         _seconds("preparation", runs, "preparation_seconds", None),
     ]
@@ -163,7 +163,7 @@ def print_table(results: Results) -> None:
             for row, name in enumerate(names):
                 table.add_row(Text(name), *(_cell(column, row) for column in columns))
             console.print(table)
-    console.print("* the best of its column", markup=False)
+    console.print("* best of its column", markup=False)
     for failure in results.failures:
         console.print(f"{failure.strategy} failed: {failure.error}", markup=False)
 

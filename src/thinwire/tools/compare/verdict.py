@@ -36,13 +36,12 @@ def verdict(results: Results) -> Verdict:
 
 
 _UNLIKE = (
-    "some strategies began at another loss than others, so they did not begin from the same "
-    "parameters, and nothing can be said: let the task make the same model, and the same held-out "
-    "data, for the same seed."
+    "the strategies started at different losses, so their initial parameters differ and they "
+    "cannot be compared: let the task build the same model and held-out data for the same seed."
 )
 _ALL_THE_SAME = (
-    "All ranks began with the very same batch: unless batches(rank, world) gives each its own, "
-    "more ranks bring nothing, and local updates look better than they are."
+    "All ranks started with the same batch: unless batches(rank, world) gives each rank its "
+    "own data, more ranks do not help and local updates look better than they are."
 )
 _SAME = 0.01
 """Relative difference between evaluations of one model, since some evaluations are random."""
@@ -62,7 +61,7 @@ class _Clock:
         elif self.rate_bit_s is None:
             self.where = f"Over this machine's loopback (the link of {link.asked} was NOT emulated)"
         else:
-            left_out = " and whose latency is left out," if link.latency_s else ""
+            left_out = " and whose latency is ignored," if link.latency_s else ""
             self.where = (
                 f"By an estimate for a link of {link.asked}, which was NOT emulated,{left_out}"
             )
@@ -87,10 +86,8 @@ def _begins(run: Run) -> float:
 
 def _single(run: Run, clock: _Clock) -> Verdict:
     text = (
-        f"{clock.where} {run.strategy} came to a held-out loss of "
-        f"{loss_text(run.final_loss)} after "
-        f"{run.steps} steps in {_seconds(run.seconds)}; there is no other strategy to "
-        "compare it with."
+        f"{clock.where} {run.strategy} reached a held-out loss of {loss_text(run.final_loss)} "
+        f"after {run.steps} steps in {_seconds(run.seconds)}; no other strategy was compared."
     )
     return Verdict(text, None)
 
@@ -101,9 +98,8 @@ def _against_dense(results: Results, dense: Run, clock: _Clock) -> Verdict:
     if target >= _begins(dense) or not own_s:
         return Verdict(
             f"{clock.where} dense learned nothing in this run (held-out loss "
-            f"{loss_text(_begins(dense))} at the start, {loss_text(target)} at "
-            "the end), "
-            "so there is nothing to measure the others by: let it run longer.",
+            f"{loss_text(_begins(dense))} at the start, {loss_text(target)} at the end), so it "
+            "is no baseline: run longer.",
             None,
         )
     others = [run for run in results.strategies if run is not dense]
@@ -132,9 +128,8 @@ def _against_dense(results: Results, dense: Run, clock: _Clock) -> Verdict:
         )
         fewer = first_bytes < (1 - _ALIKE) * dense_bytes
         return Verdict(
-            f"{clock.where} {name} reached dense's loss ({loss_text(target)}) about as soon as "
-            "dense "
-            f"itself ({_seconds(seconds)} and {_seconds(own_s)}){with_bytes}.",
+            f"{clock.where} {name} reached dense's loss ({loss_text(target)}) about as fast as "
+            f"dense itself ({_seconds(seconds)} and {_seconds(own_s)}){with_bytes}.",
             name if fewer else "dense",
         )
     return Verdict(
@@ -157,9 +152,8 @@ def _nobody(results: Results, dense: Run, others: Sequence[Run], clock: _Clock) 
     budget = results.settings.seconds
     within = f"{dense.steps} steps" if budget is None else f"{budget:g} s"
     text = (
-        f"{clock.where} no other strategy reached dense's loss "
-        f"({loss_text(dense.final_loss)}) "
-        f"within {within}; the nearest was {nearest.strategy} with "
+        f"{clock.where} no other strategy reached dense's loss ({loss_text(dense.final_loss)}) "
+        f"within {within}; the closest was {nearest.strategy} with "
         f"{loss_text(nearest.best_loss)}."
     )
     if budget is not None:
@@ -180,8 +174,8 @@ def _by_common_loss(results: Results, clock: _Clock, where: str) -> Verdict:
         if not stuck:
             return Verdict(f"{where} {_UNLIKE}", None)
         return Verdict(
-            f"{where} {_listed(stuck)} learned nothing in this run, so there is no loss that all "
-            "reached: let it run longer.",
+            f"{where} {_listed(stuck)} learned nothing in this run, so there is no common loss: "
+            "run longer.",
             None,
         )
     times = sorted(
@@ -191,14 +185,14 @@ def _by_common_loss(results: Results, clock: _Clock, where: str) -> Verdict:
     name, with_bytes = first.strategy, _bytes(later, first, "common")
     if first_s >= (1 - _ALIKE) * next_s:
         return Verdict(
-            f"{where} {name} and {later.strategy} were about equally soon at the loss that all "
-            f"reached ({loss_text(target)}): {_seconds(first_s)} and "
+            f"{where} {name} and {later.strategy} reached the common loss ({loss_text(target)}) "
+            f"about equally fast: {_seconds(first_s)} and "
             f"{_seconds(next_s)}{with_bytes and f', {name}{with_bytes}'}.",
             name,
         )
     return Verdict(
-        f"{where} {name} was the first at the loss that all reached ({loss_text(target)}): "
-        f"{_seconds(first_s)}, where {later.strategy}, the next, took {_seconds(next_s)} "
+        f"{where} {name} was the first to reach the common loss ({loss_text(target)}): "
+        f"{_seconds(first_s)}; the next, {later.strategy}, took {_seconds(next_s)} "
         f"({_times(next_s / first_s)} times as long){with_bytes and f'; {name}{with_bytes}'}.",
         name,
     )
@@ -222,14 +216,14 @@ def _reservations(results: Results) -> list[str]:
     stop = results.interrupted
     sentences = [_ALL_THE_SAME] if any(run.alike for run in results.strategies) else []
     sentences += (
-        [f"{_listed(failed)} failed and {'is' if len(failed) == 1 else 'are'} left out."]
+        [f"{_listed(failed)} failed and {'is' if len(failed) == 1 else 'are'} excluded."]
         if failed
         else []
     )
     if stop is not None:
         absent = [*([stop.during] if stop.during else []), *stop.not_begun]
         sentences.append(
-            f"The comparison is not complete: {_listed(absent)} "
+            f"The comparison is incomplete: {_listed(absent)} "
             f"{'is' if len(absent) == 1 else 'are'} missing."
         )
     return sentences

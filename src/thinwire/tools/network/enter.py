@@ -1,5 +1,6 @@
-"""Run a command inside a network namespace, it and its children for no longer than the process that
-asked for it lives; or carry packets between TUN devices.
+"""Run a command inside a network namespace, or forward packets between TUN devices.
+
+The command and its children end with the process that asked for them.
 
 Started by file name and made of the standard library alone, so that it costs milliseconds:
 `python enter.py NAMESPACE_FD PARENT_PID COMMAND ...`; a NAMESPACE_FD of -1 stays in the namespace
@@ -31,9 +32,8 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def take_group_along() -> None:
-    """Make the end of this process, by whatever way, that of the group of processes it leads.
-
-    A process of its own waits for it: no child, since the command may wait for all that it has.
+    """End the process group of this process when it ends, in whatever way. A separate process waits
+    for it. It is not a child, because the command may wait for all its children.
     """
     if not hasattr(os, "pidfd_open"):  # Linux alone has it
         return
@@ -61,7 +61,9 @@ def enter_network(namespace_fd: int) -> None:
 
 
 def forward(latency_s: float, pairs: list[tuple[int, int]]) -> None:
-    """Carry packets of pairs of TUN devices; from the first to the second they come late."""
+    """Forward packets between pairs of TUN devices; those from the first to the second are
+    delayed.
+    """
     to_hub = dict(pairs)
     to_worker = {hub: worker for worker, hub in pairs}
     readable = [*to_hub, *to_worker]
@@ -94,7 +96,9 @@ def _send(end: int, packet: bytes) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Enter, then become the command; the wish to die with the parent survives that."""
+    """Enter the namespace, then replace this process by the command; both still end with the
+    parent.
+    """
     if arguments[0] == "forward":
         ends = list(map(int, arguments[2:]))
         forward(float(arguments[1]), list(zip(ends[::2], ends[1::2], strict=True)))

@@ -1,4 +1,4 @@
-"""Anonymous network namespaces, one per worker, joined by a bridge in one of their own.
+"""Anonymous network namespaces, one per worker, joined by a bridge in another one.
 
 A namespace here has no name and no process of its own: an open file descriptor of the caller holds
 it, and the workers inside do. When both are gone, by whatever way (an exception, Ctrl-C, SIGKILL),
@@ -70,11 +70,11 @@ class Link:
         return cls(None if word == "none" else parse_rate(text, at_most), latency_s)
 
     def seconds(self, sent_bytes: float) -> float:
-        """Seconds that `sent_bytes` take on this link at the full rate, without latency."""
+        """Return the seconds of `sent_bytes` on this link at the full rate, without latency."""
         return 0.0 if self.rate_bit_s is None else 8 * sent_bytes / self.rate_bit_s
 
     def __str__(self) -> str:
-        """The link as the command line writes it."""
+        """Return the link as written on the command line."""
         delay = f" + {self.latency_s * 1e3:g}ms" if self.latency_s else ""
         if not self.emulated:
             return "loopback"
@@ -82,12 +82,12 @@ class Link:
 
     @property
     def rate_text(self) -> str:
-        """The rate as the command line writes it."""
+        """Rate as written on the command line."""
         return "none" if self.rate_bit_s is None else _rate_text(self.rate_bit_s)
 
 
 def parse_rate(text: str, at_most: float = FASTEST_BIT_S) -> float:
-    """Bits per second from text such as "100mbit", 10kbit at least."""
+    """Return bits per second from text such as "100mbit"; at least 10kbit."""
     rate = _number_with_unit(text, _UNITS_BIT_S)
     if rate is None:
         raise ValueError(f"link={text!r} is not a rate; {_EXAMPLES}, or none, or loopback")
@@ -100,7 +100,7 @@ def parse_rate(text: str, at_most: float = FASTEST_BIT_S) -> float:
 
 
 def parse_latency(text: str) -> float:
-    """Seconds from text such as "10ms", 5s at most."""
+    """Return seconds from text such as "10ms"; at most 5s."""
     delay = 0.0 if text.strip() == "0" else _number_with_unit(text, _UNITS_S)
     if delay is None:
         raise ValueError(
@@ -134,7 +134,7 @@ _SMALLEST_BURST_BYTES, _LARGEST_BURST_BYTES = 4_000, 4_000_000
 
 
 def new_namespace() -> int:
-    """A fresh network namespace, held by the open descriptor that is returned alone."""
+    """Create a network namespace; only the returned descriptor keeps it alive."""
 
     def make() -> int:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -163,7 +163,7 @@ def _in_thread(work: Callable[[], T]) -> T:
 
 
 def tbf_settings(rate_bit_s: float) -> dict[str, int]:
-    """Arguments of pyroute2's `tbf` for a rate.
+    """Return the arguments of pyroute2's `tbf` for a rate.
 
     The burst is ten milliseconds of the rate: large enough for the kernel's timer at 1 Gbit/s, and
     small enough at slow rates not to let a whole message through for free. The queue holds a tenth
@@ -179,13 +179,13 @@ def tbf_settings(rate_bit_s: float) -> dict[str, int]:
 
 
 def limit_rate(ip: Any, index: int, link: Link, command: str = "add") -> None:
-    """Limit what an interface sends by a token bucket; "change" replaces its limit."""
+    """Limit the sending rate of an interface by a token bucket; "change" replaces its limit."""
     if link.rate_bit_s is not None:
         ip.tc(command, "tbf", index, handle=0x10000, **tbf_settings(link.rate_bit_s))
 
 
 def interface_bytes(interface: str) -> tuple[int, int]:
-    """Bytes (sent, received) by an interface of this thread's namespace, with headers."""
+    """Return bytes (sent, received) of an interface in this thread's namespace, with headers."""
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == interface:
@@ -293,16 +293,16 @@ class Network:
     interface: str = "eth0"
 
     def lift(self) -> None:
-        """Make both ends of every link fast, or leave them as they are where they are faster."""
+        """Lift the limits of every link."""
         fast_bit_s = _DELAYED_BIT_S if self.link.latency_s else FASTEST_BIT_S
         self._limit(replace(self.link, rate_bit_s=max(fast_bit_s, self.link.rate_bit_s or 0)))
 
     def limit(self) -> None:
-        """Put the limit of the rate back."""
+        """Restore the rate limit."""
         self._limit(self.link)
 
     def bytes_sent(self) -> list[int]:
-        """Bytes that each worker has sent over its link so far, with the headers of all layers."""
+        """Return the bytes that each worker has sent over its link, with all headers."""
         return [inside(fd, lambda: interface_bytes(self.interface)[0]) for fd in self.namespace_fds]
 
     def _limit(self, link: Link) -> None:
@@ -317,7 +317,7 @@ class Network:
 
 
 def why_unavailable() -> str | None:
-    """None where this process may make namespaces, or the reason why it may not, in a few words."""
+    """Return the reason why this process cannot make namespaces; None if it can."""
     if sys.platform != "linux":
         return f"needs Linux, this is {sys.platform}"
     try:
@@ -333,8 +333,10 @@ def why_unavailable() -> str | None:
 
 @contextlib.contextmanager
 def network(workers: int, link: Link) -> Iterator[Network]:
-    """Namespaces for `workers`, joined and limited both ways; they vanish with their last user. An
-    OSError where the kernel refuses, which `why_unavailable` tells beforehand.
+    """Create one network per worker, joined and limited in both directions.
+
+    The namespaces vanish with their last user. Raises OSError if the kernel refuses;
+    `why_unavailable` checks that first.
     """
     with contextlib.ExitStack() as stack:
         fds = []

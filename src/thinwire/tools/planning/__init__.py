@@ -1,3 +1,4 @@
-"""`thinwire plan`: the cost of a training step on a network, before it runs; without torch.
-`simulation` imports its network.
+"""`thinwire plan`: predict the cost of a training step on a network, without torch.
+
+`simulation` imports its network model.
 """

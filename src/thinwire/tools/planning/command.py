@@ -1,6 +1,4 @@
-"""`thinwire plan`: the answer before the run, from numbers alone; torch is loaded for `--out`
-only.
-"""
+"""`thinwire plan` and `thinwire probe`; torch is loaded only for `--out` and the probe."""
 
 from __future__ import annotations
 
@@ -55,28 +53,28 @@ from thinwire.tools.run.config import (
 from thinwire.tools.run.launch import by_first, joined
 
 _PRIOR = (
-    "What a step is worth is a prior: no formula predicts it. How far a loss is above dense's "
-    "follows from a law and from measurements of small models. Seconds, bytes and memory are "
-    "predicted from the sizes of messages and the network. thinwire compare measures loss and "
-    "seconds on this model and link."
+    "Progress per step is a prior: no formula predicts it. The loss above dense's follows from "
+    "a fitted law and measurements of small models. Seconds, bytes and memory are predicted "
+    "from message sizes and the network. thinwire compare measures loss and seconds on this "
+    "model and link."
 )
 _HEADS = (
-    "seconds a step",
-    "bytes a rank and step",
-    "waiting for the wire",
-    "memory a rank",
+    "seconds per step",
+    "bytes per rank and step",
+    "waiting for the network",
+    "memory per rank",
     "loss above dense's, %",
     "times as fast as dense, to dense's loss",
 )
 _LETTERS = {
     "k": "local steps between two averagings",
-    "d": "steps that a result may come late",
-    "f": "parts of the model that are averaged in turn",
-    "b": "bits of a value",
-    "%": "entries that are sent",
+    "d": "delay of a result, in steps",
+    "f": "fragments of the model, averaged one after another",
+    "b": "bits per value",
+    "%": "share of the entries that is sent",
     "r": "rank",
-    "n1": "every rank a source of its own, on the same machine or not",
-    "gather, split": "how messages are exchanged, where the strategy would not choose so by itself",
+    "n1": "every rank is a source of its own, even on a shared machine",
+    "gather, split": "exchange of the messages, if it is not the default",
 }
 _BAR, _PITCH = 14, 42
 _HATCHING = (
@@ -102,25 +100,24 @@ def render(plan: Plan, command: str) -> str:
             "<h2>The best setting of every strategy</h2>",
             _table(rows),
             f'<p class="note">{len(plan.strategies)} settings were compared; thinwire plan --all '
-            "prints them. Seconds are low to high: what computes is known to a tenth, the rest to "
-            "two tenths.</p>",
+            "prints them. Seconds are low to high: compute within 10 %, the rest within 20 %.</p>",
             "<h2>Time of a step, by part</h2>",
             "<figure>" + "\n".join(_bars(frame, rows) for frame in FRAMES) + "</figure>",
             "<h2>Time to a loss against bytes</h2>",
             f'<figure><ul class="legend">{legend}</ul>\n'
             + "\n".join(_points(frame, rows, plan.strategies) for frame in FRAMES)
             + "\n<figcaption>Dense is at 1 on the vertical axis; both axes are logarithmic. Small "
-            "dots are the other settings. Heights rest on the loss above dense's; for what never "
-            "has dense's loss they are the steps that it would take.</figcaption></figure>",
-            "<h2>How far the loss is above dense's, and where that is from</h2>",
+            "dots are the other settings. Heights follow from the loss above dense's; if a strategy "
+            "never reaches dense's loss, they are the steps that it would take.</figcaption></figure>",
+            "<h2>Loss above dense's, and its source</h2>",
             definitions(
                 {row.name: f"{gap_text(row.loss_gap)} %: {row.loss_gap_source}" for row in rows}
             ),
-            "<h2>What a step is worth, until the loss that a strategy itself ends with</h2>",
+            "<h2>Progress per step, until the strategy's own final loss</h2>",
             definitions({row.name: f"{row.progress:.2f}: {row.progress_source}" for row in rows}),
-            "<h2>Make it again</h2>",
+            "<h2>Repeat it</h2>",
             copied("command", command),
-            "<h2>What the letters mean</h2>",
+            "<h2>Letters</h2>",
             definitions(_LETTERS),
             f'<p class="note">thinwire {escape(__version__)}.</p>',
         ],
@@ -166,14 +163,12 @@ def cells(row: Row) -> list[str]:
 
 
 def _bars(frame: Frame, rows: Sequence[Row]) -> str:
-    """A bar a row: the step itself, and what the exchange adds to it."""
+    """Draw one bar per row: compute of a step, and the added exchange."""
     tall = replace(frame, height=30.0 + _PITCH * len(rows))
     left, right = 2.0, frame.width - frame.right
     longest = max(row.step_seconds[1] for row in rows)
     parts = [
-        text_at(
-            left, 14, "the step itself, and hatched what waits for the exchange", "start", "name"
-        ),
+        text_at(left, 14, "compute, and hatched the wait for the exchange", "start", "name"),
         _HATCHING,
     ]
     for number, row in enumerate(rows):
@@ -181,7 +176,7 @@ def _bars(frame: Frame, rows: Sequence[Row]) -> str:
         seconds = row.step_seconds[1]
         own = seconds * (1 - row.waiting_share)
         middle, end = (left + (right - left) * part / longest for part in (own, seconds))
-        values = f"{row.name}: {own:.3g} s itself, {seconds - own:.3g} s waiting"
+        values = f"{row.name}: {own:.3g} s compute, {seconds - own:.3g} s waiting"
         parts += [
             text_at(
                 left,
@@ -354,16 +349,15 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
     hidden = len(made.strategies) - len(rows)
     nodes = ""
     if made.link["node_size"] > 1:
-        nodes = " n1: every rank a source of its own, on the same machine or not."
+        nodes = " n1: every rank is a source of its own, even on a shared machine."
     explained = (
-        "k: local steps between averagings. d: steps that a result may come late. f: parts of the "
-        "model that are averaged in turn. b: bits of a value. %: entries that are sent. r: rank."
+        "k: local steps between averagings. d: delay of a result, in steps. f: fragments, averaged "
+        "one after another. b: bits per value. %: share of the entries that is sent. r: rank."
         f"{nodes}\n"
-        "sent: by a rank in a step. waits: for the wire. loss: percent above dense's at equal "
-        "steps, low to high. sooner: how many times, than dense to dense's loss; never: not in "
-        "four times its steps. What a step is worth is not predicted; of "
-        f"{made.strategies[0].name} the loss is from {made.strategies[0].loss_gap_source}. "
-        "thinwire compare measures it."
+        "sent: by a rank in a step. waits: for the network. loss: percent above dense's at equal "
+        "steps, low to high. sooner: speed-up over dense to dense's loss; never: not within four "
+        f"times its steps. The loss of {made.strategies[0].name} is from "
+        f"{made.strategies[0].loss_gap_source}. thinwire compare measures it."
         + (f"\n{hidden} more settings: --all; with the source of each: --json." if hidden else "")
     )
     with console.capture() as captured:  # by itself it would end the process where nobody reads
@@ -390,7 +384,7 @@ def _require_writable(name: str, path: Path | None) -> None:
 
 
 def _write(made: Plan, out: Path) -> Row:
-    """Write the soonest strategy that a file can hold."""
+    """Write the best strategy that a file can hold."""
     rows = (made[made.recommended], *made.strategies)
     row = next(row for row in rows if row.document is not None)
     low, _, high = row.step_seconds

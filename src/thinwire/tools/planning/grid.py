@@ -14,19 +14,21 @@ from thinwire.tools.run.config import Recipe
 
 Document = Mapping[str, Any]
 Candidate = tuple[str, Recipe, Document | None]
-"""Name, recipe and document."""
+"""Name, recipe and document of a setting."""
 
 _RAMP_STEPS = 100
 """Warm-up steps of methods that ramp up."""
 LEFT_OUT = ("adaptive-localsgd", "dense-muon", "fp16-muon")
-"""Strategies of `thinwire compare` without a fixed interval, or with another optimizer alone."""
+"""Strategies of `thinwire compare` without a fixed interval, or that differ only in the
+optimizer.
+"""
 _INTERVALS = (4, 8, 16, 32, 64, 128)
 _FRAGMENTS = (1, 4)
 _RANKS = (2, 4, 8)
 _SPARSITIES, _SPARSE_BITS = (0.9, 0.75), (2, 4)
 """Compression settings of parameter changes."""
 _RAMP_ENDS, _RAMP_BITS = (0.999, 0.99), (1, 4)
-"""Of gradients, whose sparsity has a ramp."""
+"""Compression settings of gradients, whose sparsity ramps up."""
 _BITS = (1, 2, 4, 8)
 
 
@@ -95,7 +97,7 @@ def _local(own: Mapping[str, Any], workers: int) -> Iterator[tuple[str, Document
 def _compressions(
     base: Mapping[str, Any] | None, workers: int
 ) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
-    """Words and content of each compression that differs; the base itself first."""
+    """Return label and content of each compression; the base comes first."""
     yield "", None
     if base is None:
         return
@@ -130,7 +132,7 @@ _REPORTED = ("k_steps", "sent", "value_bits", "rank", "delay", "fragments")
 
 
 class Progress(NamedTuple):
-    """Steps of dense that one step is worth, until dense's last loss, and the runs this is from."""
+    """Steps of dense training that one step is worth, until dense's last loss, and its source."""
 
     share: float
     source: str
@@ -144,11 +146,11 @@ def _measured() -> list[dict[str, Any]]:
 
 
 def progress_of(method: str, document: Mapping[str, Any], workers: int) -> Progress:
-    """That of the nearest known settings of the same method: in the interval first, then in how
-    much is sent, then in the number of workers; less for a delay and for more workers than it is
-    known for, by what these have cost where they were measured.
+    """Return the progress of the nearest measured setting of the same method.
 
-    The source says which settings are meant where they are not those of the document.
+    Nearest in the interval first, then in the density, then in the number of workers. The progress
+    is reduced for a longer delay and for more workers, by the measured loss of each. The source
+    names the settings that differ from those of the document.
     """
     if method == "dense":
         return Progress(1.0, "by definition")
@@ -197,7 +199,7 @@ def _lateness(settings: Mapping[str, Any]) -> float:
 
 @cache
 def _alike_but(key: str) -> list[_Pair]:
-    """Pairs of measured runs that differ in this setting and in no other."""
+    """Yield pairs of measured runs that differ only in this setting."""
 
     def rest(run: Mapping[str, Any]) -> dict[str, Any]:
         return {name: run[name] for name in run if name not in (key, "progress", "source")}
@@ -208,8 +210,8 @@ def _alike_but(key: str) -> list[_Pair]:
 
 @cache
 def _loss_by_lateness() -> tuple[float, float, str]:
-    """A delay that was measured, as a part of the interval; the part of the progress that it cost
-    beside the same setting without; and where that is from.
+    """Return a measured delay as a fraction of the interval, the fraction of progress that it
+    costs, and the source.
     """
     for run, other in _alike_but("delay"):
         if "delay" in run and "delay" not in other:
@@ -272,5 +274,5 @@ def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _known(method: str) -> dict[str, Any]:
-    """The settings of a strategy as `thinwire compare` has it."""
+    """Return the settings of a strategy in `thinwire compare`."""
     return _settings(STRATEGIES[method].document(1) or {})

@@ -1,5 +1,7 @@
 """Expected loss of a method above dense training's, and the cost of closing the gap.
 
+Local updates follow a published law in workers and parameters. The other gaps were measured here.
+
 Local updates follow a published law in workers and parameters; the rest is what was measured here.
 """
 
@@ -7,10 +9,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _LAW = {"muon": (0.465, -0.198), "adamw": (0.413, -0.165)}
-"""beta(N) = c N^e, by the optimizer inside."""
+"""Coefficient and exponent of beta(N) = c N^e, by inner optimizer."""
 _OWN = {"muon": 0.8, "adamw": 1.25}
-"""Our gaps over the law's, at 16 steps and without loss of bits: 0.87 million parameters, 2 and 4
-workers, 1,500 steps (benchmarks/results/evidence.jsonl)."""
+"""Ratio of our gaps to the law's, at 16 steps and full precision: 0.87 million parameters, 2 and 4
+workers, 1,500 steps (benchmarks/results/evidence.jsonl).
+"""
 _STEPS, _BY_STEPS = 16, 0.6
 """The gap grows as steps^0.6: local AdamW from 16 to 32 steps, local Muon from 8 to 16."""
 _BY_BITS = {1: 1.25, 2: 1.1}
@@ -23,15 +26,15 @@ _GRADIENTS = {
     "dgc": {2: 0.621, 4: 0.742},
     "fp16": {2: -0.006, 4: 0.002},
 }
-"""Measured by workers, in the same runs; within 0.01 there is chance alone."""
+"""Gaps by workers, from the same runs; below 0.01 they are chance."""
 _CHANCE = 0.01
 _LAW_WORKERS, _MEASURED_STEPS = 16, 32
 MOST_STEPS = 4.0
-"""Times dense's steps: what would need more is told to be never."""
+"""Multiple of dense's steps beyond which a strategy is said never to reach dense's loss."""
 
 
 class LossGap(NamedTuple):
-    """A fraction above dense training with the same inner optimizer at equal steps."""
+    """Loss above dense training, as a fraction, with the same inner optimizer at equal steps."""
 
     low: float
     mid: float
@@ -40,7 +43,7 @@ class LossGap(NamedTuple):
 
 
 def beta(optimizer: str, numel: int) -> float:
-    """The exponent of the law for a number of parameters.
+    """Return the exponent of the law for a number of parameters.
 
     Source: fitted to the final losses of MuLoCo, 2025, arXiv 2505.23725: 16 workers, 30 steps,
     150 million to 3.1 billion parameters.
@@ -50,7 +53,7 @@ def beta(optimizer: str, numel: int) -> float:
 
 
 def law(optimizer: str, numel: int, workers: int) -> float:
-    """K^beta(N) - 1."""
+    """Return the gap of the law, K^beta(N) - 1."""
     return float(workers ** beta(optimizer, numel) - 1)
 
 
@@ -73,7 +76,7 @@ def _of_local(own: Mapping[str, Any], optimizer: str, numel: int, workers: int) 
     doubt = 2.0 * (1.5 if workers > _LAW_WORKERS else 1) * (1.5 if k_steps > _MEASURED_STEPS else 1)
     coefficient, power = _LAW[optimizer]
     limits = [
-        "" if workers <= _LAW_WORKERS else "; the law is known up to 16 workers",
+        "" if workers <= _LAW_WORKERS else "; the law is fitted up to 16 workers",
         "" if k_steps <= _MEASURED_STEPS else "; no interval above 32 steps was measured",
     ]
     return LossGap(
@@ -108,7 +111,7 @@ def _of_gradients(method: str, document: Mapping[str, Any], workers: int) -> Los
         "parameters, 1,500 steps, inside AdamW"
     )
     if abs(measured) < _CHANCE:
-        return LossGap(-_CHANCE, 0.0, _CHANCE, f"{source}, which is chance")
+        return LossGap(-_CHANCE, 0.0, _CHANCE, f"{source}, within chance")
     more = _sends_more(method, document)
     if more:
         return LossGap(
@@ -140,6 +143,6 @@ def elasticity(numel: int) -> float:
 
 
 def steps_to_dense_loss(gap: float, numel: int) -> float:
-    """Steps until dense's last loss, over dense's: (1 + gap)^(1 / elasticity)."""
+    """Return the steps until dense's last loss, relative to dense's: (1 + gap)^(1 / elasticity)."""
     # numbers so large that a float cannot hold them are never, whatever they are
     return float(min(1e6, (1 + max(0.0, gap)) ** min(1e3, 1 / elasticity(numel))))

@@ -15,11 +15,11 @@ _PASS_S = {False: 0.8e-9, True: 3e-12}
 """Seconds to read and write a number once, on a core and on a GPU."""
 _VOTE_BYTES = 256
 DDP_BUCKETS = 4 * 2**20, 25 * 2**20
-"""Gradient bytes of a bucket after a first one of 1 MiB: in `thinwire compare`, and in DDP."""
+"""Gradient bytes of each bucket after a first one of 1 MiB: in `thinwire compare`, and in DDP."""
 _AT_ONCE = 2
-"""Collectives that gloo has under way at a time: it has as many threads."""
+"""Collectives that gloo runs at a time, one for each of its threads."""
 _MOST_OWNERS = 64
-"""Up to so many ranks the shares are counted one by one; that of more follows from these."""
+"""Largest number of ranks whose shares are counted one by one; beyond it they are extrapolated."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class Cost:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """One bucket: when it is ready, its encoding work, and its time on the wire."""
+    """Ready time, encoding time and wire time of one bucket."""
 
     ready_s: float
     encode_s: float
     wire_s: float
     taken_s: float
-    """Of `wire_s`, for how long nothing else goes over the wire; the rest are latencies."""
+    """Part of `wire_s` that occupies the wire; the rest is latency."""
     bytes: float
 
 
 def cost_of(document: Mapping[str, Any], hook: str, work: Work, network: Network) -> Cost:
-    """The cost of a strategy."""
+    """Return the cost of a strategy."""
     if "localsgd" in document:
         return _local(document["localsgd"], work, network)
     if "dgc" in document:
@@ -64,7 +64,7 @@ def cost_of(document: Mapping[str, Any], hook: str, work: Work, network: Network
 def _overlapped(
     work: Work, buckets: Sequence[_Bucket], after_s: float, state_bytes: int, sent: float = 0.0
 ) -> Cost:
-    """A step whose buckets share one wire with the backward pass before them.
+    """Return the cost of a step whose buckets share one wire with the backward pass.
 
     begin(j) = max(free(j - 1), ready(j) + encode(1..j), end(i)), where i is the one before which
     only one other is under way; free(j) = begin(j) + taken(j), end(j) = begin(j) + wire(j). What is
@@ -90,7 +90,9 @@ def _passes(work: Work, numel: float, count: float) -> float:
 
 
 def _reduced(work: Work, network: Network, *, width: float, passes: float) -> Cost:
-    """DDP: every bucket is one all-reduce, `width` bytes a number; buckets of the better size."""
+    """Return the cost under DDP: one all-reduce per bucket, `width` bytes a number, at the better
+    bucket size.
+    """
     sent = _ring_bytes(network, width * work.numel)
     costs = []
     for bucket_bytes in DDP_BUCKETS:
@@ -105,7 +107,7 @@ def _reduced(work: Work, network: Network, *, width: float, passes: float) -> Co
 
 
 def _powersgd(work: Work, network: Network) -> Cost:
-    """Torch's hook, rank 2: in one bucket, so after the backward pass."""
+    """Return the cost of torch's PowerSGD hook, rank 2: one bucket, so after the backward pass."""
     rank, left, right, rest, kept = 2, 0, 0, 0, 0
     for shape in work.shapes:
         numel = prod(shape)
@@ -175,8 +177,10 @@ def _dgc(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
 def _nodes(
     own: Mapping[str, Any], network: Network, *, by_itself: bool = True
 ) -> tuple[Network | None, Network]:
-    """The ranks that average densely first and count as one source, if there are, and the
-    sources; `by_itself` where machines are nodes without being called so.
+    """Return the network inside a node, None without nodes, and the network between sources.
+
+    Ranks of a node average densely and count as one source. With `by_itself`, machines are nodes by
+    default.
     """
     node_size = own.get("node_size") or (network.node_size if by_itself else 1)
     if node_size == 1:
@@ -189,19 +193,19 @@ def _nodes(
 
 @dataclass(frozen=True)
 class _Dealt:
-    """One rank's part in an exchange of messages: to owners, and then round a ring."""
+    """One rank's part in an exchange: an all-to-all to owners, then a ring."""
 
     first_bytes: float
-    """To all owners together; 0 where messages are gathered."""
+    """Bytes to all owners together; 0 if messages are gathered."""
     row_bytes: float
-    """Bytes that each rank forwards for every other one."""
+    """Bytes that each rank forwards for every other rank."""
 
     def seconds(self, network: Network, parts: int = 1, idle_s: float = 0.0) -> float:
-        """Of one of so many equal parts."""
+        """Return the seconds of one of `parts` equal parts."""
         return _dealt_s(self.first_bytes / parts, self.row_bytes / parts, network, idle_s)
 
     def sent(self, network: Network) -> float:
-        """Bytes that a rank sends."""
+        """Return the bytes that a rank sends."""
         return self.first_bytes + (network.ranks - 1) * self.row_bytes
 
 
@@ -262,7 +266,7 @@ def _vote_s(network: Network) -> float:
 
 
 def _local(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
-    """Local steps, then one averaging, whose wire `delay` steps hide."""
+    """Return the cost of local steps with one averaging, hidden by `delay` steps."""
     k, fragments, delay = own["k_steps"], own.get("fragments", 1), own.get("delay", 0)
     compression = own.get("compression") or {}
     node, sources = _nodes(own, network, by_itself=bool(compression))
@@ -284,7 +288,7 @@ def _local(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
 def _change(
     compression: Mapping[str, Any], work: Work, network: Network, fragments: int, idle_s: float
 ) -> tuple[float, float, int, int]:
-    """Seconds of a fragment, bytes of a whole change, passes over it, words kept a number."""
+    """Return seconds per fragment, bytes of a change, passes over it, and words kept per number."""
     if "sparse" in compression or "sparsity" in compression:
         own = compression.get("sparse", compression)
         dealt = _sparse_dealt(
@@ -312,11 +316,11 @@ def _change(
 
 MOST_PARAMS = 10**13
 _NEAR = 1.2
-"""Sizes so near to each other that a straight line between them will do."""
+"""Ratio of sizes below which a straight line between them is accurate enough."""
 
 
 def cost_by_number(document: Mapping[str, Any], hook: str, work: Work, network: Network) -> Cost:
-    """As `cost_of`, for assumed shapes; seconds of a step never fall as their number grows."""
+    """Return the cost for assumed shapes; seconds never fall as the number of parameters grows."""
     step_s = [cost_of(document, hook, sized, network).step_s for sized in _works(work)]
     return replace(
         cost_of(document, hook, work, network),
@@ -325,7 +329,7 @@ def cost_by_number(document: Mapping[str, Any], hook: str, work: Work, network: 
 
 
 def grown(step_s: Sequence[tuple[int, float]], numel: int) -> float:
-    """Seconds at a number of parameters, from sizes and their seconds, coarse to fine."""
+    """Return seconds at a number of parameters, from sizes and their seconds, coarse to fine."""
     # Larger models can be faster: a bucket begins earlier, a tensor is large enough to be
     # compressed, sums are shared out. With shapes of our own that says nothing of a user's model,
     # so a number is sought like a word in a dictionary, from 1 to 10^13: what a size costs is kept
@@ -346,7 +350,7 @@ def grown(step_s: Sequence[tuple[int, float]], numel: int) -> float:
 
 @lru_cache(maxsize=64)
 def _sizes(numel: int) -> tuple[int, ...]:
-    """Those that enclose a number closer and closer."""
+    """Return sizes that enclose a number, closer and closer."""
     low, high, found = 1, MOST_PARAMS, list[int]()
     while high > low * _NEAR and high - low > 1:
         middle = max(low + 1, isqrt(low * high))

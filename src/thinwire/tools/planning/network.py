@@ -5,14 +5,14 @@ from math import ceil, log, log2, sqrt
 
 _FIRST_WINDOW_BYTES = 14_600
 FRAMES = 1448 / 1514
-"""The part of what travels over Ethernet that is payload."""
+"""Fraction of Ethernet traffic that is payload."""
 _LEAST_TIMEOUT_S = 0.2
 _PIECE_BYTES = 2**20
 _LN2 = log(2)
 
 
 def reduce_pairs(ranks: int, nbytes: float) -> int:
-    """Pairs of pieces that a rank sends: two at least of what it owns, of 1 MiB at most."""
+    """Return the pairs of pieces that a rank sends: at least two of its share, of at most 1 MiB."""
     return (ranks - 1) * max(2, ceil(nbytes / ranks / _PIECE_BYTES))
 
 
@@ -62,32 +62,36 @@ class Network:
 
     @property
     def down(self) -> float:
-        """Bits a second that each rank's line receives."""
+        """Receiving rate of each rank, in bits per second."""
         return self.bit_s if self.down_bit_s is None else self.down_bit_s
 
     @property
     def node_size(self) -> int:
-        """Ranks of a machine; 1 where nothing is known of that."""
+        """Ranks of a machine; 1 if unknown."""
         return 1 if self.node is None else self.node.ranks
 
     @property
     def bytes_s(self) -> float:
-        """Payload in a second on the way from one rank to another: by the slower direction. The
-        rest of each frame is headers.
-        """
+        """Payload bytes per second between two ranks: the slower direction, without headers."""
         return min(self.bit_s, self.down) / 8 * FRAMES
 
     def all_reduce_s(self, nbytes: float, idle_s: float = 0.0) -> float:
-        """A ring: each rank sends 2(W-1)/W of the buffer, after `idle_s` seconds of silence."""
+        """Return the seconds of a ring all-reduce after `idle_s` seconds of silence; each rank
+        sends 2(W-1)/W of the buffer.
+        """
         sent = 2 * (self.ranks - 1) / self.ranks * nbytes
         return self._ring_s(reduce_pairs(self.ranks, nbytes), sent, idle_s)
 
     def all_gather_s(self, nbytes: float, idle_s: float = 0.0) -> float:
-        """A ring: each rank passes on W-1 messages, after `idle_s` seconds of silence."""
+        """Return the seconds of a ring all-gather after `idle_s` seconds of silence; each rank
+        forwards W-1 messages.
+        """
         return self._ring_s(self.ranks - 1, (self.ranks - 1) * nbytes, idle_s)
 
     def all_to_all_s(self, nbytes: float, idle_s: float = 0.0) -> float:
-        """Each rank sends `nbytes` in all, at once, after `idle_s` seconds of silence."""
+        """Return the seconds of an all-to-all after `idle_s` seconds of silence; each rank sends
+        `nbytes` in all.
+        """
         if self.ranks == 1:
             return 0.0
         sending_s = self.transfer_s(nbytes, idle_s)
@@ -97,17 +101,19 @@ class Network:
         return self.call_s + 2 * self.latency_s + max(sending_s, receiving_s)
 
     def broadcast_s(self, nbytes: float) -> float:
-        """A tree: in each round all who have it pass it on; the last may need a little less."""
+        """Return the seconds of a tree broadcast: in each round all that have the data send it
+        on.
+        """
         if self.ranks == 1:
             return 0.0
         once_s, more = self.transfer_s(nbytes), ceil(log2(self.ranks)) - 1
         return self.call_s + 2 * self.latency_s + once_s + more * (once_s + self.latency_s)
 
     def transfer_s(self, nbytes: float, idle_s: float = 0.0) -> float:
-        """One way, without latency; the window of a connection that was idle has halved with every
-        time-out, down to ten segments.
+        """Return the seconds one way, without latency.
 
-        The rate then doubles every round trip until it is that of the line.
+        The window of an idle connection halves with every time-out, down to ten segments. The rate
+        then doubles every round trip until it is that of the line.
         """
         rtt = 2 * self.latency_s
         if not self.restarts:
@@ -122,7 +128,7 @@ class Network:
         return slowest_s
 
     def _growing_s(self, nbytes: float, rtt: float, halvings: int) -> float:
-        """One way, by a window that has halved so often."""
+        """Return the seconds one way, with a window that was halved `halvings` times."""
         window = max(_FIRST_WINDOW_BYTES, self.bytes_s * rtt / 2.0 ** min(halvings, 64))
         if not halvings or window * _LN2 >= self.bytes_s * rtt:
             return nbytes / self.bytes_s
@@ -133,7 +139,9 @@ class Network:
         return rtt * log2(self.bytes_s / first) + (nbytes - grown) / self.bytes_s
 
     def _ring_s(self, pairs: int, sent: float, idle_s: float) -> float:
-        """A piece leaves when the receiver, which has room for two, has said that it is ready."""
+        """Return the seconds of a ring; a piece leaves when the receiver, with room for two, is
+        ready.
+        """
         if not pairs:
             return 0.0
         piece_s = self.transfer_s(sent) / (2 * pairs)

@@ -16,7 +16,7 @@ from thinwire.tools.planning.work import Probe, Work, matrices, work_of
 from thinwire.tools.run.config import OPTIMIZERS, Recipe, require_one_of, require_task
 
 _FASTEST_BIT_S, _UNLIMITED_BIT_S = 4e11, 2e10
-"""The fastest line that can be named, and what none and loopback are taken for."""
+"""Fastest allowed line, and the rate assumed for none and loopback."""
 _MOST_WORKERS = 100_000
 _DOUBT, _DOUBT_ON_TOP = 0.1, 0.2
 _WHOLE_S = 10.0
@@ -64,18 +64,18 @@ class Row:
 
     @property
     def strategy(self) -> str:
-        """Its name in `thinwire compare`, without what differs."""
+        """Name of the strategy in `thinwire compare`, without the variant."""
         return self.name.partition(" ")[0]
 
     @property
     def times_sooner(self) -> str:
-        """1 / `time_to_dense_loss`, with the two digits that a prior has at most; or "never"."""
+        """Speed-up to dense's loss, 1 / `time_to_dense_loss`, with two digits; or "never"."""
         if not self.reaches_dense_loss:
             return "never"
         return f"{float(f'{1 / self.time_to_dense_loss:.2g}'):,g}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as JSON knows it, without the document."""
+        """Return the row as JSON data, without the document."""
         own = ("document", "optimizer", "reaches_dense_loss")
         return {
             key: list(value) if isinstance(value, tuple) else value
@@ -103,7 +103,7 @@ class Plan:
     model: Mapping[str, Any]
 
     def __getitem__(self, name: str) -> Row:
-        """The row of a strategy.
+        """Return the row of a strategy.
 
         Raises:
             KeyError: There is none of this name.
@@ -117,14 +117,14 @@ class Plan:
         return found
 
     def best(self) -> tuple[Row, ...]:
-        """The soonest row of every strategy, the soonest first."""
+        """Return the best row of every strategy, best first."""
         found: dict[str, Row] = {}
         for row in self.strategies:
             found.setdefault(row.strategy, row)
         return tuple(found.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON knows it."""
+        """Return the plan as JSON data."""
         rows = [row.to_dict() for row in self.strategies]
         return {**vars(self), "strategies": rows, "link": {**self.link}, "model": {**self.model}}
 
@@ -254,7 +254,7 @@ def _probed(path: Path, workers: int | None, given: Mapping[str, object]) -> Pro
 
 
 def _directions(link: str | None, up: str | None, down: str | None) -> Mapping[str, str]:
-    """Rates of a line by the name of their argument: of both directions, or up and down."""
+    """Return the rates of a line by argument name: both directions, or up and down."""
     other = {"up": up, "down": down}
     if (up is None) != (down is None):
         given, missing = ("down", "up") if up is None else ("up", "down")
@@ -300,7 +300,7 @@ def _assumed_work(params: int | str | None, step_seconds: float | None, device: 
 
 
 def _of_task(task: str, step_seconds: float | None, device: str | None, workers: int) -> Work:
-    """The shapes of a task's model, and its step, measured here where it is not given."""
+    """Return a task's shapes and step; the step is measured here unless given."""
     require_task(task)
     if device is not None:
         require_one_of("device", device, ("cpu", "cuda"))
@@ -381,7 +381,7 @@ def _cost(document: Mapping[str, Any], hook: str, work: Work, network: Network) 
 
 
 def _interval(cost: Cost, work: Work) -> tuple[float, float, float]:
-    """Compute is known to a tenth, and what comes on top of it to two tenths."""
+    """Return low, mid and high seconds: compute within 10 %, the rest within 20 %."""
     on_top = cost.step_s - work.step_s
     doubt = _DOUBT * work.step_s + _DOUBT_ON_TOP * on_top
     return cost.step_s - doubt, cost.step_s, cost.step_s + doubt
@@ -392,9 +392,9 @@ def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
     dense = next(row for row in rows if row.name == "dense")
     if best.time_to_dense_loss * _WORTH > 1:
         return "dense", (
-            f"use dense: its step of {dense.step_seconds[1]:.3g} s waits for the wire "
-            f"{100 * dense.waiting_share:.0f} % of the time, and nothing is expected to be sooner "
-            "by more than 5 %"
+            f"use dense: its step of {dense.step_seconds[1]:.3g} s waits for the network "
+            f"{100 * dense.waiting_share:.0f} % of the time, and no strategy is expected to be "
+            "more than 5 % faster"
         )
     return best.name, (
         f"use {best.name}: a step of {seconds_text(best.step_seconds[1])} s instead of dense's "
@@ -405,11 +405,11 @@ def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
 
 
 def gap_text(gap: tuple[float, float, float]) -> str:
-    """Low to high, in percent, with two digits at most."""
+    """Format a gap as low to high in percent, with at most two digits."""
     low, _, high = (f"{float(f'{100 * value:.2g}'):g}" for value in gap)
     return low if low == high else f"{low} to {high}"
 
 
 def seconds_text(seconds: float) -> str:
-    """With two digits that count, and never as a power of ten."""
+    """Format seconds with two significant digits, never as a power of ten."""
     return f"{seconds:.0f}" if seconds >= _WHOLE_S else f"{seconds:.2g}"

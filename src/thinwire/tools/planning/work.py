@@ -1,4 +1,4 @@
-"""The model and its step as far as an exchange sees them: assumed, or measured by a probe."""
+"""Model and step as an exchange sees them: assumed, or measured by a probe."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -48,23 +48,23 @@ class Work:
     assumed: bool = False
 
     def by(self, optimizer: str | None) -> "Work":
-        """With an update by the optimizer that a strategy brings along; None for the task's own."""
+        """Return the work with the optimizer of a strategy; None is the task's own."""
         if optimizer != "muon" or self.muon_s is None:
             return self
         return replace(self, step_s=self.step_s + self.muon_s)
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
-        """Entries of each parameter."""
+        """Number of entries of each parameter."""
         return tuple(map(prod, self.shapes))
 
     @property
     def forward_s(self) -> float:
-        """Until the backward pass begins."""
+        """Seconds until the backward pass begins."""
         return self.step_s * _FORWARD_SHARE if self.forward is None else self.forward
 
     def buckets(self, first_bytes: int, bucket_bytes: int) -> Iterator[tuple[float, list[Shape]]]:
-        """Tensors that leave together, last first, and when in the step they are ready."""
+        """Yield ready time and shapes of each bucket, last tensors first."""
         limit, bucket, nbytes, latest = first_bytes, list[Shape](), 0, 0.0
         backward = zip(
             reversed(self.shapes), reversed(self.numels), reversed(self._ready()), strict=True
@@ -91,7 +91,9 @@ class Work:
 
 
 def matrices(params: int) -> tuple[Shape, ...]:
-    """Up to 48 equal matrices for a number of parameters; more never make fewer or smaller ones."""
+    """Return up to 48 equal matrices for a number of parameters; more parameters never give fewer
+    or smaller ones.
+    """
     count = min(_MOST_MATRICES, max(1, params // _LEAST_NUMEL))
     columns = max(1, isqrt(params // count))
     rows, over = divmod(params // columns, count)
@@ -104,8 +106,9 @@ _SMALL_BYTES = 256
 
 @dataclass(frozen=True)
 class Probe:
-    """The network between ranks, with the largest latency of a pair and the rate of the slowest
-    rank while all send; the work of the slowest rank; and the task whose step it is.
+    """Network between ranks, work of the slowest rank, and name of the task.
+
+    The network has the largest latency of a pair and the rate of the slowest rank while all send.
     """
 
     network: Network
@@ -114,7 +117,7 @@ class Probe:
 
     @classmethod
     def read(cls, path: Path) -> "Probe":
-        """Read the file that the command has written; a ValueError where it is none."""
+        """Read a file of the command; raise ValueError if it is not one."""
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:

@@ -1,5 +1,4 @@
-"""The parts of pages, each one HTML file that needs nothing else: style and script are inside, and
-nothing is loaded.
+"""Parts of self-contained HTML pages: style and script are inline, nothing is loaded.
 
 Drawings are SVG in the colours of the page, made here and not by a library: a few charts do not
 need one. Each is drawn twice, for wide and for narrow pages, so that text keeps its size. The
@@ -21,7 +20,7 @@ _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 @dataclass(frozen=True)
 class Axis:
-    """A range of values along a range of the drawing, by factors where logarithmic."""
+    """A range of values mapped to a range of the drawing; by factors if logarithmic."""
 
     low: float
     high: float
@@ -39,7 +38,7 @@ class Axis:
         logarithmic: bool = False,
         margin: float = 0.03,
     ) -> Self:
-        """An axis on which all values lie, with a little room on both sides."""
+        """Return an axis that contains all values, with a margin on both sides."""
         low, high = min(values), max(values)
         if logarithmic:
             factor = (high / low if high > low else 10.0) ** margin
@@ -55,7 +54,7 @@ class Axis:
         return self.begin + (at - low) / (high - low) * (self.end - self.begin)
 
     def ticks(self, count: int) -> list[float]:
-        """Round values inside the range, about `count` of them."""
+        """Return about `count` round values inside the range."""
         return self._decades(count) if self.logarithmic else self._even(count)
 
     def _even(self, count: int) -> list[float]:
@@ -84,8 +83,7 @@ PALETTE = (
     ("#0067a5", "#56b4e9"), ("#b34700", "#ff9e4a"), ("#00704d", "#4fd1a1"), ("#96348a", "#ee9fdd"),
     ("#785a00", "#f0e04a"), ("#3b3fb5", "#a9b1ff"), ("#ad1235", "#ff8fa0"), ("#4b5563", "#c6cdd8"),
 )  # fmt: skip
-"""Colour of each strategy on a light and on a dark page; each has a contrast of at least 4.5 to it.
-"""
+"""Colour of each strategy on light and dark pages, with a contrast of at least 4.5."""
 
 _SHAPES = (
     '<circle r="3.6"/>', '<path d="M-3.4-3.4H3.4V3.4H-3.4Z"/>', '<path d="M0-4.4 4.2 3.4H-4.2Z"/>',
@@ -96,13 +94,13 @@ _SHAPES = (
     '<path d="M-1.4-4.4H1.4V4.4H-1.4Z"/>',
 )  # fmt: skip
 _WIDE = 7.5
-"""Room for a letter of a tick's text, in units of the drawing."""
+"""Width of a letter of a tick label, in drawing units."""
 _DASHES = ("", "", "", "", "7 3", "2 3", "9 3 2 3", "4 2")
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Size of a drawing and where its axes are, in its own units, which are about pixels."""
+    """Size of a drawing and position of its axes, in units of about a pixel."""
 
     kind: str
     width: float
@@ -119,7 +117,7 @@ FRAMES = (Frame("wide", 920, 380), Frame("narrow", 380, 320, x_ticks=4, y_ticks=
 
 
 def sample(number: int) -> str:
-    """A piece of the line of strategy `number` with its mark, for legends."""
+    """Return a piece of the line of strategy `number` with its mark, for legends."""
     line = f'<path d="M1 7H27"{stroke(number)}/>'
     mark = (
         f'<g transform="translate(14 7)" fill="var(--series-{number})">{_SHAPES[_look(number)]}</g>'
@@ -128,7 +126,7 @@ def sample(number: int) -> str:
 
 
 def mark(number: int, x: float, y: float, values: str) -> str:
-    """The mark of strategy `number` at a place of the drawing, with what is said of it."""
+    """Return the mark of strategy `number` at a point, with its tooltip."""
     return (
         f'<g class="pt" transform="translate({x:.1f} {y:.1f})">{_SHAPES[_look(number)]}'
         f"<title>{escape(values)}</title></g>"
@@ -142,14 +140,14 @@ def _look(number: int) -> int:
 
 
 def stroke(number: int) -> str:
-    """Attributes of the line of strategy `number`."""
+    """Return the attributes of the line of strategy `number`."""
     dash = _DASHES[_look(number)]
     dashes = f' stroke-dasharray="{dash}"' if dash else ""
     return f' fill="none" stroke="var(--series-{number})" stroke-width="1.8"{dashes}'
 
 
 def svg(frame: Frame, title: str, parts: Sequence[str]) -> str:
-    """The whole drawing; its points are shown at the pointer and by the arrow keys."""
+    """Return the drawing; its points are shown at the pointer and by the arrow keys."""
     return (
         f'<svg class="plot {frame.kind}" viewBox="0 0 {frame.width:g} {frame.height:g}" role="img" '
         'tabindex="0" '
@@ -158,7 +156,7 @@ def svg(frame: Frame, title: str, parts: Sequence[str]) -> str:
 
 
 def grid(frame: Frame, x: Axis, y: Axis, form: Callable[[float], str]) -> list[str]:
-    """Lines and texts of both axes; `form` writes the values of the horizontal one."""
+    """Return lines and labels of both axes; `form` formats the horizontal values."""
     right, bottom = frame.width - frame.right, frame.height - frame.bottom
     rules = [f"M{frame.left:g} {y.pixel(tick):.1f}H{right:g}" for tick in y.ticks(frame.y_ticks)]
     rules += [f"M{x.pixel(tick):.1f} {frame.top:g}V{bottom:g}" for tick in x.ticks(frame.x_ticks)]
@@ -178,7 +176,7 @@ def grid(frame: Frame, x: Axis, y: Axis, form: Callable[[float], str]) -> list[s
 
 
 def _under(frame: Frame, x: float, text: str) -> str:
-    """A tick's text below the frame, moved to the left where it would leave the drawing."""
+    """Return a tick label below the frame, moved left if it would leave the drawing."""
     y = frame.height - frame.bottom + 17
     if x + _WIDE * len(text) / 2 > frame.width:
         return text_at(frame.width - 1, y, text, "end")
@@ -186,14 +184,14 @@ def _under(frame: Frame, x: float, text: str) -> str:
 
 
 def text_at(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> str:
-    """A text at a place of the drawing; `anchor` is start, middle or end, `kind` tick or name."""
+    """Return a text at a point; `anchor` is start, middle or end, `kind` tick or name."""
     return (
         f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
     )
 
 
 def bytes_text(count: float) -> str:
-    """A number of bytes for people, in powers of 1000."""
+    """Format a number of bytes, in powers of 1000."""
     size = count
     for unit in ("B", "kB", "MB"):
         if size < 999.5:
@@ -203,24 +201,24 @@ def bytes_text(count: float) -> str:
 
 
 def loss_text(loss: float) -> str:
-    """With three digits behind the point, or more where these say nothing."""
+    """Format a loss with three decimals, or more if these show nothing."""
     return f"{loss:.{loss_digits([loss])}f}"
 
 
 def loss_digits(losses: Sequence[float]) -> int:
-    """Digits behind the point that tell these losses apart."""
+    """Return the number of decimals that tell these losses apart."""
     smallest = min((abs(loss) for loss in losses if loss), default=1.0)
     return min(9, max(3, 2 - math.floor(math.log10(smallest))))
 
 
 def number(value: float, digits: int) -> str:
-    """With commas between thousands; a share that vanishes has no sign."""
+    """Format a number with commas between thousands; a vanishing share has no sign."""
     text = f"{value:,.{digits}f}"
     return text.removeprefix("-") if float(text.replace(",", "")) == 0 else text
 
 
 def page_of(title: str, colours: int, body: Iterable[str]) -> str:
-    """A whole page of these lines, with style and script inside."""
+    """Return a page of these lines, with style and script inline."""
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
@@ -235,18 +233,18 @@ def page_of(title: str, colours: int, body: Iterable[str]) -> str:
 
 
 def write_page(page: str, path: Path) -> None:
-    """Write a file in one piece."""
+    """Write a file atomically."""
     # a file's name need not be text
     replace_file(path, page.encode("utf-8", "backslashreplace"))
 
 
 def _resource(name: str) -> str:
-    """The style `report.css` or the script `report.js`."""
+    """Return the style `report.css` or the script `report.js`."""
     return "\n" + files("thinwire.tools.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _series_colours(count: int) -> str:
-    """CSS variables `--series-0`, `--series-1`, ... for light and dark pages."""
+    """Return CSS variables `--series-0`, `--series-1`, ... for light and dark pages."""
     light, dark = (
         " ".join(
             f"--series-{number}: {PALETTE[number % len(PALETTE)][shade]};"
@@ -260,7 +258,7 @@ def _series_colours(count: int) -> str:
 # the roles are those of the elements, which narrow pages lay out as blocks and thereby take from
 # them
 def table_of(label: str, heads: Sequence[str], rows: Sequence[str]) -> str:
-    """A table of strategies: the heads of its columns, and rows by `table_row`."""
+    """Return a table of strategies: column heads, and rows from `table_row`."""
     columns = "".join(
         f'<th scope="col" role="columnheader">{head}</th>' for head in ("strategy", *heads)
     )
@@ -276,7 +274,7 @@ def table_of(label: str, heads: Sequence[str], rows: Sequence[str]) -> str:
 
 
 def cell(label: str, text: str, more: str = "") -> str:
-    """A cell of a table, with the head of its column for narrow pages."""
+    """Return a table cell, with its column head for narrow pages."""
     return (
         f'<td role="cell"{more} data-label="{escape(label)}">'
         f'<span class="value">{escape(text)}</span></td>'
@@ -284,18 +282,18 @@ def cell(label: str, text: str, more: str = "") -> str:
 
 
 def table_row(head: str, cells: str, more: str = "") -> str:
-    """A row of a table, with more attributes of the row if need be."""
+    """Return a table row, with optional attributes."""
     return f'<tr role="row"{more}><th scope="row" role="rowheader">{head}</th>{cells}</tr>'
 
 
 def copied(name: str, text: str) -> str:
-    """A text with a button that copies it."""
+    """Return a text with a copy button."""
     button = f'<button type="button" data-copy="{name}">copy</button>'
     return f'{button}\n<pre id="{name}">{escape(text)}</pre>'
 
 
 def definitions(entries: Mapping[str, Any]) -> str:
-    """Names and values below each other; without those that are None."""
+    """Return names and values as a list; None is left out."""
     items = "\n".join(
         f"<dt>{escape(key.replace('_', ' '))}</dt><dd>{escape(value_text(value))}</dd>"
         for key, value in entries.items()
@@ -305,7 +303,7 @@ def definitions(entries: Mapping[str, Any]) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A setting for people."""
+    """Format a setting."""
     if isinstance(value, list | tuple):
         return " ".join(map(value_text, value))
     if isinstance(value, Mapping):

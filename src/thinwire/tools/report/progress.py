@@ -1,6 +1,4 @@
-"""The progress of the strategies for the user: a bar on a terminal, a line now and then elsewhere,
-or nothing.
-"""
+"""Progress display: a bar on a terminal, a line every ten seconds elsewhere, or nothing."""
 
 import contextlib
 import sys
@@ -14,13 +12,13 @@ class Bar:
     """Progress of one strategy; this one shows nothing."""
 
     def note(self, text: str) -> None:
-        """Show what goes on before the first step."""
+        """Show the activity before the first step."""
 
     def update(self, progress: float, step: int, loss: float) -> None:
-        """Show that `progress` in [0, 1] of the run is over."""
+        """Show `progress` in [0, 1]."""
 
     def done(self) -> None:
-        """Show that the run is over."""
+        """Show the end of the run."""
 
 
 class Display:
@@ -28,7 +26,7 @@ class Display:
 
     @contextlib.contextmanager
     def strategy(self, name: str) -> Iterator[Bar]:
-        """A bar for the strategy that begins now."""
+        """Return a bar for the strategy that begins now."""
         yield Bar()
 
 
@@ -39,7 +37,7 @@ class _Plain(Display):
 
 
 class _Lines(Bar):
-    """A line every ten seconds, for logs and pipes."""
+    """Print a line every ten seconds, for logs and pipes."""
 
     def __init__(self, name: str) -> None:
         self.name, self.begin_s, self.last_s = name, time.monotonic(), time.monotonic()
@@ -86,5 +84,5 @@ class _Rich(Display):
 
 
 def display_for(*, quiet: bool) -> Display:
-    """The display that suits where standard error goes."""
+    """Return the display that fits standard error."""
     return Display() if quiet else _Rich() if sys.stderr.isatty() else _Plain()

@@ -1,3 +1,4 @@
-"""Training on ranks of this machine: one strategy or script from its start to its result. `compare`
-and `planning` import it.
+"""Train one strategy or script on ranks of this machine, from start to result.
+
+`compare` and `planning` import it.
 """

@@ -1,4 +1,4 @@
-"""The tasks that come with the command: the next byte of a text, and scanned digits.
+"""Built-in tasks: the next byte of a text, and scanned digits.
 
 Batches are the same for every strategy, different on every rank.
 """
@@ -21,7 +21,7 @@ VOCABULARY = 256
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each on the normalised input and added to it."""
+    """Attention, then feed-forward, each on normalised input and with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Block(nn.Module):
         self.heads = width // HEAD_WIDTH
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape (batch, context, width) to the same."""
+        """Map shape (batch, context, width) to the same."""
         batch, context, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, context, 3, self.heads, HEAD_WIDTH)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -48,8 +48,8 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Predicts the next byte: learned positions, pre-normalised blocks, no biases, a separate
-    output layer.
+    """Next-byte model: learned positions, pre-normalised blocks, no biases, a separate output
+    layer.
 
     Source: the usual decoder of Radford et al. 2019, with residual branches that start small by the
     depth.
@@ -71,7 +71,9 @@ class ByteTransformer(nn.Module):
             nn.init.normal_(p, std=_spread(name, p.shape[1], size.layers))
 
     def forward(self, text: Tensor) -> Tensor:
-        """Logits of shape (batch, context, 256) for integer bytes of shape (batch, context)."""
+        """Return logits of shape (batch, context, 256) for integer bytes of shape (batch,
+        context).
+        """
         x = self.bytes(text) + self.positions(torch.arange(text.shape[1], device=text.device))
         for block in self.blocks:
             x = block(x)
@@ -80,7 +82,7 @@ class ByteTransformer(nn.Module):
 
 
 class ConvolutionalNet(nn.Module):
-    """Tells ten classes of images apart: four convolutions with batch norm, and their mean."""
+    """Classifier of ten image classes: four convolutions with batch norm, then their mean."""
 
     def __init__(self, size: ConvolutionSize) -> None:
         super().__init__()
@@ -94,7 +96,7 @@ class ConvolutionalNet(nn.Module):
         self.out = nn.Linear(4 * width, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of shape (batch, 10) for images of shape (batch, 1, height, width)."""
+        """Return logits of shape (batch, 10) for images of shape (batch, 1, height, width)."""
         logits: Tensor = self.out(self.features(images).mean(dim=(2, 3)))
         return logits
 
@@ -133,12 +135,12 @@ Pair = tuple[Any, Any]
 
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of each prediction, in nats, for logits of shape (..., classes)."""
+    """Return the mean cross-entropy per prediction, in nats, for logits of shape (..., classes)."""
     return nn.functional.cross_entropy(outputs.float().flatten(0, -2), targets.flatten())
 
 
 class _BuiltIn:
-    """A task on one rank.
+    """Task of one rank.
 
     Attributes:
         model: Equal on all ranks; on the device of the run.
@@ -158,8 +160,9 @@ class _BuiltIn:
         self.held_out_batches: list[Pair] = []
 
     def evaluate(self, model: nn.Module) -> float:
-        """Held-out loss, the same on all ranks, of which each has its share; mean per byte or
-        digit, in nats. Running statistics of batches are those that the model holds on each rank.
+        """Return the mean held-out loss per byte or digit, in nats, equal on all ranks.
+
+        Each rank evaluates its share. Running statistics are those of the model on each rank.
         """
         return _mean_loss(model, self.held_out_batches)
 
@@ -192,11 +195,11 @@ class NextByte(_BuiltIn):
         return pieces[:, :-1], pieces[:, 1:]
 
     def next_batch(self) -> Pair:
-        """Inputs and targets of this rank's next step, each of shape (batch, context)."""
+        """Return inputs and targets of this rank's next step, each of shape (batch, context)."""
         return self._take(self.train, self._starts(self.train, self.batch, self.random))
 
     def some_batch(self, seed: int) -> Pair:
-        """Inputs and targets of a step that means nothing: it is warmed up or timed with."""
+        """Return random inputs and targets, for warm-up and timing."""
         size = (2, self.batch, self.context)
         made = torch.randint(256, size, generator=torch.Generator().manual_seed(seed))
         inputs, targets = made.to(self.device)
@@ -205,7 +208,7 @@ class NextByte(_BuiltIn):
 
 @final
 class Digits(_BuiltIn):
-    """Tell scanned digits apart."""
+    """Classify scanned digits."""
 
     def __init__(
         self, config: RunConfig, size: ConvolutionSize, rank: int, world: int, device: torch.device
@@ -224,7 +227,7 @@ class Digits(_BuiltIn):
         return images.to(self.device), records[:, PIXELS].long().to(self.device)
 
     def next_batch(self) -> Pair:
-        """Images of shape (batch, 1, 8, 8) from 0 to 1, and classes of (batch,)."""
+        """Return images of shape (batch, 1, 8, 8) in [0, 1], and classes of shape (batch,)."""
         chosen = torch.randint(len(self.train), (self.batch,), generator=self.random)
         return self._take(self.train[chosen])
 
@@ -248,12 +251,12 @@ def _mean_loss(model: nn.Module, batches: Sequence[Pair]) -> float:
 
 
 def seed_of(seed: int, rank: int) -> int:
-    """The seed of the batches of one rank."""
+    """Return the seed of the batches of one rank."""
     return (seed * 1_000_003 + rank) % 2**63
 
 
 def _split(chosen: Tensor, batch: int) -> Sequence[Tensor]:
-    """Pieces of a rank's share of the held-out part; none where there are fewer than ranks."""
+    """Split a rank's share of the held-out part; empty if there are fewer samples than ranks."""
     return torch.split(chosen, batch) if len(chosen) else []
 
 

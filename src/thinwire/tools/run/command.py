@@ -1,4 +1,4 @@
-"""`thinwire run`: a user's script over an emulated link; torch is the script's own matter."""
+"""`thinwire run`: run a user's script over an emulated link; torch is not imported."""
 
 import os
 import re
@@ -25,7 +25,9 @@ _POLL_S, _GRACE_S = 0.02, 3.0
 
 @final
 class Ranks:
-    """The processes of one run: none outlives the context or this process, nor what they start."""
+    """Processes of one run; none of them, nor their children, outlives the context or this
+    process.
+    """
 
     def __init__(self) -> None:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
@@ -59,7 +61,9 @@ class Ranks:
             self._output.add(rank, pipe, to.buffer)
 
     def wait(self) -> tuple[int, int] | None:
-        """Pass on what they print until all have ended, or a rank failed: that and its status."""
+        """Forward output until all ranks have ended or one failed; return that rank and its
+        status.
+        """
         while self._running:
             self._output.pass_on(_POLL_S)
             for rank, status in self._ended():
@@ -68,7 +72,7 @@ class Ranks:
         return None
 
     def _ended(self) -> list[tuple[int, int]]:
-        """Ranks that have ended since the last call, with what they ended with."""
+        """Return the ranks that ended since the last call, with their exit statuses."""
         statuses = [(rank, process.poll()) for rank, process in self._running.items()]
         ended = [(rank, status) for rank, status in statuses if status is not None]
         for rank, _ in ended:
@@ -85,18 +89,18 @@ _LINE = re.compile(rb"([^\r\n]*)(?:\r?\n|\r(?=[^\n]))")
 
 @final
 class Prefixed:
-    """Reads from pipes, and writes `[number] line` for every line."""
+    """Reader of pipes that writes `[number] line` for every line."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
 
     def add(self, number: int, pipe: IO[bytes], to: IO[bytes]) -> None:
-        """Read from `pipe` too; its lines go to `to` with this number in front."""
+        """Add a pipe; its lines go to `to` with this number in front."""
         os.set_blocking(pipe.fileno(), False)
         self._selector.register(pipe, selectors.EVENT_READ, _Speaker(number, pipe, to))
 
     def pass_on(self, patience_s: float) -> bool:
-        """Pass on what comes within this time; whether there was something."""
+        """Forward output that arrives within this time; return True if there was any."""
         ready = self._selector.select(patience_s)
         for key, _ in ready:
             chunk = os.read(key.fd, _CHUNK_BYTES)
@@ -106,7 +110,7 @@ class Prefixed:
         return bool(ready)
 
     def close(self) -> None:
-        """Pass on what is left, a line without an end too, and read no more."""
+        """Forward the remaining output, with any unfinished line, and stop reading."""
         end_s = time.monotonic() + _LAST_S  # for a process that is not ours, and never stops
         try:
             while self.pass_on(0.0) and time.monotonic() < end_s:

@@ -1,5 +1,5 @@
-"""A step of a model on a rank, with nothing exchanged: what takes how long, and when each gradient
-is ready.
+"""Measure a model's step on a rank, without an exchange: its parts, and when each gradient is
+ready.
 """
 
 import contextlib
@@ -27,8 +27,7 @@ _LR = 1e-4
 def step_of_built_in(
     size: ModelSize, batch: int, device: str, most_s: float = STEPS_S
 ) -> dict[str, Any]:
-    """Measure a step of the model that comes with the command; on all ranks at the same time, in
-    `most_s`, but for one step that takes longer.
+    """Measure a step of the built-in model, on all ranks at once, within about `most_s`.
 
     Returns:
         Of this rank: `device`, `forward_s`, `backward_end_s` and `step_s`, seconds since the
@@ -45,7 +44,7 @@ def step_of_built_in(
 
 
 def step_of_task(task: str, device: str, workers: int, most_s: float = STEPS_S) -> dict[str, Any]:
-    """The same of a task of the user's, with its own optimizer, for so many workers."""
+    """Measure a step of a user's task, with its own optimizer, for this many workers."""
     rank = dist.get_rank()
     target = run_alike(lambda: device_of(device, rank), task)
     own = OwnTask(task, 0, rank, workers, target)
@@ -55,7 +54,7 @@ def step_of_task(task: str, device: str, workers: int, most_s: float = STEPS_S) 
 
 
 def step_of_task_here(task: str, device: str, workers: int) -> dict[str, Any]:
-    """The same in this process by itself, as rank 0 of `workers`."""
+    """Measure a step of a user's task in this process, as rank 0 of `workers`."""
     with _single_rank():
         return step_of_task(task, device, workers)
 
@@ -74,7 +73,7 @@ def model_of(task: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _single_rank() -> Iterator[None]:
-    """A group of this process alone; random numbers go on as if it had not been."""
+    """Form a process group of one rank; the random state is restored afterwards."""
     if dist.is_initialized():
         raise ValueError(
             "task is measured in a single process, but this one belongs to a process group; "
@@ -133,7 +132,9 @@ def _timed(
 
 
 def _longer_by_muon(clock: "_Clock", timed: list[dict[str, Any]], most_s: float) -> float | None:
-    """Seconds that an update by Muon takes longer; None without time, or where it cannot."""
+    """Return the extra seconds of an update by Muon; None if there is no time or Muon cannot train
+    it.
+    """
     if (_UNTIMED_STEPS + 1) * timed[-1]["end"] > most_s:
         return None
     try:
@@ -171,7 +172,7 @@ def _steps(
 
 
 class _Clock:
-    """Seconds of a step at which things are done; on a GPU as its own queue of work sees them."""
+    """Times of the events of a step; on a GPU, as its stream sees them."""
 
     def __init__(
         self,
@@ -193,11 +194,11 @@ class _Clock:
             self.marks[key] = time.perf_counter()
 
     def ready(self, param: Tensor) -> None:
-        """A gradient is there."""
+        """Record that a gradient is ready."""
         self._mark(id(param))
 
     def step(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """One step: seconds since its begin of the end of each part."""
+        """Run one step; return the end of each part, in seconds since its start."""
         inputs, targets = self.batch
         self.marks = {}
         self._mark("begin")

@@ -1,4 +1,4 @@
-"""The configuration of a run, which the command writes as JSON and every worker reads.
+"""Configuration of a run, written as JSON by the command and read by every worker.
 
 Made of the standard library alone: a bad name is refused before torch is imported.
 """
@@ -18,7 +18,7 @@ MOST_WORKERS = 64
 
 
 def require_task(task: str) -> None:
-    """Raise ValueError where no file can be meant by a task."""
+    """Raise ValueError if a task cannot name a file."""
     file, _, name = task.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
         raise ValueError(
@@ -30,7 +30,7 @@ def require_task(task: str) -> None:
 
 
 def require_nothing_beside(task: str, **options: object) -> None:
-    """Refuse options that a task of the user's would ignore."""
+    """Refuse options that a user's task would ignore."""
     for name, value in options.items():
         if value is not None and value is not False:
             raise ValueError(
@@ -40,13 +40,13 @@ def require_nothing_beside(task: str, **options: object) -> None:
 
 
 def require_within(name: str, value: int, least: int, most: int) -> None:
-    """Refuse a number of the command line that cannot be used."""
+    """Refuse a number that is out of range."""
     if not least <= value <= most:
         raise ValueError(f"{name}={value} is out of range; {least} to {most} is allowed")
 
 
 def require_one_of(name: str, value: str, allowed: Sequence[str]) -> None:
-    """Raise ValueError for a word that is not among those allowed."""
+    """Refuse a word that is not allowed."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(allowed)}")
 
@@ -68,20 +68,22 @@ class ModelSize:
 
     @property
     def about_parameters(self) -> int:
-        """Parameters of the blocks, which are most of them."""
+        """Parameters of the blocks, which hold most of them."""
         return 12 * self.layers * self.width**2
 
 
 @dataclass(frozen=True)
 class ConvolutionSize:
-    """Channels of the first layer of the convolutional net; others have 2 and 4 times as many."""
+    """Size of the convolutional net: channels of the first layer; others have 2 and 4 times as
+    many.
+    """
 
     width: int
     kind: Literal["convolution"] = "convolution"
 
     @property
     def about_parameters(self) -> int:
-        """Parameters of the wide convolutions, which are most of them."""
+        """Parameters of the wide convolutions, which hold most of them."""
         return 126 * self.width**2
 
 
@@ -92,7 +94,7 @@ MODELS: dict[str, type[ModelSize] | type[ConvolutionSize]] = {
 
 
 def size_of(model: str, text: str) -> ModelSize | ConvolutionSize:
-    """The size of a model of `MODELS` for what `parse_size` takes."""
+    """Return the size of a model of `MODELS`, from text as for `parse_size`."""
     if model == "transformer":
         return parse_size(text)
     word = text.strip().lower()
@@ -102,9 +104,11 @@ def size_of(model: str, text: str) -> ModelSize | ConvolutionSize:
 
 
 def parse_size(text: str) -> ModelSize:
-    """The shape for a name ("tiny", "small", "medium", "large") or a number of parameters ("3M",
-    "500k", "1000000"), which is met as closely as four layers and a width that is a multiple of 32
-    allow.
+    """Return the size for a name ("tiny", "small", "medium", "large") or a number of parameters
+    ("3M", "500k", "1000000").
+
+    The result has four layers and a width that is a multiple of 32, so a number is met
+    approximately.
     """
     word = text.strip().lower()
     if word in _NAMED_SIZES:
@@ -172,7 +176,7 @@ class Recipe:
     optimizer: str | None = None
 
     def document(self, ramp_steps: int) -> dict[str, Any] | None:
-        """The content of its strategy file; None for torch's own hooks."""
+        """Content of the strategy file; None for torch's own hooks."""
         if self.field is None:
             return dict(self.options["document"]) if "document" in self.options else None
         if not self.field:
@@ -214,7 +218,7 @@ class Training:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """These fields by name."""
+        """Return these fields by name."""
         return {item.name: getattr(self, item.name) for item in fields(Training)}
 
 
@@ -238,15 +242,17 @@ class RunConfig(Training):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `asdict` has written."""
+        """Build a configuration from the result of `asdict`."""
         model = MODELS[values["model"]["kind"]](**values["model"])
         return cls(**{**values, "recipe": Recipe(**values["recipe"]), "model": model})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Task of the workers of one launch: "module:Class", called with `config` and the rank's
-    `Events`; its `train()` returns the result. A rank waits `timeout_s` for a message.
+    """Task of the workers of one launch.
+
+    "module:Class" is called with `config` and the rank's `Events`; its `train()` returns the
+    result. A rank waits `timeout_s` for a message.
     """
 
     task: str
@@ -255,7 +261,7 @@ class Job:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read what `write` has written."""
+        """Read a job that `write` wrote."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def write(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Start the workers of one strategy, watch over them, and end them whatever happens."""
+"""Start the workers of one strategy, monitor them, and end them in any case."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ def _file_of(folder: Path, rank: int) -> Path:
 
 
 def release(folder: Path) -> None:
-    """Let the ranks whose logs are in `folder` go on from `Events.wait_for_release`."""
+    """Release the ranks with logs in `folder` from `Events.wait_for_release`."""
     (folder / _GO).touch()
 
 
@@ -45,37 +45,39 @@ class Events:
         self._put, self._folder, self._last_s = put, folder, 0.0
 
     def write(self, event: str, **fields: Any) -> None:
-        """Tell of one event at once."""
+        """Write one event."""
         self._put({"event": event, "unix_s": time.time(), **fields})
 
     def write_sometimes(self, event: str, **fields: Any) -> None:
-        """Tell of it unless the last such one is younger than a fifth of a second."""
+        """Write an event, at most five times a second."""
         if time.monotonic() - self._last_s >= _SECONDS_BETWEEN_EVENTS:
             self._last_s = time.monotonic()
             self.write(event, **fields)
 
     def wait_for_release(self) -> None:
-        """Return when training may begin."""
+        """Wait until training may begin."""
         while self._folder is not None and not (self._folder / _GO).exists():
             time.sleep(_RELEASE_POLL_S)
 
 
 def event_log(folder: Path, rank: int) -> Events:
-    """Events as lines of JSON in a file of this rank, which the command reads while it grows."""
+    """Return an event log as JSON lines in a file of this rank, which the command reads as it
+    grows.
+    """
     file = _file_of(folder, rank).open("a", encoding="utf-8", buffering=1)
     return Events(lambda event: file.write(json.dumps(event) + "\n"), folder)
 
 
 @dataclass
 class EventReader:
-    """The reading end, in the command."""
+    """Reader of an event log, in the command."""
 
     folder: Path
     rank: int
     offset: int = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Read the whole lines that have been appended since the last call."""
+        """Read the complete lines appended since the last call."""
         path = _file_of(self.folder, self.rank)
         if not path.exists():
             return []
@@ -91,7 +93,7 @@ _PORT, _PORTS_TRIED = 29500, 1000
 
 
 def environments(workers: int, network: Network | None) -> list[dict[str, str]]:
-    """The environment of each rank: that of this process, and what torchrun would set.
+    """Return the environment of each rank: that of this process, plus the variables of torchrun.
 
     In a network of its own every rank is a machine: its LOCAL_RANK is 0 and its LOCAL_WORLD_SIZE 1.
     """
@@ -131,8 +133,8 @@ def threads_of(workers: int) -> int:
 
 
 def free_port() -> int:
-    """A port that nobody listens on. The kernel gives none of this range to a connection, so it is
-    still free when a rank takes it seconds later.
+    """Return a free port. The kernel gives none of this range to a connection, so it stays free for
+    the seconds until a rank takes it.
     """
     for _ in range(_PORTS_TRIED):
         port = random.randrange(15_000, 32_000)
@@ -148,7 +150,7 @@ def start(
     stdout: IO[bytes] | int,
     stderr: int,
 ) -> "subprocess.Popen[bytes]":
-    """Start a rank as the leader of a group of processes; the kernel ends it with this thread."""
+    """Start a rank as leader of a process group; the kernel ends it with this thread."""
     return subprocess.Popen(
         [sys.executable, "-P", str(Path(enter.__file__)), str(fd), str(os.getpid()), *command],
         stdin=subprocess.DEVNULL,
@@ -162,7 +164,7 @@ def start(
 
 
 def signal_group(leader: int, number: signal.Signals) -> None:
-    """Send a signal to a rank and what it has started, where any of it still runs."""
+    """Send a signal to a rank and its children that still run."""
     try:
         os.killpg(leader, number)
     except ProcessLookupError:  # all of them have ended
@@ -175,11 +177,11 @@ _MOST_LINES, _LONGEST_LINE = 5, 300
 
 
 class WorkerError(ThinwireError):
-    """A worker of the comparison failed, died or went silent; every worker has been ended."""
+    """A worker of the comparison failed, died or fell silent; all workers were ended."""
 
 
 class TaskRefused(ValueError):
-    """A task of the user's cannot be trained; every worker has been ended."""
+    """A user's task cannot be trained; all workers were ended."""
 
 
 def run_workers(
@@ -262,14 +264,16 @@ def _started(
 def failure_of(
     errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None], work: Path
 ) -> WorkerError | TaskRefused:
-    """The error to raise for what the workers have told before they ended; see `explain`."""
+    """Return the error for the reports of the workers; see `explain`."""
     refusals = [error["message"] for error in errors if error["kind"] == "TaskError"]
     return TaskRefused(refusals[0]) if refusals else WorkerError(explain(errors, statuses, work))
 
 
 def explain(errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None], work: Path) -> str:
-    """The cause, and not its consequences on the other ranks, as far as `error` events, each with
-    its `rank`, exit statuses by rank and the logs in a folder tell it.
+    """Return the cause of a failure, without its consequences on other ranks.
+
+    The sources are `error` events, each with its `rank`, exit statuses by rank, and the logs in a
+    folder.
     """
     # a rank that dies after an error of its own died of that
     spoke = {error["rank"] for error in errors}
@@ -302,7 +306,7 @@ def _signal_name(number: int) -> str:
 
 
 def _log_tail(work: Path) -> str:
-    """The last lines of the workers' logs that speak of an error."""
+    """Return the last lines of the workers' logs that mention an error."""
     found = [
         line.strip()[:_LONGEST_LINE]
         for log in sorted(work.glob("worker*.log"))
@@ -314,7 +318,7 @@ def _log_tail(work: Path) -> str:
 
 @contextlib.contextmanager
 def joined(shared: Mapping[str, Any], timeout_s: float) -> Iterator[None]:
-    """Belong to the group of all ranks; a ValueError where they were told different things."""
+    """Join the process group of all ranks; raise ValueError if their settings differ."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
@@ -334,7 +338,7 @@ def joined(shared: Mapping[str, Any], timeout_s: float) -> Iterator[None]:
 
 
 def by_first(check: Callable[[], None]) -> None:
-    """Run a check on rank 0 alone; its ValueError is raised on all ranks."""
+    """Run a check on rank 0; raise its ValueError on all ranks."""
     import torch.distributed as dist
 
     problems: list[str | None] = [None]
@@ -349,7 +353,7 @@ def by_first(check: Callable[[], None]) -> None:
 
 
 def run_here(job: Job) -> Generator[dict[str, Any], None, None]:
-    """Do one job as this rank of the process group; yields and raises as `run_workers` does."""
+    """Run one job as this rank of the process group; yields and raises like `run_workers`."""
     queued: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     events = Events(queued.put)
 

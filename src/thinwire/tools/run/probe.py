@@ -1,4 +1,4 @@
-"""The network between real ranks and the step of a model, measured in a few seconds.
+"""Measure the network between real ranks, and a model's step, in a few seconds.
 
 Each rank spends at most `_MOST_BYTES` on the network. What is not measured for lack of time is
 named.
@@ -23,7 +23,7 @@ _PAIRS_BYTES, _TOGETHER_BYTES, _COLLECTIVES_BYTES = 12 * 2**20, 12 * 2**20, 8 * 
 _PAIRS_S, _TOGETHER_S, _COLLECTIVES_S = 3.5, 4.0, 2.0
 _ROUND_TRIPS, _FEWEST_TRIPS, _DROPPED, _TRIPS_S = 20, 4, 2, 0.3
 _OPENING, _FLIGHTS = 8, 20
-"""Latencies in which a window opens; and which the rate of a pair takes at least."""
+"""Latencies until a window is open, and least latencies in the measurement of a pair's rate."""
 _PIECE_BYTES = 2**16
 _FIRST_BYTES, _DRAINING_BYTES, _LONG_ENOUGH_S = 2**16, 2**18, 0.4
 
@@ -35,8 +35,7 @@ def probe(
     device: str,
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Measure; on all ranks at the same time. It takes longer where the latency is large, or one
-    step of the model.
+    """Measure network and step, on all ranks at once; longer if the latency or a step is long.
 
     Args:
         task: "FILE.py:NAME" of a task of the user's; None for the model that comes with the
@@ -123,35 +122,37 @@ def _everyones(own: Any) -> list[Any]:
 
 
 def _rate_of(nbytes: int, taken_s: float, latency_s: float) -> float:
-    """Bytes in a second once they flow: "ready" and the first one take a latency each."""
+    """Return the bytes per second of a flow, without a latency each for "ready" and the first
+    byte.
+    """
     return nbytes / max(taken_s - 2 * latency_s, taken_s / 8)
 
 
 def _largest(own: float) -> float:
-    """The same on all ranks."""
+    """Return the largest value of all ranks."""
     value = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value)
 
 
 def _slowest(computes: list[dict[str, Any]]) -> dict[str, Any]:
-    """The step of the rank that takes longest, since the others wait for it."""
+    """Return the step of the slowest rank, for which the others wait."""
     slowest = max(range(len(computes)), key=lambda rank: computes[rank]["step_s"])
     return {**computes[slowest], "rank": slowest}
 
 
 class _Line:
-    """This rank's line into the network."""
+    """Link of this rank into the network."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.sent_bytes = 0
         self.latency_s = 0.0
-        """The largest to another rank."""
+        """Largest latency to another rank."""
         self.not_measured: list[str] = []
 
     def pairs(self) -> list[dict[str, Any]]:
-        """Latency and rate to each rank of a larger number; no rank is in two pairs at a time."""
+        """Measure latency and rate to each higher rank; no rank is in two pairs at a time."""
         found = []
         rounds = list(_tournament(self.size))
         share_s = _PAIRS_S / max(1, len(rounds))
@@ -180,7 +181,9 @@ class _Line:
         return found
 
     def _latency(self, other: int, most_s: float) -> float:
-        """Half of the median round trip of eight bytes: of twenty, or of fewer that take long."""
+        """Return half of the median round trip of eight bytes: of twenty, or of fewer if they take
+        long.
+        """
         word, taken = torch.zeros(8, dtype=torch.uint8), list[float]()
         while len(taken) < _ROUND_TRIPS:
             begin_s = time.perf_counter()
@@ -195,7 +198,7 @@ class _Line:
     def _rate(
         self, other: int, latency_s: float, most_bytes: int, most_s: float
     ) -> tuple[float, int]:
-        """Bytes in a second of the largest transfer, the better of two, and its size.
+        """Return bytes per second of the largest transfer, the better of two, and its size.
 
         Smaller ones tell little: burst buckets hold them whole, after a loss TCP waits 0.2 s, and
         the window of a connection has to open over several round trips.
@@ -214,13 +217,15 @@ class _Line:
         return _rate_of(nbytes, taken_s, latency_s), nbytes
 
     def _agreed(self, other: int, word: bool) -> bool:
-        """The word of the one of the smaller number."""
+        """Return the value of the lower of the two ranks."""
         answer = torch.tensor(word)
         dist.send(answer, other) if self.rank < other else dist.recv(answer, other)
         return bool(answer)
 
     def _both_ways(self, to: int, source: int, nbytes: int) -> float:
-        """Seconds until `nbytes` are sent and received, in pieces as the collectives cut them."""
+        """Return the seconds until `nbytes` are sent and received, in pieces as of the
+        collectives.
+        """
         out, into = torch.zeros(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
         begin_s = time.perf_counter()
         pieces = zip(torch.split(out, _PIECE_BYTES), torch.split(into, _PIECE_BYTES), strict=True)
@@ -232,7 +237,7 @@ class _Line:
         return time.perf_counter() - begin_s
 
     def together(self) -> list[float]:
-        """Of each rank bytes in a second, the better of two, while all send to the next one."""
+        """Return each rank's bytes per second while all send to the next one; the better of two."""
         if self.size == 1:
             return []
         self.latency_s = _largest(self.latency_s)
@@ -252,7 +257,7 @@ class _Line:
         return _everyones(_rate_of(nbytes, own_s, self.latency_s))
 
     def collectives(self, rate: float) -> list[dict[str, Any]]:
-        """Seconds of all-reduce and all-gather, small and as large as the time allows."""
+        """Measure all-reduce and all-gather, small and as large as time allows."""
         found: list[dict[str, Any]] = []
         if self.size == 1:
             return found
@@ -279,7 +284,9 @@ class _Line:
 
 
 def _timed_collective(kind: str, nbytes: int, times: int) -> float:
-    """Seconds of one of several in a row, so that ranks that begin late count little."""
+    """Return the mean seconds of several collectives in a row, so that late starters count
+    little.
+    """
     own = torch.zeros(nbytes // 4)
     outputs = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.barrier()
@@ -293,7 +300,7 @@ def _timed_collective(kind: str, nbytes: int, times: int) -> float:
 
 
 def _tournament(size: int) -> Iterator[list[int | None]]:
-    """Rounds in which every rank has one partner or none, until each has had every other one."""
+    """Yield rounds in which every rank has at most one partner, until each has met every other."""
     slots = [*range(size), *([None] if size % 2 else [])]
     for _ in range(len(slots) - 1):
         partners: list[int | None] = [None] * size

@@ -25,11 +25,11 @@ R = TypeVar("R")
 
 
 class TaskError(ThinwireError):
-    """A task of the user's cannot be trained; says what to change, in one line."""
+    """A user's task cannot be trained; the message says what to change."""
 
 
 def work_of(config: RunConfig) -> "Work":
-    """The task of a run on this rank; on all ranks at the same time."""
+    """Return the task of a run on this rank; collective over all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     device = device_of(config.device, rank)
     if config.task is not None:
@@ -50,14 +50,16 @@ def device_of(choice: str, rank: int) -> torch.device:
 
 
 def require_gpu() -> None:
-    """Raise a TaskError where torch sees no GPU; nothing is begun on one."""
+    """Raise TaskError if torch finds no GPU."""
     if not torch.cuda.is_available():
         raise TaskError("device='cuda', but torch finds no GPU; use --device cpu, or omit it")
 
 
 def run_alike(work: Callable[[], R], word: str | None) -> R:
-    """A piece of work that ends on all ranks alike: a TaskError on all where it fails on any, which
-    names the rank unless all failed, and the user's own task `word`.
+    """Run work that succeeds or fails on all ranks alike.
+
+    If it fails on any rank, all raise TaskError with the user's task `word`. It names the rank
+    unless all failed.
     """
     result: list[R] = []
     problems: list[str | None] = [None] * dist.get_world_size()
@@ -79,8 +81,8 @@ def run_alike(work: Callable[[], R], word: str | None) -> R:
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Inside, no backward pass reaches the parameters: a loss of the user's may read those of the
-    model itself while a copy of it is trained.
+    """Keep backward passes from the parameters of a model: a user's loss may read them while a copy
+    of the model is trained.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
@@ -101,7 +103,7 @@ def called(model: nn.Module, inputs: Any) -> Any:
 
 @final
 class OwnTask:
-    """A task of the user's, for `world` ranks; those that are here may be fewer.
+    """User's task for `world` ranks, of which fewer may be present.
 
     Raises:
         TaskError: On all ranks, if it fails on any of them, or if they have made different models.
@@ -130,7 +132,7 @@ class OwnTask:
         return self.left.pop() if self.left else self._drawn()
 
     def some_batch(self, seed: int) -> Pair:
-        """See `NextByte`: the first one of this rank."""
+        """See `NextByte`; returns the first batch of this rank."""
         return self.first
 
     def _loss(self, outputs: Any, targets: Any) -> Tensor:
@@ -176,7 +178,7 @@ class OwnTask:
         return len(firsts) > 1 and len(set(firsts)) == 1
 
     def _tried(self) -> None:
-        """The first batch on a copy, random numbers put back: passes draw and change buffers."""
+        """Train a copy on the first batch; random state and buffers are restored."""
         inputs, targets = self.first
         model = copy.deepcopy(self.model)
         with torch.random.fork_rng(devices=[]):
@@ -221,7 +223,7 @@ class OwnTask:
             )
 
     def _own(self, call: str, work: Callable[[], R]) -> R:
-        """Code of the user's, whose errors say that they come from there."""
+        """Run the user's code; its errors name it as their origin."""
         try:
             return work()
         except (StopIteration, TaskError):
@@ -241,7 +243,7 @@ Work = NextByte | Digits | OwnTask
 
 
 def made(word: str, seed: int) -> Task:
-    """Import the file and call the function in it; a TaskError where that gives no task."""
+    """Import the file and call its function; raise TaskError if that returns no task."""
     path, _, name = word.rpartition(":")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:
@@ -309,7 +311,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _feed(digest: "hashlib._Hash", value: Any) -> None:
-    """Take all that a batch holds into a digest; what is no tensor by its text."""
+    """Add all of a batch to a digest; objects other than tensors by their text."""
     if isinstance(value, Tensor):
         data = value.detach().cpu().contiguous()
         digest.update(f"{data.dtype} {tuple(data.shape)}".encode())

@@ -1,4 +1,4 @@
-"""The text that the comparison trains on, as bytes, with two fixed parts held out."""
+"""Training text as bytes, with two fixed parts held out."""
 
 import hashlib
 import importlib.util
@@ -18,7 +18,7 @@ _HELD_OUT_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text split once and for all.
+    """Text in three fixed parts.
 
     Attributes:
         validation: Bytes to choose settings by: the last but one twentieth of the whole, file order
@@ -36,12 +36,12 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all the bytes, in hexadecimal: two runs with equal digests read equal text."""
+        """SHA-256 of all bytes, in hexadecimal; equal digests mean equal text."""
         return hashlib.sha256(self.train + self.validation + self.held_out).hexdigest()
 
 
 def read_standard_library() -> Corpus:
-    """The source files of the running Python's own standard library."""
+    """Return the source files of the running Python's standard library."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [
         path
@@ -53,7 +53,7 @@ def read_standard_library() -> Corpus:
 
 
 def read_folder(folder: Path) -> Corpus:
-    """Every visible text file below a folder: valid UTF-8 without NUL."""
+    """Return every visible text file below a folder: valid UTF-8 without NUL."""
     if not folder.is_dir():
         raise ValueError(f"text={str(folder)!r} is not a folder; give a folder with text files")
     visible = [
@@ -105,7 +105,7 @@ _PERIOD = 7
 
 
 def require_digits() -> None:
-    """Look for the package that has them, and import nothing."""
+    """Refuse if scikit-learn is missing; imports nothing."""
     if importlib.util.find_spec("sklearn") is None:
         raise ValueError(
             "model='convolution' needs the digits of scikit-learn, which is not installed; run "

@@ -1,6 +1,4 @@
-"""One training step under each strategy, on every rank: DDP and its hooks, the parts of thinwire by
-themselves, and the engine that `prepare` makes.
-"""
+"""One training step under each strategy: DDP and its hooks, parts of thinwire, and the engine."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +22,7 @@ from thinwire.tools.run.task import Work, called
 _BUCKET_CAP_MB = 4
 _ONE_BUCKET_MB = 10_000
 _RANK, _DENSE_STEPS = 2, 5
-"""Rank and number of initial dense steps of torch's PowerSGD."""
+"""Rank, and number of initial dense steps, of torch's PowerSGD."""
 MOMENTUM, BETAS, WEIGHT_DECAY = 0.9, (0.9, 0.95), 0.1
 """Hyper-parameters of SGD, AdamW and Muon, the same for every strategy."""
 LossFunction = Callable[[Any, Any], Tensor]
@@ -46,14 +44,14 @@ class Setup:
 
     @classmethod
     def of(cls, config: RunConfig, work: Work) -> Self:
-        """The settings of a run; the optimizer of the strategy goes before that of the task."""
+        """Return the setup of a run; the strategy's optimizer takes precedence over the task's."""
         own = config.recipe.optimizer
         if own is not None:
             return cls(own, work.loss_fn)
         return cls(config.optimizer, work.loss_fn, work.make_optimizer)
 
     def optimizer_of(self, model: nn.Module, lr: float = 0.0) -> torch.optim.Optimizer:
-        """Make the optimizer of all strategies; its learning rate is set before each step."""
+        """Make the common optimizer; its learning rate is set before each step."""
         if self.make_optimizer is not None:
             return self.make_optimizer(list(model.parameters()))
         if self.optimizer == "sgd":
@@ -72,14 +70,14 @@ class Setup:
         )
 
     def forward(self, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
-        """This rank's mean loss."""
+        """Return this rank's mean loss."""
         return self.loss_fn(called(model, inputs), targets)
 
 
 def build_trainer(
     trainer: str, options: Mapping[str, Any], model: nn.Module, setup: Setup
 ) -> "Trainer":
-    """Import a trainer, "module:Class", and wrap the model; on all ranks at once."""
+    """Import a trainer, "module:Class", and wrap the model; collective over all ranks."""
     built: Trainer = imported(trainer)(model, setup, **options)
     return built
 
@@ -87,7 +85,7 @@ def build_trainer(
 def bare_step(
     setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any
 ) -> Tensor:
-    """Forward, backward and update, without any exchange."""
+    """Run forward pass, backward pass and update, without an exchange."""
     loss = setup.forward(model, inputs, targets)
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
@@ -96,19 +94,19 @@ def bare_step(
 
 
 def gradient_bytes(model: nn.Module, width: int | None = None) -> float:
-    """Bytes of the gradients of a model, in `width` bytes an entry or else their own."""
+    """Return the gradient bytes of a model, at `width` bytes per entry or their own."""
     trained = (p for p in model.parameters() if p.requires_grad)
     return float(sum(p.numel() * (width or p.element_size()) for p in trained))
 
 
 def ring_bytes(message_bytes: float) -> float:
-    """Bytes that each rank sends in a ring all-reduce of `message_bytes`: 2(W-1)/W of them."""
+    """Return the bytes that each rank sends in a ring all-reduce: 2(W-1)/W of `message_bytes`."""
     world = dist.get_world_size()
     return 2 * (world - 1) / world * message_bytes
 
 
 class DDPTrainer:
-    """The optimizer on what DDP exchanges, as it comes or by one of torch's hooks.
+    """Trainer with DDP, plain or with one of torch's hooks.
 
     PowerSGD travels in a single bucket: with two in flight, torch's hook waits inside a callback,
     which gloo never returns from.
@@ -145,12 +143,14 @@ class DDPTrainer:
         self.optimizer = setup.optimizer_of(model)
 
     def train_step(self, inputs: Any, targets: Any) -> Tensor:
-        """Forward, backward, exchange and update; return this rank's mean loss, detached."""
+        """Run forward pass, backward pass, exchange and update; return this rank's mean loss,
+        detached.
+        """
         self.steps += 1
         return bare_step(self.setup, self.ddp, self.optimizer, inputs, targets)
 
     def sent_bytes(self) -> float:
-        """Bytes that this rank has put on the wire so far, without what TCP and IP add."""
+        """Return the bytes that this rank has sent, without headers of TCP and IP."""
         dense = gradient_bytes(self.module)
         if self.hook == "fp16":
             return self.steps * ring_bytes(gradient_bytes(self.module, 2))
@@ -162,10 +162,10 @@ class DDPTrainer:
         return self.steps * ring_bytes(dense)
 
     def finish(self) -> None:
-        """Every step has been exchanged."""
+        """Do nothing: every step was exchanged."""
 
     def close(self) -> None:
-        """DDP leaves with the process; it offers no way to take its hooks off."""
+        """Do nothing: DDP cannot remove its hooks, and ends with the process."""
 
 
 @final
@@ -204,7 +204,7 @@ class Prepared:
         self.local_step_s = self.exchanging_step_s = self.finish_s = 0.0
 
     def train_step(self, inputs: Any, targets: Any) -> Tensor:
-        """See `DDPTrainer`; under a gradient merge only every k-th one updates."""
+        """See `DDPTrainer`; with gradient merge, only every k-th step updates."""
         begin_s = time.perf_counter()
         loss = self.engine.train_step(inputs, targets)
         step_s = time.perf_counter() - begin_s
@@ -224,7 +224,7 @@ class Prepared:
         return Group.on_the_wire - self.bytes_before
 
     def finish(self) -> None:
-        """Apply the leftovers of a merge and the last averaging."""
+        """Apply the rest of a merge and run the last averaging."""
         self.engine.flush()
 
     def close(self) -> None:
@@ -232,13 +232,15 @@ class Prepared:
 
 
 Trainer = DDPTrainer | Prepared
-"""One strategy at work."""
+"""Trainer of one strategy."""
 
 
 def _optimizer(
     model: nn.Module, strategy: tw.DistributedStrategy, setup: Setup
 ) -> torch.optim.Optimizer:
-    """LAMB takes over an Adam and LARS an SGD, whatever the others train with."""
+    """Return the inner optimizer: LAMB replaces an Adam and LARS an SGD, whatever the others
+    use.
+    """
     if setup.make_optimizer is None and strategy.lamb is not None:
         return torch.optim.Adam(model.named_parameters(), lr=0.0, betas=BETAS)
     if setup.make_optimizer is None and strategy.lars is not None:

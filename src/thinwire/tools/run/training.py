@@ -1,4 +1,4 @@
-"""One strategy from the first step to the last, on every rank."""
+"""Train one strategy from the first step to the last, on every rank."""
 
 import copy
 import gc
@@ -26,7 +26,7 @@ _CONTROLS_PER_EVALUATION, _MOST_STEPS_BETWEEN_CONTROLS = 4, 50
 
 
 def rate_factor(progress: float) -> float:
-    """Share of the peak rate: linear warm-up over a tenth, then cosine to a tenth."""
+    """Return the fraction of the peak rate: linear warm-up over a tenth, then cosine to a tenth."""
     if progress < _WARM_UP_SHARE:
         return max(progress, 0.01) / _WARM_UP_SHARE
     x = min(1.0, (progress - _WARM_UP_SHARE) / (1 - _WARM_UP_SHARE))
@@ -35,26 +35,27 @@ def rate_factor(progress: float) -> float:
 
 @final
 class BySteps:
-    """A fixed number of updates."""
+    """Budget of a fixed number of updates."""
 
     def __init__(self, steps: int, evaluations: int) -> None:
         self.steps = steps
         self.marks = {round(steps * (i + 1) / evaluations) for i in range(evaluations)} | {steps}
 
     def progress(self, step: int) -> float:
-        """Share of the run that is over when `step` updates are done, in [0, 1]."""
+        """Return the completed fraction of the run after `step` updates, in [0, 1]."""
         return min(1.0, step / self.steps)
 
     def advance(self, step: int, elapsed_s: float, reserve_s: float) -> tuple[bool, bool]:
-        """After `step` updates in `elapsed_s`: whether to evaluate now, and whether the run is
-        over, whose end will take `reserve_s` on top. Called on every rank, with the same answers.
+        """Return two flags after `step` updates in `elapsed_s`: evaluate now, and end the run.
+
+        The end takes another `reserve_s`. Called on every rank, with the same answers.
         """
         return step in self.marks, step >= self.steps
 
 
 @final
 class ByClock:
-    """A budget of seconds, measured on rank 0.
+    """Budget of seconds, measured on rank 0.
 
     **Communication**: one broadcast of five numbers from rank 0, four times between two evaluations
     and a few times more shortly before the end. Ranks that train on their own wait for nothing
@@ -68,7 +69,7 @@ class ByClock:
         self.next_control_step, self.evaluated, self.planned_s = 1, 0, 0.0
 
     def progress(self, step: int) -> float:
-        """See `BySteps`; between two broadcasts extrapolated from the last one."""
+        """See `BySteps`; extrapolated between two broadcasts."""
         return min(1.0, self.known_progress + (step - self.known_step) * self.progress_per_step)
 
     def advance(self, step: int, elapsed_s: float, reserve_s: float) -> tuple[bool, bool]:
@@ -107,7 +108,7 @@ _MOST: dict[str, float] = {
 
 
 def shortened(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The same methods at intervals of a few steps: only how soon things are done changes."""
+    """Return the options with intervals of a few steps."""
     return {key: _short(key, value) for key, value in options.items()}
 
 
@@ -122,8 +123,7 @@ def _short(key: str, value: Any) -> Any:
 
 
 def rehearse(config: RunConfig, work: Work) -> None:
-    """Train a copy of the task's model until every part of the strategy has been used; on every
-    rank at the same time.
+    """Train a copy of the model until every part of the strategy was used; collective over ranks.
 
     The model and torch's random numbers are afterwards as they were.
     """
@@ -148,14 +148,14 @@ def rehearse(config: RunConfig, work: Work) -> None:
 
 @final
 class Check:
-    """Rehearse one strategy after the other, before the first one trains: a job."""
+    """Job that rehearses each strategy before the first one trains."""
 
     def __init__(self, config: Mapping[str, Any], events: Events) -> None:
         self.runs = [RunConfig.from_dict(run) for run in config["runs"]]
         self.events = events
 
     def train(self) -> dict[str, Any]:
-        """Name and error of every strategy that does not go with the model."""
+        """Return name and error of each strategy that does not work with the model."""
         work = work_of(replace(self.runs[0], batch=1))
         refused: dict[str, str] = {}
         for run in self.runs:
@@ -178,7 +178,7 @@ _LR = 1e-4
 
 @final
 class BareStep:
-    """Times of the same step without any exchange, on a copy of the model that is thrown away."""
+    """Timed steps without an exchange, on a copy of the model."""
 
     def __init__(self, setup: Setup, work: Work) -> None:
         self.setup, self.work, self.model = setup, work, copy.deepcopy(work.model)
@@ -187,7 +187,7 @@ class BareStep:
         self.seconds: list[float] = []
 
     def measure(self, steps: int) -> None:
-        """Take steps on every rank at once: ranks share the cores during training too."""
+        """Time steps on all ranks at once, since ranks share the cores in training too."""
         dist.barrier()
         with untouched(self.work.model):
             for _ in range(steps):
@@ -202,7 +202,7 @@ _FEWEST_STEADY_STEPS = 5
 
 @final
 class TrainingRun:
-    """One training, measured; clock and counters stand still while it evaluates."""
+    """Measured training of one strategy; clock and counters stop during evaluation."""
 
     def __init__(self, config: Mapping[str, Any], events: Events) -> None:
         self.config, self.events = RunConfig.from_dict(config), events
@@ -225,11 +225,11 @@ class TrainingRun:
 
     @property
     def step(self) -> int:
-        """Updates done so far."""
+        """Number of updates so far."""
         return len(self.step_s)
 
     def train(self) -> dict[str, Any]:
-        """Take all the steps; return what was measured, means over the ranks where ranks differ."""
+        """Train; return the measurements, as means over the ranks."""
         budget = self._budget()
         self._wait_for_the_link()
         self._evaluate()
@@ -266,7 +266,7 @@ class TrainingRun:
         return self._result()
 
     def _peaks(self) -> list[float]:
-        """Of each group the peak learning rate."""
+        """Return the peak learning rate of each group."""
         groups, given = self.trainer.optimizer.param_groups, self.config.lr
         if given is None and self.setup.make_optimizer is not None:
             return [float(group["lr"]) for group in groups]
@@ -274,7 +274,7 @@ class TrainingRun:
         return [rate] * len(groups)
 
     def _wait_for_the_link(self) -> None:
-        """All ranks are prepared; the command puts the limits of the link in force."""
+        """Wait until all ranks are prepared and the command has restored the link limits."""
         dist.barrier()
         self.events.write("prepared")
         self.events.wait_for_release()
@@ -306,7 +306,7 @@ class TrainingRun:
         self._extend()
 
     def _extend(self) -> None:
-        """Time and bytes since the last look belong to the last step."""
+        """Add time and bytes since the last call to the last step."""
         now_s = time.perf_counter()
         self.step_s[-1] += now_s - self.mark_s
         self.mark_s = now_s
@@ -314,7 +314,9 @@ class TrainingRun:
         self._count_kernel_bytes()
 
     def _kernel_bytes(self) -> tuple[int, int]:
-        """Bytes (sent, received) by the interface of this rank, if it has one of its own."""
+        """Return bytes (sent, received) of this rank's interface; zeros if it has none of its
+        own.
+        """
         return interface_bytes(self.config.interface) if self.config.interface else (0, 0)
 
     def _count_kernel_bytes(self) -> None:
@@ -389,7 +391,7 @@ class TrainingRun:
 
 
 def _round_means(step_s: Sequence[float], round_steps: int) -> list[float]:
-    """Mean seconds of a step in every whole round; of all where there is none."""
+    """Return the mean step seconds of each full round; of all steps if there is none."""
     rounds = len(step_s) // round_steps
     if rounds == 0:
         return [fmean(step_s)]

@@ -1,5 +1,6 @@
-"""The training script: what every rank runs, as `-m thinwire.tools.run.worker JOB.json`. The event
-logs are in the folder of that file.
+"""Worker process: `-m thinwire.tools.run.worker JOB.json` on every rank.
+
+The event logs are in the folder of that file.
 """
 
 import os
@@ -12,7 +13,7 @@ from thinwire.tools.run.launch import event_log
 
 
 def main(job_path: str) -> None:
-    """Join the group, do the job, and write its result, or the error, into this rank's log."""
+    """Join the group, run the job, and write its result or error into this rank's log."""
     path = Path(job_path)
     events = event_log(path.parent, int(os.environ["RANK"]))
     try:

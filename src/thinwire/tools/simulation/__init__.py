@@ -1,1 +1,4 @@
-"""Steps of up to thousands of ranks, in seconds and bytes, without torch; no command imports it."""
+"""Simulate steps of up to thousands of ranks, in seconds and bytes, without torch.
+
+No command imports it.
+"""

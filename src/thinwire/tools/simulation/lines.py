@@ -14,20 +14,20 @@ Ranks = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Edges:
-    """Between each member of a ring and the next: the kinds of pairs, and which is where."""
+    """Links between neighbours in a ring: kinds of pairs, and the kind of each pair."""
 
     kinds: tuple[Network, ...]
     which: NDArray[np.int64]
 
     @property
     def latency_s(self) -> NDArray[np.float64]:
-        """One way, by group and member."""
+        """One-way latency, by group and member."""
         return np.array([kind.latency_s for kind in self.kinds])[self.which]
 
 
 @dataclass(frozen=True)
 class Lines:
-    """A network of ranks, each with a line of its own, at sites that may share one to the others.
+    """Network of ranks, each with its own line, at sites that may share one line to the others.
 
     Attributes:
         up_bit_s: What each rank sends at most, shape (W,), headers included.
@@ -60,18 +60,22 @@ class Lines:
 
     @property
     def ranks(self) -> int:
-        """W."""
+        """Number of ranks W."""
         return len(self.site)
 
     def slowed(self, rank: int, times: float) -> "Lines":
-        """The same with the line of one rank so many times slower, both ways."""
+        """Return a network in which the line of one rank is slower by a factor, in both
+        directions.
+        """
         up, down = self.up_bit_s.copy(), self.down_bit_s.copy()
         up[rank] /= times
         down[rank] /= times
         return Lines(up, down, self.site, self.site_bit_s, self.near_s, self.far_s, self.call_s)
 
     def edges(self, members: Ranks) -> Edges:
-        """From each member of each group to the next one, shape (groups, members)."""
+        """Return the links from each member to the next one in its group, shape (groups,
+        members).
+        """
         to = np.roll(members, -1, axis=1)
         rate = np.minimum(self.up_bit_s[members], self.down_bit_s[to])
         crosses = self.site[members] != self.site[to]
@@ -85,11 +89,11 @@ class Lines:
         )
 
     def pair(self, bit_s: float, latency_s: float) -> Network:
-        """Two ranks."""
+        """Return the network of two ranks."""
         return Network(bit_s, latency_s, 2, self.call_s)
 
     def alike(self, members: Ranks) -> Network | None:
-        """The network of each group, where all pairs in it are alike; else None."""
+        """Return the network of each group if all its pairs are equal, else None."""
         site = self.site[members]
         one_site = bool((site == site[:, :1]).all())
         apart = bool((np.diff(np.sort(site, axis=1), axis=1) > 0).all())
@@ -102,12 +106,12 @@ class Lines:
 
 
 def switch(ranks: int, bit_s: float, latency_s: float) -> Lines:
-    """All ranks on one switch: equal lines and latencies, one way in seconds."""
+    """Return ranks on one switch: equal line and latency (one way, seconds) for all."""
     return _of(ranks, bit_s, bit_s, np.zeros(ranks, np.int64), inf, latency_s, latency_s)
 
 
 def homes(ranks: int, up_bit_s: float, latency_s: float, *, down: float = 5.0) -> Lines:
-    """Each rank at a site of its own, which receives `down` times as fast as it sends."""
+    """Return ranks at a site each, receiving `down` times as fast as they send."""
     sites = np.arange(ranks, dtype=np.int64)
     return _of(ranks, up_bit_s, down * up_bit_s, sites, inf, latency_s, latency_s)
 
@@ -115,7 +119,7 @@ def homes(ranks: int, up_bit_s: float, latency_s: float, *, down: float = 5.0) -
 def sites(
     ranks: int, count: int, *, bit_s: float, near_s: float, site_bit_s: float, far_s: float
 ) -> Lines:
-    """Consecutive ranks at `count` sites at most; each shares a line to the others."""
+    """Return consecutive ranks at up to `count` sites; each site shares a line to the others."""
     if count < 1:
         raise ValueError(f"count={count} must be at least 1 site")
     count = min(count, ranks)
@@ -133,7 +137,7 @@ def _of(
 
 @dataclass(frozen=True)
 class Gather:
-    """Each gives `nbytes` to all: an all-gather, by a ring."""
+    """Ring all-gather of `nbytes` from each rank."""
 
     nbytes: int
 
@@ -148,7 +152,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class Reduce:
-    """The sum of `nbytes` of each: an all-reduce, by a ring."""
+    """Ring all-reduce of `nbytes`."""
 
     nbytes: int
 
@@ -161,12 +165,12 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Deal:
-    """Each gives each other one a string, of `lengths` bytes by receiver: an all-to-all."""
+    """All-to-all; `lengths` are the bytes by receiver."""
 
     lengths: tuple[int, ...]
 
     def given(self, size: int) -> Ranks:
-        """See `Gather`; one's own string is not given."""
+        """See `Gather`; a rank's message to itself is not counted."""
         total = sum(self.lengths)
         return np.array([total - length for length in self.lengths], np.int64)
 
@@ -176,7 +180,7 @@ class Deal:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """The first gives `nbytes` to all others: a tree."""
+    """Tree broadcast of `nbytes` from the first rank."""
 
     nbytes: int
 
@@ -202,7 +206,7 @@ class Jitter:
     random: np.random.Generator
 
     def of(self, shape: tuple[int, ...]) -> Times | float:
-        """Seconds for each of them."""
+        """Return seconds of extra latency, of this shape."""
         return self.random.exponential(self.mean_s, shape) if self.mean_s else 0.0
 
 
@@ -247,7 +251,7 @@ def finished(
 
 
 def _closed_s(collective: Collective, lines: Lines, members: Ranks, idle_s: float) -> float | None:
-    """The formula for members that are all alike."""
+    """Return the end times by the formula for equal members."""
     network = lines.alike(members)
     if network is None or isinstance(collective, Broadcast):
         return None
@@ -263,7 +267,9 @@ def _closed_s(collective: Collective, lines: Lines, members: Ranks, idle_s: floa
 def _ring(
     edges: Edges, pairs: int, nbytes: float, begin_s: Times, jitter: Jitter, idle_s: float
 ) -> Times:
-    """A piece goes on when it is there, the line is free and the receiver has said it is ready.
+    """Return the end times of a ring, piece by piece.
+
+    A piece leaves when it has arrived, the line is free and the receiver is ready.
 
     Two pieces are on their way at a time. The receiver has room for the next one when that of the
     pair before is there, and to say so takes a latency.
@@ -289,7 +295,10 @@ def _ring(
 def _dealt(
     deal: Deal, lines: Lines, members: Ranks, begin_s: Times, jitter: Jitter, idle_s: float
 ) -> Times:
-    """The strings of a rank share its line; those that leave or reach a site, the site's.
+    """Return the end times of an all-to-all.
+
+    The messages of a rank share its line; those that leave or reach a site share its line. Messages
+    that reach a line crowd there, since senders do not agree on an order.
 
     Those that reach a line crowd there, since senders do not agree on an order.
     """
@@ -325,7 +334,8 @@ def _dealt(
 
 
 def _received(sent_s: Times, down_s: Times, excess: float) -> Times:
-    """Until all has reached each line, whose bytes take it `down_s`.
+    """Return the time until all messages have reached each line, which takes `down_s` for their
+    bytes.
 
     `excess` is what `crowding` says: the share that it takes longer where both are equal.
 
@@ -340,7 +350,7 @@ def _received(sent_s: Times, down_s: Times, excess: float) -> Times:
 
 
 def _last_other(values: Times) -> Times:
-    """For each the largest of all the others."""
+    """Return for each entry the largest of all others."""
     first = int(values.argmax())
     found = np.full(values.shape, values[first])
     found[first] = np.delete(values, first).max(initial=0.0)
@@ -350,7 +360,7 @@ def _last_other(values: Times) -> Times:
 def _broadcast(
     given: Broadcast, lines: Lines, members: Ranks, begin_s: Times, jitter: Jitter, idle_s: float
 ) -> Times:
-    """In round i the first 2^i members pass it on to as many others."""
+    """Return the end times of a tree; in round i the first 2^i members send to as many others."""
     there, free = begin_s.copy(), begin_s.copy()
     size = members.shape[1]
     for i in range(_depth(size)):
@@ -372,7 +382,7 @@ def _broadcast(
 def _transfers(
     lines: Lines, rate: Times, latency_s: Times | float, nbytes: Times, idle_s: float
 ) -> Times:
-    """One transfer each, of which few are different."""
+    """Return the seconds of one transfer each, of which few differ."""
     facts = np.stack([rate.ravel(), np.broadcast_to(latency_s, rate.shape).ravel(), nbytes.ravel()])
     kinds, which = np.unique(facts, axis=1, return_inverse=True)
     took_s = [lines.pair(bit_s, late).transfer_s(n, idle_s) for bit_s, late, n in kinds.T.tolist()]

@@ -1,4 +1,4 @@
-"""Steps of all ranks, one after the other: compute, agree, exchange, agree."""
+"""Simulate steps of all ranks: compute, vote, exchange, vote."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,13 +22,13 @@ from thinwire.tools.simulation.lines import (
 )
 
 AGREEMENT = Gather(24)
-"""A vote in which all ranks say the same: length and digest of a report."""
+"""Vote of equal reports: length and digest."""
 Rounds = list[list[Collective]]
 
 
 @dataclass(frozen=True)
 class Entries:
-    """The largest entries of each tensor, as `compress.entries` sends them.
+    """Largest entries of each tensor, as `compress.entries` sends them.
 
     Attributes:
         sparsity: Fraction that is not sent.
@@ -43,7 +43,7 @@ class Entries:
     sketch: bool = False
 
     def layout(self, numels: Sequence[int]) -> Layout:
-        """Of a message."""
+        """Return the layout of a message."""
         return Layout.of(numels, self.sparsity, self.value_bits)
 
 
@@ -56,7 +56,7 @@ class Whole:
     sketch: bool = False
 
     def layout(self, numels: Sequence[int]) -> WholeLayout:
-        """Of a message."""
+        """Return the layout of a message."""
         return WholeLayout(tuple(numels), self.value_bits)
 
 
@@ -98,11 +98,11 @@ class Method:
 
     @property
     def between(self) -> int:
-        """Steps from one exchange to the next."""
+        """Number of steps from one exchange to the next."""
         return max(1, self.k_steps // self.fragments)
 
     def parts(self) -> list[tuple[int, ...]]:
-        """The tensors of each turn."""
+        """Return the tensors of each fragment."""
         cuts = contiguous(self.numels, self.fragments)
         return [tuple(self.numels[i] for i in cut) for cut in cuts]
 
@@ -192,7 +192,7 @@ class Outcome:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, the exchanges of a round shared out among its steps."""
+        """Mean seconds of a step; the exchanges of a round are spread over its steps."""
         return self.seconds / max(1, self.steps)
 
 
@@ -205,7 +205,7 @@ def simulate(
     trouble: Trouble | None = None,
     event_by_event: bool = False,
 ) -> Outcome:
-    """Run steps on all ranks of a network.
+    """Simulate steps on all ranks of a network.
 
     Args:
         method: How they exchange.
@@ -264,7 +264,7 @@ class _Run:
         self._sent = np.zeros(lines.ranks)
         self._error: str | None = None
         self._ahead = 0
-        """Steps of the next round that ranks made while an exchange was on its way."""
+        """Steps of the next round made during an exchange."""
         everyone = np.arange(lines.ranks, dtype=np.int64)
         self._all = everyone[None, :]
         self._nodes = everyone.reshape(-1, method.node_size)
@@ -282,7 +282,7 @@ class _Run:
         )
 
     def compute(self, steps: int) -> None:
-        """Steps that nobody waits in."""
+        """Advance by steps without waiting."""
         self._now = self._now + self._computed(max(0, steps - self._ahead))
         self._ahead = 0
         self.steps += steps
@@ -296,7 +296,7 @@ class _Run:
         return made
 
     def exchange(self, numels: tuple[int, ...]) -> bool:
-        """One exchange with its agreements; False where it failed."""
+        """Run one exchange with its votes; return False if it failed."""
         method, begin = self._method, self._now
         idle_s = float((method.between - method.delay) * self._step_s.min())
         if not self._agreed():
@@ -317,7 +317,9 @@ class _Run:
         return agreed
 
     def _between(self, collectives: list[Collective], begin: Times, idle_s: float) -> list[Times]:
-        """When each is over between the sources; the wire carries one after the other."""
+        """Return the end times of each collective between the sources; the wire carries one after
+        the other.
+        """
         found = []
         for collective in collectives:
             begin = self._over(collective, self._leaders, begin, idle_s)
@@ -326,7 +328,7 @@ class _Run:
         return found
 
     def _wait_for(self, collectives: list[Collective], over: list[Times]) -> None:
-        """Wait for the results, then pass them on inside each node."""
+        """Wait for the results, then send them on inside each node."""
         for collective, end in zip(collectives, over, strict=True):
             self._now = self._passed_on(collective, np.maximum(self._now, end))
 
@@ -344,7 +346,7 @@ class _Run:
     def _over(
         self, collective: Collective, members: Ranks, begin: Times, idle_s: float = 0.0
     ) -> Times:
-        """When it is over, by rank; what is given and sent is counted."""
+        """Return the end times by rank, and count bytes given and sent."""
         groups, size = members.shape
         self._given[members.ravel()] += np.tile(collective.given(size), groups)
         self._sent[members.ravel()] += np.tile(collective.sent(size), groups)
@@ -366,7 +368,7 @@ class _Run:
         return over
 
     def _agreed(self) -> bool:
-        """A vote of all ranks, which nobody waits for longer than the time-out."""
+        """Run a vote of all ranks, with the time-out as limit."""
         limit, begin = self._trouble.timeout_s, self._now
         lost = sorted(rank for rank, step in self._trouble.lost.items() if step <= self.steps)
         over = self._over(AGREEMENT, self._all, begin)
@@ -391,7 +393,7 @@ class _Run:
 
 
 def _results(collective: Collective, sources: int) -> Ranks:
-    """Bytes of what each source gets from a collective."""
+    """Return the bytes that each source receives from a collective."""
     if isinstance(collective, Gather):
         return np.full(sources, sources * collective.nbytes)
     if isinstance(collective, Deal):
@@ -401,6 +403,6 @@ def _results(collective: Collective, sources: int) -> Ranks:
 
 
 def _listed(ranks: list[int]) -> str:
-    """The first few of them."""
+    """Format the first few ranks."""
     shown = ", ".join(map(str, ranks[:8]))
     return shown + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
