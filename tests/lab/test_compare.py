@@ -166,7 +166,7 @@ def test_strategy_files_take_part(tmp_path: Path) -> None:
     assert run.strategy == "plan"
     assert run.settings["localsgd"]["k_steps"] == 4
     assert run.settings["lr"] > 0
-    assert "once for every rank" in run.library_bytes_counted_by
+    assert "once per receiver" in run.library_bytes_counted_by
     # an averaging after the first update of two microsteps, then every fourth update
     assert {point.step for point in run.evaluations} == {0, 2, 10, 18, 26, 30}
     assert run.final_loss < run.evaluations[0].loss

@@ -170,9 +170,9 @@ def test_columns_that_were_not_measured_are_not_shown() -> None:
     emulated, local = columns(results()), columns(results(emulated=False))
     assert emulated["the same, counted by the kernel, B"].texts == ("4,200", "10")
     assert "the same, counted by the kernel, B" not in local
-    assert "training time on the asked link, s" not in emulated
+    assert "training time on the requested link, s" not in emulated
     # 20 steps of 4000 bytes at 100 Mbit/s are 6.4 ms
-    assert local["training time on the asked link, s"].texts == ("20.0", "6.0")
+    assert local["training time on the requested link, s"].texts == ("20.0", "6.0")
 
 
 def test_a_column_has_one_unit_and_one_precision_and_marks_its_best() -> None:
@@ -183,7 +183,7 @@ def test_a_column_has_one_unit_and_one_precision_and_marks_its_best() -> None:
     assert found["time to dense's loss (3.000), s"] == Column(
         "time to dense's loss (3.000)", "s", ("20.0", "-"), frozenset({0})
     )
-    assert found["time to the loss that all reached (3.500), s"].texts == ("15.0", "6.0")
+    assert found["time to the common loss (3.500), s"].texts == ("15.0", "6.0")
     # the last of that name; in the smallest unit that a number in it needs
     assert found["bytes per worker to that loss, B"].texts == ("60,000", "200")
     assert found["bytes per worker and step, B"].texts == ("4,000", "10")
@@ -228,7 +228,7 @@ def test_bytes_for_people(count: float, text: str) -> None:
 
 
 def test_the_loss_that_all_reached_is_shown_where_it_says_something() -> None:
-    label = "time to the loss that all reached (3.500), s"
+    label = "time to the common loss (3.500), s"
     measured = results()
     assert label in columns(measured)
     assert label not in columns(
@@ -451,15 +451,15 @@ def test_the_report_says_first_that_nothing_was_emulated() -> None:
 def test_losses_that_settings_were_chosen_by_are_named_as_such() -> None:
     assert "held-out loss at the end, nats per byte" in columns(results())
     assert "loss on the validation part at the end, nats per byte" in columns(results(tune=True))
-    assert "kept for choosing settings" in results(tune=True).headline
-    assert "kept for choosing settings" in results(tune=True, emulated=False).headline
+    assert "on the validation part" in results(tune=True).headline
+    assert "on the validation part" in results(tune=True, emulated=False).headline
 
 
 def test_the_report_names_a_failure() -> None:
     page = render(results(failed={"strategy": "powersgd", "error": "it <broke>"}))
     assert 'powersgd</th><td role="cell" class="failure" colspan="' in page
     assert "failed: it &lt;broke&gt;" in page
-    assert "powersgd failed and is left out." in page
+    assert "powersgd failed and is excluded." in page
 
 
 def test_links_are_described_as_asked() -> None:

@@ -60,7 +60,7 @@ def test_a_link_so_fast_that_nothing_helps_says_so_and_why(tmp_path: Path) -> No
     )
     assert said.returncode == 0
     text = " ".join(said.stdout.split())
-    assert text.startswith("use dense: its step of 0.501 s waits for the wire 0 % of the time")
+    assert text.startswith("use dense: its step of 0.501 s waits for the network 0 % of the time")
     assert "strategy file of dense: best.yaml" in text
     assert not tw.DistributedStrategy.load(tmp_path / "best.yaml").on
 

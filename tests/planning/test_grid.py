@@ -128,7 +128,7 @@ def test_the_table_shows_the_best_of_each_and_all_of_them_when_asked() -> None:
     assert len(many) == len(tw.plan(**NUMBERS, workers=8).strategies)
     assert max(map(len, said[0].splitlines())) <= 80
     assert "--all" in said[0]
-    assert "not predicted" in said[0]
+    assert "thinwire compare measures it" in " ".join(said[0].split())
 
 
 def measured(method: str, k_steps: int, value_bits: int | None) -> list[dict[str, Any]]:

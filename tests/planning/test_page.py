@@ -38,7 +38,7 @@ def test_it_loads_nothing_and_suits_light_dark_and_narrow(page: str) -> None:
 def test_every_best_row_is_there_with_its_source_and_the_prior_is_called_one(
     plan: tw.Plan, page: str
 ) -> None:
-    assert "What a step is worth is a prior" in page
+    assert "Progress per step is a prior" in page
     assert escape(plan.reason.partition(": ")[0]) in page
     for row in plan.best():
         assert f"<dt>{escape(row.name)}</dt>" in page
