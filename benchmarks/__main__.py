@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def run(name: str, folder: Path, *, quick: bool) -> bool:
-    """Whether the benchmark ended well; what it prints goes to the terminal."""
+    """Run a benchmark in the terminal; return True if it succeeded."""
     module, out = f"benchmarks.{name}", ["--out", os.path.relpath(folder / f"{name}.json")]
     begin = time.perf_counter()
     print(f"== {name}", flush=True)

@@ -1,5 +1,4 @@
-"""What compressed changes cost in held-out loss: local updates of several ranks, simulated in one
-process.
+"""Held-out loss of compressed changes: local updates of several ranks, simulated in one process.
 
     python -m benchmarks.changes --steps 1000 --size small --contenders uncompressed quantized-4
 

@@ -81,14 +81,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Scope:
-    """What a table is about."""
+    """Workers, model size and steps of a table."""
 
     workers: int
     size: str
     steps: int = STEPS
 
     def holds(self, cell: Mapping[str, Any]) -> bool:
-        """Whether a cell was trained here; the few steps of a timed one stand for any number."""
+        """True if a cell belongs to this table; timed cells stand for any number of steps."""
         steps = self.steps if cell["kind"] == "link" else cell["steps"]
         return (cell["workers"], cell["size"], steps) == (self.workers, self.size, self.steps)
 

@@ -1,5 +1,4 @@
-"""What it costs to fold a gradient, select, encode and decode: ours against torch, and against the
-memory's floor.
+"""Cost of folding a gradient, selecting, encoding and decoding, against torch and memory bandwidth.
 
     python -m benchmarks.codec --out benchmarks/results/codec.json
     python -m benchmarks.codec --quick
@@ -174,9 +173,7 @@ def printed(result: dict[str, object]) -> str:
 
 
 def narrow_folds(result: dict[str, object]) -> list[str]:
-    """What it costs to fold with momentum buffer and residual in bfloat16, and a gradient in
-    float32.
-    """
+    """Return the cost of folding a float32 gradient into bfloat16 momentum buffer and residual."""
     folds = [row for row in result["milliseconds"] if "bfloat16" in row]
     if not folds:
         return []

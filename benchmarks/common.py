@@ -1,6 +1,4 @@
-"""What the benchmarks share: contenders that take turns, the rate of the memory, the
-command line.
-"""
+"""Shared parts of the benchmarks: interleaved contenders, memory bandwidth, command line."""
 
 import argparse
 import json
@@ -22,13 +20,13 @@ AnyCell = TypeVar("AnyCell")
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """What a file of JSON lines has; nothing where there is none."""
+    """Return the rows of a file of JSON lines; none if it does not exist."""
     texts = path.read_text().splitlines() if path.exists() else []
     return [json.loads(text) for text in texts]
 
 
 class Results(Generic[AnyCell]):
-    """What was measured, by cell: the lines of a file, which what is measured now is added to.
+    """Measurements by cell, as lines of a file to which new ones are appended.
 
     Args:
         path: Of the file.
@@ -40,7 +38,7 @@ class Results(Generic[AnyCell]):
         self.lines = {_key(line["cell"]): line for line in json_lines(path)}
 
     def of(self, cell: AnyCell) -> dict[str, Any]:
-        """What was measured; measured now if it is not there."""
+        """Return the measurement of a cell; measure it if it is missing."""
         fields = asdict(cell)
         key = _key(fields)
         if key not in self.lines:
@@ -103,7 +101,7 @@ def summary(
 
 
 def surroundings(repeats: int) -> dict[str, object]:
-    """What a reader of the figures has to know beside them."""
+    """Return the circumstances of a measurement, for its readers."""
     return {
         "command": " ".join(["python", *sys.orig_argv[1:]]),
         "threads": torch.get_num_threads(),

@@ -4,7 +4,7 @@ do it is 2 s at most.
     python -m benchmarks.deadlines --repeats 5
 
 Three ranks train, and one of them is stopped (the deadline is the time-out of the others) or killed
-(the deadline is its end). Then newcomers come to a meeting place that refuses them. The exit status
+(the deadline is its end). Then joiners come to a host that refuses them. The exit status
 is 1 where a call ended later.
 """
 

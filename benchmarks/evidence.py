@@ -162,7 +162,7 @@ class Cell:
 
 
 def as_it_is(name: str, optimizer: str = "adamw") -> dict[str, Any]:
-    """What a cell says of a strategy of `thinwire compare`; `optimizer` where it has none."""
+    """Return the cell fields of a strategy of `thinwire compare`; `optimizer` if it has none."""
     recipe = STRATEGIES[name]
     return {
         "strategy": name,

@@ -160,7 +160,7 @@ class Exchange:
             self._sum.zero_()
 
     def update(self, density: float, threshold: float | None) -> Tensor:
-        """What the parameters go down by, shape (numel,), before the learning rate."""
+        """Return the update before the learning rate, shape (numel,)."""
         if self.dense:
             return self.mean_buffer.mul_(MOMENTUM).add_(self.grads.mean(0))
         if threshold is None:

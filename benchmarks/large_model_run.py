@@ -1,4 +1,4 @@
-"""What each worker of `large_model.py` does."""
+"""Worker of `benchmarks.large_model`."""
 
 import gc
 import threading

@@ -64,7 +64,7 @@ def _corpus(data: str) -> Corpus:
 
 
 def _works(cell: Cell, device: str, folder: Path) -> list[Any]:
-    """What each worker trains; the first one evaluates on all that is held out."""
+    """Return the task of each worker; the first one evaluates on all held-out data."""
     if cell.data.partition(":")[0].endswith(".py"):
         where = device_of(device, 0)
         return [OwnTask(cell.data, cell.seed, k, cell.workers, where) for k in range(cell.workers)]

@@ -12,7 +12,7 @@ class Limit:
     """A ratio, or a time in seconds, and what it may be at most."""
 
     figure: str
-    """What is measured, over what."""
+    """Ratio that is limited."""
     benchmark: str
     """Whose JSON it comes from."""
     at_most: float

@@ -64,7 +64,7 @@ class Ranks:
         self.condition.notify_all()
 
     def all_of(self, number: int) -> list[Tensor]:
-        """What all have given, once they have; every rank asks once."""
+        """Wait for the tensors of all ranks and return them; every rank asks once."""
         parts = self._given[number]
         self.condition.wait_for(lambda: self._failed or all(part is not None for part in parts))
         found = [part for part in parts if part is not None]
@@ -154,7 +154,7 @@ class LocalRanks:
 
     @property
     def synced(self) -> bool:
-        """Whether all models are equal."""
+        """True if all models are equal."""
         return self._last == self.steps
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""What training holds in memory on every rank: plain DDP, PowerSGD and ours, at the peak of a step
-and between steps.
+"""Memory of training on every rank: plain DDP, PowerSGD and ours, at the peak of a step and after.
 
     python -m benchmarks.memory --out benchmarks/results/memory.json
     python -m benchmarks.memory --quick
@@ -228,7 +227,7 @@ def resident_bytes(field: str) -> int:
 
 
 def reset_peak() -> bool:
-    """Whether the kernel let the peak begin anew at what is resident now."""
+    """Reset the peak to the resident memory; return False if the kernel refuses."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -237,7 +236,7 @@ def reset_peak() -> bool:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """What of a tensor lies on this rank."""
+    """Return this rank's part of a tensor."""
     part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return part
 
@@ -253,7 +252,7 @@ def nbytes(tree: Any) -> int:
 
 
 def measured(name: str, size: str, steps: int) -> dict[str, Any]:
-    """What this rank holds; in a process that has done nothing else."""
+    """Return the memory of this rank, measured in a fresh process."""
     build = (CONTENDERS | SHARDED)[name]
     inputs = {kind: torch.randn(BATCH, WIDTHS[kind][0]) for kind in ("warm", size)}
     warm, _ = build(perceptron(WIDTHS["warm"]), inputs["warm"])

@@ -1,5 +1,4 @@
-"""What an update by Muon takes, and how far rounding takes it from float64: by the small Gram
-matrices, iteration by iteration, and in bfloat16, beside AdamW.
+"""Time of an update by Muon, and its distance from float64, by three methods, beside AdamW.
 
     python -m benchmarks.muon --threads 1
     python -m benchmarks.muon --quick

@@ -1,5 +1,4 @@
-"""What one update of LAMB, LARS and the outer SGD costs: ours against the memory's floor, torch and
-other packages.
+"""Cost of one update of LAMB, LARS and outer SGD, against memory bandwidth, torch and others.
 
     python -m benchmarks.optimizers --threads 2 --out benchmarks/results/optimizers.json
     python -m benchmarks.optimizers --quick

@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def run(config: dict[str, Any], link: Link) -> dict[str, Any]:
-    """What rank 0 reports in the end."""
+    """Run the contenders and return the report of rank 0."""
     with contextlib.ExitStack() as stack:
         emulated = stack.enter_context(network(WORKERS, link)) if link.emulated else None
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -84,9 +84,7 @@ def contenders(found: dict[str, Any]) -> list[str]:
 
 
 def cost(name: str, found: dict[str, Any]) -> dict[str, Any]:
-    """What the digest adds to a step: medians of the differences within a round, shares of the step
-    without it.
-    """
+    """Return the cost of the digest: median differences within a round, and shares of a step."""
     result: dict[str, Any] = {"name": name, "waits": statistics.median(found["waits"][name])}
     for key in ("milliseconds", "cpu_milliseconds"):
         pairs = list(zip(found[key][name], found[key][name + WITHOUT], strict=True))

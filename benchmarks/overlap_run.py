@@ -1,6 +1,4 @@
-"""What every rank of `benchmarks.overlap` does: contenders take turns, each step timed, each bucket
-watched.
-"""
+"""Worker of `benchmarks.overlap`: interleaved contenders, with steps timed and buckets watched."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +48,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class Watch:
-    """What happened in one step."""
+    """Events of one step."""
 
     begin: float = 0.0
     last_gradient: float = 0.0
@@ -89,20 +87,20 @@ def watched_groups(watch: Watch) -> Iterator[None]:
         self: Group,
         launches: Sequence[Callable[..., dist.Work]],
         result: Any,
-        what: str,
+        action: str,
         held: Sequence[Tensor],
         **kind: Any,
     ) -> Any:
         def watching(launch: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
             def start(**how: Any) -> dist.Work:
                 work = launch(**how)
-                if "bucket" in what:
+                if "bucket" in action:
                     watch.follow(work.get_future())
                 return work
 
             return start
 
-        return plain(self, [watching(launch) for launch in launches], result, what, held, **kind)
+        return plain(self, [watching(launch) for launch in launches], result, action, held, **kind)
 
     Group._launched = launched  # type: ignore[method-assign]
     try:
@@ -122,7 +120,7 @@ class Contenders:
         self.x, self.y = (torch.randn(shape, generator=generator) for _ in range(2))
         self.steps: dict[str, Callable[[], object]] = {}
         self.choose: dict[str, Callable[[], None]] = {}
-        """What has to be set before a contender's turn."""
+        """Prepare the rank; each contender is set up before its step."""
         self.engines: dict[str, Any] = {}
 
     def train(self) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def cases() -> list[Case]:
 
 
 def probed(workers: int, rate: str, latency: str, folder: Path) -> dict[str, Any]:
-    """What `thinwire probe` writes on this link."""
+    """Return the file of `thinwire probe` on this link."""
     out = folder / "probe.json"
     command = [sys.executable, "-m", "thinwire", "run", "--link", rate, "--latency", latency]
     command += ["--workers", str(workers), "--quiet", "--", str(thinwire.__main__.__file__)]
@@ -58,7 +58,7 @@ def probed(workers: int, rate: str, latency: str, folder: Path) -> dict[str, Any
 
 
 def predicted(probe: Mapping[str, Any]) -> tw.Plan:
-    """What is expected from a probe."""
+    """Return the plan of a probe."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "probe.json"
         path.write_text(json.dumps(probe))

@@ -1,4 +1,4 @@
-"""What a step of each method is worth, from the lines that `benchmarks.evidence` has written.
+"""Progress per step of each method, from the lines of `benchmarks.evidence`.
 
 python -m benchmarks.progress            # prints what was measured
 python -m benchmarks.progress --write    # into src/thinwire/tools/planning/progress.json
@@ -85,7 +85,7 @@ def measured(lines: Iterable[Line]) -> list[dict[str, Any]]:
 
 
 def _method(cell: Mapping[str, Any]) -> str:
-    """Which strategy of the command a cell is a setting of."""
+    """Return the strategy of the command to which a cell belongs."""
     compression = cell["options"].get("compression") or {}
     if cell["optimizer"] == "adamw" and "quantized" in compression:
         return "quantized-local"

@@ -54,7 +54,7 @@ def write() -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What the benchmarks found, by name."""
+    """Return the results of the benchmarks by name."""
     return {
         path.stem: json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(folder.glob("*.json"))

@@ -39,7 +39,7 @@ NETWORKS: dict[str, tuple[str, Callable[[int], Lines]]] = {
 
 
 def methods(numels: tuple[int, ...]) -> dict[str, Method]:
-    """What is compared, by name."""
+    """Return the methods that are compared, by name."""
 
     def dgc(exchange: str, node_size: int = 1) -> Method:
         return Method(numels, Entries(0.999, 1, exchange), 16384, node_size)
@@ -95,7 +95,7 @@ def measure(sizes: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _has_nodes(network: str, ranks: int, node_size: int) -> bool:
-    """Whether ranks fill several nodes whose wires inside are faster than those between."""
+    """True if ranks fill several nodes with faster links inside than between."""
     if node_size == 1:
         return True
     return network == "sites" and ranks % (SITES * node_size) == 0

@@ -106,7 +106,7 @@ def drawn(rank: int) -> torch.nn.ParameterList:
 
 
 def of_the(method: Method, ranks: int) -> bool:
-    """Whether so many ranks have room for a method."""
+    """True if this many ranks suffice for a method."""
     return ranks % method.node_size == 0 and ranks // method.node_size > 1
 
 

@@ -1,4 +1,4 @@
-"""What one step of DGC moves as sources become more: gathered messages, sums by shares, and nodes.
+"""Traffic of one step of DGC by number of sources: all-gather, all-to-all, and nodes.
 
     python -m benchmarks.scaling --out benchmarks/results/scaling.json
     python -m benchmarks.scaling --quick
@@ -37,7 +37,7 @@ def layout_of(numel: int, density: float) -> Layout:
 
 
 def proposals(layout: Layout, source: int) -> dict[str, Proposed]:
-    """What a source might send: the positions matter for no length."""
+    """Return a made-up message of a source; its length does not depend on positions."""
     generator = torch.Generator().manual_seed(source)
     found = {}
     for key, slot in enumerate(layout.slots):

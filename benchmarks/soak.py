@@ -70,7 +70,7 @@ class Process:
     inherited: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] | None = None
     fate: str = ""
-    """What was done to it."""
+    """Fault that was injected; empty for none."""
     last: float = 0.0
     longest_s: float = 0.0
     read: int = 0
@@ -82,7 +82,7 @@ class Process:
 
     @property
     def takes_part(self) -> bool:
-        """Whether it is in the run, and nothing is done to it."""
+        """True if it is in the run and no fault was injected."""
         return bool(self.entered) and not self.fate and self.end is None
 
 
@@ -188,7 +188,7 @@ class Soak:
             dead = not one.process.is_alive()
             self.read(one, now)
             if one.end is None and dead and not one.fate:
-                if not (self.folder / "die-giving").exists() and "giver" in self.events[-1:]:
+                if not (self.folder / "die-giving").exists() and "donor" in self.events[-1:]:
                     one.fate = "killed"
                 else:
                     self._problem(f"{one.number} ended with {one.process.exitcode}, untold")
@@ -200,7 +200,7 @@ class Soak:
                     self._problem(f"{one.number} told nothing for {silent_s:.1f} s")
 
     def read(self, one: Process, now: float) -> None:
-        """What a member has told since the last time."""
+        """Read the new events of a member."""
         path = self.folder / f"{one.number}.jsonl"
         text = path.read_text() if path.exists() else ""
         whole = text[one.read : text.rfind("\n") + 1]
@@ -256,7 +256,7 @@ class Soak:
                 self._problem(f"{action} took more than {limit_s:g} s")
 
     def _settled(self) -> bool:
-        """Whether the last fault is over: all who are there are in one generation again."""
+        """True if the last fault is over: all present members are in one generation."""
         if self.later or len(self._there) < _FEWEST:
             return False
         busy = [
@@ -276,12 +276,12 @@ class Soak:
     def _fault(self) -> None:
         """Make the next one; every kind comes before one comes again."""
         if not self.deck:
-            kinds = ["kill", "two", "stop", "leave", "taker", "giver", "join and kill"]
+            kinds = ["kill", "two", "stop", "leave", "recipient", "donor", "join and kill"]
             kinds += ["cut"] * (self.net is not None)
             self.deck = self.dice.sample(kinds, len(kinds))
         few, many = len(self._there) <= _FEWEST, len(self._there) >= _MOST
         kind = self.deck.pop()
-        if many and kind in ("two", "join and kill", "giver"):
+        if many and kind in ("two", "join and kill", "donor"):
             self.deck.insert(0, kind)
             kind = "kill"
         self.events.append(kind)
@@ -305,15 +305,15 @@ class Soak:
             case "leave":
                 victim.fate = "leaving"
                 self._signal(victim, signal.SIGUSR1)
-            case "taker":
+            case "recipient":
                 self._start(dies_taking=self.dice.choice([1, 2]), fate="killed")
-            case "giver":
+            case "donor":
                 (self.folder / "die-giving").touch()
                 self._start()
             case "join and kill":
                 joiner = self._start()
                 self._after(0.0, partial(self._kill_beside, joiner, victim))
-        if few and kind in ("kill", "stop", "cut", "leave", "giver", "join and kill"):
+        if few and kind in ("kill", "stop", "cut", "leave", "donor", "join and kill"):
             self._start()
 
     def _after(self, seconds: float, act: Callable[[], None]) -> None:
@@ -350,7 +350,7 @@ class Soak:
     # afterwards
 
     def trace(self, generations: dict[int, list[str]]) -> Trace:
-        """Who took part in what, from what the members have told; differences are problems."""
+        """Return the averagings and their members, from the reports; differences are problems."""
         found = Trace(self.config)
         by_step: dict[int, dict[int, list[tuple[Process, str]]]] = {}
         for one in self.all:

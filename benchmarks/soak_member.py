@@ -1,4 +1,4 @@
-"""What every member of `benchmarks.soak` does: train, and tell after every averaging what it holds.
+"""Member of `benchmarks.soak`: train, and report the state after every averaging.
 
 It is told what to do by files in the folder of the run (`end`, `die-giving`) and by signals:
 SIGUSR1 lets it leave after the running round.
@@ -43,7 +43,7 @@ _SETTLE_S = 2.0
 
 @dataclass(frozen=True)
 class Part:
-    """What one member is told when it is started."""
+    """Start arguments of one member."""
 
     number: int
     """Of the process: its seed, and the name of its files."""
@@ -55,7 +55,7 @@ class Part:
     namespace: str = ""
     """File behind which its network is; empty for the one of the driver."""
     dies_taking: int = 0
-    """The message of its giver, from 1, before which it dies; 0 for none."""
+    """The message of its donor, from 1, before which it dies; 0 for none."""
 
 
 class Trainee:
@@ -237,9 +237,7 @@ class _Member:
             JoinerState.add_handoff = inherit  # type: ignore[method-assign]
 
     def _settled(self, before: dict[str, int]) -> dict[str, int]:
-        """What this process holds once it has left the run; what still waits for the meeting place,
-        or for others, ends by the time-out.
-        """
+        """Return the resources of this process after it left; pending waits end by the time-out."""
         until = time.monotonic() + self._part.timeout_s + _SETTLE_S
         while True:
             gc.collect()

@@ -37,7 +37,7 @@ _HELD_OUT = 4096
 
 @dataclass(frozen=True)
 class Trace:
-    """What a soak has to say of its members.
+    """Record of the members of a soak.
 
     Attributes:
         config: Name in `CONFIGS`.
@@ -61,7 +61,7 @@ class Trace:
 
     @classmethod
     def load(cls, path: Path) -> "Trace":
-        """What `save` wrote."""
+        """Read a trace that `save` wrote."""
         about = json.loads(path.read_text())
         for name in ("averagings", "digests", "inherited"):
             about[name] = {int(step): value for step, value in about[name].items()}
@@ -151,7 +151,7 @@ class _Member:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What came of it.
+    """Outcome of a replay.
 
     Attributes:
         digests: Of every averaging, by step.
@@ -226,7 +226,7 @@ def compiled(config: str) -> None:
 def _entered(
     trace: Trace, members: dict[str, _Member], before: Sequence[str], now: Sequence[str]
 ) -> None:
-    """Newcomers enter with what the others held at that step, which is still theirs."""
+    """Let joiners enter with the state of the others at that step."""
     for number in now:
         if number not in members:
             joiner = _Member(trace.seeds[number], trace.config)

@@ -1,5 +1,4 @@
-"""What starting costs: importing, compiling, and the first step once loops are compiled or read
-from disk.
+"""Cost of starting: import, compilation, and first step with compiled or cached loops.
 
     python -m benchmarks.startup --out benchmarks/results/startup.json
     python -m benchmarks.startup --quick

@@ -1,4 +1,4 @@
-"""What a reader of the source must cross, counted, with a ceiling for each count.
+"""Counts of the structure of the source, with a ceiling for each.
 
     python -m benchmarks.structure            # a table
     python -m benchmarks.structure --check    # fails where a count is above its ceiling
@@ -217,7 +217,7 @@ def _module(path: Path) -> str:
 
 
 def _imports(path: Path, names: Set[str]) -> set[str]:
-    """Which of the modules `names` are imported, in functions and for types too."""
+    """Return those of the modules `names` that are imported, in functions and for types too."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -259,7 +259,7 @@ def ways() -> dict[str, int]:
 
 
 def above(counts: dict[str, int], ceilings: dict[str, int]) -> list[str]:
-    """What is wrong, one line each: a count above its ceiling, or without one."""
+    """Return one line per problem: a count above its ceiling, or without one."""
     wrong = []
     for text, count in counts.items():
         if text not in ceilings:

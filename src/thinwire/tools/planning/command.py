@@ -107,7 +107,7 @@ def render(plan: Plan, command: str) -> str:
             f'<figure><ul class="legend">{legend}</ul>\n'
             + "\n".join(_points(frame, rows, plan.strategies) for frame in FRAMES)
             + "\n<figcaption>Dense is at 1 on the vertical axis; both axes are logarithmic. Small "
-            "dots are the other settings. Heights follow from the loss above dense's; if a strategy "
+            "dots are the other settings. Heights follow the loss above dense's; if a strategy "
             "never reaches dense's loss, they are the steps that it would take."
             "</figcaption></figure>",
             "<h2>Loss above dense's, and its source</h2>",
