@@ -37,16 +37,16 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> R
     the same.
 
     Args:
-        settings: What to compare.
+        settings: Settings of the comparison.
         display: Receives the progress.
-        keep: Called with the results so far after each strategy but the last one, and when SIGTERM
-            or Ctrl-C arrives, if a strategy has finished by then.
+        keep: Called with the results so far after each strategy but the last, and at SIGTERM or
+            Ctrl-C if a strategy has finished.
 
     Raises:
-        ValueError: The text, the size or the device cannot be used, or a strategy does not go with
-            the model; nothing has trained.
-        TaskRefused: A task of the user's cannot be trained.
-        WorkerError: No strategy could be trained. Nothing is left running in any case.
+        ValueError: The text, size or device cannot be used, or a strategy does not work with the
+            model; nothing was trained.
+        TaskRefused: The user's task cannot be trained.
+        WorkerError: No strategy could be trained; no process is left running.
     """
     _require_gpu(settings)
     corpus = _read_corpus(settings)

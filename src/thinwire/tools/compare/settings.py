@@ -35,10 +35,10 @@ class Settings(Training):
         size: Size of the model, as typed.
         text: Folder with text; None is Python's own standard library.
         out: Folder for the report.
-        joined_rank: This process's rank among those that torchrun or another launcher has started,
-            which train over the network between them; None where the command starts its workers.
-        timeout: Seconds that a rank waits for another one, and the longest silence of all ranks;
-            None derives it from the model and the link, if they are known.
+        joined_rank: Rank of this process under torchrun or another launcher; None if the command
+            starts its workers.
+        timeout: Seconds that a rank waits for another, and longest silence of all ranks; None
+            derives it from the model and the link.
     """
 
     workers: int

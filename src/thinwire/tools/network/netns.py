@@ -281,8 +281,8 @@ class Network:
 
     Attributes:
         namespace_fds: One open descriptor per worker, for `enter_network`.
-        hub_fd: Namespace in which the far ends of the links are.
-        link: What the links are limited to; their limits can be lifted for a while.
+        hub_fd: Namespace of the far ends of the links.
+        link: Limits of the links; they can be lifted for a while.
         interface: Name of the interface inside every worker's namespace.
     """
 

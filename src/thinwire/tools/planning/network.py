@@ -26,8 +26,8 @@ def crowding(receivers: int, strings: int) -> float:
     the ranks of `benchmarks.scale_check` 4 did not crowd at all, 8 and 16 more than this says.
 
     Args:
-        receivers: Lines that receive at once, at least 2.
-        strings: That each of them gets, at least 1.
+        receivers: Number of ranks that receive at once, at least 2.
+        strings: Number of messages that each of them receives, at least 1.
     """
     return sqrt((receivers - 2) / (receivers - 1) * log(receivers) / (2 * strings))
 
@@ -37,15 +37,16 @@ class Network:
     """Ranks that each have a line of their own into one network.
 
     Attributes:
-        bit_s: What each rank's line sends, headers included; and receives, without `down_bit_s`.
-        latency_s: One way between any two.
-        ranks: W, at least 1.
-        call_s: What a collective costs a rank beside its bytes and latency.
-        restarts: Whether the kernel lets connections that were idle begin with small windows: Linux
-            does by itself, but not where BBR controls congestion.
-        node: Consecutive ranks that share a machine, as a network of their own; None where each
-            has one to itself, or nothing is known of it.
-        down_bit_s: What each rank's line receives; None for as much as it sends.
+        bit_s: Sending rate of each rank, in bits per second with headers; also the receiving rate,
+            without `down_bit_s`.
+        latency_s: One-way latency between any two ranks.
+        ranks: Number of ranks W, at least 1.
+        call_s: Fixed cost of a collective on a rank.
+        restarts: True if the kernel resets the window of idle connections, as Linux does without
+            BBR.
+        node: Network inside a machine of consecutive ranks; None if each rank has its own machine,
+            or if unknown.
+        down_bit_s: Receiving rate of each rank; None if equal to the sending rate.
 
     Source: Thakur, Rabenseifner and Gropp, 2005 (rings); gloo/allreduce.cc and gloo/allgather.cc
     (two pieces on their way at a time); RFC 6928 (the first window); RFC 2861 and Linux,

@@ -29,23 +29,23 @@ class Row:
     """Prediction for one strategy.
 
     Attributes:
-        name: Of the strategy; a variant of one of `thinwire compare` says what differs.
-        step_seconds: Of a step: low, mid and high.
-        bytes_per_step: What a rank sends.
-        memory_bytes: What a rank keeps: parameters, gradients, the state of AdamW, and that of the
-            method; without activations.
-        waiting_share: The part of a step that is not spent on the step itself.
-        progress: Steps of dense that a step is worth; a prior.
-        progress_source: Where that is from.
-        loss_gap: How far its loss is above dense's, with the same optimizer, at equal steps: low,
-            mid and high; 0.02 is 2 %.
-        loss_gap_source: Where that is from.
-        time_to_dense_loss: Time until the loss that dense ends with, over dense's own, both with
-            the optimizer of the strategy; smaller is sooner. Where it would take more than four
-            times dense's steps: those steps over dense's.
+        name: Name of the strategy; a variant adds its differences.
+        step_seconds: Seconds of a step: low, mid and high.
+        bytes_per_step: Bytes that a rank sends.
+        memory_bytes: Bytes that a rank keeps: parameters, gradients, the state of AdamW and of the
+            method, without activations.
+        waiting_share: Fraction of a step spent waiting for the exchange.
+        progress: Steps of dense training that a step is worth; a prior.
+        progress_source: Source of `progress`.
+        loss_gap: Loss above dense's with the same optimizer at equal steps: low, mid and high; 0.02
+            is 2 %.
+        loss_gap_source: Source of `loss_gap`.
+        time_to_dense_loss: Time to dense's final loss relative to dense's own, both with the
+            optimizer of the strategy; smaller is better. Beyond four times dense's steps, the
+            number of steps relative to dense's.
         document: Content of a strategy file; None for a hook of torch.
-        optimizer: The optimizer that belongs to the strategy; None for any.
-        reaches_dense_loss: Whether at most four times dense's steps are expected to be enough.
+        optimizer: Optimizer that the strategy requires; None for any.
+        reaches_dense_loss: True if four times dense's steps are expected to suffice.
     """
 
     name: str
@@ -89,11 +89,11 @@ class Plan:
     """Result of `plan`.
 
     Attributes:
-        recommended: Name of the strategy to take.
-        reason: Why, in a sentence.
-        strategies: All rows, the soonest first.
-        link: What was assumed of the network, or measured.
-        model: Likewise of the model: parameters, and seconds of a step without an exchange.
+        recommended: Name of the recommended strategy.
+        reason: Reason, in a sentence.
+        strategies: All rows, best first.
+        link: Assumed or measured network.
+        model: Assumed or measured model: parameters, and seconds of a step without an exchange.
     """
 
     recommended: str
@@ -106,7 +106,7 @@ class Plan:
         """Return the row of a strategy.
 
         Raises:
-            KeyError: There is none of this name.
+            KeyError: The plan has no row of this name.
         """
         found = next((row for row in self.strategies if row.name == name), None)
         if found is None:
@@ -148,26 +148,28 @@ def plan(
     from `workers`, `link` (or `up` and `down`) and `latency`, or from `probe`.
 
     Args:
-        params: Trainable numbers of the model, such as 124_000_000 or "124M".
-        step_seconds: A step of one rank with nothing exchanged. With a task that is left out it is
+        params: Number of trainable parameters, such as 124_000_000 or "124M".
+        step_seconds: Seconds of a step of one rank without an exchange. With a task, by default
             measured in this process, in up to seven steps.
-        workers: Ranks; 2 by default.
-        link: Each rank's rate in each direction, such as "100mbit", up to 400gbit; "none" and
-            "loopback" are taken for 20gbit; "100mbit" by default.
-        latency: One way, such as "20ms"; none by default.
-        device: "cpu" or "cuda": what computes; "cpu" by default, and with a task whose step is
-            measured, cuda where there is one.
-        probe: The file of `thinwire probe`, which has measured all of these.
-        task: "FILE.py:NAME", a function that gives a `thinwire.Task`: the model whose shapes count.
-            With a probe the network is that of the probe, and so is the step if it is of this task.
-        up: What each rank's line sends, such as "10mbit", instead of `link`; with `down`.
-        down: What it receives.
+        workers: Number of ranks; 2 by default.
+        link: Rate of each rank in each direction, up to "400gbit"; "100mbit" by default. "none" and
+            "loopback" count as 20gbit.
+        latency: One-way latency, such as "20ms"; none by default.
+        device: Device that computes, "cpu" or "cuda"; "cpu" by default. For a task that is measured
+            here, cuda if there is one.
+        probe: File of `thinwire probe`, instead of all of these.
+        task: Function that returns a `thinwire.Task`, as "FILE.py:NAME"; its model gives the
+            shapes. With a probe, the network is the probe's, and so is the step if it is of this
+            task.
+        up: Rate at which each rank sends, such as "10mbit", instead of `link`; with `down`.
+        down: Rate at which each rank receives.
 
     Returns:
-        The strategies, the soonest first.
+        The strategies, best first.
 
     Raises:
-        TypeError, ValueError: An argument that cannot be; says what came and what is allowed.
+        TypeError, ValueError: An argument is invalid; the message has its value and what is
+            allowed.
     """
     if task is not None and params is not None:
         raise ValueError(

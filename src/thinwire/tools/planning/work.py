@@ -22,18 +22,17 @@ class Work:
     """Compute of one rank between two exchanges.
 
     Attributes:
-        numel: Trainable numbers.
-        shapes: Of the parameters, in the order of the forward pass.
-        step_s: Seconds of forward pass, backward pass and update, with nothing exchanged.
-        cuda: Whether a GPU computes.
+        numel: Number of trainable parameters.
+        shapes: Shapes of the parameters, in forward order.
+        step_s: Seconds of forward pass, backward pass and update, without an exchange.
+        cuda: True if a GPU computes.
         forward: Seconds until the backward pass begins; None for a third of the step.
-        ready_s: Second of the step at which each gradient is ready, in the order of `shapes`; None
-            where the backward pass takes time as there are numbers.
-        muon_s: What an update by Muon takes longer; None where it was not measured, and counts for
-            nothing.
-        muon_numel: Numbers that Muon would train, AdamW the rest; None where that is not known.
-        width: Bytes of a gradient's number, the mean over all.
-        assumed: Whether the shapes are ours, for a number of parameters.
+        ready_s: Seconds into the step at which each gradient is ready, in the order of `shapes`;
+            None if proportional to the number of parameters.
+        muon_s: Extra seconds of an update by Muon; None if not measured, which counts as 0.
+        muon_numel: Number of parameters that Muon would train; None if unknown.
+        width: Mean bytes per gradient entry.
+        assumed: True if the shapes are assumed from the number of parameters.
     """
 
     numel: int

@@ -143,10 +143,11 @@ class _BuiltIn:
     """Task of one rank.
 
     Attributes:
-        model: Equal on all ranks; on the device of the run.
+        model: Model, equal on all ranks, on the device of the run.
         loss_fn: `loss_fn(model(inputs), targets)` is the mean loss.
-        make_optimizer: From parameters to the task's own optimizer; None for that of the command.
-        alike: Whether all ranks have begun with the very same batch.
+        make_optimizer: Builds the task's own optimizer from parameters; None for that of the
+            command.
+        alike: True if all ranks started with the same batch.
     """
 
     make_optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None = None

@@ -30,11 +30,11 @@ def step_of_built_in(
     """Measure a step of the built-in model, on all ranks at once, within about `most_s`.
 
     Returns:
-        Of this rank: `device`, `forward_s`, `backward_end_s` and `step_s`, seconds since the
-        beginning of the step; `parameters`; `shapes` of the trainable ones and `ready_s`, when each
-        gradient is there; `gradient_bytes` of all; `muon_parameters`, how many numbers Muon would
-        train; `muon_s`, what an update by Muon takes longer, None where there is no
-        time for it or Muon cannot train the model. Medians of up to five steps.
+        Measurements of this rank, medians of up to five steps. `device`; `forward_s`,
+        `backward_end_s` and `step_s`, in seconds since the start of the step; `parameters`;
+        `shapes` of the trainable ones, and `ready_s` of their gradients; `gradient_bytes` in total;
+        `muon_parameters`, which Muon would train; `muon_s`, the extra seconds of an update by
+        Muon, None if there was no time or Muon cannot train the model.
     """
     target = run_alike(lambda: device_of(device, dist.get_rank()), None)
     model = ByteTransformer(size).to(target)

@@ -150,17 +150,16 @@ class Recipe:
     """One strategy that can be compared, as plain data.
 
     Attributes:
-        trainer: Where its class is, as "module:Class"; imported in the workers only.
-        rates: By optimizer its peak learning rate, the best of the same grid for every strategy.
-        counted_by: How the bytes of the library's column come about.
-        options: Settings of the field; without one, keyword arguments of that class.
-        field: Which field of a strategy the options are; "" where it has none, None where they are
-            no such field.
-        ramp: Setting of that field which gets the updates during which it may start gently.
-        code: Lines of Python that do the same without the comparison, for what is no strategy of
-            ours.
-        file: The strategy file, as the command line names it.
-        optimizer: The one that belongs to the strategy, whatever the others train with.
+        trainer: Trainer class, as "module:Class"; imported only in the workers.
+        rates: Peak learning rate by optimizer, the best of the same grid for every strategy.
+        counted_by: Method that counts the bytes of the library.
+        options: Settings of the field, or keyword arguments of the trainer.
+        field: Field of a strategy that the options set; "" for none, None if they are not of a
+            field.
+        ramp: Setting of the field that takes the number of ramp-up steps.
+        code: Equivalent lines of Python, for hooks of torch.
+        file: Strategy file, as on the command line.
+        optimizer: Optimizer that the strategy requires, whatever the others use.
     """
 
     name: str
@@ -196,13 +195,13 @@ class Training:
     """Settings that a comparison and each of its runs share.
 
     Attributes:
-        model: Which model that comes with the command, and its size.
-        steps: Updates; None where `seconds`, a budget of training time, is given.
+        model: Built-in model and its size.
+        steps: Number of updates; None if `seconds` limits the training time.
         batch: Sequences, or digits, per rank and step.
         optimizer: "adamw", "muon" or "sgd"; a strategy may have one of its own.
-        lr: Peak learning rate; None for that of the strategy, or those of the task's own optimizer.
-        task: "FILE.py:NAME" of the user's own task; None for the one that comes with the command.
-        evaluations: How often the loss is taken, at most.
+        lr: Peak learning rate; None for that of the strategy or of the task's own optimizer.
+        task: User's task, as "FILE.py:NAME"; None for the built-in one.
+        evaluations: Maximum number of evaluations.
     """
 
     model: ModelSize | ConvolutionSize
@@ -227,9 +226,9 @@ class RunConfig(Training):
     """Configuration of one training, the same on every rank.
 
     Attributes:
-        ramp_steps: Updates during which methods that start gently may do so.
-        held_out_sequences: How many sequences of `held_out_file`; of digits it is all.
-        interface: The network interface whose bytes the kernel counts; None counts none.
+        ramp_steps: Ramp-up steps of methods that have a ramp.
+        held_out_sequences: Number of sequences of `held_out_file` that are used; digits use all.
+        interface: Network interface with the kernel's byte counters; None for no count.
     """
 
     recipe: Recipe

@@ -38,17 +38,16 @@ def probe(
     """Measure network and step, on all ranks at once; longer if the latency or a step is long.
 
     Args:
-        task: "FILE.py:NAME" of a task of the user's; None for the model that comes with the
-            command.
-        size: Of that model.
-        batch: Sequences of a step of that model.
+        task: User's task, as "FILE.py:NAME"; None for the built-in model.
+        size: Size of the built-in model.
+        batch: Sequences per step of the built-in model.
         device: "auto", "cpu" or "cuda".
-        tell: Is told what is measured next.
+        tell: Called with the name of the next measurement.
 
     Returns:
-        What was measured, the same on all ranks: `ranks`, `hosts`, `idle_restarts` (whether each
-        kernel lets idle connections begin anew), `task`, `pairs`, `together`, `collectives`,
-        `compute`, `not_measured`, `seconds` and `bytes`, the most that a rank has sent.
+        Measurements, equal on all ranks: `ranks`, `hosts`, `idle_restarts` (true if the kernel
+        resets idle connections), `task`, `pairs`, `together`, `collectives`, `compute`,
+        `not_measured`, `seconds` and `bytes` (the most that a rank sent).
     """
     begin_s = time.perf_counter()
     line = _Line()

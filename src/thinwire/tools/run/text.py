@@ -21,11 +21,10 @@ class Corpus:
     """Text in three fixed parts.
 
     Attributes:
-        validation: Bytes to choose settings by: the last but one twentieth of the whole, file order
-            below.
-        held_out: Bytes to report on, by which nothing has been chosen: the last twentieth.
-        files: How many files went in; None where it is no text.
-        source: Where they came from, for the report.
+        validation: Bytes for choosing settings: the last but one twentieth, in file order.
+        held_out: Bytes for the report, by which nothing was chosen: the last twentieth.
+        files: Number of files; None if it is not text.
+        source: Source, for the report.
     """
 
     train: bytes

@@ -35,7 +35,8 @@ class Setup:
     Attributes:
         optimizer: "adamw", "muon" or "sgd".
         loss_fn: `loss_fn(model(inputs), targets)` is the mean loss.
-        make_optimizer: From parameters to the task's own optimizer; None for that of the command.
+        make_optimizer: Builds the task's own optimizer from parameters; None for that of the
+            command.
     """
 
     optimizer: str
@@ -112,13 +113,13 @@ class DDPTrainer:
     which gloo never returns from.
 
     Attributes:
-        module: The bare module, to be evaluated.
-        optimizer: Whose `param_groups` take the learning rate before each step.
-        steady_from_step: The update from which on every round of steps costs the same.
-        round_steps: Steps after which the costs repeat: 1, or the interval of local updates.
-        finish_s: Seconds that `finish` is going to take, as far as is known.
-        agreed: Whether all ranks hold the same parameters at present.
-        settings: What was chosen for this strategy, for the report.
+        module: Bare module, for evaluation.
+        optimizer: Optimizer whose `param_groups` take the learning rate before each step.
+        steady_from_step: First update from which every round costs the same.
+        round_steps: Steps of a round: 1, or the interval of local updates.
+        finish_s: Expected seconds of `finish`.
+        agreed: True if all ranks hold the same parameters now.
+        settings: Settings of this strategy, for the report.
     """
 
     round_steps, finish_s, agreed = 1, 0.0, True

@@ -30,13 +30,13 @@ class Lines:
     """Network of ranks, each with its own line, at sites that may share one line to the others.
 
     Attributes:
-        up_bit_s: What each rank sends at most, shape (W,), headers included.
-        down_bit_s: What each rank receives at most, shape (W,).
-        site: Where each rank is, shape (W,), ascending from 0.
-        site_bit_s: Of the line of a site to all others, in each direction, which its ranks share.
-        near_s: Latency, one way, between two ranks of a site.
-        far_s: The same between sites.
-        call_s: What a collective costs a rank beside its bytes and latency.
+        up_bit_s: Sending rate of each rank with headers, shape (W,).
+        down_bit_s: Receiving rate of each rank, shape (W,).
+        site: Site of each rank, shape (W,), ascending from 0.
+        site_bit_s: Rate of a site's shared line to the others, in each direction.
+        near_s: One-way latency between two ranks of a site.
+        far_s: One-way latency between sites.
+        call_s: Fixed cost of a collective on a rank.
     """
 
     up_bit_s: NDArray[np.float64]
@@ -223,13 +223,13 @@ def finished(
     """Return the end time of a collective on each member of several concurrent groups.
 
     Args:
-        collective: What.
-        lines: Between all ranks.
-        members: The ranks of each group, shape (groups, members).
-        begin_s: When each member comes to it, same shape.
-        jitter: On top of latencies.
-        idle_s: For how long the lines were silent.
-        event_by_event: Also where all are alike and a closed form is known.
+        collective: Collective to run.
+        lines: Network of all ranks.
+        members: Ranks of each group, shape (groups, members).
+        begin_s: Start time of each member, same shape.
+        jitter: Extra latency.
+        idle_s: Seconds of silence before.
+        event_by_event: Simulate every event, even if a closed form is known.
     """
     if members.shape[1] == 1:
         return begin_s

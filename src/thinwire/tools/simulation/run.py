@@ -32,9 +32,9 @@ class Entries:
 
     Attributes:
         sparsity: Fraction that is not sent.
-        value_bits: What one value costs.
+        value_bits: Bits per value.
         exchange: "auto", "gather" or "split".
-        sketch: Whether sums that stand for the change go beside it, as with `Sparse` at a decay.
+        sketch: True if a sketch of the change is sent too, as with `Sparse` at a decay.
     """
 
     sparsity: float
@@ -66,12 +66,12 @@ class Method:
 
     Attributes:
         numels: Entries of each tensor, float32.
-        compression: What is sent of them; None sends all.
-        min_numel: Smaller tensors travel densely.
+        compression: Compression of them; None sends all.
+        min_numel: Tensors below this size are sent densely.
         node_size: Ranks that average densely first and count as one source.
         k_steps: Local steps between two averagings of the same tensor; 0 exchanges gradients.
-        fragments: Parts that take turns in local updates.
-        delay: Local steps that go on while an averaging is on its way.
+        fragments: Number of fragments of local updates.
+        delay: Local steps made during an averaging.
     """
 
     numels: tuple[int, ...]
@@ -151,13 +151,13 @@ class Trouble:
     """Faults of a run.
 
     Attributes:
-        slow: By rank how many times longer its steps take.
-        slow_lines: By rank how many times slower its line is.
-        jitter_s: Mean of what each message between neighbours takes on top of its latency.
-        step_jitter: Standard deviation of a step's time on each rank, relative to it.
-        lost: By rank the step, from 1, at whose exchange it is no longer there.
-        timeout_s: For how long a rank waits for others in one call.
-        seed: Of what is random.
+        slow: Factor on the step time, by rank.
+        slow_lines: Factor on the line's time, by rank.
+        jitter_s: Mean extra latency of each message between neighbours.
+        step_jitter: Relative standard deviation of the step time of each rank.
+        lost: Step, from 1, at whose exchange a rank is missing, by rank.
+        timeout_s: Time-out of one call.
+        seed: Seed of the random numbers.
     """
 
     slow: Mapping[int, float] = field(default_factory=dict)
@@ -174,13 +174,13 @@ class Outcome:
     """Outcome of a run.
 
     Attributes:
-        steps: That all ranks have made, those behind a last delay among them.
-        seconds: Until the last rank had made them, or had its error.
-        given: Bytes that each rank gave to exchanges, as `stats()["bytes_sent"]` counts them,
-            shape (W,): agreements, in which all ranks say the same, among them.
+        steps: Steps that all ranks made, with those after a last delay.
+        seconds: Seconds until the last rank made them, or raised its error.
+        given: Bytes that each rank gave to exchanges and votes, as `stats()["bytes_sent"]` counts
+            them, shape (W,).
         sent: Bytes that each rank put on its line, shape (W,).
-        waited_s: For how long each rank waited for exchanges, shape (W,).
-        error: What all ranks raise that are left; None where all went well.
+        waited_s: Seconds that each rank waited for exchanges, shape (W,).
+        error: Error that the remaining ranks raise; None for none.
     """
 
     steps: int
@@ -208,12 +208,12 @@ def simulate(
     """Simulate steps on all ranks of a network.
 
     Args:
-        method: How they exchange.
-        lines: Between them.
-        step_s: Seconds of a step on its own.
-        steps: How many, the last one ending with an exchange: a multiple of `method.between`.
-        trouble: What is not as it should be.
-        event_by_event: Also where all ranks are alike and a closed form is known.
+        method: Exchange method.
+        lines: Network of the ranks.
+        step_s: Seconds of a step without an exchange.
+        steps: Number of steps, a multiple of `method.between`; the last one ends with an exchange.
+        trouble: Injected faults.
+        event_by_event: Simulate every event, even if a closed form is known.
     """
     if lines.ranks % method.node_size:
         raise ValueError(
