@@ -225,7 +225,7 @@ def test_a_rank_that_comes_after_the_time_out_is_named() -> None:
     trouble = Trouble(slow={6: 100.0}, timeout_s=30.0)
     outcome = simulate(METHODS["dense"], switch(8, 1e9, 1e-3), step_s=1.0, steps=1, trouble=trouble)
     assert outcome.error is not None
-    assert "rank 6 came too late" in outcome.error
+    assert "rank 6 was late for the exchange" in outcome.error
 
 
 def test_what_does_not_divide_is_refused() -> None:
@@ -264,7 +264,7 @@ DENSE = Method(NUMELS)
         (lambda: simulate(DENSE, switch(2, 1e6, 0.0), step_s=-1.0, steps=1), "step_s must be"),
         (lambda: with_trouble(Trouble(lost={2: 1})), "lost names rank 2, but the ranks are 0 to 1"),
         (lambda: with_trouble(Trouble(slow={-1: 2.0})), "slow names rank -1"),
-        (lambda: with_trouble(Trouble(slow_lines={0: 0.0})), "slow by 0"),
+        (lambda: with_trouble(Trouble(slow_lines={0: 0.0})), "slowed by 0"),
     ],
 )
 def test_what_cannot_be_is_refused(make: Callable[[], object], says: str) -> None:
