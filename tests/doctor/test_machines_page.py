@@ -64,7 +64,7 @@ def test_two_machines_have_nothing_wrong(net: Network) -> None:
     assert [one.returncode for one in done] == [0, 0], done[0].stdout + done[1].stderr
     assert done[0].stdout.startswith("2 ranks on 2 machines\n")
     assert "wrong" not in done[0].stdout
-    for line in ("connections  all pairs connect both ways", "gloo group   it comes about"):
+    for line in ("connections  all pairs connect in both directions", "gloo group   it forms"):
         assert f"\nok     {line}" in done[0].stdout
     assert done[1].stdout.strip() == ""
 

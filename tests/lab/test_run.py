@@ -46,7 +46,7 @@ if os.environ["RANK"] == "1":
 time.sleep(600)
 """
 BAD = {
-    "-- missing.py": "missing.py: there is no such file",
+    "-- missing.py": "missing.py does not exist",
     "-- .": ". is a folder",
     "--link fast -- missing.py": "link='fast'",
     "--link 20mbit --latency soon -- missing.py": "latency='soon'",
@@ -56,7 +56,7 @@ BAD = {
     "": "no script is given; write it after --",
     "--lr 0.1 train.py": "Options of the script go after --: thinwire run",
     "--workers 2 --lr 0.1 train.py --workers 3": "Unknown option: --lr. Options of the script go",
-    "missing.py --workers 3": "missing.py: there is no such file",
+    "missing.py --workers 3": "missing.py does not exist",
     "--workers train.py": "'train.py' is not a whole number",
 }
 

@@ -126,7 +126,7 @@ WRONG: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
     "import": ((("import os,", "import nothing_of_this_name, os,"),), "cannot be imported"),
     "no function": ((("def task(", "def other("),), "has no function task"),
     "raises": ((("    torch.manual_seed(seed)", "    raise KeyError('x')"),), "KeyError"),
-    "no Task": ((("return tw.Task(", "return dict("),), "must give a thinwire.Task, got dict"),
+    "no Task": ((("return tw.Task(", "return dict("),), "must return a thinwire.Task, got dict"),
     "raises later": (
         (("loss_fn=torch.nn.functional.mse_loss,", "loss_fn=Late(),"), ("def task(", LATE)),
         "loss_fn raised ValueError: late",
@@ -233,7 +233,7 @@ def test_the_command_ends_with_status_2(tmp_path: Path) -> None:
     for words, told in (
         (("--task", "nothing.py:task"), "there is no file nothing.py"),
         (("--task", "my_task"), "is not FILE.py:NAME"),
-        (("--task", bad, "--tune"), "--tune is for the built-in task with the command"),
+        (("--task", bad, "--tune"), "--tune is for the built-in task"),
         (("--optimizer", "adam"), "optimizer='adam' is unknown; choose from adamw, muon, sgd"),
         (("--device", "tpu"), "device='tpu' is unknown; choose from auto, cpu, cuda"),
         (("--seeds", "0"), "seeds=0 is out of range"),

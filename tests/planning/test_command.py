@@ -23,11 +23,11 @@ PLAN = [sys.executable, "-m", "thinwire", "plan"]
         ([*NUMBERS, "--workers", "2.5"], "'2.5' is not a whole number"),
         ([*NUMBERS, "--link", "fast"], "link='fast' is not a rate; write a number and a unit"),
         ([*NUMBERS, "--latency", "-3ms"], "latency='-3ms'"),
-        (["--params", "124M"], "step_seconds is missing: give params and step_seconds, or a task"),
+        (["--params", "124M"], "step_seconds is missing; give params and step_seconds, or a task"),
         ([], "params is missing"),
         ([*NUMBERS, "--out", "missing/best.yaml"], "out='missing/best.yaml' cannot be written"),
         ([*NUMBERS, "--html", "."], "html='.' cannot be written: Is a directory"),
-        ([*NUMBERS, "--out", "a", "--html", "./a"], "out and html are the same file, 'a'; name"),
+        ([*NUMBERS, "--out", "a", "--html", "./a"], "out and html are the same file, 'a'; give"),
         ([*NUMBERS, "--out", "/proc/best.yaml"], "out='/proc/best.yaml' cannot be written"),
     ],
 )

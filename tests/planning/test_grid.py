@@ -53,7 +53,7 @@ def test_strategies_are_found_by_their_name_and_the_best_setting_of_each_is_show
     for row in plan.strategies:
         shown = next(other for other in best if other.strategy == row.strategy)
         assert shown.time_to_dense_loss <= row.time_to_dense_loss
-    with pytest.raises(KeyError, match=r"'nothing' is no row of this plan.*dense"):
+    with pytest.raises(KeyError, match=r"'nothing' is not a row of this plan.*dense"):
         _ = plan["nothing"]
 
 

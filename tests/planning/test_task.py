@@ -100,7 +100,7 @@ def test_a_process_that_belongs_to_a_group_is_told_to_probe(task: str) -> None:
         f"tw.plan(task={task!r})"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "ValueError: task is measured in a process by itself" in said.stderr
+    assert "ValueError: task is measured in a single process" in said.stderr
 
 
 def planned(folder: Path, model: str) -> tw.Plan:
