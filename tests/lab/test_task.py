@@ -231,7 +231,7 @@ def test_the_command_ends_with_status_2(tmp_path: Path) -> None:
     assert (status, text.count("\n")) == (2, 1)
     assert "nothing_of_this_name" in text
     for words, told in (
-        (("--task", "nothing.py:task"), "there is no file nothing.py"),
+        (("--task", "nothing.py:task"), "nothing.py does not exist"),
         (("--task", "my_task"), "is not FILE.py:NAME"),
         (("--task", bad, "--tune"), "--tune is for the built-in task"),
         (("--optimizer", "adam"), "optimizer='adam' is unknown; choose from adamw, muon, sgd"),
