@@ -12,7 +12,17 @@ import thinwire
 from benchmarks.structure import circles
 
 ROOT = Path(thinwire.__file__).parent
-BASE = {"errors", "_version", "_validate", "_names", "_aside", "_wording", "_launched", "_files"}
+BASE = {
+    "errors",
+    "_version",
+    "_validate",
+    "_names",
+    "_aside",
+    "_wording",
+    "_launched",
+    "_files",
+    "_torch_versions",
+}
 MATHS = BASE | {"layout", "schedules", "kernels", "core"}
 METHODS = MATHS | {"wire", "compress"}
 MAY_IMPORT = {
@@ -24,6 +34,7 @@ MAY_IMPORT = {
     "_aside": set(),
     "_launched": set(),
     "_files": set(),
+    "_torch_versions": set(),
     "schedules": BASE,
     "task": BASE,
     "logs": BASE,

@@ -1,4 +1,6 @@
-"""The table of docs/licences.md is what the packages say of themselves, and leaves none out."""
+"""The table of docs/licences.md is what the packages of constraints.txt say of themselves, and
+leaves none out.
+"""
 
 import re
 import tomllib
@@ -10,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PINNED = dict(re.findall(r"^(.+)==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
 ROW = re.compile(r"^\| ([\w-]+) \| (.+?) \| (.+?) \|$", re.MULTILINE)
 
 
@@ -44,7 +47,9 @@ def test_every_dependency_has_a_row() -> None:
 @pytest.mark.parametrize("package", [name for name, _ in needed()])
 def test_the_licence_is_what_the_package_says(package: str) -> None:
     try:
-        metadata.version(package)
+        version = metadata.version(package).partition("+")[0]
     except metadata.PackageNotFoundError:
         pytest.skip(f"{package} is not installed")
+    if version != PINNED[package]:
+        pytest.skip(f"{package} is {version}: a test with another version of torch")
     assert rows()[package][1] == licence(package)

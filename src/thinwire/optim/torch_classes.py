@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire._torch_versions import add_adagrad_state
 from thinwire.core.tensors import state_dtype
 from thinwire.optim.arguments import Common, require_known, spelled_out
 from thinwire.optim.common import CommonOptimizer
@@ -272,3 +273,7 @@ class Adagrad(TorchOptimizer, torch.optim.Adagrad):
     """
 
     _torch_class = torch.optim.Adagrad
+
+    def _torch_step(self) -> None:
+        add_adagrad_state(self)
+        super()._torch_step()
