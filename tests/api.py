@@ -7,8 +7,8 @@ from typing import Any
 
 _NAMES = {
     "tests.one_tensor": "FoldRule commit_ propose",
-    "thinwire._aside": "Late within",
-    "thinwire._launched": "is_launched place_among_ranks",
+    "thinwire._watchdog": "Late within",
+    "thinwire._launched": "is_launched launched_rank",
     "thinwire._names": "named_parameters names_matches=matches plain_name plain_names",
     "thinwire._wording": "near shown",
     "thinwire.checkpoint": (
@@ -101,7 +101,7 @@ _NAMES = {
     "thinwire.members.transfer": "Donor Recipient StateMessage TransferContext",
     "thinwire.members.group": "ElasticGroup",
     "thinwire.members.membership": "Membership",
-    "thinwire.members.meeting": "connect require_same run_store serve",
+    "thinwire.members.meeting": "connect require_same run_host run_store",
     "thinwire.members.members": "Members",
     "thinwire.members.relay": "certificate relay_key relaying _Relay",
     "thinwire.optim": "dgc_synchronizer owners",

@@ -4,13 +4,13 @@ torch.
 
 from collections.abc import Mapping
 
-__all__ = ["is_launched", "named_place", "place_among_ranks"]
+__all__ = ["environment_rank", "is_launched", "launched_rank"]
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
-def named_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
+def environment_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
     """Return rank and number of ranks, or None unless all four variables are set.
 
     >>> named_place({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500"})
@@ -28,7 +28,7 @@ def named_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
     return int(rank), int(size)
 
 
-def place_among_ranks(environment: Mapping[str, str]) -> tuple[int, int] | None:
+def launched_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
     """Return rank and number of ranks if torchrun, or another launcher of several ranks, started
     this process.
 
@@ -38,9 +38,9 @@ def place_among_ranks(environment: Mapping[str, str]) -> tuple[int, int] | None:
         ValueError: They are not numbers, or some of the variables are missing.
     """
     by_torchrun = _TORCHRUN in environment
-    place = named_place(environment)
-    if place is not None:
-        return place if by_torchrun or place[1] > 1 else None
+    rank_and_size = environment_rank(environment)
+    if rank_and_size is not None:
+        return rank_and_size if by_torchrun or rank_and_size[1] > 1 else None
     started = [name for name in (_TORCHRUN, *_NAMES[:2]) if environment.get(name)]
     alone = environment.get("WORLD_SIZE") == "1"
     if not by_torchrun and (not started or alone):
@@ -56,6 +56,6 @@ def place_among_ranks(environment: Mapping[str, str]) -> tuple[int, int] | None:
 def is_launched(environment: Mapping[str, str]) -> bool:
     """Return True if a launcher started this process, even with some of its variables missing."""
     try:
-        return _TORCHRUN in environment or place_among_ranks(environment) is not None
+        return _TORCHRUN in environment or launched_rank(environment) is not None
     except ValueError:
         return False

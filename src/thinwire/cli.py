@@ -120,16 +120,16 @@ def _script_apart(typed: Sequence[str], app: App) -> list[str]:
         for argument in app["run"].assemble_argument_collection()
         for name in argument.names
     }
-    place = 1
-    while place < len(words):
-        name, given, _ = words[place].partition("=")
+    index = 1
+    while index < len(words):
+        name, given, _ = words[index].partition("=")
         if not name.startswith("-"):
-            return [*words[:place], "--", *words[place:]]
+            return [*words[:index], "--", *words[index:]]
         if name == "--":
             break
         if name not in takes:  # help, or an error; what is behind it may be the script's
-            return words[: place + 1]
-        place += 1 if given else 1 + takes[name]
+            return words[: index + 1]
+        index += 1 if given else 1 + takes[name]
     return words
 
 

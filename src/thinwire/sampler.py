@@ -104,9 +104,9 @@ class ShardedSampler(Sampler[int]):
         epoch = self._epoch
         # read for each sample: `redistribute` may change epoch, rank and order between two
         while epoch == self._epoch and self._next < len(self._left(epoch)):
-            place = self._left(epoch)[self._next]
+            position = self._left(epoch)[self._next]
             self._taken += 1
-            yield self._sample(epoch, place)
+            yield self._sample(epoch, position)
         if epoch == self._epoch:
             self.set_epoch(epoch + 1)
 
@@ -131,8 +131,8 @@ class ShardedSampler(Sampler[int]):
         """
         return self._lefts.get(epoch, range(self._length))
 
-    def _sample(self, epoch: int, place: int) -> int:
-        return ~place if place < 0 else self._order(epoch)[place]
+    def _sample(self, epoch: int, position: int) -> int:
+        return ~position if position < 0 else self._order(epoch)[position]
 
     @property
     def taken(self) -> Taken:
@@ -161,11 +161,11 @@ class ShardedSampler(Sampler[int]):
         top = max(epoch for epoch, _ in taken)
         left: list[int] = []
         for epoch in range(min(epoch for epoch, _ in taken), top + 1):
-            for at, place in enumerate(self._left(epoch)):
+            for at, position in enumerate(self._left(epoch)):
                 # position `at` belongs to rank `at % n`, as its sample number `at // n`
                 own, count = taken[at % len(taken)]
                 if own < epoch or (own == epoch and at // len(taken) >= count):
-                    left.append(place if epoch == top else ~self._sample(epoch, place))
+                    left.append(position if epoch == top else ~self._sample(epoch, position))
         return top, left
 
     def state_dict(self) -> dict[str, Any]:
@@ -173,16 +173,16 @@ class ShardedSampler(Sampler[int]):
         values.
         """
         epoch, left = self._remaining([self.taken] * self._ranks)
-        places = [place for place in left if place >= 0]
-        first = min(places, default=self._length)
+        positions = [position for position in left if position >= 0]
+        first = min(positions, default=self._length)
         return {
             "length": self._length,
             "seed": self._seed,
             "shuffle": self._shuffle,
             "epoch": epoch,
             "dealt": first,
-            "dealt_beyond": sorted(set(range(first, self._length)).difference(places)),
-            "left_before": [~place for place in left if place < 0],
+            "dealt_beyond": sorted(set(range(first, self._length)).difference(positions)),
+            "left_before": [~position for position in left if position < 0],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -207,7 +207,7 @@ class ShardedSampler(Sampler[int]):
         )
         gone = set(state["dealt_beyond"])
         left = [~sample for sample in state["left_before"]]
-        left += [place for place in range(dealt, self._length) if place not in gone]
+        left += [position for position in range(dealt, self._length) if position not in gone]
         self._shuffle, self._seed = check.boolean("shuffle", state["shuffle"]), seed
         self._orders = {}
         self._go_on(epoch, left)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import is_launched, place_among_ranks
+from tests.api import is_launched, launched_rank
 from tests.launched import free_port
 from tests.processes import running
 from tests.waiting import PATIENCE_S
@@ -36,7 +36,7 @@ def without(*names: str, **more: str) -> dict[str, str]:
 def test_who_is_one_of_several_ranks(
     environment: dict[str, str], place: tuple[int, int] | None
 ) -> None:
-    assert place_among_ranks(environment) == place
+    assert launched_rank(environment) == place
     assert is_launched(environment) == (place is not None)
 
 
@@ -54,7 +54,7 @@ def test_who_is_one_of_several_ranks(
 )
 def test_what_is_missing_is_said(environment: dict[str, str], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        place_among_ranks(environment)
+        launched_rank(environment)
 
 
 def clean(**more: str) -> dict[str, str]:

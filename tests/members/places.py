@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from tests.api import enter, serve
+from tests.api import enter, run_host
 from tests.processes import running
 from tests.waiting import PATIENCE_S
 
@@ -30,7 +30,7 @@ def meeting_place(token: bytes | None = TOKEN, host: str = "127.0.0.1") -> Itera
     stop, ready = threading.Event(), threading.Event()
     said: list[str] = []
     thread = threading.Thread(
-        target=serve,
+        target=run_host,
         args=(listener, token),
         kwargs={"say": said.append, "ready": ready.set, "stop": stop},
     )

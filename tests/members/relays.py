@@ -7,7 +7,7 @@ import ssl
 import threading
 from collections.abc import Iterator
 
-from tests.api import relaying, serve
+from tests.api import relaying, run_host
 from tests.members.places import TOKEN
 from tests.waiting import PATIENCE_S
 
@@ -35,7 +35,7 @@ def relay_place(token: bytes | None = TOKEN, tls: ssl.SSLContext | None = None) 
     first, second = two_ports()
     port, stop, ready = first.getsockname()[1], threading.Event(), threading.Event()
     options = {"say": lambda _: None, "ready": ready.set, "stop": stop}
-    thread = threading.Thread(target=serve, args=(first, token), kwargs=options)
+    thread = threading.Thread(target=run_host, args=(first, token), kwargs=options)
     with relaying(second, token, tls):
         thread.start()
         try:

@@ -90,7 +90,7 @@ def test_another_version_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         address = place.__enter__()
     try:
         text = refused(address, TOKEN, Mismatch)
-        assert "thinwire 0.1.9, which meets in version 0" in text
+        assert "thinwire 0.1.9 (protocol 0)" in text
         assert "install the same release" in text
     finally:
         place.__exit__(None, None, None)

@@ -36,7 +36,7 @@ from tests.api import (
     relay_key,
     relaying,
     require_relay,
-    serve,
+    run_host,
 )
 from tests.faults.lines import blackhole
 from tests.lab.namespaces import needs_netns
@@ -490,7 +490,7 @@ def test_a_relay_that_stays_away_is_an_error(ranks: Pool, token_file: str, tmp_p
     first, second = two_ports()
     port, stop, ready = first.getsockname()[1], threading.Event(), threading.Event()
     options = {"say": lambda _: None, "ready": ready.set, "stop": stop}
-    threading.Thread(target=serve, args=(first, TOKEN), kwargs=options).start()
+    threading.Thread(target=run_host, args=(first, TOKEN), kwargs=options).start()
     paced = {"token_file": token_file, "relay": True, "flag": str(flag)}
     args = (in_order, f"tcp://127.0.0.1:{port}", CONFIGS["sparse"], paced)
     relayed = relaying(second, TOKEN, None)

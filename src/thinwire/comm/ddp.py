@@ -137,4 +137,4 @@ def living(kind: type[_T]) -> list[_T]:
     moment.
     """
     # type() and not isinstance, which would resolve the class of proxies
-    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    return [value for value in gc.get_objects() if issubclass(type(value), kind)]

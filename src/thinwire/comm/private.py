@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire._aside import Late, within
+from thinwire._watchdog import Late, within
 from thinwire.comm.failures import HeartbeatThread, explain_failure, stop_all
 from thinwire.comm.waiting import left_s, one_deadline, waited
 

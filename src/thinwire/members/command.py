@@ -70,28 +70,28 @@ def host(
         return
     if bind is None:
         raise ValueError("--bind is missing: an address of this machine, such as 10.0.0.1:29400")
-    asked = parse_address("bind", bind, scheme=False)
+    bind_address = parse_address("bind", bind, scheme=False)
     token = None if token_file is None else read_token(token_file)
     if (cert or key) and not relay:
         raise ValueError("--cert and --key are for the relay: give --relay too")
     if key and not cert:
         raise ValueError("--cert is missing: the certificate that belongs to --key")
     with contextlib.ExitStack() as ends:
-        listener = ends.enter_context(_listener(asked, public=public))
+        listener = ends.enter_context(_listener(bind_address, public=public))
         where = Address(*listener.getsockname()[:2])
         if relay:
             if where.port == _LAST_PORT:
                 raise ValueError(f"--bind {bind}: the relay needs the port after that of --bind")
-            next_one = _listener(Address(asked.host, where.port + 1), public=public)
+            next_one = _listener(Address(bind_address.host, where.port + 1), public=public)
             ends.enter_context(next_one)
             from thinwire.members.relay import certificate, relaying  # loads torch
 
             tls = certificate(cert, key) if cert else None
             ends.enter_context(relaying(next_one, token, tls))
-        _hold(listener, where, token, relayed=relay, quiet=quiet)
+        _serve_until_stopped(listener, where, token, relayed=relay, quiet=quiet)
 
 
-def _hold(
+def _serve_until_stopped(
     listener: socket.socket, where: Address, token: bytes | None, *, relayed: bool, quiet: bool
 ) -> None:
     stop = threading.Event()
@@ -100,7 +100,7 @@ def _hold(
     # else torch tells at length of everybody who says something that is no message, and the store
     # waits for whoever reads that
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from thinwire.members.meeting import serve  # loads torch
+    from thinwire.members.meeting import run_host  # loads torch
 
     def say(line: str) -> None:
         if not quiet:
@@ -110,10 +110,10 @@ def _hold(
         _print(f"listening on tcp://{where}")
         if relayed:
             say(f"relaying on port {where.port + 1}")
-        for line in _remarks(where, with_token=token is not None):
+        for line in _warnings(where, with_token=token is not None):
             say(line)
 
-    serve(listener, token, say=say, ready=ready, stop=stop)
+    run_host(listener, token, say=say, ready=ready, stop=stop)
     say("ended: members go on until one of them comes or goes")
 
 
@@ -124,23 +124,23 @@ def _print(line: str) -> None:
         os.write(sys.stdout.fileno(), f"{line}\n".encode(errors="backslashreplace"))
 
 
-def _listener(asked: Address, *, public: bool) -> socket.socket:
+def _listener(bind_address: Address, *, public: bool) -> socket.socket:
     """A socket that listens on this address alone.
 
     Raises:
         ValueError: The address is no address, is not of this machine, is all of them, or is taken.
     """
-    name = _EVERYWHERE.get(asked.host, asked.host)
+    name = _EVERYWHERE.get(bind_address.host, bind_address.host)
     try:
         address = ipaddress.ip_address(name)
     except ValueError:
         raise ValueError(
-            f"bind={str(asked)!r} has a name: an address is required, such as 10.0.0.1, so that "
+            f"bind={str(bind_address)!r} has a name: an address is required, such as 10.0.0.1, so that "
             "nothing else is listened on"
         ) from None
     if address.is_unspecified and not public:
         raise ValueError(
-            f"bind={str(asked)!r} means all addresses of this machine, also those that the "
+            f"bind={str(bind_address)!r} means all addresses of this machine, also those that the "
             "internet reaches: give the one that members use, or --public"
         )
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
@@ -149,15 +149,15 @@ def _listener(asked: Address, *, public: bool) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind((name, asked.port))
+        listener.bind((name, bind_address.port))
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise ValueError(f"bind={str(asked)!r}: {_why(error)}") from None
+        raise ValueError(f"bind={str(bind_address)!r}: {_reason(error)}") from None
     return listener
 
 
-def _why(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     match error.errno:
         case errno.EADDRINUSE:
             return "the port is in use on this address: take another one, or end who has it"
@@ -168,7 +168,7 @@ def _why(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _remarks(where: Address, *, with_token: bool) -> Iterator[str]:
+def _warnings(where: Address, *, with_token: bool) -> Iterator[str]:
     if not with_token:
         yield (
             "no --token-file: whoever reaches this port can join, and write what members read. "

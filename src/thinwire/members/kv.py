@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar, final
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, DistNetworkError
 
-from thinwire._aside import Late, within
+from thinwire._watchdog import Late, within
 from thinwire.comm.sockets import Connection, connections, end_unanswered, shut_down
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
 from thinwire.members.credentials import derived_key

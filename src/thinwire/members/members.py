@@ -315,7 +315,7 @@ class Members:
                 f"this member has made {index + 1} samplers, and the others {len(states)}: make "
                 "the same samplers on all members, before local updates begin"
             )
-        rank, ranks = self._rank_and_size_among(self._sharing_ids)
+        rank, ranks = self._rank_and_size_in(self._sharing_ids)
         self._samplers[index].start_as_joiner(states[index], rank, ranks)
 
     def _sampler_facts(self) -> Facts:
@@ -325,7 +325,7 @@ class Members:
         states = [sampler.state_dict() for sampler in self._samplers]
         return {"samplers": {"sharing_ids": self._sharing_ids, "states": states}}
 
-    def _rank_and_size_among(self, ids: Sequence[str]) -> tuple[int, int]:
+    def _rank_and_size_in(self, ids: Sequence[str]) -> tuple[int, int]:
         """Return this rank's number among the ranks of these members, and the number of ranks."""
         site = self._site
         return ids.index(self.id) * site.size + site.rank, len(ids) * site.size
@@ -341,7 +341,7 @@ class Members:
             known = [tuple(taken[index]) for taken in self._taken.values()]
             reports = [self._taken.get(key) for key in before]
             taken = [max(known) if report is None else tuple(report[index]) for report in reports]
-            sampler.redistribute(taken, *self._rank_and_size_among(ids))
+            sampler.redistribute(taken, *self._rank_and_size_in(ids))
         self._sharing_ids = tuple(ids)
 
     def require_same_setup(self, occasion: str, facts: Facts) -> None:

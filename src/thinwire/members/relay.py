@@ -66,14 +66,14 @@ class _Relay:
         self._rooms: defaultdict[str, _Room] = defaultdict(dict)
         self._open: set[asyncio.StreamWriter] = set()
 
-    async def serve(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+    async def run(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
         """Serve until `stop` is set, and then close all connections without a word."""
         limit_s = None if tls is None else _HELLO_S
         server = await asyncio.start_server(
-            self._serve, sock=listener, ssl=tls, ssl_handshake_timeout=limit_s
+            self._serve_client, sock=listener, ssl=tls, ssl_handshake_timeout=limit_s
         )
         while not self._stop.is_set():
-            for writer in [each for room in self._rooms.values() for each in room.values()]:
+            for writer in [writer for room in self._rooms.values() for writer in room.values()]:
                 writer.write(HEAD.pack(0, ALL, 0, Kind.ALIVE, 0, 0, 0))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), _SIGN_S)
@@ -81,11 +81,13 @@ class _Relay:
         for writer in self._open:
             writer.transport.abort()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_client(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self._open.add(writer)
         # asyncio does so itself only where the listener says by number that it is of TCP
-        taken = writer.get_extra_info("socket")
-        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock = writer.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         name, rank = "", -1
         try:
             async with asyncio.timeout(_HELLO_S):
@@ -119,8 +121,8 @@ class _Relay:
         if len(self._open) > MOST_CONNECTIONS:
             writer.write(Answer.FULL)
             raise ValueError("full")
-        said = json.loads(hello)
-        name, rank = str(said["room"]), int(said["rank"])
+        hello_fields = json.loads(hello)
+        name, rank = str(hello_fields["room"]), int(hello_fields["rank"])
         if not 0 <= rank < MOST_CONNECTIONS:
             raise ValueError("no rank")
         writer.write(Answer.OK)
@@ -128,9 +130,9 @@ class _Relay:
 
     def _enter(self, name: str, rank: int, writer: asyncio.StreamWriter) -> _Room:
         room = self._rooms[name]
-        before = room.pop(rank, None)
-        if before is not None:  # its line was cut, and it is back
-            before.transport.abort()
+        previous = room.pop(rank, None)
+        if previous is not None:  # its line was cut, and it is back
+            previous.transport.abort()
         for other, there in room.items():
             there.write(HEAD.pack(0, other, rank, Kind.CONNECTED, 0, 0, 0))
             writer.write(HEAD.pack(0, rank, other, Kind.CONNECTED, 0, 0, 0))
@@ -150,14 +152,16 @@ class _Relay:
     async def _hand_on(self, room: _Room, rank: int, reader: asyncio.StreamReader) -> None:
         """One frame, to one or all; the next one is read once they have taken it."""
         head = await reader.readexactly(HEAD.size)
-        length, to, _, kind, *place = HEAD.unpack(head)
+        length, to, _, kind, *position = HEAD.unpack(head)
         if length > FRAME_BYTES or kind not in _SENT_BY_MEMBERS:
             raise ValueError("no frame of a member")
-        frame = HEAD.pack(length, to, rank, kind, *place) + await reader.readexactly(length)
-        takers = [each for other, each in room.items() if other != rank and to in (ALL, other)]
-        for recipient in takers:
+        frame = HEAD.pack(length, to, rank, kind, *position) + await reader.readexactly(length)
+        recipients = [
+            writer for other, writer in room.items() if other != rank and to in (ALL, other)
+        ]
+        for recipient in recipients:
             recipient.write(frame)
-        for recipient in takers:
+        for recipient in recipients:
             try:
                 async with asyncio.timeout(_SLOW_S):
                     await recipient.drain()
@@ -182,7 +186,7 @@ def relaying(
 
     def run() -> None:
         with runner:
-            runner.run(_Relay(relay_key(token), stop).serve(listener, tls))
+            runner.run(_Relay(relay_key(token), stop).run(listener, tls))
 
     thread = threading.Thread(target=run, name="thinwire-relay", daemon=True)
     thread.start()

@@ -67,8 +67,8 @@ class MemberSampler(Sampler[list[int]]):
             rank: Of a member.
             generation: Of the members.
         """
-        place = f"{self._seed} {step} {rank} {generation}".encode()
-        seed = int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "big") >> 1
+        text = f"{self._seed} {step} {rank} {generation}".encode()
+        seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
         source = torch.Generator().manual_seed(seed)
         drawn: list[int] = torch.randint(
             self._length, (self._batch_size,), generator=source, device="cpu"

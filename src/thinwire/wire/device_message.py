@@ -195,9 +195,9 @@ def _encoded(
     carried = values != 0
     count = carried.sum()
     rank = carried.cumsum(0) - 1
-    place = torch.where(carried, rank, k)
-    dense_indices = indices.new_zeros(k + 1).scatter_(0, place, indices)[:k]
-    dense_values = values.new_zeros(k + 1).scatter_(0, place, values)[:k]
+    target = torch.where(carried, rank, k)
+    dense_indices = indices.new_zeros(k + 1).scatter_(0, target, indices)[:k]
+    dense_values = values.new_zeros(k + 1).scatter_(0, target, values)[:k]
     position_code = codes.encode_positions(dense_indices, count, *position_parts(numel, k))
     value_code, sent = codes.encode_values(dense_values, count, value_bits)
     return [position_code, value_code], torch.where(carried, sent[rank.clamp(min=0)], 0.0), count

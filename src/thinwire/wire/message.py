@@ -231,7 +231,7 @@ def header_words(layout: Layout, step: int, bucket: int) -> tuple[int, int, int]
     Raises:
         ValueError: A number does not fit its field.
     """
-    _check_place(step, bucket)
+    _check_step_and_bucket(step, bucket)
     header = HEADER.pack(_MAGIC, WIRE_VERSION, 0, bucket, step, layout.digest, 0, 0)
     words: tuple[int, int, int] = struct.unpack_from("<3q", header)
     return words
@@ -283,23 +283,23 @@ def _decoded(layout: Layout, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]
         at = end
 
 
-def _expect(what: str, came: object, expected: object) -> None:
+def _expect(field: str, came: object, expected: object) -> None:
     if came != expected:
-        raise PayloadCorrupt(f"{what} {came!r} came, expected {expected!r}")
+        raise PayloadCorrupt(f"{field} {came!r} came, expected {expected!r}")
 
 
 def _stamped(
     raw: NDArray[np.uint8], form: Form, step: int, bucket: int, *, flags: int = 0, carried: int = 0
 ) -> NDArray[np.uint8]:
     """Write the header into the space reserved at the beginning of `raw`, and return `raw`."""
-    _check_place(step, bucket)
+    _check_step_and_bucket(step, bucket)
     fields = (_MAGIC, WIRE_VERSION, flags, bucket, step, form.digest, carried)
     checksum = _checksum(HEADER.pack(*fields, 0)[:-_CRC_BYTES], raw[HEADER_BYTES:].data)
     HEADER.pack_into(raw.data, 0, *fields, checksum)
     return raw
 
 
-def _check_place(step: int, bucket: int) -> None:
+def _check_step_and_bucket(step: int, bucket: int) -> None:
     if not 0 <= step < 1 << 64:
         raise ValueError(f"step is {step}; it must be in [0, 2^64)")
     if not 0 <= bucket < 1 << 16:

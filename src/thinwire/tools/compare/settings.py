@@ -8,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Self
 
-from thinwire._launched import place_among_ranks
+from thinwire._launched import launched_rank
 from thinwire.tools.compare.strategies import USUAL, choose
 from thinwire.tools.network.netns import Link
 from thinwire.tools.run.config import (
@@ -77,7 +77,7 @@ class Settings(Training):
         timeout: float | None = None,
     ) -> Self:
         """Return settings from the arguments; raise ValueError for the first invalid one."""
-        launched = place_among_ranks(os.environ)
+        launched = launched_rank(os.environ)
         if launched is not None:
             workers = _workers_of_launcher(workers, launched[1], link, latency)
             link = "loopback"

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from thinwire._launched import named_place
+from thinwire._launched import environment_rank
 from thinwire.tools.doctor.local_checks import (
     Finding,
     as_text,
@@ -51,7 +51,7 @@ def doctor(*, timeout: float = 30.0, json: _Flag = False, quiet: _Flag = False) 
     begun = time.monotonic()
     if not (isfinite(timeout) and _SHORTEST_S <= timeout <= _LONGEST_S):
         raise ValueError(f"timeout={timeout:g} is out of range; 15 to 600 seconds are allowed")
-    launched = named_place(os.environ)
+    launched = environment_rank(os.environ)
 
     def report(title: str, findings: tuple[Finding, ...]) -> None:
         line.stop()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from thinwire._aside import addresses_of
+from thinwire._watchdog import addresses_of
 
 LOOK_UP_S = 4.0
 """Time limit for one name. By default, resolvers try the next server after 5 s."""

@@ -17,8 +17,8 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from thinwire._aside import Late, within
 from thinwire._version import __version__
+from thinwire._watchdog import Late, within
 from thinwire.comm.sockets import listeners
 from thinwire.tools.doctor.interfaces import (
     LOOK_UP_S,

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
-from thinwire._aside import Late, within
+from thinwire._watchdog import Late, within
 from thinwire.tools.doctor.cross_checks import Reports, Seen, cross_findings
 from thinwire.tools.doctor.local_checks import (
     Finding,

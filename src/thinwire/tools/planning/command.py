@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from thinwire._launched import place_among_ranks
+from thinwire._launched import launched_rank
 from thinwire._version import __version__
 from thinwire.errors import ThinwireError
 from thinwire.tools.app import Count
@@ -422,7 +422,7 @@ def probe(
         device: auto, cpu or cuda.
         quiet: Show no progress.
     """
-    launched = place_among_ranks(os.environ)
+    launched = launched_rank(os.environ)
     if launched is None:
         raise ValueError(
             "probe measures the network between ranks, and torchrun has started none here: "

@@ -14,7 +14,7 @@ from typing import IO, Annotated, final
 
 from cyclopts import Parameter
 
-from thinwire._launched import place_among_ranks
+from thinwire._launched import launched_rank
 from thinwire.tools.app import Count
 from thinwire.tools.network.netns import Link, Network, network, why_unavailable
 from thinwire.tools.run.config import MOST_WORKERS, require_within
@@ -180,7 +180,7 @@ def run(
         latency: One-way delay of every packet, such as 10ms.
         quiet: Print only the output of the ranks.
     """
-    if place_among_ranks(os.environ) is not None:
+    if launched_rank(os.environ) is not None:
         raise ValueError(
             "thinwire run starts the ranks itself; run it without torchrun, with RANK and "
             "WORLD_SIZE unset"

@@ -61,8 +61,8 @@ def addresses_of(host: str, limit_s: float) -> tuple[str, ...]:
             name="thinwire-names",
         )
     except Late:
-        told = f"no name server answered within {limit_s:.3g} s"
-        raise socket.gaierror(socket.EAI_AGAIN, told) from None
+        text = f"no name server answered within {limit_s:.3g} s"
+        raise socket.gaierror(socket.EAI_AGAIN, text) from None
     except UnicodeError as error:
         raise socket.gaierror(socket.EAI_NONAME, f"it is no name: {error}") from None
     return tuple(dict.fromkeys(str(row[4][0]) for row in rows))
