@@ -70,19 +70,19 @@ def host(
         return
     if bind is None:
         raise ValueError("--bind is missing: an address of this machine, such as 10.0.0.1:29400")
-    bind_address = parse_address("bind", bind, scheme=False)
+    requested = parse_address("bind", bind, scheme=False)
     token = None if token_file is None else read_token(token_file)
     if (cert or key) and not relay:
         raise ValueError("--cert and --key are for the relay: give --relay too")
     if key and not cert:
         raise ValueError("--cert is missing: the certificate that belongs to --key")
     with contextlib.ExitStack() as ends:
-        listener = ends.enter_context(_listener(bind_address, public=public))
+        listener = ends.enter_context(_listener(requested, public=public))
         where = Address(*listener.getsockname()[:2])
         if relay:
             if where.port == _LAST_PORT:
                 raise ValueError(f"--bind {bind}: the relay needs the port after that of --bind")
-            next_one = _listener(Address(bind_address.host, where.port + 1), public=public)
+            next_one = _listener(Address(requested.host, where.port + 1), public=public)
             ends.enter_context(next_one)
             from thinwire.members.relay import certificate, relaying  # loads torch
 
@@ -124,23 +124,23 @@ def _print(line: str) -> None:
         os.write(sys.stdout.fileno(), f"{line}\n".encode(errors="backslashreplace"))
 
 
-def _listener(bind_address: Address, *, public: bool) -> socket.socket:
+def _listener(requested: Address, *, public: bool) -> socket.socket:
     """A socket that listens on this address alone.
 
     Raises:
         ValueError: The address is no address, is not of this machine, is all of them, or is taken.
     """
-    name = _EVERYWHERE.get(bind_address.host, bind_address.host)
+    name = _EVERYWHERE.get(requested.host, requested.host)
     try:
         address = ipaddress.ip_address(name)
     except ValueError:
         raise ValueError(
-            f"bind={str(bind_address)!r} has a name: an address is required, such as 10.0.0.1, so that "
+            f"bind={str(requested)!r} has a name: an address is required, such as 10.0.0.1, so that "
             "nothing else is listened on"
         ) from None
     if address.is_unspecified and not public:
         raise ValueError(
-            f"bind={str(bind_address)!r} means all addresses of this machine, also those that the "
+            f"bind={str(requested)!r} means all addresses of this machine, also those that the "
             "internet reaches: give the one that members use, or --public"
         )
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
@@ -149,11 +149,11 @@ def _listener(bind_address: Address, *, public: bool) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind((name, bind_address.port))
+        listener.bind((name, requested.port))
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise ValueError(f"bind={str(bind_address)!r}: {_reason(error)}") from None
+        raise ValueError(f"bind={str(requested)!r}: {_reason(error)}") from None
     return listener
 
 

@@ -73,31 +73,31 @@ def connect(
         Mismatch: It is no meeting place, has another token or none, or another version.
     """
     require_run(run)
-    host_address = parse_address("address", address, scheme=True)
+    host = parse_address("address", address, scheme=True)
     limit_s, begun = min(timeout.total_seconds(), at_most_s), time.monotonic()
-    reached_from(host_address, limit_s)
+    reached_from(host, limit_s)
     patience_s = min(limit_s, _GREETING_S)
     try:
         left_s = max(limit_s - (time.monotonic() - begun), 0.0)
-        store = within(left_s, lambda: _client(host_address, timeout), name=_THREAD)
+        store = within(left_s, lambda: _client(host, timeout), name=_THREAD)
         session = within(
             patience_s + _SLACK_S,
-            lambda: _checked_session(store, token, host_address, timedelta(seconds=patience_s), run),
+            lambda: _checked_session(store, token, host, timedelta(seconds=patience_s), run),
             name=_THREAD,
         )
     except Late:
         raise PeerStalled(
-            f"tcp://{host_address} accepted the connection but did not answer within {limit_s:g} s: "
+            f"tcp://{host} accepted the connection but did not answer within {limit_s:g} s: "
             "it is stopped, cut off, or no meeting place of thinwire"
         ) from None
     except (DistStoreError, MemoryError):  # the length that it announces is allocated
         raise Mismatch(
-            f"tcp://{host_address} is a store, but no meeting place of thinwire: start one with "
-            f"`thinwire host --bind {host_address}`"
+            f"tcp://{host} is a store, but no meeting place of thinwire: start one with "
+            f"`thinwire host --bind {host}`"
         ) from None
     except DistError as error:
         raise PeerLost(
-            f"tcp://{host_address} closed the connection: {_first_line(error)}. Has `thinwire host` ended?"
+            f"tcp://{host} closed the connection: {_first_line(error)}. Has `thinwire host` ended?"
         ) from error
     return run_store(store, run, token, session)
 
@@ -162,7 +162,7 @@ def require_same(
             )
 
 
-def reached_from(host_address: Address, limit_s: float) -> str:
+def reached_from(host: Address, limit_s: float) -> str:
     """Return the address of this machine from which it reaches a listening host.
 
     Raises:
@@ -170,49 +170,45 @@ def reached_from(host_address: Address, limit_s: float) -> str:
     """
     # torch would retry until the time-out where no process listens
     try:
-        return _local_address(host_address, time.monotonic() + limit_s)
+        return _local_address(host, time.monotonic() + limit_s)
     except socket.gaierror as error:
         raise PeerLost(
-            f"{host_address.host} does not resolve to an address: {error.strerror or error}"
+            f"{host.host} does not resolve to an address: {error.strerror or error}"
         ) from None
     except ConnectionRefusedError as error:
         raise PeerLost(
-            f"nothing listens at tcp://{host_address} ({error.strerror}): start `thinwire host "
-            f"--bind {host_address}` there first"
+            f"nothing listens at tcp://{host} ({error.strerror}): start `thinwire host "
+            f"--bind {host}` there first"
         ) from None
     except OSError as error:  # no answer in time, or no route
         why = f" ({error.strerror})" if error.strerror else ""
         raise PeerStalled(
-            f"nothing answers at tcp://{host_address} within {limit_s:g} s{why}: is the machine up, and "
+            f"nothing answers at tcp://{host} within {limit_s:g} s{why}: is the machine up, and "
             "does a firewall let the port through?"
         ) from None
 
 
-def _local_address(host_address: Address, until: float) -> str:
-    addresses = addresses_of(host_address.host, until - time.monotonic())
+def _local_address(host: Address, until: float) -> str:
+    addresses = addresses_of(host.host, until - time.monotonic())
     # one after the other: there may be no route to the first, such as over IPv6
     for tried, address in enumerate(addresses, 1):
         rest = len(addresses) - tried
         part_s = max(until - time.monotonic(), _SHORTEST_S) / (1 + rest)
         try:
-            with socket.create_connection(
-                (address, host_address.port), timeout=part_s
-            ) as connection:
+            with socket.create_connection((address, host.port), timeout=part_s) as connection:
                 return str(connection.getsockname()[0])
         except OSError:
             if rest == 0:
                 raise
-    raise AssertionError(f"{host_address.host} has been found without an address")
+    raise AssertionError(f"{host.host} has been found without an address")
 
 
-def _client(host_address: Address, timeout: timedelta) -> TCPStore:
-    return TCPStore(
-        host_address.host, host_address.port, None, False, timeout, wait_for_workers=False
-    )
+def _client(host: Address, timeout: timedelta) -> TCPStore:
+    return TCPStore(host.host, host.port, None, False, timeout, wait_for_workers=False)
 
 
 def _checked_session(
-    store: TCPStore, token: bytes | None, host_address: Address, patience: timedelta, run: str
+    store: TCPStore, token: bytes | None, host: Address, patience: timedelta, run: str
 ) -> str:
     """Return the session of a host with the same token and version, and name the run to it."""
     store.wait([_PREFIX + _GREETING], patience)
@@ -223,17 +219,17 @@ def _checked_session(
     except PayloadCorrupt:
         other = "no token" if plain.startswith(b"{") else "another token"
         raise Mismatch(
-            f"the host at tcp://{host_address} has {other}: use the same token file on all machines "
+            f"the host at tcp://{host} has {other}: use the same token file on all machines "
             "and for `thinwire host --token-file`"
         ) from None
     except (ValueError, KeyError, TypeError):
         raise Mismatch(
-            f"the host at tcp://{host_address} has a token, and this member has none: pass a copy of "
+            f"the host at tcp://{host} has a token, and this member has none: pass a copy of "
             "the host's token file as token_file="
         ) from None
     if version != MEETING_VERSION or not isinstance(session, str):
         raise Mismatch(
-            f"the host at tcp://{host_address} has thinwire {release} (protocol {version}), and this "
+            f"the host at tcp://{host} has thinwire {release} (protocol {version}), and this "
             f"member {__version__} (protocol {MEETING_VERSION}): install the same release on all "
             "machines"
         )
