@@ -56,12 +56,12 @@ BAD = {
     "--bind 203.0.113.7:29400": "no address of this machine",
     "--bind [2001:db8::7]:29400": "no address of this machine",
     "--bind localhost:29400": "has a name: an address is required",
-    "--bind 127.0.0.1": "is no address such as 10.0.0.1:29400",
-    "--bind :29400": "is no address such as 10.0.0.1:29400",
+    "--bind 127.0.0.1": "is not an address such as 10.0.0.1:29400",
+    "--bind :29400": "is not an address such as 10.0.0.1:29400",
     "--bind ::1:29400": "IPv6 addresses are in brackets",
-    "--bind 127.0.0.1:65536": "is no address such as",
-    "--bind 127.0.0.1:http": "is no address such as",
-    "--bind tcp://127.0.0.1:0": "is no address such as 10.0.0.1:29400",
+    "--bind 127.0.0.1:65536": "is not an address such as",
+    "--bind 127.0.0.1:http": "is not an address such as",
+    "--bind tcp://127.0.0.1:0": "is not an address such as 10.0.0.1:29400",
     "--bind 127.0.0.1:0 --token-file /no/such": "token file /no/such does not exist",
     "--bind 127.0.0.1:0 --tokn-file x": "--token-file",
     "--bind 127.0.0.1:0 --new-token x": "leave the other options out",
@@ -230,7 +230,7 @@ def test_without_a_token_it_says_once_what_that_means() -> None:
         with pytest.raises(Mismatch, match="has no token"):
             connect(address, "a", TOKEN, TIMEOUT)
         lines = [next_line(process) for _ in range(3)]
-        assert lines[0].startswith("no --token-file: whoever reaches this port can join")
+        assert lines[0].startswith("no --token-file: anyone who reaches this port can join")
         assert lines[1] == "run a: generation 0, members: ann"
         assert lines[2].startswith("run b: its generation cannot be read")
         assert ended(process, signal.SIGTERM).count("\n") == 1

@@ -64,10 +64,10 @@ def test_white_space_around_it_does_not_count(tmp_path: Path) -> None:
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     assert "does not exist" in refusal(tmp_path / "none")
     assert "--new-token" in refusal(tmp_path / "none")
-    assert "no ordinary file" in refusal(tmp_path)
+    assert "not a regular file" in refusal(tmp_path)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe, 0o600)
-    assert "no ordinary file" in refusal(pipe)
+    assert "not a regular file" in refusal(pipe)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")

@@ -62,7 +62,7 @@ class Private:
         control: The process group of the small messages by which ranks agree, separate from the
             data. A rank that makes a different call then meets the others in an agreement, never in
             a message of another length, for which gloo aborts the process.
-        courier: Heartbeat thread; None if the group has no store.
+        heartbeats: Heartbeat thread; None if the group has no store.
         abandoned: Reason why further exchanges are refused; None if they are not.
 
     Args:

@@ -1,4 +1,4 @@
-"""A rank's connection to a relay, outgoing, by which it sends what is meant for all others once."""
+"""Outgoing connection of a rank to a relay, over which it sends a message for all ranks once."""
 
 import asyncio
 import contextlib
@@ -32,50 +32,50 @@ __all__ = [
 ]
 
 HEAD: Final = struct.Struct("<IhhBIII")
-"""Length, receiver, sender, kind, number of the message, where this part of it begins, its whole
-length."""
+"""Length, receiver, sender, kind, number of the message, offset of this part, length of the whole
+message."""
 FRAME_BYTES: Final = 16 << 10
-"""Of a part: a slow line carries it soon, so that the relay hands on while it still reads."""
+"""Size of a part: small enough that the relay forwards over a slow link while it still reads."""
 ALL: Final = -1
 GREETING: Final = b"twrelay1"
 NONCE_BYTES: Final = 16
 _CONNECT_S, _RETRY_S, _FLUSH_S = 5.0, 0.2, 1.0
 _SILENCE_S = 10.0
-"""A relay that says nothing for so long is away; it gives a sign of life every 2 s."""
+"""Seconds of silence after which the relay counts as lost; it sends a heartbeat every 2 s."""
 _BUFFER_BYTES, _MAX_MESSAGE_BYTES = 64 << 20, 1 << 30
 _log = logging.getLogger("thinwire")
 
 
 class Kind(IntEnum):
-    """Of a frame."""
+    """Kind of a frame."""
 
     DATA = 0
     CONTROL = 1
     DATA_DONE = 2
-    """The sender has all messages of DATA before this number."""
+    """The sender has received all DATA messages before this number."""
     CONTROL_DONE = 3
     CONNECTED = 4
-    """Of the relay: this rank is connected."""
+    """From the relay: this rank is connected."""
     DISCONNECTED = 5
-    """Of the relay: its connection has ended."""
+    """From the relay: this rank's connection has ended."""
     ALIVE = 6
-    """Of the relay: nothing else."""
+    """From the relay: heartbeat."""
 
 
 class Answer:
-    """What the relay answers to who asks to be let in, one byte."""
+    """Answer of the relay to a client that asks for admission, one byte."""
 
     OK, TOKEN, FULL = b"+", b"t", b"f"
 
 
 class RelayEndpoint(NamedTuple):
-    """Where a relay is.
+    """Address of a relay.
 
     Attributes:
         host: Name or address.
-        port: Of the relay, not of the meeting place.
-        key: By which it knows members; empty where there is no token.
-        tls: By which its certificate is verified; None for a connection in plain.
+        port: Port of the relay, not of the meeting place.
+        key: Key that members prove to have; empty without a token.
+        tls: TLS context that verifies its certificate; None for an unencrypted connection.
     """
 
     host: str
@@ -89,7 +89,7 @@ class RelayEndpoint(NamedTuple):
 
 
 def hello_mac(key: bytes, nonce: bytes, hello: bytes) -> bytes:
-    """The proof that whoever says hello knows the key: keyed BLAKE2b, 16 bytes."""
+    """Return the MAC that proves that a client has the key: keyed BLAKE2b, 16 bytes."""
     return hashlib.blake2b(nonce + hello, key=key, digest_size=16).digest()
 
 
@@ -97,11 +97,11 @@ _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def _connect(endpoint: RelayEndpoint, room: str, rank: int) -> _Streams:
-    """A connection to the relay, as one rank in a room.
+    """Connect to the relay, as one rank in a room.
 
     Raises:
-        Mismatch, PeerLost: The relay refuses it, or is none.
-        OSError, EOFError, TimeoutError: It is away.
+        Mismatch, PeerLost: The relay refuses the connection, or is no relay.
+        OSError, EOFError, TimeoutError: The relay cannot be reached.
     """
     async with asyncio.timeout(_CONNECT_S):
         try:
@@ -135,11 +135,11 @@ async def _connect(endpoint: RelayEndpoint, room: str, rank: int) -> _Streams:
 
 
 def require_relay(endpoint: RelayEndpoint, limit_s: float) -> None:
-    """Check that a relay answers there, and lets this process in.
+    """Check that a relay answers there and admits this process.
 
     Raises:
-        Mismatch: It has another token, or a certificate that does not verify.
-        PeerLost, PeerStalled: Nobody relays there.
+        Mismatch: It has another token, or an invalid certificate.
+        PeerLost, PeerStalled: No relay answers there.
     """
 
     async def try_once() -> None:
@@ -163,13 +163,13 @@ def require_relay(endpoint: RelayEndpoint, limit_s: float) -> None:
 
 @dataclass(slots=True)
 class _Message:
-    """What this rank has sent: to all others the same, or to each of some its own."""
+    """Message that this rank has sent: one for all other ranks, or one for each of some."""
 
     channel: Kind
     number: int
     contents: bytes | Mapping[int, bytes]
     unacknowledged: set[int]
-    """Who has not said to have it."""
+    """Receivers that have not acknowledged it."""
 
     def frames(self, to: int) -> Iterator[bytes]:
         full_length = self.contents if isinstance(self.contents, bytes) else self.contents[to]
@@ -180,11 +180,11 @@ class _Message:
 
 
 class RelayClient:
-    """One rank's connection in a room, on a thread of its own; made anew wherever it breaks.
+    """Connection of one rank in a room, on a thread of its own; it reconnects after a failure.
 
-    What was sent is kept until its receivers say that they have it, and sent again to those who
-    come back. Of what comes only what is next from its sender is taken: nothing twice, and nothing
-    out of order.
+    A message is kept until its receivers have acknowledged it, and sent again to those that
+    reconnect. Messages are accepted only in the order of their numbers, so none is received twice
+    or out of order.
     """
 
     def __init__(self, endpoint: RelayEndpoint, room: str, rank: int, size: int) -> None:
@@ -196,7 +196,7 @@ class RelayClient:
         self.closed = False
         self._outage: tuple[float, str] | None = time.monotonic(), "not connected yet"
         self._arrived: defaultdict[tuple[int, int], dict[int, bytearray]] = defaultdict(dict)
-        """By channel and sender, and then by number, what nobody has taken yet."""
+        """Received messages by number, for each channel and sender."""
         self._next_in: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._claimed: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._next_out: defaultdict[int, int] = defaultdict(int)
@@ -216,23 +216,23 @@ class RelayClient:
         self._thread = threading.Thread(target=self._run, name="thinwire-relayed", daemon=True)
         self._thread.start()
 
-    # for other threads
+    # called on other threads
 
     def wait_for_all(self, limit_s: float) -> bool:
-        """Whether all are there within the limit, and none was refused."""
+        """Wait for all ranks; return False after the limit, or if the relay refused this one."""
         with self.changed:
             self.changed.wait_for(lambda: self.refusal or self._present >= self.others, limit_s)
             return self._present >= self.others
 
     def send(self, channel: Kind, contents: bytes | Mapping[int, bytes]) -> None:
-        """Send to all others, or to those who are named."""
+        """Send to all other ranks, or to those named in a mapping."""
         to = set(self.others if isinstance(contents, bytes) else contents)
         message = _Message(channel, self._next_out[channel], contents, to)
         self._next_out[channel] += 1
         self._schedule(lambda: self._post(message))
 
     def claim(self, channel: Kind, source: int) -> int:
-        """The number of the next message of a rank that nobody waits for yet."""
+        """Reserve the next message of a rank for the caller, and return its number."""
         key = channel, source
         with self.changed:
             number = self._claimed[key]
@@ -242,11 +242,11 @@ class RelayClient:
         return number
 
     def arrived(self, channel: Kind, wanted: Mapping[int, int]) -> bool:
-        """Whether all of these are there, by sender and number; call it with `changed`."""
+        """Return True if all these messages, numbers by sender, have arrived. Hold `changed`."""
         return all(number in self._arrived[channel, rank] for rank, number in wanted.items())
 
     def failure(self, channel: Kind, wanted: Mapping[int, int]) -> RuntimeError | None:
-        """Why they will not arrive; None where they may. Call it with `changed`."""
+        """Return the error if these messages cannot arrive any more, else None. Hold `changed`."""
         missing = [r for r, number in wanted.items() if number not in self._arrived[channel, r]]
         lost = [rank for rank in missing if rank in self.departed]
         if missing and self.refusal is not None:
@@ -255,26 +255,24 @@ class RelayClient:
             names = ", ".join(map(str, lost))
             return RuntimeError(f"connection closed by peer: rank {names} has left the relay")
         if missing and self.closed:
-            return RuntimeError("connection closed: this member has hung up")
+            return RuntimeError("connection closed by this member")
         return None
 
     def pop(self, channel: Kind, wanted: Mapping[int, int]) -> dict[int, bytearray]:
-        """Them, by sender; once."""
+        """Remove these messages and return them by sender."""
         with self.changed:
             return {r: self._arrived[channel, r].pop(number) for r, number in wanted.items()}
 
     def outage(self) -> str:
-        """What to say of a relay that is away; nothing where it is there."""
+        """Return a text about a lost relay; empty while it is connected."""
         if self._outage is None:
             return ""
         since, why = self._outage
-        return (
-            f": the relay at {self.endpoint} is away for {time.monotonic() - since:.1f} s ({why})"
-        )
+        return f": the relay at {self.endpoint} has been unreachable for {time.monotonic() - since:.1f} s ({why})"
 
     def close(self, wait_s: float = 0.0) -> None:
-        """End every wait here. The thread goes once the others have what was sent, within a second;
-        `wait_s` says for how long to wait for it.
+        """End all waits. The thread ends once the others have received all messages, or after a
+        second; wait for it at most `wait_s` seconds.
         """
         with self.changed:
             self.closed = True
@@ -286,13 +284,13 @@ class RelayClient:
         with contextlib.suppress(RuntimeError):  # the thread has ended
             self._loop.call_soon_threadsafe(function)
 
-    # on the thread
+    # called on the thread of the connection
 
     def _run(self) -> None:
         try:
             with self._runner:
                 self._runner.run(self._keep_connected())
-        except Exception as error:  # who waits for this thread must not wait for ever
+        except Exception as error:  # other threads may wait for this one
             _log.exception("the thread of the connection to the relay has failed")
             self._refuse(ThinwireError(f"the relay: {type(error).__name__}: {error}"))
 
@@ -312,7 +310,7 @@ class RelayClient:
             except (OSError, EOFError, TimeoutError, PeerLost) as error:
                 if self._outage is None:
                     self._outage = time.monotonic(), str(error) or type(error).__name__
-                    _log.info("lost the relay at %s, connecting anew: %s", self.endpoint, error)
+                    _log.info("lost the relay at %s, reconnecting: %s", self.endpoint, error)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), _RETRY_S)
 
@@ -361,7 +359,7 @@ class RelayClient:
 
     async def _write(self, writer: asyncio.StreamWriter) -> None:
         while True:
-            # what is for all goes once, when all are there
+            # a message for all is sent once, when all ranks are connected
             while not self._queue or not self._present | self.departed >= self.others:
                 self._work_available.clear()
                 await self._work_available.wait()
@@ -381,7 +379,7 @@ class RelayClient:
                 head = HEAD.unpack(await reader.readexactly(HEAD.size))
                 length, _, source, kind, number, offset, full_length = head
                 if length > FRAME_BYTES or full_length > _MAX_MESSAGE_BYTES:
-                    raise ConnectionError("the relay sends what no member has sent")
+                    raise ConnectionError("the relay sent an invalid frame")
                 part = await reader.readexactly(length)
             if kind == Kind.ALIVE or source not in self.others:
                 continue
@@ -401,7 +399,7 @@ class RelayClient:
         key = channel, source
         parts = self._parts[key]
         if number != self._next_in[key] or offset != len(parts):
-            return  # it was here before, or comes again from its beginning
+            return  # received before, or sent again from its beginning
         parts += part
         if len(parts) < full_length:
             return

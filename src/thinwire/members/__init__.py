@@ -1,3 +1,3 @@
-"""Members that come and go: where they meet, who is admitted, who takes part. `local`, `strategy`
-and the command import it.
+"""Members that join and leave a run: meeting place, membership, transfer of state. `local`,
+`strategy` and the command import it.
 """

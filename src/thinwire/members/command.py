@@ -44,23 +44,23 @@ def host(
     key: Path | None = None,
     quiet: _Flag = False,
 ) -> None:
-    """Be the meeting place of runs whose members come and go: tw.join names its address.
+    """Run the meeting place of runs whose members join and leave: tw.join names its address.
 
-    It listens on the one address that is given, says when the members of a run have changed, and
-    ends on Ctrl-C; members that train then go on until one of them comes or goes. Traffic is not
-    encrypted: docs/security.md says what is defended and what is not.
+    It listens on the given address only, prints a line when the members of a run change, and ends
+    on Ctrl-C; members then train on until one of them joins or leaves. Traffic is not encrypted:
+    docs/security.md describes the protection.
 
     Args:
         bind: ADDRESS:PORT of this machine; IPv6 addresses in brackets; port 0 takes a free one.
-        token_file: The secret that all members have. Without it whoever reaches the port can join.
-        new_token: Makes such a file, for its owner alone, and ends.
-        public: Lets it listen on all addresses.
-        relay: Hand on the messages of members that join with relay=True, who then need no open
-            port: on the port after that of --bind.
-        cert: Certificate in PEM form for the relay, so that its traffic is encrypted; members name
-            who has signed it, by ca=.
+        token_file: Secret of all members. Without it, anyone who reaches the port can join.
+        new_token: Make such a file, readable by its owner only, and exit.
+        public: Allow listening on all addresses.
+        relay: Relay the messages of members that join with relay=True, which then need no open
+            port. The relay uses the port after that of --bind.
+        cert: Certificate in PEM form for the relay, so that its traffic is encrypted; members pass
+            its CA as ca=.
         key: Its private key, unless it is in the same file.
-        quiet: Print where it listens, and no more.
+        quiet: Print only the address on which it listens.
     """
     if new_token is not None:
         if bind is not None or token_file is not None:
@@ -97,8 +97,8 @@ def _serve_until_stopped(
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    # else torch tells at length of everybody who says something that is no message, and the store
-    # waits for whoever reads that
+    # else torch logs every malformed message at length, and the store waits for the reader of
+    # that log
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from thinwire.members.meeting import run_host  # loads torch
 
@@ -114,29 +114,29 @@ def _serve_until_stopped(
             say(line)
 
     run_host(listener, token, say=say, ready=ready, stop=stop)
-    say("ended: members go on until one of them comes or goes")
+    say("ended: members train on until one of them joins or leaves")
 
 
 def _print(line: str) -> None:
-    """A line, and nothing where it cannot be written: members need the host, and not its log."""
-    # its reader has gone, or the disk is full; what print keeps would fail once more at the end
+    """Print a line; ignore a failure, since members need the host and not its log."""
+    # the reader has closed the pipe, or the disk is full; print would fail again at exit
     with contextlib.suppress(OSError):
         os.write(sys.stdout.fileno(), f"{line}\n".encode(errors="backslashreplace"))
 
 
 def _listener(requested: Address, *, public: bool) -> socket.socket:
-    """A socket that listens on this address alone.
+    """Return a socket that listens on this address only.
 
     Raises:
-        ValueError: The address is no address, is not of this machine, is all of them, or is taken.
+        ValueError: It is no address, not of this machine, all addresses, or in use.
     """
     name = _EVERYWHERE.get(requested.host, requested.host)
     try:
         address = ipaddress.ip_address(name)
     except ValueError:
         raise ValueError(
-            f"bind={str(requested)!r} has a name: an address is required, such as 10.0.0.1, so that "
-            "nothing else is listened on"
+            f"bind={str(requested)!r} has a name: give an address, such as 10.0.0.1, so that no "
+            "other interface listens"
         ) from None
     if address.is_unspecified and not public:
         raise ValueError(
@@ -160,19 +160,19 @@ def _listener(requested: Address, *, public: bool) -> socket.socket:
 def _reason(error: OSError) -> str:
     match error.errno:
         case errno.EADDRINUSE:
-            return "the port is in use on this address: take another one, or end who has it"
+            return "the port is in use: take another one, or end the process that uses it"
         case errno.EADDRNOTAVAIL:
-            return "no address of this machine: `ip address` lists those it has"
+            return "not an address of this machine: `ip address` lists its addresses"
         case errno.EACCES:
-            return "not allowed: ports from 1024 on are free for everybody"
+            return "not allowed: use a port from 1024 on, or run it as root"
     return error.strerror or str(error)
 
 
 def _warnings(where: Address, *, with_token: bool) -> Iterator[str]:
     if not with_token:
         yield (
-            "no --token-file: whoever reaches this port can join, and write what members read. "
-            "--new-token makes one"
+            "no --token-file: anyone who reaches this port can join and write values that members "
+            "read. Make a token with --new-token"
         )
     address = ipaddress.ip_address(where.host)
     if address.is_global or address.is_unspecified:

@@ -1,5 +1,5 @@
-"""What a member needs to reach a run: the address of the meeting place, as users write it, and the
-secret that the members share, with the keys that are made from it. Without torch.
+"""Address of the meeting place, and the secret of a run with the keys derived from it. Without
+torch.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ _PURPOSE = b"thinwire members 1"
 
 
 def read_token(path: str | os.PathLike[str]) -> bytes:
-    """The token, at least 16 bytes, in a file that its owner alone can read, without white space
-    around.
+    """Return the token in a file that only its owner can read: at least 16 bytes, without white
+    space around it.
 
     Raises:
-        ValueError: The file cannot be read, can be read by others, or holds too little.
+        ValueError: The file cannot be read, others can read it, or the token is too short.
     """
     file = Path(path)
     how = f"`thinwire host --new-token {file}` or `openssl rand -hex 32` makes one"
@@ -37,7 +37,7 @@ def read_token(path: str | os.PathLike[str]) -> bytes:
     try:
         mode = os.fstat(handle).st_mode
         if not stat.S_ISREG(mode):
-            raise ValueError(f"token file {file} is no ordinary file: {how}")
+            raise ValueError(f"token file {file} is not a regular file: {how}")
         if stat.S_IMODE(mode) & 0o077:
             raise ValueError(
                 f"token file {file} has mode {stat.S_IMODE(mode):03o}, so that others on this "
@@ -56,16 +56,16 @@ def read_token(path: str | os.PathLike[str]) -> bytes:
 
 
 def new_token(path: str | os.PathLike[str]) -> None:
-    """Make a file with a token of 32 random bytes in hexadecimal digits, for its owner alone.
+    """Write a token of 32 random bytes, as hexadecimal digits, to a new file for its owner only.
 
     Raises:
-        ValueError: There is such a file already, or it cannot be made.
+        ValueError: The file exists already, or cannot be written.
     """
     file = Path(path)
     try:
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        raise ValueError(f"{file} exists already and is left as it is") from None
+        raise ValueError(f"{file} exists already and was not changed") from None
     except OSError as error:
         raise ValueError(f"{file} cannot be made: {error.strerror}") from None
     try:
@@ -77,11 +77,11 @@ def new_token(path: str | os.PathLike[str]) -> None:
 
 
 def derived_key(secret: bytes, *purpose: str) -> bytes:
-    """A key for one purpose: HMAC-SHA256 of the purpose, 32 bytes.
+    """Return a 32-byte key for one purpose: HMAC-SHA256 of the purpose.
 
     Args:
         secret: The token, or a key derived from it.
-        purpose: What it is for; other words, or the same ones divided otherwise, give another key.
+        purpose: Words that name the purpose; other words, or another split, give another key.
     """
     words = b"".join(len(word.encode()).to_bytes(4, "big") + word.encode() for word in purpose)
     return hmac.digest(secret, _PURPOSE + words, hashlib.sha256)
@@ -103,20 +103,23 @@ class Address(NamedTuple):
 
 
 def parse_address(name: str, text: str, *, scheme: bool) -> Address:
-    """The address that HOST:PORT names, with an IPv6 address in brackets; `scheme`: tcp:// must
-    come before it. Errors call it `name`.
+    """Parse HOST:PORT, with an IPv6 address in brackets.
+
+    Args:
+        name: Name of the argument, for errors.
+        text: The address.
+        scheme: True if tcp:// must come before it.
 
     Raises:
-        ValueError: It is no such text, or the port is beyond 65535, or 0 where one is to be
-            reached.
+        ValueError: The text is malformed, the port is above 65535, or it is 0 with a scheme.
     """
     example = f"{_SCHEME if scheme else ''}10.0.0.1:29400"
     rest = text.removeprefix(_SCHEME) if scheme else text
     found = _FORM.fullmatch(rest)
-    lowest = 1 if scheme else 0  # who listens may take any port that is free
+    lowest = 1 if scheme else 0  # a listener may use port 0: any free port
     if found is None or (scheme and rest == text) or not lowest <= int(found["port"]) <= 0xFFFF:
         raise ValueError(
-            f"{name}={text!r} is no address such as {example}; IPv6 addresses are in brackets: "
+            f"{name}={text!r} is not an address such as {example}; put IPv6 addresses in brackets: "
             f"{_SCHEME if scheme else ''}[fd00::1]:29400"
         )
     return Address(found["bracketed"] or found["plain"], int(found["port"]))

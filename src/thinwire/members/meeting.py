@@ -157,8 +157,8 @@ def require_same(
                 name, "Start it as the others were started, or as another run"
             )
             raise Mismatch(
-                f"this member does not fit the run: {name} is {own_value} here and {run_value} there. "
-                f"{remedy}"
+                f"this member does not fit the run: {name} is {own_value} here and {run_value} "
+                f"there. {remedy}"
             )
 
 

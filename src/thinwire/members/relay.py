@@ -1,5 +1,5 @@
-"""The relay of `thinwire host --relay`: hands on what the ranks of a room send each other, and
-keeps nothing of it.
+"""The relay of `thinwire host --relay`: forwards messages between the ranks of a room and stores
+none.
 """
 
 import asyncio
@@ -32,34 +32,36 @@ MOST_CONNECTIONS = 200
 _HELLO_S = 5.0
 _SIGN_S = 2.0
 _SLOW_S = 120.0
-"""Who takes nothing of what others send for so long is dropped."""
+"""Seconds after which a rank that reads nothing is dropped."""
 _LONGEST_HELLO_BYTES = 1024
 _SENT_BY_MEMBERS = {Kind.DATA, Kind.CONTROL, Kind.DATA_DONE, Kind.CONTROL_DONE}
 _Room = dict[int, asyncio.StreamWriter]
 
 
 def relay_key(token: bytes | None) -> bytes:
-    """The key by which a relay knows members; empty without a token."""
+    """Return the key with which members authenticate to the relay; empty without a token."""
     return b"" if token is None else derived_key(token, "relay")
 
 
 def certificate(cert: Path, key: Path | None) -> ssl.SSLContext:
-    """What a relay shows members.
+    """Return the TLS context of a relay.
 
     Raises:
-        ValueError: The files are none, or do not belong together.
+        ValueError: The files are no certificate and key, or do not belong together.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert, key)
     except OSError as error:
         why = error.strerror or error
-        raise ValueError(f"--cert {cert}, --key {key}: no certificate and its key: {why}") from None
+        raise ValueError(
+            f"--cert {cert}, --key {key}: not a certificate and its key: {why}"
+        ) from None
     return context
 
 
 class _Relay:
-    """Ranks by room, and what is between them."""
+    """Connections of all ranks, by room."""
 
     def __init__(self, key: bytes, stop: asyncio.Event) -> None:
         self._key, self._stop = key, stop
@@ -67,7 +69,7 @@ class _Relay:
         self._open: set[asyncio.StreamWriter] = set()
 
     async def run(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
-        """Serve until `stop` is set, and then close all connections without a word."""
+        """Accept connections until `stop` is set, and then abort all of them."""
         limit_s = None if tls is None else _HELLO_S
         server = await asyncio.start_server(
             self._serve_client, sock=listener, ssl=tls, ssl_handshake_timeout=limit_s
@@ -85,7 +87,7 @@ class _Relay:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self._open.add(writer)
-        # asyncio does so itself only where the listener says by number that it is of TCP
+        # asyncio sets it only if the listener was made with IPPROTO_TCP
         sock = writer.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         name, rank = "", -1
@@ -96,7 +98,7 @@ class _Relay:
             while True:
                 await self._hand_on(room, rank, reader)
         except (OSError, EOFError, TimeoutError, ValueError, KeyError, TypeError):
-            pass  # it has gone, or is no member
+            pass  # it has disconnected, or is no member
         finally:
             self._leave(name, rank, writer)
             self._open.discard(writer)
@@ -105,7 +107,7 @@ class _Relay:
     async def _admitted(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> tuple[str, int]:
-        """The room and the rank of whoever has shown that it is a member."""
+        """Return room and rank of a client that has proved that it is a member."""
         if await reader.readexactly(len(GREETING)) != GREETING:
             raise ValueError("no member")
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -131,7 +133,7 @@ class _Relay:
     def _enter(self, name: str, rank: int, writer: asyncio.StreamWriter) -> _Room:
         room = self._rooms[name]
         previous = room.pop(rank, None)
-        if previous is not None:  # its line was cut, and it is back
+        if previous is not None:  # its connection broke, and it is back
             previous.transport.abort()
         for other, there in room.items():
             there.write(HEAD.pack(0, other, rank, Kind.CONNECTED, 0, 0, 0))
@@ -150,7 +152,7 @@ class _Relay:
             del self._rooms[name]
 
     async def _hand_on(self, room: _Room, rank: int, reader: asyncio.StreamReader) -> None:
-        """One frame, to one or all; the next one is read once they have taken it."""
+        """Forward one frame to one rank or all, and wait until they have received it."""
         head = await reader.readexactly(HEAD.size)
         length, to, _, kind, *position = HEAD.unpack(head)
         if length > FRAME_BYTES or kind not in _SENT_BY_MEMBERS:
@@ -165,7 +167,7 @@ class _Relay:
             try:
                 async with asyncio.timeout(_SLOW_S):
                     await recipient.drain()
-            except (OSError, TimeoutError):  # its own end sees to the rest
+            except (OSError, TimeoutError):  # its own task cleans up
                 recipient.transport.abort()
 
 
@@ -173,16 +175,16 @@ class _Relay:
 def relaying(
     listener: socket.socket, token: bytes | None, tls: ssl.SSLContext | None
 ) -> Iterator[None]:
-    """Relay beside whatever is in the block, on a thread of its own.
+    """Run a relay on a thread of its own while the block runs.
 
     Args:
-        listener: Listens already, and is closed in the end.
-        token: Of the members; None where there is none.
-        tls: See `certificate`; None for connections in plain.
+        listener: Listening socket, which is closed in the end.
+        token: Token of the members; None without one.
+        tls: TLS context, see `certificate`; None for unencrypted connections.
     """
     runner, stop = asyncio.Runner(), asyncio.Event()
     loop = runner.get_loop()
-    loop.set_exception_handler(lambda *_: None)  # strangers who break off a handshake
+    loop.set_exception_handler(lambda *_: None)  # strangers that abort a handshake
 
     def run() -> None:
         with runner:

@@ -1,4 +1,4 @@
-"""Batches of members that come and go."""
+"""Batches for members that join and leave."""
 
 import hashlib
 from collections.abc import Iterator
@@ -15,26 +15,30 @@ __all__ = ["MemberSampler"]
 class MemberSampler(Sampler[list[int]]):
     """Draws the batches of one member, without end: `DataLoader(data, batch_sampler=...)`.
 
-    A batch is a pure function of seed, step of the run, rank and generation: whoever goes through
-    the same members sees the same samples, and nobody has to tell anybody where it is. It is drawn
-    with replacement, so nothing is shared out: over len(data) / (batch_size * members) steps a
-    sample is seen once on average, 37 % of them not at all, and no member that comes or goes
-    changes that. A member that is lost takes the batches of the round that it was in with it.
+    A batch is a pure function of seed, step of the run, rank and generation, so members need not
+    exchange any positions. Samples are drawn with replacement: over len(data) / (batch_size *
+    members) steps a sample is seen once on average, and 37 % of the samples are not seen. Changes
+    of the membership do not alter that. The batches of a lost member's last round are lost with it.
 
-    With `num_workers` of the loader above 0 batches are drawn ahead, in this process: a change of
-    members shows as many batches later.
+    A loader with `num_workers` above 0 draws batches ahead: a change of the membership shows that
+    many batches later.
 
-    Where a member is a site of shards, each of its ranks gets a part of the member's batch, the
-    samples r, r + shards, r + 2 shards, ... of it.
+    If a member is a site of shards, its rank r gets the samples r, r + shards, r + 2 shards, ... of
+    the member's batch.
+
+    Example::
+
+        sampler = tw.MemberSampler(len(data), members, batch_size=32)
+        loader = DataLoader(data, batch_sampler=sampler)
 
     Args:
-        length: Samples there are.
-        members: Of the run.
-        batch_size: Samples of each batch, of this member; of a site of shards, of all its ranks.
-        seed: The same on all members.
+        length: Number of samples in the dataset.
+        members: The members of the run.
+        batch_size: Samples per batch of this member; for a site of shards, of all its ranks.
+        seed: Seed, the same on all members.
 
     Raises:
-        TypeError, ValueError: An argument that cannot be; shards that do not divide the batch.
+        TypeError, ValueError: An argument is invalid, or the shards do not divide the batch.
     """
 
     def __init__(self, length: int, members: Members, batch_size: int, seed: int = 0) -> None:
@@ -47,8 +51,8 @@ class MemberSampler(Sampler[list[int]]):
         self._rank, self._ranks = (0, 1) if site is None else (site.rank, site.size)
         if batch_size % self._ranks:
             raise ValueError(
-                f"batch_size={batch_size} is of the whole site, and its {self._ranks} ranks must "
-                "get equally many samples: give a multiple"
+                f"batch_size={batch_size} is that of the site, and its {self._ranks} ranks must "
+                f"get equally many samples: give a multiple of {self._ranks}"
             )
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -60,12 +64,12 @@ class MemberSampler(Sampler[list[int]]):
             step += 1
 
     def batch(self, step: int, rank: int, generation: int) -> list[int]:
-        """The samples of one step.
+        """Return the samples of one step.
 
         Args:
-            step: Of the run, from 0.
-            rank: Of a member.
-            generation: Of the members.
+            step: Step of the run, from 0.
+            rank: Rank of the member.
+            generation: Generation of the membership.
         """
         text = f"{self._seed} {step} {rank} {generation}".encode()
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
