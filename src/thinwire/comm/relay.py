@@ -268,7 +268,8 @@ class RelayClient:
         if self._outage is None:
             return ""
         since, why = self._outage
-        return f": the relay at {self.endpoint} has been unreachable for {time.monotonic() - since:.1f} s ({why})"
+        lost_s = time.monotonic() - since
+        return f": the relay at {self.endpoint} has been unreachable for {lost_s:.1f} s ({why})"
 
     def close(self, wait_s: float = 0.0) -> None:
         """End all waits. The thread ends once the others have received all messages, or after a
