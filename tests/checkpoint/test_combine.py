@@ -170,15 +170,15 @@ def test_nothing_given_is_changed() -> None:
     [
         (
             [{"a": {"w": torch.ones(2)}}, {"a": {"w": torch.ones(3)}}],
-            "a/w is torch.float32 of shape (2,) on one and",
+            "a/w is torch.float32 of shape (2,) on one rank and",
         ),
         (
             [{"a": torch.ones(2)}, {"a": torch.ones(2).half()}],
-            "a is torch.float16 of shape (2,) on one and torch.float32",
+            "a is torch.float16 of shape (2,) on one rank and torch.float32",
         ),
-        ([{"a": torch.ones(2)}, {"a": 1.0}], "a is Tensor here and float there"),
-        ([{"a": {}}, {"a": []}], "a is dict here and list there"),
-        ([{"a": 1}, {"a": "1"}], "a is int here and str there"),
+        ([{"a": torch.ones(2)}, {"a": 1.0}], "a is Tensor on one rank and float on another"),
+        ([{"a": {}}, {"a": []}], "a is dict on one rank and list on another"),
+        ([{"a": 1}, {"a": "1"}], "a is int on one rank and str on another"),
     ],
 )
 def test_what_does_not_fit_together_is_named(states: list[Any], text: str) -> None:

@@ -174,7 +174,7 @@ def test_nothing_there(tmp_path: Path, make: Callable[[Path], None]) -> None:
     root = tmp_path / "none"
     make(root)
     with pytest.raises(
-        CheckpointMissing, match=r"there is no checkpoint in .*none: looked for folders"
+        CheckpointMissing, match=r"there is no checkpoint in .*none: no folder named step_"
     ):
         load(root, group=GROUP)
 
@@ -203,7 +203,7 @@ def test_a_newer_format_is_an_error_and_no_older_state_takes_its_place(tmp_path:
     path = saved(tmp_path, 1, 2)
     rewritten(path, format=2)
     with pytest.raises(
-        CheckpointError, match="has format 2, this version of thinwire reads format 1"
+        CheckpointError, match="has format 2, but this version of thinwire reads format 1"
     ) as caught:
         load(tmp_path, group=GROUP)
     assert not isinstance(caught.value, CheckpointCorrupt)

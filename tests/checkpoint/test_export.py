@@ -203,7 +203,7 @@ def test_the_command_says_which_one_and_what_is_special(
         (["run", "no/a.safetensors"], "there is no folder no"),
         (["run", "there.safetensors"], "--force"),
         (["empty", "a.safetensors"], "there is no checkpoint in empty"),
-        (["damaged", "a.safetensors"], "no checkpoint is whole"),
+        (["damaged", "a.safetensors"], "no checkpoint is intact"),
         (["run"], "file"),
     ],
 )

@@ -72,7 +72,7 @@ def test_a_leftover_that_cannot_be_removed_does_not_keep_one_from_saving(
             "rmtree",
             lambda path: (_ for _ in ()).throw(PermissionError(13, "no", str(path))),
         )
-        with pytest.warns(UserWarning, match=r"left behind .*could not be removed.*0123abcd"):
+        with pytest.warns(UserWarning, match=r"interrupted save .*could not be removed.*0123abcd"):
             saved(tmp_path, 1)
     assert load(tmp_path, group=GROUP).step == 1
 
@@ -189,7 +189,7 @@ def test_another_step_than_those_that_are_there_is_named_though_all_are_damaged(
     """It must not pass for a directory without any, with which a run begins anew."""
     damaged = saved(tmp_path, 1)
     flip(damaged / "manifest.json")
-    with pytest.raises(CheckpointMismatch, match="has checkpoints of step 1, and none of step 5"):
+    with pytest.raises(CheckpointMismatch, match="has checkpoints of step 1, but none of step 5"):
         load(tmp_path, group=GROUP, step=5)
     with pytest.raises(CheckpointCorrupt, match=r"manifest\.json"):
         load(tmp_path, group=GROUP, step=1)

@@ -206,7 +206,7 @@ def test_another_number_of_stages_is_an_error(
     ranks.run(save_with_parts, str(tmp_path), [0, 1], size=2)
     ranks.raise_alike(
         "CheckpointMismatch",
-        "has the state of pipeline stages [0, 1], and the ranks are now stages",
+        "has the state of pipeline stages [0, 1], but the ranks are now stages",
         load_with_parts,
         str(tmp_path),
         parts,

@@ -64,7 +64,7 @@ def survivors(answers: list[Any], victim: int) -> list[Seen]:
             continue
         assert isinstance(answer, Seen), answer
         assert answer.error in ("PeerLost", "PeerStalled"), f"{answer.error}: {answer.text}"
-        stands = "The update before it stands" in answer.text
+        stands = "This rank has made the update before this error" in answer.text
         assert (answer.before == answer.after) != stands, answer.text
         found.append(answer)
     assert len({one.common for one in found}) == 1

@@ -94,7 +94,7 @@ def misused(rank: int, size: int, folder: Path, how: str) -> None:
     ("how", "kind", "text"),
     [
         ("no folder", "ValueError", "register(accelerator)"),
-        ("another state", "ValueError", "load what EngineState.state_dict() gave"),
+        ("another state", "ValueError", "pass the result of EngineState.state_dict()"),
         ("gone", "CheckpointMissing", "gone"),
     ],
 )

@@ -138,7 +138,9 @@ def test_what_has_no_mean_is_an_error(tmp_path: Path) -> None:
         (None, 1),
     ]:
         saved = of_two(tmp_path, {"x": first}, {"x": second})
-        with pytest.raises(CheckpointError, match=r"2 ranks, value, x.*resume on as many ranks"):
+        with pytest.raises(
+            CheckpointError, match=r"2 ranks, value, x.*resume with the number of ranks"
+        ):
             PerRankState(Box(), folder=tmp_path).load_state_dict(saved)
 
 

@@ -423,7 +423,7 @@ def elsewhere(rank: int, size: int, folder: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "kind", "text"),
     [
-        ("another", "CheckpointMismatch", "must lie in output_dir"),
+        ("another", "CheckpointMismatch", "resume from a checkpoint in output_dir"),
         ("without", "CheckpointMissing", "written with this callback"),
     ],
 )

@@ -102,7 +102,7 @@ def test_what_an_averaging_keeps_is_not_narrowed() -> None:
     dgc = tw.DGC(state_dtype="bfloat16")
     with pytest.raises(
         tw.StrategyError,
-        match=r"dgc\.state_dtype='bfloat16' and localsgd: .* leave state_dtype out",
+        match=r"dgc\.state_dtype='bfloat16' and localsgd: .* omit state_dtype",
     ):
         tw.DistributedStrategy(dgc=dgc, localsgd=tw.LocalSGD(2))
     assert tw.DistributedStrategy(dgc=tw.DGC(state_dtype="float32"), localsgd=tw.LocalSGD(2))

@@ -252,6 +252,6 @@ def saved_and_loaded(rank: int, size: int, folder: str) -> str:
 def test_a_checkpoint_of_another_order_is_refused(ranks: Pool, tmp_path: Path) -> None:
     for text in ranks.run(saved_and_loaded, str(tmp_path), size=2):
         assert (
-            "strategy.localsgd.fragment_order was contiguous when it was written and is strided"
+            "strategy.localsgd.fragment_order was contiguous when it was saved and is strided"
             in text
         )

@@ -376,7 +376,11 @@ class Trip:
             ("ValueError",) * 2,
             ["a mini-batch of 7 cannot be cut into micro_batches=4"] * 2,
         ),
-        ("no batch", ("ValueError",) * 2, ["inputs must be tensors with one first dimension"] * 2),
+        (
+            "no batch",
+            ("ValueError",) * 2,
+            ["inputs must be tensors with the same first dimension"] * 2,
+        ),
         ("no gradients", ("RuntimeError",) * 2, ["use evaluate instead"] * 2),
         (
             "other targets",
@@ -457,7 +461,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     ("function", "kind", "text"),
     [
-        (change_shapes, "ValueError", "must look the same for all micro-batches"),
+        (change_shapes, "ValueError", "must have the same layout and plain values"),
         (
             return_an_object,
             "TypeError",

@@ -217,7 +217,7 @@ def with_own_forward() -> nn.Sequential:
             StrategyError,
             "the model, a Block, cannot be cut into 2 stages: only an nn.Sequential",
         ),
-        (with_own_weight(), 2, (), StrategyError, "parameters or buffers of its own"),
+        (with_own_weight(), 2, (), StrategyError, "parameters or buffers outside its modules"),
         (
             with_own_forward(),
             2,

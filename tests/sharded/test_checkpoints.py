@@ -232,7 +232,7 @@ def test_a_file_of_another_model_is_refused(ranks: Pool, kind: str, tmp_path: Pa
         file.write_bytes(b"no safetensors")
     texts = ranks.run(from_file, str(file), size=4, expect_errors=True)
     wanted = {
-        "shape": "2.bias has shape (7,) there and (3,) here",
+        "shape": "2.bias has shape (7,) in the file and (3,) in this model",
         "lacks": "it lacks 2.bias",
         "strange": "the model has no 9.bias",
         "damaged": "cannot be read",
@@ -263,7 +263,7 @@ def test_parameters_of_another_model_whose_rows_fit_by_chance(
     ranks.run(rows, *before, str(tmp_path), True, size=before[0] or 1)
     ranks.raise_alike(
         "CheckpointMismatch",
-        f"shape [{before[1]}, 4] in it and [{now[1]}, 4] here",
+        f"shape [{before[1]}, 4] in the checkpoint and [{now[1]}, 4] in this model",
         rows,
         *now,
         str(tmp_path),

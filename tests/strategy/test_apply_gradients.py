@@ -74,7 +74,7 @@ def handled(rank: int, size: int) -> tuple[int, bool]:
     scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1)
     noted = engine.optimizer.step
     handle = engine.follow_steps()
-    with pytest.raises(RuntimeError, match="followed already"):
+    with pytest.raises(RuntimeError, match="follow_steps is already active"):
         engine.follow_steps()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch would warn of a step that it was not told of
@@ -83,7 +83,7 @@ def handled(rank: int, size: int) -> tuple[int, bool]:
     handle.remove()
     handle.remove()
     back = engine.optimizer.step == noted
-    with pytest.raises(RuntimeError, match="called by hand"):
+    with pytest.raises(RuntimeError, match="was called while an engine uses"):
         engine.optimizer.step()
     engine.follow_steps()
     del handle
@@ -110,7 +110,7 @@ def scheduled_afterwards(rank: int, size: int) -> tuple[int, float, bool]:
         engine.optimizer.step(partial(closure, engine, *batch(0, rank)))
         scheduler.step()
     handle.remove()
-    with pytest.raises(RuntimeError, match="called by hand"):
+    with pytest.raises(RuntimeError, match="was called while an engine uses"):
         engine.optimizer.step()
     return engine.step, engine.optimizer.param_groups[0]["lr"] / before, handle.active
 

@@ -115,7 +115,7 @@ def test_where_a_rank_dies_while_buffers_are_copied_the_update_before_stands_on_
     for name, text, step, moved in (first, third):
         assert name in ("PeerLost", "PeerStalled")
         # the copy has the bytes of rank 0 alone, so it may end well, and the next update tells
-        copying = "parameters, optimizer and counters are those after it" in text
+        copying = "parameters, optimizer and counters are updated" in text
         assert copying != ("step 4" in text)
         assert (step, moved) == (4, True)
 
@@ -154,7 +154,7 @@ def test_batch_statistics_that_arrive_damaged_are_not_written_and_all_ranks_hear
     assert second[0][2] == first[0][2] == 4
     for _, text, _ in (*first, *second):
         assert "copying the buffers of rank 0: they arrived damaged on rank 1" in text
-    assert "parameters, optimizer and counters are those after it" in second[0][1]
+    assert "parameters, optimizer and counters are updated" in second[0][1]
 
 
 # ---- merge

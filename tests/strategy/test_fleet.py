@@ -137,7 +137,7 @@ NOTED_MAPS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     (
         {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 4}},
         {"adaptive_localsgd": tw.AdaptiveLocalSGD(4)},
-        ["outside the root"],
+        ["outside the square root"],
     ),
     (
         {"pipeline": True, "pipeline_configs": {"micro_batch": 12}},
@@ -210,7 +210,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"pipeline": True, "pipeline_configs": {"micro_batch": 2, "accumulate_steps": 3}},
-        "give one of them",
+        "set one of them",
     ),
     ({"pipeline": True, "pipeline_configs": {"schedule_mode": "VPP"}}, "'VPP'"),
     ({"amp": True, "amp_configs": {"custom_white_list": ["exp"]}}, "autocast decides"),
@@ -219,17 +219,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"amp": True, "amp_configs": {"use_pure_fp16": True}}, "convert the model's dtype"),
     ({"hybrid_configs": {"pp_degree": 2}}, "without pipeline=True"),
     ({"hybrid_configs": {"mp_degree": 2}}, "tensors are not split over ranks"),
-    ({"hybrid_configs": {"sharding_degree": 2}}, "not sharded"),
+    ({"hybrid_configs": {"sharding_degree": 2}}, "cannot shard"),
     (
         {"sharding": True, "sharding_configs": {"stage": 2}},
-        "optimizer state and parameters are not sharded",
+        "a description cannot shard optimizer state and parameters",
     ),
     ({"tensor_parallel": True}, "tensors are not split over ranks"),
     ({"fp16_allreduce": True}, "value_bits=16"),
     ({"asp": True}, "structured sparsity"),
     ({"sync_batch_norm": True}, "torch.nn.SyncBatchNorm"),
-    ({"a_sync": True}, "localsgd is the collective form"),
-    ({"a_sync": True, "a_sync_configs": {"k_steps": 0}}, "localsgd is the collective form"),
+    ({"a_sync": True}, "use localsgd instead"),
+    ({"a_sync": True, "a_sync_configs": {"k_steps": 0}}, "use localsgd instead"),
     ({"auto": True}, "name the features you want"),
     ({"semi_auto": True}, "name the features you want"),
     ({"auto_search": True}, "name the features you want"),
@@ -409,7 +409,7 @@ def test_the_number_of_replicas_is_checked_where_the_ranks_are_known() -> None:
     assert "dp_degree" not in said
     assert strategy == tw.DistributedStrategy()
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(tw.StrategyError, match="dp_degree=3, and there are 1 ranks"):
+    with pytest.raises(tw.StrategyError, match="dp_degree=3, but the 1 ranks"):
         strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     read({"hybrid_configs": {"dp_degree": 1}})[0].prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1)

@@ -20,7 +20,7 @@ from thinwire.errors import CheckpointMismatch
 ROWS = 16
 """Of a batch."""
 KEEPS = (
-    "not persistent, and only in the state or only in the model, or of two shapes: the model keeps"
+    "non-persistent buffers that are missing in the state or the model, or have another shape there"
 )
 
 

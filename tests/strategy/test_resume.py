@@ -350,7 +350,7 @@ def test_a_checkpoint_of_something_else_is_refused(
         assert "CheckpointError" in answer.bases, answer.text
         assert needle in answer.text
         if case != "nothing":
-            assert f"does not fit: {needle}" in answer.text
+            assert f"does not fit this engine: {needle}" in answer.text
 
 
 def test_a_state_of_something_else_is_refused_before_anything_changes() -> None:

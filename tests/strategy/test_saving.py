@@ -67,7 +67,7 @@ def test_nothing_there_yet_is_none_where_that_is_allowed(
 def test_what_is_there_is_not_nothing_because_the_argument_is_wrong(tmp_path: Path) -> None:
     engine = prepared()
     path = engine.save(tmp_path)
-    with pytest.raises(CheckpointError, match="is one checkpoint itself: pass the directory"):
+    with pytest.raises(CheckpointError, match="is a single checkpoint: pass the directory"):
         engine.load(path, if_any=True)
     with pytest.raises(TypeError, match="if_any must be True or False, got 'no'"):
         engine.load(tmp_path, if_any="no")  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ def test_what_is_there_is_not_nothing_because_the_argument_is_wrong(tmp_path: Pa
 def test_a_damaged_one_is_not_nothing(tmp_path: Path) -> None:
     engine = prepared()
     (engine.save(tmp_path) / "rank_00000.json").write_text("?")
-    with pytest.raises(CheckpointError, match="no checkpoint is whole"):
+    with pytest.raises(CheckpointError, match="no checkpoint is intact"):
         engine.load(tmp_path, if_any=True)
 
 
@@ -149,7 +149,7 @@ def test_what_the_user_gave_comes_back(tmp_path: Path) -> None:
         ({"g": torch.Generator()}, r"extra\['g'\] is of type Generator.*get_state\(\)"),
         (
             {"a": np.arange(3)},
-            r"extra\['a'\] is of type ndarray.*: give torch\.from_numpy\(array\)",
+            r"extra\['a'\] is of type ndarray.*: pass torch\.from_numpy\(array\)",
         ),
         ([np.timedelta64(1, "s")], r"extra\[0\] is of type timedelta64"),
         ({(1, 2): 3}, "has the key"),
@@ -288,13 +288,11 @@ def test_a_scheduler_that_is_missing_or_new_is_told(tmp_path: Path) -> None:
     scheduler = SCHEDULERS["step"](engine.optimizer)
     engine.save(tmp_path / "with")
     del scheduler
-    with pytest.warns(UserWarning, match=r"StepLR.*has no such scheduler now.*before engine\.load"):
+    with pytest.warns(UserWarning, match=r"StepLR.*this engine has none.*before engine\.load"):
         engine.load(tmp_path / "with")
     engine.save(tmp_path / "without")
     scheduler = SCHEDULERS["cosine"](engine.optimizer)
-    with pytest.warns(
-        UserWarning, match=r"CosineAnnealingLR.*no state for it.*starts from its beginning"
-    ):
+    with pytest.warns(UserWarning, match=r"CosineAnnealingLR.*the state has none"):
         engine.load(tmp_path / "without")
     assert scheduler.last_epoch == 0
 
@@ -378,7 +376,7 @@ def test_settings_that_touch_no_state_may_change(
     fresh = [dict(group) for group in changed.optimizer.param_groups]
     changed.load(tmp_path)
     assert digest(changed) == digest(engine)
-    assert "goes on with other settings" in caplog.text
+    assert "is loaded with changed settings" in caplog.text
     assert case != "sparsity" or "dgc.sparsity was [0.75] and is [0.5, 0.9]" in caplog.text
     for key in (
         "sparsity",
@@ -399,7 +397,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "min_numel": (
         {"dgc": tw.DGC(1, sparsity=(0.75,), min_numel=64)},
         {"dgc": tw.DGC(1, sparsity=(0.75,), min_numel=100)},
-        r"strategy\.dgc\.min_numel was 64 when it was written and is 100 in this engine",
+        r"strategy\.dgc\.min_numel was 64 when it was saved and is 100 in this engine",
     ),
     "compression": (
         {"localsgd": tw.LocalSGD(2)},
@@ -588,7 +586,7 @@ def test_other_groups_are_an_error_before_anything_changes(tmp_path: Path, sizes
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    with pytest.raises(CheckpointMismatch, match=r"does not fit: .*group"):
+    with pytest.raises(CheckpointMismatch, match=r"does not fit this engine: .*group"):
         other.load(tmp_path)
     assert torch.equal(torch.rand(2), expected), "random numbers were touched"
     assert (digest(other), other.step, other.extra) == (before, 2, None)

@@ -89,7 +89,7 @@ def test_the_optimizer_of_a_stage_may_be_prepared_again(ranks: Pool, fields: Any
 def test_the_optimizer_of_a_stage_is_none_of_a_whole_model(ranks: Pool) -> None:
     ranks.raise_alike(
         "StrategyError",
-        "the optimizer holds the parameters of one stage",
+        "left the optimizer with the parameters of one stage",
         optimizer_again,
         {},
         False,

@@ -129,8 +129,9 @@ class _Combiner:
         kinds = sorted({type(value).__name__ for value in present})
         if len(kinds) > 1:
             raise CheckpointError(
-                f"states of {len(present)} ranks do not fit together: {path} is "
-                f"{' here and '.join(kinds)} there. Load with the number of ranks that saved"
+                f"the states of {len(present)} ranks cannot be combined: {path} is "
+                f"{' on one rank and '.join(kinds)} on another. Load with the number of ranks "
+                "that saved"
             )
         return present[0]
 
@@ -139,8 +140,9 @@ class _Combiner:
         if len(looks) > 1:
             texts = [f"{dtype} of shape {shape}" for dtype, shape in sorted(looks, key=str)]
             raise CheckpointError(
-                f"states of {len(leaves)} ranks do not fit together: {path} is "
-                f"{' on one and '.join(texts)} on another. Load with the number of ranks that saved"
+                f"the states of {len(leaves)} ranks cannot be combined: {path} is "
+                f"{' on one rank and '.join(texts)} on another. Load with the number of ranks "
+                "that saved"
             )
         [(dtype, _)] = looks
         if rule in ("mean", "mean_zero"):

@@ -130,9 +130,9 @@ def export(
 
 def _require_writable(file: Path, *, force: bool) -> None:
     if file.suffix != ".safetensors":
-        raise ValueError(f"file={str(file)!r} must end in .safetensors, which is what it will be")
+        raise ValueError(f"file={str(file)!r} must end in .safetensors, the format of the file")
     if not file.parent.is_dir():
-        raise ValueError(f"file={str(file)!r}: there is no folder {file.parent}; make it first")
+        raise ValueError(f"file={str(file)!r}: there is no folder {file.parent}: create it first")
     if file.is_dir():
         raise ValueError(f"file={str(file)!r} is a folder: name a file in it")
     if file.exists() and not force:
@@ -144,7 +144,7 @@ def _require_writable(file: Path, *, force: bool) -> None:
 def _verified(source: Path) -> list[CheckpointReader]:
     """Return the readers of the newest whole checkpoint, one for each stage of a pipeline."""
     if not source.is_dir():
-        raise CheckpointMissing(f"there is no folder {source}: name that of a checkpoint")
+        raise CheckpointMissing(f"there is no folder {source}: pass the folder of a checkpoint")
     entries = [found_at(source)] if (source / MANIFEST).exists() else found(source)
     for entry in entries:
         if entry.problem and not isinstance(entry.problem, CheckpointCorrupt):
@@ -165,16 +165,16 @@ def _verified(source: Path) -> list[CheckpointReader]:
             continue
         if problems:
             warnings.warn(
-                f"exporting {path}; others are damaged: {'; '.join(problems)}",
+                f"exporting {path}; other checkpoints are damaged: {'; '.join(problems)}",
                 UserWarning,
                 stacklevel=3,
             )
         return stages
     if problems:
-        raise CheckpointCorrupt(f"no checkpoint is whole: {'; '.join(problems)}")
+        raise CheckpointCorrupt(f"no checkpoint is intact: {'; '.join(problems)}")
     raise CheckpointMissing(
-        f"there is no checkpoint in {source}: name a folder that engine.save has made, or the one "
-        "that it was given"
+        f"there is no checkpoint in {source}: pass the directory given to engine.save, or a "
+        "folder that it made there"
     )
 
 
@@ -217,8 +217,8 @@ def _kept(tree: Any, kind: str, path: Path) -> Mapping[str, Any]:
     kept = tree.get(kind) if isinstance(tree, Mapping) else None
     if not isinstance(kept, Mapping):
         raise CheckpointError(
-            f"{path} is not a checkpoint of an engine: its state has no {kind}. Only what "
-            "engine.save has written holds a model"
+            f"{path} is not a checkpoint of an engine: its state has no {kind}. Only checkpoints "
+            "written by engine.save hold a model"
         )
     return kept
 
@@ -233,14 +233,14 @@ def _names(
     by_key = facts.get("state_dict")
     if not isinstance(by_key, Mapping) or not set(by_key.values()) <= {None, *values}:
         raise CheckpointError(
-            f"{stage.path} does not have what its model had by name: it is no checkpoint of "
-            "engine.save"
+            f"{stage.path} lacks tensors that its own list of names has: engine.save did not "
+            "write it"
         )
     names = {key: name for key, name in by_key.items() if name is not None}
     for key, name in names.items():
         if values[name].dtype not in PLAIN:
             raise CheckpointError(
-                f"{key} is {values[name].dtype}, which not every version of safetensors reads: "
-                "convert the model before it is saved"
+                f"{key} is {values[name].dtype}, which some versions of safetensors cannot read: "
+                "convert the model before you save it"
             )
     return names, tuple(key for key, name in by_key.items() if name is None)

@@ -27,8 +27,8 @@ from thinwire.errors import (
 __all__ = ["EXPORTED", "METADATA", "CheckpointReader", "Loaded", "load"]
 
 EXPORTED = (
-    "`thinwire export DIRECTORY model.safetensors` writes the whole model, which "
-    "engine.load_parameters('model.safetensors') takes"
+    "`thinwire export DIRECTORY model.safetensors` writes the whole model for "
+    "engine.load_parameters('model.safetensors')"
 )
 """Advice for messages: how to load stages of a pipeline into other stages."""
 
@@ -60,9 +60,9 @@ class CheckpointReader:
             self._sharding = sharding(decoded(manifest.facts, dict[str, Any]().__getitem__))
         if set(parts) != set(manifest.parts) and self._sharding is None:
             raise CheckpointMismatch(
-                f"{path} has the state of pipeline stages {sorted(set(manifest.parts))}, and the "
-                f"ranks are now stages {sorted(set(parts))}: a checkpoint is loaded with the "
-                f"number of stages that saved it; {EXPORTED}"
+                f"{path} has the state of pipeline stages {sorted(set(manifest.parts))}, but the "
+                f"ranks are now stages {sorted(set(parts))}. Load it with the number of stages "
+                f"that saved it; or {EXPORTED}"
             )
         self.path, self.manifest = path, manifest
         peers = [r for r, part in enumerate(parts) if part == parts[rank]]
@@ -119,8 +119,8 @@ class CheckpointReader:
             tree = decoded(content["tree"], table.__getitem__)
         except (OSError, *UNREADABLE) as error:
             raise CheckpointCorrupt(
-                f"{self.path / name} is not what this version writes ({type(error).__name__}: "
-                f"{error})"
+                f"{self.path / name} has a content that this version does not write "
+                f"({type(error).__name__}: {error})"
             ) from error
         for writer in sorted({rank, *(ref.rank for ref in table.values())}):
             self._require_intact(tensor_file(writer))
@@ -135,11 +135,12 @@ class CheckpointReader:
                 raise CheckpointCorrupt(f"{path} is not there{self._directories_hint()}")
             if path.stat().st_size != size:
                 raise CheckpointCorrupt(
-                    f"{path} has {path.stat().st_size} bytes, {size} were written"
+                    f"{path} has {path.stat().st_size} bytes, but {size} were written"
                 )
             if checksum(path) != wanted:
                 raise CheckpointCorrupt(
-                    f"{path} is damaged: its checksum is not that of what was written"
+                    f"{path} is damaged: its checksum differs from the one recorded when it was "
+                    "written"
                 )
         except OSError as error:
             raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
@@ -150,8 +151,8 @@ class CheckpointReader:
             return ""
         return (
             f" (the ranks saved into {len(self.manifest.directories)} directories, "
-            f"{self.manifest.directories}, each of which has the files of its own ranks: copy the "
-            f"folders {self.path.name} of all of them together)"
+            f"{self.manifest.directories}, and each has the files of its own ranks only: copy the "
+            f"folders {self.path.name} of all directories into one)"
         )
 
 
@@ -239,7 +240,7 @@ def load(
         if there and step not in there:
             steps = ", ".join(map(str, sorted(there)))
             raise CheckpointMismatch(
-                f"{root} has checkpoints of step {steps}, and none of step {step}"
+                f"{root} has checkpoints of step {steps}, but none of step {step}"
             )
         known = {save: at for save, at in known.items() if at == step}
         problems = [(at, text) for at, text in problems if at == step]
@@ -266,14 +267,14 @@ def _survey_directory(root: Path, part: int, whole: dict[str, Found]) -> dict[st
     """
     if (root / MANIFEST).is_file():
         raise CheckpointError(
-            f"{root} is one checkpoint itself: pass the directory that was given to save, "
-            f"{root.parent}"
+            f"{root} is a single checkpoint: pass the directory given to save, {root.parent}"
         )
     entries = [] if root.is_file() else found(root)
     if root.is_file() or (not entries and (root / METADATA).exists()):
         raise CheckpointError(
-            f"{root} is no folder of engine.save. If it is torch's, engine.load_parameters(source, "
-            "torch_checkpoint=True) reads it: that may run the code in it, so only if you trust it"
+            f"{root} is not a folder of engine.save. If it is a checkpoint of torch, "
+            "engine.load_parameters(source, torch_checkpoint=True) reads it; this may run code "
+            "in the file, so do it only if you trust it"
         )
     whole.update({entry.key: entry for entry in entries if entry.manifest})
     newest = max((entry.step for entry in whole.values()), default=-1)
@@ -337,15 +338,15 @@ def _read(group: Group, reader: CheckpointReader, rules: Mapping[str, Rule]) -> 
 def _warn_of(problems: list[str], path: Path) -> None:
     if problems:
         message = (
-            f"loading {path}, because what was saved later cannot be loaded: {'; '.join(problems)}"
+            f"loading {path}, because the newer checkpoints cannot be loaded: {'; '.join(problems)}"
         )
         warnings.warn(message, UserWarning, stacklevel=3)
 
 
 def _no_intact_checkpoint(roots: list[str], problems: list[str]) -> CheckpointError:
     if problems:
-        return CheckpointCorrupt(f"no checkpoint is whole on all ranks: {'; '.join(problems)}")
+        return CheckpointCorrupt(f"no checkpoint is intact on all ranks: {'; '.join(problems)}")
     return CheckpointMissing(
-        f"there is no checkpoint in {' nor in '.join(roots)}: looked for folders named step_ and "
-        f"ten digits, with a {MANIFEST} inside. Pass the directory that was given to save"
+        f"there is no checkpoint in {' nor in '.join(roots)}: no folder named step_ and ten "
+        f"digits has a {MANIFEST}. Pass the directory given to save"
     )

@@ -96,8 +96,8 @@ class Manifest:
         version = content.pop("format", None)
         if version != FORMAT:
             raise CheckpointError(
-                f"the checkpoint has format {version!r}, this version of thinwire reads format "
-                f"{FORMAT}: update thinwire (it was written by {content.get('thinwire')!r})"
+                f"the checkpoint has format {version!r}, but this version of thinwire reads "
+                f"format {FORMAT}: update thinwire (it was written by {content.get('thinwire')!r})"
             )
         if set(content) != set(cls.__dataclass_fields__):
             raise CheckpointCorrupt(
@@ -113,7 +113,7 @@ class Manifest:
         """
         integers = (self.step, self.serial, *_flat(self.parts), *_flat(_flat(self.directories)))
         if not all(type(number) is int and number >= 0 for number in integers):
-            raise CheckpointCorrupt("its numbers are not what a checkpoint has")
+            raise CheckpointCorrupt("its numbers are not non-negative integers")
         if sorted(_flat(self.directories)) != list(range(len(self.parts))):
             raise CheckpointCorrupt(
                 f"its directories list the ranks {self.directories}, but it has "
@@ -122,7 +122,7 @@ class Manifest:
         wanted = files_of(range(len(self.parts)))
         if not isinstance(self.files, dict) or set(self.files) != set(wanted):
             raise CheckpointCorrupt(
-                f"it names files other than the two of each of its {len(self.parts)} ranks"
+                f"it names other files than the two of each of its {len(self.parts)} ranks"
             )
         for name, entry in self.files.items():
             match entry:
@@ -135,7 +135,7 @@ class Manifest:
             if not isinstance(decoded(self.facts, _no_tensor), dict):
                 raise ValueError("no mapping")
         except (ValueError, RecursionError) as error:
-            raise CheckpointCorrupt(f"its facts are not readable: {error}") from error
+            raise CheckpointCorrupt(f"its facts cannot be read: {error}") from error
 
 
 def _verified(raw: bytes) -> dict[str, Any]:
@@ -144,9 +144,9 @@ def _verified(raw: bytes) -> dict[str, Any]:
         del content["sha256"]
         intact = _with_checksum(content) == raw
     except UNREADABLE as error:
-        raise CheckpointCorrupt(f"it is not readable ({type(error).__name__}: {error})") from error
+        raise CheckpointCorrupt(f"it cannot be read ({type(error).__name__}: {error})") from error
     if not intact:
-        raise CheckpointCorrupt("its checksum is not that of its bytes")
+        raise CheckpointCorrupt("its checksum does not match its bytes")
     return dict(content)
 
 
@@ -161,12 +161,12 @@ def _with_checksum(content: dict[str, Any]) -> bytes:
 
 def _flat(lists: Any) -> list[Any]:
     if not isinstance(lists, list):
-        raise CheckpointCorrupt("its lists are not what a checkpoint has")
+        raise CheckpointCorrupt("an entry that must be a list is not one")
     return [entry for inner in lists for entry in (inner if isinstance(inner, list) else [inner])]
 
 
 def _no_tensor(name: str) -> Any:
-    raise ValueError(f"the tensor {name!r} among them")
+    raise ValueError(f"they contain the tensor {name!r}")
 
 
 _NAME = re.compile(r"step_([0-9]{10,18})(?:_[0-9]{1,9})?")

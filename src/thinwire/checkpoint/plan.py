@@ -131,16 +131,16 @@ def directories_of(neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
     for rank, seen in enumerate(neighbours):
         if rank not in seen:
             raise CheckpointError(
-                f"the file by which others see rank {rank} is gone from its directory: another run "
-                "saves there. Give each run a directory of its own"
+                f"the token file of rank {rank} has disappeared from its directory: another run "
+                "saves there too. Give each run its own directory"
             )
         for other in seen:
             if neighbours[other] != seen:
                 raise CheckpointError(
-                    f"rank {rank} sees files of the ranks {list(seen)} in its directory, and rank "
-                    f"{other} sees those of {list(neighbours[other])}: either all of them share a "
-                    "directory or they have different ones. A network file system must show a new "
-                    "file to all machines at once"
+                    f"rank {rank} sees files of the ranks {list(seen)} in its directory, but rank "
+                    f"{other} sees those of {list(neighbours[other])}. Use one shared directory "
+                    "or separate ones; a network file system must show a new file to all "
+                    "machines at once"
                 )
     return sorted(list(seen) for seen in {tuple(seen) for seen in neighbours})
 
@@ -192,14 +192,14 @@ class Plan:
                 remove(path)
             except OSError as error:
                 failed_deletions.append(
-                    f"what an interrupted save left behind in {path} could not be removed: {error}"
+                    f"the remains of an interrupted save in {path} could not be removed: {error}"
                 )
         free = shutil.disk_usage(self.root).free
         if free < self._needed_bytes + _SPARE_BYTES:
             raise CheckpointError(
                 f"no space left: a checkpoint of {_mib(self._needed_bytes)} does not fit into the "
-                f"{_mib(free)} that are free in {self.root}. Delete files there, save elsewhere, "
-                "or keep fewer checkpoints"
+                f"{_mib(free)} free in {self.root}. Delete files there, save to another "
+                "directory, or keep fewer checkpoints"
             )
         self.staging.mkdir()
         return failed_deletions
@@ -221,8 +221,8 @@ class Plan:
         gone = missing_file(self.staging, manifest, files_of(self._neighbours))
         if gone is not None:
             raise CheckpointError(
-                f"{self.staging / gone}, which has just been written, is not there in its size: "
-                "another run saves in this directory. Give each run one of its own"
+                f"{self.staging / gone}, which has just been written, is missing or has another "
+                "size: another run saves in this directory. Give each run its own directory"
             )
         write_pieces(self.staging / MANIFEST, [manifest.to_bytes()])
         sync_directory(self.staging)

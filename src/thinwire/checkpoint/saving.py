@@ -121,7 +121,7 @@ def save(
 _READERS = 4
 """Number of files read at a time; the SHA-256 of one keeps a core busy."""
 _log = logging.getLogger("thinwire")
-_NOT_ON_ALL_RANKS = "it is not in the directories of all ranks"
+_NOT_ON_ALL_RANKS = "not all ranks have it in their directories"
 _Older = dict[str, Found]
 """Checkpoints of a directory that were saved before, by the key of the manifest."""
 
@@ -166,7 +166,7 @@ def prune(group: Group, plan: Plan, keep: int | None) -> list[str]:
         if problem is None:
             whole += 1
         elif key in older:
-            text = "%s is damaged (%s) and does not count as one that is kept"
+            text = "%s is damaged (%s) and does not count towards keep"
             _log.warning(text, older[key].path, problem)
     superfluous = [entry for key, entry in older.items() if key in gone]
     delete = partial(_delete, plan, superfluous)
@@ -191,7 +191,7 @@ def _survey_directory(plan: Plan, older: _Older) -> dict[str, Any]:
                 row["older"][entry.key] = facts
     except OSError as error:
         older.clear()
-        row |= {"older": {}, "problem": f"older checkpoints could not be looked at: {error}"}
+        row |= {"older": {}, "problem": f"older checkpoints could not be read: {error}"}
     return row
 
 
@@ -213,18 +213,18 @@ def _missing(entry: Found) -> str | None:
     """Return the problem if no group of ranks has all of its files here in the right sizes; else
     None.
     """
-    assert entry.manifest is not None, "only those are looked at"
+    assert entry.manifest is not None, "checked by the caller"
     problems = [
         missing_file(entry.path, entry.manifest, names) for names in _directories(entry.manifest)
     ]
-    return None if None in problems else f"{problems[0]} is not there in the right size"
+    return None if None in problems else f"{problems[0]} is missing or has another size"
 
 
 def _damage(entry: Found | None) -> str | None:
     """Return the damage of the files here; None if there is none, or if another rank reads them."""
     if entry is None:
         return None
-    assert entry.manifest is not None, "only those are looked at"
+    assert entry.manifest is not None, "checked by the caller"
     manifest = entry.manifest
     here = [
         names
@@ -244,7 +244,7 @@ def _difference(path: Path, wanted: str) -> str | None:
         return (
             None
             if checksum(path) == wanted
-            else f"the checksum of {path.name} is not that of what was written"
+            else f"the checksum of {path.name} differs from the recorded one"
         )
     except OSError as error:
         return f"{path.name} cannot be read: {error}"

@@ -227,7 +227,7 @@ def read_rank_file(path: Path, sha256: str) -> Any:
     try:
         if not is_regular(path):
             raise CheckpointCorrupt(
-                f"{path} is not there: every rank's file must lie beside the checkpoint"
+                f"{path} is not there: the files of all ranks must be beside the checkpoint"
             )
         if checksum(path) != sha256:
             raise CheckpointCorrupt(

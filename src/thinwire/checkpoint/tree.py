@@ -117,7 +117,7 @@ class _Encoder:
     def _registered(self, tensor: Tensor, path: str) -> str:
         if self.tensors is None:
             raise TypeError(
-                f"facts{path} is a tensor; facts are plain values, tensors belong in the state"
+                f"facts{path} is a tensor, but facts are plain values: put tensors in the state"
             )
         kind = str(tensor.layout) if tensor.layout != torch.strided else tensor.device.type
         if (
@@ -149,7 +149,7 @@ def decoded(node: Any, leaf: Callable[[str], Any]) -> Any:  # noqa: PLR0911 - on
         return [decoded(entry, leaf) for entry in node]
     if not isinstance(node, dict) or len(node) != 1:
         raise ValueError(
-            f"a tree has an object with the keys {sorted(node)}, where exactly one names its kind"
+            f"an object of a tree has the keys {sorted(node)}, but it must have one key, its kind"
         )
     [(kind, content)] = node.items()
     match kind, content:
@@ -166,8 +166,7 @@ def decoded(node: Any, leaf: Callable[[str], Any]) -> Any:  # noqa: PLR0911 - on
         case "tensor", str():
             return leaf(content)
     raise ValueError(
-        f"a tree has {kind!r} with a {type(content).__name__}, which no checkpoint of this format "
-        "has"
+        f"a tree has {kind!r} with a {type(content).__name__}, which this format does not have"
     )
 
 
@@ -184,7 +183,7 @@ def _scalar(value: Any) -> Any:
 def _pairs(content: list[Any], leaf: Callable[[str], Any]) -> Iterator[tuple[int | str, Any]]:
     for pair in content:
         if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], int | str):
-            raise ValueError("a tree has 'items' that are no pairs of a key and a value")
+            raise ValueError("a tree has 'items' that are not pairs of a key and a value")
         yield pair[0], decoded(pair[1], leaf)
 
 

@@ -30,7 +30,7 @@ _INSTEAD = {
     "amp": 'precision="bf16-mixed" of the Trainer',
     "gradient_merge": "accumulate_grad_batches of the Trainer: it sends once per update",
     "pipeline": (
-        "engine.train_step in a loop of your own: the Trainer runs the whole model on every rank"
+        "engine.train_step in your own loop: the Trainer runs the whole model on every rank"
     ),
 }
 
@@ -66,9 +66,9 @@ class _PerRankCallback(Callback):
         if self._saved == []:
             raise CheckpointMissing(
                 f"{trainer.ckpt_path} has no state of the ranks for {type(self).__name__}: it was "
-                "saved after an exception, when the ranks were not together any more; resume from "
-                "one that was saved in the fit or after it. To begin anew with its parameters, "
-                "load those into the module and leave ckpt_path out"
+                "saved after an exception, when the ranks were out of step. Resume from a "
+                "checkpoint saved during the fit or after it. To start a new run from its "
+                "parameters, load them into the module and omit ckpt_path"
             )
         return self._saved is not None
 
@@ -100,8 +100,8 @@ class _PerRankCallback(Callback):
     def _written(self, filepath: str | Path) -> list[dict[str, Any]]:
         if "://" in str(filepath):
             raise ValueError(
-                f"the checkpoint goes to {filepath}, where a rank cannot write its file beside it: "
-                "save to a folder of the file system, and copy it from there"
+                f"the checkpoint goes to {filepath}, but ranks can write their files to a local "
+                "path only: save to a folder of the file system, and copy it from there"
             )
         for i, state in enumerate(self._states):
             state.folder, state.name = Path(filepath).parent, _name(filepath, i)
@@ -324,8 +324,8 @@ def _require_unwrapped(trainer: Trainer, pl_module: LightningModule) -> None:
         )
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ValueError(
-            f"precision {trainer.precision!r} skips steps on single ranks, which would part from "
-            'the others there: pass Trainer(precision="bf16-mixed")'
+            f"precision {trainer.precision!r} skips steps on single ranks, which would then "
+            'diverge: pass Trainer(precision="bf16-mixed")'
         )
 
 

@@ -162,8 +162,8 @@ class PerRankState:
         sums, name = state_dict.get("sha256"), state_dict.get("name")
         if not isinstance(sums, Sequence) or not sums or not isinstance(name, str):
             raise ValueError(
-                "state_dict must hold the name and the checksums of the ranks' files, got the keys "
-                f"{sorted(state_dict)}: load what PerRankState.state_dict() gave"
+                "state_dict must hold the name and the checksums of the ranks' files, got the "
+                f"keys {sorted(state_dict)}: pass the result of PerRankState.state_dict()"
             )
         folder, group, own = self._required_folder(), self._joined(), list[Any]()
 
@@ -265,8 +265,8 @@ def _mean(values: Sequence[Any], where: str) -> Any:
     elif not any(isinstance(v, Tensor) for v in values) and all(v == first for v in values):
         return first
     raise ValueError(
-        f"the states of {where} differ in more than floating-point values, so there is no mean of "
-        "them: resume on as many ranks as saved them"
+        f"the states of {where} differ in more than floating-point values, so they have no mean: "
+        "resume with the number of ranks that saved them"
     )
 
 
@@ -345,7 +345,7 @@ class EngineState:
         if not isinstance(name, str) or not isinstance(step, int):
             raise ValueError(
                 "state_dict must hold the name of the engine's folder and a step, got the keys "
-                f"{sorted(state_dict)}: load what EngineState.state_dict() gave"
+                f"{sorted(state_dict)}: pass the result of EngineState.state_dict()"
             )
         self._engine.load(self._path(name), step=step)
 
@@ -360,7 +360,8 @@ class EngineState:
             raise ValueError(
                 "EngineState does not know where the checkpoint is: call "
                 "EngineState(...).register(accelerator) instead of "
-                "accelerator.register_for_checkpointing, or set folder= to that of the checkpoint"
+                "accelerator.register_for_checkpointing, or set folder= to the folder of the "
+                "checkpoint"
             )
         return Path(self.folder) / Path(name).name
 
@@ -374,8 +375,7 @@ def require_fields(strategy: object, instead: Mapping[str, str]) -> None:
     refused = [f"{name}: use {text}" for name, text in instead.items() if name in strategy.on]
     if refused:
         raise StrategyError(
-            "the Trainer has arguments of its own for fields of this strategy. "
-            + "; ".join(refused)
+            "the Trainer has its own arguments for fields of this strategy. " + "; ".join(refused)
         )
 
 

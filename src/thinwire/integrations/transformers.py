@@ -36,8 +36,8 @@ _INSTEAD = {
     ),
     "gradient_merge": "gradient_accumulation_steps of TrainingArguments: it sends once per update",
     "pipeline": (
-        "fsdp of TrainingArguments without this callback, or engine.train_step in a loop of your "
-        "own: the Trainer runs the whole model on every rank"
+        "fsdp of TrainingArguments without this callback, or engine.train_step in your own loop: "
+        "the Trainer runs the whole model on every rank"
     ),
 }
 
@@ -176,10 +176,10 @@ class ThinwireCallback(TrainerCallback):
             self.engine.load(folder)
         except CheckpointMissing as error:
             raise CheckpointMissing(
-                f"the Trainer resumes at step {state.global_step}, and {folder} has no state of a "
+                f"the Trainer resumes at step {state.global_step}, but {folder} has no state of a "
                 "strategy: resume from a checkpoint in output_dir that was written with this "
-                "callback. To begin anew with the parameters alone, give the Trainer a model that "
-                "was loaded from it"
+                "callback. To start a new run from its parameters, load them into the model that "
+                "you pass to the Trainer"
             ) from error
         group = Group(None)
 
@@ -188,8 +188,8 @@ class ThinwireCallback(TrainerCallback):
             # the Trainer has loaded rank 0's state on all ranks
             if group.rank == 0 and self.engine.extra != expected:
                 raise CheckpointMismatch(
-                    f"the Trainer has loaded another checkpoint than {folder.parent}: the one to "
-                    "resume from must lie in output_dir, with the folder that this callback wrote"
+                    f"the Trainer has loaded another checkpoint than {folder.parent}: resume from "
+                    "a checkpoint in output_dir, with the folder that this callback wrote"
                 )
 
         on_all_ranks(group, "comparing the checkpoint with that of the Trainer", is_the_same)
@@ -212,8 +212,8 @@ class ThinwireCallback(TrainerCallback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
         if loss is None:
             raise StrategyError(
-                "the interval of adaptive_localsgd follows the loss that the model returns, and "
-                "this one returns none, as under compute_loss_func and label_smoothing_factor: "
+                "the interval of adaptive_localsgd follows the loss that the model returns, but "
+                "this model returns none (compute_loss_func and label_smoothing_factor do that): "
                 "use localsgd"
             )
         self._by_items = inputs.get("num_items_in_batch") is not None
@@ -224,25 +224,28 @@ def _require_arguments(args: TrainingArguments, state: TrainerState, wrapper: An
     problems = []
     if getattr(wrapper, "scaler", None) is not None:
         problems.append(
-            "fp16=True scales the loss, and single ranks would leave out updates: use bf16=True"
+            "fp16=True scales the loss, and single ranks would skip updates: use bf16=True"
         )
     kind = str(getattr(wrapper.accelerator_state.distributed_type, "value", ""))
     if kind in _SHARDED:
         problems.append(
-            f"{kind} exchanges gradients itself: leave it out, and let torchrun start the Trainer, "
-            "which wraps the model in DistributedDataParallel"
+            f"{kind} exchanges gradients itself: turn it off and start the Trainer with torchrun, "
+            "which then uses DistributedDataParallel"
         )
     if args.n_gpu > 1:
-        problems.append(f"{args.n_gpu} GPUs of one process: start one for each GPU by torchrun")
+        problems.append(
+            f"{args.n_gpu} GPUs in one process: start one process per GPU with torchrun"
+        )
     if args.auto_find_batch_size:
         problems.append(
-            "auto_find_batch_size begins anew on single ranks: set per_device_train_batch_size"
+            "auto_find_batch_size restarts training on single ranks: set "
+            "per_device_train_batch_size"
         )
     if state.is_hyper_param_search:
-        problems.append("hyperparameter_search: train each trial by a Trainer of its own")
+        problems.append("hyperparameter_search: train each trial with its own Trainer")
     if problems:
         raise StrategyError(
-            "a strategy does not go with these settings of the Trainer: " + "; ".join(problems)
+            "a strategy does not work with these settings of the Trainer: " + "; ".join(problems)
         )
 
 

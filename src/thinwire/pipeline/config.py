@@ -54,7 +54,7 @@ class Pipeline:
             raise ValueError(f"split_points must be different modules, got {list(points)}")
         if points and len(points) != self.stages - 1:
             raise ValueError(
-                f"split_points must name the first modules of stages 2 to {self.stages}, which are "
-                f"{self.stages - 1}, got {len(points)}: {list(points)}"
+                f"split_points must name the first modules of stages 2 to {self.stages} "
+                f"({self.stages - 1} names), got {len(points)}: {list(points)}"
             )
         object.__setattr__(self, "split_points", tuple(points))

@@ -202,12 +202,12 @@ class PipelineRunner:
                 raise problem
             if self._worker.loss_fn is None:
                 raise RuntimeError(
-                    "a pipeline needs a loss function, and prepare was given none on this rank: "
-                    "pass prepare(model, optimizer, loss_fn)"
+                    "a pipeline needs a loss function, but prepare got none on this rank: call "
+                    "prepare(model, optimizer, loss_fn)"
                 )
             if backward and not torch.is_grad_enabled():
                 raise RuntimeError(
-                    "a step needs gradients, which torch.no_grad() turned off: use evaluate instead"
+                    "a step needs gradients, but torch.no_grad() is active: use evaluate instead"
                 )
             parts = micro_batches(inputs, targets, self._config.micro_batches)
             facts |= {
@@ -296,10 +296,9 @@ def _require_equal(facts: list[dict[str, Any]]) -> None:
             ours, theirs = facts[0].get(name), other.get(name)
             if ours != theirs:
                 raise Mismatch(
-                    f"{name} of the mini-batch: stage 1 has {ours}, stage {stage} has {theirs}. "
-                    "All ranks of a replica (replica = rank // stages) must make the same calls "
-                    "with the same mini-batches: give the sampler the replica and its seed, not "
-                    "the rank"
+                    f"{name} of the mini-batch: stage 1 has {ours}, but stage {stage} has "
+                    f"{theirs}. All ranks of a replica (replica = rank // stages) must use the "
+                    "same mini-batches: give the sampler the replica and its seed, not the rank"
                 )
 
 
@@ -328,8 +327,8 @@ def rehearse(worker: StageWorker, inputs: Any, peers: Group, device: torch.devic
             except Exception as problem:  # raised below, after it was reported
                 if stage:
                     problem.add_note(
-                        f"In the rehearsal of stage {stage + 1}, which runs once on zeros of the "
-                        "shapes and types that it will get, to learn what it sends."
+                        f"Stage {stage + 1} failed in its rehearsal: it runs once on zeros of the "
+                        "right shapes and types, to determine its output."
                     )
                 error, answer = problem, {"error": [type(problem).__name__, str(problem)]}
         payload = json.dumps(answer).encode()

@@ -34,11 +34,11 @@ def obstacle(module: nn.Module) -> str | None:
     it can.
     """
     if not isinstance(module, nn.Sequential):
-        return "only an nn.Sequential says in which order its modules run"
+        return "only an nn.Sequential defines the order of its modules"
     if type(module).forward is not nn.Sequential.forward or "forward" in vars(module):
-        return "it has a forward of its own"
+        return "it defines its own forward"
     if any(module.parameters(recurse=False)) or any(module.buffers(recurse=False)):
-        return "it has parameters or buffers of its own beside its modules"
+        return "it has parameters or buffers outside its modules"
     hooks = (
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -46,7 +46,7 @@ def obstacle(module: nn.Module) -> str | None:
         module._backward_pre_hooks,
     )
     if any(hooks):
-        return "it has hooks, which would never be called (register them on a module inside)"
+        return "it has hooks, which would not be called (register them on a module inside it)"
     return None if len(module) else "it is empty"
 
 
@@ -109,9 +109,8 @@ def split_model(model: nn.Module, config: Pipeline) -> list[nn.Module]:
     why = obstacle(model)
     if why is not None:
         raise StrategyError(
-            f"the model, {_article(model)}, cannot be cut into {config.stages} stages: {why}. Make "
-            "it an nn.Sequential of its parts, in which containers of this kind may be nested, or "
-            "leave pipeline out"
+            f"the model, {_article(model)}, cannot be cut into {config.stages} stages: {why}. "
+            "Make it an nn.Sequential of its parts (nested ones are allowed), or remove pipeline"
         )
     links = list(chain(model))
     begins = (
@@ -137,8 +136,8 @@ def _balanced(links: Sequence[ChainModule], stages: int) -> list[int]:
     heads = [i for i, link in enumerate(links) if any(True for _ in link.module.parameters())]
     if len(heads) < stages:
         raise StrategyError(
-            f"{stages} stages, but the model is a sequence of only {len(heads)} modules with "
-            f"parameters: use at most {len(heads)} stages, or break its modules up into more"
+            f"the pipeline has {stages} stages, but the model has only {len(heads)} modules with "
+            f"parameters in sequence: use at most {len(heads)} stages, or divide its modules"
         )
     seen: set[nn.Parameter] = set()
     sizes = [sum(p.numel() for p in _new(links[head].module, seen)) for head in heads]
@@ -162,7 +161,8 @@ def _starts(model: nn.Module, links: Sequence[ChainModule], points: Sequence[str
         index = _index_of(model, links, point)
         if index == 0:
             raise ValueError(
-                f"split_points: {point!r} is where the model begins, so stage 1 would be empty"
+                f"split_points: {point!r} is the first module of the model, so stage 1 would be "
+                "empty: name a later module"
             )
         if index <= begins[-1]:
             raise ValueError(
@@ -199,8 +199,8 @@ def _require_parameters(pieces: Sequence[Sequence[ChainModule]]) -> None:
         if not any(True for link in piece for _ in link.module.parameters()):
             raise StrategyError(
                 f"stage {i} of {len(pieces)}, {piece[0].name!r} to {piece[-1].name!r}, has no "
-                "parameters: there is nothing to train on its rank. Move a split point or use "
-                "fewer stages"
+                "parameters, so its rank has nothing to train. Move a split point or use fewer "
+                "stages"
             )
 
 
@@ -216,8 +216,8 @@ def _require_one_owner(pieces: Sequence[Sequence[ChainModule]]) -> None:
                 stage, first = owners.setdefault(id(tensor), (i, plain_name(name)))
                 if stage != i:
                     raise StrategyError(
-                        f"{first!r} on stage {stage} and {plain_name(name)!r} on stage {i} are one "
-                        "tensor, which two ranks cannot both own: do not tie them, or put both "
+                        f"{first!r} on stage {stage} and {plain_name(name)!r} on stage {i} are "
+                        "one tensor, which cannot be on two ranks: untie them, or put both "
                         "modules on one stage with split_points"
                     )
 

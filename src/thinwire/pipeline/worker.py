@@ -50,9 +50,9 @@ def pack(value: Any, *, name: str) -> tuple[Any, list[Tensor]]:
         if type(part) in _PLAIN:
             return {"plain": part}
         raise TypeError(
-            f"{name} has a part of type {type(part).__name__}, which cannot travel between stages: "
-            "let the module return a tensor, or a tuple, list or dict (with string keys) of "
-            "tensors and plain values"
+            f"{name} has a part of type {type(part).__name__}, which cannot be sent between "
+            "stages: let the module return a tensor, or a tuple, list or dict (with string keys) "
+            "of tensors and plain values"
         )
 
     return layout(value), tensors
@@ -127,20 +127,21 @@ def micro_batches(inputs: Any, targets: Any, count: int) -> list[tuple[Any, Any]
         found = f"of first dimensions {sizes}"
         found = found if sizes else "without a tensor that has a first dimension"
         raise ValueError(
-            f"inputs must be tensors with one first dimension, the mini-batch, got inputs {found}"
+            "inputs must be tensors with the same first dimension (the batch size), got inputs "
+            f"{found}"
         )
     (batch,) = sizes
     if batch == 0 or batch % count:
         raise ValueError(
             f"a mini-batch of {batch} cannot be cut into micro_batches={count} equal parts: make "
-            "the batch size a multiple of it and drop a last batch that is smaller "
-            "(drop_last=True), or change micro_batches"
+            "the batch size a multiple of it and drop a smaller last batch (drop_last=True), or "
+            "change micro_batches"
         )
     for tensor in tensors_of(targets):
         if tensor.ndim and tensor.shape[0] % batch:
             raise ValueError(
-                f"targets have a first dimension of {tensor.shape[0]}, which is no multiple of the "
-                f"{batch} of inputs"
+                f"targets have a first dimension of {tensor.shape[0]}, which is not a multiple of "
+                f"the {batch} of inputs"
             )
     return [(_part(inputs, i, count), _part(targets, i, count)) for i in range(count)]
 
@@ -288,9 +289,9 @@ class StageWorker(nn.Module):
         parcel, tensors = Parcel.of(self.output(inputs, received), name="the output of a stage")
         if not parcel.looks_like(self._result):
             raise ValueError(
-                "the output of a stage must look the same for all micro-batches, plain values "
-                f"included, since the next stage was told it before: got {parcel} for number "
-                f"{index}, and {self._result} was told"
+                "the output of a stage must have the same layout and plain values for all "
+                f"micro-batches: micro-batch {index} gave {parcel}, but the rehearsal gave "
+                f"{self._result}"
             )
         return tuple(tensor.contiguous() for tensor in tensors)
 

@@ -123,8 +123,9 @@ def load_parameters(directory: str | Path, parts: Parts) -> Path:
         if loaded.resharded and theirs != ours:  # rows of shards may fit by chance
             name = next(n for n in {**theirs, **ours} if theirs.get(n) != ours.get(n))
             raise CheckpointMismatch(
-                f"{loaded.path}: parameter {name} has shape {theirs.get(name, 'none')} in it and "
-                f"{ours.get(name, 'none')} here. Load a checkpoint of the same model"
+                f"{loaded.path}: parameter {name} has shape {theirs.get(name, 'none')} in the "
+                f"checkpoint and {ours.get(name, 'none')} in this model. Load a checkpoint of the "
+                "same model"
             )
         try:
             return sorted(require_shapes(loaded.state, parts, fit))
@@ -159,8 +160,8 @@ def _mismatch(loaded: Loaded, problem: str) -> CheckpointMismatch:
     if (loaded.facts.get("strategy") or {}).get("pipeline") is not None:
         advice = EXPORTED
     return CheckpointMismatch(
-        f"{loaded.path} does not fit: {problem}. Prepare the engine as it was then, or begin anew "
-        f"with the parameters alone: {advice}"
+        f"{loaded.path} does not fit this engine: {problem}. Prepare the engine as it was when it "
+        f"saved, or load only the parameters: {advice}"
     )
 
 
@@ -239,7 +240,7 @@ def _complete(state: Mapping[str, Any], parts: Parts) -> None:
 def _require_nothing_pending(name: str, tensor: Tensor) -> None:
     if tensor.any():
         raise CheckpointMismatch(
-            f"{name}: the shards that it belongs to are too small to be compressed now, and what "
-            "is pending would be lost: lower min_numel (of LowRank, or its rank), or load with the "
-            "shards that saved"
+            f"{name} belongs to shards that are now too small to be compressed, so its pending "
+            "values would be lost: lower min_numel (of LowRank, or its rank), or load with the "
+            "number of shards that saved it"
         )

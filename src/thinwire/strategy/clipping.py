@@ -96,11 +96,11 @@ def require_one_clip(
         return
     why = None
     if own is not None:
-        why = f"the optimizer clips by {own} already: give one of them"
+        why = f"the optimizer already clips by {own}: use one of them"
     elif isinstance(optimizer, DGCMomentum):
         why = _why_no_clip(optimizer, grad_clip, sharded=sharded)
     if why is not None:
-        raise StrategyError(f"prepare was given grad_clip={grad_clip}, and {why}")
+        raise StrategyError(f"prepare got grad_clip={grad_clip}, but {why}")
 
 
 def require_clip_of_one(optimizers: Sequence[torch.optim.Optimizer], *, parts: bool) -> None:
@@ -124,17 +124,17 @@ def _why_no_clip(optimizer: DGCMomentum, clip: Clip, *, sharded: bool) -> str | 
     if not isinstance(clip, ClipByNorm):
         return (
             "DGCMomentum accumulates gradients: other norms do not commute with local "
-            "accumulation. Give ClipByNorm, which limits each tensor, or leave grad_clip out "
-            "and set local_grad_clip_norm of dgc"
+            "accumulation. Use ClipByNorm, which limits each tensor, or omit grad_clip and set "
+            "local_grad_clip_norm of dgc"
         )
     limits = [group["local_grad_clip_norm"] for group in optimizer.param_groups]
     limit = next((limit for limit in limits if limit is not None), None)
     if limit is not None:
-        return f"dgc's local_grad_clip_norm={limit} limits the same gradient: give one of them"
+        return f"dgc's local_grad_clip_norm={limit} limits the same gradient: use one of them"
     if sharded:
         return (
-            "DGCMomentum would clip shard by shard under mesh=: use local_grad_clip_norm of "
-            "dgc, whose norms are over all shards"
+            "DGCMomentum clips each shard on its own under mesh=: use local_grad_clip_norm of "
+            "dgc, which takes norms over all shards"
         )
     return None
 
@@ -146,8 +146,8 @@ def _require_real(
     param = next((p for p in trained if p.is_complex()), None)
     if param is not None:
         raise StrategyError(
-            f"{clip} needs real gradients, and {names.get(param, 'a parameter')} is {param.dtype}: "
-            "complex numbers have no order. Use ClipByNorm or ClipByGlobalNorm"
+            f"{clip} needs real gradients, but {names.get(param, 'a parameter')} is "
+            f"{param.dtype}: complex numbers have no order. Use ClipByNorm or ClipByGlobalNorm"
         )
 
 

@@ -104,9 +104,9 @@ def _lines(made: Exported) -> list[str]:
         pairs = [f"{key} is {name}" for key, name in made.tied.items()]
         lines.append(f"tied, written under both names: {_some(pairs)}")
     if made.averaged:
-        lines.append(f"the mean of the ranks, which held different values: {_some(made.averaged)}")
+        lines.append(f"mean over ranks that had different values: {_some(made.averaged)}")
     if made.left_out:
-        lines.append(f"in the model's state_dict, and in no such file: {_some(made.left_out)}")
+        lines.append(f"in the model's state_dict, but not in the file: {_some(made.left_out)}")
     return lines
 
 

@@ -117,7 +117,7 @@ def _config(path: str, kind: type, document: Any, where: Callable[[str], str]) -
     ]
     if missing:
         raise StrategyError(
-            f"{where(path)}{path} lacks {' and '.join(missing)}, which no default can replace"
+            f"{where(path)}{path} lacks {' and '.join(missing)}, which has no default: add it"
         )
     values = {
         name: _value(f"{path}.{name}", kind, name, value, where) for name, value in document.items()
@@ -151,9 +151,9 @@ def _value(path: str, kind: type, name: str, value: Any, where: Callable[[str], 
 def _require_mapping(path: str, value: object, where: Callable[[str], str]) -> None:
     if isinstance(value, Mapping):
         return
-    advice = "{} stands for the defaults"
+    advice = "write {} for the defaults"
     if isinstance(value, bool):
-        advice += "; for off leave the key out; a description with flags is read by from_fleet"
+        advice += "; omit the key to turn it off; from_fleet reads descriptions with flags"
     raise TypeError(
         f"{where(path)}{path} must be a mapping, got {shown(value)} of type "
         f"{type(value).__name__}; {advice}"

@@ -239,8 +239,8 @@ class Engine:
         parts = self._parts
         if parts.runner is not None:
             raise RuntimeError(
-                "engine.minimize does not work under pipeline: the loss lives on the last stage, "
-                "use engine.train_step(inputs, targets)"
+                "engine.minimize does not work under pipeline, since only the last stage has the "
+                "loss: use engine.train_step(inputs, targets)"
             )
         self._begin_microstep(tokens)
         _check_mean(loss)
@@ -309,8 +309,8 @@ class Engine:
         self._require_unscaled("follow_steps")
         if self._following is not None and self._following.active:
             raise RuntimeError(
-                "the steps of this optimizer are followed already: call remove() of what "
-                "follow_steps returned first"
+                "follow_steps is already active for this optimizer: first call remove() of the "
+                "handle that it returned"
             )
         engine = weakref.ref(self)  # the optimizer must not keep its engine alive
         called: set[int] = set()
@@ -373,18 +373,17 @@ class Engine:
         """
         self._require_open()
         if self._steps.joining is not None:
-            raise RuntimeError(
-                "engine.join() stands inside another one: use one around the whole loop"
-            )
+            raise RuntimeError("engine.join() is nested: use a single one around the whole loop")
         if self._parts.runner is not None:
             raise RuntimeError(
-                "engine.join() does not work under pipeline, whose stages need the same batches: "
-                "give all replicas equally many, such as by DistributedSampler"
+                "engine.join() does not work under pipeline, since all stages need the same "
+                "batches: give all replicas equally many, for example with DistributedSampler"
             )
         if self._sharded:
             raise RuntimeError(
                 "engine.join() does not work with mesh=: the ranks of a site gather their shards "
-                "in every forward pass, and need equally many batches, as DistributedSampler gives"
+                "in every forward pass. Give them equally many batches, for example with "
+                "DistributedSampler"
             )
         self._steps.joining = joining = Joining(self._parts.group)
         batches = self._parts.batches
@@ -473,8 +472,8 @@ class Engine:
         group, name = self._parts.group, "the mean loss"
         if not group.static_membership:
             raise RuntimeError(
-                "engine.mean_loss does not work with members=: one who comes between two calls "
-                "would have to make them too; log the loss of this member"
+                "engine.mean_loss does not work with members=, since a joining member would not "
+                "make the same calls: log the loss of this member"
             )
         with self._steps.with_advice():
             answers = group.gather_bytes(json.dumps({name: value.item()}).encode(), action=name)
@@ -739,10 +738,12 @@ class Engine:
         step = None if step is None else check.integer("step", step, at_least=0)
         if not self._parts.group.static_membership and self._steps.position():
             reason = (
-                f"this member has taken the state of the others, at step {self._steps.position()}"
+                f"this member already has the state of the others, at step {self._steps.position()}"
             )
             if not if_any:
-                raise RuntimeError(f"{reason}: load where a run begins, or give if_any=True")
+                raise RuntimeError(
+                    f"{reason}: load at the start of a run only, or pass if_any=True"
+                )
             _log.info("%s: nothing is loaded", reason)
             return None
         try:
@@ -825,7 +826,7 @@ class Engine:
     def _require_loss_function(self, caller: str) -> None:
         if self._parts.loss_fn is None:
             raise RuntimeError(
-                f"{caller} needs a loss function, and prepare was given none: pass prepare(model, "
+                f"{caller} needs a loss function, but prepare got none: call prepare(model, "
                 "optimizer, loss_fn), or compute the loss yourself and call engine.minimize(loss)"
             )
 

@@ -369,22 +369,22 @@ class LocalSteps:
 
 
 _AFTER_EXCHANGE = (
-    "The gradients had been exchanged before it: what was sent has left this rank's residuals, no "
-    "parameter has moved"
+    "The gradients had already been exchanged: the sent values have left this rank's residuals, "
+    "but no parameter has changed"
 )
 _FAILED_HERE = (
-    "this came after the exchange of the update, which other ranks have made and this one has not, "
-    "or not all of it: what it sent may have left its residuals. They hear of it in the next one. "
-    "Restart all ranks from the last checkpoint"
+    "This error came after the exchange: other ranks have made the update, but this rank has not, "
+    "or only in part. They will get an error in the next update; restart all ranks from the last "
+    "checkpoint"
 )
 
 
 def _failure_text(step: int, error: Exception) -> str:
     """Return the error that other ranks get for an update that this rank could not finish."""
     return (
-        f"after the exchange of update {step + 1} its optimizer, or a hook of it, raised "
-        f"{type(error).__name__}: {error}. Others have made that update; restart all ranks from "
-        "the last checkpoint"
+        f"the optimizer, or a hook of it, failed after the exchange of update {step + 1} with "
+        f"{type(error).__name__}: {error}. Other ranks have made that update: restart all ranks "
+        "from the last checkpoint"
     )
 
 

@@ -162,7 +162,7 @@ def settings_in_groups(changes: list[Change]) -> set[str]:
 
 
 def _difference_text(name: str, before: Any, now: Any) -> str:
-    return f"{name} was {before} when it was written and is {now} in this engine"
+    return f"{name} was {before} when it was saved and is {now} in this engine"
 
 
 def _differences(path: str, before: Any, now: Any) -> Iterator[Change]:

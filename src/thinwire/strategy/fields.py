@@ -62,7 +62,7 @@ class Fields:
                 check.instance(name, value, config, advice=advice)
         conflicts = [*self._conflicting_fields(), *self._conflicts_inside()]
         if conflicts:
-            raise StrategyError("parts of the strategy do not go together: " + "; ".join(conflicts))
+            raise StrategyError("fields of the strategy conflict: " + "; ".join(conflicts))
 
     @property
     def compression(self) -> DGC | LowRank | None:
@@ -95,17 +95,17 @@ class Fields:
         for name in with_dgc:
             if self.on[name].compression is not None:
                 yield (
-                    f"dgc and {name}.compression: both say how the change is compressed; remove "
+                    f"dgc and {name}.compression: both set the compression of the change; remove "
                     f"dgc, or give {name} compression=None"
                 )
         for name in with_dgc:
             if self.on["dgc"].state_dtype == "bfloat16":
                 yield (
-                    f"dgc.state_dtype='bfloat16' and {name}: what an averaging does not send is "
-                    "kept in the type of its anchor; leave state_dtype out"
+                    f"dgc.state_dtype='bfloat16' and {name}: the residual of an averaging has the "
+                    "dtype of its anchor; omit state_dtype"
                 )
         if self.pipeline is not None and self.localsgd is not None and self.localsgd.by_time:
             yield (
-                "pipeline and localsgd.round_seconds: the stages of a replica make their steps "
-                "together, and each would end a round by its own clock; leave round_seconds out"
+                "pipeline and localsgd.round_seconds: the stages of a replica step together, but "
+                "each would end a round by its own clock; omit round_seconds"
             )

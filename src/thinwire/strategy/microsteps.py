@@ -139,14 +139,14 @@ class Microsteps:
         except (PeerLost, PeerStalled, Mismatch) as error:
             if self.joining is None:
                 error.add_note(
-                    "If ranks have unequal numbers of batches, train inside `with engine.join():`, "
-                    "or give all of them equally many."
+                    "If ranks have unequal numbers of batches, train inside `with "
+                    "engine.join():`, or give all ranks equally many."
                 )
             elif isinstance(error, Mismatch) and "learning rates" in str(error):
                 error.add_note(
-                    "A rank without batches cannot call scheduler.step(): inside engine.join() "
-                    "give the optimizer a schedule of thinwire.schedules, which counts updates by "
-                    "itself, or step a scheduler of torch after the block, such as once an epoch."
+                    "A rank without batches cannot call scheduler.step(). Inside engine.join() "
+                    "use a schedule of thinwire.schedules, which counts updates itself, or step "
+                    "torch's scheduler after the block."
                 )
             raise
 
@@ -166,8 +166,8 @@ class Microsteps:
         """
         if not loss.requires_grad:
             raise ValueError(
-                "the loss depends on no parameter that requires a gradient: nothing can be learned "
-                "from it"
+                "the loss depends on no parameter that requires a gradient, so there is nothing "
+                "to train"
             )
         self.clear_grads()
         scaler = self.parts.scaler
@@ -362,23 +362,23 @@ class _Trained:
         frozen = next((name for name, p in averaged.items() if not p.requires_grad), None)
         if frozen is not None:
             raise RuntimeError(
-                f"parameter {frozen} was frozen after prepare, and local updates average what "
-                "trained then. Before it is frozen call engine.flush() and close this engine; then "
-                "prepare a new one, on all ranks"
+                f"parameter {frozen} was frozen after prepare, but local updates still average "
+                "it. Before you freeze it, call engine.flush() and engine.close(); afterwards "
+                "prepare a new engine, on all ranks"
             )
         replaced = None if self._replacement_check is None else self._replacement_check.replaced()
         if replaced is not None:
             raise RuntimeError(
                 f"the model was changed since prepare: parameter {replaced} is another object, "
-                "which the optimizer does not train. Copy values into the parameters that are "
-                "there (load_state_dict without assign=True), or close this engine and prepare a "
-                "new one with a new optimizer, on all ranks"
+                "which the optimizer does not train. Copy values into the existing parameters "
+                "(load_state_dict without assign=True), or close this engine and prepare a new "
+                "one with a new optimizer, on all ranks"
             )
 
 
 _UPDATE_MADE = (
-    "The update before it stands on this rank: parameters, optimizer and counters are those after "
-    "it, the buffers are this rank's own"
+    "This rank has made the update before this error: parameters, optimizer and counters are "
+    "updated, but the buffers are not yet equal on all ranks"
 )
 
 

@@ -71,7 +71,7 @@ def load_model_file(path: Path, parts: Parts) -> Path:
     for rank, answer in enumerate(answers):  # the same on all ranks
         if answer != answers[0]:
             raise CheckpointError(
-                f"{path} is another file on rank {rank} than on rank 0: copy the one to the other"
+                f"{path} differs between rank 0 and rank {rank}: copy the same file to all ranks"
             )
     for name, tensor in tensors.items():
         shard_of(tensor).copy_(taken[name])
@@ -98,15 +98,15 @@ def _require_no_checkpoint(folder: Path) -> None:
     """Raise `CheckpointError` if `engine.save` writes here: such a folder must never run code."""
     if (folder / MANIFEST).exists() or any(map(Path.is_dir, folder.glob("step_*"))):
         raise CheckpointError(
-            f"{folder} has checkpoints of engine.save, and nothing beside them is unpickled: leave "
-            "torch_checkpoint out to load those, or move torch's to another folder"
+            f"{folder} has checkpoints of engine.save, so pickled files in it are not read. Omit "
+            "torch_checkpoint to load those checkpoints, or move torch's files to another folder"
         )
 
 
 def _from_pickle(path: Path, tensors: _Tensors, known: set[str], part: int) -> dict[str, Tensor]:
     found = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(found, Mapping):
-        raise CheckpointMismatch(f"{path} holds a {type(found).__name__}, and no state_dict")
+        raise CheckpointMismatch(f"{path} holds a {type(found).__name__}, not a state_dict")
     found = nested if isinstance(nested := found.get("model"), Mapping) else found
     stored = _by_plain_name(key for key, value in found.items() if isinstance(value, Tensor))
     own = {name: found[key] for name, key in stored.items()}
@@ -158,7 +158,7 @@ def _require_fit(
     missing = [name for name in tensors if name not in shapes]
     strange = [name for name in shapes if name not in known]
     others = [
-        f"{name} has shape {shapes[name]} there and {tuple(tensor.shape)} here"
+        f"{name} has shape {shapes[name]} in the file and {tuple(tensor.shape)} in this model"
         for name, tensor in tensors.items()
         if name in shapes and shapes[name] != tuple(tensor.shape)
     ]
@@ -166,4 +166,4 @@ def _require_fit(
     problems += [f"the model has no {', '.join(strange[:3])}"] if strange else []
     problems += others[:3]
     if problems:
-        raise CheckpointMismatch(f"{path} is of another model: {'; '.join(problems)}")
+        raise CheckpointMismatch(f"{path} does not fit this model: {'; '.join(problems)}")

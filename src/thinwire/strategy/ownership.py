@@ -80,11 +80,11 @@ class OwnershipGuard:
             return
         remove_scaler_marks_(optimizer)
         raise RuntimeError(
-            "step() of an optimizer was called by hand while an engine trains by it: "
-            "engine.train_step(inputs, targets) and engine.minimize(loss) make the whole update, "
-            "the exchange included. Remove the call (and scaler.step(optimizer) of a GradScaler: "
-            "use amp=AMP(...)), or let engine.follow_steps() take the calls of a loop that is not "
-            "yours; engine.close() gives the optimizer back"
+            "optimizer.step() was called while an engine uses the optimizer: "
+            "engine.train_step(inputs, targets) and engine.minimize(loss) make the whole update. "
+            "Remove the call (instead of scaler.step(optimizer) use amp=AMP(...)), call "
+            "engine.follow_steps() for a loop that you cannot change, or engine.close() to "
+            "release the optimizer"
         )
 
 
@@ -161,15 +161,15 @@ def require_unowned(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """
     if any(single in _guards for single in all_of(optimizer)):
         raise RuntimeError(
-            "optimizer belongs to an engine already: call engine.close() on that one first, or "
-            "make another optimizer"
+            "the optimizer already belongs to an engine: call engine.close() on that engine "
+            "first, or make another optimizer"
         )
     params = _ids(optimizer)
     if any(guard.concerns(model, params) for guard in _guards.values()):
         raise RuntimeError(
-            "an engine trains this model, or parameters of it, already; two would exchange and "
-            "update the same parameters. Call engine.close() on that one first (training goes on "
-            "from the parameters as they are), or prepare another model"
+            "another engine already trains this model, or some of its parameters: call "
+            "engine.close() on that engine first (training continues from the current "
+            "parameters), or prepare another model"
         )
 
 
@@ -181,7 +181,7 @@ def require_trained(params: Mapping[str, Parameter]) -> None:
     """Raise if the optimizer has nothing to train."""
     if not params:
         raise ValueError(
-            "optimizer has no parameter with requires_grad=True: there is nothing to train"
+            "the optimizer has no parameter with requires_grad=True, so there is nothing to train"
         )
 
 
@@ -210,7 +210,8 @@ def conversion_obstacles(optimizer: torch.optim.Optimizer) -> list[str]:
     if step is None or hasattr(step, "_wrapped_by_lr_sched"):  # a scheduler's wrapper stays
         return []
     return [
-        "optimizer.step was replaced on the given object, and would be called no more: undo that"
+        "optimizer.step was replaced on this object, and the strategy would ignore the "
+        "replacement: undo it"
     ]
 
 
@@ -369,10 +370,10 @@ class GradientEditCheck:
                 self._warned = True
                 warnings.warn(
                     f"the gradient of {name} was changed after engine.minimize or train_step had "
-                    "made the update from it, which has no effect: clip by prepare(..., "
-                    "grad_clip=ClipByGlobalNorm(...)) instead of clip_grad_norm_, and give every "
-                    "loss to the engine instead of calling its backward(); "
-                    "gradient_merge=GradientMerge(k_steps) adds up several",
+                    "made the update, so the change has no effect. Clip with prepare(..., "
+                    "grad_clip=ClipByGlobalNorm(...)) instead of clip_grad_norm_, and pass every "
+                    "loss to the engine instead of calling backward(); "
+                    "gradient_merge=GradientMerge(k_steps) accumulates several",
                     UserWarning,
                     stacklevel=4,
                 )

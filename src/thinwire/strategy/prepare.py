@@ -156,9 +156,9 @@ def _form_groups_(setup: Setup) -> None:
         setup.replicas = setup.sites.replicas.size
     if strategy.expected_replicas not in (None, setup.replicas):
         raise StrategyError(
-            f"the fleet description says dp_degree={strategy.expected_replicas}, and there are "
-            f"{group.size} ranks, which make {setup.replicas} replicas: start as many ranks as it "
-            "says, or leave dp_degree out to use all"
+            f"the fleet description has dp_degree={strategy.expected_replicas}, but the "
+            f"{group.size} ranks make {setup.replicas} replicas: start that number of replicas, "
+            "or omit dp_degree to use all ranks"
         )
 
 

@@ -129,7 +129,7 @@ def select_optimizer(
         StrategyError: The strategy does not go with this optimizer; lists every reason, and nothing
             has changed.
     """
-    prefix = f"the strategy does not go with the optimizer {type(optimizer).__name__}: "
+    prefix = f"the strategy does not work with the optimizer {type(optimizer).__name__}: "
     dgc = compression if isinstance(compression, DGC) and is_only else None
     conversion = (dgc, lars, lamb)
     if converted_by(optimizer) == conversion:  # by an earlier engine, now closed
@@ -193,18 +193,18 @@ def _mismatches(
         yield "lars and lamb both replace the optimizer: remove one"
     if lars is not None and type(optimizer) not in SGDS:
         yield (
-            f"lars replaces an SGD, of torch or of thinwire.optim, and this is {kind}: give an SGD "
+            f"lars replaces an SGD (of torch or thinwire.optim), but this is {kind}: pass an SGD "
             "or remove lars"
         )
     if lamb is not None and type(optimizer) not in ADAMS:
         yield (
-            f"lamb replaces an Adam, AdamW or LazyAdam, and this is {kind}: give one of them or "
+            f"lamb replaces an Adam, AdamW or LazyAdam, but this is {kind}: pass one of them or "
             "remove lamb"
         )
     if _needs_closure(optimizer):
         yield (
-            f"{kind}.step requires a closure, and the engine computes gradients once per step and "
-            "exchanges them: give an optimizer whose step() works without one"
+            f"{kind}.step requires a closure, but the engine computes and exchanges gradients "
+            "once per step: pass an optimizer whose step() needs no closure"
         )
     if not isinstance(optimizer, DGCMomentum):
         return
@@ -220,21 +220,21 @@ def _mismatches(
         )
     elif compression is not None:
         yield (
-            f"{kind} compresses gradients by itself: give an SGD, or remove {field_of(compression)}"
+            f"{kind} compresses gradients itself: pass an SGD, or remove {field_of(compression)}"
         )
     if not is_only:
         yield (
-            f"{kind} exchanges the gradients of its own parameters only, and is one of several "
-            "optimizers: give an SGD and dgc=DGC(...)"
+            f"{kind} exchanges the gradients of its own parameters only, but is one of several "
+            "optimizers: pass an SGD and dgc=DGC(...)"
         )
     if local:
         yield (
-            f"{kind} exchanges gradients in every step, and local updates exchange none: give an "
+            f"{kind} exchanges gradients in every step, but local updates exchange none: pass an "
             "SGD"
         )
     if keep is not None and not _all_kept(optimizer, keep):
         yield (
-            f"{kind} does not know which ranks share a stage of the pipeline: give an SGD and "
+            f"{kind} does not know which ranks share a stage of the pipeline: pass an SGD and "
             "dgc=DGC(...)"
         )
 
@@ -259,7 +259,7 @@ def _foreign_parameters(
     foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
     if foreign:
         yield (
-            f"it holds {len(foreign)} parameters that are not the model's, the first of shape "
+            f"{len(foreign)} of its parameters are not in the model, the first of shape "
             f"{tuple(foreign[0].shape)}: give it parameters of the model only"
         )
 
@@ -271,8 +271,8 @@ def _unnamed_parameters(
         name is None for group in settings.groups for name, _ in group["params"]
     ):
         yield (
-            f"exclude_from_weight_decay={replacement.patterns} are patterns over names, but its "
-            "parameters have no names: make it from model.named_parameters() instead of "
+            f"exclude_from_weight_decay={replacement.patterns} are patterns over names, but the "
+            "parameters have no names: pass model.named_parameters() to the optimizer instead of "
             "model.parameters()"
         )
         return
@@ -291,9 +291,9 @@ def _unchanged(
     local: bool,
 ) -> SelectedOptimizer:
     kind = type(optimizer).__name__
-    notes = [f"{kind} trains as it is"]
+    notes = [f"{kind} is used unchanged"]
     if isinstance(optimizer, DGCMomentum):
-        notes.append("it exchanges gradients by itself")
+        notes.append("it exchanges gradients itself")
     notes += _compression(optimizer, compressor, local=local)
     return SelectedOptimizer(
         optimizer=optimizer,
@@ -316,9 +316,8 @@ def _lost_state(optimizer: torch.optim.Optimizer, replacement: Replacement) -> I
     lost = sorted(keys - set(replacement.state))
     if lost:
         yield (
-            f"it has made updates, and its state {', '.join(lost)} means something else to "
-            f"{replacement.kind.__name__}: give a fresh optimizer, or begin anew with "
-            "optimizer.state.clear()"
+            f"it has made updates, and its state {', '.join(lost)} has another meaning in "
+            f"{replacement.kind.__name__}: pass a new optimizer, or call optimizer.state.clear()"
         )
 
 
@@ -340,9 +339,9 @@ def _notes(
         f"{len(settings.groups)} groups"
     )
     if settings.position:
-        yield f"schedules go on at update {settings.position}"
+        yield f"schedules continue at update {settings.position}"
     if optimizer.state:
-        yield f"the state of {len(optimizer.state)} parameters goes on in {kind}"
+        yield f"{kind} takes over the state of {len(optimizer.state)} parameters"
     speed = sorted(
         {
             key
@@ -352,7 +351,7 @@ def _notes(
         }
     )
     if speed:
-        yield f"{kind} has no {' and '.join(speed)}, which change speed only"
+        yield f"{kind} has no {' and '.join(speed)}, which affect speed only"
 
 
 def _compression(

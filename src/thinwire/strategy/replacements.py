@@ -222,18 +222,18 @@ def as_dgc_momentum(
     clip, limit = settings.grad_clip, dgc.local_grad_clip_norm
     if clip is not None and not isinstance(clip, ClipByNorm):
         replacement.problems.append(
-            f"dgc takes over ClipByNorm only, and the optimizer clips by {clip}: other norms "
-            "do not commute with local accumulation. Use ClipByNorm, or dgc's "
-            "local_grad_clip_norm"
+            f"dgc takes over ClipByNorm only, but the optimizer clips by {clip}: other norms do "
+            "not commute with local accumulation. Use ClipByNorm, or dgc's local_grad_clip_norm"
         )
     elif clip is not None and limit is not None:
         replacement.problems.append(
-            f"the optimizer's grad_clip={clip} and dgc's local_grad_clip_norm={limit} limit "
-            "the same gradient: give one of them"
+            f"the optimizer's grad_clip={clip} and dgc's local_grad_clip_norm={limit} limit the "
+            "same gradient: use one of them"
         )
     replacement.problems += _sgd_problems("dgc", settings)
     replacement.notes.append(
-        "momentum, Nesterov and weight decay act inside DGCMomentum, which exchanges by itself"
+        "momentum, Nesterov and weight decay act inside DGCMomentum, which exchanges gradients "
+        "itself"
     )
     return replacement
 
@@ -274,7 +274,7 @@ def as_lamb(
     replacement.patterns = lamb.exclude_from_weight_decay
     if any(group.get("amsgrad") for group in settings.groups):
         replacement.problems.append(
-            "lamb has no amsgrad, which the optimizer asks for: set amsgrad=False"
+            "lamb has no amsgrad, but the optimizer uses it: set amsgrad=False"
         )
     replacement.problems += _differentiable("lamb", settings)
     _decide_decay_(replacement, optimizer, settings, "lamb", lamb.lamb_weight_decay)
@@ -292,16 +292,14 @@ def _of_sgd(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def _sgd_problems(field: str, settings: OptimizerSettings) -> Iterator[str]:
     dampening = [group["dampening"] for group in settings.groups if group.get("dampening")]
     if dampening:
-        yield (
-            f"{field} has no dampening, and the optimizer asks for {dampening[0]}: set dampening=0"
-        )
+        yield (f"{field} has no dampening, but the optimizer has {dampening[0]}: set dampening=0")
     yield from _differentiable(field, settings)
 
 
 def _differentiable(field: str, settings: OptimizerSettings) -> Iterator[str]:
     if any(group.get("differentiable") for group in settings.groups):
         yield (
-            f"{field} cannot be differentiated through, which the optimizer asks for: set "
+            f"{field} is not differentiable, but the optimizer has differentiable=True: set "
             "differentiable=False"
         )
 
@@ -322,13 +320,13 @@ def _decide_decay_(
     decays = [float(group["weight_decay"]) for group in settings.groups]
     if set(decays) != {own}:
         of_groups = ", ".join(map(str, decays))
-        replacement.notes.append(f"weight_decay is that of each group: {of_groups}")
+        replacement.notes.append(f"each group keeps its weight_decay: {of_groups}")
         return
     usual = float(inspect.signature(type(optimizer)).parameters["weight_decay"].default)
     if own not in (0.0, usual, decay):
         replacement.problems.append(
-            f"the optimizer's weight_decay={own} and {field}_weight_decay={decay} are two decays "
-            f"for the same parameters: set {field}_weight_decay={own} and leave the optimizer's out"
+            f"the optimizer's weight_decay={own} and {field}_weight_decay={decay} both apply to "
+            f"the same parameters: set {field}_weight_decay={own} and omit it in the optimizer"
         )
     replacement.keys = {
         key: kind for key, kind in replacement.keys.items() if key != "weight_decay"

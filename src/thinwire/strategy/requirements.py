@@ -35,13 +35,12 @@ def require_mesh_works(strategy: Fields, mesh: DeviceMesh) -> None:
     whole = {field: TEXTS[kind].no_shards for field, kind in COMPRESSIONS.items()}
     others = " or ".join(field for field, why in whole.items() if not why)
     reasons = {
-        "pipeline": "its stages are another way to divide a model: leave one of them out",
+        "pipeline": "pipeline and mesh= both divide the model: remove one of them",
         **{field: f"{why}; or use {others}" for field, why in whole.items() if why},
     }
     problems = [f"{name}: {reason}" for name, reason in reasons.items() if getattr(strategy, name)]
     problems += [
-        "node_size: the ranks of a site hold its shards, and each of them exchanges its own: "
-        "leave node_size out"
+        "node_size: each rank of a site exchanges its own shards: omit node_size"
         for config in (strategy.compression, strategy.local)
         if getattr(config, "node_size", None) not in (None, 1)
     ]
@@ -56,21 +55,21 @@ def require_members_work(
     check.instance("members", members, Members)
     if strategy.local is None:
         raise StrategyError(
-            "members come and go between two averagings, so members= needs localsgd or "
-            "adaptive_localsgd; every other field exchanges in each step, over ranks that stay: "
-            "start those with torchrun"
+            "members join and leave between two averagings, so members= needs localsgd or "
+            "adaptive_localsgd. Exchanges in every step need static membership: start the ranks "
+            "with torchrun"
         )
     if strategy.pipeline is not None:
-        raise StrategyError("members= does not work with pipeline: leave it out")
+        raise StrategyError("members= does not work with pipeline: remove one of them")
     if strategy.compression is not None:
         raise StrategyError(
-            f"members= does not work with {field_of(strategy.compression)}: leave it out, and give "
+            f"members= does not work with {field_of(strategy.compression)}: remove it, and give "
             "localsgd a compression such as tw.Sparse(0.97)"
         )
     if timeout is not None:
         raise ValueError(
-            "timeout and members were both given: members exchange within the time-out that join "
-            "was given; leave it out"
+            "timeout and members were both given, but members use the time-out given to join: "
+            "omit timeout"
         )
 
 
@@ -81,9 +80,9 @@ def check_kinds(model: object, optimizer: object, loss_fn: object, grad_clip: ob
     require_shapes(model)
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise TypeError(
-            "model is wrapped in DistributedDataParallel, and the engine exchanges by itself: give "
-            "it the model inside (ddp.module), or keep DDP and use optimizer.attach(ddp) of "
-            "thinwire.optim.DGCMomentum"
+            "model is wrapped in DistributedDataParallel, but the engine exchanges gradients "
+            "itself: pass the model inside (ddp.module), or keep DDP and use "
+            "optimizer.attach(ddp) of thinwire.optim.DGCMomentum"
         )
     check.instance("optimizer", optimizer, torch.optim.Optimizer)
     if loss_fn is not None and not callable(loss_fn):
@@ -105,16 +104,16 @@ def require_split_works(
     for name in ("mesh", "members"):
         if getattr(setup, name) is not None:
             raise StrategyError(
-                f"this model was trained in stages, and each rank has the current values of its "
-                f"own only: {name}= needs a model that was not; load a file that `thinwire export` "
-                "has made of a checkpoint into a new one"
+                "this model was trained in stages and each rank has the current values of its "
+                f"own stage only, but {name}= needs a whole model. Load a file made by `thinwire "
+                "export` into a new model"
             )
     now = [{name for name, _ in named_parameters(stage)} for stage in stages]
     alike = len(now) == len(split) and all(new <= old for new, old in zip(now, split, strict=True))
     if not alike and holds_one_stage(split, optimizer, names):
         raise StrategyError(
-            "the optimizer holds the parameters of one stage, as an engine with a pipeline has "
-            "left it, and the stages are others now: give a new one over model.parameters()"
+            "an engine with a pipeline left the optimizer with the parameters of one stage, but "
+            "the stages are different now: pass a new optimizer of model.parameters()"
         )
 
 
@@ -123,6 +122,6 @@ def require_averages(stages: list[nn.Module]) -> None:
     for number, stage in enumerate(stages, 1):
         if not any(p.requires_grad and p.numel() for p in stage.parameters()):
             raise StrategyError(
-                f"stage {number} of {len(stages)} has no parameter with requires_grad=True that "
-                "has elements, and localsgd averages those of each stage: move a split point"
+                f"stage {number} of {len(stages)} has no non-empty parameter with "
+                "requires_grad=True, so localsgd has nothing to average there: move a split point"
             )

@@ -56,13 +56,11 @@ _OVERFLOW = (
 )
 _CHANGE = (
     "no gradient is exchanged: the change since the last averaging is sent sparse, at dgc's "
-    "sparsity of that step, its value_bits and min_numel, and the rest is kept; whole before "
+    "sparsity of that step, with its value_bits and min_numel, and the rest is kept; dense before "
     "rampup_begin_step; momentum stays in the local optimizer, and local_grad_clip_norm limits "
     "each local gradient"
 )
-_NO_GRADIENT = (
-    "low_rank compresses gradients, and local updates exchange none but changes of the parameters"
-)
+_NO_GRADIENT = "low_rank compresses gradients, but local updates exchange changes of the parameters"
 _TABLE: dict[str, dict[str, str | tuple[str, str]]] = {
     "amp": {
         "recompute": "the repeated forward pass runs under the same autocast as the first one",
@@ -70,16 +68,22 @@ _TABLE: dict[str, dict[str, str | tuple[str, str]]] = {
         "overflow on one stage counts for all",
         "gradient_merge": "each microstep's gradient is divided by the loss scale before it is "
         "added; an overflow in any of them drops the whole merged update, once",
-        "dgc": "gradients are checked and unscaled before they are accumulated, so residual and "
-        "momentum hold unscaled values; a dropped step leaves them and the sparsity ramp as they "
-        "were",
-        "lars": "trust ratios are taken from unscaled gradients",
-        "lamb": "moments are taken from unscaled gradients; a dropped step does not count for "
-        "their bias correction",
+        "dgc": (
+            "gradients are checked and unscaled before they are accumulated, so residual and "
+            "momentum hold unscaled values; a dropped step does not change them or the sparsity "
+            "ramp"
+        ),
+        "lars": "trust ratios use unscaled gradients",
+        "lamb": (
+            "moments use unscaled gradients; a dropped step does not count for their bias "
+            "correction"
+        ),
         "localsgd": _OVERFLOW,
         "adaptive_localsgd": f"{_OVERFLOW}; the interval follows the unscaled loss",
-        "low_rank": "gradients are checked and unscaled before they become factors, so the "
-        "residual holds unscaled values; a dropped step leaves it and the factors as they were",
+        "low_rank": (
+            "gradients are checked and unscaled before they become factors, so the residual holds "
+            "unscaled values; a dropped step does not change it or the factors"
+        ),
     },
     "recompute": {
         "pipeline": "patterns are matched against the whole model, and each stage recomputes the "
@@ -92,43 +96,56 @@ _TABLE: dict[str, dict[str, str | tuple[str, str]]] = {
         "localsgd": "independent: the gradients of the local steps are the same",
         "adaptive_localsgd": "the interval follows the loss of the first forward pass, not of the "
         "repeated one",
-        "low_rank": "factors are made of one gradient per parameter and step, after the repetition",
+        "low_rank": (
+            "factors are computed from one gradient per parameter and step, after the repeated "
+            "forward pass"
+        ),
     },
     "pipeline": {
         "gradient_merge": "an update takes k_steps mini-batches of micro_batches parts each; its "
         "gradient is the mean over all parts, or (avg false) the sum over the mini-batches of the "
         "mean over their parts",
-        "dgc": "the replicas of one stage exchange among themselves, with messages of their own; "
-        "means are over replicas, not over all ranks",
+        "dgc": (
+            "the replicas of one stage exchange among themselves, in separate messages; means are "
+            "over replicas, not over all ranks"
+        ),
         "lars": "a tensor lives on one stage, so its trust ratio needs no other stage",
         "lamb": "a tensor lives on one stage, so its moments and trust ratio need no other stage",
         "localsgd": "the replicas of each stage average among themselves, all stages at the same "
         "steps",
-        "adaptive_localsgd": "the replicas of each stage average among themselves; the mean loss "
-        "goes from the last stage to all others, so that the interval is one number everywhere",
+        "adaptive_localsgd": (
+            "the replicas of each stage average among themselves; the mean loss goes from the "
+            "last stage to all others, so that all ranks have the same interval"
+        ),
         "low_rank": "the replicas of one stage average the factors of its tensors among "
         "themselves; means are over replicas",
     },
     "gradient_merge": {
         "dgc": "the merged gradient is the gradient of one compressed step: only updates "
         "exchange, and the sparsity ramp counts updates",
-        "lars": "trust ratios are taken from the merged gradient",
-        "lamb": "moments are taken from the merged gradient",
+        "lars": "trust ratios use the merged gradient",
+        "lamb": "moments use the merged gradient",
         "localsgd": "gradients are merged on each rank alone; the interval between averagings "
         "counts updates, not microsteps",
         "adaptive_localsgd": "gradients are merged on each rank alone; the interval counts "
         "updates and follows the mean loss of the microsteps of an update",
-        "low_rank": "factors are made of the merged gradient: only updates exchange, and "
-        "begin_step counts updates",
+        "low_rank": (
+            "factors are computed from the merged gradient: only updates exchange, and begin_step "
+            "counts updates"
+        ),
     },
     "dgc": {
-        "lars": "where gradients are exchanged, the compressor runs without momentum and its "
-        "sparse mean is LARS's gradient; momentum and weight decay are LARS's",
-        "lamb": "where gradients are exchanged, the compressor runs without momentum and its "
-        "sparse mean is LAMB's gradient; moments and weight decay are LAMB's",
+        "lars": (
+            "where gradients are exchanged, the compressor has no momentum and LARS uses its "
+            "sparse mean as the gradient; momentum and weight decay are those of LARS"
+        ),
+        "lamb": (
+            "where gradients are exchanged, the compressor has no momentum and LAMB uses its "
+            "sparse mean as the gradient; moments and weight decay are those of LAMB"
+        ),
         "localsgd": _CHANGE,
-        "adaptive_localsgd": f"{_CHANGE}; at the interval in force",
-        "low_rank": ("both say what of a gradient travels", "remove dgc or low_rank"),
+        "adaptive_localsgd": f"{_CHANGE}; at the current interval",
+        "low_rank": ("both choose the part of a gradient that is sent", "remove dgc or low_rank"),
     },
     "lars": {
         "lamb": ("both replace the optimizer", "remove lars or lamb"),
@@ -137,7 +154,7 @@ _TABLE: dict[str, dict[str, str | tuple[str, str]]] = {
         "adaptive_localsgd": "each rank updates with LARS on its own; velocities stay local "
         "unless average_state is true; parameters are averaged, at an interval that follows "
         "LARS's base rate, without trust ratios",
-        "low_rank": "the mean of the factors is LARS's gradient; trust ratios are taken from it",
+        "low_rank": "LARS uses the mean of the factors as its gradient, also for trust ratios",
     },
     "lamb": {
         "localsgd": "each rank updates with LAMB on its own; moments stay local unless "
@@ -145,7 +162,7 @@ _TABLE: dict[str, dict[str, str | tuple[str, str]]] = {
         "adaptive_localsgd": "each rank updates with LAMB on its own; moments stay local unless "
         "average_state is true; parameters are averaged, at an interval that follows LAMB's base "
         "rate, without trust ratios",
-        "low_rank": "the mean of the factors is LAMB's gradient; moments are taken from it",
+        "low_rank": "LAMB uses the mean of the factors as its gradient, also for moments",
     },
     "localsgd": {
         "adaptive_localsgd": (
@@ -188,22 +205,22 @@ def rules_between(fields: Iterable[str]) -> list[Rule]:
     ]
 
 
-_OPENING = """# What goes together
+_OPENING = """# Combining fields
 
 *Printed from the rules table of the code (`make docs`); the tests walk through the same table.*
 
 A [strategy](notes/strategy.md) has {fields} fields, hence {pairs} pairs. {working} of them work
-together, {conflicting} conflict. Nothing is ever switched off silently: a pair that cannot be is a
-`StrategyError` where the strategy is made, which lists all conflicts and says what to change.
+together, {conflicting} conflict. No field is switched off silently: a conflicting pair raises a
+`StrategyError` when the strategy is made. The error lists all conflicts, with what to change.
 
 """
 _ORDER = """
-**x** conflicts, all others work. Three and more fields mean what their pairs mean, in the order of
-a step:
+**x** is a conflict; all other pairs work. Three or more fields combine as their pairs do, in the
+order of a step:
 
 1. forward pass (autocast, recompute, micro-batches), backward pass of the scaled loss, merge; most
    microsteps end here;
-2. agreement about overflow, division by the loss scale;
+2. agreement on overflow, division by the loss scale;
 3. exchange: the mean, dense or compressed, or none under local updates;
 4. clipping, weight decay and regularizer, centralization, then the optimizer: the given one, LARS
    or LAMB;
@@ -212,13 +229,13 @@ a step:
 """
 _CLOSING = """
 Two more conflicts lie inside the fields. `dgc` together with a `compression` in `localsgd` or
-`adaptive_localsgd`: both say how the change is compressed; give one of them. `dgc` with
-`state_dtype="bfloat16"` under either of them: what an averaging does not send is kept in the type
-of its anchor; leave `state_dtype` out.
+`adaptive_localsgd`: both set the compression of the change; use one of them. `dgc` with
+`state_dtype="bfloat16"` under either of them: the residual of an averaging has the dtype of its
+anchor; omit `state_dtype`.
 
-What depends on the model, the optimizer or the number of ranks is checked by `prepare`, before
-anything is changed, on all ranks: patterns that match nothing, an optimizer that LARS or LAMB
-cannot replace, ranks that the stages do not divide.
+`prepare` checks everything that depends on the model, the optimizer or the number of ranks, on all
+ranks and before it changes anything: patterns that match nothing, an optimizer that LARS or LAMB
+cannot replace, a number of ranks that is not a multiple of the stages.
 """
 
 

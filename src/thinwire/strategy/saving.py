@@ -143,13 +143,13 @@ def load(state: Mapping[str, Any], parts: Parts) -> Restored:
     check.instance("state", state, Mapping, advice="pass what engine.state_dict() returned")
     if "facts" not in state:
         raise ValueError(
-            "state is not one of an engine: missing ['facts']. Pass what engine.state_dict() "
-            "returned"
+            "state is not from an engine: it lacks 'facts'. Pass the result of engine.state_dict()"
         )
     changes, problems = compared(state["facts"], parts)
     if problems:
         raise ValueError(
-            f"state does not fit: {'; '.join(problems)}. Prepare the engine as it was then"
+            f"state does not fit this engine: {'; '.join(problems)}. Prepare the engine as it was "
+            "when it saved"
         )
     rest = {key: value for key, value in state.items() if key not in ("facts", PROVENANCE)}
     provenance = Provenance.read(state.get(PROVENANCE))
@@ -243,8 +243,8 @@ def _checked(state: Mapping[str, Any], parts: Parts) -> tuple[dict[str, int], fr
     wanted |= {"exchange", "loss_scale", "merge", "random", "extra"}
     if state.keys() - _MAY_LACK != wanted:
         raise ValueError(
-            f"state is not one of an engine: missing {sorted(wanted - state.keys())}, "
-            f"unknown {sorted(state.keys() - wanted - _MAY_LACK)}"
+            f"state is not from an engine: missing {sorted(wanted - state.keys())}, unknown "
+            f"{sorted(state.keys() - wanted - _MAY_LACK)}"
         )
     kinds = ("step", "dropped_steps", "bytes_sent")
     counters = {key: check.integer(key, state["counters"].get(key), at_least=0) for key in kinds}
@@ -253,13 +253,13 @@ def _checked(state: Mapping[str, Any], parts: Parts) -> tuple[dict[str, int], fr
         if parts.scaler is not None:
             has, lacks = lacks, has
         raise ValueError(
-            f"{has} has a loss_scale and {lacks} has none: prepare the engine with the same "
+            f"{has} has a loss_scale, but {lacks} has none: prepare the engine with the same "
             "strategy"
         )
     merged = 0 if state["merge"] is None else state["merge"]["microsteps"]
     if merged and parts.merge is None:
         raise ValueError(
-            f"state has {merged} merged microsteps of an unfinished update, and the engine has no "
+            f"state has {merged} merged microsteps of an unfinished update, but the engine has no "
             "gradient_merge: prepare it with one, or call engine.flush() before saving"
         )
     return counters, require_shapes(state, parts, "Load a state of the same model")
@@ -300,15 +300,14 @@ def _require_frozen(
     for name, (shape, checksum) in digests.items():
         if name not in params:
             raise ValueError(
-                f"the state was saved without frozen parameters, and {name} is not in this model: "
-                "prepare the model with the weights that it was trained from"
+                f"the state was saved without frozen parameters, but {name} is not in this model: "
+                "prepare the model with the base weights of the training"
             )
         alike = record is not None and record["part"] == part and list(params[name].shape) == shape
         if alike and checksum_of(params[name]) != checksum:
             raise ValueError(
-                f"the state was saved without frozen parameters (frozen=False), and {name} has "
-                "other values here than then: load the weights that training began from into the "
-                "model before this"
+                f"the state was saved without frozen parameters (frozen=False), but {name} has "
+                "different values now: first load the base weights of the training into the model"
             )
     return frozenset(digests)
 
@@ -364,8 +363,8 @@ def copy_values_(state: Mapping[str, Any], parts: Parts, left: frozenset[str]) -
     kept = sorted(left & {*state["buffers"], *_buffers(parts)})
     if kept:
         _log.warning(
-            "%s: not persistent, and only in the state or only in the model, or of two shapes: the "
-            "model keeps what it has",
+            "%s: non-persistent buffers that are missing in the state or the model, or have "
+            "another shape there: the model keeps its own values",
             ", ".join(kept[:3]) + (f" and {len(kept) - 3} more" if len(kept) > 3 else ""),
         )
 
@@ -422,26 +421,25 @@ def _as_sharded(entries: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
 
 def _warn_of_user_state(found: Matched, missing: list[str], unsaved: list[str]) -> None:
     texts = [
-        f"the state has a scheduler {kind}, and the optimizer of this engine has no such "
-        "scheduler now: its rates would begin anew. Make it before engine.load, which then "
-        "restores it, or pass it in extra= when you save and load its state yourself"
+        f"the state has a scheduler {kind}, but the optimizer of this engine has none, so its "
+        "rates would start again. Make the scheduler before engine.load, or pass it in extra= "
+        "when you save and load its state yourself"
         for kind in found.missing
     ]
     texts += [
-        f"the optimizer of this engine has a scheduler {kind}, and there is no state for it: "
-        "it starts from its beginning, or goes on from where it is. If you do not want that, "
-        "let it take the steps that were made"
+        f"the optimizer of this engine has a scheduler {kind}, but the state has none: it "
+        "continues from its present step. Step it to the right step if you do not want that"
         for kind in found.unsaved
     ]
     if missing:
         texts.append(
-            f"the state has {', '.join(missing[:3])}, and the model has no such module with a "
-            "set_extra_state: it is left out"
+            f"the state has {', '.join(missing[:3])}, but the model has no such module with "
+            "set_extra_state: it is ignored"
         )
     if unsaved:
         texts.append(
-            f"the state has no {', '.join(unsaved[:3])}: these modules go on with the extra state "
-            "that they have now"
+            f"the state lacks {', '.join(unsaved[:3])}: these modules keep their present extra "
+            "state"
         )
     for text in texts:
         warnings.warn(text, UserWarning, stacklevel=4)
@@ -459,7 +457,7 @@ def log_changes(source: str, changes: list[Change]) -> None:
         listed = ", ".join(
             f"{change.name} was {change.before} and is {change.now}" for change in changes
         )
-        _log.warning("%s goes on with other settings: %s", source, listed)
+        _log.warning("%s is loaded with changed settings: %s", source, listed)
 
 
 def _parameters(parts: Parts) -> dict[str, Tensor]:
@@ -488,10 +486,9 @@ def _require_dense_state(parts: Parts) -> None:
         for key, value in parts.optimizer.state.get(param, {}).items():
             if isinstance(value, Tensor) and value.layout != torch.strided:
                 raise TypeError(
-                    f"{key} of {name} is a {value.layout} tensor in "
-                    f"{kinds_of(parts.optimizer)}, since its gradients are row-sparse, and "
-                    "only dense state can be saved: train by tw.optim.LazyAdam, or without "
-                    "momentum, or make the embedding with sparse=False"
+                    f"{key} of {name} is a {value.layout} tensor in {kinds_of(parts.optimizer)}, "
+                    "because its gradients are row-sparse, but only dense state can be saved: "
+                    "use tw.optim.LazyAdam, no momentum, or an embedding with sparse=False"
                 )
 
 

@@ -60,15 +60,15 @@ def plain(value: Any, path: str = "extra", *, objects: bool = True) -> Any:
         return entries if isinstance(value, list) else tuple(entries)
     if objects and not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
         return plain(value.state_dict(), f"{path}.state_dict()")
-    advice = "give what a later run needs of it"
+    advice = "pass the values that a later run needs"
     if isinstance(value, torch.Generator):
-        advice = "give its get_state()"
+        advice = "pass its get_state()"
     elif isinstance(value, np.ndarray):
-        advice = "give torch.from_numpy(array)"
+        advice = "pass torch.from_numpy(array)"
     raise TypeError(
         f"{path} is of type {type(value).__name__}; a checkpoint holds None, bool, int, float, "
-        "str, bytes, tensors, dicts, lists and tuples of these"
-        f"{', and whatever has a state_dict' if objects else ''}: {advice}"
+        "str, bytes, tensors, dicts, lists and tuples of "
+        f"these{', and objects with a state_dict' if objects else ''}: {advice}"
     )
 
 
@@ -143,7 +143,7 @@ def _state_of_module(key: str, module: nn.Module) -> Any:
     except TypeError as error:
         raise TypeError(
             f"the extra state of a {type(module).__name__} cannot be saved: {error}. Let its "
-            "get_extra_state return that, and set_extra_state take it"
+            "get_extra_state return such values, and set_extra_state accept them"
         ) from error
 
 
@@ -253,8 +253,8 @@ def _state(scheduler: LRScheduler) -> Any:
         return plain(scheduler.state_dict(), f"{name}.state_dict()")
     except TypeError as error:
         raise TypeError(
-            f"the scheduler {name} cannot be saved: {error}. Give it a state_dict of plain values, "
-            "or let go of it before saving"
+            f"the scheduler {name} cannot be saved: {error}. Give it a state_dict of plain "
+            "values, or delete it before saving"
         ) from error
 
 

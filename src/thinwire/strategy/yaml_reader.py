@@ -32,7 +32,7 @@ class _Loader(yaml.SafeLoader):
             # the type stubs lack it
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.composer.ComposerError(
-                None, None, "aliases (*name) are not offered: write the value out", mark
+                None, None, "aliases (*name) are not supported: write the value out", mark
             )
         return super().compose_node(parent, index)
 
@@ -41,7 +41,7 @@ class _Loader(yaml.SafeLoader):
         odd = next((c for c in token.value if not c.isprintable() and c not in "\t\n"), None)
         if odd is not None:  # such as a no-break space
             raise StrategyError(
-                f"{token.start_mark.line + 1}: character U+{ord(odd):04X} cannot be seen: write a "
+                f"{token.start_mark.line + 1}: character U+{ord(odd):04X} is invisible: write a "
                 "space instead, or put the word in quotes"
             )
         return token
@@ -72,7 +72,7 @@ def read_file(path: Path) -> tuple[Any, dict[str, int]]:
     try:
         content = read_regular(path, _MOST_BYTES)
     except ValueError as error:
-        raise StrategyError(f"{path}: this is no {_ROOT}: {error}") from None
+        raise StrategyError(f"{path}: this is not a {_ROOT}: {error}") from None
     try:
         return _read(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -91,7 +91,7 @@ def _read(text: str) -> tuple[Any, dict[str, int]]:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
-            raise StrategyError("1: the file is empty; {} stands for a strategy with nothing on")
+            raise StrategyError("1: the file is empty; write {} for a strategy without fields")
         return _value(loader, node, _ROOT, lines), lines
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -123,8 +123,8 @@ def _value(loader: _Loader, node: yaml.Node, path: str, lines: dict[str, int]) -
         return [_value(loader, item, f"{path}[{i}]", lines) for i, item in enumerate(node.value)]
     if node.value == "" and node.tag == f"{_TAG}null":
         raise StrategyError(
-            f"{line}: {path} has no value; write {{}} for the defaults, or leave the key out for "
-            "off"
+            f"{line}: {path} has no value; write {{}} for the defaults, or omit the key to turn "
+            "it off"
         )
     try:
         return loader.construct_object(node)

@@ -35,13 +35,13 @@ def _about_amp(strategy: Fields) -> Iterator[str]:
     if amp.dtype == "float16" and amp.loss_scale is None:
         yield (
             "amp: float16 without a loss scale: gradients below 6e-8 become 0 and large ones "
-            "infinite, and amp looks for neither; give it loss_scale=DynamicLossScale()"
+            "infinite, and amp checks for neither; set loss_scale=DynamicLossScale()"
         )
     if amp.dtype == "bfloat16" and amp.loss_scale is not None:
-        yield "amp: bfloat16 has the range of float32; the loss scale is used, and gains little"
+        yield "amp: bfloat16 has the range of float32; the loss scale is used, but gains little"
     if isinstance(amp.loss_scale, FixedLossScale) and not amp.loss_scale.drop_overflow_update:
         yield (
-            "amp: with drop_overflow_update=False an overflow goes into the parameters, unless "
+            "amp: with drop_overflow_update=False an overflow reaches the parameters, unless "
             f"{' or '.join(COMPRESSIONS)} stops it"
         )
 
@@ -78,14 +78,13 @@ def _about_exchange(strategy: Fields) -> Iterator[str]:
         if first < others:
             size += f" (the first of {_mib(first)})"
         yield (
-            f"overlap: gradients leave while the backward pass runs, in buckets of {size}, once "
-            "all ranks had the same parameters in two updates in a row. With one rank, with "
-            "row-sparse gradients, or where parameters come and go, the exchange follows the "
-            "backward pass"
+            f"overlap: gradients are sent during the backward pass, in buckets of {size}, once "
+            "all ranks used the same parameters in two successive updates. With one rank, "
+            "row-sparse gradients or changing parameters, the exchange follows the backward pass"
         )
     if local is not None:
         yield (
-            "local updates: between two averagings every rank has parameters of its own; evaluate "
+            "local updates: between two averagings every rank has its own parameters; evaluate "
             "after flush()"
         )
         yield from _about_share(local)
@@ -100,21 +99,23 @@ def _about_share(config: LocalConfig) -> Iterator[str]:
     share = 1.0 if config.compression is None else steady_share(config.compression)
     if share is None:
         yield (
-            "local updates: how much of a change is applied depends on what the ranks send: look "
-            "at stats()['applied_share'], and change outer_lr where it is far from 1"
+            "local updates: the applied share of a change depends on the ranks' messages: check "
+            "stats()['applied_share'], and adjust outer_lr if it is far from 1"
         )
         return
     if share >= _NEARLY_ALL or (not config.outer_momentum and share * config.outer_lr >= 1):
         return
     more = _rounded(1 / share, 3)
-    mends = f"outer_lr={more} makes up for it: divide outer_lr by the stats()['applied_share'] of "
-    mends += "a run"
+    remedy = (
+        f"outer_lr={more} compensates for it: divide outer_lr by the stats()['applied_share'] of "
+    )
+    remedy += "a run"
     if config.outer_momentum:  # longer steps on purpose: the share of a run is no evidence
-        mends = f"{more} times the outer_lr of dense changes makes up for it"
+        remedy = f"{more} times the outer_lr of dense changes compensates for it"
     yield (
-        f"local updates: of a change that repeats itself about {_rounded(100 * share, 2)} % or "
-        f"more is applied, since what waits decays. At most {mends}; at decay=1 all is applied in "
-        "time"
+        f"local updates: about {_rounded(100 * share, 2)} % or more of a recurring change is "
+        f"applied, since the residual decays. At most {remedy}; at decay=1 all of it is applied "
+        "eventually"
     )
 
 

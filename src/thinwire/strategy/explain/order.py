@@ -71,8 +71,8 @@ def _merge(strategy: Fields) -> Iterator[str]:
         total = "mean" if merge.avg else "sum"
         yield (
             f"Merge: the gradient{', divided by the loss scale,' if scaled else ''} is added to "
-            f"those before it. After {merge.k_steps} microsteps their {total} goes on; the "
-            f"{merge.k_steps - 1} before end here, with nothing exchanged and nothing updated"
+            f"those before it. After {merge.k_steps} microsteps their {total} is used; the first "
+            f"{merge.k_steps - 1} end here, without exchange and update"
         )
 
 
@@ -83,15 +83,15 @@ def _overflow(strategy: Fields) -> Iterator[str]:
     merged = strategy.gradient_merge is not None  # the merge has divided them already
     if _unchecked(scale):
         divided = "" if merged else "Gradients are divided by the loss scale; "
-        unseen = "overflow is not looked for (drop_overflow_update)"
+        unseen = "gradients are not checked for overflow (drop_overflow_update)"
         yield f"{divided}{unseen if divided else unseen.capitalize()}"
     elif strategy.local is not None:
         owner = "of this replica" if strategy.pipeline is not None else "on this rank"
         divided = "" if merged else "; else gradients are divided by the scale"
         yield f"An overflow {owner} drops the local step, which still counts{divided}"
     else:
-        divided = "" if merged else "; else they divide by the scale"
-        yield f"All ranks agree whether any gradient overflowed: if so, nothing moves{divided}"
+        divided = "" if merged else "; else gradients are divided by the scale"
+        yield f"All ranks agree whether any gradient overflowed: if so, nothing is updated{divided}"
 
 
 def _exchange(strategy: Fields) -> str:
@@ -185,7 +185,7 @@ def _change(strategy: Fields, config: LocalConfig) -> str:
     if config.delay:
         text += f"; the result takes effect {config.delay} {plural('step', config.delay)} later"
     if config.mixing:
-        text += f"; of its local value a parameter keeps {100 * config.mixing:g} %"
+        text += f"; a parameter keeps {100 * config.mixing:g} % of its local value"
     return text
 
 

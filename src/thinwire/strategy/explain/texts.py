@@ -76,28 +76,28 @@ def _ramp(dgc: DGC) -> str:
 def _dgc_gradient(dgc: DGC) -> str:
     stored = ", in bfloat16 by stochastic rounding" if dgc.state_dtype == "bfloat16" else ""
     return (
-        f"{_first_dense(dgc.rampup_begin_step)}gradients accumulate, and of each tensor the "
-        f"largest {_ramp(dgc)} are sent, {_bits(dgc)} an entry; the rest is kept{stored}. Tensors "
-        f"below {dgc.min_numel} numbers are dense{local_clip(dgc, 'source')}"
+        f"{_first_dense(dgc.rampup_begin_step)}gradients accumulate, and the largest {_ramp(dgc)} "
+        f"of each tensor are sent, {_bits(dgc)} an entry; the rest is kept{stored}. Tensors below "
+        f"{dgc.min_numel} numbers are dense{local_clip(dgc, 'source')}"
     )
 
 
 def _dgc_change(dgc: DGC) -> str:
     return (
-        f"{_first_dense(dgc.rampup_begin_step)}of each tensor's change the largest {_ramp(dgc)} "
-        f"are sent, {_bits(dgc)} an entry; the rest is kept. Tensors below {dgc.min_numel} numbers "
-        "go whole"
+        f"{_first_dense(dgc.rampup_begin_step)}the largest {_ramp(dgc)} of each tensor's change "
+        f"are sent, {_bits(dgc)} an entry; the rest is kept. Tensors below {dgc.min_numel} "
+        "numbers are dense"
     )
 
 
 def _dgc_message(dgc: DGC, params: Sequence[Tensor]) -> str:
     layout = Layout.of((p.numel() for p in params), dgc.sparsity[-1], dgc.value_bits)
     entries = sum(slot.k for slot in layout.slots)
-    text = f"a whole message has {entries:,} entries in {layout.nbytes:,} bytes"
+    text = f"a full message has {entries:,} entries in {layout.nbytes:,} bytes"
     if dgc.exchange != "auto":
         return text
     begin = first_split(layout)
-    few = "however many they are" if begin is None else f"below {begin}, else they split"
+    few = "for any number of sources" if begin is None else f"below {begin}, else they split"
     return f"{text}; sources gather {few}"
 
 
@@ -115,7 +115,7 @@ def _dgc_advice(dgc: DGC, *, local: bool, replaced: bool, peers: str, here: str)
     if local:
         if size not in (None, 1):
             yield (
-                f"dgc: node_size={size} is for gradients; say node_size in the local updates for "
+                f"dgc: node_size={size} is for gradients; set node_size of the local updates for "
                 "their averages"
             )
         return
@@ -151,9 +151,8 @@ _DGC_EXCHANGE = {
         "passed on is kept"
     ),
     "auto": (
-        "dgc: messages are gathered as long as sources are few, and added up by shares "
-        "where that moves at most half of the bytes, from about 9 sources on "
-        "(exchange='auto')"
+        "dgc: few sources gather all messages; from about 9 sources on they add up by shares, if "
+        "that moves at most half of the bytes (exchange='auto')"
     ),
 }
 
@@ -161,9 +160,9 @@ _DGC_EXCHANGE = {
 def _low_rank_gradient(low_rank: LowRank) -> str:
     rank = low_rank.rank
     return (
-        f"{_first_dense(low_rank.begin_step)}each gradient of n rows and m columns travels as two "
-        f"factors of {rank} {plural('column', rank)}, {rank} (n + m) numbers in two rounds; what "
-        "they miss is kept and added to the next gradient. Tensors of fewer than two dimensions or "
+        f"{_first_dense(low_rank.begin_step)}each gradient of n rows and m columns is sent as two "
+        f"factors of {rank} {plural('column', rank)}, {rank} (n + m) numbers in two rounds; the "
+        "error is kept and added to the next gradient. Tensors of fewer than two dimensions or "
         f"below {low_rank.min_numel} numbers are dense"
     )
 
@@ -180,22 +179,22 @@ def _low_rank_message(low_rank: LowRank, params: Sequence[Tensor]) -> str:
 def _sparse_change(sparse: Sparse) -> str:
     over = "the ranks that sent it" if sparse.mean_over == "senders" else "all ranks"
     text = (
-        f"of each tensor's change the largest {_share(sparse.sparsity)} are sent, {_bits(sparse)} "
-        f"an entry, whose mean is over {over}; the rest is kept and counts {sparse.decay:g} times "
+        f"the largest {_share(sparse.sparsity)} of each tensor's change are sent, {_bits(sparse)} "
+        f"an entry, with the mean over {over}; the rest is kept and counts {sparse.decay:g} times "
         "the next time"
     )
     if sparse.clip_sources is not None:
         text += (
-            f"; what a rank sends in all is scaled down to {sparse.clip_sources:g} times the "
-            "median norm of the ranks where it is larger, and the difference dropped"
+            f"; a rank's message with a norm above {sparse.clip_sources:g} times the median of "
+            "the ranks is scaled down to that, and the difference is dropped"
         )
     return text
 
 
 def _quantized_change(quantized: Quantized) -> str:
     return (
-        f"of each tensor's change every entry is sent in {_bits(quantized)}; the rounding error is "
-        f"kept and counts {quantized.decay:g} times the next time"
+        f"every entry of each tensor's change is sent in {_bits(quantized)}; the rounding error "
+        f"is kept and counts {quantized.decay:g} times the next time"
     )
 
 

@@ -78,8 +78,8 @@ def _recompute(feature: _Feature) -> Recompute:
     names = _words("checkpoints", feature.keys["checkpoints"])
     if not names:
         raise ValueError(
-            "checkpoints is empty, which means off in fleet: name modules, or set recompute to "
-            "False"
+            "checkpoints is empty, which turns recompute off in fleet: name modules, or set "
+            "recompute to False"
         )
     feature.findings.notes.append(
         f"recompute_configs.checkpoints={list(names)}: names of tensors in fleet, read as patterns "
@@ -93,15 +93,15 @@ def _pipeline(feature: _Feature) -> Pipeline:
     if len(counts) == 2 and keys["micro_batch"] != keys["accumulate_steps"]:
         raise ValueError(
             f"micro_batch={keys['micro_batch']!r} and "
-            f"accumulate_steps={keys['accumulate_steps']!r} are two names of one number, how many "
-            "parts a batch is cut into: give one of them"
+            f"accumulate_steps={keys['accumulate_steps']!r} are two names for the number of parts "
+            "of a batch: set one of them"
         )
     schedules = {"1F1B": "1f1b", "F-then-B": "gpipe"}
     check.one_of("schedule_mode", keys["schedule_mode"], schedules)
     stages, source = _stages(feature.hybrid)
     feature.findings.notes.append(
-        f"pipeline: {stages} stages, from {source}; where the model is cut (device_guard) is no "
-        "part of the description: set split_points if the model is not sequential"
+        f"pipeline: {stages} stages, from {source}; the description has no split points "
+        "(device_guard): set split_points if the model is not sequential"
     )
     return Pipeline(
         stages, keys[next(iter(counts), "micro_batch")], schedules[keys["schedule_mode"]]
@@ -136,7 +136,7 @@ def _lars(feature: _Feature) -> LARS:
 def _lamb(feature: _Feature) -> LAMB:
     excluded = _words("exclude_from_weight_decay", feature.keys["exclude_from_weight_decay"])
     feature.findings.notes.append(
-        "lamb: eps is Lamb's own 1e-6; fleet takes that of the optimizer inside"
+        "lamb: eps is Lamb's default 1e-6; fleet uses the eps of the inner optimizer"
     )
     return LAMB(feature.keys["lamb_weight_decay"], tuple(f"*{escape(word)}" for word in excluded))
 
@@ -145,8 +145,8 @@ def _adaptive_localsgd(feature: _Feature) -> AdaptiveLocalSGD:
     config = AdaptiveLocalSGD(feature.keys["init_k_steps"], begin_step=feature.keys["begin_step"])
     if config.init_k_steps > 1:
         feature.findings.notes.append(
-            f"adaptive_localsgd: init_k_steps={config.init_k_steps} stands outside the root of the "
-            "interval's formula, as in the paper; fleet has it inside"
+            f"adaptive_localsgd: init_k_steps={config.init_k_steps} is outside the square root of "
+            "the interval's formula, as in the paper; in fleet it is inside"
         )
     return config
 

@@ -25,8 +25,8 @@ _AVERAGED = "gradients are averaged over ranks; multiply the loss instead"
 _GROWTH = "here every overflow divides by the growth factor"
 _UNSPLIT = "tensors are not split over ranks"
 _SHARDED = (
-    "optimizer state and parameters are not sharded from a description: call fully_shard, and give "
-    "prepare its mesh="
+    "a description cannot shard optimizer state and parameters: call fully_shard, and pass mesh= "
+    "to prepare"
 )
 _A_SYNC = (
     "k_steps max_merge_var_num send_queue_size independent_recv_thread thread_pool_size "
@@ -93,7 +93,7 @@ REFUSED = {
     "tensor_parallel": _UNSPLIT,
     "fp16_allreduce": "gradients are exchanged in their own dtype; dgc with value_bits=16 sends "
     "fewer bytes",
-    "asp": "structured sparsity of weights is not offered",
+    "asp": "structured sparsity of weights is not supported",
     "sync_batch_norm": "convert the model with torch.nn.SyncBatchNorm before prepare",
     "auto": _NAME_FEATURES,
     "semi_auto": _NAME_FEATURES,
@@ -102,8 +102,7 @@ REFUSED = {
 """Flags that must stay off, with the reason."""
 
 _NOTED = {
-    "has no effect in fleet either; to resume on another number of ranks is engine."
-    "load": "elastic?",
+    "has no effect in fleet either; engine.load resumes on another number of ranks": "elastic?",
     "torch.distributed decides, with the same result": (
         "sync_nccl_allreduce? nccl_comm_num use_hierarchical_allreduce? "
         "hierarchical_allreduce_inter_nranks"
@@ -112,8 +111,8 @@ _NOTED = {
         "fuse_all_reduce_ops? fuse_grad_size_in_MB fuse_grad_size_in_TFLOPS "
         "_fuse_grad_size_in_TFLOPS fuse_grad_size_in_num fuse_grad_merge? last_comm_group_size_MB"
     ),
-    "a parameter without gradient is left alone if it has none on any rank, and is an error on all "
-    "ranks if it has one on some": "find_unused_parameters?",
+    "a parameter that has no gradient on any rank is skipped; one that has a gradient on some "
+    "ranks only is an error on all ranks": "find_unused_parameters?",
     "there is no graph of operators": (
         "without_graph_optimization? calc_comm_same_stream? _calc_comm_same_stream? "
         "build_strategy execution_strategy"
@@ -121,7 +120,7 @@ _NOTED = {
     "set torch.backends.cudnn instead": (
         "cudnn_exhaustive_search? conv_workspace_size_limit cudnn_batchnorm_spatial_persistent?"
     ),
-    "of the parameter-server back-end only": (
+    "used by the parameter-server back-end only": (
         "adam_d2sum? heter_ccl_mode trainer_desc_configs downpour_table_param fs_client_param"
     ),
 }

@@ -146,13 +146,13 @@ def _judge_modes(
 ) -> None:
     if _on("a_sync", given, findings) and configs["a_sync_configs"].get("k_steps") != -1:
         findings.problems.append(
-            "a_sync=True cannot be carried over: parameter servers are not offered; localsgd is "
-            "the collective form"
+            "a_sync=True cannot be carried over: parameter servers are not supported; use "
+            "localsgd instead"
         )
     mode = given.get("mode", "COLLECTIVE")
     if isinstance(mode, bool) or mode not in (1, "COLLECTIVE", "collective", None):
         findings.problems.append(
-            f"mode={mode!r} cannot be carried over: only COLLECTIVE training is offered"
+            f"mode={mode!r} cannot be carried over: only COLLECTIVE training is supported"
         )
 
 
