@@ -1,4 +1,4 @@
-"""Less memory for activations, paid with a second forward pass: torchrun --nproc-per-node 2
+"""Less memory for activations, at the cost of a second forward pass: torchrun --nproc-per-node 2
 examples/recompute.py. Started again, it goes on from its last checkpoint.
 """
 

@@ -60,7 +60,7 @@ class DGC(ErrorsOnly):
     Attributes:
         rampup_begin_step: Updates before compression begins, >= 0.
         rampup_step: Updates over which the levels of `sparsity` are spread, >= 1.
-        sparsity: Fractions that are **not** sent, each in [0, 1); the last one stays.
+        sparsity: Fractions that are **not** sent, each in [0, 1); the last is final.
         local_grad_clip_norm: C > 0: a source's share g / N of a compressed tensor is limited to the
             norm C / sqrt(N).
         min_numel: Smaller tensors are exchanged densely, >= 1.

@@ -56,7 +56,7 @@ class LowRank:
     The approximation error is kept and added to the next gradient (error feedback).
 
     Attributes:
-        rank: r, columns of a factor, >= 1. A matrix whose smaller side is at most r travels
+        rank: Columns r of a factor, >= 1. A matrix whose smaller side is at most r is sent
             densely.
         begin_step: Updates before compression begins, >= 0.
         min_numel: Smaller tensors, and those of fewer than two dimensions, are exchanged densely,

@@ -78,36 +78,35 @@ class LocalSGD(_Common):
 
     Attributes:
         k_steps: Local steps between two averagings, >= 1.
-        begin_step: Steps 1 to this one end with an averaging each, >= 0.
-        outer_lr: Rate of the outer SGD, whose gradient is the averaged change, > 0; 1 is plain
-            averaging.
-        outer_momentum: Its momentum, in [0, 1).
+        begin_step: Number of first steps that each end with an averaging, >= 0.
+        outer_lr: Learning rate of the outer SGD, whose gradient is the averaged change, > 0; 1 is
+            plain averaging.
+        outer_momentum: Momentum of the outer SGD, in [0, 1).
         outer_nesterov: True for Nesterov momentum in the outer SGD; needs outer_momentum.
         compression: `Sparse` to send only the largest entries of the change, `Quantized` to send
-            all of them in a few bits, `LowRank` to send matrices as two thin factors; None sends
-            all of it.
-        fragments: Parts of the model that take turns, 1 to k_steps; after `begin_step` one part is
-            averaged every k_steps // fragments steps.
-        fragment_order: "contiguous": neighbours in the model make a part, parts of nearly equal
-            size; "strided": layer l belongs to part l mod fragments, counted by the first integer
-            in the names, and tensors in no layer follow.
+            all entries in a few bits, `LowRank` to send matrices as two thin factors; None sends
+            the full change.
+        fragments: Number of parts of the model that are averaged in turn, 1 to k_steps; after
+            `begin_step` one part is averaged every k_steps // fragments steps.
+        fragment_order: "contiguous": adjacent tensors form a part, and parts have nearly equal
+            sizes. "strided": layer l (first integer in the name) belongs to part l mod fragments;
+            tensors without a layer are assigned after it.
         delay: Local steps made while an averaging is in flight, 0 to k_steps // fragments - 1.
-        mixing: m in [0, 1), the part of its local value that a parameter keeps when a result
-            arrives: p becomes (1 - m) times what it would be at m = 0, and m times p. The first
-            steps, until `begin_step`, and `flush` leave ranks equal at any m.
-        average_state: True to average the optimizer's floating-point tensors of a parameter's shape
-            too; a number k for every k-th averaging only.
-        node_size: Consecutive ranks that share a node, average densely among themselves first and
-            count as one source of changes, >= 1; it must divide the ranks. 1 is off. None:
-            torchrun's LOCAL_WORLD_SIZE where changes are compressed and ranks fill two nodes or
-            more.
-        round_seconds: Seconds after which a rank averages, or after `k_steps` steps if that is
-            sooner. Slow ranks make fewer steps in a round, and fast ones do not wait for them. Each
-            change is weighted by the rank's steps, or by its tokens if `observe(tokens=)` reports
-            them: with weights w the mean is sum(w change) / sum(w). `sync.step` moves at averagings
-            alone, by the most steps that a rank made. Not combinable with fragments, delay, nodes,
-            a mean over senders or a pipeline. The ranks of a site (`mesh=`) end a round by the
-            clock of the first of them. None: all ranks make `k_steps` steps and count equally.
+        mixing: m in [0, 1), the share of its local value p that a parameter keeps when a result
+            arrives: (1 - m) times the value at m = 0, plus m times p. The first `begin_step` steps
+            and `flush` leave ranks equal at any m.
+        average_state: True to average also the optimizer's floating-point tensors of a parameter's
+            shape; a number k to do so at every k-th averaging.
+        node_size: Consecutive ranks per node, >= 1; it must divide the number of ranks. Ranks of a
+            node first average densely among themselves and count as one source. 1 is off. None:
+            torchrun's LOCAL_WORLD_SIZE if changes are compressed and ranks fill two nodes or more.
+        round_seconds: Seconds after which a rank averages, or `k_steps` steps if they are done
+            earlier. Slow ranks make fewer steps in a round, and fast ranks do not wait for them.
+            Each change is weighted by the rank's steps, or by its tokens if `observe(tokens=)`
+            reports them: with weights w the mean is sum(w change) / sum(w). `sync.step` advances at
+            averagings only, by the most steps of any rank. Not combinable with fragments, delay,
+            nodes, a mean over senders or a pipeline. On a site (`mesh=`) the first rank's clock
+            ends the round. None: all ranks make `k_steps` steps and count equally.
 
     Raises:
         TypeError, ValueError: A wrong value.
@@ -164,7 +163,7 @@ class AdaptiveLocalSGD(_Common):
 
     Attributes:
         init_k_steps: Interval at the start, 1 to max_k_steps.
-        begin_step: Steps 1 to this one end with an averaging each, >= 0.
+        begin_step: Number of first steps that each end with an averaging, >= 0.
         max_k_steps: Largest interval, >= 1.
         outer_lr: See `LocalSGD`.
         outer_momentum: See `LocalSGD`.

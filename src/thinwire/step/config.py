@@ -19,8 +19,8 @@ class AMP:
 
     Attributes:
         dtype: "bfloat16" or "float16".
-        loss_scale: `FixedLossScale` or `DynamicLossScale`; None scales nothing and looks for no
-            overflow of its own, which "float16" can hardly do without.
+        loss_scale: `FixedLossScale` or `DynamicLossScale`; None: no scale and no overflow check.
+            "float16" usually needs a loss scale.
 
     Raises:
         TypeError, ValueError: A wrong value.
@@ -49,8 +49,8 @@ class Recompute:
         Recompute(checkpoints=('blocks.*',))
 
     Attributes:
-        checkpoints: Glob patterns over the names of `model.named_modules()`, at least one. Where
-            one match contains another, the outer one counts.
+        checkpoints: Glob patterns over the names of `model.named_modules()`, at least one. If one
+            match contains another, the outer module is recomputed.
 
     Raises:
         TypeError: `checkpoints` is no list or tuple of strings.
@@ -89,8 +89,8 @@ class GradientMerge:
         GradientMerge(k_steps=4, avg=True)
 
     Attributes:
-        k_steps: Microsteps (backward passes) for one update, >= 1; 1 is the same as none.
-        avg: Whether the merged gradient is their mean; False: their sum.
+        k_steps: Microsteps (backward passes) per update, >= 1; 1 merges nothing.
+        avg: True for the mean of the gradients, False for their sum.
 
     Raises:
         TypeError, ValueError: A wrong value.

@@ -40,16 +40,16 @@ class DistributedStrategy(Fields):
         loss = engine.train_step(inputs, targets)
 
     Attributes:
-        amp: The forward pass in a narrow type, with or without a loss scale.
-        recompute: Less memory for activations, paid with a second forward pass.
-        pipeline: The model in stages on several ranks.
-        gradient_merge: One update, and one exchange, for several backward passes.
-        dgc: Only the largest entries of every gradient travel; the rest is kept until it matters.
-        lars: LARS, for large batches, instead of the given SGD.
-        lamb: LAMB, for large batches, instead of the given Adam.
-        localsgd: Ranks train on their own and average their parameters at an interval.
-        adaptive_localsgd: The same as localsgd, at an interval that follows the loss.
-        low_rank: Each matrix of gradients travels as two factors of few columns; the rest is kept.
+        amp: Forward pass in a narrow type, with or without a loss scale.
+        recompute: Less memory for activations, at the cost of a second forward pass.
+        pipeline: Stages of the model on several ranks.
+        gradient_merge: One update, with one exchange, for several backward passes.
+        dgc: Only the largest entries of each gradient are sent; the rest is kept as a residual.
+        lars: LARS, for large batches, in place of the given SGD.
+        lamb: LAMB, for large batches, in place of the given Adam.
+        localsgd: Ranks train independently and average their parameters at an interval.
+        adaptive_localsgd: As localsgd, but the interval follows the loss.
+        low_rank: Each gradient matrix is sent as two factors of few columns; the error is kept.
 
     Raises:
         TypeError: A field is neither None nor its config.
