@@ -89,8 +89,8 @@ class LocalSGD(_Common):
         fragments: Number of parts of the model that are averaged in turn, 1 to k_steps; after
             `begin_step` one part is averaged every k_steps // fragments steps.
         fragment_order: "contiguous": adjacent tensors form a part, and parts have nearly equal
-            sizes. "strided": layer l (first integer in the name) belongs to part l mod fragments;
-            tensors without a layer are assigned after it.
+            sizes. "strided": layer l, numbered by the first integer in the names, belongs to part
+            l mod fragments; tensors outside layers follow, one by one.
         delay: Local steps made while an averaging is in flight, 0 to k_steps // fragments - 1.
         mixing: m in [0, 1), the share of its local value p that a parameter keeps when a result
             arrives: (1 - m) times the value at m = 0, plus m times p. The first `begin_step` steps
