@@ -111,7 +111,7 @@ def test_another_number_of_ranks_needs_the_files_of_all_machines(
             "CheckpointCorrupt",
             [
                 "step_0000000003/rank_00001.json is not there",
-                "copy the folders step_0000000003 of all of them together",
+                "copy the folders step_0000000003 of all directories into one",
             ],
             load_here,
             str(tmp_path),

@@ -155,7 +155,7 @@ def frozen_stage(rank: int, size: int) -> None:
 def test_a_frozen_stage_of_local_updates_is_refused_on_all_ranks(ranks: Pool) -> None:
     ranks.raise_alike(
         "StrategyError",
-        "stage 1 of 2 has no parameter with requires_grad=True",
+        "stage 1 of 2 has no non-empty parameter with requires_grad=True",
         frozen_stage,
         size=2,
     )
