@@ -13,7 +13,7 @@ _TORCHRUN = "TORCHELASTIC_RUN_ID"
 def environment_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
     """Return rank and number of ranks, or None unless all four variables are set.
 
-    >>> named_place({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500"})
+    >>> environment_rank({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500"})
     (1, 4)
 
     Raises:
@@ -24,7 +24,7 @@ def environment_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
         return None
     rank, size = texts[:2]
     if not (rank.isdigit() and size.isdigit() and int(rank) < int(size)):
-        raise ValueError(f"RANK={rank!r} and WORLD_SIZE={size!r} are no rank of a world")
+        raise ValueError(f"RANK={rank!r} and WORLD_SIZE={size!r} do not name a rank of a world")
     return int(rank), int(size)
 
 

@@ -48,7 +48,7 @@ def test_who_is_one_of_several_ranks(
         (without("MASTER_ADDR", "MASTER_PORT"), "RANK, WORLD_SIZE in .* no MASTER_ADDR, MASTER_P"),
         (TORCHRUN, "TORCHELASTIC_RUN_ID in the environment, and no RANK, WORLD_SIZE, MASTER_ADDR"),
         (without("RANK", WORLD_SIZE="1") | TORCHRUN, "and no RANK: a launcher"),
-        (PLACE | {"RANK": "4"}, "RANK='4' and WORLD_SIZE='4' are no rank of a world"),
+        (PLACE | {"RANK": "4"}, "RANK='4' and WORLD_SIZE='4' do not name a rank of a world"),
         (PLACE | {"WORLD_SIZE": "many"}, "WORLD_SIZE='many' are no rank"),
     ],
 )

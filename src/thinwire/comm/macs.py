@@ -21,7 +21,7 @@ class MessageMacs:
     """Keyed BLAKE2b MAC, 16 bytes, appended to every message of one group of ranks.
 
     >>> import torch
-    >>> macs = Proofs(b"k" * 16, "data", rank=0)
+    >>> macs = MessageMacs(b"k" * 16, "data", rank=0)
     >>> macs.added(torch.zeros(3, dtype=torch.uint8), macs.next()).numel()
     19
 

@@ -295,7 +295,7 @@ def next_identity(process_group: dist.ProcessGroup | None = None) -> int:
 def rank_and_size_in(process_group: dist.ProcessGroup | None = None) -> tuple[int, int]:
     """Return this rank's index among these ranks and their number; (0, 1) without a group.
 
-    >>> place_in(None)
+    >>> rank_and_size_in(None)
     (0, 1)
     """
     if is_alone():
