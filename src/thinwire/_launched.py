@@ -13,7 +13,9 @@ _TORCHRUN = "TORCHELASTIC_RUN_ID"
 def environment_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
     """Return rank and number of ranks, or None unless all four variables are set.
 
-    >>> environment_rank({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500"})
+    >>> environment_rank(
+    ...     {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+    ... )
     (1, 4)
 
     Raises:

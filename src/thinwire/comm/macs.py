@@ -22,7 +22,7 @@ class MessageMacs:
 
     >>> import torch
     >>> macs = MessageMacs(b"k" * 16, "data", rank=0)
-    >>> macs.added(torch.zeros(3, dtype=torch.uint8), macs.next()).numel()
+    >>> macs.with_mac(torch.zeros(3, dtype=torch.uint8), macs.next()).numel()
     19
 
     It covers the message, the number of the exchange, the sender and the receiver. The number is
