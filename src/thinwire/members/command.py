@@ -88,10 +88,10 @@ def host(
 
             tls = certificate(cert, key) if cert else None
             ends.enter_context(relaying(next_one, token, tls))
-        _serve_until_stopped(listener, where, token, relayed=relay, quiet=quiet)
+        _run_until_stopped(listener, where, token, relayed=relay, quiet=quiet)
 
 
-def _serve_until_stopped(
+def _run_until_stopped(
     listener: socket.socket, where: Address, token: bytes | None, *, relayed: bool, quiet: bool
 ) -> None:
     stop = threading.Event()

@@ -72,7 +72,7 @@ class _Relay:
         """Accept connections until `stop` is set, and then abort all of them."""
         limit_s = None if tls is None else _HELLO_S
         server = await asyncio.start_server(
-            self._serve_client, sock=listener, ssl=tls, ssl_handshake_timeout=limit_s
+            self._handle_client, sock=listener, ssl=tls, ssl_handshake_timeout=limit_s
         )
         while not self._stop.is_set():
             for writer in [writer for room in self._rooms.values() for writer in room.values()]:
@@ -83,7 +83,7 @@ class _Relay:
         for writer in self._open:
             writer.transport.abort()
 
-    async def _serve_client(
+    async def _handle_client(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self._open.add(writer)
