@@ -21,7 +21,6 @@ BASE = {
     "_wording",
     "_launched",
     "_files",
-    "_torch_versions",
 }
 MATHS = BASE | {"layout", "schedules", "kernels", "core"}
 METHODS = MATHS | {"wire", "compress"}
@@ -34,7 +33,6 @@ MAY_IMPORT = {
     "_watchdog": set(),
     "_launched": set(),
     "_files": set(),
-    "_torch_versions": set(),
     "schedules": BASE,
     "task": BASE,
     "logs": BASE,

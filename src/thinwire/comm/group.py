@@ -22,6 +22,7 @@ from torch import Tensor
 from thinwire.comm.failures import explain_failure, state_after_failure
 from thinwire.comm.macs import MessageMacs, wrong_mac_text
 from thinwire.comm.private import Private, forget, is_alone, keep_alive, private_group, timeout_s_of
+from thinwire.comm.torch_versions import all_gather_single
 from thinwire.comm.waiting import (
     left_s,
     one_deadline,
@@ -301,9 +302,7 @@ class Group:
         out = message.new_empty(self.size * message.numel())
         rows, limit = out.view(self.size, -1), piece_bytes(self.timeout_s)
         if message.numel() <= limit:
-            # torch 2.13 renamed it
-            launch = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            launches = [partial(launch, out, message)]
+            launches = [partial(all_gather_single, out, message)]
         else:
             launches = [
                 partial(dist.all_gather, to, piece) for to, piece in rows_of(rows, message, limit)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire._torch_versions import add_adagrad_state
+from thinwire.comm.torch_versions import add_adagrad_state
 from thinwire.core.tensors import state_dtype
 from thinwire.optim.arguments import Common, require_known, spelled_out
 from thinwire.optim.common import CommonOptimizer

@@ -1,8 +1,19 @@
-"""What older versions of torch lack; 2.9 is the oldest that works."""
+"""Differences between versions of torch; 2.9 is the oldest that works."""
+
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-__all__ = ["add_adagrad_state"]
+__all__ = ["add_adagrad_state", "all_gather_single"]
+
+
+def all_gather_single(output: Tensor, message: Tensor, **options: Any) -> dist.Work | None:
+    """Call torch's function of this name, which had another one before torch 2.13."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = gather(output, message, **options)
+    return work
 
 
 def add_adagrad_state(optimizer: torch.optim.Adagrad) -> None:
