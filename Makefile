@@ -55,10 +55,10 @@ test-integrations: $(EXTRA_VENV)/.installed  ## the loops of Accelerate, Lightni
 TORCH ?= 2.11.0
 OTHER_VENV := .venv-torch-$(TORCH)
 
-# several GB: the builds of torch for CUDA
+# several GB: the builds of torch for CUDA, which bring triton; its interpreter before 3.7 needs numpy before 2.4
 test-torch:  ## the tests with another version of torch: make test-torch TORCH=2.11.0
 	$(PYTHON) -m venv $(OTHER_VENV)
-	{ grep -Ev '^(torch|triton)==' constraints.txt; echo torch==$(TORCH); } > $(OTHER_VENV)/constraints.txt
+	{ grep -Ev '^(torch|triton|numpy)==' constraints.txt; echo torch==$(TORCH); echo 'numpy<2.4'; } > $(OTHER_VENV)/constraints.txt
 	$(OTHER_VENV)/bin/python -m pip install --quiet --no-compile -c $(OTHER_VENV)/constraints.txt torch numpy
 	$(OTHER_VENV)/bin/python -m pip install --quiet --no-compile -c $(OTHER_VENV)/constraints.txt -e '.[fast,cli]' --group dev
 	$(OTHER_VENV)/bin/python $(PYTEST) -m "not slow"

@@ -9,10 +9,10 @@ from torch import Tensor
 __all__ = ["add_adagrad_state", "all_gather_single"]
 
 
-def all_gather_single(output: Tensor, message: Tensor, **options: Any) -> dist.Work | None:
+def all_gather_single(output: Tensor, message: Tensor, **options: Any) -> dist.Work:
     """Call torch's function of this name, which had another one before torch 2.13."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work | None = gather(output, message, **options)
+    work: dist.Work = gather(output, message, **options)
     return work
 
 
