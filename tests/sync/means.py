@@ -58,7 +58,7 @@ class GradientMean:
         reuse: bool = False,
     ) -> dict[str, Tensor] | None:
         """The mean gradients, or None where all ranks drop the step."""
-        done = self.exchange.exchange(step, grads, overflow=overflow).came
+        done = self.exchange.exchange(step, grads, overflow=overflow).received
         if done is None:
             return None
         self.exchange.commit_(done, grads)
