@@ -224,7 +224,7 @@ def test_the_loss_is_told_with_two_digits_and_as_an_interval() -> None:
     assert plan.recommended == "muon-local k32 d8"
     assert plan.reason.startswith(
         "use muon-local k32 d8: a step of 0.42 s instead of dense's 73 s. At equal steps its loss "
-        "is expected 2.5 to 10 % above dense's; it is about 93 times as fast as dense to dense's"
+        "is expected 2.5 to 10 % above dense's; it reaches dense's loss about 93 times as fast as "
     )
 
 

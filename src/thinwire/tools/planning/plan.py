@@ -86,7 +86,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """Result of `plan`.
+    """Result of `plan`: a row per strategy and setting, best first.
+
+    Example:
+        >>> found = plan(params="124M", step_seconds=0.35, workers=8, link="100mbit")
+        >>> found["dense"].loss_gap
+        (0.0, 0.0, 0.0)
 
     Attributes:
         recommended: Name of the recommended strategy.
@@ -142,10 +147,17 @@ def plan(
     up: str | None = None,
     down: str | None = None,
 ) -> Plan:
-    """Predict a step of every strategy on a network, and say which one to take.
+    """Predict a training step of every strategy on a network and recommend one.
 
-    The model is known from `params` and `step_seconds`, from `task`, or from `probe`; the network
-    from `workers`, `link` (or `up` and `down`) and `latency`, or from `probe`.
+    The model is given by `params` and `step_seconds`, by `task`, or by `probe`; the network by
+    `workers`, `link` (or `up` and `down`) and `latency`, or by `probe`.
+
+    Example:
+        >>> found = plan(params="124M", step_seconds=0.35, workers=8, link="100mbit")
+        >>> found.recommended.startswith("muon-local")
+        True
+        >>> found["dense"].step_seconds[1] > 100 * found.best()[0].step_seconds[1]
+        True
 
     Args:
         params: Number of trainable parameters, such as 124_000_000 or "124M".
@@ -401,8 +413,9 @@ def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
     return best.name, (
         f"use {best.name}: a step of {seconds_text(best.step_seconds[1])} s instead of dense's "
         f"{seconds_text(dense.step_seconds[1])} s. At equal steps its loss is expected "
-        f"{gap_text(best.loss_gap)} % above dense's; it is about {best.times_sooner} times as fast "
-        "as dense to dense's loss" + (f"; with {best.optimizer}" if best.optimizer else "")
+        f"{gap_text(best.loss_gap)} % above dense's; it reaches dense's loss about "
+        f"{best.times_sooner} times as fast as dense"
+        + (f"; with {best.optimizer}" if best.optimizer else "")
     )
 
 
