@@ -96,7 +96,7 @@ def test_a_rank_that_meets_nobody_says_so_in_time(rank: str, told: str) -> None:
         (["--timeout", "nan"], {}, "timeout=nan"),
         (["--timeout", "long"], {}, "--timeout"),
         (["--loud"], {}, "--loud"),
-        ([], {"RANK": "2", "WORLD_SIZE": "2"}, "RANK='2' and WORLD_SIZE='2' are no rank"),
+        ([], {"RANK": "2", "WORLD_SIZE": "2"}, "RANK='2' and WORLD_SIZE='2' do not name a rank"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -256,7 +256,7 @@ def test_a_file_that_does_not_go_with_the_model_is_refused_before_anything_train
     done = subprocess.run(command(out, *more), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
-    assert f"strategies='{bad}' does not go with the model: StrategyError" in done.stderr
+    assert f"strategies='{bad}' does not work with the model: StrategyError" in done.stderr
     assert "'*.bias'" in done.stderr
     assert "good" not in done.stderr
     assert not out.exists()

@@ -49,7 +49,7 @@ def test_who_is_one_of_several_ranks(
         (TORCHRUN, "TORCHELASTIC_RUN_ID in the environment, and no RANK, WORLD_SIZE, MASTER_ADDR"),
         (without("RANK", WORLD_SIZE="1") | TORCHRUN, "and no RANK: a launcher"),
         (PLACE | {"RANK": "4"}, "RANK='4' and WORLD_SIZE='4' do not name a rank of a world"),
-        (PLACE | {"WORLD_SIZE": "many"}, "WORLD_SIZE='many' are no rank"),
+        (PLACE | {"WORLD_SIZE": "many"}, "WORLD_SIZE='many' do not name a rank"),
     ],
 )
 def test_what_is_missing_is_said(environment: dict[str, str], told: str) -> None:

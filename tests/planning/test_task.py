@@ -74,7 +74,7 @@ def task(seed):
     ("words", "says"),
     [
         (["--params", "1M"], "params='1M' and task="),
-        (["--task", "nothing.py:task"], "there is no file nothing.py"),
+        (["--task", "nothing.py:task"], "nothing.py does not exist"),
         (["--task", "mine"], "is not FILE.py:NAME"),
         (["--task", "HERE/mine.py:other"], "has no function other"),
         (["--task", "HERE/broken.py:task"], "cannot be imported: SyntaxError"),

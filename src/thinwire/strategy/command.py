@@ -24,12 +24,11 @@ EXAMPLE = "Example: thinwire explain examples/strategies/one_bit_local.yaml"
 
 
 def explain(file: Path, /, *, quiet: _Flag = False) -> None:
-    """Say what a training step under the strategy in FILE does, in order, and what its parts mean
-    together.
+    """Explain a training step under the strategy in FILE, in order, and how its fields combine.
 
     Args:
-        file: A strategy in YAML, as DistributedStrategy.save writes it.
-        quiet: Print nothing: the exit status says whether the file is a strategy.
+        file: Strategy in YAML, as DistributedStrategy.save writes it.
+        quiet: Print nothing; the exit status shows whether the file is a strategy.
     """
     try:
         read_file(file)
@@ -54,16 +53,15 @@ _MOST_NAMES = 5
 
 
 def export(checkpoint: Path, file: Path, /, *, force: _Flag = False, quiet: _Flag = False) -> None:
-    """Write the model of a checkpoint as one safetensors file, which needs no thinwire.
+    """Export the model of a checkpoint as one safetensors file, which loads without thinwire.
 
-    The file has the names of model.state_dict(), buffers included. Every byte of the checkpoint is
-    verified first; no process group is needed.
+    The file has the names of model.state_dict(), with buffers. Every byte of the checkpoint is
+    verified first. No process group is needed.
 
     Args:
-        checkpoint: Folder of one checkpoint, or the one that engine.save was given: then the newest
-            one in it that is whole.
-        file: Where to write, such as model.safetensors.
-        force: Replace a file that is there.
+        checkpoint: Folder of one checkpoint, or its parent, whose newest intact one is used.
+        file: File to write, such as model.safetensors.
+        force: Replace an existing file.
         quiet: Print nothing.
     """
     from thinwire import checkpoint as checkpoints
