@@ -394,7 +394,7 @@ def test_ranks_that_see_different_things_in_one_directory_are_told(
     for answer in answers:
         assert answer.type_name == "CheckpointError"
         assert (
-            "rank 0 sees files of the ranks [0, 1] in its directory, and rank 1 sees those of [1]"
+            "rank 0 sees files of the ranks [0, 1] in its directory, but rank 1 sees those of [1]"
             in answer.text
         )
 

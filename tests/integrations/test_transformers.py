@@ -463,7 +463,7 @@ def test_the_recipe_for_local_sgd_alone_averages_as_the_callback_does(
         ({"scaler": "a scaler"}, "fp16=True .* use bf16=True"),
         ({"kind": "FSDP"}, "FSDP exchanges gradients itself"),
         ({"kind": "DEEPSPEED"}, "DEEPSPEED exchanges gradients itself"),
-        ({"n_gpu": 2}, "2 GPUs of one process: start one for each GPU by torchrun"),
+        ({"n_gpu": 2}, "2 GPUs in one process: start one process per GPU with torchrun"),
         ({"is_hyper_param_search": True}, "hyperparameter_search"),
     ],
     ids=str,

@@ -465,7 +465,7 @@ class Odd(nn.Module):
         (
             return_an_object,
             "TypeError",
-            "has a part of type set, which cannot travel between stages",
+            "has a part of type set, which cannot be sent between stages",
         ),
     ],
 )

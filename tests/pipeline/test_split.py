@@ -173,7 +173,13 @@ def with_own_forward() -> nn.Sequential:
             ValueError,
             "'blocks.0', which runs at the same place as 'blocks'",
         ),
-        (tree(), 2, ("0",), ValueError, "'0' is where the model begins, so stage 1 would be empty"),
+        (
+            tree(),
+            2,
+            ("0",),
+            ValueError,
+            "'0' is the first module of the model, so stage 1 would be empty",
+        ),
         (
             tree(),
             2,
@@ -194,7 +200,7 @@ def with_own_forward() -> nn.Sequential:
             6,
             (),
             StrategyError,
-            "6 stages, but the model is a sequence of only 5 modules with parameters",
+            "6 stages, but the model has only 5 modules with parameters in sequence",
         ),
         (
             tied(),
@@ -223,7 +229,7 @@ def with_own_forward() -> nn.Sequential:
             2,
             (),
             StrategyError,
-            "a Skipping, cannot be cut into 2 stages: it has a forward of its own",
+            "a Skipping, cannot be cut into 2 stages: it defines its own forward",
         ),
         (nn.Sequential(), 2, (), StrategyError, "it is empty"),
     ],
