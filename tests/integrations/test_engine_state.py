@@ -73,7 +73,7 @@ def test_a_framework_that_was_killed_before_it_wrote_goes_on_where_it_was(
     assert (begun, last["step"]) == (6, 9)
     ranks.raise_alike(
         "CheckpointMismatch",
-        "has checkpoints of step 6, 9, and none of step 3",
+        "has checkpoints of step 6, 9, but none of step 3",
         goes_on,
         tmp_path,
         first,

@@ -508,4 +508,4 @@ def test_a_relay_that_stays_away_is_an_error(ranks: Pool, token_file: str, tmp_p
         stop.set()
         ending.join()
     assert [one.type_name for one in found] == 2 * ["ThinwireError"]
-    assert f"the relay at tcp://127.0.0.1:{port + 1} is away" in found[0].text
+    assert f"the relay at tcp://127.0.0.1:{port + 1} has been unreachable" in found[0].text

@@ -460,4 +460,4 @@ def test_an_optimizer_that_raises_after_the_exchange_is_heard_of_in_the_next_upd
     assert nothing == ""
     assert "came after the exchange" in told
     assert first == second
-    assert "rank 1: after the exchange of update 5" in first
+    assert "rank 1: the optimizer, or a hook of it, failed after the exchange of update 5" in first
