@@ -1,5 +1,7 @@
 """Plot of the landing page: loss against seconds at 20 Mbit/s, from benchmarks/results."""
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import log
 from statistics import fmean
 
@@ -40,78 +42,108 @@ def seconds_to_dense(row: Row, dense: Row) -> float:
     return steps_to_dense(row, dense) * row.step_s[LINK]
 
 
-def svg(kind: str) -> str:
-    """Plot as an SVG element whose colours come from the style sheet."""
-    width, height = SIZES[kind]
+@dataclass(frozen=True)
+class Axes:
+    """Seconds and losses as pixels of a plot of one size."""
 
-    def x(seconds: float) -> float:
+    width: int
+    height: int
+
+    @property
+    def right(self) -> int:
+        """Right edge of the plotted area."""
+        return self.width - RIGHT
+
+    @property
+    def floor(self) -> int:
+        """Lower edge of the plotted area."""
+        return self.height - BOTTOM
+
+    def x(self, seconds: float) -> float:
+        """Position of a time, on a logarithmic scale."""
         low, high = map(log, SECONDS)
-        return LEFT + (width - LEFT - RIGHT) * (log(seconds) - low) / (high - low)
+        return LEFT + (self.right - LEFT) * (log(seconds) - low) / (high - low)
 
-    def y(loss: float) -> float:
+    def y(self, loss: float) -> float:
+        """Position of a loss."""
         low, high = LOSSES
-        return TOP + (height - TOP - BOTTOM) * (high - loss) / (high - low)
+        return TOP + (self.floor - TOP) * (high - loss) / (high - low)
 
-    def text(at_x: float, at_y: float, words: str, anchor: str = "middle", more: str = "") -> str:
-        return f'<text x="{at_x:.1f}" y="{at_y:.1f}" text-anchor="{anchor}"{more}>{words}</text>'
+    def points(self, times: Sequence[float], losses: Sequence[float]) -> str:
+        """Coordinates of a curve."""
+        pairs = zip(times, losses, strict=True)
+        return " ".join(f"{self.x(seconds):.1f},{self.y(loss):.1f}" for seconds, loss in pairs)
 
-    def points(pairs: list[tuple[float, float]]) -> str:
-        return " ".join(f"{x(seconds):.1f},{y(loss):.1f}" for seconds, loss in pairs)
 
-    found = measured()
-    dense = found["dense"]
-    reached = {name: seconds_to_dense(row, dense) for name, row in found.items()}
-    right, floor = width - RIGHT, height - BOTTOM
-    parts = []
+def text(x: float, y: float, words: str, anchor: str = "middle", more: str = "") -> str:
+    """Words at a position."""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{words}</text>'
+
+
+def grid(axes: Axes) -> Iterator[str]:
+    """Lines, numbers and titles of the axes."""
     for tick in LOSS_TICKS:
-        parts.append(f'<path class="grid" d="M{LEFT} {y(tick):.1f}H{right}"/>')
-        parts.append(text(LEFT - 6, y(tick) + 4, f"{tick:.1f}", "end"))
+        yield f'<path class="grid" d="M{LEFT} {axes.y(tick):.1f}H{axes.right}"/>'
+        yield text(LEFT - 6, axes.y(tick) + 4, f"{tick:.1f}", "end")
     for tick in SECOND_TICKS:
-        parts.append(f'<path class="grid" d="M{x(tick):.1f} {TOP}V{floor}"/>')
-        parts.append(text(x(tick), floor + 17, f"{tick:,}"))
-    parts.append(
-        text((LEFT + right) / 2, height - 8, "seconds of training at 20 Mbit/s (log scale)")
-    )
-    middle = f"{(TOP + floor) / 2:.1f}"
-    turn = f' transform="rotate(-90 12 {middle})"'
-    parts.append(text(12, float(middle), "held-out loss, nats per byte", more=turn))
+        yield f'<path class="grid" d="M{axes.x(tick):.1f} {TOP}V{axes.floor}"/>'
+        yield text(axes.x(tick), axes.floor + 17, f"{tick:,}")
+    title = "seconds of training at 20 Mbit/s (log scale)"
+    yield text((LEFT + axes.right) / 2, axes.height - 8, title)
+    middle = (TOP + axes.floor) / 2
+    turned = f' transform="rotate(-90 12 {middle:.1f})"'
+    yield text(12, middle, "held-out loss, nats per byte", more=turned)
+
+
+def curves(axes: Axes, found: Mapping[str, Row]) -> Iterator[str]:
+    """Mean and range of the seeds of each strategy, with its name."""
     for name, row in found.items():
-        step_s = row.step_s[LINK]
-        curves = [[loss for _, loss in curve][1:] for curve in row.curves]
-        times = [step * step_s for step, _ in row.curves[0]][1:]
-        lowest, mean, highest = (
-            list(zip(times, map(of, zip(*curves, strict=True)), strict=True))
-            for of in (min, fmean, max)
-        )
-        parts.append(f'<polygon class="{name}" points="{points(lowest + highest[::-1])}"/>')
-        parts.append(f'<polyline class="{name}" points="{points(mean)}"/>')
+        times = [step * row.step_s[LINK] for step, _ in row.curves[0]][1:]
+        seeds = zip(*([loss for _, loss in curve][1:] for curve in row.curves), strict=True)
+        lowest, mean, highest = zip(*((min(s), fmean(s), max(s)) for s in seeds), strict=True)
+        around = axes.points(times + times[::-1], lowest + highest[::-1])
+        yield f'<polygon class="{name}" points="{around}"/>'
+        yield f'<polyline class="{name}" points="{axes.points(times, mean)}"/>'
         seconds, loss, anchor = LABELS[name]
-        label = f' class="{name}"'
-        parts.append(text(x(seconds), y(loss), NAMES[name], anchor, label))
-    level = y(dense.loss)
-    parts.append(f'<path class="level" d="M{LEFT} {level:.1f}H{right}"/>')
-    parts.append(text(LEFT + 4, level + 17, "dense AdamW's", "start"))
-    parts.append(text(LEFT + 4, level + 32, f"final loss, {dense.loss:.3f}", "start"))
+        yield text(axes.x(seconds), axes.y(loss), NAMES[name], anchor, f' class="{name}"')
+
+
+def factors(axes: Axes, found: Mapping[str, Row]) -> Iterator[str]:
+    """Dense AdamW's final loss, where each strategy reaches it, and the factors between them."""
+    dense, local = found["dense"], found["muon-local"]
+    level = axes.y(dense.loss)
+    yield f'<path class="level" d="M{LEFT} {level:.1f}H{axes.right}"/>'
+    yield text(LEFT + 4, level + 17, "dense AdamW's", "start")
+    yield text(LEFT + 4, level + 32, f"final loss, {dense.loss:.3f}", "start")
+    reached = {name: seconds_to_dense(row, dense) for name, row in found.items()}
     soonest = reached["muon-local"]
-    last = found["muon-local"].curves[0][-1][0] * found["muon-local"].step_s[LINK]
+    last = local.curves[0][-1][0] * local.step_s[LINK]
     for name, below, begin, end in (
         ("dense", -24, soonest, 0.65 * reached["dense-muon"]),
         ("dense-muon", 17, last, reached["dense-muon"]),
     ):
-        between = (x(begin) + x(end)) / 2
+        between = (axes.x(begin) + axes.x(end)) / 2
         times = f"{reached[name] / soonest:.0f} times sooner"
-        parts.append(text(between, level + below, times, more=' class="times"'))
-        parts.append(text(between, level + below + 15, f"than {NAMES[name]}"))
+        yield text(between, level + below, times, more=' class="times"')
+        yield text(between, level + below + 15, f"than {NAMES[name]}")
     for name, seconds in reached.items():
-        parts.append(f'<circle class="{name}" cx="{x(seconds):.1f}" cy="{level:.1f}" r="4.5"/>')
-    label = (
-        "Loss against seconds at 20 Mbit/s. "
-        + "; ".join(f"{NAMES[name]} needs {s:,.0f} s" for name, s in reached.items())
-        + f" for a loss of {dense.loss:.3f}."
+        yield f'<circle class="{name}" cx="{axes.x(seconds):.1f}" cy="{level:.1f}" r="4.5"/>'
+
+
+def svg(kind: str) -> str:
+    """Plot as an SVG element whose colours come from the style sheet."""
+    axes, found = Axes(*SIZES[kind]), measured()
+    parts = [*grid(axes), *curves(axes, found), *factors(axes, found)]
+    dense = found["dense"]
+    label = f"Loss against seconds at 20 Mbit/s, until dense AdamW's final loss {dense.loss:.3f}: "
+    label += "; ".join(
+        f"{NAMES[name]} {seconds_to_dense(row, dense):,.0f} s" for name, row in found.items()
     )
     return (
         f'<svg class="figure {kind}" role="img" aria-label="{label}" '
-        f'viewBox="0 0 {width} {height}" width="{width}">\n' + "\n".join(parts) + "\n</svg>"
+        f'viewBox="0 0 {axes.width} {axes.height}" width="{axes.width}">\n'
+        + "\n".join(parts)
+        + "\n</svg>"
     )
 
 
