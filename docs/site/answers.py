@@ -23,10 +23,10 @@ MODELS = {
     "1 billion, 2 s a step": ("1B", 2.0),
 }
 """Parameters, and seconds of a step without exchange."""
-MUON = "Muon for hidden matrices"
+MUON = "Muon"
 OPTIMIZERS = {
     MUON: ("dense", "muon-local"),
-    "AdamW, SGD or another": ("dense", "quantized-local"),
+    "AdamW, SGD, other": ("dense", "quantized-local"),
 }
 """Strategies to start with, by the optimizer that the user would take."""
 LONGEST_MEASURED = 32
@@ -60,18 +60,17 @@ def offered(row: Row, optimizer: str) -> bool:
 
 
 def answer(row: Row) -> str:
-    """Method of a row as code, and its speed-up, as two cells of a table."""
+    """Method of a row as code, and its speed-up, as a cell of a table."""
     if row.document:
         method = f"`{code(tw.DistributedStrategy.from_dict(row.document).localsgd)}`"
     else:
         method = {"dense": "DDP", "fp16": "DDP with `fp16_compress_hook`"}[row.strategy]
-    return f"{method} | {row.times_sooner} x"
+    return f"{method}: {row.times_sooner} x"
 
 
 def table() -> str:
     """Answers for every network, model and optimizer."""
-    titles = ("link", "workers", "parameters", "optimizer")
-    titles += ("start with", "predicted", "then try", "predicted")
+    titles = ("link", "workers", "parameters", "optimizer", "start with", "then try")
     lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
     for link, workers, model in product(LINKS, WORKERS, MODELS):
         (rate, latency), (params, step_s) = LINKS[link], MODELS[model]

@@ -59,7 +59,8 @@ function part(heading, method, times, optimizer) {
 function show() {
   const row = rows.find((cells) => selects.every((select) => cells[titles.indexOf(select.name)] === select.value));
   const optimizer = row[titles.indexOf("optimizer")];
-  const [first, firstTimes, then, thenTimes] = row.slice(titles.indexOf("start with"));
+  const [first, firstTimes] = row[titles.indexOf("start with")].split(": ");
+  const [then, thenTimes] = row[titles.indexOf("then try")].split(": ");
   const parts = part("Start with", first, firstTimes, optimizer);
   if (then !== first) parts.push(...part("Then try", then, thenTimes, optimizer));
   output.replaceChildren(...parts);
