@@ -1,4 +1,4 @@
-"""Tables of what to use on which link: from the lines that `benchmarks.evidence`,
+"""Tables of what to use on which link: from the lines that `benchmarks.evidence`, `benchmarks.law`,
 `benchmarks.plan_check` and `benchmarks.lag` have written, and from the planner.
 
 python -m benchmarks.choosing            # prints them
@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 import thinwire as tw
-from benchmarks import lag
+from benchmarks import gaps, lag
 from benchmarks.common import json_lines
 from benchmarks.evidence import (
     LINKS,
@@ -35,7 +35,8 @@ from thinwire.tools.report.page import bytes_text
 
 ROOT = Path(__file__).parent.parent
 PAGES = tuple(
-    ROOT / name for name in ("docs/choosing.md", "docs/track.md", "benchmarks/research.md")
+    ROOT / name
+    for name in ("docs/choosing.md", "docs/law.md", "docs/track.md", "benchmarks/research.md")
 )
 TRACK_WORKERS, TRACK_LINKS = (2, 4, 8), ("20mbit", "100mbit")
 PLANNED_LINKS = ("5mbit", "20mbit", "100mbit", "1gbit", "10gbit")
@@ -320,6 +321,8 @@ def filled(page: str, lines: Sequence[Mapping[str, Any]]) -> str:
         if kind == "plan":
             params, step_seconds, workers, latency = words
             text = planned(params, float(step_seconds), int(workers), latency)
+        elif kind == "law":
+            text = gaps.fit_table(gaps.measured())
         elif kind == "track":
             text = track(lines, float(words[0]))
         elif kind == "lag":

@@ -8,16 +8,21 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from benchmarks.common import json_lines
 from benchmarks.evidence import BATCH
+from benchmarks.evidence import RESULTS as EVIDENCE
 from thinwire.tools.planning.loss import beta
 from thinwire.tools.run.config import ModelSize
 
+RESULTS = Path(__file__).parent / "results" / "law.jsonl"
+CHECKS = RESULTS.with_name("law_check.jsonl")
+"""Runs that the law is not fitted to."""
 SIZES = {
     "0.04M": ModelSize(32, 2),
     "0.14M": ModelSize(64, 2),
@@ -123,6 +128,11 @@ def gaps(lines: Iterable[Mapping[str, Any]]) -> list[Gap]:
     ]
 
 
+def measured() -> list[Gap]:
+    """Return the gaps that the law is fitted to: of `benchmarks.law` and of real ranks."""
+    return [*gaps(json_lines(RESULTS)), *evidence_gaps(json_lines(EVIDENCE))]
+
+
 def evidence_gaps(lines: Iterable[Mapping[str, Any]]) -> list[Gap]:
     """Return the gaps of local training on real ranks, from the lines of `benchmarks.evidence`."""
     named = {"tiny": "0.14M", "small": "0.87M", "medium": "3.3M"}
@@ -195,12 +205,14 @@ class Law:
         covariance: Of `theta`.
         spread: Standard deviation of log(1 + gap), over its value plus half a percent.
         free: Degrees of freedom.
+        identified: Whether the data tell the powers apart.
     """
 
     theta: Tensor
     covariance: Tensor
     spread: float
     free: int
+    identified: bool
 
     @classmethod
     def of(cls, found: Sequence[Gap]) -> Self:
@@ -224,7 +236,8 @@ class Law:
         free = max(1, len(found) - used)
         variance = float((((y - expected) * weights) ** 2).sum() / free)
         covariance = variance * torch.linalg.pinv(slopes.T @ slopes, hermitian=True)
-        return cls(theta, covariance, math.sqrt(variance), free)
+        identified = used == int((x != 0).any(0).sum())
+        return cls(theta, covariance, math.sqrt(variance), free, identified)
 
     def interval(self, point: Gap) -> tuple[float, float, float]:
         """Return the gap of one run: low, mid and high of a 95 % interval."""
@@ -237,18 +250,23 @@ class Law:
 
     def __str__(self) -> str:
         """Coefficients with their 95 % intervals."""
-        halves = _t95(self.free) * self.covariance.diagonal().clamp(min=0).sqrt()
-        names = ("N", "log K", "H", "R")
-        powers = ", ".join(
-            f"{name}^({power:+.2f} +- {half:.2f})"
+        halves = (_t95(self.free) * self.covariance.diagonal().clamp(min=0).sqrt()).tolist()
+        powers = [
+            f"{name}^{power:.2f} (+- {half:.2f})"
             for name, power, half in zip(
-                names, self.theta[1:].tolist(), halves[1:].tolist(), strict=True
+                ("(N / 1M)", "(log K / log 4)", "(H / 16)", "(R / 200)"),
+                self.theta[1:].tolist(),
+                halves[1:],
+                strict=True,
             )
-        )
+            if half > 0
+        ]
+        factor = f"{math.exp(self.theta[0]):.3f} (within a factor of {math.exp(halves[0]):.2g})"
         return (
-            f"beta = {math.exp(self.theta[0]):.4f} (x / {math.exp(halves[0]):.2f}) at 1M "
-            f"parameters, K=4, H=16, R=200; times {powers}; spread {100 * self.spread:.0f} % of "
-            f"the gap + {100 * _CHANCE:g} %, {self.free} degrees of freedom"
+            f"beta = {' '.join([factor, *powers])}; a run lies {100 * self.spread:.0f} % of the "
+            f"gap and {100 * _CHANCE * self.spread:.2g} % of the loss away ({self.free} degrees of "
+            "freedom)"
+            + ("" if self.identified else "; H and R vary together, so only their product counts")
         )
 
 
@@ -311,7 +329,7 @@ def fit_table(found: Sequence[Gap]) -> list[str]:
         ]
         text.append(f"| {' | '.join(cells)} |")
     for (optimizer, words), own in sorted(_by_law(found).items()):
-        text.append(f"\n{optimizer}, {words}: {Law.of(own)}")
+        text.append(f"\n- {optimizer}, {words}: {Law.of(own)}")
     return text
 
 
@@ -345,6 +363,32 @@ def check(known: Iterable[Gap], others: Iterable[Gap]) -> list[str]:
     if inside:
         text.append(f"\n{sum(inside)} of {len(inside)} inside, {fmean(inside):.0%}")
     return text
+
+
+def left_out(found: Iterable[Gap]) -> list[str]:
+    """Return Markdown: each setting, with all seeds, beside a law fitted to the others alone."""
+    text = [
+        "| optimizer | bits | settings | runs | in their 95 % intervals | median |",
+        "|" + 6 * "---|",
+    ]
+    for (optimizer, words), own in sorted(_by_law(found).items()):
+        settings = {_setting(point) for point in own}
+        inside, halves = [], []
+        for setting in settings:
+            law = Law.of([point for point in own if _setting(point) != setting])
+            for point in own:
+                if _setting(point) == setting:
+                    low, _, high = law.interval(point)
+                    inside.append(low <= point.gap <= high)
+                    halves.append((high - low) / 2)
+        cells = [optimizer, words, len(settings), len(inside), f"{fmean(inside):.0%}"]
+        cells.append(f"+- {100 * median(halves):.1f} % of the loss")
+        text.append(f"| {' | '.join(map(str, cells))} |")
+    return text
+
+
+def _setting(point: Gap) -> Cell:
+    return replace(point.cell, seed=0, lr=0.0)
 
 
 def draw(found: Iterable[Gap], path: Path) -> None:
@@ -393,6 +437,9 @@ def draw(found: Iterable[Gap], path: Path) -> None:
         )
     axis.set_xlabel("parameters")
     axis.set_ylabel("beta of gap = K^beta - 1")
+    ticks = (0.005, 0.01, 0.02, 0.05, 0.1)
+    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_ylim(0.004, 0.15)
     axis.minorticks_off()
     axis.grid(alpha=0.3)
     axis.legend(frameon=False, fontsize=8)

@@ -2,7 +2,8 @@
 
 python -m benchmarks.law --size 0.87M --workers 1 2 4 8 --interval 16 --bits 1 --seeds 5 6 7
 python -m benchmarks.law fit --figure docs/law.svg
-python -m benchmarks.law check --results benchmarks/results/law_check.jsonl
+python -m benchmarks.law --seeds 8 --lr 0.024 --results benchmarks/results/law_check.jsonl
+python -m benchmarks.law check
 python -m benchmarks.law predict --size 124M
 
 All K workers train in turn in one process, on a CPU or one GPU, with the library's own local
@@ -31,9 +32,19 @@ import torch.distributed as dist
 
 import thinwire as tw
 from benchmarks.common import Results, json_lines
-from benchmarks.evidence import RESULTS as EVIDENCE
 from benchmarks.evidence import TUNING_SEED, tuned
-from benchmarks.gaps import SIZES, Cell, check, draw, evidence_gaps, fit_table, gaps
+from benchmarks.gaps import (
+    CHECKS,
+    RESULTS,
+    SIZES,
+    Cell,
+    check,
+    draw,
+    fit_table,
+    gaps,
+    left_out,
+    measured,
+)
 from benchmarks.lockstep import LocalRanks
 from thinwire.compress import ChangeConfig
 from thinwire.tools.planning.loss import law, loss_gap
@@ -44,7 +55,6 @@ from thinwire.tools.run.text import Corpus, read_folder, read_standard_library
 from thinwire.tools.run.trainers import Setup
 from thinwire.tools.run.training import rate_factor
 
-RESULTS = Path(__file__).parent / "results" / "law.jsonl"
 RATES = {"muon": (0.012, 0.024, 0.048), "adamw": (0.003, 0.006, 0.012)}
 EVALUATIONS, HELD_OUT_SEQUENCES = 5, 512
 PREDICTED = "2026-11-26"
@@ -290,7 +300,7 @@ def _parser() -> argparse.ArgumentParser:
         "--results",
         type=Path,
         default=RESULTS,
-        help="with check: runs that the law of the usual file is not fitted to",
+        help=f"{CHECKS.name} beside it has the runs that the law is not fitted to",
     )
     parser.add_argument("--figure", type=Path, help="with fit: draw it, as SVG (matplotlib)")
     return parser
@@ -311,14 +321,12 @@ def main() -> None:
     if given.task and given.steps is None:
         parser.error("--task needs --steps: how many tokens a batch has is known of text alone")
     if given.what == "fit":
-        found = [*gaps(json_lines(given.results)), *evidence_gaps(json_lines(EVIDENCE))]
-        print("\n".join(fit_table(found)))
+        print("\n".join(fit_table(measured())))
         if given.figure is not None:
-            draw(found, given.figure)
+            draw(measured(), given.figure)
         return
     if given.what == "check":
-        known = [*gaps(json_lines(RESULTS)), *evidence_gaps(json_lines(EVIDENCE))]
-        print("\n".join(check(known, gaps(json_lines(given.results)))))
+        print("\n".join([*left_out(measured()), "", *check(measured(), gaps(json_lines(CHECKS)))]))
         return
     if given.what == "predict":
         for size in given.size:

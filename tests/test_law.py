@@ -23,6 +23,7 @@ from benchmarks.gaps import (
     fit_table,
     fitted,
     gaps,
+    left_out,
 )
 from benchmarks.law import prediction, steps_of, train
 from tests.api import ByteTransformer, rate_factor
@@ -135,6 +136,7 @@ def test_a_law_is_found_again_and_its_intervals_cover_other_runs() -> None:
         [math.log(0.02), -0.3, 0.0, 0.5, -0.7], abs=1e-6
     )
     law = Law.of(grid(0.001))
+    assert law.identified
     assert law.free == 24 - 5
     assert law.theta[1] == pytest.approx(-0.3, abs=0.1)
     random, inside = Random(2), 0
@@ -149,7 +151,9 @@ def test_a_law_is_found_again_and_its_intervals_cover_other_runs() -> None:
 def test_what_does_not_vary_has_no_effect() -> None:
     law = Law.of([each for each in grid(0.0) if each.numel == 10**5])
     assert law.theta[1] == pytest.approx(0, abs=1e-12)
-    assert law.free == 12 - 4
+    assert (law.free, law.identified) == (12 - 4, True)
+    together = Law.of([point for point in grid(0.0) if point.rounds * point.cell.interval == 1600])
+    assert not together.identified
 
 
 def test_runs_of_another_file_are_beside_the_interval() -> None:
@@ -171,6 +175,13 @@ def test_runs_of_another_file_are_beside_the_interval() -> None:
     text = check(gaps(known), gaps(other))
     assert [row.endswith("| yes |") for row in text[2:4]] == [True, False]
     assert text[-1] == "\n1 of 2 inside, 50%"
+
+
+def test_every_setting_is_predicted_from_the_others() -> None:
+    assert left_out(grid(0.0))[2].startswith("| muon | 1 bit | 6 | 24 | 100% | +- 0.0 %")
+    odd = grid(0.001)[:-1]
+    odd.append(odd[-1]._replace(gap=0.5, cell=replace(odd[-1].cell, steps=11)))
+    assert left_out(odd)[2].startswith("| muon | 1 bit | 7 | 24 | 96% |")
 
 
 def test_numbers_of_parameters_and_of_steps() -> None:
@@ -218,7 +229,8 @@ def test_a_line_is_made_once(
     assert [json.loads(line)["cell"]["interval"] for line in lines.splitlines()] == [0, 2]
     law.main()
     assert results.read_text() == lines
-    monkeypatch.setattr(sys, "argv", ["law", "fit", "--results", str(results)])
+    monkeypatch.setattr(sys, "argv", ["law", "fit"])
+    monkeypatch.setattr("benchmarks.gaps.RESULTS", results)
     capsys.readouterr()
     law.main()
     assert "| 139,584 | muon | 2 | 1 | 1 | 2 (few) |" in capsys.readouterr().out
