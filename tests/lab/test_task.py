@@ -143,7 +143,7 @@ WRONG: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
     "ends": ((("    while True:", "    for _ in range(3):"),), "ended after 3 batches"),
     "NaN": (
         (("evaluate=lambda m:", 'evaluate=lambda m: float("nan") *'),),
-        "gives nan before the first update",
+        "returned nan before the first update",
     ),
     "NaN loss": (
         (("loss_fn=torch.nn.functional.mse_loss,", "loss_fn=lambda a, b: (a - b).mean() / 0,"),),

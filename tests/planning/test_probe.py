@@ -103,9 +103,9 @@ def test_a_plan_follows_from_it(file: Path) -> None:
         ({}, {"link": "1gbit"}, "link='1gbit' is given.*probe.json"),
         ({}, {"device": "cuda"}, MEASURED),
         ({"task": "mine.py:task"}, {"task": "mine.py:task", "device": "cuda"}, MEASURED),
-        ({"pairs": 3}, {}, "not whole.*probe again"),
-        ({"compute": {}}, {}, "not whole.*probe again"),
-        ({"hosts": []}, {}, "not whole.*probe again"),
+        ({"pairs": 3}, {}, "incomplete.*probe again"),
+        ({"compute": {}}, {}, "incomplete.*probe again"),
+        ({"hosts": []}, {}, "incomplete.*probe again"),
     ],
 )
 def test_what_does_not_fit_is_one_clear_line(
