@@ -157,7 +157,7 @@ def require_relay(endpoint: RelayEndpoint, limit_s: float) -> None:
     except (OSError, EOFError) as error:
         raise PeerLost(
             f"no relay listens at {endpoint} ({error}): start `thinwire host` with --relay, and "
-            "pass ca= if it has --cert"
+            "pass ca= only if it has --cert"
         ) from error
 
 
