@@ -113,7 +113,7 @@ def test_a_skew_within_what_the_measurement_can_tell_is_none() -> None:
     ("name", "value", "level"),
     [
         ("torch", "2.13.0+cu128", "note"),
-        ("torch", "2.12.0+cpu", "wrong"),
+        ("torch", "2.12.0+cpu", "note"),
         ("thinwire", "0.9", "note"),
         ("wire", "2", "wrong"),
         ("python", "3.12.1", "note"),
