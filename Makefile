@@ -74,7 +74,7 @@ $(TRITON_VENV)/.installed: $(INSTALLED)
 	touch $@
 
 test-triton: $(TRITON_VENV)/.installed  ## the CUDA kernels, on a GPU or else in the interpreter (triton unpacks to 1 GB)
-	THINWIRE_TRITON=required $(TRITON_VENV)/bin/python $(PYTEST) -m triton tests/core tests/sync
+	THINWIRE_TRITON=required $(TRITON_VENV)/bin/python $(PYTEST) -m triton tests/cuda
 
 test-soak: $(INSTALLED)  ## a minute of it, on a machine with nothing else to do
 	THINWIRE_SOAK=required $(BIN)/python -m pytest tests/members/test_soak.py

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import thinwire as tw
 from tests.ranks import Pool
-from tests.triton_body import require_triton, triton_kernels
+from tests.triton_body import DEVICE, require_triton, triton_kernels
 
 require_triton()
 
@@ -29,11 +29,12 @@ PATIENCE_S = 250
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(9, 12), nn.Tanh(), nn.Linear(12, 3))
+    return nn.Sequential(nn.Linear(9, 12), nn.Tanh(), nn.Linear(12, 3)).to(DEVICE)
 
 
 def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * step + rank))
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(4, 9, generator=generator).to(DEVICE)
 
 
 def train(
@@ -59,7 +60,7 @@ def train(
             *net.parameters(),
             *(s[key] for s in optimizer.state.values() for key in sorted(s)),
         ]
-        return [t.detach().numpy() for t in found], optimizer.stats()
+        return [t.detach().cpu().numpy() for t in found], optimizer.stats()
 
 
 CASES = {
@@ -101,7 +102,7 @@ def average(rank: int, size: int, static: bool, compression: Any) -> Any:
                 loss.backward()
                 sync.observe(loss)
                 optimizer.step()
-        return [p.detach().numpy() for p in net.parameters()]
+        return [p.detach().cpu().numpy() for p in net.parameters()]
 
 
 @pytest.mark.slow
@@ -125,11 +126,11 @@ def test_averaged_changes_have_the_bits_of_the_host_path(ranks: Pool, compressio
 
 def overflow(rank: int, size: int) -> tuple[float, float]:
     with triton_kernels(256):
-        param = nn.Parameter(torch.zeros(64))
+        param = nn.Parameter(torch.zeros(64, device=DEVICE))
         optimizer = tw.optim.DGCMomentum(
             [param], lr=0.1, min_numel=1, sparsity=(0.9,), value_bits=32
         )
-        param.grad = torch.zeros(64)
+        param.grad = torch.zeros(64, device=DEVICE)
         param.grad[3] = 3e38
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # numpy's in the interpreter, and that it was dropped

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.core.messages import entries, resealed
 from tests.core.test_kernels import assert_same_bits
-from tests.core.test_message import entries, resealed
 from tests.triton_body import DEVICE, require_triton, triton_kernels
 
 require_triton()

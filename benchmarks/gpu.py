@@ -1,0 +1,244 @@
+"""Kernels, strategies, times and waits on one GPU, from a source tree, in some minutes.
+
+python -m benchmarks.gpu                      # about nine minutes on one GPU
+python -m benchmarks.gpu --device cpu --only kernels strategies waits
+python -m benchmarks.gpu table FILE           # Markdown of the results
+
+Nothing has to be installed but torch, numpy, numba, safetensors, PyYAML, pytest and, for the
+kernels, triton. Parts: "kernels" compares every CUDA kernel with its twin in torch, bit for bit (on
+a CPU by Triton's interpreter); "strategies" trains two ranks on the one device over gloo, by every
+method, and compares the losses with those on the CPU; "steps" times a transformer in bfloat16
+beside torch's DDP; "waits" counts where the host waits for the device, and trains a compiled model,
+a CUDA graph and in a stream; "law" trains local workers (`benchmarks.law`) for the time that is
+left. Results are JSON. The status is 1 if a part failed.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results" / "gpu.json"
+PARTS = ("kernels", "strategies", "steps", "waits", "law")
+RANKS = 2
+SHARES = {"kernels": 0.35, "strategies": 0.15, "steps": 0.25, "waits": 0.1}
+"""Of the minutes, the most that a part may take; "law" gets the rest."""
+SIZE = {"cuda": ("124M", "8"), "cpu": ("0.14M", "4")}
+"""The model of "steps" and its sequences a step and rank."""
+
+
+class PartFailed(Exception):
+    """What a part printed before it failed."""
+
+
+def _environment() -> dict[str, str]:
+    paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def _run(command: list[str], limit_s: float) -> str:
+    """What the command prints; its end where it fails."""
+    try:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=_environment(),
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise PartFailed(f"{' '.join(command[:2])} took more than {limit_s:.0f} s") from None
+    if done.returncode:
+        raise PartFailed((done.stdout + done.stderr)[-2000:])
+    return done.stdout
+
+
+def kernels(device: str, limit_s: float) -> dict[str, Any]:
+    """Counts of the tests of `tests/cuda`, and the ends of those that failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report, config = Path(folder, "report.xml"), Path(folder, "pytest.ini")
+        config.write_text("[pytest]\nmarkers =\n  triton\n  slow\n  fault\n")
+        command = ["-m", "pytest", "-q", "-c", str(config), "--rootdir", str(ROOT)]
+        command += ["-p", "no:cacheprovider", f"--junitxml={report}", "tests/cuda"]
+        try:
+            _run(command, limit_s)
+        except PartFailed as error:
+            if not report.exists():
+                raise
+            printed = str(error)
+        suite = next(ET.parse(report).getroot().iter("testsuite"))
+        counts = {name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors")}
+        counts["skipped"] = int(suite.get("skipped", "0"))
+        passed = counts["failures"] + counts["errors"] == 0
+        return {**counts, "passed": passed, **({} if passed else {"printed": printed})}
+
+
+def on_ranks(part: str, device: str, limit_s: float) -> dict[str, Any]:
+    """What rank 0 of a part found; all ranks are ended where one fails or the limit is over."""
+    options = list(SIZE[device]) if part == "steps" else []
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        running, outputs = [], []
+        for rank in range(RANKS):
+            command = [sys.executable, "-m", "benchmarks.gpu_run", part, str(rank), str(RANKS)]
+            command += [str(Path(folder, "meet")), device, *options]
+            output = stack.enter_context(Path(folder, f"rank{rank}").open("w+"))
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=_environment(), stdout=output, stderr=subprocess.STDOUT
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            running.append(process)
+            outputs.append(output)
+        _wait(part, running, limit_s)
+        printed = []
+        for output in outputs:
+            output.seek(0)
+            printed.append(output.read())
+        for process, text in zip(running, printed, strict=True):
+            if process.returncode:
+                raise PartFailed(text[-2000:])
+        found: dict[str, Any] = json.loads(printed[0].splitlines()[-1])
+        rows, checks = found.get("rows", []), found.get("checks", {})
+        found["passed"] = all(row.get("passed", True) for row in rows) and all(
+            check in ("passed", "needs a GPU") for check in checks.values()
+        )
+        return found
+
+
+def _wait(part: str, running: list[subprocess.Popen[bytes]], limit_s: float) -> None:
+    """Until all ranks have ended, or one has failed."""
+    end_s = time.monotonic() + limit_s
+    while any(process.poll() is None for process in running):
+        if any(process.returncode for process in running):
+            return
+        if time.monotonic() > end_s:
+            raise PartFailed(f"{part} took more than {limit_s:.0f} s")
+        time.sleep(0.1)
+
+
+def law(device: str, limit_s: float) -> dict[str, Any]:
+    """Runs of local Muon at one bit, of the largest size that the time is enough for."""
+    size, steps = ("30M", 600) if device == "cuda" else ("0.14M", 100)
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder, "law.jsonl")
+        command = ["-m", "benchmarks.law", "--size", size, "--device", device]
+        command += ["--workers", "4", "--interval", "16", "--bits", "1", "--seeds", "5"]
+        command += ["--lr", "0.012", "--steps", str(steps), "--results", str(results)]
+        try:
+            _run([*command, "--folder", folder], limit_s)
+            ended = True
+        except PartFailed as error:
+            if "took more" not in str(error):
+                raise
+            ended = False
+        lines = results.read_text().splitlines() if results.exists() else []
+        return {"runs": [json.loads(line) for line in lines], "ended": ended, "passed": True}
+
+
+def measured(device: str, minutes: float, parts: list[str]) -> dict[str, Any]:
+    """The results of the parts, each with its seconds; of one that failed what it printed."""
+    begin_s = time.monotonic()
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    for part in parts:
+        left_s = 60 * minutes - (time.monotonic() - begin_s)
+        limit_s = left_s if part == "law" else 60 * minutes * SHARES[part]
+        if left_s < 10:
+            found[part] = {"passed": True, "left out": "no time was left"}
+            continue
+        part_s = time.monotonic()
+        try:
+            if part == "kernels":
+                result = kernels(device, limit_s)
+            elif part == "law":
+                result = law(device, limit_s)
+            else:
+                result = on_ranks(part, device, limit_s)
+        except PartFailed as error:
+            result = {"passed": False, "printed": str(error)}
+        found[part] = {**result, "seconds": round(time.monotonic() - part_s, 1)}
+        print(f"{part}: {'passed' if result['passed'] else 'FAILED'}", file=sys.stderr, flush=True)
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """Markdown of the results, for `docs/cuda.md`."""
+    lines = [
+        f"{found['device']}, torch {found['torch']}, {found['date']}: `{found['command']}`",
+        "",
+        "| part | result |",
+        "|---|---|",
+    ]
+    for part in PARTS:
+        if part in found:
+            result = found[part]
+            outcome = "passed" if result["passed"] else "failed"
+            if part == "kernels" and "tests" in result:
+                outcome += f", {result['tests']} tests, {result['skipped']} skipped"
+            lines.append(f"| {part} | {result.get('left out', outcome)} |")
+    if rows := found.get("steps", {}).get("rows"):
+        lines += ["", "| a step | s | exposed | peak memory |", "|---|---|---|---|"]
+        for row in rows:
+            peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.2f} GB"
+            step = f"{row['step_s']:.3f} | {row['exposed']:.0%} | {peak}"
+            lines.append(f"| {row['method']} | {step} |")
+        muon = found["steps"]["Muon"]
+        lines += [
+            "",
+            f"Muon's update takes {muon['update_s'] / muon['passes_s']:.0%} of the two passes.",
+        ]
+    if waits := found.get("waits", {}):
+        lines += ["", "| waits of the host in four steps | |", "|---|---|"]
+        lines += [
+            f"| {row['method']} | {', '.join(map(str, row['waits in four steps']))} |"
+            for row in waits.get("rows", [])
+        ]
+        lines += [f"| {name} | {check} |" for name, check in waits.get("checks", {}).items()]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("action", nargs="?", choices=("run", "table"), default="run")
+    parser.add_argument("file", nargs="?", type=Path, default=RESULTS, help="of table")
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--out", type=Path, default=None, help=f"default: {RESULTS.name} for cuda")
+    given = parser.parse_args()
+    if given.action == "table":
+        print(table(json.loads(given.file.read_text())))
+        return 0
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no GPU here; --device cpu runs what a CPU can")
+    found = measured(given.device, given.minutes, given.only)
+    out = given.out or (RESULTS if given.device == "cuda" else None)
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    for part in given.only:
+        if "printed" in found[part]:
+            print(f"{part}: {found[part]['printed']}", file=sys.stderr)
+    print(table(found))
+    return int(not all(found[part]["passed"] for part in given.only))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
