@@ -50,7 +50,7 @@ class Row:
     Attributes:
         variant: What was trained.
         lr: The rate that its tuning chose.
-        losses: At the end, one of each seed.
+        by_seed: Loss at the end.
         curves: (step, loss) of each seed.
         bytes_per_step: What its interface counts on the fastest link, headers included; None where
             no link was measured.
@@ -59,7 +59,7 @@ class Row:
 
     variant: Variant
     lr: float
-    losses: Sequence[float]
+    by_seed: Mapping[int, float]
     curves: Sequence[Sequence[tuple[int, float]]]
     bytes_per_step: float | None
     step_s: Mapping[str, float]
@@ -72,7 +72,13 @@ class Row:
     @property
     def loss(self) -> float:
         """Mean over the seeds."""
-        return fmean(self.losses)
+        return fmean(self.by_seed.values())
+
+    def over(self, other: "Row") -> float:
+        """By what fraction the loss is above another's, over the seeds that both have."""
+        seeds = self.by_seed.keys() & other.by_seed.keys()
+        own, others = (fmean(row.by_seed[seed] for seed in seeds) for row in (self, other))
+        return own / others - 1
 
     def steps_to(self, loss: float) -> float | None:
         """Mean over the seeds; None where one of them never has this loss."""
@@ -120,7 +126,7 @@ def _row(variant: Variant, held: Sequence[Mapping[str, Any]]) -> Row | None:
     return Row(
         variant,
         trained[0]["cell"]["lr"],
-        [line["loss"] for line in trained],
+        {line["cell"]["seed"]: line["loss"] for line in trained},
         [line["losses"] for line in trained],
         _counted(links),
         {line["cell"]["link"]: line["step_ms"] / 1e3 for line in links},
@@ -153,13 +159,16 @@ def table(lines: Iterable[Mapping[str, Any]], scope: Scope) -> list[str]:
     titles += [f"time at {link}" for link in links]
     text = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
     for row in found:
-        low, high = min(row.losses), max(row.losses)
+        low, high = min(row.by_seed.values()), max(row.by_seed.values())
+        seeds = len(row.by_seed)
+        spread = f"{low:.3f} to {high:.3f}" if seeds > 1 else "1 seed"
+        few = f", {seeds} seeds" if 1 < seeds < len(dense.by_seed) else ""
         cells = [
             str(row.variant),
             _tuned_by(row.variant, lines, scope),
             f"{row.lr:g}",
-            f"{row.loss:.3f} ({low:.3f} to {high:.3f})",
-            f"{100 * (row.loss / dense.loss - 1):+.1f} %",
+            f"{row.loss:.3f} ({spread}{few})",
+            f"{100 * row.over(dense):+.1f} %",
         ]
         if dense.bytes_per_step:
             sent = row.bytes_per_step
@@ -172,15 +181,17 @@ def table(lines: Iterable[Mapping[str, Any]], scope: Scope) -> list[str]:
 
 def _tuned_by(variant: Variant, lines: Sequence[Mapping[str, Any]], scope: Scope) -> str:
     """How many trainings the settings and the rate were chosen from; shorter or smaller ones are
-    told apart.
+    told apart. Settings that were given were not chosen: then those of the rate count.
     """
     setting = variant.setting
+    chosen = variant.options is None
+    alike = ("strategy", "optimizer") if chosen else ("strategy", "optimizer", "options")
     whole, short = (
         [
             cell
             for cell in (line["cell"] for line in tried)
             if cell["kind"] == "tuning" and cell["workers"] == scope.workers
-            if all(cell[key] == setting[key] for key in ("strategy", "optimizer"))
+            if all(cell[key] == setting[key] for key in alike)
         ]
         for tried in ([*lines, *json_lines(OUTER)], json_lines(SCREENING))
     )

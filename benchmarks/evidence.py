@@ -89,6 +89,14 @@ NAMES = (
     "fp16-muon",
     "dgc",
 )
+LONG_RUNS = {
+    "k_steps": 32,
+    "begin_step": 0,
+    "outer_lr": 0.7,
+    "outer_momentum": 0.9,
+    "outer_nesterov": True,
+}
+"""DiLoCo with the outer step of its paper, which is for hundreds of averagings."""
 ROWS = (
     Variant("dense"),
     Variant("dense", "sgd", note="SGD"),
@@ -105,6 +113,7 @@ ROWS = (
     Variant("localsgd"),
     Variant("localsgd", options={"k_steps": 16}, note="16 steps"),
     Variant("diloco"),
+    Variant("diloco", options=LONG_RUNS, note="32 steps, 0.7 and 0.9"),
     Variant("fp16"),
     Variant("fp16-muon"),
     Variant("dgc"),
@@ -330,6 +339,7 @@ def main() -> None:
     parser.add_argument(
         "--near", type=int, metavar="WORKERS", help="begin at the best rate of so many workers"
     )
+    parser.add_argument("--lr", type=float, help="the rate of all, which are not tuned")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument(
         "--settings",
@@ -357,7 +367,9 @@ def main() -> None:
                 grid = SGD_RATES if base.optimizer == "sgd" else RATES
                 if arguments.near is not None:
                     grid = near(results, base, arguments.near)
-                rate = tuned(results, base, grid)
+                rate = arguments.lr or tuned(results, base, grid)
+                if "tune" in arguments.parts:
+                    results.of(replace(base, lr=rate))
             if "train" in arguments.parts:
                 for seed in arguments.seeds:
                     results.of(replace(base, kind="training", lr=rate, seed=seed))

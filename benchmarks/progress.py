@@ -41,6 +41,7 @@ same algorithm, or local steps of the same optimizer.
 """
 _TOO_SMALL = ("tiny",)
 """Models of which a method leaves most tensors as they are."""
+_OUTER = ("outer_lr", "outer_momentum")
 Line = Mapping[str, Any]
 Curve = Sequence[tuple[int, float]]
 
@@ -71,9 +72,11 @@ def measured(lines: Iterable[Line]) -> list[dict[str, Any]]:
             continue
         if setting["optimizer"] != (STRATEGIES[setting["method"]].optimizer or "adamw"):
             continue  # the planner knows every method with one optimizer
-        today = _settings(STRATEGIES[setting["method"]].options)
-        if ("sent" in today) != ("sent" in _settings(setting["options"])):
+        options = STRATEGIES[setting["method"]].options
+        if ("sent" in _settings(options)) != ("sent" in _settings(setting["options"])):
             continue  # what that strategy was before it compressed otherwise
+        if any(options.get(key) != setting["options"].get(key) for key in _OUTER):
+            continue  # another outer step
         name = "dense-muon" if setting["optimizer"] == "muon" else "dense"
         yardstick = {"method": name, "options": {}}
         dense = runs.get(json.dumps({**setting, **yardstick}, sort_keys=True), {})

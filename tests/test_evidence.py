@@ -55,7 +55,7 @@ def test_the_grid_goes_on_until_the_best_has_neighbours(
 
 def test_the_steps_of_a_timed_cell_hold_whole_rounds() -> None:
     assert timed(CELL).steps == 4 * 16
-    assert timed(replace(CELL, **as_it_is("diloco"))).steps == 4 * 32
+    assert timed(replace(CELL, **as_it_is("localsgd"))).steps == 4 * 32
     assert timed(replace(CELL, **as_it_is("dense"))).steps == 16
 
 
@@ -78,7 +78,7 @@ def lines() -> list[dict[str, Any]]:
 
 def test_tables_put_loss_and_time_of_a_step_together() -> None:
     dense, other = choosing.table(lines(), TINY)[2:]
-    assert "2.000 (2.000 to 2.000)" in dense
+    assert "2.000 (1 seed)" in dense
     assert "150 s" in dense
     assert "-50.0 %" in other
     assert "| 512 |" in other

@@ -120,7 +120,7 @@ def statistics(rank: int, size: int, run: RunConfig) -> list[tuple[bool, list[fl
     setup = Setup(run.optimizer, work.loss_fn)
     trainer = build_trainer(run.recipe.trainer, run.recipe.arguments(10), work.model, setup)
     found = []
-    for _ in range(34):  # one more than diloco's interval, after the first averaging
+    for _ in range(18):  # one more than the interval, after the first averaging
         for group in trainer.optimizer.param_groups:
             group["lr"] = 0.01
         trainer.train_step(*work.next_batch())

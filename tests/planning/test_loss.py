@@ -40,6 +40,7 @@ def test_the_law_by_hand() -> None:
         ("sparse-local", local(compression={"sparsity": 0.9, "value_bits": 2}), None, 0.0888),
         ("localsgd", local(32), None, 0.0772 * 1.5157),  # 2^0.6
         ("diloco", local(32, outer_momentum=0.9), None, 0.0772 * 1.5157 * 2.3),
+        ("diloco", local(outer_momentum=0.3), None, 0.0772),
     ],
 )
 def test_interval_bits_and_delay_multiply_the_law(
@@ -56,7 +57,8 @@ def test_what_was_measured_lies_inside(workers: int) -> None:
     """At 0.87 million parameters, where the figures are from."""
     plan = tw.plan(params=SMALL, step_seconds=0.1, workers=workers)
     found = {row.name: row.loss for row in rows(evidence(), Scope(workers, "small"))}
-    for name in ("muon-local", "quantized-local", "sparse-local", "localsgd", "diloco"):
+    local = ("muon-local", "quantized-local", "sparse-local", "localsgd", "diloco")
+    for name in (name for name in local if name in found):
         low, _, high = plan[name].loss_gap
         dense = found["dense-muon" if name == "muon-local" else "dense"]
         assert low < found[name] / dense - 1 < high, name

@@ -17,9 +17,11 @@ workers, 1,500 steps (benchmarks/results/evidence.jsonl).
 _STEPS, _BY_STEPS = 16, 0.6
 """The gap grows as steps^0.6: local AdamW from 16 to 32 steps, local Muon from 8 to 16."""
 _BY_BITS = {1: 1.25, 2: 1.1}
-_SPARSE, _SPLIT, _OUTER, _LATE = 1.15, 1.3, 2.3, 1.4
-"""Factors on a gap for a sparse change, all-to-all sums and outer momentum; a delay adds 1.4 for
-each interval that it lasts."""
+_SPARSE, _SPLIT, _LATE = 1.15, 1.3, 1.4
+"""Factors on a gap for a sparse change and all-to-all sums; a delay adds 1.4 for each interval that
+it lasts."""
+_OUTER, _LITTLE_MOMENTUM = 2.3, 0.3
+"""Factor for more outer momentum than this, in runs of about 50 averagings."""
 _GRADIENTS = {
     "powersgd": {2: 0.245, 4: 0.268},
     "low-rank": {2: 0.228, 4: 0.274},
@@ -99,7 +101,7 @@ def local_factor(own: Mapping[str, Any], optimizer: str) -> float:
     else:
         factor *= _BY_BITS.get(values.get("value_bits", 32), 1.0)
     factor *= _SPLIT if values.get("exchange") == "split" else 1
-    factor *= _OUTER if own.get("outer_momentum") else 1
+    factor *= _OUTER if own.get("outer_momentum", 0.0) > _LITTLE_MOMENTUM else 1
     return float(factor * (1 + _LATE * own.get("delay", 0) / own["k_steps"]))
 
 
