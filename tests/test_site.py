@@ -37,7 +37,7 @@ def test_answers_of_the_chooser_are_code() -> None:
     ("config", "code"),
     [
         (tw.Quantized(1), "tw.Quantized(1)"),
-        (tw.LocalSGD(8, compression=tw.Sparse(0.99)), "tw.LocalSGD(k_steps=8, "),
+        (tw.LocalSGD(8, compression=tw.Sparse(0.99)), "tw.LocalSGD(8, "),
     ],
 )
 def test_code_makes_the_config_that_it_was_made_from(config: object, code: str) -> None:

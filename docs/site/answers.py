@@ -18,9 +18,9 @@ LINKS = {
 """Rate and latency of a line."""
 WORKERS = (2, 4, 8)
 MODELS = {
-    "1 million, 0.05 s a step": ("1M", 0.05),
-    "124 million, 0.35 s a step": ("124M", 0.35),
-    "1 billion, 2 s a step": ("1B", 2.0),
+    "1 M, 0.05 s": ("1M", 0.05),
+    "124 M, 0.35 s": ("124M", 0.35),
+    "1 B, 2 s": ("1B", 2.0),
 }
 """Parameters, and seconds of a step without exchange."""
 MUON = "Muon"
@@ -41,10 +41,12 @@ def code(config: Any) -> str:
         return repr(config)
     if isinstance(config, tw.Quantized) and config == tw.Quantized(config.value_bits):
         return f"tw.Quantized({config.value_bits})"
-    changed = [f for f in fields(config) if getattr(config, f.name) != f.default]
-    changed.sort(key=lambda field: field.name != "k_steps")
-    inside = ", ".join(f"{f.name}={code(getattr(config, f.name))}" for f in changed)
-    return f"tw.{type(config).__name__}({inside})"
+    changed = [f.name for f in fields(config) if getattr(config, f.name) != f.default]
+    changed.sort(key=lambda name: name != "k_steps")
+    inside = [
+        ("" if name == "k_steps" else f"{name}=") + code(getattr(config, name)) for name in changed
+    ]
+    return f"tw.{type(config).__name__}({', '.join(inside)})"
 
 
 def soonest(rows: Iterable[Row], plan: Plan) -> Row:
@@ -70,7 +72,7 @@ def answer(row: Row) -> str:
 
 def table() -> str:
     """Answers for every network, model and optimizer."""
-    titles = ("link", "workers", "parameters", "optimizer", "start with", "then try")
+    titles = ("link", "workers", "model, step", "optimizer", "start with", "then try")
     lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
     for link, workers, model in product(LINKS, WORKERS, MODELS):
         (rate, latency), (params, step_s) = LINKS[link], MODELS[model]

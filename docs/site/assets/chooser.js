@@ -5,7 +5,7 @@ const rows = [...table.tBodies[0].rows].map((row) => [...row.cells].map((cell) =
 const QUESTIONS = {
   link: "Slowest link between workers: rate, and latency one way",
   workers: "Workers (with a sharded model: sites)",
-  parameters: "Parameters of the model, and seconds of a step without exchange",
+  "model, step": "Parameters of the model, and seconds of a step without exchange",
   optimizer: "Optimizer",
 };
 
