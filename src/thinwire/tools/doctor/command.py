@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from math import isfinite
-from typing import Annotated
+from typing import Annotated, TextIO
 
 from cyclopts import Parameter
 
@@ -52,13 +52,14 @@ def doctor(*, timeout: float = 30.0, json: _Flag = False, quiet: _Flag = False) 
     if not (isfinite(timeout) and _SHORTEST_S <= timeout <= _LONGEST_S):
         raise ValueError(f"timeout={timeout:g} is out of range; 15 to 600 seconds are allowed")
     launched = environment_rank(os.environ)
+    stdout = sys.stdout if launched is None else _without_gloo()
 
     def report(title: str, findings: tuple[Finding, ...]) -> None:
         line.stop()
-        out = sys.stdout if launched is None or launched[0] == 0 else sys.stderr
-        if json and out is sys.stdout:
+        out = stdout if launched is None or launched[0] == 0 else sys.stderr
+        if json and out is stdout:
             data = document(title, findings, time.monotonic() - begun)
-            print(json_format.dumps(data, indent=1), flush=True)
+            print(json_format.dumps(data, indent=1), file=out, flush=True)
             return
         columns = shutil.get_terminal_size((_WIDTH, 0)).columns
         text = as_text(findings, quiet=quiet, width=min(columns, _WIDTH))
@@ -81,6 +82,16 @@ def doctor(*, timeout: float = 30.0, json: _Flag = False, quiet: _Flag = False) 
         sys.stdout.flush()
         os._exit(ended.status)
     sys.exit(ended.status)
+
+
+def _without_gloo() -> TextIO:
+    """Return standard output, and leave standard error in its place for the lines that gloo writes
+    under torch 2.9.
+    """
+    sys.stdout.flush()
+    apart = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return apart
 
 
 def _alone(timeout: float, report: Callable[[str, tuple[Finding, ...]], None]) -> int:
