@@ -288,6 +288,33 @@ def test_wrong_arguments(settings: dict[str, Any], error: type[Exception], text:
         tw.LowRank(**settings)
 
 
+def warned_with(rank: int, size: int, fields: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    """By optimizer what `prepare` warns of, and in which file."""
+    told = []
+    for kind in (torch.optim.AdamW, torch.optim.SGD, tw.optim.Muon):
+        model = model_of()
+        groups = tw.optim.muon_groups(model) if kind is tw.optim.Muon else model.parameters()
+        optimizers = [kind(groups, lr=0.01)]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            tw.DistributedStrategy(**fields).prepare(model, optimizers).close()
+        told.append(
+            (kind.__name__, [f"{Path(each.filename).name}: {each.message}" for each in caught])
+        )
+    return told
+
+
+def test_adam_is_warned_of_once_and_on_rank_0(ranks: Pool) -> None:
+    low_rank = {"low_rank": LowRank(1, min_numel=1)}
+    silent = [("AdamW", []), ("SGD", []), ("Muon", [])]
+    (first, *others), second = ranks.run(warned_with, low_rank)
+    [adam] = first[1]
+    assert adam.startswith("test_low_rank.py: low_rank with AdamW: ")
+    assert "SGD with momentum" in adam
+    assert (others, second) == (silent[1:], silent)
+    assert ranks.run(warned_with, {}) == [silent, silent]
+
+
 def test_conflicts_say_what_to_do() -> None:
     with pytest.raises(tw.StrategyError, match="remove dgc or low_rank"):
         tw.DistributedStrategy(low_rank=tw.LowRank(), dgc=tw.DGC())

@@ -73,6 +73,7 @@ from thinwire.strategy.requirements import (
     require_members_work,
     require_mesh_works,
     require_split_works,
+    warn_of_adam,
 )
 
 __all__ = ["prepare"]
@@ -127,12 +128,14 @@ def _prepared(setup: Setup) -> Engine:
         _log.info(
             "the engine is ready after %.1f s: %s, %s, %d ranks", took_s, on, kind, group.size
         )
-        return engine
     except BaseException:
         for handle in reversed(handles):
             handle.remove()
         plan.restore()
         raise
+    if group.rank == 0:
+        warn_of_adam(setup.strategy, setup.optimizer)
+    return engine
 
 
 def _form_groups_(setup: Setup) -> None:
