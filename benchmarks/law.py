@@ -111,7 +111,7 @@ def _works(cell: Cell, device: str, folder: Path) -> list[Any]:
 
 
 def train(cell: Cell, device: str = "cpu", kept: Path | None = None) -> dict[str, Any]:
-    """Losses of one training; None in the place of the last one where it diverges.
+    """Train, and return the losses; None instead of the last one if it diverges.
 
     Args:
         cell: Which one.
@@ -145,7 +145,7 @@ def train(cell: Cell, device: str = "cpu", kept: Path | None = None) -> dict[str
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """A process group of one, in which tasks evaluate."""
+    """Open a process group of one rank, in which tasks evaluate."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -155,7 +155,7 @@ def _alone() -> Iterator[None]:
 
 
 class _Training:
-    """All workers of a cell: of dense training they share one model."""
+    """All workers of a cell; in dense training they share one model."""
 
     def __init__(self, cell: Cell, works: Sequence[Any]) -> None:
         self.cell, self.works = cell, works
@@ -174,7 +174,7 @@ class _Training:
         self.losses = [(0, self._loss())]
 
     def run(self, file: Path | None) -> None:
-        """Take all steps, from those in the file on."""
+        """Take all steps; begin with the state in the file if there is one."""
         if file is not None and file.exists():
             self._load(file)
         kept_s = time.monotonic()
@@ -230,7 +230,7 @@ class _Training:
 
 
 def prediction(size: str, intervals: Sequence[int], bits: Sequence[int]) -> list[str]:
-    """The gaps that are expected of a size, by the planner's law, with their interval and date."""
+    """Return the predicted gaps of a size by the planner's law, with their interval and date."""
     numel = _numel(size)
     text = [
         f"Predicted {PREDICTED}: {numel:,} parameters, Muon inside, 20 tokens a parameter, over "
@@ -307,12 +307,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def steps_of(size: str, workers: int, batch: int, tokens: float) -> int:
-    """Steps of each worker for so many tokens a parameter."""
+    """Return the steps of each worker for a number of tokens per parameter."""
     return max(1, round(tokens * _numel(size) / (workers * batch * SIZES[size].context)))
 
 
 def main() -> None:
-    """Make what is missing, or say what follows from it."""
+    """Train what the results lack, or print what they say."""
     parser = _parser()
     given = parser.parse_args()
     unknown = [size for size in given.size if size not in SIZES]

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of one process, and what they have given to each collective."""
+    """The ranks of one process, and their parts of each collective."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -34,9 +34,9 @@ class Ranks:
         self._threads = ThreadPoolExecutor(size)
 
     def run(self, work: Callable[[int], T]) -> list[T]:
-        """`work(rank)` of every rank, together; the first error that one raises.
+        """Run `work(rank)` of every rank together; raise the first error.
 
-        Afterwards nothing is on its way, whatever came of it.
+        Afterwards no collective is pending, with or without an error.
         """
         self._failed = False
         futures = [self._threads.submit(self._worked, work, rank) for rank in range(self.size)]
@@ -58,7 +58,7 @@ class Ranks:
                 self.condition.notify_all()
 
     def give(self, number: int, rank: int, part: Tensor) -> None:
-        """This rank's part of a collective."""
+        """Add this rank's part of a collective."""
         self._given.setdefault(number, [None] * self.size)[rank] = part.clone()
         self._left.setdefault(number, self.size)
         self.condition.notify_all()
@@ -77,7 +77,7 @@ class Ranks:
 
 
 class Rank:
-    """One of them, in the place of a `Group`."""
+    """One rank, instead of a `Group`."""
 
     node_size = 1
     macs = None
@@ -98,7 +98,7 @@ class Rank:
         return self._given(parts, lambda given: torch.stack([part[begin:end] for part in given]))
 
     def all_reduce_(self, buffer: Tensor, *, action: str) -> Pending[Tensor]:
-        """See `Group`; the sum in the order of the ranks."""
+        """See `Group`; sums in the order of the ranks."""
 
         def summed(given: list[Tensor]) -> Tensor:
             buffer.copy_(given[0])
@@ -158,7 +158,7 @@ class LocalRanks:
         return self._last == self.steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and what every averaging keeps: the live tensors."""
+        """Return counters and the state of every averaging: the live tensors."""
         return {
             "counters": [self.steps, self.rounds, self._last],
             "ranks": [
@@ -168,19 +168,19 @@ class LocalRanks:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; models are loaded by themselves."""
+        """Continue from a state; models are loaded by themselves."""
         self.steps, self.rounds, self._last = state["counters"]
         for own, loaded in zip(self.state_dict()["ranks"], state["ranks"], strict=True):
             _copy_(own, loaded)
 
     def step(self) -> None:
-        """Every rank has made a local step: average where a turn has come."""
+        """Count a local step of every rank; average when the interval is over."""
         self.steps += 1
         if self.steps <= self.config.begin_step or self.steps - self._last >= self.config.k_steps:
             self._average()
 
     def flush(self) -> None:
-        """Average what is left."""
+        """Average the steps since the last averaging."""
         if not self.synced:
             self._average()
 
