@@ -145,8 +145,8 @@ _NAMES = {
     "thinwire.tools.network": "enter netns",
     "thinwire.tools.network.enter": "enter_network",
     "thinwire.tools.network.netns": (
-        "Link inside netns_Network=Network network parse_latency parse_rate tbf_settings "
-        "why_unavailable"
+        "Link inside interface_bytes netns_Network=Network network new_namespace parse_latency "
+        "parse_rate tbf_settings why_unavailable"
     ),
     "thinwire.tools.planning": "command",
     "thinwire.tools.planning.grid": "Candidate LEFT_OUT candidates",

@@ -24,22 +24,17 @@ from tests.api import (
     HEAD,
     NONCE_BYTES,
     Kind,
-    Link,
     RelayClient,
     RelayEndpoint,
     _Relay,
     certificate,
-    enter_network,
     hello_mac,
-    network,
     relay,
     relay_key,
     relaying,
     require_relay,
     run_host,
 )
-from tests.faults.lines import blackhole
-from tests.lab.namespaces import needs_netns
 from tests.members.places import TOKEN, host_command, meeting_place
 from tests.members.relays import relay_place, two_ports
 from tests.members.training import TIMEOUT_S, digest, member, model
@@ -60,7 +55,7 @@ STEPS = 40
 
 def in_order(rank: int, size: int, address: str, config: Any, options: Any) -> list[str]:
     """The digest after every averaging, of data that the rank among the members says."""
-    net, flag = model(0), options.pop("flag", "")
+    net, flag, steps = model(0), options.pop("flag", ""), options.pop("steps", STEPS)
     optimizer = torch.optim.AdamW(net.parameters(), 2e-3)
     found = []
     options = {"run": "test", "min_members": size, "timeout": TIMEOUT_S, **options}
@@ -69,7 +64,7 @@ def in_order(rank: int, size: int, address: str, config: Any, options: Any) -> l
         tw.local_sgd(net, optimizer, config, members=members) as sync,
     ):
         batches = torch.Generator().manual_seed(members.rank)
-        while sync.step < STEPS:
+        while sync.step < steps:
             x = torch.randn(8, 24, generator=batches)
             optimizer.zero_grad()
             (net(x) - x.roll(1, 1)).square().mean().backward()
@@ -102,10 +97,6 @@ def test_the_bits_are_those_of_members_that_reach_each_other(
         relayed = ranks.run(in_order, address, *args, options, size=3, group=False)
     assert len(relayed[0]) >= 20
     assert [*relayed, *direct] == 6 * [relayed[0]]
-
-
-def _member(rank: int, size: int, address: str, config: Any, options: Any) -> Any:
-    return member(rank, size, address, config, **options)
 
 
 def _member(rank: int, size: int, address: str, config: Any, options: Any) -> Any:
@@ -368,44 +359,6 @@ def test_a_relay_that_lies_is_found_out(ranks: Pool, token_file: str, kind: Kind
     refused = [averagings for told, averagings in ended if "its MAC is wrong" in told]
     assert refused == (3 if kind == Kind.DATA else 2) * [refused[0]]
     assert refused[0] < 20
-
-
-def behind_a_wall(
-    rank: int, size: int, paths: list[str], addresses: list[str], token_file: str
-) -> tuple[list[str], bool]:
-    """What `in_order` finds from within a network of its own, and whether another one of them can
-    be reached from there."""
-    home, there = (os.open(path, os.O_RDONLY) for path in ("/proc/self/ns/net", paths[rank + 1]))
-    try:
-        enter_network(there)
-        host, *members = addresses
-        options = {"token_file": token_file, "relay": True}
-        found = in_order(rank, size, f"tcp://{host}:29400", CONFIGS["sparse"], options)
-        try:
-            socket.create_connection((members[1 - rank], 9), timeout=1).close()
-        except ConnectionRefusedError:
-            reached = True
-        except OSError:
-            reached = False
-        return found, reached
-    finally:
-        enter_network(home)
-        os.close(home)
-        os.close(there)
-
-
-@needs_netns
-def test_members_train_that_nothing_reaches(ranks: Pool, token_file: str) -> None:
-    with network(3, Link.parse("1gbit")) as net:
-        for mine, other in ((1, 2), (2, 1)):
-            blackhole(net.namespace_fds[mine], [net.addresses[other]])
-        paths = [f"/proc/{os.getpid()}/fd/{fd}" for fd in net.namespace_fds]
-        options = ["--bind", f"{net.addresses[0]}:29400", "--token-file", token_file, "--relay"]
-        with host_command(*options, namespace=net.namespace_fds[0]):
-            args = (behind_a_wall, paths, list(net.addresses), token_file)
-            found = ranks.run(*args, size=2, group=False)
-    assert len(found[0][0]) >= 20
-    assert found == 2 * [(found[0][0], False)]
 
 
 def test_who_says_what_no_member_says_is_hung_up_on() -> None:
