@@ -18,6 +18,8 @@ STEPS = (5, 2, 3)
 """That each rank makes in a round, whatever its time."""
 TOKENS = (10, 70, 20)
 ROUNDS = 6
+FIRST = 1
+"""Parameters of the first of two fragments of `Bag`."""
 OUTER: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.5, "outer_nesterov": True}
 
 
@@ -97,7 +99,7 @@ def kept(rank: int, size: int, config: tw.LocalSGD) -> tuple[Any, Any, Any]:
         averaging = sync._averager.averaging
         last["anchors"] = {n: a.clone() for n, a in averaging.anchors.items()}
         last["errors"] = {n: e.clone() for n, e in averaging.errors.items()}
-        weight = sync._averager._weight
+        weight = sync._averager.weight
         total = last.setdefault("total", dict.fromkeys(last["change"], 0.0))
         for name, change in last["change"].items():
             total[name] = total[name] + weight * change
@@ -145,7 +147,17 @@ def trained(rank: int, size: int, config: tw.LocalSGD) -> tuple[list[str], float
 
 
 @pytest.mark.parametrize(
-    "others", [{}, OUTER, {"compression": tw.Quantized(2)}, {"mixing": 0.25, "begin_step": 3}]
+    "others",
+    [
+        {},
+        OUTER,
+        {"compression": tw.Quantized(2)},
+        {"mixing": 0.25, "begin_step": 3},
+        {"fragments": 2},
+        {"delay": 2, "compression": tw.Quantized(2)},
+        {"fragments": 2, "delay": 1, **OUTER},
+    ],
+    ids=str,
 )
 def test_equal_weights_give_the_bits_of_counted_rounds(ranks: Pool, others: dict[str, Any]) -> None:
     counted = ranks.run(trained, tw.LocalSGD(4, **others), size=3)
@@ -177,6 +189,100 @@ def test_a_slow_rank_makes_fewer_steps_and_nobody_waits_for_them(ranks: Pool) ->
     assert (step, bits) == (other_step, other_bits)
     assert slow == [1, 4, 4, 4, 4]
     assert fast == [1, 16, 16, 16, 16]
+
+
+def expected_of_fragments() -> dict[str, Any]:
+    """The end of `paced` with two fragments, in loops over ranks, rounds and steps: a fragment's
+    change counts by the steps since it was averaged last.
+    """
+    names = list(start_values())
+    parts = [names[:FIRST], names[FIRST:]]
+    anchor = {name: value.numpy().copy() for name, value in start_values().items()}
+    models = [{name: value.copy() for name, value in anchor.items()} for _ in STEPS]
+    done, since = [0] * len(STEPS), [[0, 0] for _ in STEPS]
+    for number in range(ROUNDS):
+        for rank, steps in enumerate(STEPS):
+            for _ in range(steps):
+                done[rank] += 1
+                for name, p in models[rank].items():
+                    models[rank][name] = p - 0.1 * gradient(done[rank], rank, name, p)
+            since[rank] = [count + steps for count in since[rank]]
+        part = number % 2
+        weights = [counts[part] for counts in since]
+        for name in parts[part]:
+            ends = [model[name] for model in models]
+            change = sum(w * (anchor[name] - end) for w, end in zip(weights, ends, strict=True))
+            anchor[name] = anchor[name] - change / sum(weights)
+            for model in models:
+                model[name] = anchor[name].copy()
+        for counts in since:
+            counts[part] = 0
+    # leaving averages the whole model, by the steps since the fragment averaged longest ago
+    weights = [max(counts) for counts in since]
+    for name in names:
+        ends = [model[name] for model in models]
+        change = sum(w * (anchor[name] - end) for w, end in zip(weights, ends, strict=True))
+        anchor[name] = anchor[name] - change / sum(weights)
+    return anchor
+
+
+def fragments(rank: int, size: int) -> tuple[Any, list[int]]:
+    config = tw.LocalSGD(99, begin_step=0, round_seconds=LONG_S, fragments=2)
+    model = paced(rank, config, False, lambda *_: None)
+    groups = tw.local_sgd.__globals__["fragments_of"](dict(model.named_parameters()), config)
+    return values(model), [len(group) for group in groups]
+
+
+def test_a_fragment_counts_by_the_steps_since_it_was_averaged(ranks: Pool) -> None:
+    for found, sizes in ranks.run(fragments, size=3):
+        assert sizes[0] == FIRST
+        for name, value in expected_of_fragments().items():
+            # 1e-9: float64 sums in another order
+            np.testing.assert_allclose(found[name], value, rtol=1e-9, atol=1e-9)
+
+
+def slow_and_fast_with_delay(rank: int, size: int, stop: bool) -> tuple[list[int], int, str]:
+    """As `slow_and_fast`, with two fragments whose results arrive a quarter of a round later.
+
+    With `stop` the block is left after the third averaging, with its result in flight, and
+    another goes on from the state.
+    """
+    model, made, state = Bag(), [0], None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = tw.LocalSGD(
+        64,
+        begin_step=1,
+        round_seconds=8.0,
+        fragments=2,
+        delay=16,
+        compression=tw.Quantized(4),
+    )
+    seen = 0
+    with steps_that_take((1.0, 0.25)[rank]):
+        for until in (3, 6) if stop else (6,):
+            with tw.local_sgd(model, optimizer, config) as sync:
+                if state is not None:
+                    sync.load_state_dict(state)
+                while seen < until:
+                    set_gradients(model, sync.step + 1, rank)
+                    optimizer.step()
+                    made[-1] += 1
+                    if sync.synced:
+                        seen += 1
+                        made.append(0)
+                state = sync.state_dict()
+                if until < 6:
+                    sync.close()  # the result in flight is in the state
+    return made[:-1], sync.step, digest(model)
+
+
+def test_fragments_and_delay_go_by_the_clock(ranks: Pool) -> None:
+    (slow, step, bits), (fast, other_step, other_bits) = ranks.run(slow_and_fast_with_delay, False)
+    assert (step, bits) == (other_step, other_bits)
+    assert slow == [1, 4, 4, 4, 4, 4]
+    assert fast == [1, 16, 16, 16, 16, 16]
+    again = ranks.run(slow_and_fast_with_delay, True)
+    assert again == [(slow, step, bits), (fast, step, bits)]
 
 
 def test_weights() -> None:
@@ -224,8 +330,6 @@ def test_what_does_not_go_together_is_an_error_on_all(ranks: Pool, case: str, te
 @pytest.mark.parametrize(
     ("others", "text"),
     [
-        ({"fragments": 2}, "needs fragments=1, got 2"),
-        ({"delay": 1}, "needs delay=0, got 1"),
         ({"node_size": 2}, "needs node_size=None or 1, got 2"),
         ({"compression": tw.Sparse(0.9)}, 'mean_over="all"'),
         ({"round_seconds": 0}, "round_seconds"),

@@ -266,7 +266,7 @@ def test_the_tokens_of_merged_microsteps_are_saved(tmp_path: Path) -> None:
                 engine.save(tmp_path)
             assert engine.sync is not None
             found.append(engine.sync.state_dict())
-    assert [state["tokens"] for state in found] == [200, 200]
+    assert [state["work"]["now"] for state in found] == [200, 200]
 
 
 def without_its_state(rank: int, size: int) -> tuple[str, bool]:

@@ -17,6 +17,7 @@ TOKENS = (5, 40)
 CONFIGS = {
     "plain": tw.LocalSGD(50, begin_step=0, round_seconds=1e9),
     "one bit": tw.LocalSGD(50, begin_step=0, round_seconds=1e9, compression=tw.Quantized(1)),
+    "fragments": tw.LocalSGD(50, begin_step=0, round_seconds=1e9, fragments=2, delay=2),
 }
 
 
@@ -49,7 +50,8 @@ def rounds(
 
 @pytest.mark.parametrize("by_engine", [False, True])
 @pytest.mark.parametrize(
-    ("name", "tokens"), [("plain", False), ("one bit", False), ("plain", True)]
+    ("name", "tokens"),
+    [("plain", False), ("one bit", False), ("plain", True), ("fragments", False)],
 )
 def test_sites_count_by_what_they_did(
     ranks: Pool, name: str, tokens: bool, by_engine: bool

@@ -109,7 +109,7 @@ class Averager(Synchronizer):
         self.synced = False
         """True if the last step took part in an averaging (with a delay: was measured for one)."""
         seconds = config.round_seconds
-        self.work = None if seconds is None else RoundWork(seconds)
+        self.work = None if seconds is None else RoundWork(seconds, config.fragments)
         """Work of this rank in a timed round; None if rounds are counted in steps."""
         self.steps_made = 0
         """Local steps since construction, dropped ones included."""
@@ -131,7 +131,7 @@ class Averager(Synchronizer):
         self.config = config
         self._parts = fragments_of(tensors.trained, config)
         self._scaler = scaler
-        self._weight = 1.0
+        self.weight = 1.0
         self.digest: RollingDigest | None = None
         """Rolling digest of anchors, outer momentum and frozen parameters, compared at every
         averaging.
@@ -142,19 +142,17 @@ class Averager(Synchronizer):
             self.digest.start_from(counters.step)
         self.watch(self.digest, identity)
 
-    def reset_after_load(self, tokens: int | None) -> None:
+    def reset_after_load(self, work: Mapping[str, Any] | None) -> None:
         """Reset after all state was loaded, except a result in flight.
 
         Args:
-            tokens: Tokens observed since the last step; None if none were reported.
+            work: State of `RoundWork`; None if rounds were not timed.
         """
         self.synced, self.pending, self.written = False, None, None
         self.given_up = None
         forget_ended()  # an averaging in flight is dropped, and nothing else releases it
         if self.work is not None:
-            self.work.begin()
-            if tokens is not None:
-                self.work.observe(tokens)
+            self.work.load(work)
         if self.counters.averagings:
             self.duplicates.skip()
 
@@ -243,17 +241,25 @@ class Averager(Synchronizer):
         work.step()
         if self.counting_only:
             return
-        if self.counters.step < self.config.begin_step or self._over(work):
+        config, k_steps = self.config, self.interval.k_steps
+        arrived = self.pending is not None and self._over(
+            work, config.delay, config.delay / k_steps
+        )
+        if arrived and not self._apply_pending():
+            return
+        first = self.counters.step < config.begin_step
+        most = max(1, k_steps // config.fragments)
+        if first or self._over(work, most, 1 / config.fragments):
             self.end_round()
 
-    def _over(self, work: RoundWork) -> bool:
-        """Return True if it is time to average. The clock of a site's first rank decides for the
-        site, whose ranks step together.
+    def _over(self, work: RoundWork, most_steps: int, share: float) -> bool:
+        """Return True after `most_steps` steps or `share` of the round's seconds. The clock of a
+        site's first rank decides for the site, whose ranks step together.
 
         Communication: for a site, 1 byte per rank inside it.
         """
-        over, shards = work.over(self.interval.k_steps), self.group.shards
-        if shards is None or work.steps >= self.interval.k_steps:
+        over, shards = work.over(most_steps, share), self.group.shards
+        if shards is None or work.steps >= most_steps:
             return over
         return shards.gather_now(bytes([over]), "asking whether a round is over")[0] == b"\x01"
 
@@ -274,7 +280,7 @@ class Averager(Synchronizer):
 
     def flush(self) -> None:
         """Implement `LocalUpdates.flush`."""
-        work = None if self.work is None else self.work.totals()
+        work = self._work_report()
         changed = list(self.tensors.changed_buffers())
         # a write that is not from these steps, such as by a second optimizer after the averaging
         moved = self.averaging.written() if self.counters.averagings and not self.unsynced else None
@@ -283,7 +289,9 @@ class Averager(Synchronizer):
         )
         self._apply_pending(goes_on=True)
         # decided from the answers, so that all ranks enter the averaging or none does
-        some = any(work[0] for _, work in answers.of("work"))  # other ranks may have made steps
+        some = any(
+            steps for _, (_, steps, _) in answers.of("work")
+        )  # other ranks may have made steps
         parted = any(answers.differences("moved"))
         if some or parted or self.counters.step > self.counters.last_full_sync:
             self._average_all("averaging for the last time", with_loss=False)
@@ -313,7 +321,7 @@ class Averager(Synchronizer):
         delayed = self.config.delay > 0
         mixing = self.config.mixing
         pending, answers = self._measure(
-            f"averaging part {part}", self._parts[part], mixing=mixing, keep=delayed
+            f"averaging part {part}", self._parts[part], part, mixing=mixing, keep=delayed
         )
         k_steps = self.interval.read(answers, at.step, adapt=True)
         if delayed:
@@ -322,8 +330,9 @@ class Averager(Synchronizer):
             except Regrouped:  # launched again when it is waited for
                 pending.round = None
             self.pending = pending
+            self._begin_round(pending, part)
         else:
-            self._finish(pending)
+            self._finish(pending, part)
             if len(self._parts) == 1 and not mixing:
                 at.last_full_sync = at.step
         self._share_scale(answers)
@@ -346,9 +355,18 @@ class Averager(Synchronizer):
         return at.averagings - at.fragments_averaged + at.fragments_averaged // len(self._parts) + 1
 
     def _measure(
-        self, phase: str, names: list[str], *, mixing: float = 0.0, keep: bool = False
+        self,
+        phase: str,
+        names: list[str],
+        part: int | None = None,
+        *,
+        mixing: float = 0.0,
+        keep: bool = False,
     ) -> tuple[PendingAveraging, Answers]:
-        """Measure the change of this rank, after all ranks have agreed to send theirs."""
+        """Measure the change of this rank, after all ranks have agreed to send theirs.
+
+        `part` is the fragment of these names; None for the whole model.
+        """
         step = self.counters.step
         self.averaging.make_common()
         problem = self.tensors.difference()
@@ -380,7 +398,7 @@ class Averager(Synchronizer):
             count, params = self.group.replica_count, self.tensors.params.values()
             self.duplicates.sample(pending.moved.values(), params, count)
         # first vote: nothing is sent before all ranks have a change to send
-        answers = self._agree(phase, problem, [*state, *changed])
+        answers = self._agree(phase, problem, [*state, *changed], part)
         # a rank with a problem raised in the vote, as did all others
         assert pending is not None
         shards, buffers = self.group.shards, self.tensors.buffers()
@@ -400,17 +418,29 @@ class Averager(Synchronizer):
 
     def _weigh(self, pending: PendingAveraging, answers: Answers) -> None:
         """Weight this rank's change by its work, and advance to the step on which all agree."""
-        works = [(steps, tokens) for _, (steps, tokens) in answers.of("work")]
+        works = [(steps, tokens) for _, (_, steps, tokens) in answers.of("work")]
         weights, width = weights_of(works), 1
         if self.group.shards is not None:
             width = self.group.shards.size
             sites = [of_site(works[at : at + width]) for at in range(0, len(works), width)]
             weights = weights_of(sites)
-        self._weight = weights[self.group.answer_index // width]
-        self.averaging.weigh_(pending, self._weight)
-        pending.step += max(steps for steps, _ in works)
+        self.weight = weights[self.group.answer_index // width]
+        self.averaging.weigh_(pending, self.weight)
+        pending.step += max(steps for _, (steps, _, _) in answers.of("work"))
 
-    def _agree(self, phase: str, problem: str | None, state: list[str]) -> Answers:
+    def _work_report(self, part: int | None = None) -> tuple[int, int, int | None] | None:
+        """Return the steps of this timed round, and the work on a fragment or the whole model."""
+        return None if self.work is None else (self.work.steps, *self.work.totals(part))
+
+    def _begin_round(self, pending: PendingAveraging, part: int | None) -> None:
+        """Advance to the step on which all ranks agreed and start the next timed round."""
+        if self.work is not None:
+            self.counters.step = pending.step
+            self.work.begin(part)
+
+    def _agree(
+        self, phase: str, problem: str | None, state: list[str], part: int | None = None
+    ) -> Answers:
         loss, rate = self.interval.report()
         return self._agree_on(
             self.counters.step,
@@ -420,7 +450,7 @@ class Averager(Synchronizer):
             rate=rate,
             scale=None if self._scaler is None else self._scaler.scale,
             state=state,
-            work=None if self.work is None else self.work.totals(),
+            work=self._work_report(part),
             failure=None if self.given_up is None else self._failure(self.given_up),
         )
 
@@ -433,8 +463,11 @@ class Averager(Synchronizer):
         if self._scaler is not None and scales:
             self._scaler.take_scale(min(scales))
 
-    def _finish(self, pending: PendingAveraging) -> None:
-        """Send, verify, vote, and only then apply. Retry if members have left meanwhile."""
+    def _finish(self, pending: PendingAveraging, part: int | None = None) -> None:
+        """Send, verify, vote, and only then apply. Retry if members have left meanwhile.
+
+        `part` is the fragment; None for the whole model, or for one whose round has begun.
+        """
         # the exchange and its vote are one attempt: if the membership changes, both are repeated;
         # nothing is applied before the vote
         while True:
@@ -446,11 +479,11 @@ class Averager(Synchronizer):
                 pending.round = None
         names = list(pending.moved)
         if self.work is not None:
-            self.counters.step = pending.step
             # members may have left since the weights were agreed on: divide by those that voted
             weights = [weight for _, weight in answers.of("weight")]
             pending.share = sum(weights) / len(weights)
-            self.work.begin()
+        if pending.measured is None:  # a delayed result: the round began when it was measured
+            self._begin_round(pending, part)
         # second vote passed: from here on nothing may fail on one rank only
         self.averaging.commit_(pending, {**self.tensors.buffers(), **self.tensors.state(names)})
         self.tensors.made_common(pending.extras)
@@ -484,7 +517,7 @@ class Averager(Synchronizer):
             corrupt=corrupt,
             user_error=user_error,
             members=None if self._membership is None else self._membership.report(),
-            weight=None if self.work is None else self._weight,
+            weight=None if self.work is None else self.weight,
         )
 
     def _apply_pending(self, *, goes_on: bool = False) -> bool:

@@ -104,7 +104,9 @@ class LocalSGD(_Common):
             earlier. Slow ranks make fewer steps in a round, and fast ranks do not wait for them.
             Each change is weighted by the rank's steps, or by its tokens if `observe(tokens=)`
             reports them: with weights w the mean is sum(w change) / sum(w). `sync.step` advances at
-            averagings only, by the most steps of any rank. Not combinable with fragments, delay,
+            averagings only, by the most steps of any rank. A fragment is averaged after the
+            fragments' share of the seconds or steps; a result is applied after `delay` steps, or
+            their share of the seconds (`delay / k_steps`) if that is earlier. Not combinable with
             nodes, a mean over senders or a pipeline. On a site (`mesh=`) the first rank's clock
             ends the round. None: all ranks make `k_steps` steps and count equally.
 
@@ -133,17 +135,12 @@ class LocalSGD(_Common):
             self._check_with_rounds()
 
     def _check_with_rounds(self) -> None:
-        others = {
-            "fragments": (self.fragments, self.fragments == 1, "1"),
-            "delay": (self.delay, self.delay == 0, "0"),
-            "node_size": (self.node_size, self.node_size in (None, 1), "None or 1"),
-        }
-        for name, (value, fits, wanted) in others.items():
-            if not fits:
-                raise ValueError(
-                    f"round_seconds={self.round_seconds} needs {name}={wanted}, got {value}: ranks "
-                    "end a round after unequal numbers of steps, and the whole model is averaged"
-                )
+        if self.node_size not in (None, 1):
+            raise ValueError(
+                f"round_seconds={self.round_seconds} needs node_size=None or 1, got "
+                f"{self.node_size}: the ranks of a node average before they send, so they would "
+                "have to end a round together"
+            )
         if isinstance(self.compression, Sparse) and self.compression.mean_over == "senders":
             raise ValueError(
                 f"round_seconds={self.round_seconds} weights the changes of ranks, but a mean over "

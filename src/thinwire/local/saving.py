@@ -37,7 +37,7 @@ def saved(averager: Averager) -> dict[str, Any]:
         **asdict(counters),
         **{key: getattr(averager.interval, key) for key in INTERVAL},
         "observed": averager.interval.observed(),
-        "tokens": None if averager.work is None else averager.work.tokens_before_step,
+        "work": None if averager.work is None else averager.work.state(),
         "bytes_sent": averager.bytes_sent,
         "anchors": _copied(averaging.anchors),
         "outer_momentum": _copied(averaging.momentum),
@@ -47,6 +47,7 @@ def saved(averager: Averager) -> dict[str, Any]:
         if pending is None
         else {
             "step": pending.step,
+            "weight": averager.weight,
             "measured": _copied(pending.measured or {}),
             "extras": _copied(pending.extras),
         },
@@ -70,7 +71,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     averaging, tensors = averager.averaging, averager.tensors
     targets = {"anchors": averaging.anchors, "outer_momentum": averaging.momentum, **averaging.kept}
     wanted = {*_COUNTERS, *INTERVAL, *targets, "bytes_sent", "pending", "local"}
-    wanted |= {"sketches", "observed", "tokens", "unchanged_buffers"}
+    wanted |= {"sketches", "observed", "work", "unchanged_buffers"}
     if wanted != state.keys():
         raise ValueError(
             f"state is not one of local_sgd: missing {sorted(wanted - state.keys())}, "
@@ -103,7 +104,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
         setattr(averager.interval, key, state[key])
     averager.interval.k_steps = averager.interval.allowed(state["k_steps"])
     averager.interval.observe_again(state["observed"])
-    averager.reset_after_load(state["tokens"])
+    averager.reset_after_load(state["work"])
     averager.count_from(state["bytes_sent"])
     if pending is not None:  # it is sent again when it is due
         devices = {name: p.device for name, p in tensors.params.items()}
@@ -112,8 +113,16 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
             key: value.to(next(iter(devices.values()))) for key, value in pending["extras"].items()
         }
         averager.pending = averaging.measure(
-            pending["step"], measured, extras, mixing=averager.config.mixing, keep=True
+            pending["step"],
+            measured,
+            extras,
+            mixing=averager.config.mixing,
+            keep=True,
+            fold=averager.work is None,
         )
+        averager.weight = pending["weight"]
+        if averager.work is not None:
+            averaging.weigh_(averager.pending, averager.weight)
 
 
 def _local(tensors: LocalModel) -> dict[str, Tensor]:

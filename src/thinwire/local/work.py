@@ -1,7 +1,8 @@
 """Timed rounds: the work of a rank in a round, and the weight of its change."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from thinwire import _validate as check
 from thinwire.errors import ThinwireError
@@ -28,49 +29,64 @@ def require_tokens(tokens: object, config: LocalConfig | None) -> None:
 
 
 class RoundWork:
-    """Work of this rank since the last averaging."""
+    """Work of this rank: in the round, and on each fragment since it was averaged last."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, fragments: int = 1) -> None:
         self._seconds = seconds
+        self._fragments: list[RoundTotals] = [(0, 0)] * fragments
         self.begin()
 
-    def begin(self) -> None:
-        """Start a round."""
-        self._until = time.monotonic() + self._seconds
-        self.steps = self._tokens = self._steps_with_tokens = 0
-        self._has_tokens = False
+    def begin(self, fragment: int | None = None) -> None:
+        """Start a round after an averaging of `fragment`, or of the whole model."""
+        self._begun_s = time.monotonic()
+        self.steps = self._steps_with_tokens = 0
+        self._now: int | None = None
         self.problem: str | None = None
+        for index in range(len(self._fragments)) if fragment is None else (fragment,):
+            self._fragments[index] = 0, 0
 
     def observe(self, tokens: int) -> None:
         """Add tokens of the current step."""
-        self._tokens += tokens
-        self._has_tokens = True
-
-    @property
-    def tokens_before_step(self) -> int | None:
-        """Tokens observed before the first step of the round; None if there are none."""
-        return self._tokens if self._has_tokens else None
+        self._now = (self._now or 0) + tokens
 
     def step(self) -> None:
         """Count a step. Set `problem` if only some steps of the round reported tokens; all ranks
         receive it when they average.
         """
+        now, self._now = self._now, None
         self.steps += 1
-        self._steps_with_tokens += self._has_tokens
-        self._has_tokens = False
+        self._steps_with_tokens += now is not None
+        self._fragments = [
+            (steps + 1, None if tokens is None or now is None else tokens + now)
+            for steps, tokens in self._fragments
+        ]
         if self._steps_with_tokens not in (0, self.steps):
             self.problem = (
                 f"{self._steps_with_tokens} of the {self.steps} steps of this round reported "
                 "tokens: call sync.observe(loss, tokens=n) before every optimizer.step(), or never"
             )
 
-    def over(self, most_steps: int) -> bool:
-        """Return True if it is time to average."""
-        return self.steps >= most_steps or time.monotonic() >= self._until
+    def over(self, most_steps: int, share: float = 1.0) -> bool:
+        """Return True after `most_steps` steps of the round, or after `share` of its seconds."""
+        return self.steps >= most_steps or time.monotonic() >= self._begun_s + self._seconds * share
 
-    def totals(self) -> RoundTotals:
-        """Return the work of this rank, for the other ranks."""
-        return self.steps, self._tokens if self._steps_with_tokens else None
+    def totals(self, fragment: int | None = None) -> RoundTotals:
+        """Return the work of this rank on a fragment, for the other ranks; for the whole model
+        that on the fragment which was averaged longest ago.
+        """
+        steps, tokens = max(self._fragments) if fragment is None else self._fragments[fragment]
+        return steps, tokens or None
+
+    def state(self) -> dict[str, Any]:
+        """Return the work on every fragment, and the tokens observed for the next step."""
+        return {"fragments": [list(totals) for totals in self._fragments], "now": self._now}
+
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """Restore the work of `state` at the begin of a round; None is no work."""
+        self.begin()
+        if state is not None:
+            self._fragments = [(steps, tokens) for steps, tokens in state["fragments"]]
+            self._now = state["now"]
 
 
 def of_site(totals: Sequence[RoundTotals]) -> RoundTotals:
