@@ -33,6 +33,7 @@ _NAMES = {
         "ALL FRAME_BYTES GREETING HEAD NONCE_BYTES Kind RelayClient RelayEndpoint hello_mac "
         "require_relay"
     ),
+    "thinwire.comm.relayed": "Relayed",
     "thinwire.comm.replicate": "make_equal_",
     "thinwire.comm.sockets": "connections listeners shut_down",
     "thinwire.comm.waiting": "left_s one_deadline",

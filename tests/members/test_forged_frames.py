@@ -1,0 +1,255 @@
+"""Ten thousand messages that a lying relay has altered, made or repeated: a member takes none."""
+
+import contextlib
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from tests.api import (
+    GREETING,
+    HEAD,
+    NONCE_BYTES,
+    Group,
+    Kind,
+    MessageMacs,
+    Relayed,
+    RelayEndpoint,
+)
+from tests.waiting import PATIENCE_S
+from thinwire.errors import PayloadCorrupt
+
+TRIES = 10_000
+KEY, OLD_KEY = b"k" * 32, b"o" * 32
+SIZE, CONTENT_BYTES = 3, 40
+CHANNELS = {Kind.DATA: "messages", Kind.CONTROL: "agreements"}
+
+
+def content_of(number: int, rank: int) -> bytes:
+    return random.Random(f"{number} {rank}").randbytes(CONTENT_BYTES)
+
+
+class Honest:
+    """Every message of every rank, as its sender gives it to the relay."""
+
+    def __init__(self, key: bytes = KEY) -> None:
+        self._macs = {
+            (kind, rank): MessageMacs(key, name, rank)
+            for kind, name in CHANNELS.items()
+            for rank in range(SIZE)
+        }
+
+    def __call__(self, kind: Kind, number: int, rank: int) -> bytes:
+        message = torch.frombuffer(bytearray(content_of(number, rank)), dtype=torch.uint8)
+        return self._macs[kind, rank].with_mac(message, number).numpy().tobytes()
+
+
+HONEST, EARLIER_RUN = Honest(), Honest(OLD_KEY)
+Forgery = Callable[[random.Random, Kind, int], bytes]
+
+
+def altered(rng: random.Random, kind: Kind, number: int) -> bytes:
+    made = bytearray(HONEST(kind, number, 1))
+    for at in rng.sample(range(len(made)), rng.randint(1, 3)):
+        made[at] ^= 1 << rng.randrange(8)
+    return bytes(made)
+
+
+def made_up(rng: random.Random, kind: Kind, number: int) -> bytes:
+    return content_of(number, 1) + rng.randbytes(len(HONEST(kind, number, 1)) - CONTENT_BYTES)
+
+
+def of_another_number(rng: random.Random, kind: Kind, number: int) -> bytes:
+    return HONEST(kind, number + rng.choice([-1, 1, 7]) if number else 1, 1)
+
+
+def of_another_rank(rng: random.Random, kind: Kind, number: int) -> bytes:
+    """The third member's, or the receiver's own."""
+    return HONEST(kind, number, rng.choice([0, 2]))
+
+
+def of_the_other_channel(rng: random.Random, kind: Kind, number: int) -> bytes:
+    return HONEST(Kind.CONTROL if kind == Kind.DATA else Kind.DATA, number, 1)
+
+
+def of_an_earlier_run(rng: random.Random, kind: Kind, number: int) -> bytes:
+    return EARLIER_RUN(kind, number, 1)
+
+
+def joined(rng: random.Random, kind: Kind, number: int) -> bytes:
+    """The beginning of one message and the end of another one."""
+    at, other = rng.randrange(1, CONTENT_BYTES), HONEST(kind, number + 1, 1)
+    return HONEST(kind, number, 1)[:at] + other[at:]
+
+
+def cut(rng: random.Random, kind: Kind, number: int) -> bytes:
+    return HONEST(kind, number, 1)[: rng.randrange(CONTENT_BYTES)]
+
+
+def longer(rng: random.Random, kind: Kind, number: int) -> bytes:
+    return HONEST(kind, number, 1) + rng.randbytes(rng.randint(1, 9))
+
+
+FORGERIES: list[Forgery] = [
+    altered,
+    made_up,
+    of_another_number,
+    of_another_rank,
+    of_the_other_channel,
+    of_an_earlier_run,
+    joined,
+    cut,
+    longer,
+]
+
+
+def frame(
+    kind: int, number: int, rank: int, content: bytes, offset: int = 0, full: int = -1
+) -> bytes:
+    full = len(content) if full < 0 else full
+    return HEAD.pack(len(content), 0, rank, kind, number, offset, full) + content
+
+
+def misplaced(rng: random.Random, kind: Kind, number: int) -> bytes:
+    """A forged message in a frame with a wrong head, which no member of the room sends there."""
+    content, place = made_up(rng, kind, number), (kind, number, 1)
+    return rng.choice(
+        [
+            frame(kind, max(number - 1, 0) if number else 9, 1, content),
+            frame(kind, number + rng.randint(1, 9), 1, content),
+            frame(kind, number, SIZE + rng.randrange(9), content),
+            frame(kind, number, 0, content),
+            frame(rng.randint(7, 250), number, 1, content),
+            frame(*place, content[:10], offset=rng.randint(1, 30), full=len(content)),
+            frame(Kind.ALIVE, number, 1, content),
+        ]
+    )
+
+
+def sent(turns: list[tuple[Kind, int, bytes]]) -> Iterator[bytes]:
+    """What the relay gives to member 0: the forged frames for each turn, and those of member 2."""
+    for kind, number, frames in turns:
+        yield frames + frame(kind, number, 2, HONEST(kind, number, 2))
+        done = number + 1
+        for rank in (1, 2):
+            yield frame(kind + Kind.DATA_DONE, done, rank, b"")
+
+
+class Liar:
+    """A relay for one member, whose others are all there."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = RelayEndpoint(*self.listener.getsockname(), b"")
+        self.frames: list[bytes] = []
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with self.listener, self.listener.accept()[0] as member:
+            assert member.recv(len(GREETING), socket.MSG_WAITALL) == GREETING
+            member.sendall(bytes(NONCE_BYTES))
+            length = int.from_bytes(member.recv(2, socket.MSG_WAITALL), "little")
+            member.recv(length + 16, socket.MSG_WAITALL)
+            member.sendall(b"+")
+            for rank in range(1, SIZE):
+                member.sendall(frame(Kind.CONNECTED, 0, rank, b""))
+            drain = threading.Thread(target=self._drain, args=(member,))
+            drain.start()
+            self._ready.wait()
+            member.sendall(b"".join(self.frames))
+            drain.join()
+
+    def _drain(self, member: socket.socket) -> None:
+        with contextlib.suppress(ConnectionError):  # the member hangs up
+            while member.recv(1 << 16):
+                pass
+
+    def send(self, frames: list[bytes]) -> None:
+        self.frames = frames
+        self._ready.set()
+
+    def join(self) -> None:
+        self._ready.set()
+        self._thread.join()
+
+
+class OnCpu(Group):
+    """Group of a member, whose process groups torch does not know."""
+
+    device = torch.device("cpu")  # type: ignore[assignment]
+
+
+@pytest.fixture
+def member() -> Iterator[tuple[Liar, Group]]:
+    """Member 0 of three, with a key, whose messages go through a relay that lies."""
+    relay = Liar()
+    groups = Relayed(HashStore(), 0, SIZE, PATIENCE_S, relay.endpoint)
+    group = OnCpu.alone(PATIENCE_S)
+    group.rank, group.size, group.relayed = 0, SIZE, True
+    group._shared = groups
+    group.authenticate(KEY)
+    yield relay, group
+    groups.release()
+    relay.join()
+
+
+def received(group: Group, kind: Kind, number: int) -> tuple[list[Any], list[int]]:
+    """What came of all ranks, and of which ranks it was refused."""
+    own = content_of(number, 0)
+    if kind == Kind.CONTROL:
+        try:
+            return group.gather_now(own, "agreeing"), []
+        except PayloadCorrupt as error:
+            assert "the message from rank 1 was refused because its MAC is wrong" in str(error)
+            return [], [1]
+    assert group.macs is not None
+    message = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    assert group.macs.next() == number
+    rows = group.all_gather(group.macs.with_mac(message, number), action="averaging").wait()
+    kept, wrong = group.macs.verified(rows, number)
+    return [bytes(row.tolist()) for row in kept], wrong
+
+
+def turns_of(tries: int, make: Callable[[random.Random, int, Kind, int], bytes]) -> list[Any]:
+    rng = random.Random(5)
+    places = ((list(CHANNELS)[turn % 2], turn // 2) for turn in range(tries))
+    return [(*place, make(rng, turn, *place)) for turn, place in enumerate(places)]
+
+
+def test_ten_thousand_forged_messages_are_refused(member: tuple[Liar, Group]) -> None:
+    relay, group = member
+
+    def forged(rng: random.Random, turn: int, kind: Kind, number: int) -> bytes:
+        content = FORGERIES[turn // 2 % len(FORGERIES)](rng, kind, number)
+        assert content != HONEST(kind, number, 1)
+        return frame(kind, number, 1, content)
+
+    turns = turns_of(TRIES, forged)
+    relay.send(list(sent(turns)))
+    for kind, number, _ in turns:
+        kept, wrong = received(group, kind, number)
+        assert wrong == [1]
+        if kept:
+            assert kept == [content_of(number, 0), bytes(CONTENT_BYTES), content_of(number, 2)]
+
+
+def test_frames_of_nobody_reach_nobody(member: tuple[Liar, Group]) -> None:
+    """They come before the honest ones, which are taken all the same."""
+    relay, group = member
+
+    def beside(rng: random.Random, turn: int, kind: Kind, number: int) -> bytes:
+        return misplaced(rng, kind, number) + frame(kind, number, 1, HONEST(kind, number, 1))
+
+    turns = turns_of(TRIES // 10, beside)
+    relay.send(list(sent(turns)))
+    for kind, number, _ in turns:
+        kept, wrong = received(group, kind, number)
+        assert wrong == []
+        assert kept == [content_of(number, rank) for rank in range(SIZE)]
