@@ -277,6 +277,9 @@ def _meanings() -> Iterator[str]:
     yield "| pair | together |\n|---|---|\n"
     for rule in RULES:
         text = rule.meaning if rule.works else f"**conflict**: {rule.meaning}; {rule.remedy}"
+        if rule.pair[1] == "adaptive_localsgd" and rule.pair[0] != "localsgd":
+            same = rule_of(rule.pair[0], "localsgd").meaning
+            text = text.replace(same, "as with `localsgd`")
         yield f"| {' and '.join(f'`{name}`' for name in rule.pair)} | {text} |\n"
 
 
