@@ -85,11 +85,12 @@ EVERY ?= 20
 soak: $(INSTALLED)  ## members that are killed, stopped, cut off and joined for 30 minutes (SECONDS_=, SEED=, EVERY=)
 	$(BIN)/python -m benchmarks.soak --seconds $(SECONDS_) --seed $(SEED) --every $(EVERY) --folder runs/soak
 
-check: $(INSTALLED)  ## lint, format, types, lengths of documents, and the ceilings of benchmarks/structure.json
+check: $(INSTALLED)  ## lint, format, types, lengths of documents, plain English, and the ceilings of benchmarks/structure.json
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m tests.test_lengths
+	$(BIN)/python -m tests.test_english
 	$(BIN)/python -m benchmarks.structure --check
 
 format: $(INSTALLED)  ## mend what lint and format can mend

@@ -34,7 +34,7 @@ __all__ = [
 
 def warn_of_adam(strategy: Fields, optimizer: torch.optim.Optimizer) -> None:
     """Warn of low-rank gradients for an Adam, with what was measured and the remedy."""
-    adams = [each for each in all_of(optimizer) if isinstance(each, torch.optim.Adam)]
+    adams = [part for part in all_of(optimizer) if isinstance(part, torch.optim.Adam)]
     if strategy.low_rank is None or not adams:
         return
     warnings.warn(

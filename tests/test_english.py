@@ -1,4 +1,4 @@
-"""Names and prose are the field's terms: `make check` runs `python -m tests.english`."""
+"""Names and prose are the field's terms: `make check` runs `python -m tests.test_english`."""
 
 import ast
 import importlib
