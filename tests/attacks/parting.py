@@ -16,7 +16,16 @@ from torch import nn
 import thinwire as tw
 from tests.api import traffic
 from tests.attacks.outcome import Attack, Outcome, Seen, judged
-from tests.attacks.training import WAYS, batch, digest, flip_bit, make, small_model, under_attack
+from tests.attacks.training import (
+    MEMBER_WAYS,
+    WAYS,
+    batch,
+    digest,
+    flip_bit,
+    make,
+    small_model,
+    under_attack,
+)
 from tests.ranks import Pool
 
 __all__ = ["ATTACKS"]
@@ -311,8 +320,8 @@ def on_the_wire(
 
     for name in real:
         setattr(dist, name, tapped(name))
-    most = traffic._MOST_SEALED_BYTES
-    traffic._MOST_SEALED_BYTES = -1 if whole else most
+    most = traffic._MOST_CHECKSUMMED_BYTES
+    traffic._MOST_CHECKSUMMED_BYTES = -1 if whole else most
     try:
         armed[0] = rank == victim and names == ("broadcast",)
         try:
@@ -331,7 +340,7 @@ def on_the_wire(
         seen.more["hit"] = not armed[0]
         return seen
     finally:
-        traffic._MOST_SEALED_BYTES = most
+        traffic._MOST_CHECKSUMMED_BYTES = most
         for name, function in real.items():
             setattr(dist, name, function)
 
@@ -376,8 +385,9 @@ ATTACKS = [
         for way, kind in _STATE.items()
     ),
     Attack("b", "bit of a buffer, dense", flips("dense", "buffer"), times=20),
-    Attack(
-        "b", "bit of an anchor, sparse-local", flips("sparse-local", "anchor"), times=20, quick=True
+    *(
+        Attack("b", f"bit of an anchor, {way}", flips(way, "anchor"), times=20, quick=True)
+        for way in ("sparse-local", *MEMBER_WAYS)
     ),
     *(
         Attack("b", f"{what} changed on one rank, {way}", changes(way, what), times=10)
@@ -424,6 +434,21 @@ ATTACKS = [
         "b", "bit of a dense mean, dgc", wire("dgc", "all_reduce", small=True, whole=True), times=20
     ),
     Attack("b", "bit of a gathered message, dgc", wire("dgc", *_GATHERS), times=20),
+    *(
+        Attack(
+            "b",
+            f"bit of {what}, {way}",
+            wire(way, *_GATHERS, sent=sent, small=small),
+            times=20,
+            quick=way == "relayed",
+        )
+        for what, sent, small in (
+            ("a gathered message at one", False, False),
+            ("a gathered message at all", True, False),
+            ("a small gathered message", True, True),
+        )
+        for way in MEMBER_WAYS
+    ),
     Attack("b", "bit of an averaging, local", wire("local", "all_reduce", whole=True), times=20),
     Attack("b", "bit of the initial copy, dense", wire("dense", "broadcast"), times=10),
     Attack("b", "bit of the initial copy, local", wire("local", "broadcast"), times=10),

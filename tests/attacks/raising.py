@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.attacks.outcome import Attack, Outcome, Seen, judged
-from tests.attacks.training import DGC, batch, digest, make, small_model, under_attack
+from tests.attacks.training import DGC, MEMBER_WAYS, batch, digest, make, small_model, under_attack
 from tests.ranks import Lost, Pool
 
 __all__ = ["ATTACKS"]
@@ -329,7 +329,7 @@ ATTACKS = [
     ),
     *(
         Attack("f", f"a vote claims 2^60 bytes, {way}", boasts(way), times=10)
-        for way in ("dense", "dgc", "local")
+        for way in ("dense", "dgc", "local", *MEMBER_WAYS)
     ),
     Attack("g", "one outlier clipped after attach, one rank", clips(everywhere=False), times=20),
     Attack("g", "one outlier clipped after attach, every rank", clips(everywhere=True), times=20),

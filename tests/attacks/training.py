@@ -1,12 +1,15 @@
 """What the attacks train: a small model in any of the ways, with a place at which something is done
 to one rank."""
 
+import contextlib
 import ctypes
 import hashlib
 import random
+import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +19,29 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.attacks.outcome import Seen
+from tests.members.places import TOKEN, meeting_place
+from tests.members.relays import relay_place
+from tests.waiting import PATIENCE_S
 
-__all__ = ["WAYS", "Trainer", "batch", "digest", "make", "small_model", "under_attack"]
+__all__ = [
+    "MEMBER_WAYS",
+    "WAYS",
+    "Trainer",
+    "batch",
+    "digest",
+    "make",
+    "small_model",
+    "under_attack",
+]
 
 WIDTH = 96
 DGC = {"sparsity": (0.97,), "min_numel": 500}
-WAYS = ("dense", "adamw", "dgc", "adamw-dgc", "lamb", "attach", "alone", "local", "sparse-local")
+MEMBER_WAYS = ("members", "relayed")
+"""Sparse local updates of members with a token, which reach each other or go through a relay."""
+WAYS = (
+    *("dense", "adamw", "dgc", "adamw-dgc", "lamb", "attach", "alone", "local", "sparse-local"),
+    *MEMBER_WAYS,
+)
 
 
 def small_model(*, norm: bool = True) -> nn.Module:
@@ -65,6 +85,8 @@ class Trainer:
             engine,
             sync,
         )
+        self.ends = contextlib.ExitStack()
+        """What ends with the training."""
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that training depends on, the live ones, by kind and name."""
@@ -138,9 +160,12 @@ def make(way: str, *, norm: bool = True, apart: bool = False, **options: Any) ->
             optimizer.step()
 
         return Trainer(way, model, optimizer, step, None, None)
-    if way in ("local", "sparse-local"):
+    if way in ("local", "sparse-local", *MEMBER_WAYS):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        compression = tw.Sparse(0.9) if way == "sparse-local" else None
+        compression = None if way == "local" else tw.Sparse(0.9)
+        ends = contextlib.ExitStack()
+        if way in MEMBER_WAYS:
+            options["members"] = ends.enter_context(joined(relay=way == "relayed"))
         sync = tw.local_sgd(
             model,
             optimizer,
@@ -148,6 +173,8 @@ def make(way: str, *, norm: bool = True, apart: bool = False, **options: Any) ->
             **options,
         )
         sync.__enter__()
+        if way in MEMBER_WAYS:
+            ends.push(sync)
 
         def local_step(number: int) -> None:
             x, y = batch(number, rank)
@@ -155,7 +182,9 @@ def make(way: str, *, norm: bool = True, apart: bool = False, **options: Any) ->
             loss_of(model(x), y).backward()
             optimizer.step()
 
-        return Trainer(way, model, optimizer, local_step, None, sync)
+        trainer = Trainer(way, model, optimizer, local_step, None, sync)
+        trainer.ends = ends
+        return trainer
     fields = {"dgc": tw.DGC(**DGC)} if "dgc" in way else {}
     fields |= {"lamb": tw.LAMB()} if way == "lamb" else {}
     if way in ("dense", "dgc"):
@@ -173,6 +202,25 @@ def make(way: str, *, norm: bool = True, apart: bool = False, **options: Any) ->
     )
 
 
+@contextlib.contextmanager
+def joined(*, relay: bool) -> Iterator[tw.Members]:
+    """Yield the members of a run of all ranks; rank 0 is its host until all have left."""
+    with contextlib.ExitStack() as ends:
+        folder = ends.enter_context(tempfile.TemporaryDirectory())
+        place = relay_place() if relay else meeting_place()
+        address = [ends.enter_context(place) if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(address)
+        token_file = Path(folder, "token")
+        token_file.write_bytes(TOKEN)
+        token_file.chmod(0o600)
+        ends.callback(dist.barrier)
+        options = {"min_members": 1, "start_members": dist.get_world_size(), "timeout": PATIENCE_S}
+        with tw.join(
+            address[0], run="attacked", token_file=token_file, relay=relay, **options
+        ) as members:
+            yield members
+
+
 def under_attack(
     trainer: Trainer, attack: Callable[[], None] | None, *, at: int, last: int, **told: Any
 ) -> Seen:
@@ -185,7 +233,7 @@ def under_attack(
         last: Where training ends.
         told: For `Seen.more`.
     """
-    seen = Seen(more=told)
+    seen, ended = Seen(more=told), None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         for number in range(last):
@@ -197,6 +245,7 @@ def under_attack(
             except Exception as error:  # judged by whoever attacked
                 seen.seconds = time.monotonic() - begin_s
                 seen.raised(error)
+                ended = error
                 break
             seen.updates = number + 1 - at
         else:
@@ -205,6 +254,7 @@ def under_attack(
                     trainer.sync.flush()
                 except Exception as error:
                     seen.raised(error)
+                    ended = error
     seen.after, seen.common = trainer.digest(), trainer.common()
     if trainer.sync is not None:
         seen.before = (
@@ -212,6 +262,7 @@ def under_attack(
         )  # the step of this rank alone is made before the averaging that fails
     if seen.error:
         seen.updates = max(seen.updates, 0) + 1
+    trainer.ends.__exit__(type(ended) if ended else None, ended, None)
     return seen
 
 

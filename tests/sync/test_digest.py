@@ -321,7 +321,9 @@ def hurting(rank: int, where: str) -> Any:
 
 def flip_in_a_sum(rank: int, size: int, kind: str, where: str) -> None:
     whole = patch.object(
-        traffic, "_MOST_SEALED_BYTES", -1 if where == "sum" else traffic._MOST_SEALED_BYTES
+        traffic,
+        "_MOST_CHECKSUMMED_BYTES",
+        -1 if where == "sum" else traffic._MOST_CHECKSUMMED_BYTES,
     )
     with whole, hurting(rank, where):
         if kind == "local":
