@@ -55,7 +55,7 @@ test-integrations: $(EXTRA_VENV)/.installed  ## the loops of Accelerate, Lightni
 TORCH ?= 2.11.0
 OTHER_VENV := .venv-torch-$(TORCH)
 
-# several GB: the builds of torch for CUDA, which bring triton; its interpreter before 3.7 needs numpy before 2.4
+# several GB: the builds of torch for CUDA, which bring an older triton; its interpreter fails beside numpy 2.4
 test-torch:  ## the tests with another version of torch: make test-torch TORCH=2.11.0
 	$(PYTHON) -m venv $(OTHER_VENV)
 	{ grep -Ev '^(torch|triton|numpy)==' constraints.txt; echo torch==$(TORCH); echo 'numpy<2.4'; } > $(OTHER_VENV)/constraints.txt
