@@ -37,6 +37,10 @@ NAMES = {
     "rate_bit_s",
     "waiting_share",
     "goodput",
+    "lost_waiting",
+    "lost_regrouping",
+    "lost_joining",
+    "lost_saving",
 }
 cross_entropy = nn.functional.cross_entropy
 

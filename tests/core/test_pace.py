@@ -72,13 +72,32 @@ def test_a_rate_is_of_exchanges_whose_end_was_seen() -> None:
 
 def test_goodput_counts_what_waiting_saving_and_dropped_steps_cost() -> None:
     pace = Pace()
-    assert pace.goodput(0, 0) == 1
+
+    def goodput(useful: int, dropped: int) -> float:
+        return pace.goodput(useful, dropped)["goodput"]
+
+    assert goodput(0, 0) == 1
     pace.round(1, 10.0, 3.0)
-    assert pace.goodput(1, 0) == 1, "nothing is known after one round"
+    assert goodput(1, 0) == 1, "nothing is known after one round"
     pace.round(1, 14.0, 4.0)
-    assert pace.goodput(2, 0) == pytest.approx(0.75), "one of four seconds was waiting"
+    assert goodput(2, 0) == pytest.approx(0.75), "one of four seconds was waiting"
     pace.exclude(1.0)
-    assert pace.goodput(2, 0) == pytest.approx(0.5)
-    assert pace.goodput(3, 1) == pytest.approx(0.375), "and one of four steps was dropped"
+    assert goodput(2, 0) == pytest.approx(0.5)
+    assert goodput(3, 1) == pytest.approx(0.375), "and one of four steps was dropped"
     pace.exclude(100.0)
-    assert pace.goodput(2, 0) == 0
+    assert goodput(2, 0) == 0
+
+
+def test_losses_are_named_and_make_up_what_is_missing() -> None:
+    pace = Pace()
+    pace.exclude(4.0, "joining")
+    pace.round(1, 10.0, 0.0)
+    pace.round(1, 16.0, 1.0)
+    pace.exclude(2.0, "regrouping")
+    assert pace.goodput(2, 0) == {
+        "goodput": pytest.approx(0.3),
+        "lost_waiting": 0.1,
+        "lost_regrouping": 0.2,
+        "lost_joining": 0.4,
+        "lost_saving": 0.0,
+    }

@@ -71,6 +71,7 @@ def clean(**more: str) -> dict[str, str]:
             "workers=3, but the launcher (such as torchrun) started 4 ranks",
         ),
         ("compare --link 20mbit", PLACE, "omit --link and --latency"),
+        ("compare --up 1mbit --down 2mbit", PLACE, "omit --link and --latency, --up and --down"),
         ("compare", TORCHRUN, "TORCHELASTIC_RUN_ID in the environment, and no RANK"),
         ("compare", without("RANK"), "WORLD_SIZE in the environment, and no RANK"),
         ("run train.py", TORCHRUN, "TORCHELASTIC_RUN_ID in the environment, and no RANK"),

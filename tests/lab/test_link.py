@@ -54,6 +54,32 @@ def test_a_link_prints_as_it_was_typed() -> None:
     assert str(Link.parse("20mbit", "10ms")) == "20mbit + 10ms"
 
 
+def test_a_link_of_two_rates_is_as_fast_as_the_slower_one() -> None:
+    line = Link.of(None, "10mbit", "100mbit", "20ms")
+    assert (line.rate_bit_s, line.receiving.rate_bit_s, line.latency_s) == (1e7, 1e8, 0.02)
+    assert str(line) == "10mbit up and 100mbit down + 20ms"
+    assert line.options == ["--up", "10mbit", "--down", "100mbit"]
+    for up, down in (("10mbit", "100mbit"), ("100mbit", "10mbit")):
+        assert Link.of(None, up, down).seconds(1_250_000) == 1.0
+    assert Link.of("20mbit", None, None).options == ["--link", "20mbit"]
+    assert Link.of(None, None, None) == Link.parse("100mbit")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ((None, "10mbit", None), "up='10mbit' is given without down"),
+        ((None, None, "10mbit"), "down='10mbit' is given without up"),
+        (("1mbit", "1mbit", "2mbit"), "omit it"),
+        ((None, "1mbit", "fast"), "down='fast' is not a rate"),
+        ((None, "none", "1mbit"), "up='none' is not a rate"),
+    ],
+)
+def test_directions_that_cannot_be(given: tuple[str | None, ...], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Link.of(*given)
+
+
 def test_seconds_are_bits_over_the_rate() -> None:
     assert Link.parse("100mbit").seconds(12_500_000) == 1.0
 

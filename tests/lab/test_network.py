@@ -74,6 +74,21 @@ def test_the_limit_can_be_lifted_and_put_back(latency: str) -> None:
 def test_what_a_worker_receives_is_shaped_too() -> None:
     """Two senders at the full rate of theirs meet in one receiver, whose link is no faster."""
     count, link = 1_500_000, Link.parse("20mbit")
+    assert seconds_of_two_senders(link, count) >= 0.8 * link.seconds(2 * count)
+
+
+@pytest.mark.parametrize("latency", ["0ms", "5ms"])
+def test_the_two_directions_of_a_line_have_rates_of_their_own(latency: str) -> None:
+    """Two slow senders meet in a receiver that is fast enough for both, and the other way round."""
+    count, slow = 250_000, Link.parse("1mbit")
+    home = Link.of(None, "1mbit", "20mbit", latency)
+    seconds = seconds_of_two_senders(home, count)
+    assert 0.8 * slow.seconds(count) <= seconds < 1.6 * slow.seconds(count)
+    reverse = Link.of(None, "20mbit", "1mbit", latency)
+    assert seconds_of_two_senders(reverse, count) >= 0.8 * slow.seconds(2 * count)
+
+
+def seconds_of_two_senders(link: Link, count: int) -> float:
     with network(3, link) as net, contextlib.ExitStack() as stack:
         address = (net.addresses[0], 5000)
         server = stack.enter_context(
@@ -91,7 +106,7 @@ def test_what_a_worker_receives_is_shaped_too() -> None:
             thread.start()
         for thread in receivers:
             thread.join()
-        assert time.monotonic() - begin_s >= 0.8 * link.seconds(2 * count)
+        return time.monotonic() - begin_s
 
 
 def test_latency_delays_every_message() -> None:

@@ -73,14 +73,18 @@ def run(strategy: str, losses: list[float], step_s: float, sent: float) -> Run:
 
 
 def results(
-    *, emulated: bool = True, failed: dict[str, str] | None = None, tune: bool = False
+    *,
+    emulated: bool = True,
+    failed: dict[str, str] | None = None,
+    tune: bool = False,
+    **line: str | None,
 ) -> Results:
     typed: dict[str, Any] = {
         "link": "100mbit",
         "latency": "0ms",
         "strategies": ["dense", "dgc"],
         "steps": 20,
-    }
+    } | line
     rest: dict[str, Any] = {
         "workers": 2,
         "seconds": None,
@@ -464,6 +468,11 @@ def test_the_report_names_a_failure() -> None:
 
 def test_links_are_described_as_asked() -> None:
     assert results().link.asked == str(Link.parse("100mbit"))
+    home = results(link=None, up="10mbit", down="100mbit")
+    assert home.link.asked == "10mbit up and 100mbit down"
+    assert home.link.rate_bit_s == 1e7, "an estimate counts the slower direction"
+    assert "--up 10mbit --down 100mbit" in home.command
+    assert "over an emulated link of 10mbit up and 100mbit down." in home.headline
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:

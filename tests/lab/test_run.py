@@ -50,6 +50,7 @@ BAD = {
     "-- .": ". is a folder",
     "--link fast -- missing.py": "link='fast'",
     "--link 20mbit --latency soon -- missing.py": "latency='soon'",
+    "--up 10mbit -- missing.py": "up='10mbit' is given without down",
     "--workers 0 -- missing.py": "workers=0",
     "--workers 1.5 -- missing.py": "'1.5' is not a whole number",
     "--link 20mbit": "no script is given; write it after --",

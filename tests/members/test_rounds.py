@@ -83,6 +83,7 @@ def test_whoever_is_killed_the_others_make_the_round_again(
     assert [size for _, size, _ in rounds.values()][-1] == 2
     for one in survivors:
         assert one["changes"] == [(1, 2)]
+        assert 0 < one["stats"]["lost_regrouping"] < 1 - one["stats"]["goodput"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -116,6 +117,7 @@ def test_a_joiner_has_the_bits_of_the_others(ranks: Pool, tmp_path: Path, name: 
     assert all(step > joiner["entered"] for step in joiner["rounds"])
     assert first["changes"] == [(1, 3)]
     assert max(one["longest_s"] for one in found[:2]) < 1 + TIMEOUT_S / 3
+    assert joiner["stats"]["lost_joining"] > 0 == first["stats"]["lost_joining"]
 
 
 def test_a_token_seals_everything_and_changes_no_bit(ranks: Pool, tmp_path: Path) -> None:

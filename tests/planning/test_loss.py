@@ -1,14 +1,25 @@
 """What a plan says of the loss: the law by hand, what was measured, and a line's two directions."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import thinwire as tw
 from benchmarks.choosing import Scope, evidence, rows
-from tests.api import crowding, law, law_beta, loss_gap, steps_to_dense_loss
+from tests.api import (
+    crowding,
+    law,
+    law_beta,
+    loss_gap,
+    matrices,
+    member_exchanges,
+    members_text,
+    steps_to_dense_loss,
+)
 from tests.api import network_Network as Network
+from tests.api import work_Work as Work
 
 SMALL = 869_504
 NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "latency": "20ms"}
@@ -130,6 +141,36 @@ def test_up_and_down_in_a_plan() -> None:
     assert (adsl.link["rate_bit_s"], adsl.link["down_bit_s"]) == (1e7, 1e8)
     for row in adsl.strategies:
         assert row.step_seconds[1] <= one[row.name].step_seconds[1]
+
+
+def test_an_upload_counts_once_through_a_relay_and_once_a_member_directly() -> None:
+    nbytes, up, down = 1e6, Network(1e7, 0.0, 8).bytes_s, Network(1e8, 0.0, 8).bytes_s
+    adsl = Network(1e7, 0.0, 8, call_s=0.0, down_bit_s=1e8)
+    assert adsl.relayed_s(nbytes) == pytest.approx(max(nbytes / up, 7 * nbytes / down))
+    both = Network(1e7, 0.0, 8, call_s=0.0)
+    assert both.relayed_s(nbytes) == pytest.approx(7 * nbytes / up)
+    far = replace(both, latency_s=0.1)
+    assert far.relayed_s(nbytes) == pytest.approx(both.relayed_s(nbytes) + 0.2)
+    work = Work(20_000_000, matrices(20_000_000), 1.0, False)
+    for compression in (None, {"quantized": {"value_bits": 1}}, {"sparsity": 0.9}):
+        for workers in (2, 4, 8):
+            own = {"k_steps": 64, "compression": compression}
+            found = member_exchanges(own, work, replace(adsl, ranks=workers))
+            uploads = {way: exchange.sent_bytes for way, exchange in found.items()}
+            times = 2 * (workers - 1) / workers if compression is None else workers - 1
+            assert uploads["direct"] == pytest.approx(times * uploads["relay"])
+            assert ("split" in found) == (compression is not None and workers > 2)
+            assert found["relay"].seconds <= min(way.seconds for way in found.values()) * 1.01
+
+
+def test_the_plan_names_the_quickest_way_between_members() -> None:
+    given: dict[str, Any] = {"params": "20M", "step_seconds": 1.0, "workers": 8}
+    home = tw.plan(**given, up="10mbit", down="100mbit", latency="20ms")
+    assert min(home.members, key=lambda way: home.members[way].seconds) == "relay"
+    assert "use a relay (relay=True)" in members_text(home)
+    two = tw.plan(**{**given, "workers": 2}, link="10mbit", latency="20ms")
+    assert list(two.members) == ["direct", "relay"]
+    assert home.to_dict()["members"]["relay"] == {**vars(home.members["relay"])}
 
 
 @pytest.mark.parametrize(

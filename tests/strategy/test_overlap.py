@@ -217,6 +217,7 @@ def side_by_side(rank: int, size: int, name: str) -> tuple[list[bool], int, str]
         same.append(all(torch.equal(a, b) for a, b in pairs))
         traffic = ("bytes_sent", "bytes_received", "bytes_between_nodes", "ratio", "wait_s")
         traffic += ("rate_bit_s", "waiting_share", "goodput")
+        traffic += ("lost_waiting", "lost_regrouping", "lost_joining", "lost_saving")
         stats = [{**engine.stats(), **dict.fromkeys(traffic, 0)} for engine in (early, late)]
         same.append(stats[0] == stats[1])
     states = [engine.state_dict() for engine in (early, late)]

@@ -36,7 +36,8 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 """Beside those of the matrix in `tests/laws`."""
 MICROSTEPS = 11
-TIMES = ("wait_s", "rate_bit_s", "waiting_share", "goodput")
+LOST = ("lost_waiting", "lost_regrouping", "lost_joining", "lost_saving")
+TIMES = ("wait_s", "rate_bit_s", "waiting_share", "goodput", *LOST)
 PROCESS = ("bytes_received", "bytes_between_stages", *TIMES)
 TRAFFIC = ("bytes_sent", "bytes_between_nodes", "ratio", *PROCESS)
 

@@ -416,6 +416,10 @@ class Group:
             launches, lambda: buffer, action, [buffer], wire_bytes=share, rated=False
         )
 
+    def take_regroup_s(self) -> float:
+        """Return the seconds spent on forming new generations since the last call."""
+        return 0.0
+
     def gather_bytes(self, payload: bytes, *, action: str) -> list[bytes]:
         """Return every rank's byte string, of any lengths, in rank order.
 

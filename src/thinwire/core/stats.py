@@ -4,7 +4,7 @@ They also compare the run with its plan: seconds per step, and the share of wait
 """
 
 import math
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 __all__ = ["Pace", "Planned", "numbers", "planned_row"]
 
@@ -28,6 +28,10 @@ def numbers(
     rate_bit_s: float = 0.0,
     waiting_share: float = 0.0,
     goodput: float = 1.0,
+    lost_waiting: float = 0.0,
+    lost_regrouping: float = 0.0,
+    lost_joining: float = 0.0,
+    lost_saving: float = 0.0,
 ) -> dict[str, float]:
     """Return the statistics of an engine, of local updates, or of an optimizer that exchanges.
 
@@ -55,8 +59,14 @@ def numbers(
         waiting_share: Share of the time for which this rank waited for exchanges: a moving mean
             over about the last 20 rounds; 0 before the second one. A round is an update, or the
             local steps up to an averaging. Of this process.
-        goodput: Useful steps over the steps that were possible in the time without waiting for
-            others and without saving, in [0, 1]; 1 before the second round. Of this process.
+        goodput: Useful steps over the steps that were possible in the time without the four losses
+            below, in [0, 1]; 1 before the second round. Of this process.
+        lost_waiting: Share of that time that went to waiting for exchanges.
+        lost_regrouping: Share that went to forming a new generation of members, before an
+            averaging is made again.
+        lost_joining: Share that went to the copy of the state to this process, a joiner, and to its
+            admission.
+        lost_saving: Share that went to writing checkpoints.
 
     Returns:
         All of these by name, and `ratio`, bytes_dense / bytes_sent: larger is better, infinite if
@@ -84,6 +94,10 @@ def numbers(
         "rate_bit_s": rate_bit_s,
         "waiting_share": waiting_share,
         "goodput": goodput,
+        "lost_waiting": lost_waiting,
+        "lost_regrouping": lost_regrouping,
+        "lost_joining": lost_joining,
+        "lost_saving": lost_saving,
     }
 
 
@@ -144,7 +158,7 @@ class Pace:
         self._waited_s = 0.0
         self._mean_wait_s = self._mean_s = 0.0
         self._begun: tuple[float, float] | None = None
-        self._lost_s = 0.0
+        self._lost_s = {"regrouping": 0.0, "joining": 0.0, "saving": 0.0}
         self._outside: list[float] = []
 
     @property
@@ -152,25 +166,30 @@ class Pace:
         """Share of the time for which this rank waited; 0 before the second round."""
         return self._mean_wait_s / self._mean_s if self._mean_s else 0.0
 
-    def exclude(self, seconds: float) -> None:
-        """Count seconds lost to work other than steps, such as saving."""
-        self._lost_s += seconds
+    def exclude(
+        self, seconds: float, lost: Literal["regrouping", "joining", "saving"] = "saving"
+    ) -> None:
+        """Count seconds lost to something other than steps."""
+        self._lost_s[lost] += seconds
 
-    def goodput(self, useful: int, dropped: int) -> float:
-        """Return useful steps over the steps that were possible since the first round.
+    def goodput(self, useful: int, dropped: int) -> dict[str, Any]:
+        """Return the goodput since the first round, and the losses; see `numbers`.
 
-        The possible steps are those that fit into this time less waiting and other losses.
+        The time before the first round counts only where it went to joining.
 
         Args:
             useful: Steps that count.
             dropped: Steps whose work was dropped.
         """
         if self._begun is None or self._now_s is None or self._now_s <= self._begun[0]:
-            return 1.0
+            return {"goodput": 1.0}
         begun_s, waited_s = self._begun
-        lost_s = self._waited_s - waited_s + self._lost_s
-        spent = 1 - lost_s / (self._now_s - begun_s)
-        return max(0.0, min(spent, 1.0)) * useful / max(useful + dropped, 1)
+        lost_s = {"waiting": self._waited_s - waited_s, **self._lost_s}
+        whole_s = self._now_s - begun_s + lost_s["joining"]
+        spent = 1 - sum(lost_s.values()) / whole_s
+        counted = useful / max(useful + dropped, 1)
+        shares = {f"lost_{name}": seconds / whole_s for name, seconds in lost_s.items()}
+        return {"goodput": max(0.0, min(spent, 1.0)) * counted, **shares}
 
     def round(
         self, steps: int, now_s: float, waited_s: float, bit_s: float = 0.0, *, compare: bool = True

@@ -273,6 +273,7 @@ class LocalUpdates:
             membership=members,
             after_averaging=self._after_averaging,
         )
+        joining_s = time.perf_counter()
         if members is not None and members.joiner:
             with own_deadlines():
                 members.fetch_state(JoinerState(averager, members.group))
@@ -281,11 +282,16 @@ class LocalUpdates:
                     if begin_at is not None:  # the schedules of the other ranks are at this step
                         begin_at(self.step)
                 averager.average_if_due()
+            joining_s = time.perf_counter() - joining_s
+        else:
+            joining_s = 0.0
         averager.start_counting()  # traffic of the start is not counted as exchange of updates
         first = ranks.rank_and_size[0] == 0
         if first and self._changes is not None:
             report_coverage(self._changes, self._tensors.params.values())
         averager.pace = Pace(self._planned if first else None)
+        averager.pace.exclude(joining_s, "joining")
+        group.take_regroup_s()  # the start does not count
         self._paced_step = self.step
         self._steps = FollowedSteps(
             self._tensors.optimizers,
@@ -377,6 +383,7 @@ class LocalUpdates:
 
     def _round_over(self, averager: Averager) -> None:
         steps, self._paced_step = self.step - self._paced_step, self.step
+        averager.pace.exclude(averager.group.take_regroup_s(), "regrouping")
         if not steps:  # a timed round in which no rank made a step
             return
         warning = averager.pace.round(
@@ -563,9 +570,9 @@ class LocalUpdates:
         if self._averager is not None:
             self._averager.pace.exclude(seconds)
 
-    def _goodput(self) -> float:
+    def _goodput(self) -> dict[str, Any]:
         if self._averager is None:
-            return 1.0
+            return {}
         return self._averager.pace.goodput(self.step - self._skipped, self._skipped)
 
     def counts(self) -> dict[str, Any]:
@@ -575,7 +582,7 @@ class LocalUpdates:
             "averagings": self._counters.averagings,
             "sparsity": unsent_share(changes, self.step) if self._compressed else 0.0,
             "applied_share": self._applied_share,
-            "goodput": self._goodput(),
+            **self._goodput(),
             **self.traffic(),
         }
 

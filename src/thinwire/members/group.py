@@ -4,6 +4,7 @@ or a site of ranks that hold a model in shards and join and leave together.
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ class ElasticGroup(Group):
         self.bound: Generation | None = None
         self.pending_after: int | None = None
         self._attempt: int | None = None
+        self._regroup_s = 0.0
         if membership.generation is not None:
             self.bind_latest()
 
@@ -73,7 +75,7 @@ class ElasticGroup(Group):
             Evicted, QuorumLost: This member cannot go on.
         """
         if self.pending_after is not None:
-            self.membership.wait_for_next(self.pending_after)
+            self._wait_for_next(self.pending_after)
             self.pending_after = None
         now = self.membership.current()
         if now is not self.bound:
@@ -133,7 +135,7 @@ class ElasticGroup(Group):
                 continue
             if self.membership.accept_agreement(number, vote, answers):
                 return answers
-            self.membership.wait_for_next(number)
+            self._wait_for_next(number)
 
     def _launched(self, *exchange: Any, **options: Any) -> Pending[Tensor]:
         number = self.number
@@ -164,8 +166,19 @@ class ElasticGroup(Group):
 
     def _broken(self, number: int, error: ThinwireError) -> Regrouped:
         self.membership.report_broken(number, str(error))
-        self.membership.wait_for_next(number)
+        self._wait_for_next(number)
         return Regrouped()
+
+    def _wait_for_next(self, number: int) -> None:
+        begun_s = time.perf_counter()
+        try:
+            self.membership.wait_for_next(number)
+        finally:
+            self._regroup_s += time.perf_counter() - begun_s
+
+    def take_regroup_s(self) -> float:
+        taken, self._regroup_s = self._regroup_s, 0.0
+        return taken
 
 
 _SITE_TIMEOUTS = 3
@@ -303,6 +316,9 @@ class SiteGroup(Group):
     def rank(self) -> int:  # type: ignore[override]
         """Rank of this process among the ranks of all sites."""
         return self._shard_group.rank * self.site.size + self.site.rank
+
+    def take_regroup_s(self) -> float:
+        return self._shard_group.take_regroup_s()
 
     @property
     def parts(self) -> list[int]:  # type: ignore[override]

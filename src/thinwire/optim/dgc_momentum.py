@@ -339,7 +339,7 @@ class DGCMomentum(DGCSettings):
             dropped_steps=dropped,
             sparsity=self.sparsity,
             bytes_dense=self._dense_bytes,
-            goodput=1.0 if exchange is None else exchange.pace.goodput(self.position, dropped),
+            **({} if exchange is None else exchange.pace.goodput(self.position, dropped)),
             **(NO_TRAFFIC if exchange is None else exchange.traffic()),
         )
 

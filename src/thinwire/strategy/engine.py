@@ -502,7 +502,9 @@ class Engine:
           local steps up to an averaging).
         - `rate_bit_s`: payload of this process's link in bits a second, late ranks included. It
           is a moving mean over about 20 blocking exchanges of at least 64 KiB.
-        - `goodput`: useful steps over the steps possible without waiting and saving, in [0, 1].
+        - `goodput`: useful steps over the steps possible without the losses, in [0, 1];
+          `lost_waiting`, `lost_regrouping`, `lost_joining`, `lost_saving`: shares of the time that
+          went to waiting, to forming a new generation of members, to joining and to saving.
 
         Example::
 
@@ -521,7 +523,7 @@ class Engine:
         if not parts.exchange.local:
             pace, dropped = self._steps.pace, self._steps.dropped_steps()
             counts["waiting_share"] = pace.waiting_share
-            counts["goodput"] = pace.goodput(self.step, dropped)
+            counts |= pace.goodput(self.step, dropped)
         counts |= {"bytes_sent": self._steps.bytes_sent(), "wait_s": self._steps.wait_s()}
         return numbers(
             step=self.step,

@@ -38,6 +38,8 @@ def compare(
     workers: Count | None = None,
     link: str | None = None,
     latency: str = "0ms",
+    up: str | None = None,
+    down: str | None = None,
     strategies: Annotated[
         tuple[str, ...] | None, Parameter(consume_multiple=True, negative="")
     ] = None,
@@ -72,6 +74,8 @@ def compare(
             default. "none" is unshaped, "loopback" uses no network namespaces. Under torchrun the
             real network is used.
         latency: One-way delay of every packet, such as 10ms.
+        up: Rate at which each worker sends, such as 10mbit, if the directions differ; with --down.
+        down: Rate at which each worker receives, such as 100mbit.
         strategies: What to compare.
         steps: Updates per strategy; 200 by default.
         seconds: Training time per strategy, instead of --steps.

@@ -113,7 +113,7 @@ class Ledger:
             command=settings.command,
             link=Asked(
                 "the network between the ranks" if joined else str(settings.link),
-                settings.link.rate_bit_s,
+                settings.link.slower_bit_s,
                 settings.link.latency_s,
                 self.emulated,
                 self.reason,
@@ -195,9 +195,10 @@ def _headline(settings: Settings, emulated: bool, reason: str | None) -> str:
     workers = f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
     tuning = " Losses are on the validation part." if settings.tune else ""
     if emulated:
+        direction = " in each direction" if settings.link.down_bit_s is None else ""
         return (
             f"{workers}, each in a network namespace of its own, over an emulated link of "
-            f"{settings.link} in each direction.{tuning}"
+            f"{settings.link}{direction}.{tuning}"
         )
     if settings.joined_rank is not None:
         return f"{workers}, started by a launcher, over the network between them.{tuning}"

@@ -59,6 +59,8 @@ class Settings(Training):
         workers: int | None,
         link: str | None,
         latency: str,
+        up: str | None = None,
+        down: str | None = None,
         strategies: Sequence[str] | None,
         steps: int | None,
         seconds: float | None,
@@ -79,10 +81,10 @@ class Settings(Training):
         """Return settings from the arguments; raise ValueError for the first invalid one."""
         launched = launched_rank(os.environ)
         if launched is not None:
-            workers = _workers_of_launcher(workers, launched[1], link, latency)
-            link = "loopback"
+            rates = any(rate is not None for rate in (link, up, down))
+            workers = _workers_of_launcher(workers, launched[1], rates, latency)
+            link, up, down = "loopback", None, None
         workers = 2 if workers is None else workers
-        link = "100mbit" if link is None else link
         if launched is None:
             require_within("workers", workers, 1, MOST_WORKERS)
         given = {"text": text, "tune": tune, "size": size, "batch": batch}
@@ -126,7 +128,7 @@ class Settings(Training):
             _require_no_muon(optimizer, recipes)
         return cls(
             workers=workers,
-            link=Link.parse(link, latency),
+            link=Link.of(link, up, down, latency),
             strategies=recipes,
             steps=steps,
             seconds=seconds,
@@ -151,7 +153,7 @@ class Settings(Training):
         """Return the command line of this comparison, without the report folder."""
         if self.joined_rank is None:
             words = ["thinwire", "compare", "--workers", str(self.workers)]
-            words += ["--link", "loopback" if not self.link.emulated else self.link.rate_text]
+            words += self.link.options
         else:
             words = ["torchrun", "...", "-m", "thinwire", "compare"]
         words += ["--latency", f"{self.link.latency_s * 1e3:g}ms"] if self.link.latency_s else []
@@ -177,16 +179,16 @@ class Settings(Training):
         return shlex.join(words)
 
 
-def _workers_of_launcher(workers: int | None, ranks: int, link: str | None, latency: str) -> int:
+def _workers_of_launcher(workers: int | None, ranks: int, rates: bool, latency: str) -> int:
     if workers not in (None, ranks):
         raise ValueError(
             f"workers={workers}, but the launcher (such as torchrun) started {ranks} ranks; "
             "omit --workers"
         )
-    if link is not None or latency not in ("0ms", "0"):
+    if rates or latency not in ("0ms", "0"):
         raise ValueError(
             "under torchrun or another launcher, ranks train over the real network; omit "
-            "--link and --latency"
+            "--link and --latency, --up and --down"
         )
     return ranks
 

@@ -44,14 +44,17 @@ class Link:
     """Limits of what one worker sends and receives over the emulated network.
 
     Attributes:
-        rate_bit_s: Bits per second in each direction; None leaves the link unshaped.
+        rate_bit_s: Bits per second that a worker sends, and receives without `down_bit_s`; None
+            leaves the link unshaped.
         latency_s: One-way delay in seconds, added to every packet.
         emulated: False asks for the machine's own loopback, without any emulation.
+        down_bit_s: Bits per second that a worker receives; None if equal to the sending rate.
     """
 
     rate_bit_s: float | None
     latency_s: float = 0.0
     emulated: bool = True
+    down_bit_s: float | None = None
 
     @classmethod
     def parse(cls, text: str, latency: str = "0ms", *, at_most: float = FASTEST_BIT_S) -> Self:
@@ -69,21 +72,82 @@ class Link:
             return cls(None, emulated=False)
         return cls(None if word == "none" else parse_rate(text, at_most), latency_s)
 
+    @classmethod
+    def of(
+        cls,
+        link: str | None,
+        up: str | None,
+        down: str | None,
+        latency: str = "0ms",
+        *,
+        at_most: float = FASTEST_BIT_S,
+    ) -> Self:
+        """Return the link of the arguments `link`, or `up` and `down`; "100mbit" without any.
+
+        >>> str(Link.of(None, "10mbit", "100mbit", "20ms"))
+        '10mbit up and 100mbit down + 20ms'
+
+        Raises:
+            ValueError: Only one of `up` and `down` is given, or `link` beside them, or a rate is
+                invalid.
+        """
+        other = {"up": up, "down": down}
+        if (up is None) != (down is None):
+            given, missing = ("down", "up") if up is None else ("up", "down")
+            raise ValueError(
+                f"{given}={other[given]!r} is given without {missing}; give both, or link"
+            )
+        if up is None or down is None:
+            return cls.parse("100mbit" if link is None else link, latency, at_most=at_most)
+        if link is not None:
+            raise ValueError(f"link={link!r} and up={up!r}: link sets both directions; omit it")
+        rates = []
+        for name, rate in (("up", up), ("down", down)):
+            try:
+                rates.append(parse_rate(rate, at_most))
+            except ValueError as error:
+                raise ValueError(str(error).replace("link=", f"{name}=", 1)) from error
+        return cls(rates[0], parse_latency(latency), down_bit_s=rates[1])
+
+    @property
+    def receiving(self) -> Self:
+        """The link at the rate at which a worker receives."""
+        return self if self.down_bit_s is None else replace(self, rate_bit_s=self.down_bit_s)
+
+    @property
+    def slower_bit_s(self) -> float | None:
+        """Rate of the slower direction, which an exchange among equals waits for."""
+        if self.rate_bit_s is None or self.down_bit_s is None:
+            return self.rate_bit_s
+        return min(self.rate_bit_s, self.down_bit_s)
+
     def seconds(self, sent_bytes: float) -> float:
         """Return the seconds of `sent_bytes` on this link at the full rate, without latency."""
-        return 0.0 if self.rate_bit_s is None else 8 * sent_bytes / self.rate_bit_s
+        slower_bit_s = self.slower_bit_s
+        return 0.0 if slower_bit_s is None else 8 * sent_bytes / slower_bit_s
 
     def __str__(self) -> str:
         """Return the link as written on the command line."""
         delay = f" + {self.latency_s * 1e3:g}ms" if self.latency_s else ""
         if not self.emulated:
             return "loopback"
+        if self.down_bit_s is not None:
+            return f"{self.rate_text} up and {self.receiving.rate_text} down{delay}"
         return self.rate_text + delay
 
     @property
     def rate_text(self) -> str:
-        """Rate as written on the command line."""
+        """Sending rate as written on the command line."""
         return "none" if self.rate_bit_s is None else _rate_text(self.rate_bit_s)
+
+    @property
+    def options(self) -> list[str]:
+        """Options of the command line that give this link, without its latency."""
+        if not self.emulated:
+            return ["--link", "loopback"]
+        if self.down_bit_s is not None:
+            return ["--up", self.rate_text, "--down", self.receiving.rate_text]
+        return ["--link", self.rate_text]
 
 
 def parse_rate(text: str, at_most: float = FASTEST_BIT_S) -> float:
@@ -253,12 +317,13 @@ def _hub_end(rank: int, address: str, link: Link) -> int:
         port = ip.link_lookup(ifname=f"port{rank}")[0]
         ip.link("set", index=port, state="up", mtu=_mtu(link), txqlen=_QUEUE_PACKETS)
         ip.route("add", dst=f"{address}/32", oif=port)
-        limit_rate(ip, port, link)
+        limit_rate(ip, port, link.receiving)
     return end
 
 
 def _mtu(link: Link) -> int:
-    return _SLOW_MTU if link.rate_bit_s is not None and link.rate_bit_s < _SLOW_BIT_S else _MTU
+    slower_bit_s = link.slower_bit_s
+    return _SLOW_MTU if slower_bit_s is not None and slower_bit_s < _SLOW_BIT_S else _MTU
 
 
 def _open_tun(name: str) -> int:
@@ -295,7 +360,8 @@ class Network:
     def lift(self) -> None:
         """Lift the limits of every link."""
         fast_bit_s = _DELAYED_BIT_S if self.link.latency_s else FASTEST_BIT_S
-        self._limit(replace(self.link, rate_bit_s=max(fast_bit_s, self.link.rate_bit_s or 0)))
+        rates = (fast_bit_s, self.link.rate_bit_s or 0, self.link.down_bit_s or 0)
+        self._limit(replace(self.link, rate_bit_s=max(rates), down_bit_s=None))
 
     def limit(self) -> None:
         """Restore the rate limit."""
@@ -312,7 +378,9 @@ class Network:
             inside(fd, lambda: _change_rates((self.interface,), link))
         inside(
             self.hub_fd,
-            lambda: _change_rates([f"port{rank}" for rank in range(len(self.addresses))], link),
+            lambda: _change_rates(
+                [f"port{rank}" for rank in range(len(self.addresses))], link.receiving
+            ),
         )
 
 
@@ -378,7 +446,7 @@ def _build_bridge(worker_fds: tuple[int, ...], link: Link) -> None:
             )
             port = ip.link_lookup(ifname=f"port{rank}")[0]
             ip.link("set", index=port, master=bridge, state="up")
-            limit_rate(ip, port, link)
+            limit_rate(ip, port, link.receiving)
 
 
 def _build_worker_side(address: str, link: Link, **wire_settings: int) -> None:

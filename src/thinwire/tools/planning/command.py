@@ -20,7 +20,7 @@ from thinwire._version import __version__
 from thinwire.errors import ThinwireError
 from thinwire.tools.app import Count
 from thinwire.tools.compare.strategies import strategy_text
-from thinwire.tools.planning.plan import Plan, Row, gap_text, seconds_text
+from thinwire.tools.planning.plan import Plan, Row, gap_text, members_text, seconds_text
 from thinwire.tools.planning.plan import plan as predicted
 from thinwire.tools.planning.work import FORMAT
 from thinwire.tools.report.page import (
@@ -97,6 +97,7 @@ def render(plan: Plan, command: str) -> str:
             f'<p class="lead">{escape(rest)}</p>' if rest else "",
             f'<p class="headline">{escape(_about(plan))}</p>',
             f'<p class="headline warn">{escape(_PRIOR)}</p>',
+            f"<p>{escape(members_text(plan))}.</p>",
             "<h2>The best setting of every strategy</h2>",
             _table(rows),
             f'<p class="note">{len(plan.strategies)} settings were compared; thinwire plan --all '
@@ -364,6 +365,7 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
     with console.capture() as captured:  # by itself it would end the process where nobody reads
         console.print(made.reason, markup=False)
         console.print(table)
+        console.print(f"{members_text(made)}.", markup=False)
         console.print(explained, markup=False)
     print(captured.get(), end="")
 

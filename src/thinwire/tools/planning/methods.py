@@ -285,25 +285,76 @@ def _local(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
     return Cost(work.step_s + round_s / k, sent / k, 4 * kept * work.numel)
 
 
+@dataclass(frozen=True)
+class MemberExchange:
+    """Seconds of an averaging between members, and the bytes that each uploads."""
+
+    seconds: float
+    sent_bytes: float
+
+
+def member_exchanges(
+    own: Mapping[str, Any], work: Work, network: Network
+) -> dict[str, MemberExchange]:
+    """Return the ways in which members (`tw.join`) can exchange a fragment under local updates.
+
+    Args:
+        own: Document of the field `localsgd`.
+        work: Model and step.
+        network: Network of the members.
+
+    Returns:
+        "direct": each member uploads its message to all others, or its part of a dense sum;
+        "relay": once, to the host (`relay=True`); "split": each entry goes to its owner, and the
+        owners' means to all (`exchange="split"`), for three members and more.
+    """
+    fragments, compression = own.get("fragments", 1), own.get("compression") or {}
+    idle_s = own["k_steps"] / fragments * work.step_s
+    gathered = _exchanged(compression, work, network, "gather")
+    if gathered is None:
+        seconds, sent, _, _ = _change(compression, work, network, fragments, idle_s)
+        message = sent / _ring_bytes(network, 1)
+    else:
+        seconds, sent = gathered.seconds(network, fragments, idle_s), gathered.sent(network)
+        message = gathered.row_bytes
+    relayed_s = network.relayed_s(message / fragments, idle_s)
+    found = {
+        "direct": MemberExchange(seconds, sent / fragments),
+        "relay": MemberExchange(relayed_s, message / fragments),
+    }
+    split = _exchanged(compression, work, network, "split") if network.ranks > 2 else None
+    if split is not None:
+        seconds = split.seconds(network, fragments, idle_s)
+        found["split"] = MemberExchange(seconds, split.sent(network) / fragments)
+    return found
+
+
+def _exchanged(
+    compression: Mapping[str, Any], work: Work, network: Network, exchange: str | None = None
+) -> _Dealt | None:
+    """Return a rank's part in the exchange of a change, by the way of its compression unless
+    given; None if changes are summed densely or as two factors.
+    """
+    if "quantized" in compression:
+        own = compression["quantized"]
+        exchange = exchange or own.get("exchange", "auto")
+        whole = WholeLayout(work.numels, own.get("value_bits", 4))
+        return _dealt(whole, exchange, network.ranks)
+    own = compression.get("sparse", compression)
+    if "sparsity" not in own:
+        return None
+    exchange, bits = exchange or own.get("exchange", "auto"), own.get("value_bits", 2)
+    return _sparse_dealt(work.numels, own["sparsity"], bits, exchange, network.ranks)
+
+
 def _change(
     compression: Mapping[str, Any], work: Work, network: Network, fragments: int, idle_s: float
 ) -> tuple[float, float, int, int]:
     """Return seconds per fragment, bytes of a change, passes over it, and words kept per number."""
-    if "sparse" in compression or "sparsity" in compression:
-        own = compression.get("sparse", compression)
-        dealt = _sparse_dealt(
-            work.numels,
-            own["sparsity"],
-            own.get("value_bits", 2),
-            own.get("exchange", "auto"),
-            network.ranks,
-        )
-        return dealt.seconds(network, fragments, idle_s), dealt.sent(network), 14, 2
-    if "quantized" in compression:
-        own = compression["quantized"]
-        whole = WholeLayout(work.numels, own.get("value_bits", 4))
-        dealt = _dealt(whole, own.get("exchange", "auto"), network.ranks)
-        return dealt.seconds(network, fragments, idle_s), dealt.sent(network), 16, 2
+    dealt = _exchanged(compression, work, network)
+    if dealt is not None:
+        passes = 16 if "quantized" in compression else 14
+        return dealt.seconds(network, fragments, idle_s), dealt.sent(network), passes, 2
     if "low_rank" in compression:
         rank = compression["low_rank"].get("rank", 2)
         nbytes = sum(4 * sum(factor_numels(shape, rank)) for shape in work.shapes)

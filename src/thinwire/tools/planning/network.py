@@ -1,6 +1,6 @@
 """Model the duration of gloo's collectives between ranks of a network."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log, log2, sqrt
 
 _FIRST_WINDOW_BYTES = 14_600
@@ -99,6 +99,18 @@ class Network:
         # strings meet where they are received: a faster line there has them through sooner
         faster = max(1.0, self.down / self.bit_s)
         receiving_s = sending_s * (1 + crowding(self.ranks, self.ranks - 1)) / faster
+        return self.call_s + 2 * self.latency_s + max(sending_s, receiving_s)
+
+    def relayed_s(self, nbytes: float, idle_s: float = 0.0) -> float:
+        """Return the seconds of a gather through a relay after `idle_s` seconds of silence.
+
+        Each rank uploads its message once, and downloads those of the others meanwhile. The relay
+        is as far as another rank, and its own line is not the limit.
+        """
+        up = replace(self, down_bit_s=None)
+        down = replace(self, bit_s=self.down, down_bit_s=None)
+        sending_s = up.transfer_s(nbytes, idle_s)
+        receiving_s = down.transfer_s((self.ranks - 1) * nbytes, idle_s)
         return self.call_s + 2 * self.latency_s + max(sending_s, receiving_s)
 
     def broadcast_s(self, nbytes: float) -> float:

@@ -10,9 +10,17 @@ from typing import Any
 from thinwire.tools.network.netns import Link
 from thinwire.tools.planning.grid import candidates, progress_of
 from thinwire.tools.planning.loss import MOST_STEPS, loss_gap, steps_to_dense_loss
-from thinwire.tools.planning.methods import MOST_PARAMS, Cost, cost_by_number, cost_of
+from thinwire.tools.planning.methods import (
+    MOST_PARAMS,
+    Cost,
+    MemberExchange,
+    cost_by_number,
+    cost_of,
+    member_exchanges,
+)
 from thinwire.tools.planning.network import Network
 from thinwire.tools.planning.work import Probe, Work, matrices, work_of
+from thinwire.tools.report.page import bytes_text
 from thinwire.tools.run.config import OPTIMIZERS, Recipe, require_one_of, require_task
 
 _FASTEST_BIT_S, _UNLIMITED_BIT_S = 4e11, 2e10
@@ -99,6 +107,8 @@ class Plan:
         strategies: All rows, best first.
         link: Assumed or measured network.
         model: Assumed or measured model: parameters, and seconds of a step without an exchange.
+        members: Seconds and uploaded bytes of an averaging between members (`tw.join`) under the
+            best local strategy: "direct", through a "relay", or "split".
     """
 
     recommended: str
@@ -106,6 +116,7 @@ class Plan:
     strategies: tuple[Row, ...]
     link: Mapping[str, Any]
     model: Mapping[str, Any]
+    members: Mapping[str, MemberExchange]
 
     def __getitem__(self, name: str) -> Row:
         """Return the row of a strategy.
@@ -128,10 +139,20 @@ class Plan:
             found.setdefault(row.strategy, row)
         return tuple(found.values())
 
+    @property
+    def best_local(self) -> Row:
+        """The best strategy with local updates, which members can use."""
+        return next(row for row in self.strategies if "localsgd" in (row.document or {}))
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON data."""
-        rows = [row.to_dict() for row in self.strategies]
-        return {**vars(self), "strategies": rows, "link": {**self.link}, "model": {**self.model}}
+        return {
+            **vars(self),
+            "strategies": [row.to_dict() for row in self.strategies],
+            "link": {**self.link},
+            "model": {**self.model},
+            "members": {way: {**vars(found)} for way, found in self.members.items()},
+        }
 
 
 def plan(
@@ -205,7 +226,7 @@ def plan(
     else:
         network = _assumed_network(
             2 if workers is None else workers,
-            _directions(link, up, down),
+            {"link": link, "up": up, "down": down},
             "0ms" if latency is None else latency,
         )
         if task is None:
@@ -244,7 +265,10 @@ def plan(
         "device": "cuda" if work.cuda else "cpu",
         "task": task,
     }
-    return Plan(recommended, reason, tuple(rows), about, model)
+    documents = (row.document or {} for row in rows)
+    local = next(document["localsgd"] for document in documents if "localsgd" in document)
+    members = member_exchanges(local, work, network)
+    return Plan(recommended, reason, tuple(rows), about, model, members)
 
 
 def _require_unmeasured(probe: str | Path, **given: object) -> None:
@@ -267,38 +291,19 @@ def _probed(path: Path, workers: int | None, given: Mapping[str, object]) -> Pro
     return found
 
 
-def _directions(link: str | None, up: str | None, down: str | None) -> Mapping[str, str]:
-    """Return the rates of a line by argument name: both directions, or up and down."""
-    other = {"up": up, "down": down}
-    if (up is None) != (down is None):
-        given, missing = ("down", "up") if up is None else ("up", "down")
-        raise ValueError(f"{given}={other[given]!r} is given without {missing}; give both, or link")
-    if up is None or down is None:
-        return {"link": "100mbit" if link is None else link}
-    if link is not None:
-        raise ValueError(f"link={link!r} and up={up!r}: link sets both directions; omit it")
-    return {"up": up, "down": down}
-
-
-def _assumed_network(workers: int, rates: Mapping[str, str], latency: str) -> Network:
+def _assumed_network(workers: int, rates: Mapping[str, str | None], latency: str) -> Network:
     if isinstance(workers, bool) or not isinstance(workers, int):
         raise TypeError(f"workers must be a whole number, got {workers!r}")
     if not 2 <= workers <= _MOST_WORKERS:
         raise ValueError(f"workers={workers} is out of range; 2 to {_MOST_WORKERS} is allowed")
-    for name, value, sample in (
-        *((name, rate, "100mbit") for name, rate in rates.items()),
-        ("latency", latency, "20ms"),
-    ):
-        if not isinstance(value, str):
+    given: dict[str, object] = {**rates, "latency": latency}
+    for name, value in given.items():
+        if value is not None and not isinstance(value, str):
+            sample = "20ms" if name == "latency" else "100mbit"
             raise TypeError(f"{name} must be a text such as {sample!r}, got {value!r}")
-    found = []
-    for name, rate in rates.items():
-        try:
-            line = Link.parse(rate, latency, at_most=_FASTEST_BIT_S)
-        except ValueError as error:
-            raise ValueError(str(error).replace("link=", f"{name}=", 1)) from error
-        found.append(line.rate_bit_s or _UNLIMITED_BIT_S)
-    return Network(found[0], line.latency_s, workers, down_bit_s=found[-1])
+    line = Link.of(**rates, latency=latency, at_most=_FASTEST_BIT_S)
+    sending = line.rate_bit_s or _UNLIMITED_BIT_S
+    return Network(sending, line.latency_s, workers, down_bit_s=line.down_bit_s or sending)
 
 
 def _assumed_work(params: int | str | None, step_seconds: float | None, device: str) -> Work:
@@ -423,6 +428,25 @@ def gap_text(gap: tuple[float, float, float]) -> str:
     """Format a gap as low to high in percent, with at most two digits."""
     low, _, high = (f"{float(f'{100 * value:.2g}'):g}" for value in gap)
     return low if low == high else f"{low} to {high}"
+
+
+def members_text(plan: Plan) -> str:
+    """Describe the ways in which members can exchange, and name the quickest."""
+    quickest = min(plan.members, key=lambda way: plan.members[way].seconds)
+    advice = {
+        "direct": "connect them directly",
+        "relay": "use a relay (relay=True), if the host's line carries the messages of all",
+        "split": 'use exchange="split"',
+    }
+    names = {"direct": "directly", "relay": "through a relay", "split": "split"}
+    ways = ", ".join(
+        f"{seconds_text(found.seconds)} s {names[way]} ({bytes_text(found.sent_bytes)} up)"
+        for way, found in plan.members.items()
+    )
+    return (
+        f"An averaging between members (tw.join) under {plan.best_local.name} takes {ways}: "
+        f"{advice[quickest]}"
+    )
 
 
 def seconds_text(seconds: float) -> str:

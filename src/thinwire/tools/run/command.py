@@ -153,6 +153,8 @@ thinwire run --link 20mbit --workers 2 -- train.py --epochs 3
 
 thinwire run --link 100mbit --latency 20ms --workers 4 -- train.py
 
+thinwire run --up 10mbit --down 100mbit --workers 4 -- train.py
+
 thinwire run --link loopback -- train.py
 """
 
@@ -160,8 +162,10 @@ thinwire run --link loopback -- train.py
 def run(
     *script: str,
     workers: Count = 2,
-    link: str = "100mbit",
+    link: str | None = None,
     latency: str = "0ms",
+    up: str | None = None,
+    down: str | None = None,
     quiet: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Run your own Python script on several ranks over an emulated link.
@@ -175,9 +179,11 @@ def run(
         script: The Python file and its arguments. Options of run come first; "--" may stand
             between.
         workers: Number of ranks, each in a network of its own, like a machine.
-        link: Rate of each rank's link in both directions, such as 20mbit or 1gbit. "none" is
-            unshaped, "loopback" uses no network namespaces and needs no root.
+        link: Rate of each rank's link in both directions, such as 20mbit or 1gbit; 100mbit by
+            default. "none" is unshaped, "loopback" uses no network namespaces and needs no root.
         latency: One-way delay of every packet, such as 10ms.
+        up: Rate at which each rank sends, such as 10mbit, if the directions differ; with --down.
+        down: Rate at which each rank receives, such as 100mbit.
         quiet: Print only the output of the ranks.
     """
     if launched_rank(os.environ) is not None:
@@ -186,12 +192,12 @@ def run(
             "WORLD_SIZE unset"
         )
     require_within("workers", workers, 1, MOST_WORKERS)
-    shape = Link.parse(link, latency)
+    shape = Link.of(link, up, down, latency)
     _require_script(script)
     reason = why_unavailable() if shape.emulated else None
     if reason is not None:
         raise ValueError(
-            f"link={link!r} cannot be emulated here: it {reason}; run as root on Linux with "
+            f"link={str(shape)!r} cannot be emulated here: it {reason}; run as root on Linux with "
             "'thinwire[cli]' installed, or use --link loopback, the real loopback of this "
             "machine"
         )
