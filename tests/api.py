@@ -22,7 +22,7 @@ _NAMES = {
         "Group Nodes Pending group node_size_of nodes private replicate require_agreement "
         "sources_of while_busy"
     ),
-    "thinwire.comm.direct": "Direct connections_between",
+    "thinwire.comm.direct": "connections_between",
     "thinwire.comm.channel": "Channel",
     "thinwire.comm.failures": "_connections_to",
     "thinwire.comm.group": "Rate",
@@ -33,7 +33,7 @@ _NAMES = {
         "ALL FRAME_BYTES GREETING HEAD NONCE_BYTES Kind RelayClient RelayEndpoint hello_mac "
         "require_relay"
     ),
-    "thinwire.comm.relayed": "Relayed",
+    "thinwire.comm.member_groups": "MemberGroups",
     "thinwire.comm.replicate": "make_equal_",
     "thinwire.comm.sockets": "connections listeners shut_down",
     "thinwire.comm.waiting": "left_s one_deadline",

@@ -11,12 +11,14 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from tests.api import enter, run_host
+from tests.api import RelayEndpoint, enter, run_host
 from tests.processes import running
 from tests.waiting import PATIENCE_S
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
 TIMEOUT = timedelta(seconds=10)
+LOOPBACK = RelayEndpoint("127.0.0.1", 0, b"", own_address="127.0.0.1")
+"""A member that others reach; there is no relay."""
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import thinwire as tw
 from thinwire.members import membership
 
 address, what = sys.argv[1:]
-connect, begun = membership.connect_members, threading.Event()
+connect, begun = membership.MemberGroups, threading.Event()
 
 def direct(*args):
     if what == "dies":
@@ -24,7 +24,7 @@ def direct(*args):
     begun.set()
     return connect(*args)
 
-membership.connect_members = direct
+membership.MemberGroups = direct
 net = torch.nn.Linear(8, 8)
 optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
 config = tw.LocalSGD(4, begin_step=0)

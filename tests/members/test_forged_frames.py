@@ -17,8 +17,8 @@ from tests.api import (
     NONCE_BYTES,
     Group,
     Kind,
+    MemberGroups,
     MessageMacs,
-    Relayed,
     RelayEndpoint,
 )
 from tests.waiting import PATIENCE_S
@@ -189,8 +189,10 @@ class OnCpu(Group):
 @pytest.fixture
 def member() -> Iterator[tuple[Liar, Group]]:
     """Member 0 of three, with a key, whose messages go through a relay that lies."""
-    relay = Liar()
-    groups = Relayed(HashStore(), 0, SIZE, PATIENCE_S, relay.endpoint)
+    relay, store = Liar(), HashStore()
+    for rank in range(1, SIZE):
+        store.set(f"endpoint/{rank}", "null")  # nobody listens
+    groups = MemberGroups(store, 0, SIZE, PATIENCE_S, relay.endpoint)
     group = OnCpu.alone(PATIENCE_S)
     group.rank, group.size, group.relayed = 0, SIZE, True
     group._shared = groups

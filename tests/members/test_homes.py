@@ -77,7 +77,7 @@ def test_members_train_that_nothing_reaches(ranks: Pool, token_file: str) -> Non
 def trained(ranks: Pool, net: Any, namespaces: list[int], token_file: str, count: int) -> Any:
     """What `in_order` finds in each of the namespaces; the host is in the first worker's."""
     bind = ["--bind", f"{net.addresses[0]}:{PORT}", "--token-file", token_file, "--relay"]
-    options = {"token_file": token_file, "relay": True, "steps": 2 * count}
+    options = {"token_file": token_file, "steps": 2 * count}
     address = f"tcp://{net.addresses[0]}:{PORT}"
     with host_command(*bind, namespace=net.namespace_fds[0]):
         return at_home(ranks, namespaces, in_order, address, CONFIGS["sparse"], options)

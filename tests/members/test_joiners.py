@@ -23,7 +23,7 @@ from tests.api import (
     next_identity,
     transfer,
 )
-from tests.members.places import TOKEN, meeting_place
+from tests.members.places import LOOPBACK, TOKEN, meeting_place
 from tests.members.training import MOST_STEPS, TIMEOUT_S, member, wait_for
 from tests.ranks import Pool
 from tests.waiting import PATIENCE_S, time_out, until
@@ -34,7 +34,7 @@ EVERY_4 = tw.LocalSGD(4, begin_step=0)
 def both_ends(timeout_s: float) -> tuple[Donor, Recipient]:
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
     kv = KeyValueView(AuthenticatedStore(store, b"s" * 32))
-    way = TransferContext(kv, "127.0.0.1", timeout_s, b"k" * 32)
+    way = TransferContext(kv, LOOPBACK, timeout_s, b"k" * 32)
     donor = Donor(way, 0, "ann", own_id="bob")
     return donor, Recipient(way.cloned(), 0)
 

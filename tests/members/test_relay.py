@@ -59,6 +59,7 @@ def in_order(rank: int, size: int, address: str, config: Any, options: Any) -> l
     optimizer = torch.optim.AdamW(net.parameters(), 2e-3)
     found = []
     options = {"run": "test", "min_members": size, "timeout": TIMEOUT_S, **options}
+    options["relay"] = rank in options.pop("relayed", range(size))
     with (
         tw.join(address, **options) as members,
         tw.local_sgd(net, optimizer, config, members=members) as sync,
@@ -89,18 +90,21 @@ def token_file(tmp_path: Path) -> str:
 def test_the_bits_are_those_of_members_that_reach_each_other(
     ranks: Pool, token_file: str, name: str
 ) -> None:
-    args, options = (CONFIGS[name],), {"token_file": token_file}
-    with meeting_place() as address:
-        direct = ranks.run(in_order, address, *args, options, size=3, group=False)
-    with relay_place() as address:
-        options["relay"] = True
-        relayed = ranks.run(in_order, address, *args, options, size=3, group=False)
-    assert len(relayed[0]) >= 20
-    assert [*relayed, *direct] == 6 * [relayed[0]]
+    """Nobody, one or all of three through the relay."""
+    found = []
+    for relayed in ([], [2], [0, 1, 2]):
+        options = {"token_file": token_file, "relayed": relayed}
+        with relay_place() as address:
+            args = in_order, address, CONFIGS[name], options
+            found += ranks.run(*args, size=3, group=False)
+    assert len(found[0]) >= 20
+    assert found == 9 * [found[0]]
 
 
-def _member(rank: int, size: int, address: str, config: Any, options: Any) -> Any:
-    return member(rank, size, address, config, **options)
+def _member(
+    rank: int, size: int, address: str, config: Any, relayed: list[int], options: Any
+) -> Any:
+    return member(rank, size, address, config, relay=rank in relayed, **options)
 
 
 class Tapped:
@@ -114,25 +118,28 @@ class Tapped:
 
 
 @contextlib.contextmanager
-def tapped(tap: Callable[[int, bytes], bytes]) -> Iterator[None]:
-    hand_on = _Relay._hand_on
+def tapped(tap: Callable[[int, bytes], bytes]) -> Iterator[dict[int, set[int]]]:
+    """Yield, by rank, the ranks for which its messages are not."""
+    hand_on, reached = _Relay._hand_on, {}
 
-    async def handed(self: Any, room: Any, rank: int, reader: Any) -> None:
-        await hand_on(self, room, rank, Tapped(reader, rank, tap))
+    async def handed(self: Any, room: Any, rank: int, reader: Any, direct: set[int]) -> None:
+        reached[rank] = direct
+        await hand_on(self, room, rank, Tapped(reader, rank, tap), direct)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_Relay, "_hand_on", handed)
-        yield
+        yield reached
 
 
-def wide(rank: int, size: int, address: str, token_file: str) -> int:
+def wide(rank: int, size: int, address: str, token_file: str, reaching: int) -> int:
     """The bytes that were given to exchanges, each once."""
     torch.manual_seed(0)
     net = torch.nn.Linear(600, 500)
     torch.manual_seed(rank)
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     config = tw.LocalSGD(1, begin_step=0, compression=tw.Quantized(8))
-    options = {"run": "wide", "token_file": token_file, "min_members": size, "relay": True}
+    options = {"run": "wide", "token_file": token_file, "min_members": size}
+    options["relay"] = rank >= reaching
     with (
         tw.join(address, timeout=4 * TIMEOUT_S, **options) as members,
         tw.local_sgd(net, optimizer, config, members=members) as sync,
@@ -143,22 +150,27 @@ def wide(rank: int, size: int, address: str, token_file: str) -> int:
         return int(sync.stats()["bytes_sent"])
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_member_uploads_what_it_sends_once(ranks: Pool, token_file: str, size: int) -> None:
+@pytest.mark.parametrize(("size", "reaching"), [(2, 0), (4, 0), (4, 2)])
+def test_a_member_uploads_what_it_sends_once(
+    ranks: Pool, token_file: str, size: int, reaching: int
+) -> None:
     """Of a message of 300 kB each round; what is more is heads and signs, half of a percent
-    and less."""
+    and less. Members that reach each other exchange theirs beside that."""
     uploaded = dict.fromkeys(range(size), 0)
 
     def count(rank: int, content: bytes) -> bytes:
         uploaded[rank] += len(content)
         return content
 
-    with relay_place() as address, tapped(count):
-        sent = ranks.run(wide, address, token_file, size=size, group=False)
+    with relay_place() as address, tapped(count) as reached:
+        sent = ranks.run(wide, address, token_file, reaching, size=size, group=False)
     assert len(set(sent)) == 1
     assert sent[0] > 10 * 300_000
     for count_of_one in uploaded.values():
         assert sent[0] <= count_of_one < 1.005 * sent[0]
+    pair = {rank for rank in range(size) if reached[rank]}
+    assert len(pair) == reaching
+    assert all(reached[rank] == pair - {rank} for rank in pair)
 
 
 def hold_host(port: int, token_file: str, flag: Path, kills: int, over: threading.Event) -> None:
@@ -183,7 +195,7 @@ def test_a_relay_that_is_killed_and_comes_back_costs_nothing(
     for each in two_ports():
         port = each.getsockname()[1] - 1
         each.close()
-    options = {"token_file": token_file, "relay": True, "timeout": PATIENCE_S}
+    options = {"token_file": token_file, "timeout": PATIENCE_S}
     found = []
     for kills in (0, 3):
         flag, over = tmp_path / f"go{kills}", threading.Event()
@@ -208,39 +220,45 @@ def listens(port: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("phase", ["before sending", "once sent", "before the last agreement"])
+@pytest.mark.parametrize(
+    ("phase", "relayed"),
+    [
+        ("before sending", [0, 1, 2]),
+        ("once sent", [0, 1, 2]),
+        ("once sent", [1]),
+        ("once sent", [2]),
+        ("before the last agreement", [0, 1, 2]),
+    ],
+)
 def test_the_others_go_on_without_a_member_that_dies(
-    ranks: Pool, token_file: str, phase: str
+    ranks: Pool, token_file: str, phase: str, relayed: list[int]
 ) -> None:
     fault = {"rank": 1, "phase": phase, "at": 3, "how": "kill"}
-    options = {"fault": fault, "token_file": token_file, "relay": True}
+    options = {"fault": fault, "token_file": token_file}
     with relay_place() as address:
-        found = ranks.run(
-            _member, address, CONFIGS["sparse"], options, size=3, expect_errors=True, group=False
-        )
+        args = _member, address, CONFIGS["sparse"], relayed, options
+        found = ranks.run(*args, size=3, expect_errors=True, group=False)
     assert isinstance(found.pop(1), Lost)
     assert found[0]["rounds"] == found[1]["rounds"]
     assert [one["changes"] for one in found] == 2 * [[(1, 2)]]
 
 
+@pytest.mark.parametrize("relayed", [[0, 1, 2], [2], [0]])
 def test_a_joiner_gets_the_state_through_the_relay(
-    ranks: Pool, token_file: str, tmp_path: Path
+    ranks: Pool, token_file: str, tmp_path: Path, relayed: list[int]
 ) -> None:
     options = {"founders": 2, "flag": str(tmp_path / "go"), "step_s": 0.02, "until_size": 3}
-    options |= {"token_file": token_file, "relay": True}
+    options["token_file"] = token_file
     with relay_place() as address:
-        found = ranks.run(_member, address, CONFIGS["late, parts"], options, size=3, group=False)
+        args = _member, address, CONFIGS["late, parts"], relayed, options
+        found = ranks.run(*args, size=3, group=False)
     first, _, joiner = (one["rounds"] for one in found)
     assert found[2]["entered"] > 1
     assert len(joiner) > 3
     assert joiner == {step: first[step] for step in joiner}
 
 
-def test_who_relays_and_who_does_not_say_so_where_they_meet(token_file: str) -> None:
-    with relay_place() as address:
-        joined = tw.join(address, run="a", token_file=token_file, relay=True, timeout=TIMEOUT_S)
-        with joined, pytest.raises(Mismatch, match="relay is False here and True there"):
-            tw.join(address, run="a", token_file=token_file, timeout=TIMEOUT_S)
+def test_without_a_relay_at_the_host_no_member_can_ask_for_it(token_file: str) -> None:
     with meeting_place() as address, pytest.raises(PeerLost, match="start `thinwire host` with --"):
         tw.join(address, run="a", token_file=token_file, relay=True, timeout=TIMEOUT_S)
 
@@ -275,14 +293,14 @@ def cert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_with_a_certificate_the_traffic_is_encrypted(
     ranks: Pool, token_file: str, cert: Path
 ) -> None:
-    options = {"token_file": token_file, "relay": True, "ca": str(cert)}
+    options = {"token_file": token_file, "ca": str(cert)}
     with relay_place(tls=certificate(cert, None)) as address:
         found = ranks.run(in_order, address, CONFIGS["sparse"], options, size=2, group=False)
         with pytest.raises(PeerLost, match="pass ca= only if it has --cert"):
             tw.join(address, run="b", token_file=token_file, relay=True, timeout=TIMEOUT_S)
     assert found == 2 * [found[0]]
     with relay_place() as address, pytest.raises(PeerLost, match="pass ca= only if it has --cert"):
-        tw.join(address, run="a", timeout=TIMEOUT_S, **options)
+        tw.join(address, run="a", timeout=TIMEOUT_S, relay=True, **options)
 
 
 def test_a_certificate_of_somebody_else_is_refused(
@@ -444,7 +462,7 @@ def test_a_relay_that_stays_away_is_an_error(ranks: Pool, token_file: str, tmp_p
     port, stop, ready = first.getsockname()[1], threading.Event(), threading.Event()
     options = {"say": lambda _: None, "ready": ready.set, "stop": stop}
     threading.Thread(target=run_host, args=(first, TOKEN), kwargs=options).start()
-    paced = {"token_file": token_file, "relay": True, "flag": str(flag)}
+    paced = {"token_file": token_file, "flag": str(flag)}
     args = (in_order, f"tcp://127.0.0.1:{port}", CONFIGS["sparse"], paced)
     relayed = relaying(second, TOKEN, None)
     relayed.__enter__()

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import Store, TCPStore
 
-from tests.api import AuthenticatedStore, Direct, KeyValueView, Membership
+from tests.api import AuthenticatedStore, KeyValueView, MemberGroups, Membership
+from tests.members.places import LOOPBACK
 
 LIMIT_S = 20.0
 ANSWERS = {"check": 1, "compare_set": 1, "wait": 1, "get": 2, "multi_get": 2}
@@ -69,10 +70,10 @@ def test_a_generation_connects_after_as_many_answers_for_any_size(
     server: TCPStore, size: int
 ) -> None:
     stores = [Counted(server.clone()) for _ in range(size)]
-    made: dict[int, Direct] = {}
+    made: dict[int, MemberGroups] = {}
 
     def make(rank: int) -> None:
-        made[rank] = Direct(stores[rank], rank, size, LIMIT_S, "127.0.0.1")
+        made[rank] = MemberGroups(stores[rank], rank, size, LIMIT_S, LOOPBACK)
 
     threads = [threading.Thread(target=make, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -82,7 +83,7 @@ def test_a_generation_connects_after_as_many_answers_for_any_size(
     for direct in made.values():
         direct.release()
     assert len(made) == size
-    assert {store.answers for store in stores} == {8}
+    assert {store.answers for store in stores} == {9}
 
 
 def test_who_asks_to_be_let_in_waits_no_longer_after_many_others(server: TCPStore) -> None:
@@ -91,7 +92,7 @@ def test_who_asks_to_be_let_in_waits_no_longer_after_many_others(server: TCPStor
 
     def membership(name: str) -> Membership:
         options: dict[str, Any] = {"min_members": 1, "start_members": 1, "timeout_s": LIMIT_S}
-        return Membership(kv, name, endpoint="127.0.0.1", **options)
+        return Membership(kv, name, endpoint=LOOPBACK, **options)
 
     numbers = [membership(f"member-{n}").say_hello(kv) for n in range(40)]
     assert numbers == list(range(40))

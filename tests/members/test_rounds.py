@@ -496,7 +496,7 @@ def _ending(rank: int, size: int, address: str, folder: str, case: str) -> tuple
     net = model(rank)
     optimizer = torch.optim.SGD(net.parameters(), 0.05)
     strategy = tw.DistributedStrategy(localsgd=tw.LocalSGD(4, begin_step=0))
-    passed, connect_all = Membership.accept_agreement, membership.connect_members
+    passed, connect_all = Membership.accept_agreement, membership.MemberGroups
     heard = failures = 0
     last = {"one after another": (6, 14, 22), "closed inside": (14, 14, 6), "forgotten": (8, 8, 8)}
 
@@ -522,7 +522,7 @@ def _ending(rank: int, size: int, address: str, folder: str, case: str) -> tuple
             engine = strategy.prepare(net, optimizer, torch.nn.MSELoss(), members=members)
             for step in range(1, last[case][rank] + 1):
                 if case == "forgotten" and rank and step == 8:
-                    Membership.accept_agreement, membership.connect_members = late, cut  # type: ignore[method-assign,misc,assignment]
+                    Membership.accept_agreement, membership.MemberGroups = late, cut  # type: ignore[method-assign,misc,assignment]
                 x = torch.randn(8, 24)
                 engine.train_step(x, x)
             if case == "closed inside" and rank == 2:
@@ -531,7 +531,7 @@ def _ending(rank: int, size: int, address: str, folder: str, case: str) -> tuple
             values = [p.sum().item() for p in net.parameters()] if case == "forgotten" else []
             return members.step, tuple(values)
     finally:
-        Membership.accept_agreement, membership.connect_members = passed, connect_all  # type: ignore[method-assign,misc]
+        Membership.accept_agreement, membership.MemberGroups = passed, connect_all  # type: ignore[method-assign,misc]
         if rank == 0:
             Path(folder, "gone").touch()
 
@@ -634,19 +634,19 @@ def _leaving_at_the_end(rank: int, size: int, address: str) -> tuple[bool, int]:
 
 def _walled_off(rank: int, size: int, address: str, flag: str) -> Any:
     """The last one reaches the meeting place and the member that copies to it, but not all."""
-    made = membership.connect_members
+    made = membership.MemberGroups
 
     def refused(*args: Any) -> Any:
         time.sleep(1.0)
         raise PeerStalled("said so by the test")
 
     if rank == size - 1:
-        membership.connect_members = refused  # type: ignore[assignment,misc]
+        membership.MemberGroups = refused  # type: ignore[assignment,misc]
     options = {"founders": size - 1, "flag": flag, "step_s": 0.05, "steps": 120}
     try:
         return member(rank, size, address, SPARSE, **options)  # type: ignore[arg-type]
     finally:
-        membership.connect_members = made  # type: ignore[misc]
+        membership.MemberGroups = made  # type: ignore[misc]
 
 
 @pytest.mark.slow

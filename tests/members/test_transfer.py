@@ -16,6 +16,7 @@ from tests.api import (
     TransferContext,
     transfer,
 )
+from tests.members.places import LOOPBACK
 from thinwire.errors import PayloadCorrupt
 
 LIMIT_S = 10.0
@@ -42,7 +43,7 @@ def taken(
     kv = KeyValueView(AuthenticatedStore(store, b"s" * 32))
     monkeypatch.setattr(transfer, "Channel", Tapped)
     Tapped.change = staticmethod(change)
-    way = TransferContext(kv, "127.0.0.1", LIMIT_S, b"k" * 32)
+    way = TransferContext(kv, LOOPBACK, LIMIT_S, b"k" * 32)
     donor = Donor(way, 4, "ann", own_id="bob")
     for message in MESSAGES:
         donor.enqueue(message)

@@ -6,26 +6,15 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from thinwire.comm.direct import Direct
 from thinwire.comm.failures import explain_failure
+from thinwire.comm.member_groups import MemberGroups
 from thinwire.comm.private import forget, keep_alive
 from thinwire.comm.relay import RelayEndpoint
-from thinwire.comm.relayed import Relayed
 from thinwire.errors import PeerLost, PeerStalled
 
-__all__ = ["Channel", "connect_members"]
+__all__ = ["Channel"]
 
 _PIECE_BYTES = 4 << 20
-
-
-def connect_members(
-    store: Store, rank: int, size: int, timeout_s: float, endpoint: str | RelayEndpoint
-) -> Direct:
-    """Return process groups of the ranks that met at a store; see `Direct`. `endpoint` is this
-    machine's address, on which the others reach it, or the relay.
-    """
-    kind = Relayed if isinstance(endpoint, RelayEndpoint) else Direct
-    return kind(store, rank, size, timeout_s, endpoint)
 
 
 class Channel:
@@ -35,16 +24,16 @@ class Channel:
         store: Store at which the two processes meet; a fresh prefix.
         sending: True in the process that sends.
         timeout_s: Time-out for connecting, and for each piece of at most 4 MiB.
-        endpoint: See `connect_members`.
+        endpoint: See `MemberGroups`.
 
     Raises:
         PeerLost, PeerStalled: The other process died, or did not come within the time-out.
     """
 
     def __init__(
-        self, store: Store, *, sending: bool, timeout_s: float, endpoint: str | RelayEndpoint
+        self, store: Store, *, sending: bool, timeout_s: float, endpoint: RelayEndpoint
     ) -> None:
-        self._groups = connect_members(store, 0 if sending else 1, 2, timeout_s, endpoint)
+        self._groups = MemberGroups(store, 0 if sending else 1, 2, timeout_s, endpoint)
         self._timeout_s = timeout_s
         self._other = 1 if sending else 0
 

@@ -1,9 +1,8 @@
-"""Process groups over a store alone, without `init_process_group`, for ranks that come and go."""
+"""Gloo groups over a store alone, without `init_process_group`, for ranks that come and go."""
 
 import datetime
 import json
 import threading
-import time
 from collections.abc import Set
 from typing import Any
 
@@ -11,106 +10,26 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import ProcessGroup
 
-from thinwire.comm.failures import explain_failure
-from thinwire.comm.private import made_within, released_at_exit
-from thinwire.comm.sockets import Connection, Endpoint, connections, listeners, shut_down
+from thinwire.comm.sockets import Connection, Endpoint, connections, listeners
 
-__all__ = ["Direct"]
+__all__ = ["connections_between", "exchange_endpoints", "gloo_groups", "listening_device"]
 
 _NEVER = datetime.timedelta(days=30)
 _DEVICES_TRIED = 20
 _listening = threading.Lock()
 
 
-class Direct:
-    """Process groups of ranks that met at a store; the counterpart of `Private` for members.
-
-    Attributes:
-        group: Process group of the data; None after `release`.
-        control: Process group of the small messages by which ranks agree.
-
-    Args:
-        store: Store at which the ranks meet; a fresh prefix.
-        rank: Rank of this process.
-        size: Ranks, at least 2.
-        timeout_s: Time-out of the construction, which is collective.
-        endpoint: Address of this machine, on which the groups listen; the relay for `Relayed`.
-
-    Raises:
-        PeerLost, PeerStalled: One of the ranks died, or did not come within the time-out.
-
-    Source: `ProcessGroupGloo` and `ProcessGroup` in torch/csrc/distributed/c10d. `abort` does not
-    end a wait there; closing its connections does (`disconnect`).
+def exchange_endpoints(
+    store: Store, rank: int, size: int, timeout_s: float, local: Endpoint | None
+) -> dict[int, Endpoint]:
+    """Return the endpoints of the ranks that listen; `local` is this rank's own, None if it does
+    not.
     """
-
-    heartbeats = None
-    """Heartbeat thread of `Private`; here members send heartbeats to the store themselves."""
-    watched_here = True
-    relayed = False
-    """True if messages for all ranks are sent once, to a relay."""
-
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float, endpoint: Any) -> None:
-        self.abandoned: str | None = None
-        self.group: ProcessGroup | None
-        self.control: ProcessGroup | None
-        self._store: Store | None = None
-        """Reference that keeps the store alive: torch holds none to a store implemented in
-        Python.
-        """
-        self._connections: list[Connection] = []
-        began_s = time.monotonic()
-        try:
-            self.group, self.control = made_within(
-                timeout_s, lambda: self._connect(store, rank, size, timeout_s, endpoint)
-            )
-        except RuntimeError as error:
-            self.disconnect()
-            within = f"{timeout_s:.3g} s ({time.monotonic() - began_s:.1f} s taken)"
-            action = "making a process group"
-            raise explain_failure(
-                error, action=action, rank=rank, size=size, within=within
-            ) from error
-        released_at_exit(self)
-
-    def _connect(
-        self, store: Store, rank: int, size: int, timeout_s: float, endpoint: Any
-    ) -> tuple[ProcessGroup, ProcessGroup]:
-        device, local = _device(endpoint)
-        prefetching = _PrefetchingStore(store, size)
-        prefetching.set(f"endpoint/{rank}", json.dumps(local))
-        before = {connection.inode for connection in connections()}
-        made = [
-            _gloo(PrefixStore(kind, prefetching), rank, size, timeout_s, device)
-            for kind in ("data", "control")
-        ]
-        others = [other for other in range(size) if other != rank]
-        remote = {tuple(json.loads(prefetching.get(f"endpoint/{other}"))) for other in others}
-        self._store = prefetching
-        self._connections = [
-            connection
-            for connection in connections_between(local, remote)
-            if connection.inode not in before
-        ]
-        return made[0], made[1]
-
-    @property
-    def lives(self) -> bool:
-        """True until `release`."""
-        return self.group is not None
-
-    def disconnect(self) -> None:
-        """Close the connections, which ends every wait of this process and of the others at
-        once.
-        """
-        for connection in self._connections:
-            shut_down(connection)
-
-    def release(self) -> None:
-        """Close the connections and drop the groups, which joins their threads. May be called
-        twice.
-        """
-        self.disconnect()
-        self.group = self.control = None
+    prefetching = _PrefetchingStore(store, size)
+    prefetching.set(f"endpoint/{rank}", json.dumps(local))
+    prefetching.wait([f"endpoint/{rank}"], datetime.timedelta(seconds=timeout_s))
+    values = [json.loads(prefetching.get(f"endpoint/{other}")) for other in range(size)]
+    return {rank: (value[0], value[1]) for rank, value in enumerate(values) if value is not None}
 
 
 def connections_between(local: Endpoint, remote: Set[Endpoint]) -> list[Connection]:
@@ -154,7 +73,8 @@ class _PrefetchingStore(Store):
         return False
 
 
-def _device(address: str) -> tuple[Any, Endpoint]:
+def listening_device(address: str) -> tuple[Any, Endpoint]:
+    """Return a gloo device that listens on an address of this machine, and where."""
     kind: Any = ProcessGroupGloo  # torch has it, its stub not
     with _listening:  # the new one is recognised by what was there before
         for _ in range(_DEVICES_TRIED):
@@ -165,6 +85,18 @@ def _device(address: str) -> tuple[Any, Endpoint]:
                 return device, new.pop()
     text = "times in a row, another thread of this process began to listen at the same time"
     raise RuntimeError(f"{_DEVICES_TRIED} {text}")
+
+
+def gloo_groups(
+    store: Store, rank: int, size: int, timeout_s: float, device: Any
+) -> tuple[Store, ProcessGroup, ProcessGroup]:
+    """Return the gloo groups of data and of control, and the store that must live as long."""
+    prefetching = _PrefetchingStore(store, size)
+    data, control = (
+        _gloo(PrefixStore(kind, prefetching), rank, size, timeout_s, device)
+        for kind in ("data", "control")
+    )
+    return prefetching, data, control
 
 
 def _gloo(store: Store, rank: int, size: int, timeout_s: float, device: Any) -> ProcessGroup:

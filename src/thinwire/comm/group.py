@@ -130,7 +130,9 @@ class Group:
     static_membership = True
     """True if the ranks never change; False if members join and leave."""
     relayed = False
-    """True if messages for all ranks are sent once, to a relay; sums are then gathered."""
+    """True if some ranks reach each other only through a relay; sums are then gathered."""
+    copies = 1
+    """Times that a message for all ranks leaves this one, if `relayed`."""
     node_size = 1
     """Ranks that count as one source: 1 here, see `Nodes`."""
     shards: "Group | None" = None
@@ -308,7 +310,7 @@ class Group:
                 partial(dist.all_gather, to, piece) for to, piece in rows_of(rows, message, limit)
             ]
         held = [out, message]
-        wire = (1 if self.relayed else self.size - 1) * message.numel()
+        wire = (self.copies if self.relayed else self.size - 1) * message.numel()
         return self._launched(
             launches,
             lambda: rows,
@@ -400,8 +402,10 @@ class Group:
         self.bytes_received += buffer.nbytes
         pieces = pieces_of(buffer, piece_bytes(self.timeout_s))
         launches = [partial(dist.all_reduce, piece) for piece in pieces]
-        share = (1 if self.relayed else 2 * (self.size - 1) / self.size) * buffer.nbytes
-        return self._launched(launches, lambda: buffer, action, [buffer], wire_bytes=share)
+        share = self.copies if self.relayed else 2 * (self.size - 1) / self.size
+        return self._launched(
+            launches, lambda: buffer, action, [buffer], wire_bytes=share * buffer.nbytes
+        )
 
     def broadcast_(self, buffer: Tensor, *, action: str, source: int = 0) -> Pending[Tensor]:
         """Launch a broadcast of rank `source`'s `buffer`; only that rank counts its bytes."""

@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, NamedTuple
@@ -69,19 +69,22 @@ class Answer:
 
 
 class RelayEndpoint(NamedTuple):
-    """Address of a relay.
+    """Address of a relay, and of this machine if others reach it there.
 
     Attributes:
-        host: Name or address.
+        host: Name or address of the relay.
         port: Port of the relay, not of the meeting place.
         key: Key that members prove to have; empty without a token.
         tls: TLS context that verifies its certificate; None for an unencrypted connection.
+        own_address: Address of this machine, on which other members reach it; None if they reach it
+            only through the relay.
     """
 
     host: str
     port: int
     key: bytes
     tls: ssl.SSLContext | None = None
+    own_address: str | None = None
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -96,8 +99,10 @@ def hello_mac(key: bytes, nonce: bytes, hello: bytes) -> bytes:
 _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def _connect(endpoint: RelayEndpoint, room: str, rank: int) -> _Streams:
-    """Connect to the relay, as one rank in a room.
+async def _connect(
+    endpoint: RelayEndpoint, room: str, rank: int, direct: Set[int] = frozenset()
+) -> _Streams:
+    """Connect to the relay, as one rank in a room; messages for all are not for `direct`.
 
     Raises:
         Mismatch, PeerLost: The relay refuses the connection, or is no relay.
@@ -117,7 +122,8 @@ async def _connect(endpoint: RelayEndpoint, room: str, rank: int) -> _Streams:
         try:
             writer.write(GREETING)
             nonce = await reader.readexactly(NONCE_BYTES)
-            hello = json.dumps({"room": room, "rank": rank}).encode()
+            fields = {"room": room, "rank": rank, "direct": sorted(direct)}
+            hello = json.dumps(fields, separators=(",", ":")).encode()
             mac = hello_mac(endpoint.key, nonce, hello)
             writer.write(len(hello).to_bytes(2, "little") + hello + mac)
             answer = await reader.readexactly(1)
@@ -185,11 +191,26 @@ class RelayClient:
     A message is kept until its receivers have acknowledged it, and sent again to those that
     reconnect. Messages are accepted only in the order of their numbers, so none is received twice
     or out of order.
+
+    Args:
+        endpoint: The relay.
+        room: Name that the ranks have in common, and no others.
+        rank: This rank.
+        size: Ranks.
+        direct: Ranks that this one reaches without the relay: no messages go to or come from them.
     """
 
-    def __init__(self, endpoint: RelayEndpoint, room: str, rank: int, size: int) -> None:
+    def __init__(
+        self,
+        endpoint: RelayEndpoint,
+        room: str,
+        rank: int,
+        size: int,
+        direct: Set[int] = frozenset(),
+    ) -> None:
         self.endpoint, self._room, self.rank = endpoint, room, rank
-        self.others = frozenset(range(size)) - {rank}
+        self._direct = direct
+        self.others = frozenset(range(size)) - {rank} - direct
         self.changed = threading.Condition()
         self.refusal: ThinwireError | None = None
         self.departed: set[int] = set()
@@ -303,7 +324,7 @@ class RelayClient:
     async def _keep_connected(self) -> None:
         while not self._closing.is_set():
             try:
-                reader, writer = await _connect(self.endpoint, self._room, self.rank)
+                reader, writer = await _connect(self.endpoint, self._room, self.rank, self._direct)
                 await self._run_connection(reader, writer)
             except Mismatch as error:
                 self._refuse(error)

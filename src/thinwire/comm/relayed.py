@@ -1,108 +1,169 @@
-"""Process groups whose messages go through a relay."""
+"""Process group of which some messages go through a relay."""
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, Work
 
-from thinwire.comm.direct import Direct
-from thinwire.comm.relay import Kind, RelayClient, RelayEndpoint
+from thinwire.comm.private import keep_alive
+from thinwire.comm.relay import Kind, RelayClient
 
-__all__ = ["Relayed"]
-
-_JOIN_S = 2.0
+__all__ = ["RelayedGroup"]
 
 
 class _RelayedWork(Work):
-    """Messages that are awaited."""
+    """Messages that are awaited: through the relay, and in exchanges of the ranks that reach each
+    other.
+    """
 
     def __init__(
         self,
         client: RelayClient,
         channel: Kind,
-        sources: Sequence[int],
+        sources: Iterable[int],
+        direct: Sequence[Work],
         store_results: Callable[[Mapping[int, bytearray]], None],
     ) -> None:
         super().__init__()
         self._client, self._channel, self._store_results = client, channel, store_results
         self._expected = {source: client.claim(channel, source) for source in sources}
-        self._done = False
+        self._direct, self._done = direct, False
 
     def is_completed(self) -> bool:
+        if any(work.is_completed() and not work.is_success() for work in self._direct):
+            return True
         with self._client.changed:
-            return self._is_finished()
+            if self._client.failure(self._channel, self._expected) is not None:
+                return True
+            return self._is_here() and all(work.is_completed() for work in self._direct)
 
-    def _is_finished(self) -> bool:
-        request = self._channel, self._expected
-        return self._done or self._client.arrived(*request) or bool(self._client.failure(*request))
+    def _is_here(self) -> bool:
+        return self._done or self._client.arrived(self._channel, self._expected)
+
+    def _raise_failure(self) -> None:
+        error = None if self._done else self._client.failure(self._channel, self._expected)
+        if error is not None:
+            raise error
+
+    def _is_over(self) -> bool:
+        return self._is_here() or bool(self._client.failure(self._channel, self._expected))
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        client, limit_s = self._client, timeout.total_seconds() or None
+        client, limit_s, begun = self._client, timeout.total_seconds() or None, time.monotonic()
         with client.changed:
-            client.changed.wait_for(self._is_finished, limit_s)
-            if not self._done and not client.arrived(self._channel, self._expected):
-                error = client.failure(self._channel, self._expected)
-                raise error or RuntimeError(f"Timed out{client.outage()}")
+            self._raise_failure()
+        for work in self._direct:
+            work.wait(*([] if limit_s is None else [_left(limit_s, begun)]))
+        with client.changed:
+            left_s = None if limit_s is None else _left(limit_s, begun).total_seconds()
+            client.changed.wait_for(self._is_over, left_s)
+            if not self._is_here():
+                self._raise_failure()
+                raise RuntimeError(f"Timed out{client.outage()}")
         if not self._done:
             self._done = True
             self._store_results(client.pop(self._channel, self._expected))
         return True
 
 
-class _RelayedGroup(ProcessGroup):
-    """What `torch.distributed` calls of a process group, for one kind of messages."""
+def _left(limit_s: float, begun: float) -> timedelta:
+    return timedelta(seconds=max(limit_s - (time.monotonic() - begun), 0.001))
 
-    def __init__(self, client: RelayClient, channel: Kind) -> None:
+
+class RelayedGroup(ProcessGroup):
+    """What `torch.distributed` calls of a process group, for one kind of messages.
+
+    Args:
+        client: Connection to the relay, for the ranks that this one does not reach.
+        channel: Kind of the messages.
+        size: Ranks.
+        direct: Process group of the ranks that reach each other, this one among them; None if there
+            is none.
+    """
+
+    def __init__(
+        self, client: RelayClient, channel: Kind, size: int, direct: ProcessGroup | None
+    ) -> None:
         # what a class of Python's may inherit from; torch's stub has another one
-        super().__init__(client.rank, len(client.others) + 1)  # type: ignore[call-arg]
+        super().__init__(client.rank, size)  # type: ignore[call-arg]
         self._client, self._channel, self._own_rank = client, channel, client.rank
+        self._direct = direct
+        self._reached = [] if direct is None else sorted(set(range(size)) - client.others)
+        """Ranks of `direct`."""
 
     def _exchanged(
         self,
         contents: bytes | Mapping[int, bytes],
-        sources: Sequence[int],
+        sources: Iterable[int],
         store_results: Callable[[Mapping[int, bytearray]], None],
+        direct: Sequence[Work] = (),
     ) -> Work:
         if isinstance(contents, bytes) or contents:
             self._client.send(self._channel, contents)
-        return _RelayedWork(self._client, self._channel, sources, store_results)
+        return _RelayedWork(self._client, self._channel, sources, direct, store_results)
 
-    def _gathered(self, own: Tensor, rows: Sequence[Tensor]) -> Work:
+    def _launched(self, launch: Callable[..., Work | None], *tensors: Any, **options: Any) -> Work:
+        """Launch a collective of the ranks that reach each other."""
+        assert self._direct is not None, "has ranks"
+        work = launch(*tensors, **options, group=self._direct, async_op=True)
+        assert work is not None, "asynchronous"
+        keep_alive(self._direct, work, tensors)
+        return work
+
+    def _gathered(
+        self, own: Tensor, rows: Sequence[Tensor], then: Callable[[], None] = lambda: None
+    ) -> Work:
         rows[self._own_rank].copy_(own)
-        others = sorted(self._client.others)
-        return self._exchanged(_bytes_of(own), others, lambda received: _fill(rows, received))
+        direct = []
+        if self._reached:
+            direct = [self._launched(dist.all_gather, [rows[r] for r in self._reached], own)]
+
+        def store(received: Mapping[int, bytearray]) -> None:
+            _fill(rows, received)
+            then()
+
+        return self._exchanged(_bytes_of(own), self._client.others, store, direct)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """See `torch.distributed.ProcessGroup`."""
         return self._gathered(input, output.view(-1, input.numel()).unbind())
 
     _allgather_base = all_gather_single
     """Its name before torch 2.13."""
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """See `torch.distributed.ProcessGroup`."""
         return self._gathered(inputs[0], outputs[0])
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
+        """See `torch.distributed.ProcessGroup`."""
         # torch calls the first of its three forms; the sum is in the order of the ranks
         (total,) = tensors
         rows = [torch.empty_like(total) for _ in range(self.size())]
-        rows[self._own_rank].copy_(total)
 
-        def add(received: Mapping[int, bytearray]) -> None:
-            _fill(rows, received)
+        def add() -> None:
             total.copy_(rows[0])
             for row in rows[1:]:
                 total.add_(row)
 
-        return self._exchanged(_bytes_of(total), sorted(self._client.others), add)
+        return self._gathered(total, rows, add)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
-        source = opts.rootRank
+        """See `torch.distributed.ProcessGroup`."""
+        source, (tensor,) = opts.rootRank, tensors
+        direct = []
+        if source in self._reached:
+            index = self._reached.index(source)
+            direct = [self._launched(dist.broadcast, tensor, group_src=index)]
         if source == self._own_rank:
-            return self._exchanged(_bytes_of(tensors[0]), [], lambda _: None)
+            return self._exchanged(_bytes_of(tensor), [], lambda _: None, direct)
+        if direct:
+            return self._exchanged({}, [], lambda _: None, direct)
         return self.recv(tensors, source, 0)
 
     def alltoall_base(
@@ -113,18 +174,32 @@ class _RelayedGroup(ProcessGroup):
         input_sizes: list[int],
         opts: Any = None,
     ) -> Work:
+        """See `torch.distributed.ProcessGroup`."""
         rows, parts = torch.split(output, output_sizes), torch.split(input, input_sizes)
         rows[self._own_rank].copy_(parts[self._own_rank])
-        others = sorted(self._client.others)
-        contents = {rank: _bytes_of(parts[rank]) for rank in others}
-        return self._exchanged(contents, others, lambda received: _fill(rows, received))
+        direct, taken, received = [], [output_sizes[r] for r in self._reached], output.new_empty(0)
+        if self._reached:
+            received = output.new_empty(sum(taken))
+            given = torch.cat([parts[r] for r in self._reached])
+            sizes = taken, [input_sizes[r] for r in self._reached]
+            direct = [self._launched(dist.all_to_all_single, received, given, *sizes)]
+
+        def store(relayed: Mapping[int, bytearray]) -> None:
+            _fill(rows, relayed)
+            for rank, row in zip(self._reached, torch.split(received, taken), strict=True):
+                rows[rank].copy_(row)
+
+        contents = {rank: _bytes_of(parts[rank]) for rank in self._client.others}
+        return self._exchanged(contents, self._client.others, store, direct)
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]  # this form of two
 
     def send(self, tensors: Any, to: int, tag: int) -> Work:
+        """See `torch.distributed.ProcessGroup`."""
         return self._exchanged({to: _bytes_of(tensors[0])}, [], lambda _: None)
 
     def recv(self, tensors: Any, source: int, tag: int) -> Work:
+        """See `torch.distributed.ProcessGroup`."""
         return self._exchanged({}, [source], lambda received: _fill({source: tensors[0]}, received))
 
 
@@ -140,35 +215,3 @@ def _fill(rows: Mapping[int, Tensor] | Sequence[Tensor], received: Mapping[int, 
             row.zero_()
         elif content:
             row.copy_(torch.frombuffer(content, dtype=row.dtype).view_as(row))
-
-
-class Relayed(Direct):
-    """As `Direct`, of ranks that reach a relay and not each other.
-
-    A relay that is lost is connected with anew until the caller's time is up, and what was on its
-    way is sent again. Sums are gathered, and added in the order of the ranks.
-    """
-
-    relayed = True
-    _client: RelayClient | None = None
-
-    def _connect(
-        self, store: Store, rank: int, size: int, timeout_s: float, endpoint: RelayEndpoint
-    ) -> tuple[ProcessGroup, ProcessGroup]:
-        # torch's store of a run has a prefix and a session, which nobody else has
-        room = getattr(store, "room", "")
-        self._client = client = RelayClient(endpoint, room, rank, size)
-        if not client.wait_for_all(timeout_s):
-            raise client.refusal or RuntimeError(f"Timed out{client.outage()}")
-        return _RelayedGroup(client, Kind.DATA), _RelayedGroup(client, Kind.CONTROL)
-
-    def disconnect(self) -> None:
-        """See `Direct.disconnect`; what was sent before still arrives."""
-        if self._client is not None:
-            self._client.close()
-
-    def release(self) -> None:
-        """See `Direct.release`."""
-        if self._client is not None:
-            self._client.close(_JOIN_S)
-        self.group = self.control = None

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from thinwire.comm.direct import Direct
+from thinwire.comm.member_groups import MemberGroups
 
 __all__ = ["Decision", "Generation", "next_decision", "packed", "unpacked"]
 
@@ -56,7 +56,7 @@ class Generation:
     number: int
     decision: Decision
     rank: int
-    groups: Direct | None = None
+    groups: MemberGroups | None = None
     quorum_base: tuple[str, ...] = field(default=())
     """Members of which more than half must be present for the next generation: `continuing` until
     the first agreement, all members afterwards."""

@@ -88,6 +88,7 @@ class ElasticGroup(Group):
         groups: Any = now.groups  # it has the attributes of a Private that Group uses
         shared: Private | None = groups
         self._shared, self.relayed = shared, groups is not None and groups.relayed
+        self.copies = groups.copies if self.relayed else 1
         key = self.membership.kv.store.key_for("exchange", str(now.number))
         if key is not None:
             self.authenticate(key)

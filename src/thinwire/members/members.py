@@ -106,7 +106,7 @@ class Members:
     def __init__(
         self,
         kv: KeyValueView,
-        endpoint: str | RelayEndpoint,
+        endpoint: RelayEndpoint,
         timeout_s: float,
         site: SingleRank,
         make_membership: Callable[[KeyValueView, str], Membership],
@@ -579,10 +579,12 @@ def join(
         mesh: Mesh of a member that holds its model in shards: (1, shards) with the dimensions
             "replicate" and "shard", over all ranks of this site, which are a job of their own. All
             of them join and leave together.
-        relay: True to exchange everything through the meeting place (`thinwire host --relay`), over
-            outgoing connections only; the same on all members of a run.
-        ca: File with the CA certificate of the relay, or its own certificate, if the host has
-            --cert. Without it the connection to the relay is not encrypted.
+        relay: True if other members cannot reach this one: it opens outgoing connections to the
+            meeting place (`thinwire host --relay`) only. Members with False reach each other
+            directly, and those with True through the relay.
+        ca: File with the CA certificate of the relay, or its own certificate; needed on all members
+            of a run with a relay if the host has --cert. Without it the connection to the relay is
+            not encrypted.
 
     Returns:
         The members, a context manager. If the run has begun, this process is a joiner until it
@@ -591,8 +593,8 @@ def join(
     Raises:
         QuorumLost: Fewer than `min_members` came within the time-out; the error names them.
         ThinwireError: No host answers at the address, no relay answers, or the token differs.
-        Mismatch: The number of shards or `relay` differs from the other members, or the relay's
-            certificate does not verify.
+        Mismatch: The number of shards differs from the other members, or the relay's certificate
+            does not verify.
         TypeError, ValueError: An argument is invalid.
     """
     check.instance("run", run, str)
@@ -610,16 +612,16 @@ def join(
         token = read_token(token_file)
     check.instance("relay", relay, bool)
     tls = None if ca is None else _authority(ca)
-    if tls is not None and not relay:
-        raise ValueError("ca= is for the connection to a relay: give relay=True too, or no ca=")
     limit = datetime.timedelta(seconds=timeout_s)
     site = SingleRank() if mesh is None else Site(mesh, timeout_s)
     kv = KeyValueView.open(partial(connect, address, run, token, limit), host.port, timeout_s)
-    endpoint: str | RelayEndpoint = reached_from(host, timeout_s)
+    own_address = reached_from(host, timeout_s)
+    endpoint = RelayEndpoint(
+        host.host, host.port + 1, relay_key(token), tls, None if relay else own_address
+    )
     if relay:
-        endpoint = RelayEndpoint(host.host, host.port + 1, relay_key(token), tls)
         require_relay(endpoint, timeout_s)
-    facts = {"shards of a site": site.size, "relay": relay}
+    facts = {"shards of a site": site.size}
     kv.call(lambda: require_same(kv.store.under("site"), facts))
     make_membership = partial(
         Membership,

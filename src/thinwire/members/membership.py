@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from thinwire.comm.channel import connect_members
+from thinwire.comm.member_groups import MemberGroups
 from thinwire.comm.private import forget_ended
 from thinwire.comm.relay import RelayEndpoint
 from thinwire.comm.waiting import idle_s, waits
@@ -65,7 +65,7 @@ class Membership:
         kv: KeyValueView,
         own_id: str,
         *,
-        endpoint: str | RelayEndpoint,
+        endpoint: RelayEndpoint,
         min_members: int,
         start_members: int,
         timeout_s: float,
@@ -699,7 +699,7 @@ class Membership:
             limit_s = min(_CONNECT_S, self.timeout_s)
             until = time.monotonic() + limit_s
             try:
-                formed.groups = connect_members(
+                formed.groups = MemberGroups(
                     self.kv.store.under(f"gloo/{number}"),
                     formed.rank,
                     formed.size,

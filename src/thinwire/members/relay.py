@@ -93,10 +93,10 @@ class _Relay:
         name, rank = "", -1
         try:
             async with asyncio.timeout(_HELLO_S):
-                name, rank = await self._admitted(reader, writer)
+                name, rank, direct = await self._admitted(reader, writer)
             room = self._enter(name, rank, writer)
             while True:
-                await self._hand_on(room, rank, reader)
+                await self._hand_on(room, rank, reader, direct)
         except (OSError, EOFError, TimeoutError, ValueError, KeyError, TypeError):
             pass  # it has disconnected, or is no member
         finally:
@@ -106,8 +106,10 @@ class _Relay:
 
     async def _admitted(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> tuple[str, int]:
-        """Return room and rank of a client that has proved that it is a member."""
+    ) -> tuple[str, int, set[int]]:
+        """Return room and rank of a client that has proved that it is a member, and the ranks for
+        which its messages for all are not.
+        """
         if await reader.readexactly(len(GREETING)) != GREETING:
             raise ValueError("no member")
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -125,10 +127,11 @@ class _Relay:
             raise ValueError("full")
         hello_fields = json.loads(hello)
         name, rank = str(hello_fields["room"]), int(hello_fields["rank"])
+        direct = {int(other) for other in hello_fields.get("direct", ())}
         if not 0 <= rank < MOST_CONNECTIONS:
             raise ValueError("no rank")
         writer.write(Answer.OK)
-        return name, rank
+        return name, rank, direct
 
     def _enter(self, name: str, rank: int, writer: asyncio.StreamWriter) -> _Room:
         room = self._rooms[name]
@@ -151,7 +154,9 @@ class _Relay:
         if not room:
             del self._rooms[name]
 
-    async def _hand_on(self, room: _Room, rank: int, reader: asyncio.StreamReader) -> None:
+    async def _hand_on(
+        self, room: _Room, rank: int, reader: asyncio.StreamReader, direct: set[int]
+    ) -> None:
         """Forward one frame to one rank or all, and wait until they have received it."""
         head = await reader.readexactly(HEAD.size)
         length, to, _, kind, *position = HEAD.unpack(head)
@@ -159,7 +164,9 @@ class _Relay:
             raise ValueError("no frame of a member")
         frame = HEAD.pack(length, to, rank, kind, *position) + await reader.readexactly(length)
         recipients = [
-            writer for other, writer in room.items() if other != rank and to in (ALL, other)
+            writer
+            for other, writer in room.items()
+            if other not in (rank, *direct) and to in (ALL, other)
         ]
         for recipient in recipients:
             recipient.write(frame)

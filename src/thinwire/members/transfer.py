@@ -63,8 +63,8 @@ class TransferContext(NamedTuple):
 
     kv: KeyValueView
     """View of the run's store; each thread clones it."""
-    endpoint: str | RelayEndpoint
-    """Address of this machine, or the relay."""
+    endpoint: RelayEndpoint
+    """The relay, and the address of this machine if others reach it there."""
     timeout_s: float
     key: bytes
     """Key of the checksums; empty if the run has no token."""

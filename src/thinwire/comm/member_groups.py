@@ -1,0 +1,154 @@
+"""Process groups of members, which reach each other directly or through a relay."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import ProcessGroup
+
+from thinwire.comm.direct import (
+    connections_between,
+    exchange_endpoints,
+    gloo_groups,
+    listening_device,
+)
+from thinwire.comm.failures import explain_failure
+from thinwire.comm.private import made_within, released_at_exit
+from thinwire.comm.relay import Kind, RelayClient, RelayEndpoint
+from thinwire.comm.relayed import RelayedGroup
+from thinwire.comm.sockets import Connection, Endpoint, connections, shut_down
+
+__all__ = ["MemberGroups"]
+
+_JOIN_S = 2.0
+
+
+class MemberGroups:
+    """Process groups of ranks that met at a store; the counterpart of `Private` for members.
+
+    Ranks that listen reach each other directly. All other pairs go through a relay. A message for
+    all ranks leaves a rank once for the relay, and once for each rank that it reaches. Where a
+    relay takes part, sums are gathered and added in the order of the ranks. A relay that is lost
+    is connected with anew until the caller's time is up, and messages in transit are sent again.
+
+    Attributes:
+        group: Process group of the data; None after `release`.
+        control: Process group of the small messages by which ranks agree.
+        relayed: True if some ranks reach each other only through the relay.
+        copies: Times that a message for all ranks leaves this one, if `relayed`.
+
+    Args:
+        store: Store at which the ranks meet; a fresh prefix.
+        rank: Rank of this process.
+        size: Ranks, at least 2.
+        timeout_s: Time-out of the construction, which is collective.
+        endpoint: The relay, and the address of this machine if it listens.
+
+    Raises:
+        Mismatch: The relay refuses this rank.
+        PeerLost, PeerStalled: One of the ranks died, or did not come within the time-out.
+
+    Source: `ProcessGroupGloo` and `ProcessGroup` in torch/csrc/distributed/c10d. `abort` does not
+    end a wait there; closing its connections does (`disconnect`).
+    """
+
+    heartbeats = None
+    """Heartbeat thread of `Private`; here members send heartbeats to the store themselves."""
+    watched_here = True
+    _client: RelayClient | None = None
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout_s: float, endpoint: RelayEndpoint
+    ) -> None:
+        self.abandoned: str | None = None
+        self.relayed, self.copies = False, size - 1
+        self.group: ProcessGroup | None
+        self.control: ProcessGroup | None
+        self._store: Store | None = None
+        """Reference that keeps the store alive: torch holds none to a store implemented in
+        Python.
+        """
+        self._connections: list[Connection] = []
+        began_s = time.monotonic()
+        try:
+            self.group, self.control = made_within(
+                timeout_s, lambda: self._connect(store, rank, size, timeout_s, endpoint)
+            )
+        except RuntimeError as error:
+            self.disconnect()
+            within = f"{timeout_s:.3g} s ({time.monotonic() - began_s:.1f} s taken)"
+            action = "making a process group"
+            raise explain_failure(
+                error, action=action, rank=rank, size=size, within=within
+            ) from error
+        released_at_exit(self)
+
+    def _connect(
+        self, store: Store, rank: int, size: int, timeout_s: float, endpoint: RelayEndpoint
+    ) -> tuple[ProcessGroup, ProcessGroup]:
+        device, local = None, None
+        if endpoint.own_address is not None:
+            device, local = listening_device(endpoint.own_address)
+        endpoints = exchange_endpoints(store, rank, size, timeout_s, local)
+        reached = endpoints.keys() - {rank} if rank in endpoints else set()
+        made: tuple[ProcessGroup | None, ProcessGroup | None] = None, None
+        if reached:
+            data, control = made = self._connect_directly(store, rank, endpoints, timeout_s, device)
+            if len(endpoints) == size:
+                return data, control
+        self.relayed, self.copies = True, len(reached) + 1
+        # torch's store of a run has a prefix and a session, which nobody else has
+        room = getattr(store, "room", "")
+        self._client = client = RelayClient(endpoint, room, rank, size, reached)
+        if not client.wait_for_all(timeout_s):
+            raise client.refusal or RuntimeError(f"Timed out{client.outage()}")
+        data, control = (
+            RelayedGroup(client, kind, size, group)
+            for kind, group in zip((Kind.DATA, Kind.CONTROL), made, strict=True)
+        )
+        return data, control
+
+    def _connect_directly(
+        self,
+        store: Store,
+        rank: int,
+        endpoints: Mapping[int, Endpoint],
+        timeout_s: float,
+        device: Any,
+    ) -> tuple[ProcessGroup, ProcessGroup]:
+        before = {connection.inode for connection in connections()}
+        ranks, remote = sorted(endpoints), set(endpoints.values()) - {endpoints[rank]}
+        self._store, data, control = gloo_groups(
+            store, ranks.index(rank), len(ranks), timeout_s, device
+        )
+        self._connections = [
+            connection
+            for connection in connections_between(endpoints[rank], remote)
+            if connection.inode not in before
+        ]
+        return data, control
+
+    @property
+    def lives(self) -> bool:
+        """True until `release`."""
+        return self.group is not None
+
+    def disconnect(self) -> None:
+        """Close the connections, which ends every wait of this process and of the others at once.
+        What was sent to the relay before still arrives.
+        """
+        self._disconnect(0.0)
+
+    def _disconnect(self, wait_s: float) -> None:
+        for connection in self._connections:
+            shut_down(connection)
+        if self._client is not None:
+            self._client.close(wait_s)
+
+    def release(self) -> None:
+        """Close the connections and drop the groups, which joins their threads. May be called
+        twice.
+        """
+        self._disconnect(_JOIN_S)
+        self.group = self.control = None
