@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from thinwire.comm.private import keep_alive
+from thinwire.comm.private import forget, keep_alive
 from thinwire.comm.relay import Kind, RelayClient
 
 __all__ = ["RelayedGroup"]
@@ -59,6 +59,7 @@ class _RelayedWork(Work):
             self._raise_failure()
         for work in self._direct:
             work.wait(*([] if limit_s is None else [_left(limit_s, begun)]))
+            forget(work)
         with client.changed:
             left_s = None if limit_s is None else _left(limit_s, begun).total_seconds()
             client.changed.wait_for(self._is_over, left_s)
