@@ -41,8 +41,6 @@ BAD = {
     "--model convolution --text .": "--text brings other data; omit one of them",
     "--model convolution --task mine.py:task": "--task brings other data; omit one of them",
     "--model convolution --size huge": "size='huge'",
-    "--model convolution --strategies dense muon-local": "strategies='muon-local' with model=",
-    "--model convolution --optimizer muon": "optimizer='muon' with model='convolution'",
     "--out /dev/null/report": "/dev/null is a file",
     "--seed -1": "seed=-1",
     "--batch 0": "batch=0",

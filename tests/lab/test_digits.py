@@ -142,6 +142,15 @@ def test_batch_statistics_are_equal_wherever_the_loss_is_taken(
         assert (mine == others) == agreed
 
 
+def test_muon_trains_the_kernels_of_the_net_as_matrices() -> None:
+    model = ConvolutionalNet(ConvolutionSize(4))
+    hidden, rest = Setup("muon").optimizer_of(model).param_groups
+    kernels = {id(p) for p in model.features.parameters() if p.ndim == 4}
+    assert hidden["muon"] and hidden["conv"]
+    assert kernels <= {id(p) for p in hidden["params"]}
+    assert not rest["muon"]
+
+
 @pytest.fixture
 def pooled(ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "run_workers", run_workers_in(ranks))

@@ -124,8 +124,6 @@ class Settings(Training):
         # Muon trains hidden matrices, which any model need not have
         usual = USUAL if model == "transformer" and task is None else USUAL[:-1]
         recipes = choose(usual if strategies is None else strategies)
-        if model == "convolution":
-            _require_no_muon(optimizer, recipes)
         return cls(
             workers=workers,
             link=Link.of(link, up, down, latency),
@@ -208,14 +206,3 @@ def _require_no_data(task: str | None, text: Path | None) -> None:
         f"model='convolution' trains on scanned digits, but {option} brings other data; omit "
         "one of them"
     )
-
-
-def _require_no_muon(optimizer: str, recipes: Sequence[Recipe]) -> None:
-    with_muon = [
-        f"strategies={recipe.name!r}" for recipe in recipes if recipe.optimizer == "muon"
-    ] + (["optimizer='muon'"] if optimizer == "muon" else [])
-    if with_muon:
-        raise ValueError(
-            f"{with_muon[0]} with model='convolution': Muon trains hidden matrices and that "
-            "model has none; omit one of them"
-        )

@@ -121,13 +121,14 @@ def _spread(name: str, inputs: int, layers: int) -> float:
     )
 
 
-def muon_numel(model: nn.Module) -> int:
+def muon_numel(model: nn.Module, *, conv: bool = False) -> int:
     """Count the trainable numbers that Muon would train with `muon_groups`; AdamW has the rest."""
     return sum(
         p.numel()
-        for group in muon_groups(model)
+        for group in muon_groups(model, conv=conv)
         for _, p in group["params"]
-        if group["muon"] and p.requires_grad and p.ndim == 2 and not p.is_complex()
+        if group["muon"] and (p.ndim == 2 or (conv and p.ndim > 2))
+        if p.requires_grad and not p.is_complex()
     )
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from thinwire.comm import Group
 from thinwire.layout.traffic import settled_step
-from thinwire.tools.run.built_in import loss_of, muon_numel
+from thinwire.tools.run.built_in import ConvolutionalNet, loss_of, muon_numel
 from thinwire.tools.run.config import RunConfig, imported
 from thinwire.tools.run.task import Work, called
 
@@ -58,13 +58,17 @@ class Setup:
         if self.optimizer == "sgd":
             return torch.optim.SGD(model.named_parameters(), lr=lr, momentum=MOMENTUM)
         if self.optimizer == "muon":
-            if not muon_numel(model):
+            conv = isinstance(model, ConvolutionalNet)
+            if not muon_numel(model, conv=conv):
                 raise ValueError(
                     "Muon trains hidden matrices and this model has none; omit the strategies "
                     "that use Muon"
                 )
             return tw.optim.Muon(
-                tw.optim.muon_groups(model), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY
+                tw.optim.muon_groups(model, conv=conv),
+                lr=lr,
+                betas=BETAS,
+                weight_decay=WEIGHT_DECAY,
             )
         return torch.optim.AdamW(
             model.named_parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY
