@@ -37,6 +37,26 @@ def test_a_benchmark_runs_and_its_figures_can_be_read(name: str, tmp_path: Path)
     assert all(limit.figure in table for limit in LIMITS if limit.benchmark == name)
 
 
+@pytest.mark.slow
+def test_the_benchmark_of_a_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--minutes", "30"]
+    command += ["--only", "strategies", "steps", "waits", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert all(found[part]["passed"] for part in ("strategies", "steps", "waits"))
+    table = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "table", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert table in done.stdout
+    assert "| thinwire local Muon, 1 bit |" in table
+
+
 def test_every_benchmark_has_its_section_and_every_limit_its_benchmark() -> None:
     assert list(report.SECTIONS) == list(SUITE)
     assert {limit.benchmark for limit in LIMITS} <= set(SUITE)

@@ -259,10 +259,10 @@ def wrong(rank: int, size: int, case: str) -> str:
         ("node_size", "omit node_size"),
         ("clip of an engine", "use local_grad_clip_norm"),
         ("muon of torch", "give thinwire.optim.Muon"),
-        ("group", "leave process_group out"),
+        ("group", "omit process_group"),
         ("clip", "use local_grad_clip_norm"),
         ("nodes, local", "omit node_size"),
-        ("group, local", "leave process_group out"),
+        ("group, local", "omit process_group"),
     ],
 )
 def test_bad_input(ranks: Pool, case: str, text: str) -> None:

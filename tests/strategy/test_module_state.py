@@ -148,7 +148,9 @@ def test_states_without_load_aloud(tmp_path: Path) -> None:
     state = engine.state_dict()
     del state["module_state"]
     other = prepared()
-    with pytest.warns(UserWarning, match="has no _extra_state, 1._extra_state, 3._extra_state: "):
+    with pytest.warns(
+        UserWarning, match="state lacks _extra_state, 1._extra_state, 3._extra_state: "
+    ):
         other.load_state_dict(state)
     assert (other.step, digest(other), other.model[1].calls) == (2, digest(engine), 0)
     engine.save(tmp_path)

@@ -358,13 +358,13 @@ def test_a_state_of_something_else_is_refused_before_anything_changes() -> None:
     engine = make_engine(("dgc",), plain=True)
     before = digest(engine)
     state = make_engine(("gradient_merge",), plain=True).state_dict()
-    with pytest.raises(ValueError, match=r"does not fit: strategy\.dgc was nothing"):
+    with pytest.raises(ValueError, match=r"does not fit this engine: strategy\.dgc was nothing"):
         engine.load_state_dict(state)
     with pytest.raises(
         TypeError, match=r"state must be Mapping, got 3 of type int; .*engine\.state_dict\(\)"
     ):
         engine.load_state_dict(3)
-    with pytest.raises(ValueError, match="missing"):
+    with pytest.raises(ValueError, match="it lacks 'facts'"):
         engine.load_state_dict({"counters": {}})
     other = make_engine(("dgc",), plain=True, blocks=3).state_dict()
     with pytest.raises(ValueError, match="does not fit"):

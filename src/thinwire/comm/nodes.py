@@ -70,7 +70,7 @@ def require_mesh(mesh: Any, **besides: object) -> None:
         if value is not None:
             raise ValueError(
                 f"{name} and mesh were both given: the mesh says who exchanges, each rank its own "
-                f"shards with those that hold the same; leave {name} out"
+                f"shards with those that hold the same; omit {name}"
             )
 
 

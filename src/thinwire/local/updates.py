@@ -723,11 +723,11 @@ def _require_alone(
         if value is not None:
             raise ValueError(
                 f"{name} and members were both given: members form their own group and use the "
-                f"time-out passed to join; leave {name} out"
+                f"time-out passed to join; omit {name}"
             )
     if node_size not in (None, 1):
         raise ValueError(
             f"node_size={node_size} and members were both given: members join and leave "
-            "individually, so each counts on its own; leave node_size out"
+            "individually, so each counts on its own; omit node_size"
         )
     members.require_mesh(mesh)
