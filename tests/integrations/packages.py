@@ -40,4 +40,5 @@ def as_under_torchrun(rank: int, size: int) -> Iterator[None]:
     ):
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", module="thinwire")
+        warnings.filterwarnings("ignore", "low_rank with")  # it is for users
         yield
