@@ -73,7 +73,7 @@ def _corpus(data: str) -> Corpus:
     return read_folder(Path(data)) if data else read_standard_library()
 
 
-def _works(cell: Cell, device: str, folder: Path) -> list[Any]:
+def works_of(cell: Cell, device: str, folder: Path) -> list[Any]:
     """Return the task of each worker; the first one evaluates on all held-out data."""
     if cell.data.partition(":")[0].endswith(".py"):
         where = device_of(device, 0)
@@ -124,10 +124,10 @@ def train(cell: Cell, device: str = "cpu", kept: Path | None = None) -> dict[str
         kept.mkdir(parents=True, exist_ok=True)
         key = json.dumps([asdict(cell), device], sort_keys=True)
         file = kept / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.pt"
-    with tempfile.TemporaryDirectory() as folder, _alone():
-        works = _works(cell, device, Path(folder))
+    with tempfile.TemporaryDirectory() as folder, alone():
+        works = works_of(cell, device, Path(folder))
         try:
-            training = _Training(cell, works)
+            training = Training(cell, works)
             training.run(file)
         except FloatingPointError as error:
             return {"loss": None, "error": str(error)}
@@ -144,7 +144,7 @@ def train(cell: Cell, device: str = "cpu", kept: Path | None = None) -> dict[str
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """Open a process group of one rank, in which tasks evaluate."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -154,10 +154,12 @@ def _alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _Training:
-    """All workers of a cell; in dense training they share one model."""
+class Training:
+    """All workers of a cell; in dense training they share one model. `local` is another config of
+    local updates than that of the cell.
+    """
 
-    def __init__(self, cell: Cell, works: Sequence[Any]) -> None:
+    def __init__(self, cell: Cell, works: Sequence[Any], local: tw.LocalSGD | None = None) -> None:
         self.cell, self.works = cell, works
         self.setup = Setup(cell.optimizer, works[0].loss_fn)
         self.models = [work.model if cell.interval else works[0].model for work in works]
@@ -166,7 +168,8 @@ class _Training:
         self.sync: LocalRanks | None = None
         if cell.interval:
             changes: ChangeConfig | None = tw.Quantized(cell.bits) if cell.bits < 32 else None
-            self.sync = LocalRanks(own, tw.LocalSGD(cell.interval, compression=changes))
+            local = local or tw.LocalSGD(cell.interval, compression=changes)
+            self.sync = LocalRanks(own, local)
         self._holders = [*own, *self.optimizers, *([self.sync] if self.sync else [])]
         device = works[0].device.type
         self._half = torch.autocast(device, torch.bfloat16, device == "cuda")

@@ -24,8 +24,11 @@ OPTIONAL = {
     "members_resume.py": "torchdata",
     "transformers_trainer.py": "transformers",
 }
-# those in `tasks` are for `thinwire compare`, which tests/lab/test_task.py trains them by
-EXAMPLES = sorted(p for p in (ROOT / "examples").rglob("*.py") if p.parent.name != "tasks")
+# those in `tasks` are for `thinwire compare`, which tests/lab/test_task.py trains them by; those in
+# `recipes` are run by tests/test_recipes.py
+EXAMPLES = sorted(
+    p for p in (ROOT / "examples").rglob("*.py") if p.parent.name not in ("tasks", "recipes")
+)
 
 
 def torchrun(script: Path, cwd: Path) -> str:

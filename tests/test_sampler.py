@@ -1,6 +1,7 @@
 """Each sample of an epoch goes to exactly one rank, whoever comes and goes."""
 
 import random
+import warnings
 from collections import Counter
 from itertools import chain
 from typing import Any
@@ -140,6 +141,35 @@ def test_members_share_what_one_that_leaves_has_not_taken(ranks: Pool) -> None:
     assert max(seen.values()) == 1, "no sample twice"
     # three members until the averaging of step 9, two of them until step 15
     assert sorted(map(len, found)) == [18, 30, 30]
+
+
+def overlapping(rank: int, size: int, address: str) -> list[str]:
+    """A member whose sampler was not given the members takes all samples, as all others do."""
+    with tw.join(address, run="test", timeout=TIMEOUT_S, min_members=3) as members:
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        sampler = tw.ShardedSampler(range(90), seed=5 + (members.rank == 2))
+        with (
+            warnings.catch_warnings(record=True) as warned,
+            tw.local_sgd(model, optimizer, tw.LocalSGD(3, 0), members=members) as sync,
+        ):
+            warnings.simplefilter("always")
+            data: Any = range(90)
+            for batch in DataLoader(data, batch_size=2, sampler=sampler):
+                optimizer.zero_grad()
+                model(batch[:, None].expand(-1, 4).float() / 90).square().mean().backward()
+                optimizer.step()
+                if sync.step == 9:
+                    break
+        return [str(each.message) for each in warned]
+
+
+def test_members_that_share_batches_are_noticed(ranks: Pool) -> None:
+    with meeting_place(None) as address:
+        for warned in ranks.run(overlapping, address, size=3, group=False):
+            (message,) = warned
+            assert "changes of ranks 0 and 1 are equal" in message
+            assert "same batches" in message and "ShardedSampler" in message
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -416,3 +416,34 @@ def test_a_model_that_fully_shard_cut(ranks: Pool, name: str) -> None:
         assert losses == expected
         assert equal(ours, plain)
         assert equal(ours, answers[0][0][1])
+
+
+def prepared_by_fsdp_plugin(rank: int, size: int) -> list[str]:
+    """What the FSDP plugin makes of a model, which Accelerate takes on a GPU alone: sharded over
+    all ranks, or as it was where it is sharded already."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with accelerator_for(rank, size) as accelerator:
+        from accelerate.utils import FullyShardedDataParallelPlugin
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, cpu_ram_efficient_loading=False
+        )
+        model, _ = task()
+        model = fsdp2_prepare_model(accelerator, model)
+        texts = []
+        for given in (None, mesh):
+            with pytest.raises(ValueError) as raised:
+                STRATEGIES["localsgd"].prepare(model, adamw(model), mesh=given)
+            texts.append(str(raised.value))
+        model, _ = task()
+        fully_shard(model, mesh=mesh["shard"])
+        assert fsdp2_prepare_model(accelerator, model) is model
+        STRATEGIES["localsgd"].prepare(model, adamw(model), mesh=mesh).close()
+    return texts
+
+
+def test_what_the_fsdp_plugin_shards_is_refused_with_how_to_move(ranks: Pool) -> None:
+    for no_mesh, with_mesh in ranks.run(prepared_by_fsdp_plugin, size=4):
+        assert "fully_shard(model, mesh=mesh['shard']) and pass mesh=mesh" in no_mesh
+        assert "call fully_shard(model, mesh=mesh['shard'])" in with_mesh

@@ -457,11 +457,39 @@ def test_the_recipe_for_local_sgd_alone_averages_as_the_callback_does(
     assert equal(theirs, others)
 
 
+def logged(rank: int, size: int, folder: Path) -> tuple[Any, ...]:
+    from torch.utils.tensorboard import SummaryWriter
+    from transformers.integrations import TensorBoardCallback
+
+    with trainers(rank, size):
+        trainer, callback = trainer_of(STRATEGIES["localsgd"], folder, max_grad_norm=0)
+        written: dict[str, float] = {}
+        writer = SummaryWriter(str(folder / str(rank)))
+        writer.add_scalar = lambda name, value, step: written.update({name: value})
+        trainer.add_callback(TensorBoardCallback(writer))
+        trainer.train()
+        history = [entry for entry in trainer.state.log_history if "loss" in entry]
+        others = [entry for entry in trainer.state.log_history if "loss" not in entry]
+        return history, others, written, callback.engine.stats(), vars(trainer).get("log")
+
+
+def test_the_numbers_are_in_the_logs_of_the_trainer(ranks: Pool, tmp_path: Path) -> None:
+    for history, others, written, stats, left in ranks.run(logged, tmp_path, timeout_s=120):
+        steps = [entry["thinwire/step"] for entry in history]
+        assert steps == list(range(1, len(history) + 1))
+        sent = [entry["thinwire/bytes_sent"] for entry in history]
+        assert sent[0] > 0 and sent == sorted(sent) and sent[-1] <= stats["bytes_sent"]
+        assert not any(name.startswith("thinwire/") for entry in others for name in entry)
+        assert left is None, "the Trainer's own method again"
+        # report_to writes on rank 0 alone
+        assert not written or written["train/thinwire/bytes_sent"] == sent[-1]
+
+
 @pytest.mark.parametrize(
     ("settings", "advice"),
     [
         ({"scaler": "a scaler"}, "fp16=True .* use bf16=True"),
-        ({"kind": "FSDP"}, "FSDP exchanges gradients itself"),
+        ({"kind": "FSDP"}, r"fsdp shards over all ranks .* prepare\(..., mesh=mesh\)"),
         ({"kind": "DEEPSPEED"}, "DEEPSPEED exchanges gradients itself"),
         ({"n_gpu": 2}, "2 GPUs in one process: start one process per GPU with torchrun"),
         ({"is_hyper_param_search": True}, "hyperparameter_search"),

@@ -32,7 +32,7 @@ def told(
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        stats = trained(case, rank * (not same_data), model, ddp, dgc, sgd)
+        stats = trained(case, max(0, rank - same_data), model, ddp, dgc, sgd)
     values = [float(v) for p in model.parameters() for v in p.detach().reshape(-1)]
     return [str(each.message) for each in said], stats, values
 
@@ -83,7 +83,14 @@ def test_a_healthy_run_hears_nothing(case: str, ranks: Pool) -> None:
 def test_ranks_with_the_same_data_hear_it_once_and_go_on(case: str, ranks: Pool) -> None:
     for said, _, _ in ranks.run(told, case, True):
         assert len(said) == 1
-        assert "same batches" in said[0]
+        assert "all ranks are equal" in said[0] and "same batches" in said[0]
+
+
+@pytest.mark.parametrize("case", ["bare", "engine", "local"])
+def test_two_of_three_ranks_with_the_same_data_are_named(case: str, ranks: Pool) -> None:
+    for said, _, _ in ranks.run(told, case, True, size=3):
+        assert len(said) == 1
+        assert "ranks 0 and 1 are equal" in said[0] and "same batches" in said[0]
 
 
 @pytest.mark.parametrize("case", ["bare", "engine", "local"])

@@ -97,6 +97,12 @@ class Answers(Sequence[Report]):
             return list(self._reports)
         return next(list(part.values()) for part in self.by_part() if self._rank in part)
 
+    def ranks_of_my_part(self) -> Iterator[tuple[int, Report]]:
+        """Yield rank and report of the ranks that hold the same part as this one."""
+        part = self._parts[self._rank]
+        of_all = enumerate(zip(self._parts, self._reports, strict=True))
+        return ((rank, report) for rank, (own, report) in of_all if own == part)
+
     def of_my_replica(self, key: str) -> list[Any]:
         """Return the values from the ranks of this rank's replica, in the order of parts.
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -307,10 +308,10 @@ _SAMPLED = 64
 class DuplicateBatchCheck:
     """Duplicate-batch check: compares a digest of each rank's first gradients or changes.
 
-    It warns where the digests are equal twice in a row. Ranks that differed once are not compared
-    again. In a healthy run, that is the first exchange with a nonzero tensor.
+    It warns where two ranks have equal digests twice in a row. Once all ranks have differed, they
+    are not compared again. In a healthy run, that is the first exchange with a nonzero tensor.
 
-    Communication: a few characters in an existing agreement, until ranks have differed.
+    Communication: a few characters in an existing agreement, until all ranks have differed.
     """
 
     def __init__(self, kind: Literal["gradients", "changes"]) -> None:
@@ -353,17 +354,21 @@ class DuplicateBatchCheck:
         """
         # one digest is for one agreement only
         own, self._own = self._own, None
-        digests = [report.get("batch_id") for report in answers.of_my_part()]
-        if own is None or any(digest is None for digest in digests):
+        digests = {rank: report.get("batch_id") for rank, report in answers.ranks_of_my_part()}
+        if own is None or None in digests.values():
             return
+        counts = Counter(digests.values())
+        alike = [rank for rank, digest in digests.items() if counts[digest] > 1]
         # healthy ranks differ at once, and are never compared again
-        self._done = any(digest != own for digest in digests)
+        self._done = not alike
         self._equal_in_a_row += 1
         if self._done or self._equal_in_a_row < _ENOUGH:
             return
         self._done = True
-        self.averaged_before = _in_ddp(set(self._params))
-        warnings.warn(_advice(self._kind, ddp=self.averaged_before), UserWarning, stacklevel=2)
+        whose = "all ranks" if len(alike) == len(digests) else f"ranks {_listed(alike)}"
+        self.averaged_before = len(counts) == 1 and _in_ddp(set(self._params))
+        message = _advice(f"{self._kind} of {whose}", self._kind, ddp=self.averaged_before)
+        warnings.warn(message, UserWarning, stacklevel=2)
 
     def step_exchanged(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that the optimizer made collective calls of its own in `step`.
@@ -395,12 +400,16 @@ def _digest(tensors: Iterable[Tensor]) -> str | None:
     return hashlib.blake2b(joined.cpu().numpy().tobytes(), digest_size=6).hexdigest()
 
 
-def _advice(kind: str, *, ddp: bool) -> str:
-    advice = f"the {kind} of all ranks are equal bit for bit: "
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
+
+
+def _advice(what: str, kind: str, *, ddp: bool) -> str:
+    advice = f"the {what} are equal bit for bit: "
     if not ddp:
         return advice + (
-            "all ranks seem to train on the same batches, or something averages gradients "
-            "earlier. Give every rank its own data, for example with DistributedSampler; "
+            "they seem to train on the same batches, or something averages gradients "
+            "earlier. Give every rank its own data, for example with thinwire.ShardedSampler; "
             "ignore this if equal data are intended"
         )
     advice += (

@@ -2,8 +2,8 @@
 package `transformers`.
 """
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from thinwire.checkpoint import on_all_ranks
 from thinwire.comm import Group
@@ -21,12 +27,13 @@ from thinwire.core.gradients import ClipByGlobalNorm
 from thinwire.errors import CheckpointMismatch, CheckpointMissing, StrategyError
 from thinwire.integrations.per_rank import require_fields, reset_optimizer_
 from thinwire.local.model import bare_optimizer
+from thinwire.logs import log_stats
 from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.engine import Engine
 
 __all__ = ["ThinwireCallback"]
 
-_SHARDED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
+_SHARDED = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 """Distributed types of Accelerate, by name, that exchange gradients in their own way."""
 _INSTEAD = {
     "amp": "bf16=True of TrainingArguments",
@@ -48,8 +55,9 @@ class ThinwireCallback(TrainerCallback):
     The Trainer runs the backward passes, `gradient_accumulation_steps` per update. Then the engine
     of the strategy runs the update: exchange, clipping, optimizer. The DDP wrapper of the Trainer
     averages nothing meanwhile. Rates, schedulers, bf16, evaluation, logs and checkpoints are the
-    Trainer's. `max_grad_norm` limits the global norm of the gradient that the optimizer gets: the
-    mean over the ranks, or under local updates this rank's own gradient. The `grad_norm` in the
+    Trainer's. Each log of the training loss, and so every `report_to`, has the numbers of
+    `log_stats` too. `max_grad_norm` limits the global norm of the gradient that the optimizer gets:
+    the mean over the ranks, or under local updates this rank's own gradient. The `grad_norm` in the
     logs is that of this rank's own gradient before the exchange. If ranks use different parameters
     in a step, set `ddp_find_unused_parameters=True`.
 
@@ -112,8 +120,27 @@ class ThinwireCallback(TrainerCallback):
             hook = model.register_forward_hook(self._observe_loss, with_kwargs=True)
             self._undo.callback(hook.remove)
         self.engine.follow_steps(partial(self._loss, args))
+        for trainer in living(Trainer):
+            if self in trainer.callback_handler.callbacks:
+                self._undo.enter_context(self._logging_in(trainer))
         if resumed:
             self._resume(_folder(args, state), state, loaded)
+
+    @contextmanager
+    def _logging_in(self, trainer: Trainer) -> Iterator[None]:
+        """Add the numbers of the engine to the Trainer's logs of the training loss."""
+        log = trainer.log
+
+        def log_with_numbers(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            if "loss" in logs:
+                log_stats(self.engine, lambda numbers, _: logs.update(numbers))
+            log(logs, *args, **kwargs)
+
+        trainer.log = log_with_numbers
+        try:
+            yield
+        finally:
+            del trainer.log
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -227,7 +254,13 @@ def _require_arguments(args: TrainingArguments, state: TrainerState, wrapper: An
             "fp16=True scales the loss, and single ranks would skip updates: use bf16=True"
         )
     kind = str(getattr(wrapper.accelerator_state.distributed_type, "value", ""))
-    if kind in _SHARDED:
+    if kind == "FSDP":
+        problems.append(
+            "fsdp shards over all ranks and exchanges gradients itself: turn it off and start the "
+            "Trainer with torchrun. A model that needs several devices trains in your own loop: "
+            "fully_shard(model, mesh=mesh['shard']), then prepare(..., mesh=mesh)"
+        )
+    elif kind in _SHARDED:
         problems.append(
             f"{kind} exchanges gradients itself: turn it off and start the Trainer with torchrun, "
             "which then uses DistributedDataParallel"

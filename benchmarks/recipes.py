@@ -1,0 +1,180 @@
+"""Scripts in the manner of public ones, before and after their diff to thinwire.
+
+python -m benchmarks.recipes                    # all, two ranks at 20 Mbit/s; the table
+python -m benchmarks.recipes nanogpt titan      # some of them
+
+Each script of `RECIPES` is examples/recipes/NAME.py, its change NAME.diff. Two ranks train it in
+networks of their own, as `thinwire compare` makes them. The loss is of held-out data after the last
+step; the bytes are what rank 0 has sent, with all headers. Needs root, pyroute2 and the packages of
+the scripts: .venv-integrations/bin/python -m benchmarks.recipes.
+"""
+
+import argparse
+import contextlib
+import difflib
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from thinwire.tools.network.netns import Link, Network, network
+from thinwire.tools.run.launch import environments, signal_group, start
+
+FOLDER = Path(__file__).parent.parent / "examples" / "recipes"
+RESULTS = Path(__file__).parent / "results" / "recipes.json"
+RANKS, TIMEOUT_S = 2, 560.0
+
+
+class Recipe(NamedTuple):
+    """What a script is like, and the package that it needs."""
+
+    title: str
+    package: str | None = None
+
+
+RECIPES = {
+    "nanogpt": Recipe("nanoGPT"),
+    "nanochat": Recipe("nanochat, Muon replaced"),
+    "timm_train": Recipe("timm's train loop", "sklearn"),
+    "titan": Recipe("torchtitan: FSDP2 on a mesh"),
+    "run_clm": Recipe("`run_clm`, Trainer", "transformers"),
+    "run_clm_no_trainer": Recipe("`run_clm`, Accelerate", "transformers"),
+    "lightning_fit": Recipe("Lightning", "lightning"),
+    "fabric_loop": Recipe("Fabric", "lightning"),
+    "peft_lora": Recipe("PEFT (LoRA)", "peft"),
+}
+
+
+def before(name: str) -> str:
+    """Return the text of a script."""
+    return (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+
+
+def after(name: str) -> str:
+    """Return the text of a script with its diff applied; each hunk must fit exactly one place."""
+    text = before(name)
+    diff = (FOLDER / f"{name}.diff").read_text(encoding="utf-8")
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE)[1:]:
+        lines = hunk.splitlines(keepends=True)
+        old, new = (
+            "".join(line[1:] for line in lines if line[0] in signs) for signs in (" -", " +")
+        )
+        if text.count(old) != 1:
+            raise ValueError(f"{name}.diff fits {text.count(old)} places of {name}.py:\n{old}")
+        text = text.replace(old, new)
+    return text
+
+
+def changed_lines(name: str) -> int:
+    """Count changed lines that are not blank: of each place the more of those before and after."""
+    old, new = before(name).splitlines(), after(name).splitlines()
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    return sum(
+        max(sum(bool(line.strip()) for line in part) for part in (old[i1:i2], new[j1:j2]))
+        for kind, i1, i2, j1, j2 in matcher.get_opcodes()
+        if kind != "equal"
+    )
+
+
+def held_out_loss(text: str, net: Network | None = None) -> float:
+    """Train a script on two ranks, and return the loss that rank 0 prints last.
+
+    Args:
+        text: The script.
+        net: The networks that the ranks run in; None for this machine's.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "script.py"
+        script.write_text(text, encoding="utf-8")
+        with _started([sys.executable, str(script)], net, Path(folder)) as ranks:
+            end_s = time.monotonic() + TIMEOUT_S
+            for rank in ranks:
+                rank.wait(timeout=max(0.0, end_s - time.monotonic()))
+        logs = [(Path(folder) / f"{rank}.log").read_text() for rank in range(RANKS)]
+    if any(rank.returncode for rank in ranks):
+        raise RuntimeError("\n".join(logs))
+    return float(re.findall(r"val loss ([\d.]+)", logs[0])[-1])
+
+
+@contextlib.contextmanager
+def _started(
+    command: list[str], net: Network | None, folder: Path
+) -> Iterator[list["subprocess.Popen[bytes]"]]:
+    fds = net.namespace_fds if net else (-1,) * RANKS
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for i, (environment, fd) in enumerate(zip(environments(RANKS, net), fds, strict=True)):
+            paths = [str(FOLDER), *filter(None, [environment.get("PYTHONPATH")])]
+            own = environment | {"PYTHONPATH": ":".join(paths)}
+            with (folder / f"{i}.log").open("wb") as log:
+                ranks.append(start(command, own, fd, log, subprocess.STDOUT))
+        yield ranks
+    finally:
+        for rank in ranks:
+            signal_group(rank.pid, signal.SIGKILL)
+            rank.wait()
+
+
+def measured(name: str, rate: str) -> dict[str, object]:
+    """Return a row of the table."""
+    row: dict[str, object] = {"recipe": name, "changed_lines": changed_lines(name), "link": rate}
+    for when, text in (("before", before(name)), ("after", after(name))):
+        begin_s = time.monotonic()
+        with network(RANKS, Link.parse(rate)) as net:
+            loss = held_out_loss(text, net)
+            row[when] = {
+                "loss": loss,
+                "bytes": net.bytes_sent()[0],
+                "seconds": round(time.monotonic() - begin_s, 1),
+            }
+    return row
+
+
+def table(rows: list[dict[str, object]]) -> list[str]:
+    """Return the table of the documents."""
+    text = [
+        "| in the manner of | changed lines | held-out loss, before and after | sent, before and "
+        "after |",
+        "|---|---|---|---|",
+    ]
+    for name, recipe in RECIPES.items():
+        for row in rows:
+            if row["recipe"] == name:
+                old, new = row["before"], row["after"]
+                cells = [f"[{recipe.title}](../examples/recipes/{name}.diff)"]
+                cells.append(str(row["changed_lines"]))
+                cells.append(f"{old['loss']:.3f}, {new['loss']:.3f}")
+                cells.append(f"{old['bytes'] / 1e6:.1f} MB, {new['bytes'] / 1e6:.2f} MB")
+                text.append("| " + " | ".join(cells) + " |")
+    return text
+
+
+def main() -> None:
+    """Measure, keep the rows, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help=", ".join(RECIPES))
+    parser.add_argument("--link", default="20mbit")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    if unknown := set(given.names).difference(RECIPES):
+        parser.error(f"{', '.join(unknown)}: choose from {', '.join(RECIPES)}")
+    rows = {}
+    if given.results.exists():
+        rows = {row["recipe"]: row for row in json.loads(given.results.read_text())}
+    for name in given.names or RECIPES:
+        rows[name] = measured(name, given.link)
+        print(rows[name], flush=True)
+        given.results.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
+    print("\n".join(table(list(rows.values()))))
+
+
+if __name__ == "__main__":
+    main()
