@@ -40,14 +40,14 @@ class Recipe(NamedTuple):
 
 RECIPES = {
     "nanogpt": Recipe("nanoGPT"),
-    "nanochat": Recipe("nanochat, Muon replaced"),
-    "timm_train": Recipe("timm's train loop", "sklearn"),
-    "titan": Recipe("torchtitan: FSDP2 on a mesh"),
-    "run_clm": Recipe("`run_clm`, Trainer", "transformers"),
-    "run_clm_no_trainer": Recipe("`run_clm`, Accelerate", "transformers"),
-    "lightning_fit": Recipe("Lightning", "lightning"),
+    "nanochat": Recipe("nanochat, its Muon replaced"),
+    "timm_train": Recipe("timm", "sklearn"),
+    "titan": Recipe("torchtitan, FSDP2 with `mesh=`"),
+    "run_clm": Recipe("Transformers' Trainer", "transformers"),
+    "run_clm_no_trainer": Recipe("Accelerate", "transformers"),
+    "lightning_fit": Recipe("Lightning's Trainer", "lightning"),
     "fabric_loop": Recipe("Fabric", "lightning"),
-    "peft_lora": Recipe("PEFT (LoRA)", "peft"),
+    "peft_lora": Recipe("PEFT", "peft"),
 }
 
 
@@ -138,19 +138,14 @@ def measured(name: str, rate: str) -> dict[str, object]:
 
 def table(rows: list[dict[str, object]]) -> list[str]:
     """Return the table of the documents."""
-    text = [
-        "| in the manner of | changed lines | held-out loss, before and after | sent, before and "
-        "after |",
-        "|---|---|---|---|",
-    ]
+    text = ["| recipe | changed lines | loss | MB |", "|---|---|---|---|"]
     for name, recipe in RECIPES.items():
         for row in rows:
             if row["recipe"] == name:
                 old, new = row["before"], row["after"]
-                cells = [f"[{recipe.title}](../examples/recipes/{name}.diff)"]
-                cells.append(str(row["changed_lines"]))
-                cells.append(f"{old['loss']:.3f}, {new['loss']:.3f}")
-                cells.append(f"{old['bytes'] / 1e6:.1f} MB, {new['bytes'] / 1e6:.2f} MB")
+                cells = [f"{recipe.title}, `{name}`", str(row["changed_lines"])]
+                cells.append(f"{old['loss']:.2f}, {new['loss']:.2f}")
+                cells.append(f"{old['bytes'] / 1e6:.1f}, {new['bytes'] / 1e6:.2f}")
                 text.append("| " + " | ".join(cells) + " |")
     return text
 

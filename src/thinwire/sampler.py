@@ -25,7 +25,8 @@ class ShardedSampler(Sampler[int]):
     All ranks draw the same order from the epoch number and the seed, and take samples from it
     round-robin. No sample is repeated or left out. `DistributedSampler` repeats some samples to
     give all ranks equally many; here ranks may differ by one sample, hence by one batch. Train
-    inside `engine.join()`, or give a loader with `drop_last=True` a length that fits.
+    inside `engine.join()`, or give a loader with `drop_last=True` a length that fits. If two ranks
+    have equal batches all the same, their first exchanges notice it and warn.
 
     A new iteration continues where the last one ended, and begins the next epoch after the end of
     one. `state_dict` holds the progress of all ranks together, if each has taken equally many
