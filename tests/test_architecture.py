@@ -55,7 +55,8 @@ MAY_IMPORT = {
     "pipeline": BASE | {"core", "comm"},
     "checkpoint": BASE | {"comm"},
     # each rank's state goes into a file of its own; a strategy inside a framework's loop
-    "integrations": BASE | {"core", "comm", "exchange", "local", "optim", "checkpoint", "strategy"},
+    "integrations": BASE
+    | {"core", "comm", "exchange", "local", "optim", "checkpoint", "strategy", "logs"},
     # the only one that knows two methods at once
     "strategy": METHODS
     | {"comm", "exchange", "local", "members", "optim", "amp", "step", "pipeline", "checkpoint"},

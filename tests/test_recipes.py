@@ -22,7 +22,7 @@ def test_few_lines_change(name: str) -> None:
 
 def trained(name: str) -> None:
     old, new = held_out_loss(before(name)), held_out_loss(after(name))
-    assert old < 0.65 * math.log(CLASSES[name])
+    assert old < math.log(CLASSES[name]) - 0.3, "it has learned"
     # 48 steps, of which local training averages every eighth
     assert new < old + 0.25
 
