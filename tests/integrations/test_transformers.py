@@ -2,11 +2,10 @@
 standard library.
 """
 
-import re
 import shutil
 import sysconfig
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,6 @@ from tests.ranks import Pool
 
 pytestmark = [pytest.mark.integrations, needs("transformers"), pytest.mark.timeout(240)]
 
-ROOT = Path(__file__).parent.parent.parent
 CONTEXT, BATCH, STEPS = 16, 4, 12
 STRATEGIES: dict[str, Any] = {
     "none": tw.DistributedStrategy(),
@@ -433,25 +431,36 @@ def test_a_checkpoint_without_this_state_is_an_error(
     ranks.raise_alike(kind, text, elsewhere, tmp_path, how, timeout_s=120)
 
 
-def recipe(rank: int, size: int, folder: Path) -> Any:
-    """The block of the page, as it stands, in a Trainer without our callback."""
-    page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
-    [code] = re.findall(r"```text\n([^`]*class Averaging.*?)```", page, re.DOTALL)
+def averaging_callback(trainer: Any) -> Any:
+    from transformers import TrainerCallback
+
+    class Averaging(TrainerCallback):
+        def on_train_begin(self, args, state, control, model, optimizer, **others):  # type: ignore
+            self.block = ExitStack()
+            self.block.enter_context(trainer.model_wrapped.no_sync())  # DDP around the model
+            self.block.enter_context(tw.local_sgd(model, optimizer, tw.LocalSGD(k_steps=5)))
+
+        def on_train_end(self, args, state, control, **others):  # type: ignore
+            self.block.close()  # averages once more
+
+    return Averaging()
+
+
+def by_callback(rank: int, size: int, folder: Path) -> Any:
+    """Local updates in a Trainer without our callback."""
     config = tw.DistributedStrategy(localsgd=tw.LocalSGD(k_steps=5))
     with trainers(rank, size):
         trainer, _ = trainer_of(config, folder, max_grad_norm=0)
         trainer.train()
         by_hand, ours = trainer_of(config, folder, max_grad_norm=0)
         by_hand.remove_callback(ours)
-        exec(compile(code, "integrations.md", "exec"), {"trainer": by_hand})
+        by_hand.add_callback(averaging_callback(by_hand))
         by_hand.train()
     return losses(trainer), losses(by_hand), parameters(trainer.model), parameters(by_hand.model)
 
 
-def test_the_recipe_for_local_sgd_alone_averages_as_the_callback_does(
-    ranks: Pool, tmp_path: Path
-) -> None:
-    (first, second, ours, theirs), (*_, others) = ranks.run(recipe, tmp_path, timeout_s=120)
+def test_local_sgd_alone_averages_as_the_callback_does(ranks: Pool, tmp_path: Path) -> None:
+    (first, second, ours, theirs), (*_, others) = ranks.run(by_callback, tmp_path, timeout_s=120)
     assert first == second
     assert equal(ours, theirs)
     assert equal(theirs, others)
