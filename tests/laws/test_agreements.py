@@ -24,17 +24,24 @@ AGREEMENT_BYTES = (24, 40)
 def counted(counts: list[int]) -> Iterator[None]:
     """Add the agreements that are launched inside to `counts[0]`."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    gather = getattr(dist, name)
+    gather, swap = getattr(dist, name), dist.all_to_all_single
 
     def noted(out: Any, message: Any, *args: Any, **options: Any) -> Any:
         counts[0] += message.dtype == torch.uint8 and message.numel() in AGREEMENT_BYTES
         return gather(out, message, *args, **options)
 
+    def noted_at_once(out: Any, copies: Any, *args: Any, **options: Any) -> Any:
+        length = copies.numel() // dist.get_world_size(options["group"])
+        counts[0] += not args and copies.dtype == torch.uint8 and length in AGREEMENT_BYTES
+        return swap(out, copies, *args, **options)
+
     setattr(dist, name, noted)
+    dist.all_to_all_single = noted_at_once
     try:
         yield
     finally:
         setattr(dist, name, gather)
+        dist.all_to_all_single = swap
 
 
 class Net(nn.Module):

@@ -52,6 +52,8 @@ _SLICE_S = 1.0
 """Interval at which a wait checks the clock and lets signals in."""
 _LOG_EVERY_S = 10.0
 _ALONE_S = 1800.0
+_SHORT_BYTES = 1024
+"""Longest control message that goes to all ranks at once."""
 _LONGEST_BYTES = 64 << 20
 _log = logging.getLogger("thinwire")
 _HEAD = struct.Struct("<Q8s8s")
@@ -303,13 +305,18 @@ class Group:
             return Pending(lambda: message.unsqueeze(0))
         out = message.new_empty(self.size * message.numel())
         rows, limit = out.view(self.size, -1), piece_bytes(self.timeout_s)
-        if message.numel() <= limit:
+        held = [out, message]
+        # gloo's gather hands every message on W - 1 times, a round trip each; this needs one
+        at_once = self.size > 2 and not self.relayed and self.device.type == "cpu"
+        if control and at_once and message.numel() <= _SHORT_BYTES:
+            held.append(copies := message.repeat(self.size))
+            launches = [partial(dist.all_to_all_single, out, copies)]
+        elif message.numel() <= limit:
             launches = [partial(all_gather_single, out, message)]
         else:
             launches = [
                 partial(dist.all_gather, to, piece) for to, piece in rows_of(rows, message, limit)
             ]
-        held = [out, message]
         wire = (self.copies if self.relayed else self.size - 1) * message.numel()
         return self._launched(
             launches,
