@@ -120,14 +120,14 @@ def test_no_checkpoint_is_named_that_lacks_what_was_written(
 ) -> None:
     """Another run in the same directory takes it for left behind, and removes it."""
     saved(tmp_path, 1, keep=1)
-    complete = plan.Plan.complete
+    complete = plan.SaveLayout.complete
 
-    def removed(self: plan.Plan, files: dict) -> None:
+    def removed(self: plan.SaveLayout, files: dict) -> None:
         (self.staging / file).unlink()
         complete(self, files)
 
     with monkeypatch.context() as patch:
-        patch.setattr(plan.Plan, "complete", removed)
+        patch.setattr(plan.SaveLayout, "complete", removed)
         with pytest.raises(CheckpointError, match=f"{file}, which has just been written.*another"):
             saved(tmp_path, 2, keep=1)
     assert load(tmp_path, group=GROUP).step == 1

@@ -32,7 +32,7 @@ from thinwire.checkpoint.tensor_file import digest, write_tensors
 from thinwire.checkpoint.tree import encoded, table_entry
 from thinwire.errors import CheckpointError
 
-__all__ = ["Plan", "RankWriter", "Survey", "assign_tensors", "directories_of"]
+__all__ = ["RankWriter", "SaveLayout", "Survey", "assign_tensors", "directories_of"]
 
 Survey = dict[str, Any]
 """Facts that a rank reports to the others before anything is written."""
@@ -145,7 +145,7 @@ def directories_of(neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
     return sorted(list(seen) for seen in {tuple(seen) for seen in neighbours})
 
 
-class Plan:
+class SaveLayout:
     """The same plan on all ranks of a directory. Only the leader of the directory writes by it."""
 
     def __init__(

@@ -23,7 +23,7 @@ from thinwire.checkpoint.manifest import (
     missing_file,
     staging_name,
 )
-from thinwire.checkpoint.plan import Plan, RankWriter, directories_of
+from thinwire.checkpoint.plan import RankWriter, SaveLayout, directories_of
 from thinwire.comm import Group, require_agreement
 from thinwire.errors import CheckpointError
 
@@ -98,7 +98,7 @@ def save(
     finally:
         # tokens can go: each rank knows by now which ranks share its directory
         clean_up(writer.close)
-    plan = Plan(root, group.rank, step, directories_of(seen), surveys, writer.facts)
+    plan = SaveLayout(root, group.rank, step, directories_of(seen), surveys, writer.facts)
     try:
         failed_deletions = on_all_ranks(group, "making room for a checkpoint", plan.make_room)[
             group.rank
@@ -126,7 +126,7 @@ _Older = dict[str, Found]
 """Checkpoints of a directory that were saved before, by the key of the manifest."""
 
 
-def prune(group: Group, plan: Plan, keep: int | None) -> list[str]:
+def prune(group: Group, plan: SaveLayout, keep: int | None) -> list[str]:
     """Delete checkpoints that the new one has made superfluous; all ranks call this. Return the
     failed deletions in words: the new checkpoint is whole, so they are no error.
 
@@ -177,7 +177,7 @@ def _first(problems: Iterable[str | None]) -> str | None:
     return next((problem for problem in problems if problem is not None), None)
 
 
-def _survey_directory(plan: Plan, older: _Older) -> dict[str, Any]:
+def _survey_directory(plan: SaveLayout, older: _Older) -> dict[str, Any]:
     """Return a leader's checkpoints for the others. Fill `older` with them."""
     row: dict[str, Any] = {"leads": plan.leads, "older": {}, "problem": None}
     if not plan.leads:
@@ -195,7 +195,7 @@ def _survey_directory(plan: Plan, older: _Older) -> dict[str, Any]:
     return row
 
 
-def _delete(plan: Plan, superfluous: Iterable[Found]) -> list[str]:
+def _delete(plan: SaveLayout, superfluous: Iterable[Found]) -> list[str]:
     there = found_at(plan.path).manifest
     # this process may have been stopped, and another run may have deleted the new one
     if there is None or there.serial != plan.serial:

@@ -210,7 +210,7 @@ def while_busy(
     Communication: one `Group.gather_bytes` where all end within 5 s of each other, and one more for
     every 5 s (or quarter of the time-out, where that is shorter) in which a rank is still working.
     """
-    work = _Work(act)
+    work = _DaemonCall(act)
     rows = (
         [work.outcome()]
         if group.size == 1 and limit_s is None
@@ -243,7 +243,7 @@ def _kind(error: type[ThinwireError], rows: Sequence[_Answer]) -> type[ThinwireE
     return next((kind for kind in error.__subclasses__() if kinds == {kind.__name__}), error)
 
 
-class _Work:
+class _DaemonCall:
     def __init__(self, act: Callable[[], Any]) -> None:
         self.failure: BaseException | None = None
         self._act = act
@@ -273,7 +273,11 @@ class _Work:
 
 
 def _answers(
-    group: Group, action: str, work: _Work, limit_s: float | None, moved: Callable[[], float] | None
+    group: Group,
+    action: str,
+    work: _DaemonCall,
+    limit_s: float | None,
+    moved: Callable[[], float] | None,
 ) -> list[_Answer]:
     """Return the answers of all ranks after all have ended their work, or one has taken too
     long.

@@ -326,7 +326,7 @@ def orthonormal(columns: Tensor, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
     return found.to(columns.dtype), first | second
 
 
-class _Plan(NamedTuple):
+class _RowChunks(NamedTuple):
     """Positions of the matrices' rows, padded: each matrix begins with its own chunk."""
 
     spread: Tensor
@@ -340,7 +340,7 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _planned(rows: tuple[int, ...], device: torch.device) -> _Plan:
+def _planned(rows: tuple[int, ...], device: torch.device) -> _RowChunks:
     counts = [-(-n // _CHUNK) for n in rows]
     most, every = max(counts), sum(counts)
     chunks = torch.full((len(rows), most), every, device="cpu")
@@ -354,7 +354,7 @@ def _planned(rows: tuple[int, ...], device: torch.device) -> _Plan:
     spread[every_position] = torch.arange(sum(rows), device="cpu")
     matrices = torch.arange(len(rows), device="cpu")
     owners = matrices.repeat_interleave(torch.tensor(counts, device="cpu"))
-    return _Plan(*(tensor.to(device) for tensor in (spread, every_position, owners, chunks)))
+    return _RowChunks(*(tensor.to(device) for tensor in (spread, every_position, owners, chunks)))
 
 
 def _with_zero(values: Tensor) -> Tensor:
@@ -362,7 +362,7 @@ def _with_zero(values: Tensor) -> Tensor:
     return torch.cat([values, values.new_zeros(len(values), 1)], 1)
 
 
-def _orthonormalized(chunks: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
+def _orthonormalized(chunks: Tensor, plan: _RowChunks) -> tuple[Tensor, Tensor]:
     """Make one pass over the chunks of all matrices, shape (r, K, _CHUNK), float64.
 
     Return the result and the columns that are only rounding.

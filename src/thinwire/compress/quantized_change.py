@@ -21,7 +21,7 @@ from thinwire.compress.protocol import (
 from thinwire.core.feedback import divided_
 from thinwire.errors import PayloadCorrupt
 from thinwire.layout.message import WHOLE_BITS, WholeLayout
-from thinwire.layout.shares import Piece, SplitPlan
+from thinwire.layout.shares import Piece, SplitLayout
 from thinwire.layout.traffic import EXCHANGES, chosen_split
 from thinwire.wire.message import decode_whole, pack_whole, unpack_whole
 
@@ -123,7 +123,7 @@ class _Whole(MeanChange):
 
 
 def _by_shares(
-    context: Context, folded: Mapping[str, Tensor], plan: SplitPlan[WholeLayout]
+    context: Context, folded: Mapping[str, Tensor], plan: SplitLayout[WholeLayout]
 ) -> Sending:
     """Send codes to their owners, and the owners' means back to all.
 

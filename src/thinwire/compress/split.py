@@ -18,7 +18,7 @@ from torch import Tensor
 
 from thinwire.core.feedback import sum_sparse, top_k
 from thinwire.layout.message import Layout
-from thinwire.layout.shares import SplitPlan
+from thinwire.layout.shares import SplitLayout
 
 __all__ = ["Sums", "add_up", "joined", "senders", "shares"]
 
@@ -56,7 +56,7 @@ class Sums(NamedTuple):
         return rest
 
 
-def shares(plan: SplitPlan[Layout], parts: Sequence[Entries]) -> list[list[Entries]]:
+def shares(plan: SplitLayout[Layout], parts: Sequence[Entries]) -> list[list[Entries]]:
     """Return the entries that one source sends to every owner, from (indices, values) per tensor.
 
     Returns:
@@ -126,7 +126,7 @@ def senders(parts: Sequence[Entries], dtype: torch.dtype) -> Tensor:
 
 
 def joined(
-    plan: SplitPlan[Layout], slots: int, parts: Sequence[Sequence[Entries]]
+    plan: SplitLayout[Layout], slots: int, parts: Sequence[Sequence[Entries]]
 ) -> list[Entries | None]:
     """Convert entries by owner and piece to entries by tensor, in the tensor's own positions.
 

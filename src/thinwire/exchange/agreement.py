@@ -25,7 +25,7 @@ __all__ = [
     "Drops",
     "Participants",
     "Report",
-    "Verdict",
+    "StepDecision",
     "Vote",
     "verdict_of",
 ]
@@ -320,7 +320,7 @@ _log = logging.getLogger("thinwire")
 _ADDED = ", added to those of other ranks,"
 
 
-class Verdict(Enum):
+class StepDecision(Enum):
     """Common decision of all ranks about a step."""
 
     APPLY = "apply"
@@ -333,7 +333,7 @@ class Verdict(Enum):
     """No rank has a batch left."""
 
 
-def verdict_of(answers: Answers) -> Verdict:
+def verdict_of(answers: Answers) -> StepDecision:
     """Return the decision that follows from the reports.
 
     The keys are `batches` (this rank has a batch), `overflow` (a loss scaler found an overflow),
@@ -341,17 +341,17 @@ def verdict_of(answers: Answers) -> Verdict:
     rank alone, or in the sum over several ranks).
 
     >>> verdict_of(Answers([{"non_finite": "weight"}, {}], (), 0))
-    <Verdict.DROP: 'drop'>
+    <StepDecision.DROP: 'drop'>
     """
     # END first: a rank without a batch has no gradients to judge
     batches = [batch for _, batch in answers.of("batches")]
     if batches and not any(batches):
-        return Verdict.END
+        return StepDecision.END
     # a scaler drops by its own rules, and its overflow also makes gradients infinite
     if any(overflow for _, overflow in answers.of("overflow")):
-        return Verdict.OVERFLOW
+        return StepDecision.OVERFLOW
     found = any(True for key in ("non_finite", "sum_non_finite") for _ in answers.of(key))
-    return Verdict.DROP if found else Verdict.APPLY
+    return StepDecision.DROP if found else StepDecision.APPLY
 
 
 class Drops:

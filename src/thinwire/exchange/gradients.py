@@ -23,7 +23,7 @@ from thinwire.compress.dense import Dense, all_finite
 from thinwire.compress.protocol import Compression, Compressor, Context, Flags, Sending, combined
 from thinwire.core.tensors import narrowed
 from thinwire.errors import PayloadCorrupt, ThinwireError
-from thinwire.exchange.agreement import Answers, Drops, Participants, Verdict, verdict_of
+from thinwire.exchange.agreement import Answers, Drops, Participants, StepDecision, verdict_of
 from thinwire.exchange.checks import Presence
 from thinwire.exchange.nodes import in_nodes, make_common_
 from thinwire.exchange.round import Round
@@ -40,7 +40,7 @@ _NO_OTHERS = Participants()
 class Outcome:
     """Outcome of a step, the same decision on all ranks."""
 
-    verdict: Verdict
+    verdict: StepDecision
     answers: Answers
     """Reports of all ranks in the last agreement."""
     grads: Grads = field(default_factory=dict)
@@ -330,7 +330,7 @@ class GradientExchange(Synchronizer):
         if self.duplicates.averaged_before:
             sizes = (grad.numel() * grad.element_size() for grad in grads.values())
             self.bytes_of_others += sum(sizes)
-        if (verdict := verdict_of(answers)) is not Verdict.APPLY:
+        if (verdict := verdict_of(answers)) is not StepDecision.APPLY:
             return self._dropped(verdict, step, answers)
         # the vote above carried no messages, or some rank's launched messages were wrong
         if early is None or any(True for _ in answers.of("unusable")):
@@ -339,7 +339,7 @@ class GradientExchange(Synchronizer):
             grads = self.presence.completed(grads)  # decides the lengths of messages
             early = self._sent(step, grads)
             answers = self._verified(early, "exchanged", grads, first=False, overflow=overflow)
-            if (verdict := verdict_of(answers)) is not Verdict.APPLY:
+            if (verdict := verdict_of(answers)) is not StepDecision.APPLY:
                 return self._dropped(verdict, step, answers)
         # both votes passed: the caller may change parameters now
         self.drops.applied()
@@ -389,11 +389,11 @@ class GradientExchange(Synchronizer):
                 "restart from the last checkpoint"
             )
 
-    def _dropped(self, verdict: Verdict, step: int, answers: Answers) -> Outcome:
+    def _dropped(self, verdict: StepDecision, step: int, answers: Answers) -> Outcome:
         scaled = any(True for _ in answers.of("overflow"))
-        if verdict is not Verdict.END and scaled:
+        if verdict is not StepDecision.END and scaled:
             self.drops.overflowed()
-        elif verdict is Verdict.DROP:
+        elif verdict is StepDecision.DROP:
             self.require_equal(step)  # damaged state on one rank may be the cause
             self.drops.dropped(step, answers)
         return Outcome(verdict, answers)

@@ -13,7 +13,15 @@ from typing import Generic, NamedTuple, TypeVar
 
 from thinwire.layout.message import Layout, Slot, WholeLayout
 
-__all__ = ["Piece", "SplitPlan", "contiguous", "partition", "split_plan", "strided", "whole_split"]
+__all__ = [
+    "Piece",
+    "SplitLayout",
+    "contiguous",
+    "partition",
+    "split_plan",
+    "strided",
+    "whole_split",
+]
 
 _FIRST_ROOM = 2
 """Capacity of a piece in round one, in multiples of its average number of entries."""
@@ -34,7 +42,7 @@ _Form = TypeVar("_Form", Layout, WholeLayout)
 
 
 @dataclass(frozen=True)
-class SplitPlan(Generic[_Form]):
+class SplitLayout(Generic[_Form]):
     """Owners of pieces and lengths of all messages; the same on all sources."""
 
     pieces: tuple[tuple[Piece, ...], ...]
@@ -60,7 +68,7 @@ class SplitPlan(Generic[_Form]):
 
 
 @lru_cache(maxsize=64)
-def split_plan(layout: Layout, sources: int) -> SplitPlan[Layout]:
+def split_plan(layout: Layout, sources: int) -> SplitLayout[Layout]:
     """Return the plan for messages of this layout.
 
     Args:
@@ -84,7 +92,7 @@ def split_plan(layout: Layout, sources: int) -> SplitPlan[Layout]:
     pieces = partition([slot.numel for slot in layout.slots], sources)
     first = [[_first_room(layout.slots[p.slot], p) for p in row] for row in pieces]
     second = [[_second_room(layout.slots[p.slot], p) for p in row] for row in pieces]
-    return SplitPlan(
+    return SplitLayout(
         tuple(tuple(row) for row in pieces),
         tuple(
             Layout(tuple(slots), layout.value_bits, f";to {owner}")
@@ -135,7 +143,7 @@ def _second_room(slot: Slot, piece: Piece) -> Slot:
 
 
 @lru_cache(maxsize=64)
-def whole_split(layout: WholeLayout, sources: int) -> SplitPlan[WholeLayout] | None:
+def whole_split(layout: WholeLayout, sources: int) -> SplitLayout[WholeLayout] | None:
     """Return the plan for whole tensors; None if there are fewer entries than sources."""
     if sum(layout.numels) < sources:
         return None
@@ -148,7 +156,7 @@ def whole_split(layout: WholeLayout, sources: int) -> SplitPlan[WholeLayout] | N
         )
         for word in ("to", "from")
     )
-    return SplitPlan(pieces, first, second)
+    return SplitLayout(pieces, first, second)
 
 
 def contiguous(sizes: Sequence[int], parts: int) -> list[range]:

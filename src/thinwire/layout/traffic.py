@@ -4,7 +4,7 @@ from functools import lru_cache
 from typing import NamedTuple, overload
 
 from thinwire.layout.message import CHECKSUM_BYTES, Layout, WholeLayout
-from thinwire.layout.shares import SplitPlan, split_plan, whole_split
+from thinwire.layout.shares import SplitLayout, split_plan, whole_split
 
 __all__ = [
     "BUCKETS",
@@ -100,14 +100,14 @@ def messages(layout: Layout | WholeLayout, exchange: str, sources: int) -> Messa
 
 
 @overload
-def chosen_split(exchange: str, layout: Layout, sources: int) -> SplitPlan[Layout] | None: ...
+def chosen_split(exchange: str, layout: Layout, sources: int) -> SplitLayout[Layout] | None: ...
 @overload
 def chosen_split(
     exchange: str, layout: WholeLayout, sources: int
-) -> SplitPlan[WholeLayout] | None: ...
+) -> SplitLayout[WholeLayout] | None: ...
 def chosen_split(
     exchange: str, layout: Layout | WholeLayout, sources: int
-) -> SplitPlan[Layout] | SplitPlan[WholeLayout] | None:
+) -> SplitLayout[Layout] | SplitLayout[WholeLayout] | None:
     """Return the plan by which messages of this layout are split; None if they are gathered.
 
     Args:
@@ -127,8 +127,8 @@ def chosen_split(
 @lru_cache(maxsize=256)
 def _plan(
     exchange: str, layout: Layout | WholeLayout, sources: int
-) -> SplitPlan[Layout] | SplitPlan[WholeLayout] | None:
-    plan: SplitPlan[Layout] | SplitPlan[WholeLayout] | None
+) -> SplitLayout[Layout] | SplitLayout[WholeLayout] | None:
+    plan: SplitLayout[Layout] | SplitLayout[WholeLayout] | None
     whole = isinstance(layout, WholeLayout)
     plan = whole_split(layout, sources) if whole else split_plan(layout, sources)
     if plan is None or exchange == SPLIT:

@@ -29,7 +29,7 @@ _TRANSFER = "passing activations and gradients between stages"
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _Stages:
     source: Parcel | None
     result: Parcel | None
     schedule: Schedule | None
@@ -76,7 +76,7 @@ class PipelineRunner:
             (t.device for t in [*stage.parameters(), *stage.buffers()]), torch.device("cpu")
         )
         self._worker = StageWorker(stage, self._device, dtype, loss_fn)
-        self._plans: OrderedDict[str, _Plan] = OrderedDict()
+        self._plans: OrderedDict[str, _Stages] = OrderedDict()
         self._passed_bytes = 0
         self._broken = False
         self._outcomes: Pending[Tensor] | None = None
@@ -236,7 +236,7 @@ class PipelineRunner:
     def _parameter_kinds(self) -> list[str]:
         return [f"{p.dtype} {p.requires_grad}" for p in self._stage.parameters()]
 
-    def _new_plan(self, inputs: Any, *, backward: bool) -> _Plan:
+    def _new_plan(self, inputs: Any, *, backward: bool) -> _Stages:
         grid = self._grid
         try:
             learned = rehearse(self._worker, inputs, grid.peers, self._device)
@@ -245,14 +245,14 @@ class PipelineRunner:
             raise
         source, result = [None, *learned, None][grid.stage : grid.stage + 2]
         if grid.stages == 1:
-            return _Plan(source, result, None)
+            return _Stages(source, result, None)
         parcels_of = {"source": source, "result": result}
         schedule = Schedule(
             self._worker, self._config, grid, self._device, **parcels_of, backward=backward
         )
-        return _Plan(source, result, schedule)
+        return _Stages(source, result, schedule)
 
-    def _remember(self, key: str, plan: _Plan) -> None:
+    def _remember(self, key: str, plan: _Stages) -> None:
         self._plans[key] = plan
         while len(self._plans) > _KEPT_SCHEDULES:  # each holds memory to receive into
             self._plans.popitem(last=False)

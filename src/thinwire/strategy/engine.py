@@ -28,7 +28,7 @@ from thinwire.core.several import all_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of
 from thinwire.core.stats import numbers
 from thinwire.errors import CheckpointMissing, ThinwireError
-from thinwire.exchange.agreement import Verdict
+from thinwire.exchange.agreement import StepDecision
 from thinwire.local.model import SCALER, refuse_scaler
 from thinwire.local.updates import LocalUpdates
 from thinwire.local.work import require_tokens
@@ -394,7 +394,7 @@ class Engine:
                 joining.idle(self._steps.idle_locally)
             else:
                 batches.has_batch = False
-                while self._steps.idle() is not Verdict.END:
+                while self._steps.idle() is not StepDecision.END:
                     pass
         finally:
             self._steps.joining = None

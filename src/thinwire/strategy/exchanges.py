@@ -20,7 +20,7 @@ from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.several import all_of
 from thinwire.core.sharded import Shards, shard_of, sharded_like
 from thinwire.core.tensors import with_own_storage
-from thinwire.exchange.agreement import Drops, Verdict
+from thinwire.exchange.agreement import Drops, StepDecision
 from thinwire.exchange.checks import SameHyperparameters
 from thinwire.exchange.gradients import GradientExchange, Outcome
 from thinwire.exchange.round import Round
@@ -73,7 +73,7 @@ class Exchange(Protocol):
         """Observe the loss of one microstep."""
         return
 
-    def update(self, step: int, grads: Grads, **how: Any) -> Verdict:
+    def update(self, step: int, grads: Grads, **how: Any) -> StepDecision:
         """Exchange and update. If the update is dropped, return the reason, on all ranks that share
         it.
 
@@ -183,7 +183,7 @@ class MeanThenStep(_EveryStep):
     def launching(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def update(self, step: int, grads: Grads, **how: Any) -> Verdict:
+    def update(self, step: int, grads: Grads, **how: Any) -> StepDecision:
         self.moved = False
         limited = grads if self._limit is None else self._limit(step, grads)
         outcome = self.gradients.exchange(step, limited, **how)
@@ -251,7 +251,7 @@ class ExchangingStep(_EveryStep):
     def launching(self) -> contextlib.AbstractContextManager[None]:
         return self._optimizer.synchronizer.launching()
 
-    def update(self, step: int, grads: Grads, **how: Any) -> Verdict:
+    def update(self, step: int, grads: Grads, **how: Any) -> StepDecision:
         self.moved = False
         optimizer, sync = self._optimizer, self._optimizer.synchronizer
         with optimizer.one_deadline():
@@ -323,7 +323,7 @@ class LocalSteps:
     def observe(self, loss: Tensor) -> None:
         self.sync.observe(loss)
 
-    def update(self, step: int, grads: Grads, **how: Any) -> Verdict:
+    def update(self, step: int, grads: Grads, **how: Any) -> StepDecision:
         self.moved = False
         if self._checks:
             culprit = next(iter(not_finite(grads)), None)
@@ -334,14 +334,14 @@ class LocalSteps:
             self.sync.give_up(self._drops.given_up)
             if culprit is not None:
                 self.sync.skip_step()
-                return Verdict.DROP
+                return StepDecision.DROP
         limited = dict(grads) if self._limit is None else self._limit(self.sync.step, grads)
         made = self.sync.steps_made
         try:
             apply_(self._optimizer, self._params, self._clip(limited, []))
         finally:  # the local step precedes an averaging, which may fail
             self.moved = self.sync.steps_made > made
-        return Verdict.APPLY
+        return StepDecision.APPLY
 
     def skip(self) -> None:
         self.sync.skip_step()

@@ -18,7 +18,7 @@ from thinwire.core.sharded import is_sharded, shard_of, sharded_like
 from thinwire.core.stats import Pace
 from thinwire.core.tensors import with_own_storage
 from thinwire.errors import Mismatch, PeerLost, PeerStalled
-from thinwire.exchange.agreement import Verdict
+from thinwire.exchange.agreement import StepDecision
 from thinwire.local.updates import LocalUpdates
 from thinwire.strategy.engine_checks import Joining
 from thinwire.strategy.exchanges import LocalSteps
@@ -107,7 +107,7 @@ class Microsteps:
         with self.with_advice(), self.parts.group.one_deadline():
             self._add_or_update({}, 1.0, overflow=False)
 
-    def idle(self) -> Verdict:
+    def idle(self) -> StepDecision:
         """Take part in the next update as a rank without a batch, with the gradients merged so
         far.
         """
@@ -126,7 +126,7 @@ class Microsteps:
                 # no backward pass and so no hook here: launch all buckets, as the other ranks do
                 overlap.complete()
             verdict = self._add_or_update({}, 1.0, overflow=False)
-        if verdict is Verdict.END and merge is not None:
+        if verdict is StepDecision.END and merge is not None:
             merge.microsteps = parts.batches.merged
         return verdict
 
@@ -217,7 +217,9 @@ class Microsteps:
             held, 1.0 if scaler is None else scaler.inverse_scale, overflow=overflow
         )
 
-    def _add_or_update(self, held: dict[str, Tensor], factor: float, *, overflow: bool) -> Verdict:
+    def _add_or_update(
+        self, held: dict[str, Tensor], factor: float, *, overflow: bool
+    ) -> StepDecision:
         """Merge the gradients of one microstep, or update from them. A merge keeps its gradients
         until its update is made.
         """
@@ -231,13 +233,13 @@ class Microsteps:
                 for param in map(parts.params.__getitem__, held):
                     assert param.grad is not None
                     param.grad = param.grad * factor
-            return Verdict.APPLY
+            return StepDecision.APPLY
         grads = merge.completed_(held, factor, parts.merge_avg)
         return self.update(grads, overflow=overflow or merge.overflowed)
 
     def update(
         self, grads: dict[str, Tensor], *, overflow: bool, complete: bool = False
-    ) -> Verdict:
+    ) -> StepDecision:
         """Run one update from this rank's unscaled gradients; none if a rank has an overflow.
 
         `complete`: gradients that this rank lacks and another has count as zero, as on ranks
@@ -246,7 +248,7 @@ class Microsteps:
         parts, exchange = self.parts, self.parts.exchange
         if exchange.local:
             self._update_here(grads, overflow=overflow)
-            return Verdict.APPLY
+            return StepDecision.APPLY
         scaler, overlap = parts.scaler, parts.overlap
         how: dict[str, Any] = {
             "overflow": overflow if scaler is not None and scaler.checks else None,
@@ -256,12 +258,12 @@ class Microsteps:
         if overlap is not None and overlap.pending:
             how |= {"unusable": overlap.unusable(grads), "again": True}
         verdict = self._exchanged(grads, **how)
-        if verdict is Verdict.END:
+        if verdict is StepDecision.END:
             return verdict
-        if verdict is Verdict.OVERFLOW:
+        if verdict is StepDecision.OVERFLOW:
             _log.info("step %d was dropped for an overflow", self.step)
         if scaler is not None:
-            scaler.update(verdict is Verdict.OVERFLOW)
+            scaler.update(verdict is StepDecision.OVERFLOW)
         self.forget_merged()
         with state_in_errors(_UPDATE_MADE):
             parts.buffers.copy_()
@@ -305,7 +307,7 @@ class Microsteps:
             warning, self._plan_warning = self._plan_warning, None
             warnings.warn(warning, UserWarning, stacklevel=3)
 
-    def _exchanged(self, grads: dict[str, Tensor], **how: Any) -> Verdict:
+    def _exchanged(self, grads: dict[str, Tensor], **how: Any) -> StepDecision:
         """Run the exchange with its update, and count it."""
         exchange = self.parts.exchange
         try:
@@ -315,7 +317,7 @@ class Microsteps:
                 self.forget_merged()
                 self.step += exchange.local
             raise
-        self.step += verdict is Verdict.APPLY
+        self.step += verdict is StepDecision.APPLY
         return verdict
 
     def forget_merged(self) -> None:

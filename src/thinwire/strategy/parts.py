@@ -27,7 +27,7 @@ from thinwire.strategy.engine_checks import Batches, MovingBuffers
 from thinwire.strategy.exchanges import Exchange
 from thinwire.strategy.fields import Fields
 
-__all__ = ["LossFunction", "Parts", "Plan", "Setup"]
+__all__ = ["LossFunction", "Parts", "Preparation", "Setup"]
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -74,7 +74,7 @@ class Setup:
 
 
 @dataclass(slots=True, kw_only=True)
-class Plan:
+class Preparation:
     """Built before ranks agree; rolled back if they do not."""
 
     stage: nn.Module

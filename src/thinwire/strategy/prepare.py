@@ -65,7 +65,7 @@ from thinwire.strategy.ownership import (
     require_unowned,
     stage_split_of,
 )
-from thinwire.strategy.parts import Parts, Plan, Setup
+from thinwire.strategy.parts import Parts, Preparation, Setup
 from thinwire.strategy.replace import select_optimizers
 from thinwire.strategy.requirements import (
     check_kinds,
@@ -172,7 +172,7 @@ def _copy_from_first(model: nn.Module, group: Group) -> None:
     make_models_equal_(params, buffers, group)
 
 
-def _needs(plan: Plan) -> frozenset[Need]:
+def _needs(plan: Preparation) -> frozenset[Need]:
     """Return the compiled loops that this training calls, without those of local updates."""
     needs = frozenset[Need]()
     for single in all_of(plan.optimizer):
@@ -182,7 +182,7 @@ def _needs(plan: Plan) -> frozenset[Need]:
     return needs
 
 
-def _agreed_plan(setup: Setup) -> Plan:
+def _agreed_plan(setup: Setup) -> Preparation:
     """Return the plan, or raise on all ranks at once: this rank's own error, or one that names the
     failing rank.
     """
@@ -225,7 +225,7 @@ def _agreed_plan(setup: Setup) -> Plan:
     return plan
 
 
-def _planned(setup: Setup) -> Plan:
+def _planned(setup: Setup) -> Preparation:
     strategy, model, optimizer = setup.strategy, setup.model, setup.optimizer
     grad_clip = setup.grad_clip
     require_unowned(model, optimizer)
@@ -286,7 +286,7 @@ def _planned_for(
     compressor: Compression | None,
     restore: Callable[[], None],
     names_of_stages: list[list[str]],
-) -> Plan:
+) -> Preparation:
     strategy, optimizer = setup.strategy, setup.optimizer
     local = strategy.local
     trained = {p for group in optimizer.param_groups for p in group["params"]}
@@ -310,7 +310,7 @@ def _planned_for(
             plan=setup.planned,
             mesh=setup.mesh,
         )
-    return Plan(
+    return Preparation(
         stage=stage,
         optimizer=optimizer,
         params=params,
@@ -323,7 +323,7 @@ def _planned_for(
     )
 
 
-def _assembled(setup: Setup, plan: Plan, handles: list[Any]) -> Engine:
+def _assembled(setup: Setup, plan: Preparation, handles: list[Any]) -> Engine:
     """Put the parts together. Changes the model from here on, by `handles`."""
     strategy, model = setup.strategy, setup.model
     handles += [OwnershipGuard(model, single) for single in all_of(plan.optimizer)]
@@ -429,7 +429,7 @@ def _scaler(setup: Setup) -> LossScaler | None:
 
 
 def _exchange(
-    strategy: Fields, plan: Plan, setup: Setup, clip: Clipping, participants: Participants
+    strategy: Fields, plan: Preparation, setup: Setup, clip: Clipping, participants: Participants
 ) -> Exchange:
     """Return the one of the three exchanges that this engine uses."""
     if plan.sync is not None:
@@ -465,7 +465,7 @@ def _exchange(
     return MeanThenStep(plan.optimizer, plan.params, gradients, clip, compression, limit)
 
 
-def _limit(strategy: Fields, plan: Plan, setup: Setup) -> Limit | None:
+def _limit(strategy: Fields, plan: Preparation, setup: Setup) -> Limit | None:
     """Return the local clip before compression."""
     if strategy.dgc is None or strategy.dgc.local_grad_clip_norm is None:
         return None
@@ -481,7 +481,7 @@ def _limit(strategy: Fields, plan: Plan, setup: Setup) -> Limit | None:
     return limit
 
 
-def _digest(plan: Plan) -> RollingDigest | None:
+def _digest(plan: Preparation) -> RollingDigest | None:
     """Return the digest of this rank's replicas and optimizer; None if nothing is compared."""
     if not plan.digest_every:
         return None

@@ -53,9 +53,9 @@ __all__ = [
     "pack_nonfinite",
     "pack_whole",
     "refused",
-    "sealed",
     "unpack",
     "unpack_whole",
+    "with_checksum",
 ]
 
 WIRE_VERSION = 1
@@ -132,7 +132,7 @@ def pack(
         all_sent.append(sent)
         carried += count
     payload = codes or [torch.zeros(CULPRIT.size, dtype=torch.uint8, device="cpu")]
-    return sealed(layout, step, bucket, payload, carried=carried), all_sent
+    return with_checksum(layout, step, bucket, payload, carried=carried), all_sent
 
 
 def pack_nonfinite(layout: Layout, step: int, bucket: int, culprit: int) -> Tensor:
@@ -152,7 +152,7 @@ def pack_nonfinite(layout: Layout, step: int, bucket: int, culprit: int) -> Tens
     payload = bytearray(layout.nbytes - HEADER_BYTES)
     CULPRIT.pack_into(payload, 0, culprit)
     as_tensor = torch.frombuffer(payload, dtype=torch.uint8)
-    return sealed(layout, step, bucket, [as_tensor], flags=_FLAG_NONFINITE)
+    return with_checksum(layout, step, bucket, [as_tensor], flags=_FLAG_NONFINITE)
 
 
 def unpack(layout: Layout, message: Tensor, *, step: int, bucket: int, source: int) -> Unpacked:
@@ -184,7 +184,7 @@ def refused(refusal: PayloadCorrupt, *, step: int, bucket: int, source: int) -> 
     return PayloadCorrupt(f"{message} was refused and nothing applied: {refusal}")
 
 
-def sealed(
+def with_checksum(
     form: Form, step: int, bucket: int, payload: list[Tensor], *, flags: int = 0, carried: int = 0
 ) -> Tensor:
     """Return the header with its checksum, followed by the payload, on the payload's device.
@@ -331,7 +331,7 @@ def pack_whole(layout: WholeLayout, step: int, bucket: int, tensors: Sequence[Te
             f"tensors have the shapes {shapes}; the layout has one dimension each, of "
             f"{layout.numels}"
         )
-    return sealed(
+    return with_checksum(
         layout, step, bucket, [_encoded_whole(tensor, layout.value_bits) for tensor in tensors]
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 from thinwire.layout.message import HEADER_BYTES, Layout, WholeLayout, factor_numels
 from thinwire.layout.traffic import BUCKETS, messages, travels_checksummed
 from thinwire.tools.planning.network import Network
-from thinwire.tools.planning.work import Work, matrices
+from thinwire.tools.planning.work import Workload, matrices
 
 _PASS_S = {False: 0.8e-9, True: 3e-12}
 """Seconds to read and write a number once, on a core and on a GPU."""
@@ -46,7 +46,7 @@ class _Bucket:
     bytes: float
 
 
-def cost_of(document: Mapping[str, Any], hook: str, work: Work, network: Network) -> Cost:
+def cost_of(document: Mapping[str, Any], hook: str, work: Workload, network: Network) -> Cost:
     """Return the cost of a strategy."""
     if "localsgd" in document:
         return _local(document["localsgd"], work, network)
@@ -62,7 +62,7 @@ def cost_of(document: Mapping[str, Any], hook: str, work: Work, network: Network
 
 
 def _overlapped(
-    work: Work, buckets: Sequence[_Bucket], after_s: float, state_bytes: int, sent: float = 0.0
+    work: Workload, buckets: Sequence[_Bucket], after_s: float, state_bytes: int, sent: float = 0.0
 ) -> Cost:
     """Return the cost of a step whose buckets share one wire with the backward pass.
 
@@ -85,11 +85,11 @@ def _ring_bytes(network: Network, nbytes: float) -> float:
     return 2 * (network.ranks - 1) / network.ranks * nbytes
 
 
-def _passes(work: Work, numel: float, count: float) -> float:
+def _passes(work: Workload, numel: float, count: float) -> float:
     return numel * count * _PASS_S[work.cuda]
 
 
-def _reduced(work: Work, network: Network, *, width: float, passes: float) -> Cost:
+def _reduced(work: Workload, network: Network, *, width: float, passes: float) -> Cost:
     """Return the cost under DDP: one all-reduce per bucket, `width` bytes a number, at the better
     bucket size.
     """
@@ -106,7 +106,7 @@ def _reduced(work: Work, network: Network, *, width: float, passes: float) -> Co
     return min(costs, key=lambda cost: cost.step_s)
 
 
-def _powersgd(work: Work, network: Network) -> Cost:
+def _powersgd(work: Workload, network: Network) -> Cost:
     """Return the cost of torch's PowerSGD hook, rank 2: one bucket, so after the backward pass."""
     rank, left, right, rest, kept = 2, 0, 0, 0, 0
     for shape in work.shapes:
@@ -123,7 +123,7 @@ def _powersgd(work: Work, network: Network) -> Cost:
     return _overlapped(work, [bucket], 0.0, 4 * (kept + right))
 
 
-def _low_rank(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
+def _low_rank(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
     rank, least = own.get("rank", 2), own.get("min_numel", 16384)
     buckets, kept, rest, all_right = [], 0, 0, 0
     for ready_s, shapes in work.buckets(*BUCKETS["low_rank"]):
@@ -145,7 +145,7 @@ def _low_rank(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
     return _overlapped(work, [*buckets, *rest_of_it], right_s + after_s, 4 * kept, _VOTE_BYTES)
 
 
-def _dgc(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
+def _dgc(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
     sparsity, bits = own.get("sparsity", 0.999), own.get("value_bits", 32)
     if not isinstance(sparsity, float):
         sparsity = sparsity[-1]
@@ -239,7 +239,7 @@ def _dealt(layout: Layout | WholeLayout, exchange: str, ranks: int) -> _Dealt:
 
 
 def _end_of_step(
-    dense_bytes: float, work: Work, network: Network, node: Network | None, sources: Network
+    dense_bytes: float, work: Workload, network: Network, node: Network | None, sources: Network
 ) -> tuple[list[_Bucket], float]:
     """Return the cost of dense tensors after the backward pass, and seconds of the vote."""
     if network.ranks == 1:
@@ -265,7 +265,7 @@ def _vote_s(network: Network) -> float:
     return network.all_gather_s(_VOTE_BYTES)
 
 
-def _local(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
+def _local(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
     """Return the cost of local steps with one averaging, hidden by `delay` steps."""
     k, fragments, delay = own["k_steps"], own.get("fragments", 1), own.get("delay", 0)
     compression = own.get("compression") or {}
@@ -294,7 +294,7 @@ class MemberExchange:
 
 
 def member_exchanges(
-    own: Mapping[str, Any], work: Work, network: Network
+    own: Mapping[str, Any], work: Workload, network: Network
 ) -> dict[str, MemberExchange]:
     """Return the ways in which members (`tw.join`) can exchange a fragment under local updates.
 
@@ -330,7 +330,7 @@ def member_exchanges(
 
 
 def _exchanged(
-    compression: Mapping[str, Any], work: Work, network: Network, exchange: str | None = None
+    compression: Mapping[str, Any], work: Workload, network: Network, exchange: str | None = None
 ) -> _Dealt | None:
     """Return a rank's part in the exchange of a change, by the way of its compression unless
     given; None if changes are summed densely or as two factors.
@@ -348,7 +348,7 @@ def _exchanged(
 
 
 def _change(
-    compression: Mapping[str, Any], work: Work, network: Network, fragments: int, idle_s: float
+    compression: Mapping[str, Any], work: Workload, network: Network, fragments: int, idle_s: float
 ) -> tuple[float, float, int, int]:
     """Return seconds per fragment, bytes of a change, passes over it, and words kept per number."""
     dealt = _exchanged(compression, work, network)
@@ -370,7 +370,9 @@ _NEAR = 1.2
 """Ratio of sizes below which a straight line between them is accurate enough."""
 
 
-def cost_by_number(document: Mapping[str, Any], hook: str, work: Work, network: Network) -> Cost:
+def cost_by_number(
+    document: Mapping[str, Any], hook: str, work: Workload, network: Network
+) -> Cost:
     """Return the cost for assumed shapes; seconds never fall as the number of parameters grows."""
     step_s = [cost_of(document, hook, sized, network).step_s for sized in _works(work)]
     return replace(
@@ -412,5 +414,5 @@ def _sizes(numel: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4)
-def _works(work: Work) -> tuple[Work, ...]:
+def _works(work: Workload) -> tuple[Workload, ...]:
     return tuple(replace(work, numel=numel, shapes=matrices(numel)) for numel in _sizes(work.numel))

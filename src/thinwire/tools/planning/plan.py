@@ -19,7 +19,7 @@ from thinwire.tools.planning.methods import (
     member_exchanges,
 )
 from thinwire.tools.planning.network import Network
-from thinwire.tools.planning.work import Probe, Work, matrices, work_of
+from thinwire.tools.planning.work import Probe, Workload, matrices, work_of
 from thinwire.tools.report.page import bytes_text
 from thinwire.tools.run.config import OPTIMIZERS, Recipe, require_one_of, require_task
 
@@ -306,7 +306,7 @@ def _assumed_network(workers: int, rates: Mapping[str, str | None], latency: str
     return Network(sending, line.latency_s, workers, down_bit_s=line.down_bit_s or sending)
 
 
-def _assumed_work(params: int | str | None, step_seconds: float | None, device: str) -> Work:
+def _assumed_work(params: int | str | None, step_seconds: float | None, device: str) -> Workload:
     if params is None or step_seconds is None:
         missing = "params" if params is None else "step_seconds"
         raise ValueError(
@@ -315,10 +315,10 @@ def _assumed_work(params: int | str | None, step_seconds: float | None, device: 
         )
     require_one_of("device", device, ("cpu", "cuda"))
     numel = _parsed_params(params)
-    return Work(numel, matrices(numel), float(step_seconds), device == "cuda", assumed=True)
+    return Workload(numel, matrices(numel), float(step_seconds), device == "cuda", assumed=True)
 
 
-def _of_task(task: str, step_seconds: float | None, device: str | None, workers: int) -> Work:
+def _of_task(task: str, step_seconds: float | None, device: str | None, workers: int) -> Workload:
     """Return a task's shapes and step; the step is measured here unless given."""
     require_task(task)
     if device is not None:
@@ -332,7 +332,7 @@ def _of_task(task: str, step_seconds: float | None, device: str | None, workers:
         found = model_of(task)
     except TaskError as error:
         raise ValueError(str(error)) from error
-    return Work(
+    return Workload(
         found["parameters"],
         tuple(map(tuple, found["shapes"])),
         float(step_seconds),
@@ -368,7 +368,7 @@ def _row(
     name: str,
     recipe: Recipe,
     document: Mapping[str, Any] | None,
-    work: Work,
+    work: Workload,
     network: Network,
     dense_s: float,
 ) -> Row:
@@ -395,11 +395,11 @@ def _row(
     )
 
 
-def _cost(document: Mapping[str, Any], hook: str, work: Work, network: Network) -> Cost:
+def _cost(document: Mapping[str, Any], hook: str, work: Workload, network: Network) -> Cost:
     return (cost_by_number if work.assumed else cost_of)(document, hook, work, network)
 
 
-def _interval(cost: Cost, work: Work) -> tuple[float, float, float]:
+def _interval(cost: Cost, work: Workload) -> tuple[float, float, float]:
     """Return low, mid and high seconds: compute within 10 %, the rest within 20 %."""
     on_top = cost.step_s - work.step_s
     doubt = _DOUBT * work.step_s + _DOUBT_ON_TOP * on_top

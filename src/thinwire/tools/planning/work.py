@@ -18,7 +18,7 @@ _FORWARD_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """Compute of one rank between two exchanges.
 
     Attributes:
@@ -46,7 +46,7 @@ class Work:
     width: float = 4.0
     assumed: bool = False
 
-    def by(self, optimizer: str | None) -> "Work":
+    def by(self, optimizer: str | None) -> "Workload":
         """Return the work with the optimizer of a strategy; None is the task's own."""
         if optimizer != "muon" or self.muon_s is None:
             return self
@@ -111,7 +111,7 @@ class Probe:
     """
 
     network: Network
-    work: Work
+    work: Workload
     task: str | None
 
     @classmethod
@@ -175,10 +175,10 @@ def _node(found: Mapping[str, Any]) -> Network | None:
     return Network(8 * min(rates) / FRAMES, latency_s, node_size) if rates else None
 
 
-def work_of(found: Mapping[str, Any]) -> Work:
+def work_of(found: Mapping[str, Any]) -> Workload:
     """Return the work of a rank from a measured step; see `thinwire.tools.run.compute`."""
     shapes = tuple(tuple(shape) for shape in found["shapes"])
-    return Work(
+    return Workload(
         found["parameters"],
         shapes,
         found["step_s"],

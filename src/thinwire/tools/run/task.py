@@ -28,7 +28,7 @@ class TaskError(ThinwireError):
     """A user's task cannot be trained; the message says what to change."""
 
 
-def work_of(config: RunConfig) -> "Work":
+def work_of(config: RunConfig) -> "Workload":
     """Return the task of a run on this rank; collective over all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     device = device_of(config.device, rank)
@@ -238,7 +238,7 @@ class OwnTask:
         return TaskError(f"task={self.word!r}: {problem}")
 
 
-Work = NextByte | Digits | OwnTask
+Workload = NextByte | Digits | OwnTask
 """One task on one rank."""
 
 

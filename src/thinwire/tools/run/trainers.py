@@ -16,7 +16,7 @@ from thinwire.comm import Group
 from thinwire.layout.traffic import settled_step
 from thinwire.tools.run.built_in import ConvolutionalNet, loss_of, muon_numel
 from thinwire.tools.run.config import RunConfig, imported
-from thinwire.tools.run.task import Work, called
+from thinwire.tools.run.task import Workload, called
 
 # buckets leave while backward goes on; one bucket of everything would wait for its end
 _BUCKET_CAP_MB = 4
@@ -44,7 +44,7 @@ class Setup:
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
 
     @classmethod
-    def of(cls, config: RunConfig, work: Work) -> Self:
+    def of(cls, config: RunConfig, work: Workload) -> Self:
         """Return the setup of a run; the strategy's optimizer takes precedence over the task's."""
         own = config.recipe.optimizer
         if own is not None:

@@ -18,7 +18,7 @@ from thinwire.errors import Mismatch, NonFinite, ThinwireError
 from thinwire.tools.network.netns import interface_bytes
 from thinwire.tools.run.config import OPTIMIZERS, RunConfig
 from thinwire.tools.run.launch import Events
-from thinwire.tools.run.task import Work, untouched, work_of
+from thinwire.tools.run.task import Workload, untouched, work_of
 from thinwire.tools.run.trainers import Setup, bare_step, build_trainer, gradient_bytes
 
 _WARM_UP_SHARE, _LAST_FACTOR = 0.1, 0.1
@@ -122,7 +122,7 @@ def _short(key: str, value: Any) -> Any:
     return value
 
 
-def rehearse(config: RunConfig, work: Work) -> None:
+def rehearse(config: RunConfig, work: Workload) -> None:
     """Train a copy of the model until every part of the strategy was used; collective over ranks.
 
     The model and torch's random numbers are afterwards as they were.
@@ -180,7 +180,7 @@ _LR = 1e-4
 class BareStep:
     """Timed steps without an exchange, on a copy of the model."""
 
-    def __init__(self, setup: Setup, work: Work) -> None:
+    def __init__(self, setup: Setup, work: Workload) -> None:
         self.setup, self.work, self.model = setup, work, copy.deepcopy(work.model)
         self.optimizer = setup.optimizer_of(self.model, lr=_LR)
         self.batch = work.some_batch(seed=0)
