@@ -365,9 +365,9 @@ class DuplicateBatchCheck:
         if self._done or self._equal_in_a_row < _ENOUGH:
             return
         self._done = True
-        whose = "all ranks" if len(alike) == len(digests) else f"ranks {_listed(alike)}"
+        ranks = "all ranks" if len(alike) == len(digests) else f"ranks {_listed(alike)}"
         self.averaged_before = len(counts) == 1 and _in_ddp(set(self._params))
-        message = _advice(f"{self._kind} of {whose}", self._kind, ddp=self.averaged_before)
+        message = _advice(f"{self._kind} of {ranks}", self._kind, ddp=self.averaged_before)
         warnings.warn(message, UserWarning, stacklevel=2)
 
     def step_exchanged(self, optimizer: torch.optim.Optimizer) -> None:
@@ -404,8 +404,8 @@ def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
 
 
-def _advice(what: str, kind: str, *, ddp: bool) -> str:
-    advice = f"the {what} are equal bit for bit: "
+def _advice(subject: str, kind: str, *, ddp: bool) -> str:
+    advice = f"the {subject} are equal bit for bit: "
     if not ddp:
         return advice + (
             "they seem to train on the same batches, or something averages gradients "
