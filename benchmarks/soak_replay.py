@@ -17,8 +17,9 @@ from torch.distributed import HashStore
 
 from benchmarks.soak_member import CONFIGS, Trainee, digest
 from thinwire.comm import Group
-from thinwire.comm.direct import Direct
 from thinwire.comm.group import Rate
+from thinwire.comm.member_groups import MemberGroups
+from thinwire.comm.relay import RelayEndpoint
 from thinwire.compress import compression_of
 from thinwire.compress.figures import loops_of
 from thinwire.core.outer import OuterRule
@@ -176,16 +177,16 @@ def replay(trace: Trace) -> Replayed:
     members = _founders(trace)
     found: dict[int, str] = {}
     ids: Sequence[str] = ()
-    directs: list[Direct] = []
+    connected: list[MemberGroups] = []
     with ThreadPoolExecutor(16) as threads:
         for step, now in trace.averagings.items():
             if list(now) != list(ids):
                 _entered(trace, members, ids, now)
-                for direct in directs:
-                    direct.release()
-                ids, directs = now, _connected(len(now), threads)
+                for groups in connected:
+                    groups.release()
+                ids, connected = now, _connected(len(now), threads)
                 for rank, number in enumerate(now):
-                    members[number].group.bind(directs[rank], rank, len(now))
+                    members[number].group.bind(connected[rank], rank, len(now))
             for number in now:
                 members[number].train(step)
             arrived = list(threads.map(lambda number: members[number].exchanged(), now))
@@ -197,8 +198,8 @@ def replay(trace: Trace) -> Replayed:
             found[step] = digest(first.averaging, first.trainee.net)
             if len(found) > len(trace.averagings) - _LAST:
                 losses.append(first.trainee.held_out_loss(_HELD_OUT))
-    for direct in directs:
-        direct.release()
+    for groups in connected:
+        groups.release()
     return Replayed(found, sum(losses) / len(losses))
 
 
@@ -234,10 +235,11 @@ def _entered(
             members[number] = joiner
 
 
-def _connected(size: int, threads: ThreadPoolExecutor) -> list[Direct]:
+def _connected(size: int, threads: ThreadPoolExecutor) -> list[MemberGroups]:
     store = HashStore()
+    no_relay = RelayEndpoint("", 0, b"", own_address="127.0.0.1")
 
-    def make(rank: int) -> Direct:
-        return Direct(store, rank, size, _TIMEOUT_S, "127.0.0.1")
+    def make(rank: int) -> MemberGroups:
+        return MemberGroups(store, rank, size, _TIMEOUT_S, no_relay)
 
     return list(threads.map(make, range(size)))
