@@ -187,8 +187,8 @@ def test_every_setting_is_predicted_from_the_others() -> None:
 def test_numbers_of_parameters_and_of_steps() -> None:
     for size in ("0.14M", "0.87M"):
         model: nn.Module = ByteTransformer(SIZES[size])
-        assert law._numel(size) == sum(p.numel() for p in model.parameters())
-    assert [round(law._numel(size) / 1e6, 2 if size < "0.1" else 1) for size in SIZES] == [
+        assert law.numel_of(size) == sum(p.numel() for p in model.parameters())
+    assert [round(law.numel_of(size) / 1e6, 2 if size < "0.1" else 1) for size in SIZES] == [
         0.05,
         0.1,
         0.4,

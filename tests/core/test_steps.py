@@ -90,6 +90,46 @@ def assert_same_bits(a, b):
     assert torch.equal(a.view(kind), b.view(kind))
 
 
+def assert_lamb(lists, moved, ratios, decay, trust):
+    """The third step at rate 0.1, with betas 0.9 and 0.99 and eps 1e-6."""
+    for i, (p, g, m, v) in enumerate(zip(*lists, strict=True)):
+        mean, square = m * 0.9 + g * (1 - 0.9), v * 0.99 + g * g * (1 - 0.99)
+        r = (mean * (1 / (1 - 0.9**3))) / (
+            exact_root(square * (1 / (1 - 0.99**3))) + 1e-6
+        ) + decay * p
+        assert_same_bits(moved[1][i], g)
+        assert_same_bits(moved[2][i], mean)
+        assert_same_bits(moved[3][i], square)
+        assert_one_rounding_apart(ratios[i], ratio_by_hand(p, r, low=trust.low, high=trust.high))
+        assert_same_bits(moved[0][i], p - (0.1 * ratios[i]) * r)
+
+
+def assert_lars(lists, moved, ratios, momentum, decay, eps):
+    """A step at rate 0.1, with momentum 0.9 and trust coefficient 0.02."""
+    for i, (p, g, b) in enumerate(zip(*lists, strict=True)):
+        expected = ratio_by_hand(p, g, decay, eps, 0.02) if decay else 1.0
+        assert_one_rounding_apart(ratios[i], expected)
+        step = (0.1 * ratios[i]) * (g + decay * p)
+        velocity = b if momentum == "none" else b * 0.9 + step
+        change = {"none": step, "plain": velocity, "nesterov": step + 0.9 * velocity}[momentum]
+        assert_same_bits(moved[0][i], p - change)
+        assert_same_bits(moved[1][i], g)
+        assert_same_bits(moved[2][i], velocity)
+
+
+def assert_outer(lists, moved, rule):
+    for i, (s, c, b) in enumerate(zip(*lists, strict=True)):
+        velocity = b * rule.momentum + c if rule.momentum else b
+        step = (
+            {False: velocity, True: c + rule.momentum * velocity}[rule.nesterov]
+            if rule.momentum
+            else c
+        )
+        assert_same_bits(moved[0][i], s - rule.lr * step)
+        assert_same_bits(moved[1][i], c)
+        assert_same_bits(moved[2][i], velocity)
+
+
 @pytest.fixture
 def on_threads(monkeypatch):
     def set_way(count, kept_bytes):
@@ -129,16 +169,7 @@ def test_lamb(kind, dtype, decay, trust, on_threads):
     assert_the_way_changes_nothing(on_threads, lambda *each: numba_steps.lamb_(*each, rule), lists)
     moved = clones(lists)
     ratios = numba_steps.lamb_(*moved, rule)
-    for i, (p, g, m, v) in enumerate(zip(*lists, strict=True)):
-        mean, square = m * 0.9 + g * (1 - 0.9), v * 0.99 + g * g * (1 - 0.99)
-        r = (mean * (1 / (1 - 0.9**3))) / (
-            exact_root(square * (1 / (1 - 0.99**3))) + 1e-6
-        ) + decay * p
-        assert_same_bits(moved[1][i], g)
-        assert_same_bits(moved[2][i], mean)
-        assert_same_bits(moved[3][i], square)
-        assert_one_rounding_apart(ratios[i], ratio_by_hand(p, r, low=trust.low, high=trust.high))
-        assert_same_bits(moved[0][i], p - (0.1 * ratios[i]) * r)
+    assert_lamb(lists, moved, ratios, decay, trust)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -157,15 +188,7 @@ def test_lars(kind, dtype, momentum, decay, eps, on_threads):
     assert_the_way_changes_nothing(on_threads, work, lists)
     moved = clones(lists)
     ratios = work(*moved)
-    for i, (p, g, b) in enumerate(zip(*lists, strict=True)):
-        expected = ratio_by_hand(p, g, decay, eps, 0.02) if decay else 1.0
-        assert_one_rounding_apart(ratios[i], expected)
-        step = (0.1 * ratios[i]) * (g + decay * p)
-        velocity = b if momentum == "none" else b * 0.9 + step
-        change = {"none": step, "plain": velocity, "nesterov": step + 0.9 * velocity}[momentum]
-        assert_same_bits(moved[0][i], p - change)
-        assert_same_bits(moved[1][i], g)
-        assert_same_bits(moved[2][i], velocity)
+    assert_lars(lists, moved, ratios, momentum, decay, eps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -183,16 +206,7 @@ def test_the_outer_step(kind, dtype, rule, on_threads):
     assert_the_way_changes_nothing(on_threads, work, lists)
     moved = clones(lists)
     work(*moved)
-    for i, (s, c, b) in enumerate(zip(*lists, strict=True)):
-        velocity = b * rule.momentum + c if rule.momentum else b
-        step = (
-            {False: velocity, True: c + rule.momentum * velocity}[rule.nesterov]
-            if rule.momentum
-            else c
-        )
-        assert_same_bits(moved[0][i], s - rule.lr * step)
-        assert_same_bits(moved[1][i], c)
-        assert_same_bits(moved[2][i], velocity)
+    assert_outer(lists, moved, rule)
 
 
 @pytest.mark.parametrize(

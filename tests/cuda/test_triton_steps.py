@@ -9,18 +9,18 @@ import torch
 
 from tests.core.test_steps import (
     DTYPES,
-    assert_one_rounding_apart,
+    assert_lamb,
+    assert_lars,
+    assert_outer,
     assert_same_bits,
     clones,
-    exact_root,
-    ratio_by_hand,
     tensors,
 )
 from tests.triton_body import DEVICE, require_triton, triton_kernels
 
 require_triton()
 
-from tests.api import (  # noqa: E402  # noqa: E402  # noqa: E402
+from tests.api import (  # noqa: E402
     LambRule,
     LarsRule,
     OuterRule,
@@ -68,16 +68,7 @@ def test_lamb(kind, dtype, decay, trust):
     lists = [tensors(kind, dtype, seed, SIZES) for seed in range(4)]
     lists[3] = [t.square() for t in lists[3]]
     ratios, moved = moved_by(lambda *each: lamb_list_(*each, rule), lists)
-    for i, (p, g, m, v) in enumerate(zip(*lists, strict=True)):
-        mean, square = m * 0.9 + g * (1 - 0.9), v * 0.99 + g * g * (1 - 0.99)
-        r = (mean * (1 / (1 - 0.9**3))) / (
-            exact_root(square * (1 / (1 - 0.99**3))) + 1e-6
-        ) + decay * p
-        assert_same_bits(moved[1][i], g)
-        assert_same_bits(moved[2][i], mean)
-        assert_same_bits(moved[3][i], square)
-        assert_one_rounding_apart(ratios[i], ratio_by_hand(p, r, low=trust.low, high=trust.high))
-        assert_same_bits(moved[0][i], p - (0.1 * ratios[i]) * r)
+    assert_lamb(lists, moved, ratios, decay, trust)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -91,16 +82,7 @@ def test_lars(kind, dtype, momentum, decay, eps):
     lists = [tensors(kind, dtype, seed, SIZES) for seed in range(3)]
     work = lambda p, g, b: lars_list_(p, g, None if momentum == "none" else b, rule)  # noqa: E731
     ratios, moved = moved_by(work, lists)
-    for i, (p, g, b) in enumerate(zip(*lists, strict=True)):
-        assert_one_rounding_apart(
-            ratios[i], ratio_by_hand(p, g, decay, eps, 0.02) if decay else 1.0
-        )
-        step = (0.1 * ratios[i]) * (g + decay * p)
-        velocity = b if momentum == "none" else b * 0.9 + step
-        change = {"none": step, "plain": velocity, "nesterov": step + 0.9 * velocity}[momentum]
-        assert_same_bits(moved[0][i], p - change)
-        assert_same_bits(moved[1][i], g)
-        assert_same_bits(moved[2][i], velocity)
+    assert_lars(lists, moved, ratios, momentum, decay, eps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -112,16 +94,7 @@ def test_the_outer_step(dtype, rule):
     _, moved = moved_by(
         lambda s, c, b: outer_list_(s, c, b if rule.momentum else None, rule), lists
     )
-    for i, (s, c, b) in enumerate(zip(*lists, strict=True)):
-        velocity = b * rule.momentum + c if rule.momentum else b
-        step = (
-            {False: velocity, True: c + rule.momentum * velocity}[rule.nesterov]
-            if rule.momentum
-            else c
-        )
-        assert_same_bits(moved[0][i], s - rule.lr * step)
-        assert_same_bits(moved[1][i], c)
-        assert_same_bits(moved[2][i], velocity)
+    assert_outer(lists, moved, rule)
 
 
 def test_a_nan_or_nothing_at_all_stays_in_its_tensor_and_has_the_ratio_one():

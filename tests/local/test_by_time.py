@@ -165,20 +165,30 @@ def test_equal_weights_give_the_bits_of_counted_rounds(ranks: Pool, others: dict
     assert [bits for bits, _ in timed] == [bits for bits, _ in counted]
 
 
+def until_averaged(
+    averagings: int,
+    rank: int,
+    model: Bag,
+    optimizer: torch.optim.Optimizer,
+    sync: tw.LocalUpdates,
+    made: list[int],
+) -> None:
+    """Train until so many averagings were made; `made` has the steps before each, and a zero."""
+    while len(made) <= averagings:
+        set_gradients(model, sync.step + 1, rank)
+        optimizer.step()
+        made[-1] += 1
+        if sync.synced:
+            made.append(0)
+
+
 def slow_and_fast(rank: int, size: int) -> tuple[list[int], int, str]:
     """Steps that this rank made in each round, and what it holds in the end."""
     model, made = Bag(), [0]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     config = tw.LocalSGD(1000, begin_step=1, round_seconds=4.0)
     with steps_that_take((1.0, 0.25)[rank]), tw.local_sgd(model, optimizer, config) as sync:
-        averagings = 0
-        while averagings < 5:
-            set_gradients(model, sync.step + 1, rank)
-            optimizer.step()
-            made[-1] += 1
-            if sync.synced:
-                averagings += 1
-                made.append(0)
+        until_averaged(5, rank, model, optimizer, sync, made)
         set_gradients(model, 1, rank)
         optimizer.step()  # leaving averages what has been begun
     return made[:-1], sync.step, digest(model)
@@ -257,19 +267,12 @@ def slow_and_fast_with_delay(rank: int, size: int, stop: bool) -> tuple[list[int
         delay=16,
         compression=tw.Quantized(4),
     )
-    seen = 0
     with steps_that_take((1.0, 0.25)[rank]):
         for until in (3, 6) if stop else (6,):
             with tw.local_sgd(model, optimizer, config) as sync:
                 if state is not None:
                     sync.load_state_dict(state)
-                while seen < until:
-                    set_gradients(model, sync.step + 1, rank)
-                    optimizer.step()
-                    made[-1] += 1
-                    if sync.synced:
-                        seen += 1
-                        made.append(0)
+                until_averaged(until, rank, model, optimizer, sync, made)
                 state = sync.state_dict()
                 if until < 6:
                     sync.close()  # the result in flight is in the state

@@ -5,7 +5,6 @@ import signal
 import socket
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import thinwire as tw
 from tests.api import Link, inside, interface_bytes
 from tests.lab.namespaces import needs_netns
 from tests.members.homes import at_home, homes, needs_homes, walled
-from tests.members.places import TOKEN, host_command
+from tests.members.places import host_command
 from tests.members.relays import relay_place
 from tests.members.test_relay import CONFIGS, in_order
 from tests.members.training import digest
@@ -23,14 +22,6 @@ from tests.ranks import Pool
 from tests.waiting import PATIENCE_S, until
 
 PORT = 29_400
-
-
-@pytest.fixture
-def token_file(tmp_path: Path) -> str:
-    path = tmp_path / "token"
-    path.write_bytes(TOKEN)
-    path.chmod(0o600)
-    return str(path)
 
 
 def reaches(namespace: int, address: str) -> bool:

@@ -78,14 +78,6 @@ def in_order(rank: int, size: int, address: str, config: Any, options: Any) -> l
     return found
 
 
-@pytest.fixture
-def token_file(tmp_path: Path) -> str:
-    path = tmp_path / "token"
-    path.write_bytes(TOKEN)
-    path.chmod(0o600)
-    return str(path)
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_bits_are_those_of_members_that_reach_each_other(
     ranks: Pool, token_file: str, name: str

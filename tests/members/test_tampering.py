@@ -1,7 +1,6 @@
 """Members with a token: what is altered between them is refused by all of them; else the token
 changes nothing."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,14 +89,6 @@ def train(
         "averagings": averagings,
         "messages": messages,
     }
-
-
-@pytest.fixture
-def token_file(tmp_path: Path) -> str:
-    path = tmp_path / "token"
-    path.write_bytes(TOKEN)
-    path.chmod(0o600)
-    return str(path)
 
 
 @pytest.mark.fault

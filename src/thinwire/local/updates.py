@@ -273,8 +273,9 @@ class LocalUpdates:
             membership=members,
             after_averaging=self._after_averaging,
         )
-        joining_s = time.perf_counter()
+        joining_s = 0.0
         if members is not None and members.joiner:
+            began_s = time.perf_counter()
             with own_deadlines():
                 members.fetch_state(JoinerState(averager, members.group))
                 for optimizer in self._tensors.optimizers:
@@ -282,9 +283,7 @@ class LocalUpdates:
                     if begin_at is not None:  # the schedules of the other ranks are at this step
                         begin_at(self.step)
                 averager.average_if_due()
-            joining_s = time.perf_counter() - joining_s
-        else:
-            joining_s = 0.0
+            joining_s = time.perf_counter() - began_s
         averager.start_counting()  # traffic of the start is not counted as exchange of updates
         first = ranks.rank_and_size[0] == 0
         if first and self._changes is not None:
