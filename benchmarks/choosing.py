@@ -16,7 +16,7 @@ from typing import Any
 
 import thinwire as tw
 from benchmarks import gaps, lag
-from benchmarks.common import json_lines
+from benchmarks.common import json_lines, markdown
 from benchmarks.evidence import (
     LINKS,
     NAMES,
@@ -157,7 +157,7 @@ def table(lines: Iterable[Mapping[str, Any]], scope: Scope) -> list[str]:
     titles = ["", "tuned by", "peak rate", f"loss after {scope.steps:,} steps", "over dense"]
     titles += ["bytes a step", "fewer by"] if dense.bytes_per_step else []
     titles += [f"time at {link}" for link in links]
-    text = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    shown = []
     for row in found:
         low, high = min(row.by_seed.values()), max(row.by_seed.values())
         seeds = len(row.by_seed)
@@ -174,9 +174,8 @@ def table(lines: Iterable[Mapping[str, Any]], scope: Scope) -> list[str]:
             sent = row.bytes_per_step
             fewer = f"{dense.bytes_per_step / sent:,.0f}" if sent else "-"
             cells += [bytes_text(sent) if sent else "-", fewer]
-        cells += [_time(row, dense, link, scope.steps) for link in links]
-        text.append("| " + " | ".join(cells) + " |")
-    return text
+        shown.append([*cells, *(_time(row, dense, link, scope.steps) for link in links)])
+    return markdown(titles, shown)
 
 
 def _tuned_by(variant: Variant, lines: Sequence[Mapping[str, Any]], scope: Scope) -> str:
@@ -268,18 +267,19 @@ def track(lines: Iterable[Mapping[str, Any]], loss: float) -> list[str]:
             score = None if steps is None or link not in row.step_s else steps * row.step_s[link]
             scores.setdefault(str(row.variant), [None] * len(columns))[column] = score
     titles = ["", *(f"{workers} workers, {link}" for workers, link in columns)]
-    text = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
-    for name, found in sorted(scores.items(), key=lambda item: _soonest(item[1])):
-        if any(found):
-            cells = ["-" if score is None else f"{score:,.0f} s" for score in found]
-            text.append("| " + " | ".join([name, *cells]) + " |")
+    reached = sorted((item for item in scores.items() if any(item[1])), key=_soonest)
+    shown = (
+        [name, *("-" if score is None else f"{score:,.0f} s" for score in found)]
+        for name, found in reached
+    )
+    text = markdown(titles, shown)
     never = [name for name, found in scores.items() if not any(found)]
     return [*text, "", f"Never, or not timed: {', '.join(never)}."] if never else text
 
 
-def _soonest(scores: Sequence[float | None]) -> list[float]:
+def _soonest(row: tuple[str, Sequence[float | None]]) -> list[float]:
     """Return an order: by the first column, then by the next ones; a missing score is last."""
-    return [math.inf if score is None else score for score in scores]
+    return [math.inf if score is None else score for score in row[1]]
 
 
 def settings(lines: Iterable[Mapping[str, Any]], scope: Scope) -> list[str]:
@@ -311,13 +311,12 @@ def planned(params: str, step_seconds: float, workers: int, latency: str) -> lis
         for name in dict.fromkeys(row.strategy for row in plans[PLANNED_LINKS[0]].best())
         if name != "dense"
     ]
-    text = ["| link | recommended | " + " | ".join(f"`{name}`" for name in names) + " |"]
-    text.append("|" + "---|" * (2 + len(names)))
+    shown = []
     for link, plan in plans.items():
         best = {row.strategy: row for row in plan.best()}
-        cells = [_planned_times(best[name].times_sooner) for name in names]
-        text.append(f"| {link} | `{plan.recommended}` | " + " | ".join(cells) + " |")
-    return text
+        cells = (_planned_times(best[name].times_sooner) for name in names)
+        shown.append([link, f"`{plan.recommended}`", *cells])
+    return markdown(["link", "recommended", *(f"`{name}`" for name in names)], shown)
 
 
 def _planned_times(text: str) -> str:

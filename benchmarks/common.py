@@ -3,10 +3,13 @@
 import argparse
 import json
 import os
+import signal
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -14,6 +17,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from thinwire.tools.compare.results import describe_machine
+from thinwire.tools.network.netns import Network
+from thinwire.tools.run.launch import environments, signal_group, start
 
 Work = Callable[[], object]
 AnyCell = TypeVar("AnyCell")
@@ -128,6 +133,61 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=None, help="file for the figures as JSON")
     return parser
+
+
+def markdown(titles: Sequence[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    """Return the lines of a table."""
+    return [
+        f"| {' | '.join(titles)} |",
+        "|" + "---|" * len(titles),
+        *(f"| {' | '.join(map(str, row))} |" for row in rows),
+    ]
+
+
+def run_on_ranks(
+    command: Sequence[str],
+    count: int,
+    limit_s: float,
+    *,
+    net: Network | None = None,
+    paths: Sequence[Path] = (),
+) -> list[str]:
+    """Run a command on ranks, with the variables of torchrun; return what each of them printed.
+
+    Args:
+        command: Starts a rank.
+        count: Number of ranks.
+        limit_s: Seconds after which all are ended; all are ended too where one fails.
+        net: Networks that the ranks run in; None for this machine's.
+        paths: Folders that Python imports from, before those of the environment.
+
+    Raises:
+        RuntimeError: A rank failed; the text is what all have printed.
+        TimeoutError: The ranks took longer than `limit_s`.
+    """
+    fds = net.namespace_fds if net else (-1,) * count
+    ranks: list[subprocess.Popen[bytes]] = []
+    end_s = time.monotonic() + limit_s
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, f"{rank}.log") for rank in range(count)]
+        try:
+            for file, environment, fd in zip(files, environments(count, net), fds, strict=True):
+                known = filter(None, [environment.get("PYTHONPATH")])
+                own = environment | {"PYTHONPATH": os.pathsep.join([*map(str, paths), *known])}
+                with file.open("wb") as log:
+                    ranks.append(start(command, own, fd, log, subprocess.STDOUT))
+            while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+                if time.monotonic() > end_s:
+                    raise TimeoutError(f"the ranks took more than {limit_s:.0f} s")
+                time.sleep(0.1)
+        finally:
+            for rank in ranks:
+                signal_group(rank.pid, signal.SIGKILL)
+                rank.wait()
+        printed = [file.read_text() for file in files]
+    if any(rank.returncode for rank in ranks):
+        raise RuntimeError("\n".join(printed))
+    return printed
 
 
 def save(result: dict[str, object], path: Path | None) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 import thinwire as tw
-from benchmarks.common import Results
+from benchmarks.common import Results, markdown
 from benchmarks.evidence import TUNING_SEED
 from benchmarks.gaps import Cell
 from benchmarks.law import Training, alone, works_of
@@ -152,19 +152,18 @@ def equal_steps(results: Results[Pretraining], optimizer: str) -> int:
 
 def table(lines: dict[tuple[str, bool], list[dict[str, Any]]]) -> list[str]:
     """Return the means over the seeds, and the differences of local training by seed."""
-    text = [
-        "| pretrained by | steps | loss | all parameters tuned | LoRA | first text after both |",
-        "|---|---|---|---|---|---|",
-    ]
+    titles = ["pretrained by", "steps", "loss", "all parameters tuned", "LoRA"]
+    found: list[list[object]] = []
     for optimizer, names in NAMES.items():
         for local in (False, True):
             rows = lines[optimizer, local]
-            cells = [names[local], str(rows[0]["cell"]["steps"])]
+            cells = [names[local], rows[0]["cell"]["steps"]]
             cells.append(f"{mean(row['loss'] for row in rows):.4f}")
             tuned = {way: [_best(row, way) for row in rows] for way in GRIDS}
             cells += [f"{mean(each['held_out'] for each in tuned[way]):.4f}" for way in GRIDS]
             after = (f"{mean(each['first_text'] for each in tuned[way]):.3f}" for way in GRIDS)
-            text.append("| " + " | ".join([*cells, ", ".join(after)]) + " |")
+            found.append([*cells, ", ".join(after)])
+    text = markdown([*titles, "first text after both"], found)
     for optimizer, names in NAMES.items():
         dense, local_ = lines[optimizer, False], lines[optimizer, True]
         parts = [_difference("pretrained", [r["loss"] for r in dense], [r["loss"] for r in local_])]

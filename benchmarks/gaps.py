@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from benchmarks.common import json_lines
+from benchmarks.common import json_lines, markdown
 from benchmarks.evidence import BATCH
 from benchmarks.evidence import RESULTS as EVIDENCE
 from thinwire.tools.planning.loss import beta
@@ -295,10 +295,8 @@ def _by_law(found: Iterable[Gap], fewest: int = 6) -> dict[tuple[str, str], list
 
 def fit_table(found: Sequence[Gap]) -> list[str]:
     """Return Markdown: beta of every setting beside the published one, then the fitted laws."""
-    text = [
-        "| parameters | optimizer | steps | bits | batch | rounds | beta | law | gap by workers |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    titles = ["parameters", "optimizer", "steps", "bits", "batch", "rounds", "beta", "law"]
+    rows: list[list[object]] = []
     settings: dict[tuple[int, str, str, int, int, int], list[Gap]] = defaultdict(list)
     for point in found:
         cell = point.cell
@@ -316,18 +314,10 @@ def fit_table(found: Sequence[Gap]) -> list[str]:
             f"{slope:.4f} +- {half:.4f}" if half < math.inf else f"{slope:.4f} (one run)"
         )
         span = f"{min(rounds)} to {max(rounds)}" if min(rounds) < max(rounds) else f"{rounds[0]}"
-        cells = [
-            f"{numel:,}{f' {data}' if data else ''}",
-            optimizer,
-            str(interval),
-            str(bits),
-            str(batch),
-            f"{span}{few}",
-            interval_text,
-            f"{beta(optimizer, numel):.4f}",
-            gaps_text,
-        ]
-        text.append(f"| {' | '.join(cells)} |")
+        cells = [f"{numel:,}{f' {data}' if data else ''}", optimizer, interval, bits, batch]
+        cells += [f"{span}{few}", interval_text, f"{beta(optimizer, numel):.4f}", gaps_text]
+        rows.append(cells)
+    text = markdown([*titles, "gap by workers"], rows)
     for (optimizer, words), own in sorted(_by_law(found).items()):
         text.append(f"\n- {optimizer}, {words}: {Law.of(own)}")
     return text
@@ -336,10 +326,8 @@ def fit_table(found: Sequence[Gap]) -> list[str]:
 def check(known: Iterable[Gap], others: Iterable[Gap]) -> list[str]:
     """Return Markdown: runs that the law was not fitted to, beside its 95 % intervals."""
     laws = {key: Law.of(own) for key, own in _by_law(known).items()}
-    text = [
-        "| parameters | text | optimizer | bits | K | H | rounds | seed | gap | predicted | in |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    titles = ["parameters", "text", "optimizer", "bits", "K", "H", "rounds", "seed", "gap"]
+    rows: list[list[object]] = []
     inside: list[bool] = []
     for key, own in _by_law(others, fewest=1).items():
         for point in own if key in laws else ():
@@ -350,16 +338,17 @@ def check(known: Iterable[Gap], others: Iterable[Gap]) -> list[str]:
                 f"{point.numel:,}",
                 cell.data or "standard library",
                 cell.optimizer,
-                str(cell.bits),
-                str(cell.workers),
-                str(cell.interval),
-                str(point.rounds),
-                str(cell.seed),
+                cell.bits,
+                cell.workers,
+                cell.interval,
+                point.rounds,
+                cell.seed,
                 f"{point.gap:+.1%}",
                 f"{low:+.1%} to {high:+.1%}",
                 "yes" if inside[-1] else "no",
             ]
-            text.append(f"| {' | '.join(cells)} |")
+            rows.append(cells)
+    text = markdown([*titles, "predicted", "in"], rows)
     if inside:
         text.append(f"\n{sum(inside)} of {len(inside)} inside, {fmean(inside):.0%}")
     return text
@@ -367,10 +356,8 @@ def check(known: Iterable[Gap], others: Iterable[Gap]) -> list[str]:
 
 def left_out(found: Iterable[Gap]) -> list[str]:
     """Return Markdown: each setting, with all seeds, beside a law fitted to the others alone."""
-    text = [
-        "| optimizer | bits | settings | runs | in their 95 % intervals | median |",
-        "|" + 6 * "---|",
-    ]
+    titles = ["optimizer", "bits", "settings", "runs", "in their 95 % intervals", "median"]
+    rows: list[list[object]] = []
     for (optimizer, words), own in sorted(_by_law(found).items()):
         settings = {_setting(point) for point in own}
         inside, halves = [], []
@@ -382,9 +369,8 @@ def left_out(found: Iterable[Gap]) -> list[str]:
                     inside.append(low <= point.gap <= high)
                     halves.append((high - low) / 2)
         cells = [optimizer, words, len(settings), len(inside), f"{fmean(inside):.0%}"]
-        cells.append(f"+- {100 * median(halves):.1f} % of the loss")
-        text.append(f"| {' | '.join(map(str, cells))} |")
-    return text
+        rows.append([*cells, f"+- {100 * median(halves):.1f} % of the loss"])
+    return markdown(titles, rows)
 
 
 def _setting(point: Gap) -> Cell:

@@ -18,7 +18,6 @@ it.
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import signal
@@ -31,16 +30,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import json_lines
-from benchmarks.goodput_worker import (
-    MEMBERS,
-    ROUND_S,
-    step_seconds,
-)
-from benchmarks.soak import _host as host
+from benchmarks.common import json_lines, markdown, save
+from benchmarks.goodput_worker import MEMBERS, ROUND_S, step_seconds
+from benchmarks.soak import host
 from thinwire.tools.compare.results import describe_machine
-from thinwire.tools.network import enter
 from thinwire.tools.network.netns import Link, Network, inside, network
+from thinwire.tools.run.launch import signal_group, start
 
 MODES = ("members", "rounds", "ddp")
 CUT_S, CUT_EVERY_S, KILLED = 15.0, 300.0, 2
@@ -81,7 +76,6 @@ class Run:
                 *(f"--local-addr={own}", *program),
             ]
         fd = self.net.namespace_fds[number + 1]
-        trampoline = [sys.executable, "-P", enter.__file__, str(fd), str(os.getpid())]
         given = [self.mode, str(self.folder), str(number), self.address]
         environment = {
             "GLOO_SOCKET_IFNAME": self.net.interface,
@@ -90,13 +84,9 @@ class Run:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         with (self.folder / f"{number}.log").open("ab") as log:
-            self.processes[number] = subprocess.Popen(
-                [*trampoline, sys.executable, *program, *given],
-                env=os.environ | environment,
-                stdout=log,
-                stderr=log,
-                pass_fds=(fd,),
-                start_new_session=True,
+            command = [sys.executable, *program, *given]
+            self.processes[number] = start(
+                command, os.environ | environment, fd, log, subprocess.STDOUT
             )
 
     def look(self) -> None:
@@ -141,8 +131,7 @@ class Run:
             time.sleep(_POLL_S)
         workers = {event["number"]: event["pid"] for event in self.events() if "pid" in event}
         for process in self.processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            signal_group(process.pid, signal.SIGKILL)
             process.wait()
         for pid in workers.values():  # those of torchrun have groups of their own
             with contextlib.suppress(ProcessLookupError):
@@ -269,13 +258,10 @@ def _losses_of(
 
 def table(results: Mapping[str, Any]) -> str:
     """Return the results as a table of Markdown."""
-    modes = list(results)
-    rows = [["of the possible steps, %", *modes]]
-    rows.append(["goodput", *(f"{100 * results[m]['goodput']:.1f}" for m in modes)])
-    for name in LOSSES:
-        rows.append([name, *(f"{100 * results[m]['lost'][name]:.1f}" for m in modes)])
-    rows.insert(1, ["---"] * len(rows[0]))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    shares = {"goodput": [found["goodput"] for found in results.values()]}
+    shares |= {name: [found["lost"][name] for found in results.values()] for name in LOSSES}
+    rows = ([name, *(f"{100 * share:.1f}" for share in of_all)] for name, of_all in shares.items())
+    return "\n".join(markdown(["of the possible steps, %", *results], rows))
 
 
 def main() -> None:
@@ -290,19 +276,17 @@ def main() -> None:
     folder = given.folder or Path(tempfile.mkdtemp(prefix="thinwire-goodput-"))
     results = run(folder, given.modes, given.seconds)
     print(table(results))
-    if given.out is not None:
-        command = f"python -m benchmarks.goodput --seconds {given.seconds:g}"
-        about = {
-            "command": command,
-            "machine": describe_machine(),
-            "faults": faults(given.seconds),
-            "step_seconds": [step_seconds(number) for number in range(MEMBERS)],
-            "round_seconds": ROUND_S,
-            "line": f"{_LINK}, {_LATENCY} one way to the middle",
-            "lost_means": LOSSES,
-            "contenders": results,
-        }
-        given.out.write_text(json.dumps(about, indent=1) + "\n")
+    about = {
+        "command": f"python -m benchmarks.goodput --seconds {given.seconds:g}",
+        "machine": describe_machine(),
+        "faults": faults(given.seconds),
+        "step_seconds": [step_seconds(number) for number in range(MEMBERS)],
+        "round_seconds": ROUND_S,
+        "line": f"{_LINK}, {_LATENCY} one way to the middle",
+        "lost_means": LOSSES,
+        "contenders": results,
+    }
+    save(about, given.out)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,7 @@ class Worker:
         if self.mode == "members":
             with tw.join(self.address, run="goodput", start_members=MEMBERS) as members:
                 self.tell("joined")
-                self._rounds(members=members, step=lambda: members.step)
+                self._rounds(members)
         else:
             dist.init_process_group("gloo")
             self.tell("joined")
@@ -92,28 +91,25 @@ class Worker:
         self._computed_s = time.monotonic()
         return loss
 
-    def _rounds(self, step: Callable[[], int] | None = None, **ranks: Any) -> None:
+    def _rounds(self, members: tw.Members | None = None) -> None:
         config = tw.LocalSGD(
             1 << 20, begin_step=0, round_seconds=ROUND_S, compression=tw.Quantized(4)
         )
         engine = tw.DistributedStrategy(localsgd=config).prepare(
-            self.net, self.optimizer, self._loss, **ranks
+            self.net, self.optimizer, self._loss, members=members
         )
         checkpoints = self.folder / "checkpoints"
-        if step is None:  # members that come back get the state from the others
+        if members is None:  # members that come back get the state from the others
             engine.load(checkpoints, if_any=True)
-            sync = engine.sync
-            assert sync is not None, "local updates"
-            step = lambda: sync.step  # noqa: E731
-        members = ranks.get("members")
-        self.tell("in", step=step())
+        sync = engine.sync
+        assert sync is not None, "local updates"
+        self.tell("in", step=sync.step)
         steps = 0
         self._due_s = begun_s = time.monotonic()
         while not self._over:
             engine.train_step(*self._batch())
             steps += 1
-            assert engine.sync is not None, "local updates"
-            if not engine.sync.synced:
+            if not sync.synced:
                 self.tell("step")
                 continue
             synced_s = time.monotonic()
@@ -121,7 +117,7 @@ class Worker:
                 engine.save(checkpoints, wait=False)
             self.tell(
                 "round",
-                step=step(),
+                step=sync.step,
                 steps=steps,
                 computed_s=self._computed_s - begun_s,
                 exchange_s=synced_s - self._computed_s,

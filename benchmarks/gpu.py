@@ -21,13 +21,16 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "src"))  # thinwire need not be installed
+
+from benchmarks.common import markdown, run_on_ranks, save  # noqa: E402
+
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 PARTS = ("kernels", "strategies", "steps", "waits", "law")
 RANKS = 2
@@ -87,45 +90,18 @@ def kernels(device: str, limit_s: float) -> dict[str, Any]:
 
 def on_ranks(part: str, device: str, limit_s: float) -> dict[str, Any]:
     """What rank 0 of a part found; all ranks are ended where one fails or the limit is over."""
-    options = list(SIZE[device]) if part == "steps" else []
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        running, outputs = [], []
-        for rank in range(RANKS):
-            command = [sys.executable, "-m", "benchmarks.gpu_run", part, str(rank), str(RANKS)]
-            command += [str(Path(folder, "meet")), device, *options]
-            output = stack.enter_context(Path(folder, f"rank{rank}").open("w+"))
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=_environment(), stdout=output, stderr=subprocess.STDOUT
-            )
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            running.append(process)
-            outputs.append(output)
-        _wait(part, running, limit_s)
-        printed = []
-        for output in outputs:
-            output.seek(0)
-            printed.append(output.read())
-        for process, text in zip(running, printed, strict=True):
-            if process.returncode:
-                raise PartFailed(text[-2000:])
-        found: dict[str, Any] = json.loads(printed[0].splitlines()[-1])
-        rows, checks = found.get("rows", []), found.get("checks", {})
-        found["passed"] = all(row.get("passed", True) for row in rows) and all(
-            check in ("passed", "needs a GPU") for check in checks.values()
-        )
-        return found
-
-
-def _wait(part: str, running: list[subprocess.Popen[bytes]], limit_s: float) -> None:
-    """Until all ranks have ended, or one has failed."""
-    end_s = time.monotonic() + limit_s
-    while any(process.poll() is None for process in running):
-        if any(process.returncode for process in running):
-            return
-        if time.monotonic() > end_s:
-            raise PartFailed(f"{part} took more than {limit_s:.0f} s")
-        time.sleep(0.1)
+    options = SIZE[device] if part == "steps" else ()
+    command = [sys.executable, "-m", "benchmarks.gpu_run", part, device, *options]
+    try:
+        printed = run_on_ranks(command, RANKS, limit_s, paths=[ROOT / "src", ROOT])
+    except (RuntimeError, TimeoutError) as error:
+        raise PartFailed(str(error)[-2000:]) from error
+    found: dict[str, Any] = json.loads(printed[0].splitlines()[-1])
+    rows, checks = found.get("rows", []), found.get("checks", {})
+    found["passed"] = all(row.get("passed", True) for row in rows) and all(
+        check in ("passed", "needs a GPU") for check in checks.values()
+    )
+    return found
 
 
 def law(device: str, limit_s: float) -> dict[str, Any]:
@@ -179,37 +155,36 @@ def measured(device: str, minutes: float, parts: list[str]) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """Markdown of the results, for `docs/cuda.md`."""
-    lines = [
-        f"{found['device']}, torch {found['torch']}, {found['date']}: `{found['command']}`",
-        "",
-        "| part | result |",
-        "|---|---|",
-    ]
+    parts = []
     for part in PARTS:
         if part in found:
             result = found[part]
             outcome = "passed" if result["passed"] else "failed"
             if part == "kernels" and "tests" in result:
                 outcome += f", {result['tests']} tests, {result['skipped']} skipped"
-            lines.append(f"| {part} | {result.get('left out', outcome)} |")
+            parts.append((part, result.get("left out", outcome)))
+    about = f"{found['device']}, torch {found['torch']}, {found['date']}: `{found['command']}`"
+    lines = [about, "", *markdown(["part", "result"], parts)]
     if rows := found.get("steps", {}).get("rows"):
-        lines += ["", "| a step | s | exposed | peak memory |", "|---|---|---|---|"]
+        shown = []
         for row in rows:
             peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.2f} GB"
-            step = f"{row['step_s']:.3f} | {row['exposed']:.0%} | {peak}"
-            lines.append(f"| {row['method']} | {step} |")
+            cells = row["method"], f"{row['step_s']:.3f}", f"{row['exposed']:.0%}", peak
+            shown.append(cells)
         muon = found["steps"]["Muon"]
         lines += [
+            "",
+            *markdown(["a step", "s", "exposed", "peak memory"], shown),
             "",
             f"Muon's update takes {muon['update_s'] / muon['passes_s']:.0%} of the two passes.",
         ]
     if waits := found.get("waits", {}):
-        lines += ["", "| waits of the host in four steps | |", "|---|---|"]
-        lines += [
-            f"| {row['method']} | {', '.join(map(str, row['waits in four steps']))} |"
+        counts = [
+            (row["method"], ", ".join(map(str, row["waits in four steps"])))
             for row in waits.get("rows", [])
         ]
-        lines += [f"| {name} | {check} |" for name, check in waits.get("checks", {}).items()]
+        counts += waits.get("checks", {}).items()
+        lines += ["", *markdown(["waits of the host in four steps", ""], counts)]
     return "\n".join(lines)
 
 
@@ -231,8 +206,7 @@ def main() -> int:
         parser.error("torch sees no GPU here; --device cpu runs what a CPU can")
     found = measured(given.device, given.minutes, given.only)
     out = given.out or (RESULTS if given.device == "cuda" else None)
-    if out is not None:
-        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    save(found, out)
     for part in given.only:
         if "printed" in found[part]:
             print(f"{part}: {found[part]['printed']}", file=sys.stderr)

@@ -1,6 +1,5 @@
-"""Each rank of `benchmarks.gpu`: `python -m benchmarks.gpu_run PART RANK RANKS FILE DEVICE`.
-
-Rank 0 prints one object of JSON. The ranks meet at FILE.
+"""Each rank of `benchmarks.gpu`: `python -m benchmarks.gpu_run PART DEVICE`, with the variables of
+torchrun. Rank 0 prints one object of JSON.
 """
 
 import hashlib
@@ -21,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from benchmarks.law import SIZES
+from benchmarks.gaps import SIZES
+from benchmarks.law import numel_of
 from thinwire.tools.run.built_in import VOCABULARY, ByteTransformer, loss_of
 from thinwire.tools.run.config import ModelSize
 
@@ -171,7 +171,7 @@ def steps(on: Rank, size_name: str, rows_text: str, *_: str) -> dict[str, Any]:
     size, batch_rows = SIZES[size_name], int(rows_text)
     found = [_ddp(on, size, batch_rows)]
     found += [_timed_row(on, size, batch_rows, name, method) for name, method in TIMED.items()]
-    return {"rows": found, "Muon": _muon(on, size, batch_rows), "parameters": _numel(on, size)}
+    return {"rows": found, "Muon": _muon(on, size, batch_rows), "parameters": numel_of(size_name)}
 
 
 def _timed_row(
@@ -188,10 +188,6 @@ def _timed_row(
     taken = max(WARM_UP_STEPS, method.interval) + TIMED_ROUNDS * _round(method)
     row = _row(f"thinwire {name}", step_s, alone_s, on.peak_bytes())
     return {**row, "bytes_sent": sent, "steps": taken}
-
-
-def _numel(on: Rank, size: ModelSize) -> int:
-    return sum(p.numel() for p in on.model(size).parameters())
 
 
 def _round(method: Method) -> int:
@@ -390,16 +386,15 @@ PARTS = {"strategies": strategies, "steps": steps, "waits": waits}
 
 
 def main() -> None:
-    part, rank, ranks, file, device, *options = sys.argv[1:]
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(ranks)))
-    dist.init_process_group(
-        "gloo", init_method=f"file://{file}", rank=int(rank), world_size=int(ranks)
-    )
+    part, device, *options = sys.argv[1:]
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
     try:
-        answer = PARTS[part](Rank(device, int(rank)), *options)
+        answer = PARTS[part](Rank(device, rank), *options)
     finally:
         dist.destroy_process_group()
-    if rank == "0":
+    if rank == 0:
         print(json.dumps(answer))
 
 

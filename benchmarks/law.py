@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 import thinwire as tw
-from benchmarks.common import Results, json_lines
+from benchmarks.common import Results, json_lines, markdown
 from benchmarks.evidence import TUNING_SEED, tuned
 from benchmarks.gaps import (
     CHECKS,
@@ -234,14 +234,8 @@ class Training:
 
 def prediction(size: str, intervals: Sequence[int], bits: Sequence[int]) -> list[str]:
     """Return the predicted gaps of a size by the planner's law, with their interval and date."""
-    numel = _numel(size)
-    text = [
-        f"Predicted {PREDICTED}: {numel:,} parameters, Muon inside, 20 tokens a parameter, over "
-        "dense Muon of the same K, tokens and steps.",
-        "",
-        "| steps | bits | K | law | low | mid | high |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    numel = numel_of(size)
+    rows: list[list[object]] = []
     for interval in intervals:
         for value_bits in bits:
             quantized = {"quantized": {"value_bits": value_bits}} if value_bits < 32 else None
@@ -249,15 +243,17 @@ def prediction(size: str, intervals: Sequence[int], bits: Sequence[int]) -> list
             for workers in (2, 4, 8):
                 gap = loss_gap("muon-local", document, "muon", numel, workers)
                 numbers = [law("muon", numel, workers), gap.low, gap.mid, gap.high]
-                cells = [str(interval), str(value_bits), str(workers)]
-                cells += [f"{100 * part:+.2f} %" for part in numbers]
-                text.append("| " + " | ".join(cells) + " |")
+                shown = (f"{100 * part:+.2f} %" for part in numbers)
+                rows.append([interval, value_bits, workers, *shown])
     command = (
         f"python -m benchmarks.law --size {size} --device cuda --workers 2 4 8 --interval "
         f"{' '.join(map(str, intervals))} --bits {' '.join(map(str, bits))} --text FILE"
     )
     return [
-        *text,
+        f"Predicted {PREDICTED}: {numel:,} parameters, Muon inside, 20 tokens a parameter, over "
+        "dense Muon of the same K, tokens and steps.",
+        "",
+        *markdown(["steps", "bits", "K", "law", "low", "mid", "high"], rows),
         "",
         "To falsify it (--lr 0.012 --seeds 5 for one rate and one seed):",
         "",
@@ -265,7 +261,7 @@ def prediction(size: str, intervals: Sequence[int], bits: Sequence[int]) -> list
     ]
 
 
-def _numel(size: str) -> int:
+def numel_of(size: str) -> int:
     shape = SIZES[size]
     # embeddings of bytes and positions, blocks of four matrices and two norms, the last norm, the
     # output
@@ -311,7 +307,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def steps_of(size: str, workers: int, batch: int, tokens: float) -> int:
     """Return the steps of each worker for a number of tokens per parameter."""
-    return max(1, round(tokens * _numel(size) / (workers * batch * SIZES[size].context)))
+    return max(1, round(tokens * numel_of(size) / (workers * batch * SIZES[size].context)))
 
 
 def main() -> None:

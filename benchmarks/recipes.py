@@ -10,21 +10,17 @@ the scripts: .venv-integrations/bin/python -m benchmarks.recipes.
 """
 
 import argparse
-import contextlib
 import difflib
 import json
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.common import markdown, run_on_ranks
 from thinwire.tools.network.netns import Link, Network, network
-from thinwire.tools.run.launch import environments, signal_group, start
 
 FOLDER = Path(__file__).parent.parent / "examples" / "recipes"
 RESULTS = Path(__file__).parent / "results" / "recipes.json"
@@ -90,35 +86,11 @@ def held_out_loss(text: str, net: Network | None = None) -> float:
         net: The networks that the ranks run in; None for this machine's.
     """
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "script.py"
+        script = Path(folder, "script.py")
         script.write_text(text, encoding="utf-8")
-        with _started([sys.executable, str(script)], net, Path(folder)) as ranks:
-            end_s = time.monotonic() + TIMEOUT_S
-            for rank in ranks:
-                rank.wait(timeout=max(0.0, end_s - time.monotonic()))
-        logs = [(Path(folder) / f"{rank}.log").read_text() for rank in range(RANKS)]
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError("\n".join(logs))
-    return float(re.findall(r"val loss ([\d.]+)", logs[0])[-1])
-
-
-@contextlib.contextmanager
-def _started(
-    command: list[str], net: Network | None, folder: Path
-) -> Iterator[list["subprocess.Popen[bytes]"]]:
-    fds = net.namespace_fds if net else (-1,) * RANKS
-    ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        for i, (environment, fd) in enumerate(zip(environments(RANKS, net), fds, strict=True)):
-            paths = [str(FOLDER), *filter(None, [environment.get("PYTHONPATH")])]
-            own = environment | {"PYTHONPATH": ":".join(paths)}
-            with (folder / f"{i}.log").open("wb") as log:
-                ranks.append(start(command, own, fd, log, subprocess.STDOUT))
-        yield ranks
-    finally:
-        for rank in ranks:
-            signal_group(rank.pid, signal.SIGKILL)
-            rank.wait()
+        command = [sys.executable, str(script)]
+        printed = run_on_ranks(command, RANKS, TIMEOUT_S, net=net, paths=[FOLDER])
+    return float(re.findall(r"val loss ([\d.]+)", printed[0])[-1])
 
 
 def measured(name: str, rate: str) -> dict[str, object]:
@@ -138,16 +110,16 @@ def measured(name: str, rate: str) -> dict[str, object]:
 
 def table(rows: list[dict[str, object]]) -> list[str]:
     """Return the table of the documents."""
-    text = ["| recipe | changed lines | loss | MB |", "|---|---|---|---|"]
+    found = []
     for name, recipe in RECIPES.items():
         for row in rows:
             if row["recipe"] == name:
                 old, new = row["before"], row["after"]
-                cells = [f"{recipe.title}, `{name}`", str(row["changed_lines"])]
+                cells = [f"{recipe.title}, `{name}`", row["changed_lines"]]
                 cells.append(f"{old['loss']:.2f}, {new['loss']:.2f}")
                 cells.append(f"{old['bytes'] / 1e6:.1f}, {new['bytes'] / 1e6:.2f}")
-                text.append("| " + " | ".join(cells) + " |")
-    return text
+                found.append(cells)
+    return markdown(["recipe", "changed lines", "loss", "MB"], found)
 
 
 def main() -> None:

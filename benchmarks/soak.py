@@ -413,7 +413,7 @@ class Soak:
 
 
 @contextlib.contextmanager
-def _host(net: Network | None) -> Iterator[str]:
+def host(net: Network | None) -> Iterator[str]:
     """`thinwire host` in a process of its own; its address."""
     fd = -1 if net is None else net.namespace_fds[0]
     bind = "127.0.0.1:0" if net is None else f"{net.addresses[0]}:29400"
@@ -464,7 +464,7 @@ def soak(
     with contextlib.ExitStack() as stack:
         link = Link.parse("none", latency)
         net = None if why else stack.enter_context(network(_SLOTS + 1, link))
-        address = stack.enter_context(_host(net))
+        address = stack.enter_context(host(net))
         made = Soak(folder, seed, seconds, every_s, timeout_s, config, address, net, slack_s)
         begun = time.monotonic()
         made.run()

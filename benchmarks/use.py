@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import markdown, save
 from benchmarks.use_worker import COMPRESSIONS
 from thinwire.tools.compare.results import describe_machine
 
@@ -56,8 +57,9 @@ def measure(cell: dict[str, Any], averagings: int) -> dict[str, Any]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as a table of Markdown."""
-    head = ("changes", "fragments", "delay", "steps between", "exposed, ms", "agreements, ms")
-    lines = [[*head, "messages, ms", "exposed, %", "use, %", "steps for 0.3 %"], ["---"] * 10]
+    titles = ["changes", "fragments", "delay", "steps between", "exposed, ms", "agreements, ms"]
+    titles += ["messages, ms", "exposed, %", "use, %", "steps for 0.3 %"]
+    lines = []
     for row in rows:
         shown = [row[key] for key in ("method", "fragments", "delay", "distance")]
         shown += [
@@ -65,8 +67,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         ]
         share = row["exposed_share"]
         shown += [f"{100 * part:.2f}" for part in (share, 1 / (1 + share))]
-        lines.append([*map(str, shown), f"{row['exposed_ms'] / 1e3 / STEP_S / 0.003:.0f}"])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        lines.append([*shown, f"{row['exposed_ms'] / 1e3 / STEP_S / 0.003:.0f}"])
+    return "\n".join(markdown(titles, lines))
 
 
 def main() -> None:
@@ -82,15 +84,14 @@ def main() -> None:
         rows.append(measure(cell, given.averagings if cell["distance"] == _SHORT else 3))
         print(json.dumps(rows[-1]), flush=True)
     print(table(rows))
-    if given.out is not None:
-        about = {
-            "command": "python -m benchmarks.use",
-            "machine": describe_machine(),
-            "line": f"{LINK}, {LATENCY} one way",
-            "step_seconds": STEP_S,
-            "rows": rows,
-        }
-        given.out.write_text(json.dumps(about, indent=1) + "\n")
+    about = {
+        "command": "python -m benchmarks.use",
+        "machine": describe_machine(),
+        "line": f"{LINK}, {LATENCY} one way",
+        "step_seconds": STEP_S,
+        "rows": rows,
+    }
+    save(about, given.out)
 
 
 if __name__ == "__main__":

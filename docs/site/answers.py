@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any
 
 import thinwire as tw
+from benchmarks.common import markdown
 from thinwire.tools.planning.plan import Plan, Row
 
 LINKS = {
@@ -73,7 +74,7 @@ def answer(row: Row) -> str:
 def table() -> str:
     """Answers for every network, model and optimizer."""
     titles = ("link", "workers", "model, step", "optimizer", "start with", "then try")
-    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+    rows = []
     for link, workers, model in product(LINKS, WORKERS, MODELS):
         (rate, latency), (params, step_s) = LINKS[link], MODELS[model]
         plan = tw.plan(
@@ -83,6 +84,5 @@ def table() -> str:
             first = soonest(map(plan.__getitem__, names), plan)
             fits = (row for row in plan.strategies if offered(row, optimizer))
             then = soonest(fits, plan)
-            cells = [link, workers, model, optimizer, answer(first), answer(then)]
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+            rows.append([link, workers, model, optimizer, answer(first), answer(then)])
+    return "\n".join(markdown(titles, rows))
