@@ -78,6 +78,13 @@ def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=1e-4)
 
 
+def muon(params: Any) -> torch.optim.Optimizer:
+    """Muon for the matrices, AdamW for the biases."""
+    given = list(params)
+    matrices, rest = ([p for p in given if (p.ndim == 2) == wanted] for wanted in (True, False))
+    return tw.optim.Muon([{"params": matrices}, {"params": rest, "muon": False}], lr=1e-4)
+
+
 def ddp(make: Callable[[Any], torch.optim.Optimizer], **options: Any) -> Builder:
     def build(model: nn.Module, inputs: Tensor) -> tuple[Step, Kept]:
         optimizer = make(model.parameters())
@@ -176,10 +183,12 @@ def sharded_engine(model: nn.Module, inputs: Tensor) -> tuple[Step, Kept]:
     return step, lambda: [prepared._parts.optimizer.state, prepared._parts.exchange.state_dict()]
 
 
-def sharded_local(compression: tw.Quantized | None) -> Builder:
+def sharded_local(
+    compression: tw.Quantized | None, make: Callable[[Any], torch.optim.Optimizer] = adam
+) -> Builder:
     def build(model: nn.Module, inputs: Tensor) -> tuple[Step, Kept]:
         mesh = sharded(model)
-        optimizer = adam(model.parameters())
+        optimizer = make(model.parameters())
         config = tw.LocalSGD(2, begin_step=0, compression=compression)
         sync = tw.local_sgd(model, optimizer, config, mesh=mesh).__enter__()
 
@@ -216,6 +225,8 @@ SHARDED: dict[str, Builder] = {
     "fully_shard, engine, dgc, Adam": sharded_engine,
     "fully_shard, local updates, Adam": sharded_local(None),
     "fully_shard, local updates in 4 bits, Adam": sharded_local(tw.Quantized(4)),
+    "fully_shard, Muon": fsdp(muon),
+    "fully_shard, local updates at 1 bit, Muon": sharded_local(tw.Quantized(1), muon),
 }
 """Those of two sites of two shards; words are per parameter that a rank holds."""
 

@@ -107,6 +107,42 @@ def test_torchs_own_hooks_run_without_hanging(strategy: str, tmp_path: Path) -> 
     assert run.library_bytes_per_step <= 2 * run.parameters
 
 
+@needs_netns
+def test_sites_shard_the_model_and_share_a_link(tmp_path: Path) -> None:
+    """Bytes are of a site's link, as its interface counts them: nothing inside a site is among
+    them."""
+    names = ["dense", "dense-muon", "muon-local"]
+    shards = settings(tmp_path, workers=4, shard=2, strategies=names, steps=33, batch=1)
+    results = compare(shards, Display())
+    assert results.failures == []
+    assert results.headline.startswith("2 sites of 2 ranks that shard the model, each in a network")
+    dense, muon, local = results.strategies
+    for run in (dense, muon):
+        assert run.library_bytes_per_step == 4 * run.parameters
+        assert 1 < run.kernel_sent_bytes_per_step / run.library_bytes_per_step < 1.25
+    # 1 bit for each parameter and 16 steps, scales and agreements, and headers of few messages
+    assert local.library_bytes_per_step < 2 * local.parameters / 8 / 16
+    assert local.kernel_sent_bytes_per_step < 3 * local.parameters / 8 / 16
+    assert "--workers 4" in results.command
+    assert "--shard 2" in results.command
+    for run in results.strategies:
+        assert run.final_loss < run.evaluations[0].loss
+
+
+@pytest.mark.usefixtures("pooled")
+def test_strategies_for_whole_models_are_refused_before_training(tmp_path: Path) -> None:
+    refused = {"fp16": "is a hook of DDP, which needs whole models", "low-rank": "StrategyError"}
+    names = ["dense", *refused]
+    shards = settings(tmp_path, link="loopback", workers=4, shard=2, strategies=names, batch=1)
+    with pytest.raises(ValueError, match="nothing has been trained") as error:
+        compare(shards, Display())
+    for name, reason in refused.items():
+        assert re.search(
+            f"strategies='{name}' does not work with the model: .*{reason}", str(error.value)
+        )
+    assert "'dense' does not" not in str(error.value)
+
+
 @pytest.mark.usefixtures("pooled")
 def test_without_permission_the_first_line_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -74,6 +74,35 @@ def test_a_row_says_all_that_is_promised() -> None:
     assert dense.bytes_per_step == 2 * 7 / 8 * 4 * 124_000_000
 
 
+def test_a_site_of_shards_is_a_worker_with_a_share_of_everything() -> None:
+    """Four sites of two ranks beside four workers: the same line, loss and updates."""
+    shared = {**NUMBERS, "link": "100mbit", "latency": "20ms"}
+    whole = tw.plan(**{**shared, "workers": 4})
+    shards = tw.plan(**shared, shard=2)
+    assert (shards.link["workers"], shards.link["shard"]) == (8, 2)
+    for row in shards.best():
+        other = whole[row.name]
+        assert row.loss_gap == other.loss_gap
+        assert row.bytes_per_step == pytest.approx(other.bytes_per_step / 2, rel=0.01)
+        assert row.step_seconds[1] <= 1.01 * other.step_seconds[1]
+        assert row.memory_bytes < 0.6 * other.memory_bytes
+    # FSDP moves half of the parameters twice and of the gradients once, as Muon does its matrices:
+    # see the bytes of a step in tests/sharded/test_muon.py
+    numel = 124_000_000
+    assert shards["dense"].bytes_inside_site == 4 * 3 * numel / 2
+    muon = next(row for row in shards.best() if row.optimizer)
+    assert muon.bytes_inside_site == 4 * (3 * numel / 2 + 2 * (numel / 2) / 2)
+    assert muon.to_dict().keys() == KEYS | {"bytes_inside_site"}
+    # hooks of DDP need whole models
+    assert {"fp16", "powersgd", "low-rank"}.isdisjoint(row.strategy for row in shards.strategies)
+
+
+@pytest.mark.parametrize(("workers", "shard"), [(4, 3), (4, 4), (2, 0), (3, 2)])
+def test_shards_leave_two_sites_or_more(workers: int, shard: int) -> None:
+    with pytest.raises(ValueError, match=rf"shard={shard} does not divide {workers} workers"):
+        tw.plan(**{**NUMBERS, "workers": workers}, link="100mbit", shard=shard)
+
+
 @pytest.mark.parametrize("workers", [2, 16])
 @pytest.mark.parametrize(
     ("easier", "harder"),

@@ -128,6 +128,10 @@ class Group:
     Counted for the algorithms of gloo and NCCL on large messages: a gathered message is sent W-1
     times (`bytes_sent` counts it once), and a rank's part of an all-reduce 2(W-1)/W times.
     """
+    within_sites: ClassVar[float] = 0.0
+    """The part of `on_the_wire` between ranks of one site, which shard a model."""
+    one_site = False
+    """True if these ranks are those of one site."""
     rank, size = 0, 1
     static_membership = True
     """True if the ranks never change; False if members join and leave."""
@@ -515,6 +519,7 @@ class Group:
         """Launch all pieces. `held` is kept until they end; `wire_bytes` counts for the rate."""
         group, launched_s = self._private, time.perf_counter()
         Group.on_the_wire += wire_bytes
+        Group.within_sites += wire_bytes * self.one_site
         if control and self._shared is not None:
             group = self._shared.control
         works = []

@@ -108,6 +108,7 @@ class Sites:
         require_mesh(mesh)
         job = Group(None, timeout)
         job.shards = Group(mesh.get_group("shard"), timeout)
+        job.shards.one_site = True
         job.replicas = Group(mesh.get_group("replicate"), timeout)
         shard_of = {rank: i for site in mesh.mesh.tolist() for i, rank in enumerate(site)}
         job.parts = [shard_of[rank] for rank in range(job.size)]

@@ -257,6 +257,7 @@ class Site(SingleRank):
             )
         self.mesh = mesh
         self.ranks = Group(mesh.get_group("shard"), _SITE_TIMEOUTS * timeout_s + _CONNECT_S)
+        self.ranks.one_site = True
         self._ended = False
         """True once a rank of the site was lost or has ended: no further exchange is made."""
 

@@ -102,6 +102,7 @@ class Owners:
         for ranks, own in descriptions.items():
             if ranks not in self._groups:
                 self._groups[ranks] = Group(ranks)
+                self._groups[ranks].one_site = True
             if self._agreed.get(ranks) != own:
                 purpose = "comparing the matrices that Muon updates"
                 cure = "All ranks must have gradients of the same matrices, in the same order"

@@ -26,6 +26,8 @@ thinwire compare --workers 4 --link 20mbit --latency 10ms --seconds 300 --text ~
 
 thinwire compare --workers 2 --link 20mbit --task my_task.py:task --seconds 300
 
+thinwire compare --workers 4 --shard 2 --link 20mbit --strategies dense dense-muon muon-local
+
 torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr 10.0.0.1 --master-port 29500
     -m thinwire compare --strategies dense sparse-local --seconds 300
 
@@ -58,6 +60,7 @@ def compare(
     device: str = "auto",
     tune: Annotated[bool, Parameter(negative="")] = False,
     timeout: float | None = None,
+    shard: Count = 1,
     quiet: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Train one model under several strategies over one link; report loss against time and
@@ -98,6 +101,8 @@ def compare(
             the held-out part.
         timeout: Seconds that a worker waits for another, and longest silence before the comparison
             gives up. Raise it if a step or an evaluation of a task takes over ten minutes.
+        shard: Number of ranks of a site. They share one link, and FSDP2 shards the model among
+            them: the elements of every ModuleList, then the rest. Dense is then HSDP.
         quiet: Show no progress.
     """
     if out is None:

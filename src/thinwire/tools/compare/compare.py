@@ -150,14 +150,18 @@ def _timeout_s(settings: Settings) -> float:
 
 
 def _check(configs: Sequence[RunConfig], settings: Settings, work: Path, display: Display) -> None:
-    """Rehearse the strategy files on the model; built-in strategies are known to work."""
-    files = {run.recipe.name: run for run in configs if run.recipe.file is not None}
-    if not files:
+    """Rehearse the strategy files on the model; built-in strategies are known to work on whole
+    models.
+    """
+    unknown = {
+        run.recipe.name: run for run in configs if run.recipe.file is not None or run.shard > 1
+    }
+    if not unknown:
         return
-    runs = [asdict(run) for run in files.values()]
+    runs = [asdict(run) for run in unknown.values()]
     job = Job(task=_CHECK, config={"runs": runs}, timeout_s=_timeout_s(settings))
     refused: dict[str, str] = {}
-    name = "a strategy file"
+    name = "the first strategy"
     try:
         with (
             display.strategy("checking") as bar,
@@ -174,7 +178,8 @@ def _check(configs: Sequence[RunConfig], settings: Settings, work: Path, display
     if refused:
         raise ValueError(
             "; ".join(
-                f"strategies={files[name].recipe.file!r} does not work with the model: {why}"
+                f"strategies={unknown[name].recipe.file or name!r} does not work with the model: "
+                f"{why}"
                 for name, why in refused.items()
             )
             + "; nothing has been trained"
@@ -262,7 +267,7 @@ def _network(
 ) -> contextlib.AbstractContextManager[Network | None]:
     if not settings.link.emulated or reason is not None:
         return contextlib.nullcontext()
-    return network(settings.workers, settings.link)
+    return network(settings.sites, settings.link)
 
 
 @contextlib.contextmanager

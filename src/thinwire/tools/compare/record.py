@@ -209,6 +209,7 @@ class SettingsRecord:
     batch_per_worker: int | None
     seed: int
     seeds: int
+    shard: int
     loss_of: str
     optimizer: str
     task: str | None

@@ -126,6 +126,7 @@ class Ledger:
                 batch_per_worker=settings.batch if task is None else None,
                 seed=settings.seed,
                 seeds=settings.seeds,
+                shard=settings.shard,
                 loss_of="the validation part" if settings.tune else "the held-out part",
                 optimizer=f"{optimizer}; {_SCHEDULE}",
                 task=task,
@@ -160,7 +161,7 @@ class Ledger:
     def _derived(self, run: Run) -> Run:
         settings, link = self.settings, self.settings.link
         recipe = next(recipe for recipe in settings.strategies if recipe.name == run.strategy)
-        dense_bytes = 2 * (settings.workers - 1) / settings.workers * run.gradient_bytes
+        dense_bytes = 2 * (settings.sites - 1) / settings.sites * run.gradient_bytes
         sent = run.library_bytes_per_step
         run = replace(
             run,
@@ -193,6 +194,8 @@ def _about(corpus: Corpus | None) -> dict[str, Any]:
 
 def _headline(settings: Settings, emulated: bool, reason: str | None) -> str:
     workers = f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
+    if settings.shard > 1:
+        workers = f"{settings.sites} sites of {settings.shard} ranks that shard the model"
     tuning = " Losses are on the validation part." if settings.tune else ""
     if emulated:
         direction = " in each direction" if settings.link.down_bit_s is None else ""

@@ -20,6 +20,7 @@ from thinwire.tools.run.config import (
     Training,
     require_nothing_beside,
     require_one_of,
+    require_sites,
     require_task,
     require_within,
     size_of,
@@ -77,6 +78,7 @@ class Settings(Training):
         tune: bool,
         model: str = "transformer",
         timeout: float | None = None,
+        shard: int = 1,
     ) -> Self:
         """Return settings from the arguments; raise ValueError for the first invalid one."""
         launched = launched_rank(os.environ)
@@ -87,6 +89,7 @@ class Settings(Training):
         workers = 2 if workers is None else workers
         if launched is None:
             require_within("workers", workers, 1, MOST_WORKERS)
+        require_sites(workers, shard)
         given = {"text": text, "tune": tune, "size": size, "batch": batch}
         size, batch = "medium" if size is None else size, 8 if batch is None else batch
         require_within("batch", batch, 1, 4096)
@@ -144,7 +147,13 @@ class Settings(Training):
             tune=tune,
             joined_rank=None if launched is None else launched[0],
             timeout=timeout,
+            shard=shard,
         )
+
+    @property
+    def sites(self) -> int:
+        """Number of sites, which hold a model each: a worker, or the ranks that shard it."""
+        return self.workers // self.shard
 
     @property
     def command(self) -> str:
@@ -154,6 +163,7 @@ class Settings(Training):
             words += self.link.options
         else:
             words = ["torchrun", "...", "-m", "thinwire", "compare"]
+        words += ["--shard", str(self.shard)] if self.shard > 1 else []
         words += ["--latency", f"{self.link.latency_s * 1e3:g}ms"] if self.link.latency_s else []
         words += ["--strategies", *(recipe.file or recipe.name for recipe in self.strategies)]
         words += (

@@ -40,7 +40,7 @@ class Table:
 def tables(results: Results) -> tuple[Table, ...]:
     """Return tables of all finished strategies; a measure without any value is left out."""
     runs, shared = results.strategies, results.settings
-    by_steps = shared.seconds is None
+    by_steps, sender = shared.seconds is None, "worker" if shared.shard == 1 else "site"
     dense, common = results.dense_loss, results.common_loss
     # the loss that all reached says no more where all reached dense's, and nothing where there is
     # one strategy
@@ -60,11 +60,15 @@ def tables(results: Results) -> tuple[Table, ...]:
         ),
         _fixed(f"{loss} at the end", shared.loss_unit or "", runs, "final_loss", digits, min),
         _fixed(f"its range over {shared.seeds} seeds", "", runs, "final_loss_range", digits, None),
-        *(_until("dense", f"dense's loss ({loss_text(dense)})", runs) if dense is not None else ()),
+        *(
+            ()
+            if dense is None
+            else _until("dense", f"dense's loss ({loss_text(dense)})", runs, sender)
+        ),
         *(
             ()
             if all_reached or len(runs) == 1
-            else _until("common", f"the common loss ({loss_text(common)})", runs)
+            else _until("common", f"the common loss ({loss_text(common)})", runs, sender)
         ),
         _seconds("preparation", runs, "preparation_seconds", None),
     ]
@@ -73,7 +77,7 @@ def tables(results: Results) -> tuple[Table, ...]:
         _fixed("compute-only step", "ms", runs, "median_bare_step_ms", 0, None),
         _fixed("step over compute-only step", "", runs, "step_ratio_to_bare", 2, min),
         _fixed("communication share", "%", runs, "exchange_share", 0, min, scale=100),
-        _bytes("bytes per worker and step", runs, "library_bytes_per_step"),
+        _bytes(f"bytes per {sender} and step", runs, "library_bytes_per_step"),
         _bytes("the same, counted by the kernel", runs, "kernel_sent_bytes_per_step"),
         _fixed("times fewer bytes per step than dense", "", runs, "ratio_to_dense", 1, max),
     ]
@@ -88,10 +92,10 @@ def _present(columns: Sequence[Column]) -> tuple[Column, ...]:
     return tuple(column for column in columns if any(text != "-" for text in column.texts))
 
 
-def _until(which: str, loss: str, runs: Sequence[Run]) -> list[Column]:
+def _until(which: str, loss: str, runs: Sequence[Run], sender: str) -> list[Column]:
     return [
         _seconds(f"time to {loss}", runs, f"seconds_to_{which}_loss", min),
-        _bytes("bytes per worker to that loss", runs, f"bytes_to_{which}_loss"),
+        _bytes(f"bytes per {sender} to that loss", runs, f"bytes_to_{which}_loss"),
     ]
 
 

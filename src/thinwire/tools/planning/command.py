@@ -128,14 +128,23 @@ def render(plan: Plan, command: str) -> str:
 
 def _about(plan: Plan) -> str:
     link, model = plan.link, plan.model
+    sites = f" in sites of {link['shard']}" if link["shard"] > 1 else ""
     network = (
-        f"{link['workers']} ranks, {_line(link)} each, "
+        f"{link['workers']} ranks{sites}, {_line(link)} each, "
         f"{1e3 * link['latency_s']:.3g} ms one way, {'measured' if link['measured'] else 'assumed'}"
     )
     return (
         f"{network}. {model['parameters']:,} parameters; a step of {model['step_seconds']:.3g} s "
-        f"on {model['device']} with nothing exchanged."
+        f"on {model['device']} with nothing exchanged. {_inside_text(plan)}"
     )
+
+
+def _inside_text(plan: Plan) -> str:
+    """Name the bytes inside a site under the recommended strategy; empty for whole models."""
+    inside = plan[plan.recommended].bytes_inside_site
+    if not inside:
+        return ""
+    return f"In a step each rank sends {bytes_text(inside)} to the other ranks of its site."
 
 
 def _line(link: Mapping[str, Any]) -> str:
@@ -265,6 +274,7 @@ def plan(
     task: str | None = None,
     up: str | None = None,
     down: str | None = None,
+    shard: Count = 1,
     out: Path | None = None,
     html: Path | None = None,
     all_rows: Annotated[bool, Parameter(name="--all", negative="")] = False,
@@ -289,6 +299,8 @@ def plan(
         task: Your own model, as FILE.py:NAME, instead of --params.
         up: Rate at which each rank sends, such as 10mbit, if the directions differ; with --down.
         down: Rate at which each rank receives, such as 100mbit.
+        shard: Number of ranks of a site, among which FSDP shards the model. They share the site's
+            link; with a probe, each has its own.
         out: Write the recommended strategy to this file. If it is a hook of torch, write the next
             best that is not.
         html: Write a self-contained page with table and plots.
@@ -317,6 +329,7 @@ def plan(
             task=task,
             up=up,
             down=down,
+            shard=shard,
         )
         bar.done()
     # files first: whoever reads what is printed may leave early
@@ -365,6 +378,8 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
     with console.capture() as captured:  # by itself it would end the process where nobody reads
         console.print(made.reason, markup=False)
         console.print(table)
+        if inside := _inside_text(made):
+            console.print(inside, markup=False)
         console.print(f"{members_text(made)}.", markup=False)
         console.print(explained, markup=False)
     print(captured.get(), end="")

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,13 @@ from thinwire.tools.planning.methods import (
 from thinwire.tools.planning.network import Network
 from thinwire.tools.planning.work import Probe, Workload, matrices, work_of
 from thinwire.tools.report.page import bytes_text
-from thinwire.tools.run.config import OPTIMIZERS, Recipe, require_one_of, require_task
+from thinwire.tools.run.config import (
+    OPTIMIZERS,
+    Recipe,
+    require_one_of,
+    require_sites,
+    require_task,
+)
 
 _FASTEST_BIT_S, _UNLIMITED_BIT_S = 4e11, 2e10
 """Fastest allowed line, and the rate assumed for none and loopback."""
@@ -39,9 +45,9 @@ class Row:
     Attributes:
         name: Name of the strategy; a variant adds its differences.
         step_seconds: Seconds of a step: low, mid and high.
-        bytes_per_step: Bytes that a rank sends.
-        memory_bytes: Bytes that a rank keeps: parameters, gradients, the state of AdamW and of the
-            method, without activations.
+        bytes_per_step: Bytes that a rank sends; to other sites if the model is sharded.
+        memory_bytes: Bytes that a rank keeps: parameters, gradients, the state of the optimizer and
+            of the method, and what Muon needs to update sharded matrices, without activations.
         waiting_share: Fraction of a step spent waiting for the exchange.
         progress: Steps of dense training that a step is worth; a prior.
         progress_source: Source of `progress`.
@@ -54,6 +60,7 @@ class Row:
         document: Content of a strategy file; None for a hook of torch.
         optimizer: Optimizer that the strategy requires; None for any.
         reaches_dense_loss: True if four times dense's steps are expected to suffice.
+        bytes_inside_site: Bytes that a rank sends to the others that shard the model with it.
     """
 
     name: str
@@ -69,6 +76,7 @@ class Row:
     document: Mapping[str, Any] | None
     optimizer: str | None = None
     reaches_dense_loss: bool = True
+    bytes_inside_site: float = 0.0
 
     @property
     def strategy(self) -> str:
@@ -84,7 +92,9 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON data, without the document."""
-        own = ("document", "optimizer", "reaches_dense_loss")
+        own = ["document", "optimizer", "reaches_dense_loss"]
+        if not self.bytes_inside_site:  # models are whole
+            own.append("bytes_inside_site")
         return {
             key: list(value) if isinstance(value, tuple) else value
             for key, value in vars(self).items()
@@ -167,6 +177,7 @@ def plan(
     task: str | None = None,
     up: str | None = None,
     down: str | None = None,
+    shard: int = 1,
 ) -> Plan:
     """Predict a training step of every strategy on a network and recommend one.
 
@@ -196,6 +207,8 @@ def plan(
             task.
         up: Rate at which each rank sends, such as "10mbit", instead of `link`; with `down`.
         down: Rate at which each rank receives.
+        shard: Number of ranks of a site, among which FSDP shards the model. They share the site's
+            link; with a probe, each has its own.
 
     Returns:
         The strategies, best first.
@@ -233,19 +246,21 @@ def plan(
             work = _assumed_work(params, step_seconds, "cpu" if device is None else device)
         else:
             work = _of_task(task, step_seconds, device, network.ranks)
+    network = _between_sites(network, shard, shared=probe is None)
     offered = [
         (name, recipe, document)
         for name, recipe, document in candidates(network.ranks, network.node_size)
         if recipe.optimizer != "muon" or work.muon_numel != 0
+        if shard == 1 or _takes_shards(name, document)
     ]
     # progress is against dense with the same optimizer, so time is too
     dense_s = {
-        optimizer: _cost({}, "dense", work.by(optimizer), network).step_s
+        optimizer: _cost({}, "dense", work.by(optimizer).sharded(shard), network).step_s
         for optimizer in {recipe.optimizer for _, recipe, _ in offered}
     }
     rows = sorted(
         (
-            _row(name, recipe, document, work, network, dense_s[recipe.optimizer])
+            _row(name, recipe, document, work, shard, network, dense_s[recipe.optimizer])
             for name, recipe, document in offered
         ),
         key=lambda row: (row.time_to_dense_loss, row.bytes_per_step, len(row.name)),
@@ -255,7 +270,8 @@ def plan(
         "rate_bit_s": network.bit_s,
         "down_bit_s": network.down,
         "latency_s": network.latency_s,
-        "workers": network.ranks,
+        "workers": network.ranks * shard,
+        "shard": shard,
         "node_size": network.node_size,
         "measured": probe is not None,
     }
@@ -267,8 +283,30 @@ def plan(
     }
     documents = (row.document or {} for row in rows)
     local = next(document["localsgd"] for document in documents if "localsgd" in document)
-    members = member_exchanges(local, work, network)
+    members = member_exchanges(local, work.sharded(shard), network)
     return Plan(recommended, reason, tuple(rows), about, model, members)
+
+
+def _between_sites(network: Network, shard: int, *, shared: bool) -> Network:
+    """Return the network between ranks of different sites that hold the same shard."""
+    if isinstance(shard, bool) or not isinstance(shard, int):
+        raise TypeError(f"shard must be a whole number, got {shard!r}")
+    require_sites(network.ranks, shard)
+    if shard == 1:
+        return network
+    lines = shard if shared else 1
+    return replace(
+        network,
+        ranks=network.ranks // shard,
+        bit_s=network.bit_s / lines,
+        down_bit_s=network.down / lines,
+        node=None,
+    )
+
+
+def _takes_shards(name: str, document: Mapping[str, Any] | None) -> bool:
+    """Return True if a strategy works on sharded models; dense is then HSDP."""
+    return name == "dense" or any(field in ("dgc", "localsgd") for field in document or {})
 
 
 def _require_unmeasured(probe: str | Path, **given: object) -> None:
@@ -369,11 +407,14 @@ def _row(
     recipe: Recipe,
     document: Mapping[str, Any] | None,
     work: Workload,
+    shard: int,
     network: Network,
     dense_s: float,
 ) -> Row:
-    work = work.by(recipe.optimizer)
-    cost = _cost(document or {}, recipe.name, work, network)
+    optimizer, work = recipe.optimizer, work.by(recipe.optimizer)
+    part = work.sharded(shard)
+    cost = _cost(document or {}, recipe.name, part, network)
+    owned = work.owned_bytes(optimizer) if shard > 1 else 0
     progress = progress_of(recipe.name, document or {}, network.ranks)
     gap = loss_gap(recipe.name, document or {}, recipe.optimizer, work.numel, network.ranks)
     steps = steps_to_dense_loss(gap.mid, work.numel)
@@ -382,7 +423,7 @@ def _row(
         name,
         _interval(cost, work),
         cost.bytes,
-        round(4 * work.width * work.numel) + cost.state_bytes,
+        part.state_bytes(optimizer) + cost.state_bytes + owned,
         max(0.0, 1 - work.step_s / cost.step_s),
         progress.share,
         progress.source,
@@ -390,8 +431,9 @@ def _row(
         gap.source,
         cost.step_s / dense_s * steps if reaches else steps,
         document,
-        OPTIMIZERS.get(recipe.optimizer or ""),
+        OPTIMIZERS.get(optimizer or ""),
         reaches,
+        work.bytes_inside(optimizer, shard),
     )
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import isqrt, prod
+from math import ceil, isqrt, prod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ Shape = tuple[int, ...]
 _MOST_MATRICES, _LEAST_NUMEL = 48, 2**18
 _FORWARD_SHARE = 1 / 3
 """Share of the forward pass in a step; the backward pass computes twice as many products."""
+_OWNED = 11
+"""Copies of a sharded matrix that its owner holds, about, while Muon updates it
+(`benchmarks.memory`)."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,44 @@ class Workload:
         if optimizer != "muon" or self.muon_s is None:
             return self
         return replace(self, step_s=self.step_s + self.muon_s)
+
+    def sharded(self, ranks: int) -> "Workload":
+        """Return the work of one of `ranks` that share the model; its step takes as long."""
+        if ranks == 1:
+            return self
+        shapes = tuple(
+            (ceil(shape[0] / ranks), *shape[1:]) if shape else () for shape in self.shapes
+        )
+        numel = sum(map(prod, shapes))
+        if self.assumed:
+            numel = ceil(self.numel / ranks)
+            shapes = matrices(numel)
+        muon_numel = None if self.muon_numel is None else ceil(self.muon_numel / ranks)
+        return replace(self, numel=numel, shapes=shapes, muon_numel=muon_numel)
+
+    def by_muon(self, optimizer: str | None) -> int:
+        """Return the number of parameters that Muon trains; all if unknown, 0 with others."""
+        muon_numel = self.numel if self.muon_numel is None else self.muon_numel
+        return muon_numel if optimizer == "muon" else 0
+
+    def state_bytes(self, optimizer: str | None) -> int:
+        """Return the bytes of parameters, gradients and optimizer: two moments with AdamW, one with
+        Muon.
+        """
+        return round(self.width * (4 * self.numel - self.by_muon(optimizer)))
+
+    def owned_bytes(self, optimizer: str | None) -> int:
+        """Return the bytes that the owner of the largest sharded matrix needs for its update."""
+        return round(self.width * _OWNED * max(self.numels)) if self.by_muon(optimizer) else 0
+
+    def bytes_inside(self, optimizer: str | None, ranks: int) -> float:
+        """Return the bytes that each of `ranks` that share the model sends to the others in a step.
+
+        FSDP gathers the parameters for the forward pass and for the backward pass, and scatters the
+        gradients; with Muon each matrix goes to its owner, and the result comes back.
+        """
+        words = 3 * self.numel + 2 * self.by_muon(optimizer) / ranks
+        return self.width * words * (ranks - 1) / ranks
 
     @cached_property
     def numels(self) -> tuple[int, ...]:

@@ -45,6 +45,15 @@ def require_within(name: str, value: int, least: int, most: int) -> None:
         raise ValueError(f"{name}={value} is out of range; {least} to {most} is allowed")
 
 
+def require_sites(workers: int, shard: int) -> None:
+    """Refuse a number of ranks for each site that does not leave two equal sites or more."""
+    if shard < 1 or workers % shard or (shard > 1 and workers == shard):
+        raise ValueError(
+            f"shard={shard} does not divide {workers} workers into two or more sites; give the "
+            "number of ranks that share a model, such as 2 with 4 workers"
+        )
+
+
 def require_one_of(name: str, value: str, allowed: Sequence[str]) -> None:
     """Refuse a word that is not allowed."""
     if value not in allowed:
@@ -202,6 +211,7 @@ class Training:
         lr: Peak learning rate; None for that of the strategy or of the task's own optimizer.
         task: User's task, as "FILE.py:NAME"; None for the built-in one.
         evaluations: Maximum number of evaluations.
+        shard: Ranks of a site, among which FSDP2 shards the model; 1 for whole models.
     """
 
     model: ModelSize | ConvolutionSize
@@ -214,6 +224,7 @@ class Training:
     task: str | None
     device: str
     evaluations: int = 16
+    shard: int = 1
 
     @property
     def shared(self) -> dict[str, Any]:

@@ -95,14 +95,17 @@ _PORT, _PORTS_TRIED = 29500, 1000
 def environments(workers: int, network: Network | None) -> list[dict[str, str]]:
     """Return the environment of each rank: that of this process, plus the variables of torchrun.
 
-    In a network of its own every rank is a machine: its LOCAL_RANK is 0 and its LOCAL_WORLD_SIZE 1.
+    Every namespace of a network is a machine; consecutive ranks share one if there are fewer
+    namespaces than ranks.
     """
+    machines = 1 if network is None else len(network.addresses)
+    local = workers // machines
     loopback = "lo" if sys.platform == "linux" else "lo0"
     default = {"OMP_NUM_THREADS": threads_of(workers), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     common = {
         "WORLD_SIZE": workers,
-        "LOCAL_WORLD_SIZE": workers if network is None else 1,
-        "GROUP_WORLD_SIZE": 1 if network is None else workers,
+        "LOCAL_WORLD_SIZE": local,
+        "GROUP_WORLD_SIZE": machines,
         "MASTER_ADDR": "127.0.0.1" if network is None else network.addresses[0],
         "MASTER_PORT": free_port() if network is None else _PORT,
         "GLOO_SOCKET_IFNAME": loopback if network is None else network.interface,
@@ -110,9 +113,7 @@ def environments(workers: int, network: Network | None) -> list[dict[str, str]]:
         "PYTHONUNBUFFERED": 1,
     }
     ranks: list[dict[str, Any]] = [
-        {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
-        if network is None
-        else {"RANK": rank, "LOCAL_RANK": 0, "GROUP_RANK": rank}
+        {"RANK": rank, "LOCAL_RANK": rank % local, "GROUP_RANK": rank // local}
         for rank in range(workers)
     ]
     return [{**_texts(default), **os.environ, **_texts(common), **_texts(own)} for own in ranks]
@@ -241,8 +242,11 @@ def _started(
     job: Path, workers: int, network: Network | None, work: Path
 ) -> Iterator[list["subprocess.Popen[bytes]"]]:
     command = [sys.executable, "-m", "thinwire.tools.run.worker", str(job)]
-    fds = network.namespace_fds if network else (-1,) * workers
-    starts = zip(environments(workers, network), fds, strict=True)
+    fds = network.namespace_fds if network else (-1,)
+    starts = [
+        (environment, fds[int(environment["GROUP_RANK"])])
+        for environment in environments(workers, network)
+    ]
     # whatever the shell says, since figures of one machine are compared with those of another
     threads = {"OMP_NUM_THREADS": str(threads_of(workers))}
     started: list[subprocess.Popen[bytes]] = []

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
@@ -37,19 +39,21 @@ class Setup:
         loss_fn: `loss_fn(model(inputs), targets)` is the mean loss.
         make_optimizer: Builds the task's own optimizer from parameters; None for that of the
             command.
+        shard: Ranks of a site, among which the model is sharded; 1 for whole models.
     """
 
     optimizer: str
     loss_fn: LossFunction = loss_of
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+    shard: int = 1
 
     @classmethod
     def of(cls, config: RunConfig, work: Workload) -> Self:
         """Return the setup of a run; the strategy's optimizer takes precedence over the task's."""
         own = config.recipe.optimizer
         if own is not None:
-            return cls(own, work.loss_fn)
-        return cls(config.optimizer, work.loss_fn, work.make_optimizer)
+            return cls(own, work.loss_fn, shard=config.shard)
+        return cls(config.optimizer, work.loss_fn, work.make_optimizer, config.shard)
 
     def optimizer_of(self, model: nn.Module, lr: float = 0.0) -> torch.optim.Optimizer:
         """Make the common optimizer; its learning rate is set before each step."""
@@ -73,6 +77,31 @@ class Setup:
         return torch.optim.AdamW(
             model.named_parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY
         )
+
+    def sharded(self, model: nn.Module, *, within: bool) -> DeviceMesh | None:
+        """Shard the elements of every ModuleList and the rest of a model among the ranks of a site.
+
+        Collective over all ranks.
+
+        Args:
+            model: Module, sharded in place by FSDP2.
+            within: Leave the exchange between sites to others; otherwise FSDP averages over the
+                sites too (HSDP).
+
+        Returns:
+            The mesh of sites and shards; None, and the model as it was, if models are whole.
+        """
+        if self.shard == 1:
+            return None
+        kind = next(p.device.type for p in model.parameters())
+        shape = dist.get_world_size() // self.shard, self.shard
+        mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+        used = mesh["shard"] if within else mesh
+        for module in reversed([*model.modules()]):
+            for block in module if isinstance(module, nn.ModuleList) else ():
+                fully_shard(block, mesh=used)
+        fully_shard(model, mesh=used)
+        return mesh
 
     def forward(self, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
         """Return this rank's mean loss."""
@@ -104,14 +133,8 @@ def gradient_bytes(model: nn.Module, width: int | None = None) -> float:
     return float(sum(p.numel() * (width or p.element_size()) for p in trained))
 
 
-def ring_bytes(message_bytes: float) -> float:
-    """Return the bytes that each rank sends in a ring all-reduce: 2(W-1)/W of `message_bytes`."""
-    world = dist.get_world_size()
-    return 2 * (world - 1) / world * message_bytes
-
-
 class DDPTrainer:
-    """Trainer with DDP, plain or with one of torch's hooks.
+    """Trainer with DDP, plain or with one of torch's hooks; with HSDP if the model is sharded.
 
     PowerSGD travels in a single bucket: with two in flight, torch's hook waits inside a callback,
     which gloo never returns from.
@@ -130,33 +153,47 @@ class DDPTrainer:
 
     def __init__(self, model: nn.Module, setup: Setup, *, hook: str = "") -> None:
         self.module, self.setup, self.hook, self.steps = model, setup, hook, 0
-        cap_mb = _ONE_BUCKET_MB if hook == "powersgd" else _BUCKET_CAP_MB
-        self.ddp = DistributedDataParallel(
-            model, bucket_cap_mb=cap_mb, gradient_as_bucket_view=True
-        )
-        self.settings: Mapping[str, Any] = {"bucket_cap_mb": cap_mb}
         self.steady_from_step = 2  # DDP rebuilds its buckets after the first
-        if hook == "fp16":
-            self.ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        elif hook == "powersgd":
+        self.settings: Mapping[str, Any] = {"shard": setup.shard}
+        if hook and setup.shard > 1:
+            raise ValueError(
+                f"{hook} is a hook of DDP, which needs whole models, but shard={setup.shard}; omit "
+                "this strategy"
+            )
+        self.trained = model if setup.sharded(model, within=False) else self._distributed()
+        self.optimizer = setup.optimizer_of(model)
+
+    def _distributed(self) -> DistributedDataParallel:
+        """Wrap the model in DDP, with the hook."""
+        cap_mb = _ONE_BUCKET_MB if self.hook == "powersgd" else _BUCKET_CAP_MB
+        ddp = DistributedDataParallel(
+            self.module, bucket_cap_mb=cap_mb, gradient_as_bucket_view=True
+        )
+        self.settings = {"bucket_cap_mb": cap_mb}
+        if self.hook == "fp16":
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif self.hook == "powersgd":
             self.state = powerSGD_hook.PowerSGDState(
                 None, matrix_approximation_rank=_RANK, start_powerSGD_iter=_DENSE_STEPS
             )
-            self.ddp.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
+            ddp.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
             self.steady_from_step = _DENSE_STEPS + 1
             self.settings = {**self.settings, "rank": _RANK, "dense_steps": _DENSE_STEPS}
-        self.optimizer = setup.optimizer_of(model)
+        return ddp
 
     def train_step(self, inputs: Any, targets: Any) -> Tensor:
         """Run forward pass, backward pass, exchange and update; return this rank's mean loss,
         detached.
         """
         self.steps += 1
-        return bare_step(self.setup, self.ddp, self.optimizer, inputs, targets)
+        return bare_step(self.setup, self.trained, self.optimizer, inputs, targets)
 
     def sent_bytes(self) -> float:
-        """Return the bytes that this rank has sent, without headers of TCP and IP."""
+        """Return the bytes that this rank, or its site, has sent to others, without headers of TCP
+        and IP.
+        """
         dense = gradient_bytes(self.module)
+        ring_bytes = self._ring_bytes
         if self.hook == "fp16":
             return self.steps * ring_bytes(gradient_bytes(self.module, 2))
         if self.hook == "powersgd":
@@ -165,6 +202,11 @@ class DDPTrainer:
             dense_steps = min(self.steps, _DENSE_STEPS)
             return dense_steps * ring_bytes(dense) + ring_bytes(width * factors_numel)
         return self.steps * ring_bytes(dense)
+
+    def _ring_bytes(self, message_bytes: float) -> float:
+        """Return the bytes that each of R sites sends in a ring all-reduce: 2(R-1)/R of these."""
+        sites = dist.get_world_size() // self.setup.shard
+        return 2 * (sites - 1) / sites * message_bytes
 
     def finish(self) -> None:
         """Do nothing: every step was exchanged."""
@@ -188,8 +230,10 @@ class Prepared:
         field: str | None = None,
     ) -> None:
         strategy = tw.DistributedStrategy.from_dict(document)
-        self.engine = strategy.prepare(model, _optimizer(model, strategy, setup), setup.loss_fn)
-        self.bytes_before = Group.on_the_wire
+        mesh = setup.sharded(model, within=True)
+        optimizer = _optimizer(model, strategy, setup)
+        self.engine = strategy.prepare(model, optimizer, setup.loss_fn, mesh=mesh)
+        self.shard, self.bytes_before = setup.shard, _between_sites()
         self.module = self.engine.model
         self.optimizer = self.engine.optimizer
         local = strategy.local
@@ -201,10 +245,10 @@ class Prepared:
         # the end, and `agreed` is when nothing is on its way
         self.drifting = local is not None and (local.fragments > 1 or local.delay > 0)
         taken_over = strategy.lars is not None or strategy.lamb is not None
-        optimizer = {"optimizer": type(self.optimizer).__name__} if taken_over else {}
+        named = {"optimizer": type(self.optimizer).__name__} if taken_over else {}
         shown = {**document} if field is None else {**document[field]}
         shown |= {} if field is None else shown.pop("compression", None) or {}
-        self.settings: Mapping[str, Any] = {**optimizer, **shown}
+        self.settings: Mapping[str, Any] = {**named, **shown}
         self.agreed = True
         self.local_step_s = self.exchanging_step_s = self.finish_s = 0.0
 
@@ -226,7 +270,7 @@ class Prepared:
         return loss
 
     def sent_bytes(self) -> float:
-        return Group.on_the_wire - self.bytes_before
+        return self.shard * (_between_sites() - self.bytes_before)
 
     def finish(self) -> None:
         """Apply the rest of a merge and run the last averaging."""
@@ -234,6 +278,10 @@ class Prepared:
 
     def close(self) -> None:
         self.engine.close()
+
+
+def _between_sites() -> float:
+    return Group.on_the_wire - Group.within_sites
 
 
 Trainer = DDPTrainer | Prepared

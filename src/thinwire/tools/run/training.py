@@ -182,6 +182,7 @@ class BareStep:
 
     def __init__(self, setup: Setup, work: Workload) -> None:
         self.setup, self.work, self.model = setup, work, copy.deepcopy(work.model)
+        setup.sharded(self.model, within=True)
         self.optimizer = setup.optimizer_of(self.model, lr=_LR)
         self.batch = work.some_batch(seed=0)
         self.seconds: list[float] = []
