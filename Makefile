@@ -13,7 +13,7 @@ SITE_VENV := .venv-site
 AT_ONCE ?= 4
 PYTEST = -m pytest -n $(AT_ONCE) --dist worksteal --durations 40 $(ONLY)
 # threads of torch that wait for each other would spin, on cores that other processes have work for
-test test-slow test-integrations test-triton: export OMP_WAIT_POLICY := passive
+test test-torch test-slow test-integrations test-triton: export OMP_WAIT_POLICY := passive
 
 # the tests start hundreds of processes: where nobody keeps byte code, each would compile all sources
 unexport PYTHONDONTWRITEBYTECODE
@@ -56,11 +56,15 @@ TORCH ?= 2.11.0
 OTHER_VENV := .venv-torch-$(TORCH)
 
 # several GB: the builds of torch for CUDA, which bring an older triton; its interpreter fails beside numpy 2.4
-test-torch:  ## the tests with another version of torch: make test-torch TORCH=2.11.0
+$(OTHER_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OTHER_VENV)
 	{ grep -Ev '^(torch|triton|numpy)==' constraints.txt; echo torch==$(TORCH); echo 'numpy<2.4'; } > $(OTHER_VENV)/constraints.txt
+	$(OTHER_VENV)/bin/python -m pip install --quiet -c constraints.txt pip
 	$(OTHER_VENV)/bin/python -m pip install --quiet --no-compile -c $(OTHER_VENV)/constraints.txt torch numpy
 	$(OTHER_VENV)/bin/python -m pip install --quiet --no-compile -c $(OTHER_VENV)/constraints.txt -e '.[fast,cli]' --group dev
+	touch $@
+
+test-torch: $(OTHER_VENV)/.installed  ## the tests with another version of torch: make test-torch TORCH=2.11.0
 	$(OTHER_VENV)/bin/python $(PYTEST) -m "not slow"
 
 PACKAGES := -c "import sysconfig; print(sysconfig.get_path('purelib'))"

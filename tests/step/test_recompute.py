@@ -480,7 +480,7 @@ def test_bad_patterns_change_nothing(patterns, error, text):
     assert not any("forward" in vars(module) for module in net.modules())
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_what_is_no_module_or_is_scripted_is_refused():
     with pytest.raises(TypeError, match="Module"):
         recompute(lambda x: x, ("*",))
