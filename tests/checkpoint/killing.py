@@ -52,7 +52,7 @@ class Points:
         sys.addaudithook(self._on_event)
         os.fsync = self._before("fsync", os.fsync)
         tensor_file.bytes_of = self._before("tensor", tensor_file.bytes_of)
-        Group.gather_bytes = self._before("exchange", Group.gather_bytes)  # type: ignore[method-assign]
+        Group.launch_bytes = self._before("exchange", Group.launch_bytes)  # type: ignore[method-assign]
 
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event in EVENTS and isinstance(arguments[0], str | os.PathLike):

@@ -110,7 +110,7 @@ def injected(fault: Fault, trainer: Trainer, rank: int) -> Iterator[list[str]]:
         yield done
         return
     now, data, votes = -1, 0, 0
-    step, launched, control = trainer.step, Group._launched, Group.gather_bytes
+    step, launched, control = trainer.step, Group._launched, Group.launch_bytes
 
     def at(phase: str) -> None:
         if phase == fault.phase and now == fault.step and not done:
@@ -134,7 +134,7 @@ def injected(fault: Fault, trainer: Trainer, rank: int) -> Iterator[list[str]]:
             at("once sent")
         return pending
 
-    def agree(self: Group, payload: bytes, *, action: str) -> list[bytes]:
+    def agree(self: Group, payload: bytes, *, action: str) -> Pending[list[bytes]]:
         nonlocal votes
         if data:
             at("before the last agreement")
@@ -153,11 +153,11 @@ def injected(fault: Fault, trainer: Trainer, rank: int) -> Iterator[list[str]]:
         register_optimizer_step_pre_hook(apply),
     ]
     trainer.step = stepped  # type: ignore[method-assign]
-    Group._launched, Group.gather_bytes = launch, agree  # type: ignore[method-assign]
+    Group._launched, Group.launch_bytes = launch, agree  # type: ignore[method-assign]
     try:
         yield done
     finally:
-        Group._launched, Group.gather_bytes = launched, control  # type: ignore[method-assign]
+        Group._launched, Group.launch_bytes = launched, control  # type: ignore[method-assign]
         trainer.step = step  # type: ignore[method-assign]
         for handle in handles:
             handle.remove()

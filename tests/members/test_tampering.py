@@ -23,9 +23,9 @@ def train(
 ) -> dict[str, Any]:
     """Train, and tell how it ended; on the way to rank 0 a bit of exchange `tapped_at` changes."""
     given, calls, agreements = ElasticGroup.all_gather, 0, 0
-    agreed = ElasticGroup.gather_now
+    agreed = ElasticGroup.launch_now
 
-    def gather_now(self: ElasticGroup, payload: bytes, action: str) -> list[bytes]:
+    def launch_now(self: ElasticGroup, payload: bytes, action: str) -> Pending[list[bytes]]:
         nonlocal agreements
         agreements += 1
         return agreed(self, payload, action)
@@ -47,7 +47,7 @@ def train(
         return Pending(rows)
 
     ElasticGroup.all_gather = all_gather  # type: ignore[method-assign]
-    ElasticGroup.gather_now = gather_now  # type: ignore[method-assign]
+    ElasticGroup.launch_now = launch_now  # type: ignore[method-assign]
     net, told, digests = model(0), "", []
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     try:
@@ -80,7 +80,7 @@ def train(
         assert told
     finally:
         ElasticGroup.all_gather = given  # type: ignore[method-assign]
-        ElasticGroup.gather_now = agreed  # type: ignore[method-assign]
+        ElasticGroup.launch_now = agreed  # type: ignore[method-assign]
     return {
         "place": place,
         "told": told,

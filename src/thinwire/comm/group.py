@@ -9,7 +9,7 @@ import struct
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -79,6 +79,25 @@ class Pending(Generic[_T]):
     """
 
     _finish: Callable[[], _T]
+
+    @classmethod
+    def started(cls, work: Generator[None, None, _T]) -> "Pending[_T]":
+        """Run `work` up to its first pause, when something is on its way; `wait` runs the rest."""
+
+        def go_on() -> _T:
+            while True:
+                try:
+                    next(work)
+                except StopIteration as end:
+                    result: _T = end.value
+                    return result
+
+        try:
+            next(work)
+        except StopIteration as end:
+            result: _T = end.value
+            return cls(lambda: result)
+        return cls(go_on)
 
     def wait(self) -> _T:
         """Return the result, or raise a `thinwire.errors` error that names the exchange and the
@@ -450,24 +469,46 @@ class Group:
                 raised on every rank. Or a received string differs from the sent one: raised on the
                 rank that sees it.
         """
-        return [answer or b"" for answer in self._gathered(payload, payload, (), action)]
+        return self.launch_bytes(payload, action=action).wait()
 
-    def gather_parts(self, payload: bytes, common: bytes, *, action: str) -> list[bytes | None]:
-        """Gather as `gather_bytes` does, for ranks that hold different parts of a model; see
+    def launch_bytes(self, payload: bytes, *, action: str) -> Pending[list[bytes]]:
+        """Launch the first round of `gather_bytes`; `wait` launches a second one if it is needed.
+
+        All ranks must wait for it before they launch another one.
+        """
+        gathered = self._launch_gathering(payload, payload, (), action)
+        return Pending(lambda: [answer or b"" for answer in gathered.wait()])
+
+    def launch_parts(
+        self, payload: bytes, common: bytes, *, action: str
+    ) -> Pending[list[bytes | None]]:
+        """Launch as `launch_bytes` does, for ranks that hold different parts of a model; see
         `parts`.
 
         If the strings are equal within each part, and `common` (such as the step) is equal on all
         ranks, there is no second round, and None stands for the strings of other parts.
         """
         if not self.static_membership or not self.parts:
-            return list(self.gather_bytes(payload, action=action))
-        return self._gathered(payload, common, self.parts, action)
+            gathered = self.launch_bytes(payload, action=action)
+            return Pending(lambda: list(gathered.wait()))
+        return self._launch_gathering(payload, common, self.parts, action)
+
+    def _launch_gathering(
+        self, payload: bytes, common: bytes, parts: Sequence[int], action: str
+    ) -> Pending[list[bytes | None]]:
+        own = _head(payload, common)
+        heads = self.launch_now(own, action)
+        return Pending(lambda: self._gathered(own, heads.wait(), payload, parts, action))
 
     def _gathered(
-        self, payload: bytes, common: bytes, parts: Sequence[int], action: str
+        self,
+        own: bytes,
+        heads: Sequence[bytes],
+        payload: bytes,
+        parts: Sequence[int],
+        action: str,
     ) -> list[bytes | None]:
-        own = _head(payload, common)
-        heads = self.gather_now(own, action)
+        """Return the strings whose headers are `heads`, after a second round if they differ."""
         if all(head == own for head in heads):
             return [payload] * self.size
         fields = [_HEAD.unpack(head) for head in heads]
@@ -493,17 +534,27 @@ class Group:
 
     def gather_now(self, payload: bytes, action: str) -> list[bytes]:
         """Gather strings of equal length on all ranks, in one round."""
+        return self.launch_now(payload, action).wait()
+
+    def launch_now(self, payload: bytes, action: str) -> Pending[list[bytes]]:
+        """Launch a gather of strings of equal length on all ranks."""
         message = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         macs = self._agreement_macs
         number = 0 if macs is None else macs.next()
         if macs is not None:
             message = macs.with_mac(message, number)
-        rows = self._gather(message.to(self.device), action, control=True).wait().cpu()
-        if macs is not None:
-            rows, wrong = macs.verified(rows, number)
-            if wrong:
-                raise PayloadCorrupt(f"{wrong_mac_text(action, wrong[0])}. {state_after_failure()}")
-        return [row.numpy().tobytes() for row in rows]
+        gathered = self._gather(message.to(self.device), action, control=True)
+
+        def strings() -> list[bytes]:
+            rows = gathered.wait().cpu()
+            if macs is not None:
+                rows, wrong = macs.verified(rows, number)
+                if wrong:
+                    text = wrong_mac_text(action, wrong[0])
+                    raise PayloadCorrupt(f"{text}. {state_after_failure()}")
+            return [row.numpy().tobytes() for row in rows]
+
+        return Pending(strings)
 
     def _launched(
         self,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from thinwire.comm import Group, wrong_call_site
+from thinwire.comm import Group, Pending, wrong_call_site
 from thinwire.errors import Diverged, Mismatch, NonFinite, PayloadCorrupt, ThinwireError
 
 __all__ = [
@@ -168,7 +168,7 @@ class Agreement:
         engine: Identity of this engine or optimizer among those over the same ranks, in the order
             of creation.
 
-    Communication: `Group.gather_parts`, 24 bytes per rank if all reports are equal. Where ranks
+    Communication: `Group.launch_parts`, 24 bytes per rank if all reports are equal. Where ranks
     hold different parts of the model, the reports of each part must be equal, and no rank may
     report an event.
 
@@ -209,13 +209,38 @@ class Agreement:
 
         Checks may raise further errors.
         """
+        return self.launch(step, phase, first=first, last=last, **facts).wait()
+
+    def launch(
+        self,
+        step: int,
+        phase: str,
+        *,
+        first: bool = True,
+        last: bool = False,
+        **facts: Any,
+    ) -> Pending[Answers]:
+        """Send this rank's report without waiting; `wait` judges, and raises as a call does.
+
+        One agreement at a time: wait for it before the next one is launched.
+        """
         vote = Vote(self.group, step, phase, first, last)
         own: Report = {"engine": self.engine, "step": step, "phase": phase}
         # all checks share one message; each writes only its own keys
         for check in self.checks:
             own |= check.report(vote)
         own |= {key: value for key, value in facts.items() if value is not None}
-        answers = self._received(own, vote.purpose)
+        message = _written(own)
+        # without an event, ranks of other parts need only the common keys
+        quiet = {key for key, value in own.items() if value} <= _QUIET
+        common = _written(_common(own)) if quiet else message
+        rows = self.group.launch_parts(message, common, action=vote.purpose)
+        return Pending(lambda: self._judged(vote, own, message, rows.wait()))
+
+    def _judged(
+        self, vote: Vote, own: Report, message: bytes, rows: Sequence[bytes | None]
+    ) -> Answers:
+        answers = self._answers(_read(rows, message, own, vote.purpose))
         # most specific cause first; a unanimous report without an event needs no look
         if not (answers.unanimous and own.keys() <= _QUIET):
             _refuse_failures(answers)
@@ -232,18 +257,9 @@ class Agreement:
 
         Communication: 24 bytes per rank if so.
         """
-        rows = self.group.gather_parts(content, b"", action=purpose)
+        rows = self.group.launch_parts(content, b"", action=purpose).wait()
         reports = [{} if row is None else {"row": row} for row in rows]
         return not any(self._answers(reports).differences("row"))
-
-    def _received(self, own: Report, purpose: str) -> Answers:
-        message = _written(own)
-        # without an event, ranks of other parts need only the common keys
-        quiet = {key for key, value in own.items() if value} <= _QUIET
-        common = _written(_common(own)) if quiet else message
-        return self._answers(
-            _read(self.group.gather_parts(message, common, action=purpose), message, own, purpose)
-        )
 
     def _answers(self, reports: Sequence[Report]) -> Answers:
         return Answers(reports, self.group.parts, self.group.answer_index)

@@ -3,19 +3,18 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from thinwire.comm import Group, Regrouped
+from thinwire.comm import Group, Pending, Regrouped
 from thinwire.comm.private import forget_ended
 from thinwire.errors import Diverged, Mismatch, NonFinite, PayloadCorrupt
 from thinwire.exchange.agreement import Answers, Report, Vote
 from thinwire.exchange.digest import RollingDigest
 from thinwire.exchange.synchronizer import Synchronizer
 from thinwire.local.averaging import Averaging, PendingAveraging, widened
-from thinwire.local.config import LocalConfig
+from thinwire.local.config import AdaptiveLocalSGD, LocalConfig
 from thinwire.local.fragments import fragments_of
 from thinwire.local.interval import Interval
 from thinwire.local.model import LocalModel, refuse_scaler
@@ -27,6 +26,8 @@ __all__ = [
     "OwnScale",
 ]
 
+_LEAST_DELAY = 3
+"""Smallest delay of which two steps are left for the agreements before and after the messages."""
 _FROZEN = "frozen parameter"
 """Label of frozen parameters in errors."""
 
@@ -130,6 +131,11 @@ class Averager(Synchronizer):
         self._membership, self._after_averaging = membership, after_averaging
         self.config = config
         self._parts = fragments_of(tensors.trained, config)
+        self._overlaps = config.delay >= _LEAST_DELAY and self.work is None
+        """True if local steps continue while ranks agree on an averaging."""
+        adaptive, sharded = isinstance(config, AdaptiveLocalSGD), group.shards is not None
+        self._answers_at_once = not self._overlaps or adaptive or scaler is not None or sharded
+        """True if the next local step needs the answers of the agreement to send."""
         self._scaler = scaler
         self.weight = 1.0
         self.digest: RollingDigest | None = None
@@ -176,6 +182,7 @@ class Averager(Synchronizer):
 
     def require_equal(self, step: int | None = None) -> None:
         """Compare the ranks as `Synchronizer.require_equal` does, at the local step by default."""
+        self.settle()
         with _frozen_explained():
             super().require_equal(self.counters.step if step is None else step)
 
@@ -190,9 +197,29 @@ class Averager(Synchronizer):
             f"outer momentum of {name}": entry for name, entry in self.averaging.momentum.items()
         }
 
-    def _agree_on(self, step: int, phase: str, *, last: bool = False, **facts: Any) -> Answers:
-        with _frozen_explained():
-            return self.agreement(step, phase, first=False, last=last, **facts)
+    def _agree_on(
+        self, step: int, phase: str, *, last: bool = False, **facts: Any
+    ) -> Pending[Answers]:
+        self.settle()
+        launched = self.agreement.launch(step, phase, first=False, last=last, **facts)
+
+        def judged() -> Answers:
+            with _frozen_explained():
+                return launched.wait()
+
+        return Pending(judged)
+
+    def settle(self) -> None:
+        """Wait for the agreement about a result in flight: ranks agree on one thing at a time."""
+        pending = self.pending
+        if pending is None or pending.agreement is None:
+            return
+        if pending.round is None:
+            self._send(pending)
+            return
+        self.pending = None
+        answers = self._verified(pending)
+        self.pending, pending.agreement = pending, Pending(lambda: answers)
 
     def before_step(self) -> None:
         """Set anchors to the current parameters where all ranks should be equal: weights may have
@@ -225,13 +252,27 @@ class Averager(Synchronizer):
         at.step += 1
         self.synced = False
         # first the result in flight: its anchors are those of the next averaging
-        due = self.pending is not None and at.step >= self.pending.step + self.config.delay
-        if due and not self._apply_pending():
+        if self.pending is not None and not self._advance(self.pending):
             return
         if at.step <= self.config.begin_step:
             self._average_all("averaging", with_loss=True)
         else:
             self.average_if_due()
+
+    def _advance(self, pending: PendingAveraging) -> bool:
+        """Continue an averaging in flight after a local step; return True if this rank continues
+        with the others.
+
+        The step alone decides what is launched: in the same order on all ranks, whoever is late.
+        """
+        steps, delay = self.counters.step - pending.step, self.config.delay
+        if steps >= delay:
+            return self._apply_pending()
+        if self._overlaps and pending.round is None:
+            self._send(pending)
+        elif self._overlaps and steps == delay - 1:
+            self._verify(pending)
+        return True
 
     def _after_step_of(self, work: RoundWork) -> None:
         """Count a step of a timed round. `Counters.step` moves only at averagings and so stays
@@ -276,7 +317,7 @@ class Averager(Synchronizer):
         if at.step - at.last >= max(1, self.interval.k_steps // self.config.fragments):
             self._average_part()
         elif self.interval.lacks_start:
-            self.interval.read(self._agree("first loss", None, []), at.step)
+            self.interval.read(self._agree("first loss", None, []).wait(), at.step)
 
     def flush(self) -> None:
         """Implement `LocalUpdates.flush`."""
@@ -286,7 +327,7 @@ class Averager(Synchronizer):
         moved = self.averaging.written() if self.counters.averagings and not self.unsynced else None
         answers = self._agree_on(
             self.counters.step, "flushing", work=work, state=changed, moved=moved
-        )
+        ).wait()
         self._apply_pending(goes_on=True)
         # decided from the answers, so that all ranks enter the averaging or none does
         some = any(
@@ -297,14 +338,16 @@ class Averager(Synchronizer):
             self._average_all("averaging for the last time", with_loss=False)
         elif any(state for _, state in answers.of("state")):
             # such as after update_bn(): no step was made, so outer momentum must not move either
-            pending, _ = self._measure("averaging buffers", [])
+            pending = self._propose("averaging buffers", [])
+            self._agreed(pending)
             self._finish(pending)
             self._after_averaging(False)
 
     def _average_all(self, phase: str, *, with_loss: bool) -> None:
         at = self.counters
         self._apply_pending(goes_on=True)  # a loaded state may hold one
-        pending, answers = self._measure(phase, list(self.tensors.params))
+        pending = self._propose(phase, list(self.tensors.params))
+        answers = self._agreed(pending)
         if with_loss:
             self.interval.read(answers, at.step)
         self._finish(pending)
@@ -320,28 +363,42 @@ class Averager(Synchronizer):
         part = at.fragments_averaged % len(self._parts)
         delayed = self.config.delay > 0
         mixing = self.config.mixing
-        pending, answers = self._measure(
+        pending = self._propose(
             f"averaging part {part}", self._parts[part], part, mixing=mixing, keep=delayed
         )
-        k_steps = self.interval.read(answers, at.step, adapt=True)
-        if delayed:
-            try:
-                self._launch(pending)
-            except Regrouped:  # launched again when it is waited for
-                pending.round = None
-            self.pending = pending
-            self._begin_round(pending, part)
-        else:
-            self._finish(pending, part)
-            if len(self._parts) == 1 and not mixing:
-                at.last_full_sync = at.step
-        self._share_scale(answers)
-        self.interval.k_steps = k_steps
+        pending.last = at.last
+        if self._answers_at_once:
+            answers = self._agreed(pending, part)
+            k_steps = self.interval.read(answers, at.step, adapt=True)
+            if delayed:
+                self._send(pending)
+                self._begin_round(pending, part)
+            else:
+                self._finish(pending, part)
+                if len(self._parts) == 1 and not mixing:
+                    at.last_full_sync = at.step
+            self._share_scale(answers)
+            self.interval.k_steps = k_steps
+        self.pending = pending if delayed else None
         at.last = at.step
         at.fragments_averaged += 1
         self.synced = True
         if not delayed:
             self._after_averaging(False)
+
+    def _send(self, pending: PendingAveraging) -> None:
+        """Launch the messages of an averaging in flight, once ranks have agreed to send them."""
+        if pending.agreement is not None:
+            try:
+                self._agreed(pending)
+            except BaseException:  # as if it had not been measured
+                self.pending, self.counters.last = None, pending.last
+                self.counters.fragments_averaged -= 1
+                raise
+        try:
+            self._launch(pending)
+        except Regrouped:  # launched again when it is waited for
+            pending.round = None
 
     def _launch(self, pending: PendingAveraging) -> None:
         self.averaging.launch(
@@ -354,7 +411,7 @@ class Averager(Synchronizer):
         at = self.counters
         return at.averagings - at.fragments_averaged + at.fragments_averaged // len(self._parts) + 1
 
-    def _measure(
+    def _propose(
         self,
         phase: str,
         names: list[str],
@@ -362,8 +419,8 @@ class Averager(Synchronizer):
         *,
         mixing: float = 0.0,
         keep: bool = False,
-    ) -> tuple[PendingAveraging, Answers]:
-        """Measure the change of this rank, after all ranks have agreed to send theirs.
+    ) -> PendingAveraging:
+        """Measure the change of this rank, and launch the agreement to send it.
 
         `part` is the fragment of these names; None for the whole model.
         """
@@ -374,9 +431,8 @@ class Averager(Synchronizer):
             problem = self.work.problem
         with_state = self.config.averages_state(self._number)
         state = self.tensors.state(names) if with_state and problem is None else {}
-        pending = None
+        pending = PendingAveraging(step, {}, {}, frozenset())  # a rank with a problem only votes
         changed: dict[str, bool] = {}
-        # a rank with a problem only votes
         if problem is None:
             values = {name: self.tensors.params[name] for name in names}
             changed = self.tensors.changed_buffers()
@@ -394,27 +450,34 @@ class Averager(Synchronizer):
                     f"{culprit} is not finite at the averaging of step {step}: lower the learning "
                     "rate, clip gradients, or check the data of that rank"
                 )
-        if pending is not None:
             count, params = self.group.replica_count, self.tensors.params.values()
             self.duplicates.sample(pending.moved.values(), params, count)
-        # first vote: nothing is sent before all ranks have a change to send
-        answers = self._agree(phase, problem, [*state, *changed], part)
-        # a rank with a problem raised in the vote, as did all others
-        assert pending is not None
+        pending.agreement = self._agree(phase, problem, [*state, *changed], part)
+        return pending
+
+    def _agreed(self, pending: PendingAveraging, part: int | None = None) -> Answers:
+        """Wait until all ranks have a change to send: nothing is sent before."""
+        agreement, pending.agreement = pending.agreement, None
+        assert agreement is not None, "proposed"
+        answers = agreement.wait()
         shards, buffers = self.group.shards, self.tensors.buffers()
         if shards is not None and buffers:
             pending.refused = self.tensors.settle_buffers(shards)
             wide = {key: widened(buffer) for key, buffer in buffers.items()}
             # a delayed averaging must not see later writes into the buffers
+            keep = pending.measured is not None
             pending.extras |= {key: w.clone() if keep else w for key, w in wide.items()}
         # average only optimizer state that all ranks have (a parameter without a gradient has none
         # yet), and only buffers that some rank has changed
-        reported = [report.get("state", []) for report in answers]
-        common = set(state).intersection(*reported) | set(buffers).intersection(chain(*reported))
-        pending.extras = {key: value for key, value in pending.extras.items() if key in common}
+        reported = [set(report.get("state", [])) for report in answers]
+        pending.extras = {
+            key: value
+            for key, value in pending.extras.items()
+            if (all if key.startswith("state ") else any)(key in keys for keys in reported)
+        }
         if self.work is not None:
             self._weigh(pending, answers)
-        return pending, answers
+        return answers
 
     def _weigh(self, pending: PendingAveraging, answers: Answers) -> None:
         """Weight this rank's change by its work, and advance to the step on which all agree."""
@@ -440,7 +503,7 @@ class Averager(Synchronizer):
 
     def _agree(
         self, phase: str, problem: str | None, state: list[str], part: int | None = None
-    ) -> Answers:
+    ) -> Pending[Answers]:
         loss, rate = self.interval.report()
         return self._agree_on(
             self.counters.step,
@@ -468,15 +531,7 @@ class Averager(Synchronizer):
 
         `part` is the fragment; None for the whole model, or for one whose round has begun.
         """
-        # the exchange and its vote are one attempt: if the membership changes, both are repeated;
-        # nothing is applied before the vote
-        while True:
-            try:
-                with self.group.one_attempt():
-                    answers = self._verified(pending)
-                break
-            except Regrouped:
-                pending.round = None
+        answers = self._verified(pending)
         names = list(pending.moved)
         if self.work is not None:
             # members may have left since the weights were agreed on: divide by those that voted
@@ -495,8 +550,30 @@ class Averager(Synchronizer):
 
     def _verified(self, pending: PendingAveraging) -> Answers:
         """Return the answers of all ranks after everything has arrived."""
-        if pending.round is None:
-            self._launch(pending)
+        while True:
+            if pending.agreement is None:
+                self._verify(pending)
+            # None again if members have left meanwhile
+            if pending.agreement is not None:
+                try:
+                    return pending.agreement.wait()
+                except Regrouped:
+                    pending.round = pending.agreement = None
+
+    def _verify(self, pending: PendingAveraging) -> None:
+        """Wait for the messages and launch the agreement that all of them are sound.
+
+        They are one attempt: if members leave, neither counts, and both are made again later.
+        """
+        try:
+            with self.group.one_attempt():
+                if pending.round is None:
+                    self._launch(pending)
+                pending.agreement = self._agree_on_arrived(pending)
+        except Regrouped:
+            pending.round = pending.agreement = None
+
+    def _agree_on_arrived(self, pending: PendingAveraging) -> Pending[Answers]:
         # a rank that received damaged data still votes: if it raised here, the others would wait
         corrupt = pending.refused
         try:
@@ -526,10 +603,13 @@ class Averager(Synchronizer):
         `goes_on` is true if another averaging follows in this call: membership does not change
         before it.
         """
-        if self.pending is None:
+        pending = self.pending
+        if pending is None:
             return True
+        if pending.round is None and pending.agreement is not None:
+            self._send(pending)
         # hand-over: after an error the result must not be applied a second time
-        pending, self.pending = self.pending, None
+        self.pending = None
         self._finish(pending)
         return self._after_averaging(goes_on)
 

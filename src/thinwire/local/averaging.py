@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.comm import Nodes, Sources
+from thinwire.comm import Nodes, Pending, Sources
 from thinwire.comm.replicate import overwrite_
 from thinwire.compress.dense import not_finite, send_dense
 from thinwire.compress.figures import conserves, decay_of
@@ -21,6 +21,7 @@ from thinwire.compress.protocol import (
 )
 from thinwire.core.checksum import bit_sums
 from thinwire.core.outer import OuterRule, outer_list_, outer_step_
+from thinwire.exchange.agreement import Answers
 from thinwire.exchange.nodes import in_nodes, make_common_
 from thinwire.exchange.round import Round
 from thinwire.layout.message import SKETCH_NUMEL
@@ -70,6 +71,10 @@ class PendingAveraging:
     """Reason why this rank refused data of other shards; the vote reports it to all ranks."""
     share: float = 1.0
     """Mean weight of the ranks that took part; sums are divided by it."""
+    agreement: Pending[Answers] | None = None
+    """Agreement in flight: to send it, and once everything has arrived that it may be applied."""
+    last: int = 0
+    """Step of the averaging before it."""
 
     def finish(self) -> None:
         """Wait for everything and check it.

@@ -21,7 +21,8 @@ INTERVAL = ("k_steps", "first_loss", "first_rate")
 
 
 def saved(averager: Averager) -> dict[str, Any]:
-    """Return a copy of all state on which a later step depends.
+    """Return a copy of all state on which a later step depends. An agreement about a result in
+    flight is waited for.
 
     Raises:
         RuntimeError: A timed round is under way, so that ranks are at unequal steps.
@@ -32,6 +33,7 @@ def saved(averager: Averager) -> dict[str, Any]:
             "round_seconds= ranks make unequal numbers of steps: save right after an averaging, "
             "where sync.synced is true"
         )
+    averager.settle()
     pending, averaging, counters = averager.pending, averager.averaging, averager.counters
     return {
         **asdict(counters),

@@ -5,7 +5,7 @@ or a site of ranks that hold a model in shards and join and leave together.
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -115,23 +115,29 @@ class ElasticGroup(Group):
         finally:
             self.rank, self.size = own
 
-    def gather_bytes(self, payload: bytes, *, action: str) -> list[bytes]:
-        """Gather as `Group.gather_bytes` does, in a numbered agreement; see `Membership`. A joiner
+    def launch_bytes(self, payload: bytes, *, action: str) -> Pending[list[bytes]]:
+        """Launch as `Group.launch_bytes` does, a numbered agreement; see `Membership`. A joiner
         agrees with itself.
         """
+        return Pending.started(self._voting(payload, action))
+
+    def _voting(self, payload: bytes, action: str) -> Generator[None, None, list[bytes]]:
+        """Repeat an agreement until it counts; pause whenever it has been launched."""
         if self.bound is None and self.pending_after is None:
             return [payload]
-        vote = self.membership.votes + 1
+        vote, attempt = self.membership.votes + 1, self._attempt
         while True:
             # another member may have received all answers: then they are in the store
             known = self.membership.recorded(vote)
             if known is not None:
                 return known
             number = self.bind_latest()
-            if self._attempt not in (None, number):
+            if attempt not in (None, number):
                 raise Regrouped
             try:
-                answers = super().gather_bytes(payload, action=action)
+                gathered = super().launch_bytes(payload, action=action)
+                yield
+                answers = gathered.wait()
             except Regrouped:
                 continue
             if self.membership.accept_agreement(number, vote, answers):
@@ -354,12 +360,17 @@ class SiteGroup(Group):
                 self.site.announce_end(error)
             raise
 
-    def gather_bytes(self, payload: bytes, *, action: str) -> list[bytes]:
-        """Gather as `Group.gather_bytes` does, from the sites whose answers every rank of this site
-        has received.
+    def launch_bytes(self, payload: bytes, *, action: str) -> Pending[list[bytes]]:
+        """Launch as `Group.launch_bytes` does. The answers are those of the sites whose answers
+        every rank of this site has received.
         """
         with self._announcing_end():
-            answers = self._shard_group.gather_bytes(payload, action=action)
+            gathered = self._shard_group.launch_bytes(payload, action=action)
+        return Pending(lambda: self._common_answers(gathered, action))
+
+    def _common_answers(self, gathered: Pending[list[bytes]], action: str) -> list[bytes]:
+        with self._announcing_end():
+            answers = gathered.wait()
         ids = self._shard_group.membership.voters
         all_equal = len(set(answers)) == 1
         report = {"ids": ids, "answers": packed(answers[:1] if all_equal else answers)}
