@@ -43,6 +43,7 @@ CONFIGS = {
     "sparse": SPARSE,
     "whole": tw.LocalSGD(4, begin_step=0),
     "one bit, late": tw.LocalSGD(4, begin_step=1, compression=tw.Quantized(1), delay=2),
+    "one bit, three steps late": tw.LocalSGD(4, begin_step=1, compression=tw.Quantized(1), delay=3),
     "outer momentum, parts": tw.LocalSGD(
         4, begin_step=1, fragments=2, outer_lr=0.7, outer_momentum=0.9, outer_nesterov=True
     ),
@@ -84,6 +85,20 @@ def test_whoever_is_killed_the_others_make_the_round_again(
     for one in survivors:
         assert one["changes"] == [(1, 2)]
         assert 0 < one["stats"]["lost_regrouping"] < 1 - one["stats"]["goodput"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_local_steps_continue_while_members_agree_and_one_is_killed(
+    ranks: Pool, phase: str
+) -> None:
+    fault = {"rank": 1, "phase": phase, "at": 3, "how": "kill"}
+    config = CONFIGS["one bit, three steps late"]
+    with meeting_place(None) as address:
+        found = ranks.run(
+            _member_with, address, config, {"fault": fault}, size=3, expect_errors=True, group=False
+        )
+    assert isinstance(found[1], Lost)
+    assert _alike([found[0], found[2]])[24][1] == 2
 
 
 @pytest.mark.parametrize("name", CONFIGS)

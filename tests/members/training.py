@@ -189,6 +189,7 @@ def _trained(
         members.on_change(lambda now: changes.append((now.generation, now.size)))
         with tw.local_sgd(net, optimizer, config, members=members) as sync:
             entered, end = sync.step, MOST_STEPS if until_size else steps
+            averagings = sync.stats()["averagings"]
             while sync.step < end and not members.left:
                 x = torch.randn(8, 24, generator=batches)
                 loss = (net(x) - x.roll(1, 1)).square().mean()
@@ -205,7 +206,8 @@ def _trained(
                 begun = time.monotonic()
                 optimizer.step()
                 longest_s = max(longest_s, time.monotonic() - begun)
-                if sync.synced and not members.left:
+                applied, averagings = averagings, sync.stats()["averagings"]
+                if averagings > applied and not members.left:
                     rounds[sync.step] = digest(sync), members.size, members.generation
                     if until_size == members.size:  # on all of them after the same averaging
                         end = min(end, sync.step + 12)
