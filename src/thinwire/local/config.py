@@ -91,7 +91,9 @@ class LocalSGD(_Common):
         fragment_order: "contiguous": adjacent tensors form a part, and parts have nearly equal
             sizes. "strided": layer l, numbered by the first integer in the names, belongs to part
             l mod fragments; tensors outside layers follow, one by one.
-        delay: Local steps made while an averaging is in flight, 0 to k_steps // fragments - 1.
+        delay: Local steps made while an averaging is in flight, 0 to k_steps // fragments - 1. From
+            3 on the first and the last of them hide the agreements before and after the messages,
+            which have the others; below 3 they hide the messages alone, as with `round_seconds`.
         mixing: m in [0, 1), the share of its local value p that a parameter keeps when a result
             arrives: (1 - m) times the value at m = 0, plus m times p. The first `begin_step` steps
             and `flush` leave ranks equal at any m.
@@ -169,7 +171,8 @@ class AdaptiveLocalSGD(_Common):
         fragments: 1 to init_k_steps; see `LocalSGD`.
         fragment_order: See `LocalSGD`.
         delay: 0 to init_k_steps // fragments - 1. If the interval falls below it, a result is
-            applied early.
+            applied early. The agreement before the messages is waited for, since it decides the
+            interval.
         mixing: See `LocalSGD`.
         average_state: See `LocalSGD`.
         node_size: See `LocalSGD`.

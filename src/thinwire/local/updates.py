@@ -152,13 +152,15 @@ class LocalUpdates:
 
     **State** in `state_dict`: counters, interval, first loss and rate, anchors, outer momentum,
     residuals, a result in flight, and this rank's own parameters between two averagings. Every rank
-    saves its own. On another number of ranks, each may load the mean of the old ranks' tensors
-    without `provenance`, the record of the rank that saved it. **Communication** per averaging: 24
-    bytes a rank of agreement before and after (more where losses or scales differ), one all-reduce
-    per dtype, and for what is compressed one all-gather of equally long messages; where ranks share
-    nodes, one all-reduce per dtype inside each before, and only its first rank sends. Between two
-    averagings there is none, except the first loss and rate of an adaptive interval. **Failure**:
-    an averaging that fails on any rank changes only the step counter, on all ranks.
+    saves its own, and waits for an agreement in flight. On another number of ranks, each may load
+    the mean of the old ranks' tensors without `provenance`, the record of the rank that saved it.
+    **Communication** per averaging: 24 bytes a rank of agreement before and after (more where
+    losses or scales differ), one all-reduce per dtype, and for what is compressed one all-gather of
+    equally long messages; where ranks share nodes, one all-reduce per dtype inside each before, and
+    only its first rank sends. Between two averagings there is none, except the first loss and rate
+    of an adaptive interval. With a delay of 3 steps or more, local steps continue during the
+    agreements. **Failure**: an averaging that fails on any rank changes only the step counter, on
+    all ranks.
 
     Raises:
         TypeError, ValueError: As `local_sgd`; `compression` together with one of the config, or
@@ -618,7 +620,7 @@ class LocalUpdates:
 
         Between two averagings it holds this rank's own parameters and buffers too, since those of
         rank 0 are copied on entry; `load_state_dict` puts them back. The optimizer's state is not
-        included. No communication.
+        included. No communication, but an agreement in flight is waited for.
         """
         state = self.plain_state_dict()
         return {
