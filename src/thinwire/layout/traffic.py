@@ -7,6 +7,7 @@ from thinwire.layout.message import CHECKSUM_BYTES, Layout, WholeLayout
 from thinwire.layout.shares import SplitLayout, split_plan, whole_split
 
 __all__ = [
+    "AGREEING_DELAY",
     "BUCKETS",
     "BUCKET_BYTES",
     "EXCHANGES",
@@ -45,6 +46,11 @@ a gather passes on the entries of all sources, but it waits for the wire twice.
 _MOST_CHECKSUMMED_BYTES = 64 << 10
 """Limit of the bytes that a rank receives from all others. Above it an all-reduce is better, which
 needs 2 / N of the bytes.
+"""
+
+AGREEING_DELAY = 3
+"""Smallest delay, in local steps, that also hides the agreements before and after the messages of
+an averaging: each has one step.
 """
 
 

@@ -13,6 +13,7 @@ from thinwire.errors import Diverged, Mismatch, NonFinite, PayloadCorrupt
 from thinwire.exchange.agreement import Answers, Report, Vote
 from thinwire.exchange.digest import RollingDigest
 from thinwire.exchange.synchronizer import Synchronizer
+from thinwire.layout.traffic import AGREEING_DELAY
 from thinwire.local.averaging import Averaging, PendingAveraging, widened
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig
 from thinwire.local.fragments import fragments_of
@@ -26,8 +27,6 @@ __all__ = [
     "OwnScale",
 ]
 
-_LEAST_DELAY = 3
-"""Smallest delay of which two steps are left for the agreements before and after the messages."""
 _FROZEN = "frozen parameter"
 """Label of frozen parameters in errors."""
 
@@ -131,7 +130,7 @@ class Averager(Synchronizer):
         self._membership, self._after_averaging = membership, after_averaging
         self.config = config
         self._parts = fragments_of(tensors.trained, config)
-        self._overlaps = config.delay >= _LEAST_DELAY and self.work is None
+        self._overlaps = config.delay >= AGREEING_DELAY and self.work is None
         """True if local steps continue while ranks agree on an averaging."""
         adaptive, sharded = isinstance(config, AdaptiveLocalSGD), group.shards is not None
         self._answers_at_once = not self._overlaps or adaptive or scaler is not None or sharded

@@ -7,13 +7,14 @@ from math import ceil, inf, isqrt, log2, prod
 from typing import Any
 
 from thinwire.layout.message import HEADER_BYTES, Layout, WholeLayout, factor_numels
-from thinwire.layout.traffic import BUCKETS, messages, travels_checksummed
+from thinwire.layout.traffic import AGREEING_DELAY, BUCKETS, messages, travels_checksummed
 from thinwire.tools.planning.network import Network
 from thinwire.tools.planning.work import Workload, matrices
 
 _PASS_S = {False: 0.8e-9, True: 3e-12}
 """Seconds to read and write a number once, on a core and on a GPU."""
 _VOTE_BYTES = 256
+"""Of an agreement between two ranks, with what gloo and TCP add."""
 DDP_BUCKETS = 4 * 2**20, 25 * 2**20
 """Gradient bytes of each bucket after a first one of 1 MiB: in `thinwire compare`, and in DDP."""
 _AT_ONCE = 2
@@ -262,11 +263,13 @@ def _end_of_step(
 
 @lru_cache(maxsize=16)
 def _vote_s(network: Network) -> float:
-    return network.all_gather_s(_VOTE_BYTES)
+    return network.all_to_all_s((network.ranks - 1) * _VOTE_BYTES)
 
 
 def _local(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
-    """Return the cost of local steps with one averaging, hidden by `delay` steps."""
+    """Return the cost of local steps with one averaging, hidden by `delay` steps: all of them for
+    the messages, or one of them each for the agreements before and after.
+    """
     k, fragments, delay = own["k_steps"], own.get("fragments", 1), own.get("delay", 0)
     compression = own.get("compression") or {}
     node, sources = _nodes(own, network, by_itself=bool(compression))
@@ -277,9 +280,10 @@ def _local(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
         whole = 4 * work.numel / fragments
         wire_s += node.all_reduce_s(whole) + node.broadcast_s(nbytes / fragments)
         nbytes += _ring_bytes(node, 4 * work.numel) + nbytes * ceil(log2(node.ranks))
-    wire_s += 2 * _vote_s(network)  # before and after
-    own_s = _passes(work, work.numel / fragments, passes)
-    round_s = fragments * (max(0.0, wire_s - delay * work.step_s) + own_s)
+    agreeing = 1 if delay >= AGREEING_DELAY else 0
+    exposed_s = max(0.0, wire_s - (delay - 2 * agreeing) * work.step_s)
+    exposed_s += 2 * max(0.0, _vote_s(network) - agreeing * work.step_s)
+    round_s = fragments * (exposed_s + _passes(work, work.numel / fragments, passes))
     sent = nbytes + fragments * _VOTE_BYTES
     kept += 1 if own.get("outer_momentum") else 0
     return Cost(work.step_s + round_s / k, sent / k, 4 * kept * work.numel)

@@ -195,7 +195,20 @@ class Broadcast:
         return self.nbytes * np.array(children, np.float64)
 
 
-Collective = Gather | Reduce | Deal | Broadcast
+@dataclass(frozen=True)
+class Vote:
+    """Gather of a small message of `nbytes`, which goes to all ranks at once."""
+
+    nbytes: int
+
+    def given(self, size: int) -> Ranks:
+        return np.full(size, self.nbytes)
+
+    def sent(self, size: int) -> Times:
+        return np.full(size, (size - 1) * self.nbytes, np.float64)
+
+
+Collective = Gather | Reduce | Deal | Broadcast | Vote
 
 
 @dataclass(frozen=True)
@@ -238,6 +251,8 @@ def finished(
         if closed_s is not None:
             return begin_s + closed_s
     begin_s = begin_s + lines.call_s
+    if isinstance(collective, Vote):
+        collective = Deal((collective.nbytes,) * members.shape[1])
     if isinstance(collective, Deal):
         return _dealt(collective, lines, members, begin_s, jitter, idle_s)
     if isinstance(collective, Broadcast):
@@ -259,6 +274,8 @@ def _closed_s(collective: Collective, lines: Lines, members: Ranks, idle_s: floa
         return network.all_gather_s(collective.nbytes, idle_s)
     if isinstance(collective, Reduce):
         return network.all_reduce_s(collective.nbytes, idle_s)
+    if isinstance(collective, Vote):
+        collective = Deal((collective.nbytes,) * network.ranks)
     if len(set(collective.lengths)) > 1 or bool((lines.up_bit_s != lines.down_bit_s).any()):
         return None
     return network.all_to_all_s(float(collective.given(network.ranks)[0]), idle_s)

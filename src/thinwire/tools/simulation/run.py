@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from thinwire.layout.message import CHECKSUM_BYTES, SKETCH_NUMEL, Layout, WholeLayout
 from thinwire.layout.shares import contiguous
-from thinwire.layout.traffic import EXCHANGES, messages, travels_checksummed
+from thinwire.layout.traffic import AGREEING_DELAY, EXCHANGES, messages, travels_checksummed
 from thinwire.tools.simulation.lines import (
     Broadcast,
     Collective,
@@ -18,10 +18,11 @@ from thinwire.tools.simulation.lines import (
     Jitter,
     Lines,
     Reduce,
+    Vote,
     finished,
 )
 
-AGREEMENT = Gather(24)
+AGREEMENT = Vote(24)
 """Vote of equal reports: length and digest."""
 Rounds = list[list[Collective]]
 
@@ -100,6 +101,11 @@ class Method:
     def between(self) -> int:
         """Number of steps from one exchange to the next."""
         return max(1, self.k_steps // self.fragments)
+
+    @property
+    def agreeing(self) -> int:
+        """Number of local steps made during each of the two agreements of an averaging."""
+        return 1 if self.delay >= AGREEING_DELAY else 0
 
     def parts(self) -> list[tuple[int, ...]]:
         """Return the tensors of each fragment."""
@@ -297,24 +303,29 @@ class _Run:
 
     def exchange(self, numels: tuple[int, ...]) -> bool:
         """Run one exchange with its votes; return False if it failed."""
-        method, begin = self._method, self._now
-        idle_s = float((method.between - method.delay) * self._step_s.min())
-        if not self._agreed():
+        method = self._method
+        hidden = method.delay - 2 * method.agreeing
+        idle_s = float((method.between - hidden) * self._step_s.min())
+        if not self._agreed(method.agreeing):
             return False
-        rounds = method.rounds(numels, self._nodes.shape[0])
+        rounds, begin = method.rounds(numels, self._nodes.shape[0]), self._now
         for collective in method.inside(numels):
             self._now = self._over(collective, self._nodes, self._now)
         over = self._between(rounds[0], self._now, idle_s)
-        if method.delay:
-            self._waited += self._now - begin
-            begin = self._now = self._now + self._computed(method.delay)
-            self._ahead = method.delay
+        self._waited += self._now - begin
+        begin = self._step(hidden)
         self._wait_for(rounds[0], over)
         for later in rounds[1:]:  # launched when the first has come
             self._wait_for(later, self._between(later, self._now, 0.0))
-        agreed = self._agreed()
         self._waited += self._now - begin
-        return agreed
+        self._ahead = method.delay
+        return self._agreed(method.agreeing)
+
+    def _step(self, steps: int) -> Times:
+        """Make local steps during an exchange; return their end."""
+        if steps:
+            self._now = self._now + self._computed(steps)
+        return self._now
 
     def _between(self, collectives: list[Collective], begin: Times, idle_s: float) -> list[Times]:
         """Return the end times of each collective between the sources; the wire carries one after
@@ -367,21 +378,23 @@ class _Run:
         )
         return over
 
-    def _agreed(self) -> bool:
-        """Run a vote of all ranks, with the time-out as limit."""
+    def _agreed(self, steps: int) -> bool:
+        """Run a vote of all ranks during local steps, with the time-out as limit."""
         limit, begin = self._trouble.timeout_s, self._now
         lost = sorted(rank for rank, step in self._trouble.lost.items() if step <= self.steps)
         over = self._over(AGREEMENT, self._all, begin)
+        waits = self._step(steps)
         if lost:
-            self._failed(begin, lost, f"rank {_listed(lost)} did not join the exchange")
-        elif float((over - begin).max()) > limit:
-            late = np.flatnonzero(begin - begin.min() > limit).tolist()
+            self._failed(waits, lost, f"rank {_listed(lost)} did not join the exchange")
+        elif float((over - waits).max()) > limit:
+            late = np.flatnonzero(waits - waits.min() > limit).tolist()
             if late:
-                self._failed(begin, late, f"rank {_listed(late)} was late for the exchange")
+                self._failed(waits, late, f"rank {_listed(late)} was late for the exchange")
             else:
-                self._failed(begin, [], "the agreement itself takes longer")
+                self._failed(waits, [], "the agreement itself takes longer")
         else:
-            self._now = over
+            self._now = np.maximum(waits, over)
+            self._waited += self._now - waits
         return self._error is None
 
     def _failed(self, begin: Times, culprits: list[int], why: str) -> None:
