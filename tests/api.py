@@ -175,7 +175,7 @@ _NAMES = {
     "thinwire.tools.run.text": "Corpus read_digits read_folder read_standard_library",
     "thinwire.tools.run.trainers": "DDPTrainer Prepared Setup build_trainer",
     "thinwire.tools.simulation.lines": (
-        "Broadcast Deal Gather Jitter Lines Reduce finished homes sites switch"
+        "Broadcast Deal Gather Jitter Lines Reduce finished homes sites switch Vote"
     ),
     "thinwire.tools.simulation.run": "Entries Method Trouble Whole dense_sum simulate",
     "thinwire.wire": "device_message message",

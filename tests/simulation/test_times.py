@@ -17,6 +17,7 @@ from tests.api import (
     Method,
     Reduce,
     Trouble,
+    Vote,
     Whole,
     finished,
     homes,
@@ -59,6 +60,7 @@ def test_events_and_formulas_agree_where_all_are_alike(
         (Gather(nbytes), network.all_gather_s(nbytes)),
         (Reduce(nbytes), network.all_reduce_s(nbytes)),
         (Deal((each,) * ranks), network.all_to_all_s(each * (ranks - 1))),
+        (Vote(each), network.all_to_all_s(each * (ranks - 1))),
     ]:
         assert over(collective, lines, events=False) == closed_s
         assert over(collective, lines) == pytest.approx(closed_s, rel=1e-9)
@@ -197,8 +199,21 @@ def test_a_delay_hides_what_comes_in_time() -> None:
     wire_s = Network(4e6, 1e-3, 8).all_gather_s(plain.rounds(NUMELS, 8)[0][0].nbytes)  # type: ignore[union-attr]
     assert 1 < wire_s < 4
     seconds = [simulate(m, lines, step_s=1.0, steps=40).seconds for m in (hidden, plain)]
-    assert seconds[0] < 40 + 4 + 0.5, "a last delay, and agreements"
+    exposed_s = max(0.0, wire_s - 2)
+    assert seconds[0] == pytest.approx(40 + 4 + 5 * exposed_s, rel=1e-3), "a last delay"
     assert seconds[1] == pytest.approx(40 + 5 * wire_s, rel=0.05)
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2, 3, 4])
+def test_a_delay_of_three_steps_hides_the_agreements_too(delay: int) -> None:
+    """An agreement takes one round trip, whatever the number of ranks."""
+    rtt_s, lines = 0.5, switch(8, 1e12, 0.25)
+    method = Method((8,), Whole(4, "gather"), k_steps=8, delay=delay)
+    outcome = simulate(method, lines, step_s=1.0, steps=8)
+    messages_s = max(0.0, 7 * rtt_s - (delay if delay < 3 else delay - 2))
+    exposed_s = messages_s + (2 * rtt_s if delay < 3 else 0)
+    assert outcome.seconds == pytest.approx(8 + delay + exposed_s, abs=0.01)
+    assert outcome.waited_s == pytest.approx(np.full(8, exposed_s), abs=0.01)
 
 
 def test_jitter_costs_more_and_is_the_same_for_a_seed() -> None:
