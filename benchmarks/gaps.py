@@ -14,10 +14,12 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+import thinwire as tw
 from benchmarks.common import json_lines, markdown
 from benchmarks.evidence import BATCH
 from benchmarks.evidence import RESULTS as EVIDENCE
-from thinwire.tools.planning.loss import beta
+from thinwire.tools.planning.loss import beta, elasticity, steps_to_dense_loss
+from thinwire.tools.planning.plan import Row
 from thinwire.tools.run.config import ModelSize
 
 RESULTS = Path(__file__).parent / "results" / "law.jsonl"
@@ -41,6 +43,7 @@ _CHANCE = 0.005
 _NUMEL, _WORKERS, _INTERVAL, _ROUNDS = 1e6, 4, 16, 200
 """Where beta of a `Law` is its factor."""
 _ITERATIONS = 100
+_FEWEST_INTERVALS, _AVERAGING_STEPS = 3, (1, 4, 16)
 _PUBLISHED = {
     "MuLoCo, 16 workers (arXiv 2505.23725)": {
         150e6: 3.222 / 3.124,
@@ -371,6 +374,52 @@ def left_out(found: Iterable[Gap]) -> list[str]:
         cells = [optimizer, words, len(settings), len(inside), f"{fmean(inside):.0%}"]
         rows.append([*cells, f"+- {100 * median(halves):.1f} % of the loss"])
     return markdown(titles, rows)
+
+
+def regret(found: Iterable[Gap]) -> list[str]:
+    """Return Markdown: what the interval that `plan` chooses costs beside the best of those that
+    were measured, for local Muon at one bit.
+
+    The seconds of a step are those of `plan`, on lines on which an averaging takes 1, 4 and 16
+    steps. More steps close a measured gap as `plan` has it, so each interval has a time to dense's
+    loss; the ratio of two times is a ratio of losses at equal time, by the same elasticity.
+    """
+    runs: dict[tuple[int, int, str], dict[int, float]] = defaultdict(dict)
+    for point in found:
+        if point.cell.bits == 1 and point.cell.optimizer == "muon":
+            own = runs[point.numel, point.cell.workers, f"{point.cell.data} {point.cell.seed}"]
+            own[point.cell.interval] = point.gap
+    rows: list[list[object]] = []
+    costs: list[float] = []
+    for (numel, workers, seed), gap_of in sorted(runs.items()):
+        if len(gap_of) < _FEWEST_INTERVALS:
+            continue
+        for ratio in _AVERAGING_STEPS:
+            planned = _planned(numel, workers, ratio, tuple(gap_of))
+            chosen = min(planned, key=lambda k: planned[k].time_to_dense_loss)
+            seconds = {
+                k: row.step_seconds[1] * steps_to_dense_loss(gap_of[k], numel)
+                for k, row in planned.items()
+            }
+            best = min(seconds, key=seconds.__getitem__)
+            costs.append((seconds[chosen] / seconds[best]) ** elasticity(numel) - 1)
+            rows.append([f"{numel:,}", workers, seed, ratio, chosen, best, f"{costs[-1]:.2%}"])
+    titles = ["parameters", "K", "text, seed", "averaging, steps", "plan", "best", "loss"]
+    text = markdown(titles, rows)
+    if costs:
+        text.append(f"\nmean {fmean(costs):.2%}, largest {max(costs):.2%} of {len(costs)}")
+    return text
+
+
+def _planned(
+    numel: int, workers: int, averaging_steps: float, intervals: Iterable[int]
+) -> dict[int, Row]:
+    """Return the rows of `plan` for local Muon at one bit, by interval."""
+    step_s = (workers - 1) * numel / 1e6 / averaging_steps
+    found = tw.plan(params=numel, step_seconds=step_s, workers=workers, link="1mbit")
+    names = {k: "muon-local" if k == _INTERVAL else f"muon-local k{k}" for k in intervals}
+    rows = {row.name: row for row in found.strategies}
+    return {k: rows[name] for k, name in names.items() if name in rows}
 
 
 def _setting(point: Gap) -> Cell:

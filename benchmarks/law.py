@@ -4,6 +4,7 @@ python -m benchmarks.law --size 0.87M --workers 1 2 4 8 --interval 16 --bits 1 -
 python -m benchmarks.law fit --figure docs/law.svg
 python -m benchmarks.law --seeds 8 --lr 0.024 --results benchmarks/results/law_check.jsonl
 python -m benchmarks.law check
+python -m benchmarks.law regret
 python -m benchmarks.law predict --size 124M
 
 All K workers train in turn in one process, on a CPU or one GPU, with the library's own local
@@ -44,6 +45,7 @@ from benchmarks.gaps import (
     gaps,
     left_out,
     measured,
+    regret,
 )
 from benchmarks.lockstep import LocalRanks
 from thinwire.compress import ChangeConfig
@@ -274,7 +276,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "what", nargs="?", choices=("train", "fit", "check", "predict"), default="train"
+        "what", nargs="?", choices=("train", "fit", "check", "predict", "regret"), default="train"
     )
     parser.add_argument("--size", nargs="+", default=["0.14M"], help=", ".join(SIZES))
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8])
@@ -326,6 +328,9 @@ def main() -> None:
         return
     if given.what == "check":
         print("\n".join([*left_out(measured()), "", *check(measured(), gaps(json_lines(CHECKS)))]))
+        return
+    if given.what == "regret":
+        print("\n".join(regret([*gaps(json_lines(RESULTS)), *gaps(json_lines(CHECKS))])))
         return
     if given.what == "predict":
         for size in given.size:

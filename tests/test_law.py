@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+import thinwire as tw
 from benchmarks import evidence, law
 from benchmarks.evidence import as_it_is, measured
 from benchmarks.gaps import (
@@ -24,6 +25,7 @@ from benchmarks.gaps import (
     fitted,
     gaps,
     left_out,
+    regret,
 )
 from benchmarks.law import prediction, steps_of, train
 from tests.api import ByteTransformer, rate_factor
@@ -182,6 +184,23 @@ def test_every_setting_is_predicted_from_the_others() -> None:
     odd = grid(0.001)[:-1]
     odd.append(odd[-1]._replace(gap=0.5, cell=replace(odd[-1].cell, steps=11)))
     assert left_out(odd)[2].startswith("| muon | 1 bit | 7 | 24 | 96% |")
+
+
+def test_regret_is_of_the_interval_that_plan_chooses() -> None:
+    """None where the gaps of all intervals are those of the plan; some where the shortest is the
+    worst."""
+    cell = replace(CELL, workers=4, size="0.14M")
+    plan = tw.plan(params=139_584, step_seconds=1.0, workers=4, link="1mbit")
+    names = {4: "muon-local k4", 8: "muon-local k8", 16: "muon-local", 32: "muon-local k32"}
+    planned = {k: plan[name].loss_gap[1] for k, name in names.items()}
+    others = dict(zip(planned, (0.2, 0.1, 0.05, 0.0), strict=True))
+    for gap_of, none in ((planned, True), (others, False)):
+        text = regret([Gap(replace(cell, interval=k), 139_584, 100, gap_of[k]) for k in gap_of])
+        assert len(text) == 2 + 3 + 1
+        chosen_and_best = {tuple(row.split(" | ")[4:6]) for row in text[2:-1]}
+        assert all(chosen == best for chosen, best in chosen_and_best) == none
+        assert text[-1].startswith("\nmean 0.00%, largest 0.00% of 3") == none
+    assert len(regret([Gap(cell, 139_584, 100, 0.02)])) == 2
 
 
 def test_numbers_of_parameters_and_of_steps() -> None:
