@@ -3,10 +3,11 @@
     python -m benchmarks.use --out benchmarks/results/use.json
 
 Two ranks over an emulated line of 20 Mbit/s and 150 ms one way (`thinwire run`). A step sleeps for
-1 s, as if a GPU worked. Exposed is the time of `optimizer.step()` beyond that of an update: waiting
-and the library's own work. Use is the time of the steps over that and what is exposed: a busy
-machine, whose sleeps end late, does not count. What is exposed of one averaging does not depend on
-the steps between two (the last row shows it), so its share at any interval follows.
+1 s, as if a GPU worked. Exposed is what `optimizer.step()` takes beyond an update: waiting for
+agreements and messages, and the library's own work in processor seconds, so that other processes of
+a busy machine do not count (`wall_ms` in the JSON is that time by the clock). Use is the time of
+the steps over that and what is exposed. What is exposed of one averaging does not depend on the
+steps between two, so its share at any interval follows.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def cells(names: Sequence[str]) -> Iterator[dict[str, Any]]:
     for method in names:
         for fragments, delay in ((1, 0), (1, 3), (4, 3)):
             yield {"method": method, "fragments": fragments, "delay": delay, "distance": _SHORT}
-    yield {"method": names[-1], "fragments": 4, "delay": 3, "distance": _LONG}
+        yield {"method": method, "fragments": 4, "delay": 4, "distance": _LONG}
 
 
 def measure(cell: dict[str, Any], averagings: int) -> dict[str, Any]:
@@ -58,12 +59,13 @@ def measure(cell: dict[str, Any], averagings: int) -> dict[str, Any]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as a table of Markdown."""
     titles = ["changes", "fragments", "delay", "steps between", "exposed, ms", "agreements, ms"]
-    titles += ["messages, ms", "exposed, %", "use, %", "steps for 0.3 %"]
+    titles += ["messages, ms", "work, ms", "exposed, %", "use, %", "steps for 0.3 %"]
     lines = []
     for row in rows:
         shown = [row[key] for key in ("method", "fragments", "delay", "distance")]
         shown += [
-            f"{row.get(f'{kind}_ms', 0):.0f}" for kind in ("exposed", "agreements", "messages")
+            f"{row.get(f'{kind}_ms', 0):.0f}"
+            for kind in ("exposed", "agreements", "messages", "work")
         ]
         share = row["exposed_share"]
         shown += [f"{100 * part:.2f}" for part in (share, 1 / (1 + share))]
@@ -81,7 +83,7 @@ def main() -> None:
     given = parser.parse_args()
     rows = []
     for cell in cells(given.methods):
-        rows.append(measure(cell, given.averagings if cell["distance"] == _SHORT else 3))
+        rows.append(measure(cell, given.averagings if cell["distance"] == _SHORT else 2))
         print(json.dumps(rows[-1]), flush=True)
     print(table(rows))
     about = {

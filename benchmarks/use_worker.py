@@ -42,6 +42,12 @@ def watch() -> dict[str, float]:
     return found
 
 
+def beyond_an_update(steps: Sequence[float]) -> float:
+    """Return the seconds of all steps beyond that of an update: few steps have work besides."""
+    update_s = statistics.quantiles(steps, n=4)[0]
+    return sum(max(0.0, taken_s - update_s) for taken_s in steps)
+
+
 def main() -> None:
     given = json.loads(sys.argv[1])
     torch.set_num_threads(1)
@@ -59,31 +65,34 @@ def main() -> None:
     )
     waited = watch()
     with tw.local_sgd(model, optimizer, config) as sync:
-        times: list[float] = []
+        worked: list[float] = []
+        walls: list[float] = []
         averagings = 0.0
         for step in range(given["steps"] + 2 * given["distance"]):
             if step == 2 * given["distance"]:  # loops are compiled, links are warm
                 averagings = sync.stats()["averagings"]
-                times.clear()
+                worked.clear()
+                walls.clear()
                 waited.clear()
             begun_s = time.perf_counter()
             x = torch.randn(4, _WIDTH, generator=generator)
             optimizer.zero_grad()
             (model(x) - x).square().mean().backward()
             time.sleep(max(0.0, begun_s + given["step_s"] - time.perf_counter()))
-            stepping_s = time.perf_counter()
+            stepping_s, working_s = time.perf_counter(), time.thread_time()
             optimizer.step()
-            times.append(time.perf_counter() - stepping_s)
+            worked.append(time.thread_time() - working_s)
+            walls.append(time.perf_counter() - stepping_s)
         rounds = sync.stats()["averagings"] - averagings
-        update_s = statistics.quantiles(times, n=4)[0]  # half of the steps or more do not average
-        exposed_s = sum(max(0.0, taken_s - update_s) for taken_s in times)
-        parts = dict(waited)
+        parts = {**waited, "work": beyond_an_update(worked)}
+        exposed_s = sum(parts.values())
         if dist.get_rank() == 0:
             row = {
                 **given,
                 "parameters": sum(p.numel() for p in model.parameters()),
                 "averagings": rounds,
                 "exposed_ms": 1e3 * exposed_s / rounds,
+                "wall_ms": 1e3 * beyond_an_update(walls) / rounds,
                 **{f"{kind}_ms": 1e3 * s / rounds for kind, s in parts.items()},
                 "exposed_share": exposed_s / (given["steps"] * given["step_s"]),
             }
