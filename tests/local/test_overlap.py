@@ -238,3 +238,22 @@ def test_a_run_continues_bit_for_bit_wherever_the_result_is(
 ) -> None:
     for whole, resumed in ranks.run(saved_at, CONFIGS[name], stop, size=2):
         assert whole == resumed
+
+
+def left_at(rank: int, size: int, config: Any, last: int) -> tuple[str, float]:
+    model, optimizer, sync = make(config)
+    with sync:
+        for step in range(1, last + 1):
+            set_gradients(model, step, rank)
+            optimizer.step()
+        sync.flush()
+        sync.require_equal()
+    return digest(model), sync.stats()["averagings"]
+
+
+@pytest.mark.parametrize("late", range(DELAY + 1))
+def test_the_end_waits_for_what_is_on_its_way(ranks: Pool, late: int) -> None:
+    """The first averaging, the one on its way, and the last one."""
+    (bits, averagings), other = ranks.run(left_at, CONFIGS["one bit"], MEASURED + late, size=2)
+    assert (bits, averagings) == other
+    assert averagings == 3
