@@ -48,6 +48,7 @@ CONFIGS = {
     "split": tw.LocalSGD(2, begin_step=0, compression=tw.Sparse(0.9, exchange="split")),
     "whole": tw.LocalSGD(2, begin_step=0),
     "late, parts": tw.LocalSGD(4, begin_step=0, compression=tw.Quantized(1), delay=1, fragments=2),
+    "three steps late": tw.LocalSGD(4, begin_step=0, compression=tw.Quantized(1), delay=3),
 }
 STEPS = 40
 """In which there are 20 averagings."""
@@ -83,11 +84,12 @@ def test_the_bits_are_those_of_members_that_reach_each_other(
     ranks: Pool, token_file: str, name: str
 ) -> None:
     """Nobody, one or all of three through the relay."""
-    found = []
+    found, config = [], CONFIGS[name]
+    steps = 20 * config.k_steps // config.fragments
     for relayed in ([], [2], [0, 1, 2]):
-        options = {"token_file": token_file, "relayed": relayed}
+        options = {"token_file": token_file, "relayed": relayed, "steps": steps}
         with relay_place() as address:
-            args = in_order, address, CONFIGS[name], options
+            args = in_order, address, config, options
             found += ranks.run(*args, size=3, group=False)
     assert len(found[0]) >= 20
     assert found == 9 * [found[0]]
