@@ -24,6 +24,7 @@ SPARSE = tw.LocalSGD(4, begin_step=1, compression=tw.Sparse(0.9))
 CONFIGS = {
     "whole": tw.LocalSGD(4, begin_step=0),
     "one bit, late": tw.LocalSGD(4, begin_step=1, compression=tw.Quantized(1), delay=2),
+    "one bit, three steps late": tw.LocalSGD(4, begin_step=1, compression=tw.Quantized(1), delay=3),
     "outer momentum, parts": tw.LocalSGD(
         4, begin_step=1, fragments=2, outer_lr=0.7, outer_momentum=0.9, outer_nesterov=True
     ),

@@ -270,7 +270,9 @@ class Averager(Synchronizer):
         if self._overlaps and pending.round is None:
             self._send(pending)
         elif self._overlaps and steps == delay - 1:
+            self.pending = None  # after an error it is not applied
             self._verify(pending)
+            self.pending = pending
         return True
 
     def _after_step_of(self, work: RoundWork) -> None:
@@ -367,7 +369,7 @@ class Averager(Synchronizer):
         )
         pending.last = at.last
         if self._answers_at_once:
-            answers = self._agreed(pending, part)
+            answers = self._agreed(pending)
             k_steps = self.interval.read(answers, at.step, adapt=True)
             if delayed:
                 self._send(pending)
@@ -454,7 +456,7 @@ class Averager(Synchronizer):
         pending.agreement = self._agree(phase, problem, [*state, *changed], part)
         return pending
 
-    def _agreed(self, pending: PendingAveraging, part: int | None = None) -> Answers:
+    def _agreed(self, pending: PendingAveraging) -> Answers:
         """Wait until all ranks have a change to send: nothing is sent before."""
         agreement, pending.agreement = pending.agreement, None
         assert agreement is not None, "proposed"
