@@ -20,6 +20,7 @@ __all__ = [
     "entries_of",
     "named_dtype",
     "narrowed",
+    "sparse_rows",
     "state_dtype",
     "stored_dtype",
     "values_of",
@@ -46,9 +47,16 @@ def with_values(grad: Tensor, values: Tensor) -> Tensor:
     """Return a tensor with the layout and the positions of `grad` and other values."""
     if grad.layout is not torch.sparse_coo:
         return values
-    return torch.sparse_coo_tensor(
-        grad.indices(), values, grad.shape, is_coalesced=True, check_invariants=False
-    )
+    return sparse_rows(grad.indices(), values, grad.shape)
+
+
+def sparse_rows(positions: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    """Return a coalesced sparse tensor, without checks of its parts.
+
+    torch 2.11 warns where only an argument says so, hence the context.
+    """
+    with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call]
+        return torch.sparse_coo_tensor(positions, values, shape, is_coalesced=True)
 
 
 def entries_of(param: Tensor, grad: Tensor) -> Tensor:

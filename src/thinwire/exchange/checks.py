@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.ddp import living
-from thinwire.core.tensors import coalesced, values_of
+from thinwire.core.tensors import coalesced, sparse_rows, values_of
 from thinwire.errors import Mismatch
 from thinwire.exchange.agreement import Answers, Report, Vote
 
@@ -164,9 +164,7 @@ def _zeros(param: Tensor, letter: str) -> Tensor:
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
     rows = torch.zeros((1, 0), dtype=torch.int64, device=param.device)
     values = torch.zeros((0, *param.shape[1:]), dtype=dtype, device=param.device)
-    return torch.sparse_coo_tensor(
-        rows, values, param.shape, is_coalesced=True, check_invariants=False
-    )
+    return sparse_rows(rows, values, param.shape)
 
 
 _FIRST_PATIENCE = 2

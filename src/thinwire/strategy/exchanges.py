@@ -19,7 +19,7 @@ from thinwire.compress.figures import unsent_share
 from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.several import all_of
 from thinwire.core.sharded import Shards, shard_of, sharded_like
-from thinwire.core.tensors import with_own_storage
+from thinwire.core.tensors import sparse_rows, with_own_storage
 from thinwire.exchange.agreement import Drops, StepDecision
 from thinwire.exchange.checks import SameHyperparameters
 from thinwire.exchange.gradients import GradientExchange, Outcome
@@ -433,9 +433,7 @@ def _as_given(means: Mapping[str, Tensor], row_sparse: Collection[str]) -> dict[
 def _rows(dense: Tensor) -> Tensor:
     present = dense.reshape(dense.shape[0], -1).any(dim=1).nonzero().view(-1)
     where, rows = present.unsqueeze(0), dense[present]
-    return torch.sparse_coo_tensor(
-        where, rows, dense.shape, is_coalesced=True, check_invariants=False
-    )
+    return sparse_rows(where, rows, dense.shape)
 
 
 def _laid_out(grad: Tensor, param: Tensor) -> Tensor:
