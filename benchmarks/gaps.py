@@ -18,7 +18,13 @@ import thinwire as tw
 from benchmarks.common import json_lines, markdown
 from benchmarks.evidence import BATCH
 from benchmarks.evidence import RESULTS as EVIDENCE
-from thinwire.tools.planning.loss import beta, elasticity, steps_to_dense_loss
+from thinwire.tools.planning.loss import (
+    LossGap,
+    beta,
+    elasticity,
+    loss_gap,
+    steps_to_dense_loss,
+)
 from thinwire.tools.planning.plan import Row
 from thinwire.tools.run.config import ModelSize
 
@@ -327,16 +333,19 @@ def fit_table(found: Sequence[Gap]) -> list[str]:
 
 
 def check(known: Iterable[Gap], others: Iterable[Gap]) -> list[str]:
-    """Return Markdown: runs that the law was not fitted to, beside its 95 % intervals."""
+    """Return Markdown: runs that the law was not fitted to, beside its 95 % intervals and those of
+    `thinwire plan`.
+    """
     laws = {key: Law.of(own) for key, own in _by_law(known).items()}
     titles = ["parameters", "text", "optimizer", "bits", "K", "H", "rounds", "seed", "gap"]
     rows: list[list[object]] = []
-    inside: list[bool] = []
+    inside: list[tuple[bool, bool]] = []
     for key, own in _by_law(others, fewest=1).items():
         for point in own if key in laws else ():
             cell = point.cell
             low, _, high = laws[key].interval(point)
-            inside.append(low <= point.gap <= high)
+            planned = _planned_gap(point)
+            inside.append((low <= point.gap <= high, planned.low <= point.gap <= planned.high))
             cells = [
                 f"{point.numel:,}",
                 cell.data or "standard library",
@@ -348,13 +357,23 @@ def check(known: Iterable[Gap], others: Iterable[Gap]) -> list[str]:
                 cell.seed,
                 f"{point.gap:+.1%}",
                 f"{low:+.1%} to {high:+.1%}",
-                "yes" if inside[-1] else "no",
+                "yes" if inside[-1][0] else "no",
+                f"{planned.low:+.1%} to {planned.high:+.1%}",
+                "yes" if inside[-1][1] else "no",
             ]
             rows.append(cells)
-    text = markdown([*titles, "predicted", "in"], rows)
-    if inside:
-        text.append(f"\n{sum(inside)} of {len(inside)} inside, {fmean(inside):.0%}")
+    text = markdown([*titles, "law", "in", "plan", "in"], rows)
+    for name, found in zip(("law", "plan"), zip(*inside, strict=True), strict=False):
+        text.append(f"\n{name}: {sum(found)} of {len(found)} inside, {fmean(found):.0%}")
     return text
+
+
+def _planned_gap(point: Gap) -> LossGap:
+    """Return the gap that `thinwire plan` expects of the settings of a run."""
+    cell = point.cell
+    compression = {"quantized": {"value_bits": cell.bits}} if cell.bits < 32 else None
+    own = {"k_steps": cell.interval, "compression": compression}
+    return loss_gap("localsgd", {"localsgd": own}, cell.optimizer, point.numel, cell.workers)
 
 
 def left_out(found: Iterable[Gap]) -> list[str]:
