@@ -318,9 +318,9 @@ def damaged(rank: int, size: int, row: Row, deals: bool) -> tuple[str, list[str]
     way.train(rank, 0, begin)
     last = begin + (row.case.steps if local else 1)
     for step in range(begin, last):
-        before = flat(way.state())
         with damaging(rank, size // 2, deals):
             try:
+                before = flat(way.state())  # waits for what is in flight, which may be damaged
                 way.train(rank, step, step + 1)
             except tw.errors.PayloadCorrupt as error:
                 text = str(error)

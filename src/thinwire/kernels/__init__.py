@@ -219,12 +219,21 @@ def _steps_for(device: torch.device) -> CompiledSteps | None:
         from thinwire.kernels.cpu import numba_steps
 
         return cast("CompiledSteps", numba_steps)
+    import triton
+
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    if device.type == "cuda" and version < _ROUNDED:
+        return None
     from thinwire.kernels.cuda import device_steps
 
     return cast("CompiledSteps", device_steps)
 
 
 _STEP_TYPES = (torch.float32, torch.float64)
+_ROUNDED = (3, 6)
+"""Version of triton whose rounded division and root keep subnormal numbers; older ones flush them
+to zero on a GPU.
+"""
 
 
 @functools.cache
