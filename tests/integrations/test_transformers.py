@@ -99,7 +99,7 @@ def trainer_of(strategy: Any, folder: Path, seed: int = 0, **arguments: Any) -> 
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
-    model = gpt2(seed)
+    model = arguments.pop("model", None) or gpt2(seed)
     callback = ThinwireCallback(strategy)
     trainer = Trainer(
         model,
@@ -198,6 +198,36 @@ def test_the_loss_is_that_of_a_loop_without_it(
     assert first["optimizer"] == {"lamb": "Lamb"}.get(
         name, "DGCMomentum" if "make" in arguments else "AdamW"
     )
+
+
+def adapted(rank: int, size: int, folder: Path) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+    with trainers(rank, size):
+        model = get_peft_model(gpt2(), config)
+        frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+        settings = {"model": model, "learning_rate": 0.1}
+        trainer, callback = trainer_of(STRATEGIES["localsgd"], folder, **settings)
+        trainer.train()
+    now = dict(model.named_parameters())
+    return {
+        "losses": losses(trainer),
+        "frozen": all(torch.equal(now[name], p) for name, p in frozen.items()),
+        "adapters": [p.detach() for name, p in now.items() if name not in frozen],
+        "stats": callback.engine.stats(),
+    }
+
+
+@needs("peft")
+def test_adapters_of_peft_train_and_nothing_else_is_sent(ranks: Pool, tmp_path: Path) -> None:
+    first, second = ranks.run(adapted, tmp_path, timeout_s=120)
+    assert first["losses"][-1] < first["losses"][0]
+    assert first["frozen"]
+    assert equal(first["adapters"], second["adapters"])
+    trained = sum(p.numel() for p in first["adapters"])
+    assert first["stats"]["bytes_dense"] == 4 * trained * STEPS
+    assert first["stats"]["bytes_sent"] < first["stats"]["bytes_dense"]
 
 
 def resumed(rank: int, size: int, folder: Path, name: str, arguments: dict[str, Any]) -> Any:
