@@ -83,21 +83,20 @@ class Pending(Generic[_T]):
     @classmethod
     def started(cls, work: Generator[None, None, _T]) -> "Pending[_T]":
         """Run `work` up to its first pause, when something is on its way; `wait` runs the rest."""
+        result: list[_T] = []
 
-        def go_on() -> _T:
-            while True:
-                try:
-                    next(work)
-                except StopIteration as end:
-                    result: _T = end.value
-                    return result
+        def kept() -> Iterator[None]:
+            result.append((yield from work))
 
-        try:
-            next(work)
-        except StopIteration as end:
-            result: _T = end.value
-            return cls(lambda: result)
-        return cls(go_on)
+        rest = kept()
+        next(rest, None)
+
+        def finish() -> _T:
+            for _ in rest:
+                pass
+            return result[0]
+
+        return cls(finish)
 
     def wait(self) -> _T:
         """Return the result, or raise a `thinwire.errors` error that names the exchange and the

@@ -219,10 +219,7 @@ def _steps_for(device: torch.device) -> CompiledSteps | None:
         from thinwire.kernels.cpu import numba_steps
 
         return cast("CompiledSteps", numba_steps)
-    import triton
-
-    version = tuple(map(int, triton.__version__.split(".")[:2]))
-    if device.type == "cuda" and version < _ROUNDED:
+    if device.type == "cuda" and not _triton_rounds():
         return None
     from thinwire.kernels.cuda import device_steps
 
@@ -230,10 +227,6 @@ def _steps_for(device: torch.device) -> CompiledSteps | None:
 
 
 _STEP_TYPES = (torch.float32, torch.float64)
-_ROUNDED = (3, 6)
-"""Version of triton whose rounded division and root keep subnormal numbers; older ones flush them
-to zero on a GPU.
-"""
 
 
 @functools.cache
@@ -251,6 +244,16 @@ def _numba_kernels() -> Kernels | None:
     from thinwire.kernels.cpu import numba_body
 
     return cast("Kernels", numba_body)
+
+
+@functools.cache
+def _triton_rounds() -> bool:
+    """Return True if rounded division and root keep subnormal numbers on a GPU; Triton before 3.6
+    flushes them to zero.
+    """
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 
 
 @functools.cache

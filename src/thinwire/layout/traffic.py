@@ -19,6 +19,7 @@ __all__ = [
     "chosen_split",
     "first_split",
     "messages",
+    "ring_bytes",
     "settled_step",
     "travels_checksummed",
 ]
@@ -52,6 +53,15 @@ AGREEING_DELAY = 3
 """Smallest delay, in local steps, that also hides the agreements before and after the messages of
 an averaging: each has one step.
 """
+
+
+def ring_bytes(ranks: int, nbytes: float) -> float:
+    """Return the bytes that each rank sends in a ring all-reduce of `nbytes`.
+
+    >>> ring_bytes(4, 100)
+    150.0
+    """
+    return 2 * (ranks - 1) / ranks * nbytes
 
 
 def begin_step(config: object, default: int = 0) -> int:

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from thinwire.layout.traffic import ring_bytes
 from thinwire.tools.compare.record import (
     Asked,
     Failure,
@@ -161,7 +162,7 @@ class Ledger:
     def _derived(self, run: Run) -> Run:
         settings, link = self.settings, self.settings.link
         recipe = next(recipe for recipe in settings.strategies if recipe.name == run.strategy)
-        dense_bytes = 2 * (settings.sites - 1) / settings.sites * run.gradient_bytes
+        dense_bytes = ring_bytes(settings.sites, run.gradient_bytes)
         sent = run.library_bytes_per_step
         run = replace(
             run,

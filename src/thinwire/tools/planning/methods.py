@@ -7,7 +7,13 @@ from math import ceil, inf, isqrt, log2, prod
 from typing import Any
 
 from thinwire.layout.message import HEADER_BYTES, Layout, WholeLayout, factor_numels
-from thinwire.layout.traffic import AGREEING_DELAY, BUCKETS, messages, travels_checksummed
+from thinwire.layout.traffic import (
+    AGREEING_DELAY,
+    BUCKETS,
+    messages,
+    ring_bytes,
+    travels_checksummed,
+)
 from thinwire.tools.planning.network import Network
 from thinwire.tools.planning.work import Workload, matrices
 
@@ -82,10 +88,6 @@ def _overlapped(
     return Cost(step_s, sum(bucket.bytes for bucket in buckets) + sent, state_bytes)
 
 
-def _ring_bytes(network: Network, nbytes: float) -> float:
-    return 2 * (network.ranks - 1) / network.ranks * nbytes
-
-
 def _passes(work: Workload, numel: float, count: float) -> float:
     return numel * count * _PASS_S[work.cuda]
 
@@ -94,14 +96,14 @@ def _reduced(work: Workload, network: Network, *, width: float, passes: float) -
     """Return the cost under DDP: one all-reduce per bucket, `width` bytes a number, at the better
     bucket size.
     """
-    sent = _ring_bytes(network, width * work.numel)
+    sent = ring_bytes(network.ranks, width * work.numel)
     costs = []
     for bucket_bytes in DDP_BUCKETS:
         buckets = []
         for ready_s, shapes in work.buckets(2**20, bucket_bytes):
             numel = sum(map(prod, shapes))
             wire_s = network.all_reduce_s(width * numel)
-            taken_s = network.transfer_s(_ring_bytes(network, width * numel))
+            taken_s = network.transfer_s(ring_bytes(network.ranks, width * numel))
             buckets.append(_Bucket(ready_s, _passes(work, numel, passes), wire_s, taken_s, 0.0))
         costs.append(_overlapped(work, buckets, 0.0, 0, sent))
     return min(costs, key=lambda cost: cost.step_s)
@@ -120,7 +122,7 @@ def _powersgd(work: Workload, network: Network) -> Cost:
     sent = work.width * (left + right + rest)
     wire_s = sum(network.all_reduce_s(work.width * n) for n in (left, right, rest) if n)
     encode_s = _passes(work, kept, 9)
-    bucket = _Bucket(work.step_s, encode_s, wire_s, wire_s, _ring_bytes(network, sent))
+    bucket = _Bucket(work.step_s, encode_s, wire_s, wire_s, ring_bytes(network.ranks, sent))
     return _overlapped(work, [bucket], 0.0, 4 * (kept + right))
 
 
@@ -136,8 +138,8 @@ def _low_rank(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
         kept += numel
         all_right += right
         if left:
-            sent = _ring_bytes(network, left + right)
-            taken_s = network.transfer_s(_ring_bytes(network, left))
+            sent = ring_bytes(network.ranks, left + right)
+            taken_s = network.transfer_s(ring_bytes(network.ranks, left))
             encode_s = _passes(work, numel, 12)
             buckets.append(_Bucket(ready_s, encode_s, network.all_reduce_s(left), taken_s, sent))
     # the right factors need the left ones of all, and leave together
@@ -169,7 +171,7 @@ def _dgc(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
             passed_on = sources.ranks * (dealt.row_bytes + dealt.first_bytes / sources.ranks)
             inside_s = node.all_reduce_s(4 * sum(large)) + node.broadcast_s(passed_on)
             wire_s, taken_s = wire_s + inside_s, taken_s + inside_s
-            nbytes += _ring_bytes(node, 4 * sum(large)) + passed_on
+            nbytes += ring_bytes(node.ranks, 4 * sum(large)) + passed_on
         buckets.append(_Bucket(ready_s, encode_s, wire_s, taken_s, nbytes))
     rest_of_it, after_s = _end_of_step(4 * rest, work, network, node, sources)
     return _overlapped(work, [*buckets, *rest_of_it], after_s, 8 * kept, _VOTE_BYTES)
@@ -251,12 +253,12 @@ def _end_of_step(
             sent = (sources.ranks - 1) * dense_bytes
             wire_s = sources.all_gather_s(dense_bytes)
         else:
-            sent, wire_s = _ring_bytes(sources, dense_bytes), sources.all_reduce_s(dense_bytes)
+            sent, wire_s = ring_bytes(sources.ranks, dense_bytes), sources.all_reduce_s(dense_bytes)
         taken_s = sources.transfer_s(sent)
         if node is not None:
             inside_s = node.all_reduce_s(dense_bytes) + node.broadcast_s(dense_bytes)
             wire_s, taken_s = wire_s + inside_s, taken_s + inside_s
-            sent += _ring_bytes(node, dense_bytes) + dense_bytes
+            sent += ring_bytes(node.ranks, dense_bytes) + dense_bytes
         found.append(_Bucket(work.step_s, 0.0, wire_s, taken_s, sent))
     return found, _vote_s(network)
 
@@ -279,7 +281,7 @@ def _local(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
     if node is not None:  # the mean over a node, and what its first rank passes on
         whole = 4 * work.numel / fragments
         wire_s += node.all_reduce_s(whole) + node.broadcast_s(nbytes / fragments)
-        nbytes += _ring_bytes(node, 4 * work.numel) + nbytes * ceil(log2(node.ranks))
+        nbytes += ring_bytes(node.ranks, 4 * work.numel) + nbytes * ceil(log2(node.ranks))
     agreeing = 1 if delay >= AGREEING_DELAY else 0
     exposed_s = max(0.0, wire_s - (delay - 2 * agreeing) * work.step_s)
     exposed_s += 2 * max(0.0, _vote_s(network) - agreeing * work.step_s)
@@ -317,7 +319,7 @@ def member_exchanges(
     gathered = _exchanged(compression, work, network, "gather")
     if gathered is None:
         seconds, sent, _, _ = _change(compression, work, network, fragments, idle_s)
-        message = sent / _ring_bytes(network, 1)
+        message = sent / ring_bytes(network.ranks, 1)
     else:
         seconds, sent = gathered.seconds(network, fragments, idle_s), gathered.sent(network)
         message = gathered.row_bytes
@@ -366,7 +368,7 @@ def _change(
     else:
         nbytes, passes, kept = 4 * work.numel, 6, 1
     wire_s = network.all_reduce_s(nbytes / fragments, idle_s)
-    return wire_s, _ring_bytes(network, nbytes), passes, kept
+    return wire_s, ring_bytes(network.ranks, nbytes), passes, kept
 
 
 MOST_PARAMS = 10**13

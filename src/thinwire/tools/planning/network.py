@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from math import ceil, log, log2, sqrt
 
+from thinwire.layout.traffic import ring_bytes
+
 _FIRST_WINDOW_BYTES = 14_600
 FRAMES = 1448 / 1514
 """Fraction of Ethernet traffic that is payload."""
@@ -80,7 +82,7 @@ class Network:
         """Return the seconds of a ring all-reduce after `idle_s` seconds of silence; each rank
         sends 2(W-1)/W of the buffer.
         """
-        sent = 2 * (self.ranks - 1) / self.ranks * nbytes
+        sent = ring_bytes(self.ranks, nbytes)
         return self._ring_s(reduce_pairs(self.ranks, nbytes), sent, idle_s)
 
     def all_gather_s(self, nbytes: float, idle_s: float = 0.0) -> float:

@@ -231,9 +231,8 @@ def _require_script(script: tuple[str, ...]) -> None:
 def _wait_for(
     script: tuple[str, ...], workers: int, emulated: Network | None
 ) -> tuple[int, int] | None:
-    fds = (-1,) * workers if emulated is None else emulated.namespace_fds
     with Ranks() as ranks:
-        for fd, environment in zip(fds, environments(workers, emulated), strict=True):
+        for fd, environment in environments(workers, emulated):
             ranks.start([sys.executable, *script], environment, fd)
         return ranks.wait()
 

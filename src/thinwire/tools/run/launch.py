@@ -92,8 +92,9 @@ class EventReader:
 _PORT, _PORTS_TRIED = 29500, 1000
 
 
-def environments(workers: int, network: Network | None) -> list[dict[str, str]]:
-    """Return the environment of each rank: that of this process, plus the variables of torchrun.
+def environments(workers: int, network: Network | None) -> list[tuple[int, dict[str, str]]]:
+    """Return the namespace of each rank, -1 for that of this process, and its environment: that of
+    this process, plus the variables of torchrun.
 
     Every namespace of a network is a machine; consecutive ranks share one if there are fewer
     namespaces than ranks.
@@ -112,11 +113,14 @@ def environments(workers: int, network: Network | None) -> list[dict[str, str]]:
         "TORCHELASTIC_RUN_ID": "thinwire",  # for torch.distributed.is_torchelastic_launched()
         "PYTHONUNBUFFERED": 1,
     }
-    ranks: list[dict[str, Any]] = [
-        {"RANK": rank, "LOCAL_RANK": rank % local, "GROUP_RANK": rank // local}
-        for rank in range(workers)
-    ]
-    return [{**_texts(default), **os.environ, **_texts(common), **_texts(own)} for own in ranks]
+    fds = (-1,) if network is None else network.namespace_fds
+    found = []
+    for rank in range(workers):
+        machine = rank // local
+        own = {"RANK": rank, "LOCAL_RANK": rank % local, "GROUP_RANK": machine}
+        given = {**_texts(default), **os.environ, **_texts(common), **_texts(own)}
+        found.append((fds[machine], given))
+    return found
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
@@ -242,16 +246,11 @@ def _started(
     job: Path, workers: int, network: Network | None, work: Path
 ) -> Iterator[list["subprocess.Popen[bytes]"]]:
     command = [sys.executable, "-m", "thinwire.tools.run.worker", str(job)]
-    fds = network.namespace_fds if network else (-1,)
-    starts = [
-        (environment, fds[int(environment["GROUP_RANK"])])
-        for environment in environments(workers, network)
-    ]
     # whatever the shell says, since figures of one machine are compared with those of another
     threads = {"OMP_NUM_THREADS": str(threads_of(workers))}
     started: list[subprocess.Popen[bytes]] = []
     try:
-        for rank, (environment, fd) in enumerate(starts):
+        for rank, (fd, environment) in enumerate(environments(workers, network)):
             with (work / f"worker{rank}.log").open("wb") as log:
                 started.append(start(command, environment | threads, fd, log, subprocess.STDOUT))
         yield started

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire.comm import Group
-from thinwire.layout.traffic import settled_step
+from thinwire.layout.traffic import ring_bytes, settled_step
 from thinwire.tools.run.built_in import ConvolutionalNet, loss_of, muon_numel
 from thinwire.tools.run.config import RunConfig, imported
 from thinwire.tools.run.task import Workload, called
@@ -78,6 +78,11 @@ class Setup:
             model.named_parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY
         )
 
+    @property
+    def sites(self) -> int:
+        """Number of sites, each with a whole model."""
+        return dist.get_world_size() // self.shard
+
     def sharded(self, model: nn.Module, *, within: bool) -> DeviceMesh | None:
         """Shard the elements of every ModuleList and the rest of a model among the ranks of a site.
 
@@ -94,8 +99,9 @@ class Setup:
         if self.shard == 1:
             return None
         kind = next(p.device.type for p in model.parameters())
-        shape = dist.get_world_size() // self.shard, self.shard
-        mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(
+            kind, (self.sites, self.shard), mesh_dim_names=("replicate", "shard")
+        )
         used = mesh["shard"] if within else mesh
         for module in reversed([*model.modules()]):
             for block in module if isinstance(module, nn.ModuleList) else ():
@@ -193,20 +199,15 @@ class DDPTrainer:
         and IP.
         """
         dense = gradient_bytes(self.module)
-        ring_bytes = self._ring_bytes
+        sites = self.setup.sites
         if self.hook == "fp16":
-            return self.steps * ring_bytes(gradient_bytes(self.module, 2))
+            return self.steps * ring_bytes(sites, gradient_bytes(self.module, 2))
         if self.hook == "powersgd":
             _, _, factors_numel = self.state.compression_stats()  # type: ignore[no-untyped-call]
             width = dense / gradient_bytes(self.module, 1)
             dense_steps = min(self.steps, _DENSE_STEPS)
-            return dense_steps * ring_bytes(dense) + ring_bytes(width * factors_numel)
-        return self.steps * ring_bytes(dense)
-
-    def _ring_bytes(self, message_bytes: float) -> float:
-        """Return the bytes that each of R sites sends in a ring all-reduce: 2(R-1)/R of these."""
-        sites = dist.get_world_size() // self.setup.shard
-        return 2 * (sites - 1) / sites * message_bytes
+            return dense_steps * ring_bytes(sites, dense) + ring_bytes(sites, width * factors_numel)
+        return self.steps * ring_bytes(sites, dense)
 
     def finish(self) -> None:
         """Do nothing: every step was exchanged."""

@@ -6,6 +6,7 @@ from math import ceil, inf, log2
 import numpy as np
 from numpy.typing import NDArray
 
+from thinwire.layout.traffic import ring_bytes
 from thinwire.tools.planning.network import Network, crowding, reduce_pairs
 
 Times = NDArray[np.float64]
@@ -160,7 +161,7 @@ class Reduce:
         return np.full(size, self.nbytes)
 
     def sent(self, size: int) -> Times:
-        return np.full(size, 2 * (size - 1) / size * self.nbytes)
+        return np.full(size, ring_bytes(size, self.nbytes))
 
 
 @dataclass(frozen=True)
@@ -196,19 +197,11 @@ class Broadcast:
 
 
 @dataclass(frozen=True)
-class Vote:
+class Vote(Gather):
     """Gather of a small message of `nbytes`, which goes to all ranks at once."""
 
-    nbytes: int
 
-    def given(self, size: int) -> Ranks:
-        return np.full(size, self.nbytes)
-
-    def sent(self, size: int) -> Times:
-        return np.full(size, (size - 1) * self.nbytes, np.float64)
-
-
-Collective = Gather | Reduce | Deal | Broadcast | Vote
+Collective = Gather | Reduce | Deal | Broadcast
 
 
 @dataclass(frozen=True)
@@ -246,13 +239,13 @@ def finished(
     """
     if members.shape[1] == 1:
         return begin_s
+    if isinstance(collective, Vote):
+        collective = Deal((collective.nbytes,) * members.shape[1])
     if not event_by_event and not jitter.mean_s and float(np.ptp(begin_s)) == 0:
         closed_s = _closed_s(collective, lines, members, idle_s)
         if closed_s is not None:
             return begin_s + closed_s
     begin_s = begin_s + lines.call_s
-    if isinstance(collective, Vote):
-        collective = Deal((collective.nbytes,) * members.shape[1])
     if isinstance(collective, Deal):
         return _dealt(collective, lines, members, begin_s, jitter, idle_s)
     if isinstance(collective, Broadcast):
@@ -274,8 +267,6 @@ def _closed_s(collective: Collective, lines: Lines, members: Ranks, idle_s: floa
         return network.all_gather_s(collective.nbytes, idle_s)
     if isinstance(collective, Reduce):
         return network.all_reduce_s(collective.nbytes, idle_s)
-    if isinstance(collective, Vote):
-        collective = Deal((collective.nbytes,) * network.ranks)
     if len(set(collective.lengths)) > 1 or bool((lines.up_bit_s != lines.down_bit_s).any()):
         return None
     return network.all_to_all_s(float(collective.given(network.ranks)[0]), idle_s)
