@@ -165,13 +165,12 @@ def run_on_ranks(
         RuntimeError: A rank failed; the text is what all have printed.
         TimeoutError: The ranks took longer than `limit_s`.
     """
-    fds = net.namespace_fds if net else (-1,) * count
     ranks: list[subprocess.Popen[bytes]] = []
     end_s = time.monotonic() + limit_s
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, f"{rank}.log") for rank in range(count)]
         try:
-            for file, environment, fd in zip(files, environments(count, net), fds, strict=True):
+            for file, (fd, environment) in zip(files, environments(count, net), strict=True):
                 known = filter(None, [environment.get("PYTHONPATH")])
                 own = environment | {"PYTHONPATH": os.pathsep.join([*map(str, paths), *known])}
                 with file.open("wb") as log:
