@@ -14,13 +14,14 @@ import copy
 import json
 import math
 import time
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.compress.figures import decay_of
-from thinwire.compress.protocol import ERRORS, ChangeCompression, Context
+from thinwire.compress.protocol import ERRORS, AllGather, ChangeCompression, Context
 from thinwire.tools.run.built_in import ByteTransformer
 from thinwire.tools.run.config import parse_size
 from thinwire.tools.run.text import read_standard_library
@@ -93,7 +94,8 @@ class Ranks:
             sendings = [
                 self.compression.send(Context(step, 0, r, count), c, k) for r, (c, k) in given
             ]
-            rows = torch.stack([next(sending)[0].message for sending in sendings])
+            gathers = [cast("AllGather", next(sending)[0]) for sending in sendings]
+            rows = torch.stack([gather.message for gather in gathers])
             nbytes = rows.shape[1]
             for sending, change, kept in zip(sendings, changes, self.kept, strict=True):
                 try:

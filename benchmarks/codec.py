@@ -10,6 +10,7 @@ others use too.
 import os
 from collections.abc import Callable
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,8 +120,8 @@ def contenders(
     return table
 
 
-def measure(numel: int, densities: list[float], value_bits: int, repeats: int) -> dict[str, object]:
-    fast_kernels = for_device(torch.device("cpu")).__name__
+def measure(numel: int, densities: list[float], value_bits: int, repeats: int) -> dict[str, Any]:
+    fast_kernels = for_device(torch.device("cpu")).__name__  # type: ignore[attr-defined]
     generator = torch.Generator().manual_seed(0)
     grad = torch.randn(numel, generator=generator)
     rows = []
@@ -140,7 +141,7 @@ def measure(numel: int, densities: list[float], value_bits: int, repeats: int) -
     }
 
 
-def printed(result: dict[str, object]) -> str:
+def printed(result: dict[str, Any]) -> str:
     lines = [
         f"{result['numel']:,} float32, {result['threads']} threads, {result['value_bits']} bit(s) "
         f"a value, decode and sum of {SOURCES} sources, medians of {result['repeats']}",
@@ -172,7 +173,7 @@ def printed(result: dict[str, object]) -> str:
     return "\n".join([*lines, *narrow_folds(result)])
 
 
-def narrow_folds(result: dict[str, object]) -> list[str]:
+def narrow_folds(result: dict[str, Any]) -> list[str]:
     """Return the cost of folding a float32 gradient into bfloat16 momentum buffer and residual."""
     folds = [row for row in result["milliseconds"] if "bfloat16" in row]
     if not folds:

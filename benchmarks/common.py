@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -20,8 +20,11 @@ from thinwire.tools.compare.results import describe_machine
 from thinwire.tools.network.netns import Network
 from thinwire.tools.run.launch import environments, signal_group, start
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 Work = Callable[[], object]
-AnyCell = TypeVar("AnyCell")
+AnyCell = TypeVar("AnyCell", bound="DataclassInstance")
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 from benchmarks.common import parser_for, save, surroundings
 from tests.comm.cutting import trainees
@@ -86,7 +87,7 @@ def main() -> int:
     parser = parser_for(__doc__)
     given = parser.parse_args()
     repeats = 1 if given.quick else given.repeats
-    rows = []
+    rows: list[dict[str, Any]] = []
     print(f"{'case':40} {'latest':>9} {'at most':>9} met")
     around = surroundings(repeats)
     for name, measured in CASES.items():

@@ -336,7 +336,7 @@ def _never_waits(on: Rank, make: Maker) -> str:
 
 
 def _losses(
-    on: Rank, change: Callable[[nn.Module], nn.Module] = lambda model: model
+    on: Rank, change: Callable[[nn.Module], Callable[..., Any]] = lambda model: model
 ) -> list[float]:
     size = ModelSize(32, 2, context=16)
     model = on.model(size)
@@ -382,7 +382,11 @@ def _streamed(on: Rank) -> str:
     return _near(own, _losses(on))
 
 
-PARTS = {"strategies": strategies, "steps": steps, "waits": waits}
+PARTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "strategies": strategies,
+    "steps": steps,
+    "waits": waits,
+}
 
 
 def main() -> None:

@@ -193,8 +193,8 @@ class Threshold:
             count = max(1, round(len(magnitudes) * density))
             self.value, self.density = float(magnitudes.topk(count).values[-1]), density
             return self.value
-        share = sum(int((row.abs() >= self.value).sum()) for row in rows)
-        share /= sum(row.numel() for row in rows)
+        above = sum(int((row.abs() >= self.value).sum()) for row in rows)
+        share = above / sum(row.numel() for row in rows)
         error = max(-1.0, min(1.0, math.log(max(share, 1e-9) / density)))
         self.value *= math.exp(_THRESHOLD_GAIN * error)
         return self.value
@@ -245,7 +245,8 @@ def train(cell: Cell, evaluations: int = 15) -> dict[str, Any]:
 def _texts(cell: Cell) -> Iterator[tuple[list[NextByte], NextByte]]:
     """The batches of every rank, and the part that is evaluated."""
     given = {key: value for key, value in asdict(cell).items() if key != "variant"}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         with tempfile.TemporaryDirectory() as folder:
             config = configured(evidence.Cell(**given, **as_it_is("dense", "sgd")), Path(folder))

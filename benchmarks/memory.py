@@ -148,7 +148,7 @@ def sharded(model: nn.Module) -> DeviceMesh:
     """Shard layer by layer inside each of two sites."""
     names = ("replicate", "shard")
     mesh = init_device_mesh("cpu", (SITES, SHARDED_RANKS // SITES), mesh_dim_names=names)
-    for layer in model:
+    for layer in model.children():
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
@@ -342,7 +342,7 @@ def measure(size: str, steps: int) -> dict[str, object]:
     return {"numel": rows[0]["numel"], "ranks": RANKS, "batch": BATCH, **around, "rows": rows}
 
 
-def printed(result: dict[str, object]) -> str:
+def printed(result: dict[str, Any]) -> str:
     rows = result["rows"]
     first = rows[0]
     whole = (

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
@@ -137,7 +137,7 @@ def sharded_steps(rank: int, ranks: int, folder: str, sizes: tuple[str, ...], re
 def on_ranks(ranks: int, sizes: tuple[str, ...], repeats: int) -> dict[str, dict[str, float]]:
     """Of `sharded_steps`."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(sharded_steps, (ranks, folder, sizes, repeats), nprocs=ranks)
+        mp.spawn(sharded_steps, (ranks, folder, sizes, repeats), ranks)  # type: ignore[attr-defined]
         found: dict[str, dict[str, float]] = json.loads(Path(folder, "found.json").read_text())
     return found
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.common import Work, interleaved_ms, parser_for, save, summary, surroundings
 from thinwire import optim
@@ -29,7 +29,7 @@ FLOOR_WORDS = {"LAMB": 10, "LARS": 10, "outer SGD": 5}
 Outer: read s, change, b; write s, b.
 """
 
-Maker = Callable[[list[Tensor]], torch.optim.Optimizer]
+Maker = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def equal_shapes(numel: int) -> list[tuple[int, ...]]:
@@ -55,7 +55,7 @@ def transformer_shapes(numel: int) -> list[tuple[int, ...]]:
     return [(missing // width, width), *rest, *(13 * block)]
 
 
-def timm_module(name: str) -> types.ModuleType | None:
+def timm_module(name: str) -> Any:
     """One file of timm's optimizers; importing the package would need torchvision."""
     found = importlib.util.find_spec("timm")
     if found is None or found.origin is None:
@@ -71,18 +71,18 @@ class ForeachLamb(torch.optim.Optimizer):
     checks.
     """
 
-    def __init__(self, params: list[Tensor]) -> None:
+    def __init__(self, params: list[nn.Parameter]) -> None:
         super().__init__(params, {})
-        self.params = params
+        self.params = list[Tensor](params)
         self.means = [torch.zeros_like(p) for p in params]
         self.squares = [torch.zeros_like(p) for p in params]
         self.steps = 0
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override]
         """Make one update."""
         self.steps += 1
-        grads = [p.grad for p in self.params]
+        grads = [p.grad for p in self.params if p.grad is not None]
         torch._foreach_lerp_(self.means, grads, 0.1)
         torch._foreach_mul_(self.squares, 0.999)
         torch._foreach_addcmul_(self.squares, grads, grads, 0.001)
@@ -92,7 +92,8 @@ class ForeachLamb(torch.optim.Optimizer):
         updates = torch._foreach_div(self.means, roots)
         torch._foreach_div_(updates, 1 - 0.9**self.steps)
         torch._foreach_add_(updates, self.params, alpha=0.01)
-        ratios = torch._foreach_div(torch._foreach_norm(self.params), torch._foreach_norm(updates))
+        norms, lengths = torch._foreach_norm(self.params), torch._foreach_norm(updates)
+        ratios = torch._foreach_div(norms, list(lengths))
         torch._foreach_mul_(updates, ratios)
         torch._foreach_add_(self.params, updates, alpha=-1e-3)
 
@@ -156,9 +157,7 @@ def outer_steps(shapes: list[tuple[int, ...]], changes: list[Tensor]) -> dict[st
 
 def step_of(make: Maker, shapes: list[tuple[int, ...]], grads: list[Tensor]) -> Work:
     generator = torch.Generator().manual_seed(1)
-    params = [
-        torch.nn.Parameter(0.02 * torch.randn(shape, generator=generator)) for shape in shapes
-    ]
+    params = [nn.Parameter(0.02 * torch.randn(shape, generator=generator)) for shape in shapes]
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
     return make(params).step

@@ -182,8 +182,8 @@ class Contenders:
         watched = DistributedDataParallel(self._model())
         watched.register_comm_hook(None, self._averaged)
         self._plain("DDP, watched", watched)
-        for name, strategy in (("dense", {}), ("DGC", {"dgc": tw.DGC()})):
-            self._engine(f"engine, {name}", tw.DistributedStrategy(**strategy))
+        for name, dgc in (("dense", None), ("DGC", tw.DGC())):
+            self._engine(f"engine, {name}", tw.DistributedStrategy(dgc=dgc))
         model = self._model()
         self._own("DGCMomentum", model, DGCMomentum(model.named_parameters(), LR, 0.9))
         ddp = DistributedDataParallel(self._model())
@@ -193,16 +193,15 @@ class Contenders:
 
     def _build_digests(self) -> None:
         sgd, adamw = partial(torch.optim.SGD, momentum=0.9), torch.optim.AdamW
-        dgc = {"dgc": tw.DGC()}
-        for name, strategy, kind in (
-            ("dense", {}, sgd),
-            ("dense, AdamW", {}, adamw),
-            ("DGC", dgc, sgd),
+        for name, dgc, kind in (
+            ("dense", None, sgd),
+            ("dense, AdamW", None, adamw),
+            ("DGC", tw.DGC(), sgd),
         ):
             for ending, every in (("", 64), (WITHOUT, 0)):
                 model = self._model()
                 optimizer = kind(model.named_parameters(), LR)
-                engine = tw.DistributedStrategy(**strategy).prepare(
+                engine = tw.DistributedStrategy(dgc=dgc).prepare(
                     model, optimizer, nn.functional.mse_loss, digest_every=every
                 )
                 self.engines[f"engine, {name}{ending}"] = engine

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.common import markdown, run_on_ranks
 from thinwire.tools.network.netns import Link, Network, network
@@ -108,7 +108,7 @@ def measured(name: str, rate: str) -> dict[str, object]:
     return row
 
 
-def table(rows: list[dict[str, object]]) -> list[str]:
+def table(rows: list[dict[str, Any]]) -> list[str]:
     """Return the table of the documents."""
     found = []
     for name, recipe in RECIPES.items():

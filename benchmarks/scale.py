@@ -62,7 +62,7 @@ def methods(numels: tuple[int, ...]) -> dict[str, Method]:
 
 def measure(sizes: tuple[int, ...]) -> dict[str, Any]:
     numels = tuple(map(prod, matrices(PARAMS)))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for network, (_, lines_of) in NETWORKS.items():
         for ranks in sizes:
             lines = lines_of(ranks)

@@ -226,10 +226,10 @@ class _Member:
             about = {"id": self._members.id, "step": self._members.step, "factor": factor}
             self._tell("inherited", of=given.plain["of"], **about)
 
-        Averaging.commit_ = committed  # type: ignore[method-assign]
-        Recipient.receive = taking  # type: ignore[method-assign]
-        Channel.send = giving  # type: ignore[method-assign]
-        JoinerState.add_handoff = inherited  # type: ignore[method-assign]
+        Averaging.commit_ = committed  # type: ignore[assignment, method-assign]
+        Recipient.receive = taking  # type: ignore[assignment, method-assign]
+        Channel.send = giving  # type: ignore[assignment, method-assign]
+        JoinerState.add_handoff = inherited  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:

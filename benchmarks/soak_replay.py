@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from benchmarks.soak_member import CONFIGS, Trainee, digest
 from thinwire.comm import Group

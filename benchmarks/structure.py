@@ -16,6 +16,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator, Set
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -105,7 +106,7 @@ def _engine_steps(model: nn.Module, rank: int, kind: str) -> Iterator[Callable[[
     engine = strategy.prepare(model, optimizer, nn.functional.cross_entropy)
     for step in range(STEP):
         x, y = _batch(rank, step)
-        yield lambda x=x, y=y: engine.train_step(x, y)
+        yield partial(engine.train_step, x, y)
 
 
 def traced(kind: str) -> dict[str, int]:
