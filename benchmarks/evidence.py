@@ -97,11 +97,13 @@ LONG_RUNS = {
     "outer_nesterov": True,
 }
 """DiLoCo with the outer step of its paper, which is for hundreds of averagings."""
+EIGHT_STEPS = {"k_steps": 8, "compression": {"quantized": {"value_bits": 1}}}
 ROWS = (
     Variant("dense"),
     Variant("dense", "sgd", note="SGD"),
     Variant("dense-muon"),
     Variant("muon-local"),
+    Variant("muon-local", options=EIGHT_STEPS, note="8 steps"),
     Variant("sparse-local"),
     Variant("quantized-local"),
     Variant("powersgd"),

@@ -333,17 +333,24 @@ def fit_table(found: Sequence[Gap]) -> list[str]:
 
 
 def check(known: Iterable[Gap], others: Iterable[Gap]) -> list[str]:
-    """Return Markdown: runs that the law was not fitted to, beside its 95 % intervals and those of
-    `thinwire plan`.
+    """Return Markdown: runs beside the 95 % intervals of a law that was fitted to all other texts,
+    and beside the intervals of `thinwire plan`.
     """
-    laws = {key: Law.of(own) for key, own in _by_law(known).items()}
+    known, others = list(known), list(others)
+    laws = {
+        data: {key: Law.of(own) for key, own in _by_law(runs).items()}
+        for data in {point.cell.data for point in others}
+        if (runs := [*known, *(point for point in others if point.cell.data != data)])
+    }
     titles = ["parameters", "text", "optimizer", "bits", "K", "H", "rounds", "seed", "gap"]
     rows: list[list[object]] = []
     inside: list[tuple[bool, bool]] = []
     for key, own in _by_law(others, fewest=1).items():
-        for point in own if key in laws else ():
+        for point in own:
             cell = point.cell
-            low, _, high = laws[key].interval(point)
+            if key not in laws[cell.data]:
+                continue
+            low, _, high = laws[cell.data][key].interval(point)
             planned = _planned_gap(point)
             inside.append((low <= point.gap <= high, planned.low <= point.gap <= planned.high))
             cells = [

@@ -304,14 +304,15 @@ def warned_with(rank: int, size: int, fields: dict[str, Any]) -> list[tuple[str,
     return told
 
 
-def test_adam_is_warned_of_once_and_on_rank_0(ranks: Pool) -> None:
+def test_adam_and_muon_are_warned_of_once_and_on_rank_0(ranks: Pool) -> None:
     low_rank = {"low_rank": LowRank(1, min_numel=1)}
     silent = [("AdamW", []), ("SGD", []), ("Muon", [])]
-    (first, *others), second = ranks.run(warned_with, low_rank)
-    [adam] = first[1]
-    assert adam.startswith("test_low_rank.py: low_rank with AdamW: ")
-    assert "SGD with momentum" in adam
-    assert (others, second) == (silent[1:], silent)
+    (first, sgd, muon), second = ranks.run(warned_with, low_rank)
+    for name, texts in (first, muon):
+        [text] = texts
+        assert text.startswith(f"test_low_rank.py: low_rank with {name}: ")
+        assert "SGD with momentum" in text
+    assert (sgd, second) == (silent[1], silent)
     assert ranks.run(warned_with, {}) == [silent, silent]
 
 

@@ -73,7 +73,7 @@ from thinwire.strategy.requirements import (
     require_members_work,
     require_mesh_works,
     require_split_works,
-    warn_of_adam,
+    warn_of_low_rank,
 )
 
 __all__ = ["prepare"]
@@ -134,7 +134,7 @@ def _prepared(setup: Setup) -> Engine:
         plan.restore()
         raise
     if group.rank == 0:
-        warn_of_adam(setup.strategy, setup.optimizer)
+        warn_of_low_rank(setup.strategy, setup.optimizer)
     return engine
 
 
