@@ -418,10 +418,10 @@ def regret(found: Iterable[Gap]) -> list[str]:
     rows: list[list[object]] = []
     costs: list[float] = []
     for (numel, workers, seed), gap_of in sorted(runs.items()):
-        if len(gap_of) < _FEWEST_INTERVALS:
-            continue
         for ratio in _AVERAGING_STEPS:
             planned = _planned(numel, workers, ratio, tuple(gap_of))
+            if len(planned) < _FEWEST_INTERVALS:
+                continue
             chosen = min(planned, key=lambda k: planned[k].time_to_dense_loss)
             seconds = {
                 k: row.step_seconds[1] * steps_to_dense_loss(gap_of[k], numel)

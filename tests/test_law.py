@@ -169,19 +169,16 @@ def test_runs_of_another_file_are_beside_the_interval() -> None:
         )
     ]
     other = [
-        line(replace(CELL, data="other"), 2.043),
-        line(replace(CELL.dense, data="other"), 2.0),
-        line(replace(CELL, data="other", workers=8), 2.4),
-        line(replace(CELL.dense, data="other", workers=8), 2.0),
+        line(replace(cell, data="other", workers=workers), loss)
+        for workers, of_local in ((2, 2.043), (8, 2.4))
+        for cell, loss in ((CELL, of_local), (CELL.dense, 2.0))
     ]
     text = check(gaps(known), gaps(other))
     inside = [[word for word in row.split(" | ")[-3:] if " to " not in word] for row in text[2:4]]
     assert inside == [["yes", "yes |"], ["no", "yes |"]]
     assert text[-2:] == ["\nlaw: 1 of 2 inside, 50%", "\nplan: 2 of 2 inside, 100%"]
-    # a third text, as far away, is in the law of the second and the other way about
     third = [{**each, "cell": {**each["cell"], "data": "third"}} for each in other]
-    text = check(gaps(known), gaps([*other, *third]))
-    assert text[-2] == "\nlaw: 4 of 4 inside, 100%"
+    assert "\nlaw: 4 of 4 inside, 100%" in check(gaps(known), gaps([*other, *third]))
 
 
 def test_every_setting_is_predicted_from_the_others() -> None:

@@ -289,7 +289,7 @@ def test_wrong_arguments(settings: dict[str, Any], error: type[Exception], text:
 
 
 def warned_with(rank: int, size: int, fields: dict[str, Any]) -> list[tuple[str, list[str]]]:
-    """By optimizer what `prepare` warns of, and in which file."""
+    """What `prepare` warns of by optimizer, and in which file."""
     told = []
     for kind in (torch.optim.AdamW, torch.optim.SGD, tw.optim.Muon):
         model = model_of()
@@ -298,9 +298,8 @@ def warned_with(rank: int, size: int, fields: dict[str, Any]) -> list[tuple[str,
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             tw.DistributedStrategy(**fields).prepare(model, optimizers).close()
-        told.append(
-            (kind.__name__, [f"{Path(each.filename).name}: {each.message}" for each in caught])
-        )
+        texts = [f"{Path(each.filename).name}: {each.message}" for each in caught]
+        told.append((kind.__name__, texts))
     return told
 
 
@@ -308,8 +307,7 @@ def test_adam_and_muon_are_warned_of_once_and_on_rank_0(ranks: Pool) -> None:
     low_rank = {"low_rank": LowRank(1, min_numel=1)}
     silent = [("AdamW", []), ("SGD", []), ("Muon", [])]
     (first, sgd, muon), second = ranks.run(warned_with, low_rank)
-    for name, texts in (first, muon):
-        [text] = texts
+    for name, [text] in (first, muon):
         assert text.startswith(f"test_low_rank.py: low_rank with {name}: ")
         assert "SGD with momentum" in text
     assert (sgd, second) == (silent[1], silent)

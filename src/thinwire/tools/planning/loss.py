@@ -1,6 +1,4 @@
-"""Expected loss of a method above dense training's, and the cost of closing the gap.
-
-Local updates follow a published law in workers and parameters. The other gaps were measured here.
+"""Expected loss of a method above dense training's (docs/law.md), and the cost of closing the gap.
 
 Local updates follow a published law in workers and parameters; the rest is what was measured here.
 """
@@ -30,7 +28,7 @@ _GRADIENTS = {
 }
 """Gaps by workers, from the same runs; below 0.01 they are chance."""
 _CHANCE = 0.01
-_LAW_WORKERS, _MEASURED_STEPS = 16, 32
+_LAW_WORKERS, _MEASURED_STEPS, _DOUBT = 16, 32, 2.5
 MOST_STEPS = 4.0
 """Multiple of dense's steps beyond which a strategy is said never to reach dense's loss."""
 
@@ -47,8 +45,7 @@ class LossGap(NamedTuple):
 def beta(optimizer: str, numel: int) -> float:
     """Return the exponent of the law for a number of parameters.
 
-    Source: fitted to the final losses of MuLoCo, 2025, arXiv 2505.23725: 16 workers, 30 steps,
-    150 million to 3.1 billion parameters.
+    Source: fitted to losses of MuLoCo, arXiv 2505.23725: 16 workers, 30 steps, 150 M to 3.1 B.
     """
     factor, power = _LAW[optimizer]
     return float(factor * numel**power)
@@ -75,7 +72,9 @@ def loss_gap(
 def _of_local(own: Mapping[str, Any], optimizer: str, numel: int, workers: int) -> LossGap:
     k_steps, factor = own["k_steps"], local_factor(own, optimizer)
     mid = law(optimizer, numel, workers) * factor
-    doubt = 2.0 * (1.5 if workers > _LAW_WORKERS else 1) * (1.5 if k_steps > _MEASURED_STEPS else 1)
+    doubt = (
+        _DOUBT * (1.5 if workers > _LAW_WORKERS else 1) * (1.5 if k_steps > _MEASURED_STEPS else 1)
+    )
     coefficient, power = _LAW[optimizer]
     limits = [
         "" if workers <= _LAW_WORKERS else "; the law is fitted up to 16 workers",
