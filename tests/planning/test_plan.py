@@ -253,7 +253,7 @@ def test_the_loss_is_told_with_two_digits_and_as_an_interval() -> None:
     assert plan.recommended == "muon-local k32 d2 f4"
     assert plan.reason.startswith(
         "use muon-local k32 d2 f4: a step of 0.46 s instead of dense's 73 s. At equal steps its "
-        "loss is expected 1.6 to 10 % above dense's; it reaches dense's loss about 97 times as fast "
+        "loss is expected 1.6 to 10 % above dense's; it reaches dense's loss about 97 times as "
     )
 
 

@@ -86,7 +86,8 @@ def _of_local(own: Mapping[str, Any], optimizer: str, numel: int, workers: int) 
         mid * doubt,
         f"{workers}^beta - 1, beta = {coefficient:g} N^{power:g} (fitted to arXiv 2505.23725), "
         f"times {factor:.2g} for interval and bits (benchmarks/results/evidence.jsonl, 2 and 4 "
-        f"workers); for 90 averagings and more; low and high are mid by {doubt:g}{''.join(limits)}",
+        f"workers); for 90 averagings and more; low is mid / {doubt:g}, high is mid x {doubt:g}"
+        + "".join(limits),
     )
 
 
