@@ -333,24 +333,23 @@ def fit_table(found: Sequence[Gap]) -> list[str]:
 
 
 def check(known: Iterable[Gap], others: Iterable[Gap]) -> list[str]:
-    """Return Markdown: runs beside the 95 % intervals of a law that was fitted to all other texts,
-    and beside the intervals of `thinwire plan`.
+    """Return Markdown: `others` beside the 95 % intervals of a law that was fitted to `known` and
+    to those on other text, and beside the intervals of `thinwire plan`.
     """
     known, others = list(known), list(others)
-    laws = {
-        data: {key: Law.of(own) for key, own in _by_law(runs).items()}
-        for data in {point.cell.data for point in others}
-        if (runs := [*known, *(point for point in others if point.cell.data != data)])
-    }
+    laws = {}
+    for data in {point.cell.data for point in others}:
+        runs = [*known, *(point for point in others if point.cell.data != data)]
+        laws[data] = {key: Law.of(own) for key, own in _by_law(runs).items()}
     titles = ["parameters", "text", "optimizer", "bits", "K", "H", "rounds", "seed", "gap"]
     rows: list[list[object]] = []
     inside: list[tuple[bool, bool]] = []
     for key, own in _by_law(others, fewest=1).items():
         for point in own:
             cell = point.cell
-            if key not in laws[cell.data]:
+            if (law := laws[cell.data].get(key)) is None:
                 continue
-            low, _, high = laws[cell.data][key].interval(point)
+            low, _, high = law.interval(point)
             planned = _planned_gap(point)
             inside.append((low <= point.gap <= high, planned.low <= point.gap <= planned.high))
             cells = [

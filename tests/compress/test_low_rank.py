@@ -304,9 +304,8 @@ def warned_with(rank: int, size: int, fields: dict[str, Any]) -> list[tuple[str,
 
 
 def test_adam_and_muon_are_warned_of_once_and_on_rank_0(ranks: Pool) -> None:
-    low_rank = {"low_rank": LowRank(1, min_numel=1)}
     silent = [("AdamW", []), ("SGD", []), ("Muon", [])]
-    (first, sgd, muon), second = ranks.run(warned_with, low_rank)
+    (first, sgd, muon), second = ranks.run(warned_with, {"low_rank": LowRank(1, min_numel=1)})
     for name, [text] in (first, muon):
         assert text.startswith(f"test_low_rank.py: low_rank with {name}: ")
         assert "SGD with momentum" in text

@@ -252,8 +252,9 @@ def test_the_loss_is_told_with_two_digits_and_as_an_interval() -> None:
     plan = tw.plan(params="124M", step_seconds=0.35, workers=8, link="100mbit", latency="20ms")
     assert plan.recommended == "muon-local k32 d2 f4"
     assert plan.reason.startswith(
-        "use muon-local k32 d2 f4: a step of 0.46 s instead of dense's 73 s. At equal steps its "
-        "loss is expected 1.6 to 10 % above dense's; it reaches dense's loss about 97 times as "
+        "use muon-local k32 d2 f4: a step of 0.46 s instead of dense's 73 s. At equal steps "
+        "its loss is expected 1.6 to 10 % above dense's; it reaches dense's loss about 97 times as "
+        "fast "
     )
 
 

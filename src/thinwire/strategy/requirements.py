@@ -40,9 +40,9 @@ def warn_of_low_rank(strategy: Fields, optimizer: torch.optim.Optimizer) -> None
     if strategy.low_rank is None or not names:
         return
     warnings.warn(
-        f"low_rank with {names[0]}: in our trainings the loss ended 23 % above dense AdamW's, and "
-        "21 % above dense Muon's (docs/choosing.md). PowerSGD is made for SGD with momentum; "
-        "localsgd=LocalSGD(16, compression=Quantized(4)) loses 4 %, and sends less",
+        f"low_rank with {names[0]}: on 2 ranks, AdamW lost 23 % to dense, Muon 21 %; see "
+        "docs/choosing.md. PowerSGD is made for SGD with momentum. localsgd=LocalSGD(16, "
+        "compression=Quantized(4)) lost 4 % with AdamW, Quantized(1) 1.5 % with Muon",
         stacklevel=5,
     )
 
