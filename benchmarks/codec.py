@@ -17,7 +17,6 @@ from torch import Tensor
 
 from benchmarks.common import interleaved_ms, parser_for, save, summary, surroundings
 from thinwire.core.feedback import (
-    Fold,
     commit_list_,
     propose_list,
     rounding_seed,
@@ -25,6 +24,7 @@ from thinwire.core.feedback import (
     top_k,
 )
 from thinwire.kernels import for_device
+from thinwire.kernels.rules import Fold
 from thinwire.layout.message import Layout, Slot, count_sent
 from thinwire.wire.message import pack, unpack
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from thinwire._names import named_parameters
 from thinwire.comm import Pending, Sources
-from thinwire.core.outer import OuterRule
+from thinwire.kernels.rules import OuterRule
 from thinwire.local.averaging import Averaging
 from thinwire.local.config import LocalSGD
 

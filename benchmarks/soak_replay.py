@@ -22,8 +22,7 @@ from thinwire.comm.member_groups import MemberGroups
 from thinwire.comm.relay import RelayEndpoint
 from thinwire.compress import compression_of
 from thinwire.compress.figures import loops_of
-from thinwire.core.outer import OuterRule
-from thinwire.kernels.rules import needs_of
+from thinwire.kernels.rules import OuterRule, needs_of
 from thinwire.kernels.warm import warm_up
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.model import LocalModel

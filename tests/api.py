@@ -51,16 +51,16 @@ _NAMES = {
     "thinwire.compress.split": "add_up joined shares",
     "thinwire.core.checksum": "checked_mean_ checksum",
     "thinwire.core.feedback": (
-        "Fold Proposal commit_list_ propose_list rounding_seed store_ sum_sparse top_k"
+        "Proposal commit_list_ propose_list rounding_seed store_ sum_sparse top_k"
     ),
     "thinwire.core.gradients": (
         "ClipByGlobalNorm ClipByNorm ClipByValue clipped L1Decay L2Decay decayed centralized"
     ),
-    "thinwire.core.lamb": "LambRule lamb_ lamb_list_",
-    "thinwire.core.lars": "LarsRule lars_ lars_list_",
+    "thinwire.core.lamb": "lamb_ lamb_list_",
+    "thinwire.core.lars": "lars_ lars_list_",
     "thinwire.core.loss_scale": "any_non_finite initial_scale next_scale",
-    "thinwire.core.norms": "global_norm norm TrustRule trust_ratio",
-    "thinwire.core.outer": "OuterRule outer_list_ outer_step_",
+    "thinwire.core.norms": "global_norm norm trust_ratio",
+    "thinwire.core.outer": "outer_list_ outer_step_",
     "thinwire.core.stats": "Pace planned_row",
     "thinwire.core.tensors": "with_own_storage narrowed",
     "thinwire.exchange": "ranks=synchronizer",
@@ -74,7 +74,9 @@ _NAMES = {
     "thinwire.kernels.cuda.codes": "crc32",
     "thinwire.kernels.cuda.launching": "launch",
     "thinwire.kernels.reference": "mixed",
-    "thinwire.kernels.rules": "Need LoopKind needs_of has_address share_memory",
+    "thinwire.kernels.rules": (
+        "Fold LambRule LarsRule LoopKind Need OuterRule TrustRule has_address needs_of share_memory"
+    ),
     "thinwire.kernels.warm": "warm_up",
     "thinwire.layout": "traffic",
     "thinwire.layout.message": (

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-__all__ = ["read_regular", "replace_file", "replacing"]
-
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
     """Return the content of a regular file.

@@ -4,8 +4,6 @@ torch.
 
 from collections.abc import Mapping
 
-__all__ = ["environment_rank", "is_launched", "launched_rank"]
-
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 

@@ -9,16 +9,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-__all__ = [
-    "matches",
-    "named_buffers",
-    "named_parameters",
-    "non_persistent_buffers",
-    "plain_name",
-    "plain_names",
-    "require_shapes",
-]
-
 _WRAPPED = "_orig_mod"
 """Attribute of a compiled module that holds the original module."""
 

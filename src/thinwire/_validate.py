@@ -9,18 +9,6 @@ import torch
 
 from thinwire._wording import near, shown
 
-__all__ = [
-    "boolean",
-    "closest",
-    "closest_or_all",
-    "instance",
-    "integer",
-    "one_of",
-    "real",
-    "same_shapes",
-    "scalar",
-]
-
 
 def real(
     name: str,

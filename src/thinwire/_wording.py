@@ -3,8 +3,6 @@
 import re
 from collections.abc import Iterable
 
-__all__ = ["near", "plain", "shown"]
-
 _SEPARATOR = re.compile(r"[-_.]")
 _MOST_WORDS = 3
 _MOST_CHARACTERS = 120

@@ -21,8 +21,6 @@ from thinwire._wording import near
 if TYPE_CHECKING:
     from cyclopts import App
 
-__all__ = ["main"]
-
 _EXTRAS = ("cyclopts", "rich")
 _LONGEST_LINE = 2000
 _SUGGESTION = re.compile(r' Did you mean "?([^"? ]+)"?\?')

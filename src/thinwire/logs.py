@@ -4,8 +4,6 @@ from typing import Any
 
 from thinwire import _validate as check
 
-__all__ = ["PREFIX", "log_stats"]
-
 PREFIX = "thinwire/"
 
 

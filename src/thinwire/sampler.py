@@ -11,8 +11,6 @@ from thinwire import _validate as check
 from thinwire.comm import rank_and_size_in, require_process_group
 from thinwire.members.members import Members
 
-__all__ = ["ShardedSampler"]
-
 _KEYS = ("length", "seed", "shuffle", "epoch", "dealt", "dealt_beyond", "left_before")
 """Keys of a state."""
 Taken = tuple[int, int]

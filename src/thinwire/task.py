@@ -10,8 +10,6 @@ from torch.optim import Optimizer
 
 from thinwire import _validate as check
 
-__all__ = ["Task"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Task:

@@ -10,17 +10,6 @@ from thinwire.compress.quantized_change import Quantized
 from thinwire.compress.sparse_change import Sparse
 from thinwire.layout.traffic import BUCKET_BYTES, BUCKETS, FIRST_BUCKET_BYTES
 
-__all__ = [
-    "CHANGE_COMPRESSIONS",
-    "COMPRESSIONS",
-    "KEPT",
-    "OTHER_RANKS",
-    "ChangeConfig",
-    "buckets_of",
-    "compression_of",
-    "field_of",
-]
-
 COMPRESSIONS: dict[str, type[DGC] | type[LowRank]] = {"dgc": DGC, "low_rank": LowRank}
 """The configs of gradient compression by the fields of a strategy."""
 OTHER_RANKS: dict[str, OtherRanks] = {

@@ -18,22 +18,6 @@ from thinwire.kernels import is_static
 from thinwire.layout.message import CHECKSUM_BYTES
 from thinwire.layout.traffic import travels_checksummed
 
-__all__ = [
-    "Dense",
-    "DenseMeans",
-    "all_finite",
-    "by_dtype",
-    "checked_sum",
-    "damaged_text",
-    "joined",
-    "not_finite",
-    "opened",
-    "parted",
-    "send_dense",
-    "sum_of",
-    "with_checksum",
-]
-
 
 class Dense:
     """Takes all remaining gradients; row-sparse ones become dense.

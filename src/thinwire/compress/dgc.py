@@ -33,15 +33,14 @@ from thinwire import _validate as check
 from thinwire.compress.entries import ArrivedEntries, Proposed, send_entries
 from thinwire.compress.protocol import Arrived, Context, ErrorsOnly, Kept, Sending
 from thinwire.compress.sparse_change import send_largest
-from thinwire.core.feedback import Fold, commit_list_, in_chunks, propose_list, rounding_seed
+from thinwire.core.feedback import commit_list_, in_chunks, propose_list, rounding_seed
 from thinwire.core.gradients import ClipByNorm, clipped
 from thinwire.core.norms import norms_over_shards
 from thinwire.core.tensors import named_dtype, state_dtype, stored_dtype
+from thinwire.kernels.rules import Fold
 from thinwire.layout.message import VALUE_BITS, count_sent
 from thinwire.layout.traffic import EXCHANGES
 from thinwire.schedules import sparsity_at
-
-__all__ = ["DGC", "DGCCompressor", "Rule", "compressible", "limited", "locally_clipped"]
 
 _COMPRESSIBLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

@@ -24,10 +24,11 @@ from thinwire.compress.protocol import (
     zeros_for,
 )
 from thinwire.compress.split import Sums, add_up, joined, shares
-from thinwire.core.feedback import Proposal, divided_, rounding_seed, store_, sum_sparse
+from thinwire.core.feedback import Proposal, rounding_seed, store_, sum_sparse
 from thinwire.core.tensors import state_dtype
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels import is_static
+from thinwire.kernels.reference import divided_
 from thinwire.layout.message import Layout, Slot
 from thinwire.layout.shares import split_plan
 from thinwire.layout.traffic import GATHER, chosen_split
@@ -35,8 +36,6 @@ from thinwire.wire.message import pack, pack_nonfinite, unpack
 
 if TYPE_CHECKING:
     from thinwire.wire.device_message import Rows
-
-__all__ = ["ArrivedEntries", "Proposed", "send_entries"]
 
 _KEPT = 1 << 31
 """Added to a seed's key where an owner's residual is rounded: these bits are unused by the

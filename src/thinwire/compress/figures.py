@@ -21,17 +21,6 @@ from thinwire.kernels.rules import LoopKind, Need, needs_of
 from thinwire.layout.message import Layout, WholeLayout, factor_numels
 from thinwire.layout.traffic import GATHER, messages
 
-__all__ = [
-    "conserves",
-    "decay_of",
-    "loops_of",
-    "report_coverage",
-    "sent_bytes",
-    "steady_share",
-    "unsent_share",
-    "why_dense",
-]
-
 
 def unsent_share(config: Any, step: int) -> float:
     """Return the fraction of a compressed tensor that update `step`, from 0, does not send.

@@ -44,8 +44,6 @@ from thinwire.core.arithmetic import products_are_exact
 from thinwire.core.checksum import checked_mean_
 from thinwire.core.tensors import state_dtype
 
-__all__ = ["LowRank", "LowRankCompressor", "LowRankMeans", "orthonormal"]
-
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 

@@ -14,32 +14,6 @@ from torch import Tensor
 
 from thinwire.errors import PayloadCorrupt
 
-__all__ = [
-    "ERRORS",
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
-    "Arrived",
-    "Bucket",
-    "ChangeCompression",
-    "Collective",
-    "Compression",
-    "Compressor",
-    "Config",
-    "Context",
-    "Entries",
-    "ErrorsOnly",
-    "Flags",
-    "Kept",
-    "Limit",
-    "MeanChange",
-    "OtherRanks",
-    "Sending",
-    "buffer_for",
-    "combined",
-    "zeros_for",
-]
-
 Entries = tuple[Tensor, Tensor]
 """Indices (j,), int64, ascending, and values (j,)."""
 Flags = Mapping[str, bool | Tensor]

@@ -18,14 +18,12 @@ from thinwire.compress.protocol import (
     MeanChange,
     Sending,
 )
-from thinwire.core.feedback import divided_
 from thinwire.errors import PayloadCorrupt
+from thinwire.kernels.reference import divided_
 from thinwire.layout.message import WHOLE_BITS, WholeLayout
 from thinwire.layout.shares import Piece, SplitLayout
 from thinwire.layout.traffic import EXCHANGES, chosen_split
 from thinwire.wire.message import decode_whole, pack_whole, unpack_whole
-
-__all__ = ["Quantized"]
 
 _NARROWEST_PLAIN = 32
 

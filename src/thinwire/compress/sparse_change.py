@@ -21,11 +21,10 @@ from thinwire.compress.protocol import (
     Sending,
 )
 from thinwire.compress.split import senders
-from thinwire.core.feedback import Proposal, divided_, sum_sparse, top_k
+from thinwire.core.feedback import Proposal, sum_sparse, top_k
+from thinwire.kernels.reference import divided_
 from thinwire.layout.message import VALUE_BITS, count_sent
 from thinwire.layout.traffic import EXCHANGES, GATHER
-
-__all__ = ["Sparse", "send_largest", "source_factors", "squared_norms"]
 
 
 @dataclass(frozen=True)

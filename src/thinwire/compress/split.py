@@ -20,8 +20,6 @@ from thinwire.core.feedback import sum_sparse, top_k
 from thinwire.layout.message import Layout
 from thinwire.layout.shares import SplitLayout
 
-__all__ = ["Sums", "add_up", "joined", "senders", "shares"]
-
 Entries = tuple[Tensor, Tensor]
 """Indices (j,), int64, ascending, and values (j,)."""
 

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from thinwire.kernels import body_name
 
-__all__ = ["CURES", "arithmetic", "products_are_exact"]
-
 _INSTRUCTIONS = "instruction set that torch uses on the CPU"
 _DENORMALS = "numbers below the normal range"
 _KERNELS = "body of the kernels"

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["ODD", "bit_sums", "checked_mean_", "checksum", "flat_bytes", "odd_weights"]
-
 _WORDS = 512
 """Number of 64-bit words in a block. The sum of a block has one weight."""
 _BLOCK = 8 * _WORDS

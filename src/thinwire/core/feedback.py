@@ -26,22 +26,8 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import for_device
-from thinwire.kernels.reference import divided_, mixed, step_along_, summed
+from thinwire.kernels.reference import mixed, step_along_, summed
 from thinwire.kernels.rules import Fold, has_address
-
-__all__ = [
-    "Fold",
-    "Proposal",
-    "commit_list_",
-    "divided_",
-    "in_chunks",
-    "propose_list",
-    "rounding_seed",
-    "step_along_list_",
-    "store_",
-    "sum_sparse",
-    "top_k",
-]
 
 _CHUNK = 1 << 22
 """Entries of all tensors of one call."""

@@ -14,20 +14,6 @@ from thinwire import _validate as check
 from thinwire.core.norms import global_norm, norms
 from thinwire.core.tensors import entries_of, values_of, with_values
 
-__all__ = [
-    "Clip",
-    "ClipByGlobalNorm",
-    "ClipByNorm",
-    "ClipByValue",
-    "L1Decay",
-    "L2Decay",
-    "Regularizer",
-    "centralized",
-    "clipped",
-    "decayed",
-    "scaled",
-]
-
 
 @dataclass(frozen=True)
 class ClipByGlobalNorm:

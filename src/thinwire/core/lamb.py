@@ -8,8 +8,6 @@ from thinwire.core.tensors import TensorList, cache_sized
 from thinwire.kernels import compiled_steps
 from thinwire.kernels.rules import LambRule
 
-__all__ = ["LambRule", "lamb_", "lamb_list_"]
-
 
 def lamb_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, rule: LambRule

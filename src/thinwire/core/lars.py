@@ -8,8 +8,6 @@ from thinwire.core.tensors import TensorList, cache_sized
 from thinwire.kernels import compiled_steps
 from thinwire.kernels.rules import LarsRule
 
-__all__ = ["LarsRule", "lars_", "lars_list_"]
-
 
 def lars_(param: Tensor, grad: Tensor, velocity: Tensor | None, rule: LarsRule) -> Tensor:
     """Update one tensor by LARS; changes `param` and `velocity`.

@@ -19,16 +19,6 @@ from thinwire import _validate as check
 from thinwire.core.tensors import coalesced, values_of
 from thinwire.errors import NonFinite
 
-__all__ = [
-    "DynamicLossScale",
-    "FixedLossScale",
-    "LossScale",
-    "ScaleState",
-    "any_non_finite",
-    "initial_scale",
-    "next_scale",
-]
-
 _LARGEST = float(torch.finfo(torch.float32).max)
 _MOST_OVERFLOWS_IN_A_ROW = 1000
 

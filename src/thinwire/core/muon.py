@@ -10,8 +10,6 @@ from torch import Tensor
 from thinwire.core.arithmetic import products_are_exact
 from thinwire.core.norms import into_range
 
-__all__ = ["MuonRule", "descend_", "direction_", "muon_", "newton_schulz", "products"]
-
 _LARGEST_NOISE = 0.01
 """Allowed rounding error of an eigenvalue of X Xᵀ, relative to 1."""
 

@@ -16,17 +16,6 @@ from thinwire.core.sharded import is_sharded
 from thinwire.core.tensors import values_of
 from thinwire.kernels.rules import TrustRule
 
-__all__ = [
-    "TrustRule",
-    "global_norm",
-    "into_range",
-    "norm",
-    "norms",
-    "norms_over_shards",
-    "trust_ratio",
-    "whole_norms",
-]
-
 _HALVES = (torch.float16, torch.bfloat16)
 
 

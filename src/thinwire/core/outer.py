@@ -7,8 +7,6 @@ from torch import Tensor
 from thinwire.kernels import compiled_steps
 from thinwire.kernels.rules import OuterRule
 
-__all__ = ["OuterRule", "outer_list_", "outer_step_"]
-
 
 def outer_step_(change: Tensor, buffer: Tensor | None, rule: OuterRule) -> Tensor:
     """Return the step of the outer optimizer, to be subtracted from the anchor.

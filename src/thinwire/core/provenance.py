@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["PROVENANCE", "Provenance", "checksum_of", "without_provenance"]
-
 PROVENANCE = "provenance"
 """Key of the provenance in a state."""
 

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SeveralOptimizers", "all_of", "combined", "kinds_of"]
-
 
 class SeveralOptimizers(torch.optim.Optimizer):
     """Optimizers of one model, combined: the groups and the state of all of them.

@@ -13,17 +13,6 @@ from torch import Tensor
 
 from thinwire.core.several import all_of
 
-__all__ = [
-    "Shards",
-    "is_sharded",
-    "require_elementwise",
-    "require_shards",
-    "reshard_",
-    "shard_of",
-    "sharded_like",
-]
-
-
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 

@@ -6,8 +6,6 @@ They also compare the run with its plan: seconds per step, and the share of wait
 import math
 from typing import Any, Literal, Protocol
 
-__all__ = ["Pace", "Planned", "numbers", "planned_row"]
-
 
 def numbers(
     *,

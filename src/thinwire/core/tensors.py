@@ -13,21 +13,6 @@ from torch import Tensor, strided
 
 from thinwire import _validate as check
 
-__all__ = [
-    "TensorList",
-    "cache_sized",
-    "coalesced",
-    "entries_of",
-    "named_dtype",
-    "narrowed",
-    "sparse_rows",
-    "state_dtype",
-    "stored_dtype",
-    "values_of",
-    "with_own_storage",
-    "with_values",
-]
-
 
 def coalesced(grad: Tensor) -> Tensor:
     """Return `grad` with duplicate entries summed; a dense tensor is returned unchanged."""

@@ -28,8 +28,6 @@ from thinwire.kernels.rules import (
     share_memory,
 )
 
-__all__ = ["CompiledSteps", "Kernels", "body_name", "compiled_steps", "for_device", "is_static"]
-
 
 class Kernels(Protocol):
     """Functions of every body.

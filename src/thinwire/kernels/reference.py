@@ -12,29 +12,6 @@ from torch import Tensor
 from thinwire.kernels.rules import Fold
 from thinwire.layout.message import SCALE_COUNT
 
-__all__ = [
-    "commit_",
-    "commit_list_",
-    "count_nonzero",
-    "decode_positions",
-    "decode_slots",
-    "decode_values",
-    "divided_",
-    "encode_positions",
-    "encode_slots",
-    "encode_values",
-    "is_ascending",
-    "mixed",
-    "propose",
-    "propose_list",
-    "step_along_",
-    "step_along_list_",
-    "store_",
-    "sum_sparse",
-    "summed",
-    "top_k",
-]
-
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _LOW_32 = (1 << 32) - 1
 _LARGEST_BFLOAT16 = 0x7F7F0000

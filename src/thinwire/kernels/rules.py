@@ -12,21 +12,6 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Fold",
-    "LambRule",
-    "LarsRule",
-    "LoopKind",
-    "Need",
-    "OuterRule",
-    "TrustRule",
-    "bump_versions",
-    "has_address",
-    "is_plain",
-    "needs_of",
-    "share_memory",
-]
-
 
 class Fold(NamedTuple):
     """One tensor's gradient with residual and momentum; see `core.feedback`."""

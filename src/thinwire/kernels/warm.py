@@ -13,8 +13,6 @@ import torch
 from thinwire.kernels import body_name
 from thinwire.kernels.rules import Need
 
-__all__ = ["warm_up", "warm_up_beside"]
-
 _log = logging.getLogger("thinwire")
 _lock = threading.Lock()
 _met: set[Need] = set()

@@ -11,28 +11,6 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "CHECKSUM_BYTES",
-    "CULPRIT",
-    "HEADER",
-    "HEADER_BYTES",
-    "SCALE_BYTES",
-    "SCALE_COUNT",
-    "SKETCH_NUMEL",
-    "VALUE_BITS",
-    "WHOLE_BITS",
-    "Layout",
-    "PositionParts",
-    "Slot",
-    "WholeLayout",
-    "count_sent",
-    "factor_numels",
-    "position_bytes",
-    "position_parts",
-    "value_bytes",
-    "whole_bytes",
-]
-
 HEADER = struct.Struct("<4sBBHQQII")
 HEADER_BYTES = HEADER.size
 CULPRIT = struct.Struct("<I")

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-__all__ = ["assign_owners", "shard_lengths"]
-
 
 def assign_owners(costs: Sequence[int], ranks: int) -> list[list[int | None]]:
     """Return rounds in which every rank has one tensor at most, the most expensive ones first.

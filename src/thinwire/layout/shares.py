@@ -13,16 +13,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 from thinwire.layout.message import Layout, Slot, WholeLayout
 
-__all__ = [
-    "Piece",
-    "SplitLayout",
-    "contiguous",
-    "partition",
-    "split_plan",
-    "strided",
-    "whole_split",
-]
-
 _FIRST_ROOM = 2
 """Capacity of a piece in round one, in multiples of its average number of entries."""
 

@@ -6,24 +6,6 @@ from typing import NamedTuple, overload
 from thinwire.layout.message import CHECKSUM_BYTES, Layout, WholeLayout
 from thinwire.layout.shares import SplitLayout, split_plan, whole_split
 
-__all__ = [
-    "AGREEING_DELAY",
-    "BUCKETS",
-    "BUCKET_BYTES",
-    "EXCHANGES",
-    "FIRST_BUCKET_BYTES",
-    "GATHER",
-    "SPLIT",
-    "Messages",
-    "begin_step",
-    "chosen_split",
-    "first_split",
-    "messages",
-    "ring_bytes",
-    "settled_step",
-    "travels_checksummed",
-]
-
 GATHER, SPLIT = "gather", "split"
 EXCHANGES = ("auto", GATHER, SPLIT)
 BUCKET_BYTES = 25 * 2**20

@@ -20,10 +20,11 @@ from thinwire.compress.protocol import (
     combined,
 )
 from thinwire.core.checksum import bit_sums
-from thinwire.core.outer import OuterRule, outer_list_, outer_step_
+from thinwire.core.outer import outer_list_, outer_step_
 from thinwire.exchange.agreement import Answers
 from thinwire.exchange.nodes import in_nodes, make_common_
 from thinwire.exchange.round import Round
+from thinwire.kernels.rules import OuterRule
 from thinwire.layout.message import SKETCH_NUMEL
 from thinwire.layout.traffic import begin_step
 from thinwire.local.model import changed_since

@@ -28,13 +28,12 @@ from thinwire.compress.dgc import DGC
 from thinwire.compress.figures import loops_of, report_coverage, unsent_share
 from thinwire.compress.low_rank import LowRank
 from thinwire.core.arithmetic import arithmetic
-from thinwire.core.outer import OuterRule
 from thinwire.core.provenance import PROVENANCE, Provenance, without_provenance
 from thinwire.core.stats import Pace, numbers, planned_row
 from thinwire.errors import PeerLost
 from thinwire.exchange.digest import DIGEST_EVERY
 from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
-from thinwire.kernels.rules import Need, needs_of
+from thinwire.kernels.rules import Need, OuterRule, needs_of
 from thinwire.local import saving
 from thinwire.local.averager import Averager, Counters, OwnScale
 from thinwire.local.averaging import Averaging, PendingAveraging

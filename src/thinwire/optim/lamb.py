@@ -6,9 +6,9 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.core.lamb import LambRule, lamb_, lamb_list_
-from thinwire.core.norms import TrustRule
+from thinwire.core.lamb import lamb_, lamb_list_
 from thinwire.core.tensors import TensorList
+from thinwire.kernels.rules import LambRule, TrustRule
 from thinwire.optim.arguments import CommonOwn
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.layerwise import Run, begin_compiling, trust_ratios, update_runs_

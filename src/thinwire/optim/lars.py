@@ -6,9 +6,9 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.core.lars import LarsRule, lars_, lars_list_
-from thinwire.core.norms import TrustRule
+from thinwire.core.lars import lars_, lars_list_
 from thinwire.core.tensors import TensorList
+from thinwire.kernels.rules import LarsRule, TrustRule
 from thinwire.optim.arguments import CommonOwn
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.layerwise import Run, begin_compiling, trust_ratios, update_runs_

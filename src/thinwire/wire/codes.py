@@ -32,8 +32,6 @@ from thinwire.errors import PayloadCorrupt
 from thinwire.kernels import for_device
 from thinwire.layout.message import SCALE_COUNT, position_parts, value_bytes
 
-__all__ = ["decode_positions", "decode_values", "encode_positions", "encode_values"]
-
 
 def encode_positions(indices: Tensor, numel: int, k: int) -> Tensor:
     """Return the code, shape (position_bytes(numel, k),), of positions.

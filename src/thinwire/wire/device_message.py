@@ -26,8 +26,6 @@ from thinwire.layout.message import (
 )
 from thinwire.wire.message import CHECKSUM, header_words, unpack
 
-__all__ = ["FAULTS", "Arrived", "Rows", "explain", "pack", "read", "sum_rows"]
-
 FAULTS = ("header", "checksum", "flags", "positions", "values", "number of entries")
 """Meaning of bit i of a verdict."""
 _FLAGS_SHIFT = 40

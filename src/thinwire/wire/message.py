@@ -41,23 +41,6 @@ from thinwire.layout.message import (
 )
 from thinwire.wire.codes import decode_positions, decode_values, encode_positions, encode_values
 
-__all__ = [
-    "CHECKSUM",
-    "WIRE_VERSION",
-    "Form",
-    "Unpacked",
-    "decode_whole",
-    "header_words",
-    "opened",
-    "pack",
-    "pack_nonfinite",
-    "pack_whole",
-    "refused",
-    "unpack",
-    "unpack_whole",
-    "with_checksum",
-]
-
 WIRE_VERSION = 1
 _MAGIC = b"thwr"
 _CRC_BYTES = 4

@@ -16,8 +16,6 @@ from thinwire.kernels.cpu.numba_steps import scratch
 from thinwire.kernels.cpu.select import bits_of, marks
 from thinwire.kernels.rules import Need
 
-__all__ = ["calls_for"]
-
 Array = NDArray[Any]
 _Calls = list[Callable[[], object]]
 

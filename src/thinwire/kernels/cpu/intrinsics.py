@@ -7,16 +7,6 @@ from numba import types
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
-__all__ = [
-    "array_at",
-    "bits_of",
-    "magnitude_of",
-    "read_float",
-    "trailing_zeros",
-    "wide",
-    "write_float",
-]
-
 _make_array: Any = arrayobj.make_array
 _populate_array: Any = arrayobj.populate_array
 

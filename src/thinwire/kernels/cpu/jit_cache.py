@@ -41,18 +41,6 @@ try:
 except ImportError:  # on Windows: processes that start together each compile everything
     fcntl = None  # type: ignore[assignment]
 
-__all__ = [
-    "Compilations",
-    "Int",
-    "LoopCache",
-    "compilations",
-    "holding_no_lock",
-    "i64",
-    "jit",
-    "jit_inline",
-    "u64",
-]
-
 _settings: Any = numba.config
 _dumps: Any = serialize.dumps
 _rebuilt: Any = compiler.CompileResult._rebuild

@@ -14,21 +14,6 @@ from numpy.typing import NDArray
 from thinwire.kernels.cpu.intrinsics import array_at
 from thinwire.kernels.cpu.jit_cache import jit
 
-__all__ = [
-    "BLOCK",
-    "CHUNK",
-    "LANES",
-    "MOVE",
-    "NESTEROV",
-    "NO_MOMENTUM",
-    "PLAIN",
-    "SUMS",
-    "WHOLE",
-    "lamb",
-    "lars",
-    "outer",
-]
-
 Array = NDArray[Any]
 
 CHUNK = 1 << 15

@@ -20,8 +20,6 @@ from torch import Tensor
 from thinwire.kernels.cpu import jit_steps, threads
 from thinwire.kernels.rules import LambRule, LarsRule, OuterRule, TrustRule, bump_versions
 
-__all__ = ["lamb_", "lars_", "outer_", "scratch"]
-
 Array = NDArray[Any]
 Item = tuple[int, int, int]
 """Index of the tensor, start and stop."""

@@ -13,18 +13,6 @@ from thinwire.kernels.cpu import jit_entries
 from thinwire.kernels.cpu.threads import in_parts, run_all
 from thinwire.kernels.rules import Fold
 
-__all__ = [
-    "Folding",
-    "as_array",
-    "bits_of",
-    "folding",
-    "largest",
-    "marks",
-    "read_as",
-    "room_for",
-    "sampling",
-]
-
 Array = NDArray[Any]
 _Part = tuple[Array, Array]
 

@@ -16,8 +16,6 @@ from thinwire.kernels.cpu.threads import SMALLEST_PART, in_spans
 from thinwire.kernels.rules import has_address
 from thinwire.layout.message import SCALE_COUNT
 
-__all__ = ["decode_slots", "encode_slots"]
-
 Array = NDArray[Any]
 Parts = Sequence[tuple[Tensor, Tensor]]
 

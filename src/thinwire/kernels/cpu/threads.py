@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["SMALLEST_PART", "in_parts", "in_spans", "run_all"]
-
 T = TypeVar("T")
 
 SMALLEST_PART = 1 << 16  # entries; below, starting a thread costs more than the loop

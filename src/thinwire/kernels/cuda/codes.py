@@ -25,16 +25,6 @@ from thinwire.kernels.cuda import launching, triton_codes
 from thinwire.kernels.cuda.launching import blocks_of, launch
 from thinwire.layout.message import SCALE_COUNT
 
-__all__ = [
-    "PositionRows",
-    "crc32",
-    "decode_positions",
-    "decode_values",
-    "encode_positions",
-    "encode_values",
-    "sum_rows",
-]
-
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _SMALLEST_TAIL = 1024
 """Number of entries up to which one program sums a segment."""

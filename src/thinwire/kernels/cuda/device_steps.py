@@ -22,8 +22,6 @@ from thinwire.kernels.cuda import launching, triton_steps
 from thinwire.kernels.cuda.launching import blocks_of, launch
 from thinwire.kernels.rules import LambRule, LarsRule, OuterRule, TrustRule, bump_versions
 
-__all__ = ["lamb_", "lars_", "outer_"]
-
 _TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 

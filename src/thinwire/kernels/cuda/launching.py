@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "blocks_of", "count_of", "launch"]
-
 BLOCK = 1024
 """Number of entries that one program processes at a time; a power of two."""
 
