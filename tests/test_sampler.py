@@ -3,11 +3,12 @@
 import random
 import warnings
 from collections import Counter
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import thinwire as tw
@@ -61,55 +62,95 @@ def test_another_number_of_ranks_goes_on_in_the_middle(ranks: Pool, batches: int
     assert sorted(chain(*(each for *_, each in second))) == list(range(100))
 
 
+def resumes(rank: int, size: int) -> list[list[list[int]]]:
+    """By history and epoch this rank's samples, in a hundred runs that stop and resume on other
+    numbers of ranks.
+    """
+    groups = {n: dist.new_group(list(range(n))) for n in range(1, size + 1)}
+    found = []
+    for seed in range(100):
+        chance = random.Random(seed)
+        length = left = chance.randint(5, 60)
+        box: list[Any] = [None]
+        epochs: list[list[int]] = [[]]
+        while len(epochs) <= 2:
+            ranks = chance.randint(1, size)
+            steps = chance.randint(0, left // ranks) if chance.random() < 0.8 else None
+            if rank < ranks:
+                new = {"seed": seed} if box[0] is None else {}
+                sampler = tw.ShardedSampler(range(length), group=groups[ranks], **new)
+                if box[0] is not None:
+                    sampler.load_state_dict(box[0])
+                epochs[-1] += islice(sampler, steps)  # None: to the end of the epoch
+                box = [sampler.state_dict()]
+            dist.broadcast_object_list(box, 0)
+            left = 0 if steps is None else left - steps * ranks
+            if not left:
+                epochs.append([])
+                left = length
+        found.append(epochs[:2])
+    return found
+
+
+def test_a_hundred_histories_of_resumes_on_other_numbers_of_ranks(ranks: Pool) -> None:
+    for histories in zip(*ranks.run(resumes, size=4), strict=True):
+        for epoch in zip(*histories, strict=True):
+            samples = sorted(chain(*epoch))
+            assert samples == list(range(len(samples))) and len(samples) >= 5
+
+
+class Sharer:
+    """A member as its sampler sees it: what it took since the last averaging is lost with it."""
+
+    def __init__(self, length: int, seed: int) -> None:
+        self.sampler = tw.ShardedSampler(range(length), seed=seed)
+        self.samples = iter(self.sampler)
+        self.since: list[int] = []
+        self.report: tuple[int, int] | None = None
+
+    def take(self, count: int) -> None:
+        while len(self.since) < count:  # epochs of few samples may have none for this rank
+            try:
+                self.since.append(next(self.samples))
+            except StopIteration:
+                self.samples = iter(self.sampler)
+
+
 def history(seed: int) -> None:
-    """Ranks that take unequal numbers of samples, come, are lost, or all resume."""
+    """Members that take unequal numbers of samples between averagings, join, or are lost."""
     chance = random.Random(seed)
     length, size = chance.randint(5, 60), chance.randint(1, 5)
-    start = tw.ShardedSampler(range(length), seed=seed)
-    sharers = [tw.ShardedSampler(range(length), seed=seed) for _ in range(size)]
+    start = tw.ShardedSampler(range(length), seed=seed).state_dict()
+    sharers = [Sharer(length, seed) for _ in range(size)]
     for rank, each in enumerate(sharers):
-        each.start_as_joiner(start.state_dict(), rank, size)
-    seen: Counter[int] = Counter()
-    iterators = [iter(each) for each in sharers]
-
-    def take(which: int) -> None:
-        for _ in range(length + 2):  # epochs of few samples may have none for this rank
-            sample = next(iterators[which], None)
-            if sample is not None:
-                seen[sample] += 1
-                return
-            iterators[which] = iter(sharers[which])
-
-    for _ in range(chance.randint(3, 8)):
-        even = chance.random() < 0.5
-        steps = chance.randint(0, max(1, length // size // 2))
-        for which in range(len(sharers)):
-            for _ in range(steps if even else chance.randint(0, 3)):
-                take(which)
-        taken = [each.taken for each in sharers]
-        if even and chance.random() < 0.3 and len(set(taken)) == 1:
-            state = sharers[0].state_dict()  # all resume, as another number of ranks
-            sharers = [tw.ShardedSampler(range(length)) for _ in range(chance.randint(1, 5))]
-            for rank, each in enumerate(sharers):
-                each.start_as_joiner(state, rank, len(sharers))
-        else:
-            kept = [each for each in sharers if chance.random() < 0.8] or sharers[:1]
-            new = [tw.ShardedSampler(range(length)) for _ in range(chance.randint(0, 2))]
+        each.sampler.start_as_joiner(start, rank, size)
+    trained: Counter[int] = Counter()
+    for _ in range(chance.randint(3, 12)):
+        for each in sharers:
+            each.take(chance.randint(0, max(1, length // len(sharers) // 2)))
+        kept = [each for each in sharers if chance.random() < 0.8] or sharers[:1]
+        for each in kept:
+            trained.update(each.since)
+            each.since, each.report = [], each.sampler.taken
+        new = [Sharer(length, 0) for _ in range(chance.choice([0, 0, 1, 2]))]
+        if kept != sharers or new:
+            reports, now = [each.report for each in sharers], [*kept, *new]
             for rank, each in enumerate(kept):
-                each.redistribute(taken, rank, len(kept) + len(new))
+                each.sampler.redistribute(reports, rank, len(now))
             for rank, each in enumerate(new, len(kept)):
-                each.start_as_joiner(kept[0].state_dict(), rank, len(kept) + len(new))
-            sharers = [*kept, *new]
-        iterators = [iter(each) for each in sharers]
+                each.sampler.start_as_joiner(kept[0].sampler.state_dict(), rank, len(now))
+            for each in now:
+                each.samples, each.report = iter(each.sampler), None
+            sharers = now
     # all that is left until the end of the latest epoch
-    last = max(each.epoch for each in sharers)
+    last = max(each.sampler.epoch for each in sharers)
     for each in sharers:
-        while each.epoch <= last:
-            seen.update(each)
-    assert seen == Counter(dict.fromkeys(range(length), last + 1)), seed
+        while each.sampler.epoch <= last:
+            trained.update(each.sampler)
+    assert trained == Counter(dict.fromkeys(range(length), last + 1)), seed
 
 
-def test_a_hundred_histories_of_joins_losses_and_resumes() -> None:
+def test_a_hundred_histories_of_joins_and_losses() -> None:
     for seed in range(100):
         history(seed)
 

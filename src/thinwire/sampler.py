@@ -32,8 +32,8 @@ class ShardedSampler(Sampler[int]):
     workers take samples ahead: a sample that was drawn but not yet trained on counts as taken.
 
     With members that join and leave, the rest of the epoch is distributed again at the end of each
-    round that changes the membership. Samples that a lost member had taken are not distributed
-    again.
+    round that changes the membership. So are the samples that a lost member took after the last
+    averaging: its changes since then are lost, and another member trains on them.
 
     Example::
 
@@ -71,7 +71,7 @@ class ShardedSampler(Sampler[int]):
         self._seed = check.integer("seed", seed, at_least=0)
         self._shuffle = check.boolean("shuffle", shuffle)
         require_process_group(group)
-        self._epoch = self._taken = 0
+        self._epoch = self._taken = self._start = 0
         self._orders: dict[int, list[int]] = {}
         self._lefts: dict[int, list[int]] = {}
         self._rank, self._ranks = rank_and_size_in(group)
@@ -92,6 +92,11 @@ class ShardedSampler(Sampler[int]):
         `DistributedSampler.set_epoch`.
         """
         epoch = check.integer("epoch", epoch, at_least=0)
+        if self._start == self._epoch and self._taken == 0:
+            self._start = epoch
+        self._begin(epoch)
+
+    def _begin(self, epoch: int) -> None:
         if epoch != self._epoch:
             self._epoch, self._taken = epoch, 0
 
@@ -107,7 +112,7 @@ class ShardedSampler(Sampler[int]):
             self._taken += 1
             yield self._sample(epoch, position)
         if epoch == self._epoch:
-            self.set_epoch(epoch + 1)
+            self._begin(epoch + 1)
 
     @property
     def _next(self) -> int:
@@ -138,22 +143,24 @@ class ShardedSampler(Sampler[int]):
         """Return this rank's progress, for the other ranks."""
         return self._epoch, self._taken
 
-    def redistribute(self, taken: Sequence[Taken], rank: int, ranks: int) -> None:
+    def redistribute(self, taken: Sequence[Taken | None], rank: int, ranks: int) -> None:
         """Distribute the remaining samples again.
 
         Args:
-            taken: Progress of each rank that shared the samples until now.
+            taken: Progress of each rank that shared the samples until now; None if it has reported
+                none since the last distribution.
             rank: Number of this rank from now on.
             ranks: Number of ranks from now on.
         """
-        epoch, left = self._remaining(taken)
+        epoch, left = self._remaining([(self._start, 0) if t is None else t for t in taken])
         self._go_on(epoch, left)
         self._rank, self._ranks = rank, ranks
 
     def _go_on(self, epoch: int, left: list[int]) -> None:
         # an epoch of which nothing is left is over
         self._lefts = {epoch: left} if left else {}
-        self._epoch, self._taken = epoch if left else epoch + 1, 0
+        self._epoch = self._start = epoch if left else epoch + 1
+        self._taken = 0
 
     def _remaining(self, taken: Sequence[Taken]) -> tuple[int, list[int]]:
         """Return the latest epoch of any rank, and the samples left of all epochs until then."""

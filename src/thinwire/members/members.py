@@ -79,7 +79,7 @@ class SharedSampler(Protocol):
     def taken(self) -> tuple[int, int]:
         """Epoch, and number of samples taken since the last distribution."""
 
-    def redistribute(self, taken: Sequence[tuple[int, int]], rank: int, ranks: int) -> None:
+    def redistribute(self, taken: Sequence[tuple[int, int] | None], rank: int, ranks: int) -> None:
         """Distribute the remaining samples again; see `thinwire.ShardedSampler`."""
 
     def state_dict(self) -> Facts:
@@ -133,7 +133,7 @@ class Members:
         self._sharing_ids: tuple[str, ...] = ()
         """Members among which samples are distributed."""
         self._taken: dict[tuple[str, int], list[Any]] = {}
-        """Progress of each sampler since then, by member and rank of its site."""
+        """Last reported progress of each sampler since then, by member and rank of its site."""
         self._sampler_states: Facts = {}
         """States of the samplers that a joiner received."""
 
@@ -331,18 +331,17 @@ class Members:
         return ids.index(self.id) * site.size + site.rank, len(ids) * site.size
 
     def _redistribute_samples(self, ids: Sequence[str]) -> None:
-        """Distribute the remaining samples to these members. A lost member counts as having taken
-        as many samples as the fastest one.
+        """Distribute the remaining samples to these members. A lost member has taken those of its
+        last report: what it computed after that reached nobody.
         """
         if not self._samplers or tuple(ids) == self._sharing_ids or self.id not in ids:
             return
         before = [(member, rank) for member in self._sharing_ids for rank in range(self._site.size)]
         for index, sampler in enumerate(self._samplers):
-            known = [tuple(taken[index]) for taken in self._taken.values()]
             reports = [self._taken.get(key) for key in before]
-            taken = [max(known) if report is None else tuple(report[index]) for report in reports]
+            taken = [None if report is None else tuple(report[index]) for report in reports]
             sampler.redistribute(taken, *self._rank_and_size_in(ids))
-        self._sharing_ids = tuple(ids)
+        self._sharing_ids, self._taken = tuple(ids), {}
 
     def require_same_setup(self, occasion: str, facts: Facts) -> None:
         """Compare this member's setup with that of the run; the first member sets it.
@@ -466,7 +465,7 @@ class Members:
         leaving_ids = (report["leaving"] for report in reports if "leaving" in report)
         self._leaving_ids = tuple(dict.fromkeys(leaving_ids))
         progress = [report["taken"] for report in reports if "taken" in report]
-        self._taken = {(member, rank): taken for member, rank, taken in progress}
+        self._taken |= {(member, rank): taken for member, rank, taken in progress}
 
     def end_round(self, state: SharedState, *, goes_on: bool = False) -> None:
         """Send states, admit joiners and release leaving members, as agreed in the reports. All
