@@ -26,6 +26,6 @@ def commit_(
     sent: Tensor,
     rule: FoldRule,
     *,
-    seed: int | None = None,
+    seed: int = 0,
 ) -> None:
     commit_list_([Fold(grad, residual, momentum_buffer, *rule)], [(indices, sent)], [seed])

@@ -141,13 +141,3 @@ def test_tensors_that_do_not_fit_are_refused(change, complaint):
     tensors = change(*state(10))
     with pytest.raises(ValueError, match=complaint):
         propose(*tensors, 1, FoldRule(0.9))
-    with pytest.raises(ValueError, match=complaint):
-        commit_(*tensors, torch.tensor([1]), torch.ones(1), FoldRule(0.9))
-
-
-def test_k_and_sent_that_do_not_fit_are_refused():
-    tensors = state(10)
-    with pytest.raises(ValueError, match="k is 11"):
-        propose(*tensors, 11, FoldRule(0.9))
-    with pytest.raises(ValueError, match=r"indices has shape \(2,\) and sent \(1,\)"):
-        commit_(*tensors, torch.tensor([1, 2]), torch.ones(1), FoldRule(0.9))

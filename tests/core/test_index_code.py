@@ -80,15 +80,3 @@ def test_each_kind_of_damage_is_named():
         decode_positions(torch.tensor([4, 0, 0b1000], dtype=torch.uint8), 100, 3)
     with pytest.raises(PayloadCorrupt, match="low bits came for more than the 1 positions"):
         decode_positions(torch.tensor([32, 0, 1], dtype=torch.uint8), 100, 3)
-
-
-@pytest.mark.parametrize("positions", [[-1, 2], [1, 10], [0, 1, 2, 3]])
-def test_positions_that_do_not_fit_are_refused(positions):
-    with pytest.raises(ValueError, match="indices"):
-        encode_positions(torch.tensor(positions), 10, 3)
-
-
-@pytest.mark.parametrize(("numel", "k"), [(10, 0), (10, 11), (0, 0)])
-def test_a_k_that_does_not_fit_is_refused(numel, k):
-    with pytest.raises(ValueError, match=f"k is {k}"):
-        position_bytes(numel, k)

@@ -182,28 +182,3 @@ def test_layouts_that_differ_have_other_digests():
     ]
     assert len({layout.digest for layout in layouts}) == len(layouts)
     assert len({Layout((Slot(9, 1),), 1).digest, Layout((Slot(9, 1),), 1).digest}) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ((-1, 3), "step is -1"),
-        ((1 << 64, 3), "step is"),
-        ((12, 1 << 16), "bucket is 65536"),
-        ((12, -1), "bucket is -1"),
-    ],
-)
-def test_numbers_that_do_not_fit_their_field_are_refused(arguments, complaint):
-    layout, parts, _, _ = example()
-    with pytest.raises(ValueError, match=complaint):
-        pack(layout, *arguments, parts)
-
-
-def test_parts_that_do_not_fit_the_layout_are_refused():
-    layout, parts, _, _ = example()
-    with pytest.raises(ValueError, match="parts has 2 entries; the layout has 3 slots"):
-        pack(layout, 12, 3, parts[:2])
-    with pytest.raises(ValueError, match="at most k = 17 fit"):
-        pack(layout, 12, 3, [parts[1], *parts[1:]])
-    with pytest.raises(ValueError, match="culprit is -1"):
-        pack_nonfinite(layout, 12, 3, -1)

@@ -172,16 +172,6 @@ def test_sent_residual_and_rounding_errors_are_what_was_accumulated():
     assert abs(sums[0]) > 0
 
 
-def test_the_seed_is_asked_for_where_it_counts():
-    v = torch.zeros(10, dtype=torch.bfloat16)
-    with pytest.raises(
-        ValueError, match="seed is None and the residual bfloat16; give rounding_seed"
-    ):
-        commit_(torch.zeros(10), v, None, *NOTHING, FoldRule(0.0))
-    with pytest.raises(ValueError, match=r"target has shape \(2, 5\)"):
-        store_(v.view(2, 5), torch.zeros(2, 5), 0)
-
-
 def test_wider_state_is_stored_as_it_is():
     for dtype in (torch.float32, torch.float64):
         target = torch.zeros(100, dtype=dtype)

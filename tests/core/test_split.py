@@ -171,8 +171,3 @@ def test_a_part_for_another_owner_is_refused() -> None:
     message, _ = pack(plan.first[0], 0, 0, [(torch.tensor([3]), torch.ones(1))])
     with pytest.raises(RuntimeError, match="layout"):
         unpack(plan.first[1], message, step=0, bucket=0, source=1)
-
-
-def test_there_is_at_least_one_source() -> None:
-    with pytest.raises(ValueError, match="sources is 0"):
-        split_plan(layout_of([(10, 1)]), 0)

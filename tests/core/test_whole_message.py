@@ -130,11 +130,3 @@ def test_what_no_sender_writes_is_refused_under_a_checksum_that_fits(place, text
     raw[28:32] = struct.pack("<I", zlib.crc32(bytes(raw[:28]) + bytes(4) + bytes(raw[32:])))
     with pytest.raises(PayloadCorrupt, match=text):
         unpack(layout, torch.tensor(list(raw), dtype=torch.uint8), **WHERE)
-
-
-@pytest.mark.parametrize(
-    "given_", [[], [torch.zeros(3)], [torch.zeros(2, 2)], [torch.zeros(4), torch.zeros(1)]]
-)
-def test_tensors_that_do_not_fit_are_refused(given_):
-    with pytest.raises(ValueError, match="the layout has one dimension each"):
-        pack(WholeLayout((4,), 4), 0, 0, given_)

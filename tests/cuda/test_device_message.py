@@ -211,13 +211,3 @@ def test_a_verdict_that_the_host_does_not_share_is_refused_all_the_same():
         PayloadCorrupt, match=r"rank 5 .* checksum, values found wrong there, nothing on the host"
     ):
         host(device_message.explain, layout, row, 0b10010, **WHERE, source=5)
-
-
-def test_proposals_that_do_not_fill_their_slots_are_refused():
-    layout = Layout((Slot(50, 4),), 1)
-    with pytest.raises(
-        ValueError, match=r"proposals have \[3\] entries; the layout has slots for \[4\]"
-    ):
-        packed(layout, [entries(Slot(50, 3))])
-    with pytest.raises(ValueError, match="step is -1"):
-        device_message.pack(layout, -1, 0, list(proposals([entries(layout.slots[0])], [True])))

@@ -82,7 +82,7 @@ def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[Proposal]:
         positions.
 
     Raises:
-        ValueError: Shapes, dtypes or a `k` do not fit.
+        ValueError: Shapes or dtypes do not fit, as of a state that was loaded.
 
     >>> fold = Fold(torch.tensor([3.0, -5.0, 1.0]), torch.zeros(3), None, 0.0, False)
     >>> propose_list([fold], [2])[0].indices
@@ -90,15 +90,14 @@ def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[Proposal]:
 
     Source: arXiv 1712.01887, algorithms 1 and 4. Differs: exact selection.
     """
-    for fold, k in zip(folds, ks, strict=True):
+    for fold in folds:
         _check_state(fold.grad, fold.residual, fold.momentum_buffer)
-        _check_k(k, fold.residual)
     kernels = for_device(folds[0].residual.device if folds else torch.device("cpu"))
     return [Proposal(*found) for found in kernels.propose_list(folds, ks)]
 
 
 def commit_list_(
-    folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int | None]
+    folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int]
 ) -> None:
     """Fold gradients into u and v, subtract the sent values and mask the momentum.
 
@@ -109,49 +108,19 @@ def commit_list_(
         folds: Those of the proposal, gradients unchanged since.
         sent: Per tensor S, shape (j,), int64, strictly ascending from 0 to n - 1 (which is not
             checked), and the values that receivers decode at S, float32 or float64.
-        seeds: Required for u and v in bfloat16: 0 to 2^32 - 1, a different one in every step and
-            for every tensor. It has no effect on wider types.
-
-    Raises:
-        ValueError: Shapes or dtypes do not fit, or a seed is missing.
+        seeds: 0 to 2^32 - 1, a different one in every step and for every tensor; see
+            `rounding_seed`. Without effect where u and v are wider than bfloat16.
 
     Source: arXiv 1712.01887, algorithm 4. Differs: the rounding error of the values stays in v.
 
     >>> residual = torch.zeros(3)
     >>> fold = Fold(torch.tensor([3.0, -5.0, 1.0]), residual, None, 0.0, False)
-    >>> commit_list_([fold], [(torch.tensor([1]), torch.tensor([-4.0]))], [None])
+    >>> commit_list_([fold], [(torch.tensor([1]), torch.tensor([-4.0]))], [0])
     >>> residual
     tensor([ 3., -1.,  1.])
     """
     device = folds[0].residual.device if folds else torch.device("cpu")
-    for fold, (indices, values), seed in zip(folds, sent, seeds, strict=True):
-        _check_state(fold.grad, fold.residual, fold.momentum_buffer)
-        _check_sent(indices, values)
-        if fold.residual.dtype == torch.bfloat16 and seed is None:
-            raise ValueError(
-                "seed is None and the residual bfloat16; give rounding_seed(step, key)"
-            )
-    for_device(device).commit_list_(folds, sent, [seed or 0 for seed in seeds])
-
-
-def _check_k(k: int, residual: Tensor) -> None:
-    if not 1 <= k <= residual.numel():
-        raise ValueError(
-            f"k is {k}; it must be between 1 and the {residual.numel()} entries of residual"
-        )
-
-
-def _check_sent(indices: Tensor, sent: Tensor) -> None:
-    if indices.shape != sent.shape or indices.dim() != 1:
-        raise ValueError(
-            f"indices has shape {tuple(indices.shape)} and sent {tuple(sent.shape)}; both must be "
-            "(j,)"
-        )
-    if indices.dtype != torch.int64 or sent.dtype not in {torch.float32, torch.float64}:
-        raise ValueError(
-            f"indices is {indices.dtype} and sent {sent.dtype}; int64 and float32 or float64 are "
-            "needed"
-        )
+    for_device(device).commit_list_(folds, sent, seeds)
 
 
 def _check_state(grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None) -> None:
@@ -186,15 +155,7 @@ def store_(target: Tensor, values: Tensor, seed: int) -> None:
 
     Both are contiguous, shape (n,). bfloat16 is rounded stochastically, other types are converted
     as by torch; `seed` as in `commit_list_`.
-
-    Raises:
-        ValueError: The shapes do not fit.
     """
-    if target.shape != values.shape or target.dim() != 1:
-        raise ValueError(
-            f"target has shape {tuple(target.shape)} and values {tuple(values.shape)}; both must "
-            "be (n,)"
-        )
     if target.dtype.itemsize == 2:
         for_device(target.device).store_(target, values.float(), seed)
     else:
@@ -219,8 +180,6 @@ def sum_sparse(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tu
     >>> sum_sparse([a, b], torch.float32)
     (tensor([0, 2, 5]), tensor([1., 5., 4.]))
     """
-    if not parts:
-        raise ValueError("parts is empty; at least one (indices, values) is needed")
     return summed(parts, dtype, for_device(parts[0][0].device).sum_sparse)
 
 
@@ -270,10 +229,8 @@ def _have_addresses(parts: Sequence[tuple[Tensor, Tensor]]) -> bool:
 def top_k(values: Tensor, k: int) -> Tensor:
     """Return the positions, ascending, of the `k` entries of largest magnitude.
 
-    `values` are flat and finite. The selection is exact; of equal magnitudes the lowest positions.
-
-    Raises:
-        ValueError: `values` has another shape, or `k` is out of its range.
+    `values` are flat and finite, at least `k` of them. The selection is exact; of equal magnitudes
+    the lowest positions.
 
     >>> top_k(torch.tensor([1.0, -3.0, 2.0]), 2)
     tensor([1, 2])
@@ -281,12 +238,4 @@ def top_k(values: Tensor, k: int) -> Tensor:
     Source: arXiv 1712.01887, algorithm 1. Differs: exact, where the paper estimates a threshold
     from a sample.
     """
-    if values.dim() != 1:
-        raise ValueError(
-            f"values has shape {tuple(values.shape)}; one dimension is needed, so flatten it"
-        )
-    if not 1 <= k <= values.numel():
-        raise ValueError(
-            f"k is {k}; it must be between 1 and the {values.numel()} entries of values"
-        )
     return for_device(values.device).top_k(values, k)

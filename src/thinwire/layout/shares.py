@@ -70,15 +70,10 @@ def split_plan(layout: Layout, sources: int) -> SplitLayout[Layout]:
         room for ceil(2 k m / n) entries in round one. In round two its pieces together have room
         for about k. Each piece has room for at least 1.
 
-    Raises:
-        ValueError: Fewer than one source.
-
     >>> plan = split_plan(Layout.of([1000], sparsity=0.99, value_bits=1), 2)
     >>> [[piece.numel for piece in pieces] for pieces in plan.pieces]
     [[500], [500]]
     """
-    if sources < 1:
-        raise ValueError(f"sources is {sources}; it must be at least 1")
     pieces = partition([slot.numel for slot in layout.slots], sources)
     first = [[_first_room(layout.slots[p.slot], p) for p in row] for row in pieces]
     second = [[_second_room(layout.slots[p.slot], p) for p in row] for row in pieces]

@@ -72,16 +72,7 @@ def pack(
     Returns:
         The message, shape (layout.nbytes,), uint8; and per slot the sent values at the given
         indices, shape (k,), float32. No host synchronization.
-
-    Raises:
-        ValueError: Proposals do not fit the layout, or step or bucket their fields.
     """
-    if [p.indices.numel() for p in proposals] != [slot.k for slot in layout.slots] or not proposals:
-        raise ValueError(
-            f"proposals have {[p.indices.numel() for p in proposals]} entries; the layout has "
-            f"slots for {[slot.k for slot in layout.slots]}, at least one, and all of them must be "
-            "filled"
-        )
     device = proposals[0].values.device
     words = header_words(layout, step, bucket)
     finite = torch.stack([_flag(p.finite, device) for p in proposals])

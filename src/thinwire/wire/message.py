@@ -86,19 +86,12 @@ def pack(
         The message, shape (layout.nbytes,), uint8, on the device of the parts; and per slot the
         sent values at the given indices, shape (j,), float32, 0 where the value was 0.
 
-    Raises:
-        ValueError: Parts do not fit the layout, or step or bucket their fields.
-
     >>> layout = Layout.of([1000], sparsity=0.99, value_bits=1)
     >>> part = torch.tensor([3, 500]), torch.tensor([1.0, -1.0])
     >>> message, _ = pack(layout, 0, 0, [part])
     >>> unpack(layout, message, step=0, bucket=0, source=1).parts[0][0]
     tensor([  3, 500])
     """
-    if len(parts) != len(layout.slots):
-        raise ValueError(
-            f"parts has {len(parts)} entries; the layout has {len(layout.slots)} slots"
-        )
     if parts:
         raw = np.zeros(layout.nbytes, np.uint8)
         coded = for_device(parts[0][1].device).encode_slots(
@@ -123,15 +116,10 @@ def pack_nonfinite(layout: Layout, step: int, bucket: int, culprit: int) -> Tens
 
     `culprit` is the number of the tensor, in [0, 2^32). Other arguments as in `pack`.
 
-    Raises:
-        ValueError: A number does not fit its field.
-
     >>> layout = Layout.of([10], sparsity=0.5, value_bits=8)
     >>> unpack(layout, pack_nonfinite(layout, 0, 0, 3), step=0, bucket=0, source=1).culprit
     3
     """
-    if not 0 <= culprit < 1 << 32:
-        raise ValueError(f"culprit is {culprit}; it must be in [0, 2^32)")
     payload = bytearray(layout.nbytes - HEADER_BYTES)
     CULPRIT.pack_into(payload, 0, culprit)
     as_tensor = torch.frombuffer(payload, dtype=torch.uint8)
@@ -210,11 +198,7 @@ def header_words(layout: Layout, step: int, bucket: int) -> tuple[int, int, int]
     """Return the header up to the number of entries, with no flag set.
 
     Three little-endian signed numbers of 64 bits.
-
-    Raises:
-        ValueError: A number does not fit its field.
     """
-    _check_step_and_bucket(step, bucket)
     header = HEADER.pack(_MAGIC, WIRE_VERSION, 0, bucket, step, layout.digest, 0, 0)
     words: tuple[int, int, int] = struct.unpack_from("<3q", header)
     return words
@@ -275,18 +259,10 @@ def _stamped(
     raw: NDArray[np.uint8], form: Form, step: int, bucket: int, *, flags: int = 0, carried: int = 0
 ) -> NDArray[np.uint8]:
     """Write the header into the space reserved at the beginning of `raw`, and return `raw`."""
-    _check_step_and_bucket(step, bucket)
     fields = (_MAGIC, WIRE_VERSION, flags, bucket, step, form.digest, carried)
     checksum = _checksum(HEADER.pack(*fields, 0)[:-_CRC_BYTES], raw[HEADER_BYTES:].data)
     HEADER.pack_into(raw.data, 0, *fields, checksum)
     return raw
-
-
-def _check_step_and_bucket(step: int, bucket: int) -> None:
-    if not 0 <= step < 1 << 64:
-        raise ValueError(f"step is {step}; it must be in [0, 2^64)")
-    if not 0 <= bucket < 1 << 16:
-        raise ValueError(f"bucket is {bucket}; it must be in [0, 65536)")
 
 
 def _checksum(header: bytes | memoryview, payload: memoryview) -> int:
@@ -299,21 +275,12 @@ def pack_whole(layout: WholeLayout, step: int, bucket: int, tensors: Sequence[Te
     They have shape (n,) each, n as in the layout, floating-point and finite. Other arguments as in
     `pack`.
 
-    Raises:
-        ValueError: Tensors do not fit the layout, or step or bucket their fields.
-
     >>> layout = WholeLayout((4,), 1)
     >>> message = pack_whole(layout, 0, 0, [torch.tensor([1.0, 3.0, -2.0, -4.0])])
     >>> (code,) = unpack_whole(layout, message, step=0, bucket=0, source=1)
     >>> decode_whole(code, 4, 1)
     tensor([ 2.,  2., -3., -3.])
     """
-    shapes = [tuple(tensor.shape) for tensor in tensors]
-    if shapes != [(numel,) for numel in layout.numels] or not shapes:
-        raise ValueError(
-            f"tensors have the shapes {shapes}; the layout has one dimension each, of "
-            f"{layout.numels}"
-        )
     return with_checksum(
         layout, step, bucket, [_encoded_whole(tensor, layout.value_bits) for tensor in tensors]
     )

@@ -39,20 +39,15 @@ _NUMEL, _K, _LOW_BITS, _LOW_BYTES, _HIGH_BYTES, _VALUE_BYTES, _AT = range(len(FI
 @jit
 def encode_positions(
     slots: Array, parts: Array, first: Int, last: Int, like: Array, code: Array, kept: Array
-) -> bool:
+) -> None:
     """Write the codes of the positions of the slots [first, last) into the zeroed bytes `code`.
 
-    Returns False if some do not fit their slots; the checks of `thinwire.wire.codes` then describe
-    the problem. `parts` holds per slot the addresses of indices and values and their number. `kept`
-    receives the number of values that are not 0. If some values are 0, nothing is written.
+    `parts` holds per slot the addresses of indices and values and their number. `kept` receives the
+    number of values that are not 0. If some values are 0, nothing is written.
     """
     for t in range(first, last):
         count = parts[t, 2]
         indices, values = array_at(parts[t, 0], count, parts), array_at(parts[t, 1], count, like)
-        if count > slots[t, _K] or (
-            count and (indices[0] < 0 or indices[count - 1] >= slots[t, _NUMEL])
-        ):
-            return False
         nonzero = u64(0)
         for i in range(u64(count)):
             nonzero += u64(values[i] != 0)
@@ -62,7 +57,6 @@ def encode_positions(
             if low_bits:
                 pack_fields(indices, low_bits, i64(0), count, code, at)
             set_high_parts(indices, low_bits, code, at + slots[t, _LOW_BYTES])
-    return True
 
 
 @jit

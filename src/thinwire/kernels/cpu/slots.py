@@ -38,8 +38,8 @@ def encode_slots(
         code: uint8, contiguous.
 
     Returns:
-        Per slot the decoded values at the indices, float32; and the number of entries. None, with
-        `code` in any state, if the parts must be coded one by one, which also checks them.
+        Per slot the decoded values at the indices, float32; and the number of entries. None if the
+        parts must be coded one by one.
     """
     dtype = parts[0][1].dtype if parts else torch.float32
     if not _worth_it(slots) or not all(_plain(*part, dtype) for part in parts):
@@ -51,15 +51,11 @@ def encode_slots(
     like = np.empty(0, np.float64 if dtype == torch.float64 else np.float32)
     sent = np.empty(int(table[:, 2].sum()), np.float32)
     kept = np.zeros(len(slots), np.int64)
-    right = []
     nonzero: dict[int, Tensor] = {}
     compact: list[Parts] = []
 
     def work(first: int, last: int) -> None:
-        fits = jit_slots.encode_positions(slots, table, first, last, like, code, kept)
-        right.append(fits)
-        if not fits:
-            return
+        jit_slots.encode_positions(slots, table, first, last, like, code, kept)
         for t in (first + np.flatnonzero(kept[first:last] != table[first:last, 2])).tolist():
             indices, values = parts[t]
             nonzero[t] = values != 0
@@ -84,8 +80,6 @@ def encode_slots(
             )
 
     in_spans(slots[:, 1], work)
-    if not all(right):
-        return None
     all_sent = list(torch.split(torch.from_numpy(sent), [values.numel() for _, values in parts]))
     for t, positions in nonzero.items():
         decoded = all_sent[t][: int(kept[t])].clone()
