@@ -10,7 +10,14 @@ from typing import Any
 from thinwire.tools.network.netns import Link
 from thinwire.tools.planning.grid import candidates, progress_of
 from thinwire.tools.planning.loss import MOST_STEPS, loss_gap, steps_to_dense_loss
-from thinwire.tools.planning.methods import Cost, MemberExchange, cost_of, member_exchanges
+from thinwire.tools.planning.methods import (
+    MOST_PARAMS,
+    Cost,
+    MemberExchange,
+    cost_by_number,
+    cost_of,
+    member_exchanges,
+)
 from thinwire.tools.planning.network import Network
 from thinwire.tools.planning.work import Probe, Workload, matrices, work_of
 from thinwire.tools.report.page import bytes_text
@@ -24,7 +31,7 @@ from thinwire.tools.run.config import (
 
 _FASTEST_BIT_S, _UNLIMITED_BIT_S = 4e11, 2e10
 """Fastest allowed line, and the rate assumed for none and loopback."""
-_MOST_WORKERS, _MOST_PARAMS = 100_000, 10**13
+_MOST_WORKERS = 100_000
 _DOUBT, _DOUBT_ON_TOP = 0.1, 0.2
 _WHOLE_S = 10.0
 _WORTH = 1.05
@@ -248,7 +255,7 @@ def plan(
     ]
     # progress is against dense with the same optimizer, so time is too
     dense_s = {
-        optimizer: cost_of({}, "dense", work.by(optimizer).sharded(shard), network).step_s
+        optimizer: _cost({}, "dense", work.by(optimizer).sharded(shard), network).step_s
         for optimizer in {recipe.optimizer for _, recipe, _ in offered}
     }
     rows = sorted(
@@ -346,7 +353,7 @@ def _assumed_work(params: int | str | None, step_seconds: float | None, device: 
         )
     require_one_of("device", device, ("cpu", "cuda"))
     numel = _parsed_params(params)
-    return Workload(numel, matrices(numel), float(step_seconds), device == "cuda")
+    return Workload(numel, matrices(numel), float(step_seconds), device == "cuda", assumed=True)
 
 
 def _of_task(task: str, step_seconds: float | None, device: str | None, workers: int) -> Workload:
@@ -390,8 +397,8 @@ def _parsed_params(params: int | str) -> int:
         params = round(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]])
     if isinstance(params, bool) or not isinstance(params, int):
         raise TypeError(f"params must be a whole number or text such as 124M, got {params!r}")
-    if not 1 <= params <= _MOST_PARAMS:
-        raise ValueError(f"params={params} is out of range; 1 to {_MOST_PARAMS:,} is allowed")
+    if not 1 <= params <= MOST_PARAMS:
+        raise ValueError(f"params={params} is out of range; 1 to {MOST_PARAMS:,} is allowed")
     return params
 
 
@@ -406,7 +413,7 @@ def _row(
 ) -> Row:
     optimizer, work = recipe.optimizer, work.by(recipe.optimizer)
     part = work.sharded(shard)
-    cost = cost_of(document or {}, recipe.name, part, network)
+    cost = _cost(document or {}, recipe.name, part, network)
     owned = work.owned_bytes(optimizer) if shard > 1 else 0
     progress = progress_of(recipe.name, document or {}, network.ranks)
     gap = loss_gap(recipe.name, document or {}, recipe.optimizer, work.numel, network.ranks)
@@ -428,6 +435,10 @@ def _row(
         reaches,
         work.bytes_inside(optimizer, shard),
     )
+
+
+def _cost(document: Mapping[str, Any], hook: str, work: Workload, network: Network) -> Cost:
+    return (cost_by_number if work.assumed else cost_of)(document, hook, work, network)
 
 
 def _interval(cost: Cost, work: Workload) -> tuple[float, float, float]:

@@ -35,6 +35,7 @@ class Workload:
         muon_s: Extra seconds of an update by Muon; None if not measured, which counts as 0.
         muon_numel: Number of parameters that Muon would train; None if unknown.
         width: Mean bytes per gradient entry.
+        assumed: True if the shapes are assumed from the number of parameters.
     """
 
     numel: int
@@ -46,6 +47,7 @@ class Workload:
     muon_s: float | None = None
     muon_numel: int | None = None
     width: float = 4.0
+    assumed: bool = False
 
     def by(self, optimizer: str | None) -> "Workload":
         """Return the work with the optimizer of a strategy; None is the task's own."""
@@ -60,8 +62,11 @@ class Workload:
         shapes = tuple(
             (ceil(shape[0] / ranks), *shape[1:]) if shape else () for shape in self.shapes
         )
-        muon_numel = None if self.muon_numel is None else ceil(self.muon_numel / ranks)
         numel = sum(map(prod, shapes))
+        if self.assumed:
+            numel = ceil(self.numel / ranks)
+            shapes = matrices(numel)
+        muon_numel = None if self.muon_numel is None else ceil(self.muon_numel / ranks)
         return replace(self, numel=numel, shapes=shapes, muon_numel=muon_numel)
 
     def by_muon(self, optimizer: str | None) -> int:
