@@ -147,6 +147,18 @@ def markdown(titles: Sequence[str], rows: Iterable[Iterable[object]]) -> list[st
     ]
 
 
+class RanksLate(TimeoutError):
+    """The ranks took too long.
+
+    Attributes:
+        printed: What each of them had printed.
+    """
+
+    def __init__(self, limit_s: float, printed: list[str]) -> None:
+        super().__init__(f"the ranks took more than {limit_s:.0f} s")
+        self.printed = printed
+
+
 def run_on_ranks(
     command: Sequence[str],
     count: int,
@@ -166,10 +178,10 @@ def run_on_ranks(
 
     Raises:
         RuntimeError: A rank failed; the text is what all have printed.
-        TimeoutError: The ranks took longer than `limit_s`.
+        RanksLate: The ranks took longer than `limit_s`.
     """
     ranks: list[subprocess.Popen[bytes]] = []
-    end_s = time.monotonic() + limit_s
+    late, end_s = False, time.monotonic() + limit_s
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, f"{rank}.log") for rank in range(count)]
         try:
@@ -179,14 +191,16 @@ def run_on_ranks(
                 with file.open("wb") as log:
                     ranks.append(start(command, own, fd, log, subprocess.STDOUT))
             while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
-                if time.monotonic() > end_s:
-                    raise TimeoutError(f"the ranks took more than {limit_s:.0f} s")
+                if late := time.monotonic() > end_s:
+                    break
                 time.sleep(0.1)
         finally:
             for rank in ranks:
                 signal_group(rank.pid, signal.SIGKILL)
                 rank.wait()
         printed = [file.read_text() for file in files]
+    if late:
+        raise RanksLate(limit_s, printed)
     if any(rank.returncode for rank in ranks):
         raise RuntimeError("\n".join(printed))
     return printed

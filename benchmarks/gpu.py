@@ -10,12 +10,14 @@ a CPU by Triton's interpreter); "strategies" trains two ranks on the one device 
 method, and compares the losses with those on the CPU; "steps" times a transformer in bfloat16
 beside torch's DDP; "waits" counts where the host waits for the device, and trains a compiled model,
 a CUDA graph and in a stream; "law" trains local workers (`benchmarks.law`) for the time that is
-left. Results are JSON. The status is 1 if a part failed.
+left. A part that its share of the minutes is too short for says so, beside what it has found until
+then. Results are JSON. The status is 1 if a part failed, or has found nothing.
 """
 
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,13 +31,13 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "src"))  # thinwire need not be installed
 
-from benchmarks.common import markdown, run_on_ranks, save  # noqa: E402
+from benchmarks.common import RanksLate, markdown, run_on_ranks, save  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 PARTS = ("kernels", "strategies", "steps", "waits", "law")
-RANKS = 2
-SHARES = {"kernels": 0.35, "strategies": 0.15, "steps": 0.25, "waits": 0.1}
-"""Of the minutes, the most that a part may take; "law" gets the rest."""
+RANKS, TO_END_S = 2, 20.0
+SHARES = {"kernels": 0.3, "strategies": 0.2, "steps": 0.25, "waits": 0.15, "law": 0.1}
+"""Of the minutes, the most that a part may take; what one leaves is for those after it."""
 SIZE = {"cuda": ("124M", "8"), "cpu": ("0.14M", "4")}
 """The model of "steps" and its sequences a step and rank."""
 
@@ -49,23 +51,30 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def _run(command: list[str], limit_s: float) -> str:
-    """What the command prints; its end where it fails."""
-    try:
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=_environment(),
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise PartFailed(f"{' '.join(command[:2])} took more than {limit_s:.0f} s") from None
-    if done.returncode:
-        raise PartFailed((done.stdout + done.stderr)[-2000:])
-    return done.stdout
+def _run(command: list[str], limit_s: float) -> bool:
+    """Run a command; return False if it was interrupted at its limit. What it printed last where it
+    fails.
+    """
+    with subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # pytest still writes its report
+            try:
+                process.communicate(timeout=TO_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            return False
+    if process.returncode:
+        raise PartFailed(printed[-2000:])
+    return True
 
 
 def kernels(device: str, limit_s: float) -> dict[str, Any]:
@@ -75,17 +84,27 @@ def kernels(device: str, limit_s: float) -> dict[str, Any]:
         config.write_text("[pytest]\nmarkers =\n  triton\n  slow\n  fault\n")
         command = ["-m", "pytest", "-q", "-c", str(config), "--rootdir", str(ROOT)]
         command += ["-p", "no:cacheprovider", f"--junitxml={report}", "tests/cuda"]
+        ended, printed = True, ""
         try:
-            _run(command, limit_s)
+            ended = _run(command, limit_s)
         except PartFailed as error:
-            if not report.exists():
-                raise
             printed = str(error)
-        suite = next(ET.parse(report).getroot().iter("testsuite"))
+        suite = ET.parse(report).getroot().find("testsuite") if report.exists() else None
+        if suite is None or suite.get("tests") == "0":
+            raise PartFailed(printed or _nothing(limit_s))
         counts = {name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors")}
         counts["skipped"] = int(suite.get("skipped", "0"))
         passed = counts["failures"] + counts["errors"] == 0
-        return {**counts, "passed": passed, **({} if passed else {"printed": printed})}
+        return {
+            **counts,
+            "ended": ended,
+            "passed": passed,
+            **({} if passed else {"printed": printed}),
+        }
+
+
+def _nothing(limit_s: float) -> str:
+    return f"nothing was finished in {limit_s:.0f} s: give more --minutes"
 
 
 def on_ranks(part: str, device: str, limit_s: float) -> dict[str, Any]:
@@ -94,12 +113,16 @@ def on_ranks(part: str, device: str, limit_s: float) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.gpu_run", part, device, *options]
     try:
         printed = run_on_ranks(command, RANKS, limit_s, paths=[ROOT / "src", ROOT])
-    except (RuntimeError, TimeoutError) as error:
+    except RanksLate as late:
+        printed = late.printed
+    except RuntimeError as error:
         raise PartFailed(str(error)[-2000:]) from error
-    found: dict[str, Any] = json.loads(printed[0].splitlines()[-1])
-    rows, checks = found.get("rows", []), found.get("checks", {})
-    found["passed"] = all(row.get("passed", True) for row in rows) and all(
-        check in ("passed", "needs a GPU") for check in checks.values()
+    lines = [line for line in printed[0].splitlines() if line.startswith('{"')]
+    if not lines:
+        raise PartFailed(_nothing(limit_s))
+    found: dict[str, Any] = {"ended": False, **json.loads(lines[-1])}
+    found["passed"] = all(row.get("passed", True) for row in found["rows"]) and all(
+        check in ("passed", "needs a GPU") for check in found.get("checks", {}).values()
     )
     return found
 
@@ -112,13 +135,7 @@ def law(device: str, limit_s: float) -> dict[str, Any]:
         command = ["-m", "benchmarks.law", "--size", size, "--device", device]
         command += ["--workers", "4", "--interval", "16", "--bits", "1", "--seeds", "5"]
         command += ["--lr", "0.012", "--steps", str(steps), "--results", str(results)]
-        try:
-            _run([*command, "--folder", folder], limit_s)
-            ended = True
-        except PartFailed as error:
-            if "took more" not in str(error):
-                raise
-            ended = False
+        ended = _run([*command, "--folder", folder], limit_s)
         lines = results.read_text().splitlines() if results.exists() else []
         return {"runs": [json.loads(line) for line in lines], "ended": ended, "passed": True}
 
@@ -132,9 +149,9 @@ def measured(device: str, minutes: float, parts: list[str]) -> dict[str, Any]:
         "command": " ".join(["python", *sys.orig_argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
     }
-    for part in parts:
+    for index, part in enumerate(parts):
         left_s = 60 * minutes - (time.monotonic() - begin_s)
-        limit_s = left_s if part == "law" else 60 * minutes * SHARES[part]
+        limit_s = left_s * SHARES[part] / sum(SHARES[each] for each in parts[index:])
         if left_s < 10:
             found[part] = {"passed": True, "left out": "no time was left"}
             continue
@@ -162,6 +179,10 @@ def table(found: dict[str, Any]) -> str:
             outcome = "passed" if result["passed"] else "failed"
             if part == "kernels" and "tests" in result:
                 outcome += f", {result['tests']} tests, {result['skipped']} skipped"
+            if part == "strategies" and "rows" in result:
+                outcome += f", {len(result['rows'])} methods"
+            if not result.get("ended", True):
+                outcome += f"; not finished in {result['seconds']:.0f} s"
             parts.append((part, result.get("left out", outcome)))
     about = f"{found['device']}, torch {found['torch']}, {found['date']}: `{found['command']}`"
     lines = [about, "", *markdown(["part", "result"], parts)]
@@ -171,17 +192,14 @@ def table(found: dict[str, Any]) -> str:
             peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.2f} GB"
             cells = row["method"], f"{row['step_s']:.3f}", f"{row['exposed']:.0%}", peak
             shown.append(cells)
-        muon = found["steps"]["Muon"]
-        lines += [
-            "",
-            *markdown(["a step", "s", "exposed", "peak memory"], shown),
-            "",
-            f"Muon's update takes {muon['update_s'] / muon['passes_s']:.0%} of the two passes.",
-        ]
-    if waits := found.get("waits", {}):
+        lines += ["", *markdown(["a step", "s", "exposed", "peak memory"], shown)]
+        if muon := found["steps"].get("Muon"):
+            share = muon["update_s"] / muon["passes_s"]
+            lines += ["", f"Muon's update takes {share:.0%} of the two passes."]
+    if "rows" in (waits := found.get("waits", {})):
         counts = [
             (row["method"], ", ".join(map(str, row["waits in four steps"])))
-            for row in waits.get("rows", [])
+            for row in waits["rows"]
         ]
         counts += waits.get("checks", {}).items()
         lines += ["", *markdown(["waits of the host in four steps", ""], counts)]

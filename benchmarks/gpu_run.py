@@ -1,5 +1,5 @@
 """Each rank of `benchmarks.gpu`: `python -m benchmarks.gpu_run PART DEVICE`, with the variables of
-torchrun. Rank 0 prints one object of JSON.
+torchrun. Rank 0 prints a line of JSON whenever it has a new row: all results so far.
 """
 
 import hashlib
@@ -8,9 +8,10 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -26,6 +27,7 @@ from thinwire.tools.run.built_in import VOCABULARY, ByteTransformer, loss_of
 from thinwire.tools.run.config import ModelSize
 
 Maker = Callable[[nn.Module], torch.optim.Optimizer]
+Found = dict[str, Any]
 EQUAL_STEPS, LOSS_TOLERANCE = 16, 0.02
 WARM_UP_STEPS, TIMED_ROUNDS = 3, 4
 
@@ -134,12 +136,13 @@ def _engine(model: nn.Module, method: Method) -> AbstractContextManager[tw.Engin
     return closing(strategy.prepare(model, method.make(model), loss_of))
 
 
-def strategies(on: Rank, *_: str) -> dict[str, Any]:
+def strategies(on: Rank, *_: str) -> Iterator[Found]:
     """Losses of every method on this device and on the CPU, and whether all ranks end alike."""
-    size, rows = ModelSize(32, 2, context=16), []
+    size, rows = ModelSize(32, 2, context=16), list[Found]()
+    places = {"cpu": Rank("cpu", on.rank), on.device.type: on}
     for name, method in METHODS.items():
         losses = {}
-        for where in (on, Rank("cpu", on.rank)):
+        for where in places.values():
             model = where.model(size)
             with _engine(model, method) as engine:
                 for step in range(EQUAL_STEPS):
@@ -154,7 +157,7 @@ def strategies(on: Rank, *_: str) -> dict[str, Any]:
         rows.append(
             {"method": name, "loss": here, "loss on the CPU": cpu, "passed": alike and near}
         )
-    return {"rows": rows}
+        yield {"rows": rows}
 
 
 def _alike(model: nn.Module) -> bool:
@@ -166,12 +169,16 @@ def _alike(model: nn.Module) -> bool:
     return len(set(found)) == 1
 
 
-def steps(on: Rank, size_name: str, rows_text: str, *_: str) -> dict[str, Any]:
+def steps(on: Rank, size_name: str, rows_text: str, *_: str) -> Iterator[Found]:
     """Seconds, exposed share and memory of a step of each method, and Muon's beside the passes."""
     size, batch_rows = SIZES[size_name], int(rows_text)
-    found = [_ddp(on, size, batch_rows)]
-    found += [_timed_row(on, size, batch_rows, name, method) for name, method in TIMED.items()]
-    return {"rows": found, "Muon": _muon(on, size, batch_rows), "parameters": numel_of(size_name)}
+    rows = [_ddp(on, size, batch_rows)]
+    found: Found = {"rows": rows, "parameters": numel_of(size_name)}
+    yield found
+    for name, method in TIMED.items():
+        rows.append(_timed_row(on, size, batch_rows, name, method))
+        yield found
+    yield {**found, "Muon": _muon(on, size, batch_rows)}
 
 
 def _timed_row(
@@ -278,9 +285,9 @@ def _muon(on: Rank, size: ModelSize, rows: int) -> dict[str, float]:
     }
 
 
-def waits(on: Rank, *_: str) -> dict[str, Any]:
+def waits(on: Rank, *_: str) -> Iterator[Found]:
     """Where the host waits for the device in a step; compiled models, CUDA graphs, streams."""
-    size, found = ModelSize(32, 2, context=16), []
+    size, rows = ModelSize(32, 2, context=16), list[Found]()
     for name, method in METHODS.items():
         model = on.model(size)
         with _engine(model, method) as engine:
@@ -292,15 +299,19 @@ def waits(on: Rank, *_: str) -> dict[str, Any]:
                 with _watched(on) as seen:
                     engine.train_step(*batch)
                 counts.append(len(seen))
-        found.append({"method": name, "waits in four steps": counts})
-    checks = {
-        "Lamb": _never_waits(on, lambda m: tw.optim.Lamb(m.parameters())),
-        "Lars": _never_waits(on, lambda m: tw.optim.Lars(m.parameters(), lr=0.1)),
-        "torch.compile": _compiled(on),
-        "CUDA graph": _graphed(on),
-        "own stream": _streamed(on),
+        rows.append({"method": name, "waits in four steps": counts})
+        yield {"rows": rows}
+    checks: dict[str, Callable[[Rank], str]] = {
+        "Lamb": partial(_never_waits, make=lambda m: tw.optim.Lamb(m.parameters())),
+        "Lars": partial(_never_waits, make=lambda m: tw.optim.Lars(m.parameters(), lr=0.1)),
+        "torch.compile": _compiled,
+        "CUDA graph": _graphed,
+        "own stream": _streamed,
     }
-    return {"rows": found, "checks": checks}
+    outcomes: dict[str, str] = {}
+    for name, check in checks.items():
+        outcomes[name] = check(on)
+        yield {"rows": rows, "checks": outcomes}
 
 
 class _watched:  # noqa: N801
@@ -382,7 +393,7 @@ def _streamed(on: Rank) -> str:
     return _near(own, _losses(on))
 
 
-PARTS: dict[str, Callable[..., dict[str, Any]]] = {
+PARTS: dict[str, Callable[..., Iterator[Found]]] = {
     "strategies": strategies,
     "steps": steps,
     "waits": waits,
@@ -394,12 +405,15 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
+    found: Found = {}
     try:
-        answer = PARTS[part](Rank(device, rank), *options)
+        for found in PARTS[part](Rank(device, rank), *options):
+            if rank == 0:
+                print(json.dumps(found), flush=True)
     finally:
         dist.destroy_process_group()
     if rank == 0:
-        print(json.dumps(answer))
+        print(json.dumps({**found, "ended": True}))
 
 
 if __name__ == "__main__":
