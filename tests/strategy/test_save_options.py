@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.functional import cross_entropy
 import thinwire as tw
 from tests.ranks import Lost, Pool
 from tests.strategy.training import FIELDS, batch, digest, make_model, train
+from tests.waiting import PATIENCE_S
 from thinwire.errors import CheckpointError, CheckpointMismatch
 
 
@@ -120,18 +122,33 @@ def test_what_went_wrong_is_raised_on_all_ranks(ranks: Pool, tmp_path: Path) -> 
 
 
 def killed(rank: int, size: int, folder: str) -> None:
+    """While the files of the second checkpoint are written: the disk does not answer any more."""
     engine = tuned()
     train(engine, (), 0, 1)
     engine.save(folder)
     train(engine, (), 1, 2)
-    engine.save(folder, extra=torch.zeros(1 << 22), wait=False)
+    writing = threading.Event()
+
+    def fsync(file: int) -> None:
+        writing.set()
+        threading.Event().wait()
+
+    os.fsync = fsync
+    engine.save(folder, extra=torch.zeros(1 << 20), wait=False)
+    train(engine, (), 2, 3)
+    assert writing.wait(PATIENCE_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.fault
-def test_a_kill_leaves_the_checkpoint_before(ranks: Pool, tmp_path: Path) -> None:
-    found = ranks.run(killed, str(tmp_path / "run"), expect_errors=True)
+def test_a_kill_while_it_is_written_leaves_the_checkpoint_before(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    found = ranks.run(killed, str(tmp_path), expect_errors=True)
     assert all(isinstance(each, Lost) for each in found)
+    assert size_of(tmp_path) > 1 << 22, "part of the second one is on the disk"
     engine = tuned()
-    engine.load(tmp_path / "run")
-    assert engine.step in (1, 2)
+    engine.load(tmp_path)
+    assert engine.step == 1
+    engine.save(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1, "what was left is removed"
