@@ -30,7 +30,7 @@ _NAMES = {
     "thinwire.comm.private": "next_identity warn_of_restarts",
     "thinwire.comm.macs": "ALL_RANKS MAC_BYTES MessageMacs",
     "thinwire.comm.relay": (
-        "ALL FRAME_BYTES GREETING HEAD NONCE_BYTES Kind RelayClient RelayEndpoint hello_mac "
+        "ALL FRAME_BYTES GREETING HEAD NONCE_BYTES Answer Kind RelayClient RelayEndpoint hello_mac "
         "require_relay"
     ),
     "thinwire.comm.member_groups": "MemberGroups",

@@ -1,42 +1,70 @@
 """Meeting places with a relay beside them, and members that go through it, for tests."""
 
 import contextlib
+import json
 import random
 import socket
 import ssl
+import struct
 import threading
 from collections.abc import Iterator
 
-from tests.api import relaying, run_host
+from tests.api import (
+    GREETING,
+    NONCE_BYTES,
+    Answer,
+    RelayEndpoint,
+    hello_mac,
+    relay_key,
+    relaying,
+    run_host,
+)
 from tests.members.places import TOKEN
 from tests.waiting import PATIENCE_S
 
 
-def two_ports(host: str = "127.0.0.1") -> tuple[socket.socket, socket.socket]:
-    """Sockets that listen on two ports, one after the other, of those that the system gives to no
-    connection: who connects to such a one again and again could meet itself."""
+def listening() -> socket.socket:
+    """A socket that listens on a port of those that the system gives to no connection: who connects
+    to such a one again and again could meet itself."""
     while True:
-        first, second = socket.socket(), socket.socket()
-        for each in (first, second):
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made = socket.socket()
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with contextlib.suppress(OSError):
-            first.bind((host, random.randrange(20_000, 32_000)))
-            second.bind((host, first.getsockname()[1] + 1))
-            first.listen()
-            second.listen()
-            return first, second
-        first.close()
-        second.close()
+            made.bind(("127.0.0.1", random.randrange(20_000, 32_000)))
+            made.listen()
+            return made
+        made.close()
+
+
+@contextlib.contextmanager
+def relay_alone(token: bytes | None = None) -> Iterator[RelayEndpoint]:
+    """A relay without a store behind it, as a member with that token reaches it."""
+    listener = listening()
+    port = listener.getsockname()[1]
+    with relaying(listener, token, None, 0):
+        yield RelayEndpoint("127.0.0.1", port, relay_key(token))
+
+
+def rank_by_hand(place: RelayEndpoint, room: str, rank: int) -> socket.socket:
+    """A connection that the relay has let in as this rank, without a token."""
+    sock = socket.create_connection(place[:2], timeout=PATIENCE_S)
+    sock.sendall(GREETING)
+    nonce = sock.recv(1 + NONCE_BYTES, socket.MSG_WAITALL)[1:]
+    hello = json.dumps({"room": room, "rank": rank}).encode()
+    sock.sendall(struct.pack("<H", len(hello)) + hello + hello_mac(b"", nonce, hello))
+    assert sock.recv(1) == Answer.OK
+    return sock
 
 
 @contextlib.contextmanager
 def relay_place(token: bytes | None = TOKEN, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """The address of a meeting place in this process that relays."""
-    first, second = two_ports()
-    port, stop, ready = first.getsockname()[1], threading.Event(), threading.Event()
+    listener, behind = listening(), listening()
+    port, stop, ready = listener.getsockname()[1], threading.Event(), threading.Event()
+    store_port = behind.getsockname()[1]
     options = {"say": lambda _: None, "ready": ready.set, "stop": stop}
-    thread = threading.Thread(target=run_host, args=(first, token), kwargs=options)
-    with relaying(second, token, tls):
+    thread = threading.Thread(target=run_host, args=(behind, token), kwargs=options)
+    with relaying(listener, token, tls, store_port):
         thread.start()
         try:
             assert ready.wait(PATIENCE_S)

@@ -154,7 +154,7 @@ class Liar:
     def _serve(self) -> None:
         with self.listener, self.listener.accept()[0] as member:
             assert member.recv(len(GREETING), socket.MSG_WAITALL) == GREETING
-            member.sendall(bytes(NONCE_BYTES))
+            member.sendall(b"+" + bytes(NONCE_BYTES))
             length = int.from_bytes(member.recv(2, socket.MSG_WAITALL), "little")
             member.recv(length + 16, socket.MSG_WAITALL)
             member.sendall(b"+")

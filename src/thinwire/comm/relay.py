@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from thinwire.errors import Mismatch, PeerLost, PeerStalled, ThinwireError
+from thinwire.errors import Mismatch, PeerLost, ThinwireError
 
 __all__ = [
     "ALL",
@@ -27,6 +27,7 @@ __all__ = [
     "Kind",
     "RelayClient",
     "RelayEndpoint",
+    "SentMessage",
     "hello_mac",
     "require_relay",
 ]
@@ -63,17 +64,17 @@ class Kind(IntEnum):
 
 
 class Answer:
-    """Answer of the relay to a client that asks for admission, one byte."""
+    """Answer of the relay to a greeting, and to a client that asks for admission, one byte."""
 
-    OK, TOKEN, FULL = b"+", b"t", b"f"
+    OK, TOKEN, FULL, TLS = b"+", b"t", b"f", b"s"
 
 
 class RelayEndpoint(NamedTuple):
     """Address of a relay, and of this machine if others reach it there.
 
     Attributes:
-        host: Name or address of the relay.
-        port: Port of the relay, not of the meeting place.
+        host: Name or address of the meeting place, which relays.
+        port: Its port.
         key: Key that members prove to have; empty without a token.
         tls: TLS context that verifies its certificate; None for an unencrypted connection.
         own_address: Address of this machine, on which other members reach it; None if they reach it
@@ -115,12 +116,17 @@ async def _connect(
             )
         except ssl.SSLCertVerificationError as error:
             raise Mismatch(
-                f"the certificate of the relay at {endpoint} is refused: {error.verify_message}. "
-                "Pass the CA that signed it, or the certificate itself, as ca=. It must be valid "
-                "for this address"
+                f"the certificate of the relay at {endpoint} is refused: "
+                f"{error.verify_message.rstrip('.')}. Pass the CA that signed it, or the "
+                "certificate itself, as ca=. It must be valid for this address"
             ) from None
         try:
             writer.write(GREETING)
+            if await reader.readexactly(1) == Answer.TLS:
+                raise Mismatch(
+                    f"the relay at {endpoint} has a certificate, and this member did not ask for "
+                    "it: pass it, or the CA that signed it, as ca="
+                )
             nonce = await reader.readexactly(NONCE_BYTES)
             fields = {"room": room, "rank": rank, "direct": sorted(direct)}
             hello = json.dumps(fields, separators=(",", ":")).encode()
@@ -141,11 +147,11 @@ async def _connect(
 
 
 def require_relay(endpoint: RelayEndpoint, limit_s: float) -> None:
-    """Check that a relay answers there and admits this process.
+    """Check that the host, which has answered, relays and admits this process.
 
     Raises:
-        Mismatch: It has another token, or an invalid certificate.
-        PeerLost, PeerStalled: No relay answers there.
+        Mismatch: It has another token, an invalid certificate, or one that nobody asked for.
+        PeerLost: No relay answers there.
     """
 
     async def try_once() -> None:
@@ -155,29 +161,32 @@ def require_relay(endpoint: RelayEndpoint, limit_s: float) -> None:
 
     try:
         asyncio.run(try_once())
-    except TimeoutError:
-        raise PeerStalled(
-            f"no relay answers at {endpoint}: does a firewall let the port through? It is the one "
-            "after that of the meeting place"
-        ) from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError) as error:  # torch's store leaves a greeting unanswered
+        remedy = "with --relay" if endpoint.tls is None else "with --relay and --cert, or omit ca="
         raise PeerLost(
-            f"no relay listens at {endpoint} ({error}): start `thinwire host` with --relay, and "
-            "pass ca= only if it has --cert"
+            f"the host at {endpoint} relays nothing{' over TLS' if endpoint.tls else ''}: start "
+            f"`thinwire host` {remedy}"
         ) from error
 
 
 @dataclass(slots=True)
-class _Message:
-    """Message that this rank has sent: one for all other ranks, or one for each of some."""
+class SentMessage:
+    """Message that this rank has sent: one for all other ranks, or one for each of some.
+
+    Attributes:
+        channel: Kind of the message.
+        number: Its number among those of its kind.
+        contents: Its bytes, or those for each receiver.
+        unacknowledged: Receivers that have not acknowledged it.
+    """
 
     channel: Kind
     number: int
     contents: bytes | Mapping[int, bytes]
     unacknowledged: set[int]
-    """Receivers that have not acknowledged it."""
 
     def frames(self, to: int) -> Iterator[bytes]:
+        """Yield the frames for a receiver, or for all."""
         full_length = self.contents if isinstance(self.contents, bytes) else self.contents[to]
         for offset in range(0, max(len(full_length), 1), FRAME_BYTES):
             part = full_length[offset : offset + FRAME_BYTES]
@@ -225,8 +234,8 @@ class RelayClient:
         # on the thread
         self._parts: defaultdict[tuple[int, int], bytearray] = defaultdict(bytearray)
         self._present: set[int] = set()
-        self._sent: deque[_Message] = deque()
-        self._queue: deque[tuple[_Message, int]] = deque()
+        self._sent: deque[SentMessage] = deque()
+        self._queue: deque[tuple[SentMessage, int]] = deque()
         self._work_available, self._consumed, self._closing = (
             asyncio.Event(),
             asyncio.Event(),
@@ -245,12 +254,13 @@ class RelayClient:
             self.changed.wait_for(lambda: self.refusal or self._present >= self.others, limit_s)
             return self._present >= self.others
 
-    def send(self, channel: Kind, contents: bytes | Mapping[int, bytes]) -> None:
+    def send(self, channel: Kind, contents: bytes | Mapping[int, bytes]) -> SentMessage:
         """Send to all other ranks, or to those named in a mapping."""
         to = set(self.others if isinstance(contents, bytes) else contents)
-        message = _Message(channel, self._next_out[channel], contents, to)
+        message = SentMessage(channel, self._next_out[channel], contents, to)
         self._next_out[channel] += 1
         self._schedule(lambda: self._post(message))
+        return message
 
     def claim(self, channel: Kind, source: int) -> int:
         """Reserve the next message of a rank for the caller, and return its number."""
@@ -266,10 +276,15 @@ class RelayClient:
         """Return True if all these messages, numbers by sender, have arrived. Hold `changed`."""
         return all(number in self._arrived[channel, rank] for rank, number in wanted.items())
 
-    def failure(self, channel: Kind, wanted: Mapping[int, int]) -> RuntimeError | None:
-        """Return the error if these messages cannot arrive any more, else None. Hold `changed`."""
-        missing = [r for r, number in wanted.items() if number not in self._arrived[channel, r]]
-        lost = [rank for rank in missing if rank in self.departed]
+    def failure(
+        self, channel: Kind, wanted: Mapping[int, int], sent: Set[int] = frozenset()
+    ) -> RuntimeError | None:
+        """Return the error if these messages cannot arrive any more, or if ranks in `sent` have
+        left, else None. Hold `changed`.
+        """
+        missing = {r for r, number in wanted.items() if number not in self._arrived[channel, r]}
+        missing |= sent
+        lost = sorted(missing & self.departed)
         if missing and self.refusal is not None:
             return self.refusal
         if lost:
@@ -353,10 +368,13 @@ class RelayClient:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             writer.close()
-            with contextlib.suppress(OSError, TimeoutError):
+            try:
                 async with asyncio.timeout(_FLUSH_S):
                     await writer.wait_closed()
-            writer.transport.abort()
+            except TimeoutError:
+                writer.transport.abort()
+            except OSError:
+                pass  # the connection was lost
             await asyncio.sleep(0)  # for its socket to be closed
         for task in done:
             task.result()
@@ -369,11 +387,11 @@ class RelayClient:
         ):
             await asyncio.sleep(0.005)
 
-    def _post(self, message: _Message) -> None:
+    def _post(self, message: SentMessage) -> None:
         self._sent.append(message)
         self._enqueue(message)
 
-    def _enqueue(self, message: _Message) -> None:
+    def _enqueue(self, message: SentMessage) -> None:
         full_length = isinstance(message.contents, bytes) and message.unacknowledged == self.others
         to = [ALL] if full_length else sorted(message.unacknowledged)
         self._queue.extend((message, item) for item in to)
@@ -433,9 +451,11 @@ class RelayClient:
             self.changed.notify_all()
 
     def _acknowledge(self, source: int, channel: int, number: int) -> None:
-        for message in self._sent:
-            if message.channel == channel and message.number < number:
-                message.unacknowledged.discard(source)
+        with self.changed:
+            for message in self._sent:
+                if message.channel == channel and message.number < number:
+                    message.unacknowledged.discard(source)
+            self.changed.notify_all()
         while self._sent and not self._sent[0].unacknowledged:
             self._sent.popleft()
 

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from thinwire.comm.private import forget, keep_alive
-from thinwire.comm.relay import Kind, RelayClient
+from thinwire.comm.relay import Kind, RelayClient, SentMessage
 
 __all__ = ["RelayedGroup"]
 
 
 class _RelayedWork(Work):
     """Messages that are awaited: through the relay, and in exchanges of the ranks that reach each
-    other.
+    other. With `sent`, also the acknowledgements of that message.
     """
 
     def __init__(
@@ -28,30 +28,39 @@ class _RelayedWork(Work):
         sources: Iterable[int],
         direct: Sequence[Work],
         store_results: Callable[[Mapping[int, bytearray]], None],
+        sent: SentMessage | None = None,
     ) -> None:
         super().__init__()
         self._client, self._channel, self._store_results = client, channel, store_results
         self._expected = {source: client.claim(channel, source) for source in sources}
-        self._direct, self._done = direct, False
+        self._direct, self._sent, self._done = direct, sent, False
 
     def is_completed(self) -> bool:
         if any(work.is_completed() and not work.is_success() for work in self._direct):
             return True
         with self._client.changed:
-            if self._client.failure(self._channel, self._expected) is not None:
+            if self._failure() is not None:
                 return True
             return self._is_here() and all(work.is_completed() for work in self._direct)
 
     def _is_here(self) -> bool:
-        return self._done or self._client.arrived(self._channel, self._expected)
+        acknowledged = self._sent is None or not self._sent.unacknowledged
+        here = acknowledged and self._client.arrived(self._channel, self._expected)
+        return self._done or here
+
+    def _failure(self) -> RuntimeError | None:
+        if self._done:
+            return None
+        receivers = set() if self._sent is None else self._sent.unacknowledged
+        return self._client.failure(self._channel, self._expected, receivers)
 
     def _raise_failure(self) -> None:
-        error = None if self._done else self._client.failure(self._channel, self._expected)
+        error = self._failure()
         if error is not None:
             raise error
 
     def _is_over(self) -> bool:
-        return self._is_here() or bool(self._client.failure(self._channel, self._expected))
+        return self._is_here() or self._failure() is not None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         client, limit_s, begun = self._client, timeout.total_seconds() or None, time.monotonic()
@@ -197,7 +206,9 @@ class RelayedGroup(ProcessGroup):
 
     def send(self, tensors: Any, to: int, tag: int) -> Work:
         """See `torch.distributed.ProcessGroup`."""
-        return self._exchanged({to: _bytes_of(tensors[0])}, [], lambda _: None)
+        # the sender of a state must not run ahead of a slow line, nor close before the end
+        sent = self._client.send(self._channel, {to: _bytes_of(tensors[0])})
+        return _RelayedWork(self._client, self._channel, [], [], lambda _: None, sent)
 
     def recv(self, tensors: Any, source: int, tag: int) -> Work:
         """See `torch.distributed.ProcessGroup`."""

@@ -28,7 +28,8 @@ thinwire host --bind 10.0.0.1:29400 --token-file token
 thinwire host --bind 203.0.113.7:29400 --token-file token --relay --cert cert.pem --key key.pem
 """
 _BACKLOG = 512
-_LAST_PORT = 0xFFFF
+_BEHIND_RELAY = Address("127.0.0.1", 0)
+"""Where the store listens if the relay passes its clients on."""
 _EVERYWHERE = {"*": "0.0.0.0"}
 _Flag = Annotated[bool, Parameter(negative="")]
 
@@ -56,14 +57,14 @@ def host(
         new_token: Make such a file, readable by its owner only, and exit.
         public: Allow listening on all addresses.
         relay: Relay the messages of members that join with relay=True, which then need no open
-            port. The relay uses the port after that of --bind.
+            port.
         cert: Certificate in PEM form for the relay, so that its traffic is encrypted; members pass
             its CA as ca=.
         key: Its private key, unless it is in the same file.
         quiet: Print only the address on which it listens.
     """
     if new_token is not None:
-        if bind is not None or token_file is not None:
+        if bind is not None or token_file is not None or relay:
             raise ValueError("--new-token makes a file and ends: leave the other options out")
         make_token(new_token)
         print(f"{new_token}: mode 600, copy it to every machine, such as with scp -p")
@@ -80,14 +81,12 @@ def host(
         listener = ends.enter_context(_listener(requested, public=public))
         where = Address(*listener.getsockname()[:2])
         if relay:
-            if where.port == _LAST_PORT:
-                raise ValueError(f"--bind {bind}: the relay needs the port after that of --bind")
-            next_one = _listener(Address(requested.host, where.port + 1), public=public)
-            ends.enter_context(next_one)
             from thinwire.members.relay import certificate, relaying  # loads torch
 
             tls = certificate(cert, key) if cert else None
-            ends.enter_context(relaying(next_one, token, tls))
+            behind = ends.enter_context(_listener(_BEHIND_RELAY, public=False))
+            ends.enter_context(relaying(listener, token, tls, behind.getsockname()[1]))
+            listener = behind
         _run_until_stopped(listener, where, token, relayed=relay, quiet=quiet)
 
 
@@ -109,7 +108,7 @@ def _run_until_stopped(
     def ready() -> None:
         _print(f"listening on tcp://{where}")
         if relayed:
-            say(f"relaying on port {where.port + 1}")
+            say("relaying for members with relay=True")
         for line in _warnings(where, with_token=token is not None):
             say(line)
 

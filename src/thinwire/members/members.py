@@ -616,7 +616,7 @@ def join(
     kv = KeyValueView.open(partial(connect, address, run, token, limit), host.port, timeout_s)
     own_address = reached_from(host, timeout_s)
     endpoint = RelayEndpoint(
-        host.host, host.port + 1, relay_key(token), tls, None if relay else own_address
+        host.host, host.port, relay_key(token), tls, None if relay else own_address
     )
     if relay:
         require_relay(endpoint, timeout_s)

@@ -1,5 +1,5 @@
 """The relay of `thinwire host --relay`: forwards messages between the ranks of a room and stores
-none.
+none. It shares the port of the meeting place, whose clients it passes on to torch's store.
 """
 
 import asyncio
@@ -31,6 +31,11 @@ __all__ = ["MOST_CONNECTIONS", "certificate", "relay_key", "relaying"]
 MOST_CONNECTIONS = 200
 _HELLO_S = 5.0
 _SIGN_S = 2.0
+_RETRY_S = 0.2
+_CHUNK_BYTES = 64 << 10
+_STORE_CLIENT, _TLS_CLIENT = b"\0", b"\x16"
+"""First byte of a client of torch's store (`QueryType::VALIDATE` in TCPStoreBackend.hpp), and of a
+TLS handshake. All other clients are ranks without TLS."""
 _SLOW_S = 120.0
 """Seconds after which a rank that reads nothing is dropped."""
 _LONGEST_HELLO_BYTES = 1024
@@ -53,43 +58,92 @@ def certificate(cert: Path, key: Path | None) -> ssl.SSLContext:
     try:
         context.load_cert_chain(cert, key)
     except OSError as error:
-        why = error.strerror or error
+        files = f"--cert {cert}, --key {key}" if key else f"--cert {cert} without --key"
         raise ValueError(
-            f"--cert {cert}, --key {key}: not a certificate and its key: {why}"
+            f"{files}: not a certificate and its private key: {error.strerror or error}"
         ) from None
     return context
 
 
 class _Relay:
-    """Connections of all ranks, by room."""
+    """Connections of all ranks, by room; those of the store's clients are passed on.
 
-    def __init__(self, key: bytes, stop: asyncio.Event) -> None:
-        self._key, self._stop = key, stop
+    Args:
+        key: Key that ranks prove to have; empty without a token.
+        tls: TLS context; None for unencrypted connections.
+        store_port: Port of torch's store on the loopback address.
+        stop: Event that ends `run`.
+    """
+
+    def __init__(
+        self, key: bytes, tls: ssl.SSLContext | None, store_port: int, stop: asyncio.Event
+    ) -> None:
+        self._key, self._tls, self._store_port, self._stop = key, tls, store_port, stop
         self._rooms: defaultdict[str, _Room] = defaultdict(dict)
         self._open: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def run(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
-        """Accept connections until `stop` is set, and then abort all of them."""
-        limit_s = None if tls is None else _HELLO_S
-        server = await asyncio.start_server(
-            self._handle_client, sock=listener, ssl=tls, ssl_handshake_timeout=limit_s
-        )
+    async def run(self, listener: socket.socket) -> None:
+        """Accept connections until `stop` is set, and then abort those of all ranks."""
+        accepting = asyncio.create_task(self._accept(listener))
         while not self._stop.is_set():
             for writer in [writer for room in self._rooms.values() for writer in room.values()]:
                 writer.write(HEAD.pack(0, ALL, 0, Kind.ALIVE, 0, 0, 0))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), _SIGN_S)
-        server.close()
+        accepting.cancel()
         for writer in self._open:
             writer.transport.abort()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        listener.setblocking(False)
+        with listener:
+            while True:
+                try:
+                    sock, _ = await loop.sock_accept(listener)
+                except OSError:  # too many open files
+                    await asyncio.sleep(_RETRY_S)
+                    continue
+                task = loop.create_task(self._receive(sock))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _receive(self, sock: socket.socket) -> None:
+        """Take a client as a rank or as one of the store, by the first byte that it sends."""
+        first = b""
+        with contextlib.suppress(OSError, TimeoutError):  # it has disconnected, or sends nothing
+            async with asyncio.timeout(_HELLO_S):
+                first = await _first_byte(sock)
+        tls = self._tls if first == _TLS_CLIENT else None
+        if not first or (first == _TLS_CLIENT and tls is None):
+            sock.close()
+            return
+        handler = self._pass_on if first == _STORE_CLIENT else self._handle_client
+        with contextlib.suppress(OSError):  # the handshake failed, and the socket is closed
+            # asyncio sets it only if the listener was made with IPPROTO_TCP
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader(), handler),
+                sock,
+                ssl=tls,
+                ssl_handshake_timeout=_HELLO_S if tls else None,
+            )
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Connect a client with the store until one of them closes its connection."""
+        try:
+            answers, store = await asyncio.open_connection("127.0.0.1", self._store_port)
+            await asyncio.gather(_copy(reader, store), _copy(answers, writer))
+        except OSError:
+            pass  # one of them is lost
+        finally:
+            writer.close()
 
     async def _handle_client(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self._open.add(writer)
-        # asyncio sets it only if the listener was made with IPPROTO_TCP
-        sock = writer.get_extra_info("socket")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         name, rank = "", -1
         try:
             async with asyncio.timeout(_HELLO_S):
@@ -112,8 +166,11 @@ class _Relay:
         """
         if await reader.readexactly(len(GREETING)) != GREETING:
             raise ValueError("no member")
+        if self._tls is not None and writer.get_extra_info("ssl_object") is None:
+            writer.write(Answer.TLS)
+            raise ValueError("no TLS")
         nonce = secrets.token_bytes(NONCE_BYTES)
-        writer.write(nonce)
+        writer.write(Answer.OK + nonce)
         length = int.from_bytes(await reader.readexactly(2), "little")
         if length > _LONGEST_HELLO_BYTES:
             raise ValueError("no hello")
@@ -174,20 +231,46 @@ class _Relay:
             try:
                 async with asyncio.timeout(_SLOW_S):
                     await recipient.drain()
-            except (OSError, TimeoutError):  # its own task cleans up
+            except TimeoutError:
                 recipient.transport.abort()
+            except OSError:
+                pass  # it has disconnected, and its own task cleans up
+
+
+async def _first_byte(sock: socket.socket) -> bytes:
+    """Return the first byte that a client sends, and leave it in the socket; empty if the client
+    has disconnected.
+    """
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sock, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(sock)
+    return sock.recv(1, socket.MSG_PEEK)
+
+
+async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    """Copy bytes until the source ends, and then close the target."""
+    try:
+        while chunk := await source.read(_CHUNK_BYTES):
+            target.write(chunk)
+            await target.drain()
+    finally:
+        target.close()
 
 
 @contextlib.contextmanager
 def relaying(
-    listener: socket.socket, token: bytes | None, tls: ssl.SSLContext | None
+    listener: socket.socket, token: bytes | None, tls: ssl.SSLContext | None, store_port: int
 ) -> Iterator[None]:
     """Run a relay on a thread of its own while the block runs.
 
     Args:
-        listener: Listening socket, which is closed in the end.
+        listener: Listening socket of relay and meeting place, which is closed in the end.
         token: Token of the members; None without one.
         tls: TLS context, see `certificate`; None for unencrypted connections.
+        store_port: Port on which torch's store listens, on the loopback address 127.0.0.1.
     """
     runner, stop = asyncio.Runner(), asyncio.Event()
     loop = runner.get_loop()
@@ -195,7 +278,7 @@ def relaying(
 
     def run() -> None:
         with runner:
-            runner.run(_Relay(relay_key(token), stop).run(listener, tls))
+            runner.run(_Relay(relay_key(token), tls, store_port, stop).run(listener))
 
     thread = threading.Thread(target=run, name="thinwire-relay", daemon=True)
     thread.start()
