@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from tests.api import AuthenticatedStore, connect
+from tests.api import AuthenticatedStore, RelayEndpoint, connect, require_relay
 from tests.members.places import TIMEOUT, TOKEN, host_command
 from tests.processes import running
 from tests.waiting import PATIENCE_S, until
@@ -65,6 +65,11 @@ BAD = {
     "--bind 127.0.0.1:0 --token-file /no/such": "token file /no/such does not exist",
     "--bind 127.0.0.1:0 --tokn-file x": "--token-file",
     "--bind 127.0.0.1:0 --new-token x": "leave the other options out",
+    "--relay --new-token x": "leave the other options out",
+    "--bind 127.0.0.1:0 --cert c": "for the relay: give --relay too",
+    "--bind 127.0.0.1:0 --relay --key k": "--cert is missing",
+    "--bind 127.0.0.1:0 --relay --cert c": "--cert c without --key: not a certificate and its",
+    "--bind 127.0.0.1:0 --relay --cert c --key k": "--cert c, --key k: not a certificate and its",
 }
 
 
@@ -173,6 +178,18 @@ def test_it_listens_on_the_given_address_and_on_no_other(host: str) -> None:
         assert ended(process, signal.SIGTERM) == ""
 
 
+@LINUX
+def test_a_relay_shares_its_port_with_the_store() -> None:
+    with host_command("--bind", "127.0.0.2:0", "--relay") as (process, address):
+        connect(address, "llm", None, TIMEOUT).set("key", "value")
+        require_relay(RelayEndpoint("127.0.0.2", port_of(address), b""), PATIENCE_S)
+        (behind,) = listening(process.pid) - {("127.0.0.2", port_of(address))}
+        assert behind[0] == "127.0.0.1"
+        assert process.stdout is not None
+        assert process.stdout.readline() == "relaying for members with relay=True\n"
+        ended(process, signal.SIGTERM)
+
+
 @pytest.mark.slow
 @LINUX
 def test_public_is_said_and_done(tmp_path: Path) -> None:
@@ -265,11 +282,12 @@ def noise(rng: random.Random) -> bytes:
 
 
 @pytest.mark.slow
-def test_noise_neither_stops_it_nor_fills_its_output() -> None:
+@pytest.mark.parametrize("more", [[], ["--relay"]])
+def test_noise_neither_stops_it_nor_fills_its_output(more: list[str]) -> None:
     """Nobody reads the host's error output here; where torch tells of each such message, which is
     its way, the store stops as soon as the pipe is full."""
     rng = random.Random(3)
-    with host_command("--bind", "127.0.0.1:0", "--quiet") as (process, address):
+    with host_command("--bind", "127.0.0.1:0", "--quiet", *more) as (process, address):
         for _ in range(300):
             with socket.create_connection(("127.0.0.1", port_of(address)), timeout=5) as line:
                 line.sendall(noise(rng))

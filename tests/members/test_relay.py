@@ -388,7 +388,7 @@ def test_who_says_what_no_member_says_is_hung_up_on() -> None:
             (admitted, frame),
             (admitted, fake),
         ):
-            with connect() as stranger:
+            with connect() as stranger, contextlib.suppress(ConnectionResetError):
                 stranger.sendall(words)
                 while stranger.recv(4096):
                     pass
@@ -449,7 +449,7 @@ def test_a_relay_that_stays_away_is_an_error(ranks: Pool, token_file: str, tmp_p
     found = ranks.run(*args, size=2, group=False, expect_errors=True)
     ending.join()
     assert [one.type_name for one in found] == 2 * ["ThinwireError"]
-    assert f"the relay at {address} has been unreachable" in found[0].text
+    assert "the meeting place does not answer, and no new generation can form" in found[0].text
 
 
 def test_a_state_that_was_sent_has_arrived() -> None:

@@ -77,6 +77,9 @@ def host(
         raise ValueError("--cert and --key are for the relay: give --relay too")
     if key and not cert:
         raise ValueError("--cert is missing: the certificate that belongs to --key")
+    # before torch is loaded: else it logs every malformed message at length, and the store waits
+    # for the reader of that log
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with contextlib.ExitStack() as ends:
         listener = ends.enter_context(_listener(requested, public=public))
         where = Address(*listener.getsockname()[:2])
@@ -96,9 +99,6 @@ def _run_until_stopped(
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    # else torch logs every malformed message at length, and the store waits for the reader of
-    # that log
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from thinwire.members.meeting import run_host  # loads torch
 
     def say(line: str) -> None:
