@@ -118,7 +118,6 @@ _NAMES = {
     "thinwire.strategy.distributed_strategy": "DistributedStrategy",
     "thinwire.strategy.documents": "text_of",
     "thinwire.strategy.engine": "Engine",
-    "thinwire.strategy.fleet.names": "NOTED_FLAGS",
     "thinwire.strategy.replace": "select_optimizer",
     "thinwire.strategy.rules": "FIELDS RULES page rule_of rules_between",
     "thinwire.strategy.user_state": "schedulers_of",

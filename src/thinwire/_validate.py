@@ -4,6 +4,7 @@ import math
 import operator
 from collections.abc import Collection, Iterable, Mapping
 from numbers import Real
+from typing import Any
 
 import torch
 
@@ -131,6 +132,14 @@ def instance(name: str, value: object, kinds: type | tuple[type, ...], *, advice
         raise TypeError(
             f"{name} must be {names}, got {shown(value)} of type {type(value).__name__}{hint}"
         )
+
+
+def words(name: str, value: Any, *, advice: str) -> tuple[str, ...]:
+    """Return a list or tuple of strings as a tuple; raise `TypeError` for anything else."""
+    instance(name, value, (tuple, list), advice=advice)
+    for i, word in enumerate(value):
+        instance(f"{name}[{i}]", word, str)
+    return tuple(value)
 
 
 def one_of(name: str, value: object, allowed: Iterable[object]) -> None:

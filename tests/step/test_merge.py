@@ -214,15 +214,6 @@ def test_a_wrong_state_changes_nothing(change, error, name):
     assert merge.take()["p"].tolist() == [1.0, 1.0]
 
 
-def test_a_changed_shape_is_an_error_before_anything_is_added():
-    merge = GradientSum()
-    merge.add({"a": torch.ones(2), "b": torch.ones(3)})
-    with pytest.raises(ValueError, match=r"b has shape \(4,\).*\(3,\)"):
-        merge.add({"a": torch.ones(2), "b": torch.ones(4)})
-    assert merge.microsteps == 1
-    assert merge.take(avg=False)["a"].tolist() == [1.0, 1.0]
-
-
 def test_complex_gradients_stay_complex():
     merge = GradientSum()
     for _ in range(2):

@@ -304,25 +304,6 @@ def test_a_copy_recomputes_its_own_weights(copied):
     assert all(p.grad is None for p in net.parameters())
 
 
-def test_layers_come_off_in_any_order():
-    for first in (0, 1):
-        plain, net = twins()
-        handles = [
-            recompute(net, ("",)),
-            autocast_forward(net, torch.bfloat16),
-            recompute(net, ("blocks.0",)),
-        ]
-        handles.pop(first).remove()
-        if first == 0:
-            autocast_forward(plain, torch.bfloat16)
-        backward(plain, inputs())
-        backward(net, inputs())
-        assert_equal(plain, net)
-        for handle in handles:
-            handle.remove()
-        assert not any("forward" in vars(module) for module in net.modules())
-
-
 def test_a_forward_that_somebody_else_has_put_there_is_kept():
     plain, net = twins()
     for each in (plain, net):
@@ -462,28 +443,23 @@ def test_compiled_models(way):
 
 
 @pytest.mark.parametrize(
-    ("patterns", "error", "text"),
+    ("patterns", "text"),
     [
-        (("block.*",), ValueError, r"'block\.\*' matches no module name.*blocks"),
-        (("blocks.*", "haed"), ValueError, r"'haed'.*'head'"),
-        (("blocks",), ValueError, r"'blocks'.*no forward of its own.*'blocks\.\*'"),
-        (("BLOCKS.*",), ValueError, "matches no"),
-        ((), ValueError, "empty"),
-        ("blocks.*", TypeError, "single pattern"),
-        (("blocks.*", 3), TypeError, "pattern"),
+        (("block.*",), r"'block\.\*' matches no module name.*blocks"),
+        (("blocks.*", "haed"), r"'haed'.*'head'"),
+        (("blocks",), r"'blocks'.*no forward of its own.*'blocks\.\*'"),
+        (("BLOCKS.*",), "matches no"),
     ],
 )
-def test_bad_patterns_change_nothing(patterns, error, text):
+def test_bad_patterns_change_nothing(patterns, text):
     _, net = twins()
-    with pytest.raises(error, match=text):
+    with pytest.raises(ValueError, match=text):
         recompute(net, patterns)
     assert not any("forward" in vars(module) for module in net.modules())
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_what_is_no_module_or_is_scripted_is_refused():
-    with pytest.raises(TypeError, match="Module"):
-        recompute(lambda x: x, ("*",))
+def test_a_scripted_module_is_refused():
     with pytest.raises(TypeError, match="scripted"):
         recompute(nn.Sequential(torch.jit.script(nn.Linear(6, 6))), ("0",))
 

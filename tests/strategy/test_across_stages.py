@@ -1,6 +1,7 @@
 """What one stage of a pipeline cannot apply, no stage applies."""
 
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,7 @@ def bytes_of_another_call(rank: int, size: int, who: str) -> None:
     if who == "clip":
         group = Group()
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-        clip = take_clip_(optimizer, tw.ClipByGlobalNorm(1.0), stages=group)
+        clip = take_clip_(optimizer, tw.ClipByGlobalNorm(1.0), ExitStack(), stages=group)
         if rank:
             group.gather_bytes(b"\xff\x00\xff", action="another call")
         else:

@@ -1,7 +1,6 @@
 """Every attribute of a fleet description: mapped, refused or noted, and all of it said at once."""
 
 import warnings
-from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 import thinwire as tw
-from tests.api import NOTED_FLAGS
 
 from_fleet = tw.DistributedStrategy.from_fleet
 
@@ -414,31 +412,6 @@ def test_the_number_of_replicas_is_checked_where_the_ranks_are_known() -> None:
     read({"hybrid_configs": {"dp_degree": 1}})[0].prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1)
     )
-
-
-@pytest.mark.parametrize("flag", NOTED_FLAGS)
-def test_flags_without_counterpart_are_flags_all_the_same(flag: str) -> None:
-    with pytest.raises(TypeError, match=f"{flag} must be True or False, got 1"):
-        tw.DistributedStrategy.from_fleet({flag: 1})
-
-
-class Message:
-    """Keys and items, but no Mapping."""
-
-    def __init__(self, **items: Any) -> None:
-        self._items = items
-
-    def keys(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __getitem__(self, key: str) -> Any:
-        return self._items[key]
-
-
-def test_whatever_has_keys_and_items_will_do() -> None:
-    assert not isinstance(Message(), Mapping)
-    given = Message(gradient_merge=True, gradient_merge_configs=Message(k_steps=4, avg=True))
-    assert read(given)[0] == tw.DistributedStrategy(gradient_merge=tw.GradientMerge(4))
 
 
 def test_the_description_is_left_as_it_was() -> None:

@@ -168,7 +168,7 @@ def make(case: Case, *, early: bool) -> Any:
     parts.overlap = Overlap(
         parts.params, parts.exchange, bucket_bytes=BUCKET_BYTES, first_bytes=200
     )
-    parts.handles.append(parts.overlap)
+    parts.undo.callback(parts.overlap.remove)
     if not early:
         parts.overlap.remove()
         parts.overlap = None

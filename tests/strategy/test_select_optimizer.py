@@ -166,7 +166,7 @@ def test_schedules_groups_exclusions_order_and_clipping_are_taken_over():
     for optimizer in (new, given):
         optimizer.add_param_group({"params": [("later.bias", later)]})
         assert optimizer._facts(later).weight_decay == 0.0, "the rules hold for what comes later"
-        assert optimizer._facts(later).regularizer == L2Decay(0.2)
+        assert optimizer._facts(later).group["regularizer"] == L2Decay(0.2)
         assert optimizer.get_lr() == given.get_lr()
 
 

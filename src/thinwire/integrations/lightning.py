@@ -54,9 +54,7 @@ class _PerRankCallback(Callback):
         return {"states": []}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state for later: optimizers are restored after callbacks, and would overwrite
-        it.
-        """
+        """Keep the state for later: optimizers, restored after callbacks, would overwrite it."""
         self._saved = state_dict["states"]
 
     def _resumes(self, trainer: Trainer) -> bool:
@@ -306,9 +304,7 @@ class ThinwireCallback(_PerRankCallback):
             trainer.gradient_clip_val = self._limit
 
     def _loss(self) -> Tensor | None:
-        """Return the loss of the update that is due. The last one of an epoch may have fewer
-        batches; a `training_step` that returns None gives no loss.
-        """
+        """Return the mean loss of the batches of the update that is due, if there are any."""
         if not self._losses:
             return None
         mean = torch.stack(self._losses).mean()

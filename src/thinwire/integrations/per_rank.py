@@ -21,7 +21,6 @@ from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.engine import Engine
 
 __all__ = [
-    "Accelerates",
     "EngineState",
     "PerRankState",
     "Stateful",
@@ -38,19 +37,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
         """Resume from `state_dict`."""
-
-
-class Accelerates(Protocol):
-    """Protocol of the part of Accelerate's `Accelerator` that `PerRankState.register` needs."""
-
-    def register_for_checkpointing(self, *objects: Any) -> Any:
-        """Save and load the states of objects."""
-
-    def register_save_state_pre_hook(self, hook: Any, /) -> Any:
-        """Call `hook(models, weights, output_dir)` before anything is saved."""
-
-    def register_load_state_pre_hook(self, hook: Any, /) -> Any:
-        """Call `hook(models, input_dir)` before anything is loaded."""
 
 
 class PerRankState:
@@ -104,14 +90,11 @@ class PerRankState:
         self._in_use: Path | None = None
         """File of this rank that was last loaded or saved."""
 
-    def register(self, accelerator: Accelerates) -> "PerRankState":
+    def register(self, accelerator: Any) -> "PerRankState":
         """Register the state with Accelerate, and return this object. The files are in the folder
         of `save_state` and `load_state`. Several may be registered with one accelerator.
         """
-        number = _registered.get(accelerator, 0)
-        _registered[accelerator] = number + 1
-        self.name = f"{self.name}_{number}"
-
+        self.name = _free_name(accelerator, f"{self.name}_0", self.name)
         _follow_folder(self, accelerator)
         return self
 
@@ -125,7 +108,7 @@ class PerRankState:
             ValueError: There is no folder yet.
             CheckpointError: A rank's state could not be read or written; on all ranks.
         """
-        folder, group = self._required_folder(), self._joined()
+        folder, group = _folder_of(self), self._joined()
         state: Any
         try:
             state = self._stateful.state_dict()
@@ -165,7 +148,7 @@ class PerRankState:
                 "state_dict must hold the name and the checksums of the ranks' files, got the "
                 f"keys {sorted(state_dict)}: pass the result of PerRankState.state_dict()"
             )
-        folder, group, own = self._required_folder(), self._joined(), list[Any]()
+        folder, group, own = _folder_of(self), self._joined(), list[Any]()
 
         def read() -> None:
             ranks = [group.rank] if len(sums) == group.size else range(len(sums))
@@ -188,16 +171,6 @@ class PerRankState:
         for path in (file, _before(file)):
             path.unlink(missing_ok=True)
 
-    def _required_folder(self) -> Path:
-        if self.folder is None:
-            raise ValueError(
-                "PerRankState does not know where each rank's file belongs: call "
-                "PerRankState(...).register(accelerator) instead of "
-                "accelerator.register_for_checkpointing, or set folder= to the folder of the "
-                "checkpoint"
-            )
-        return Path(self.folder)
-
     @staticmethod
     def _file(folder: Path, name: str, rank: int) -> Path:
         return folder / f"{Path(name).name}.rank_{rank:05d}.safetensors"
@@ -207,7 +180,18 @@ class PerRankState:
         return self._group
 
 
-def _follow_folder(state: "PerRankState | EngineState", accelerator: Accelerates) -> None:
+def _folder_of(state: "PerRankState | EngineState") -> Path:
+    if state.folder is None:
+        kind = type(state).__name__
+        raise ValueError(
+            f"{kind} does not know where the checkpoint is: call {kind}(...).register(accelerator) "
+            "instead of accelerator.register_for_checkpointing, or set folder= to the folder of "
+            "the checkpoint"
+        )
+    return Path(state.folder)
+
+
+def _follow_folder(state: "PerRankState | EngineState", accelerator: Any) -> None:
     """Register a state with Accelerate, in the folder where that saves and loads."""
 
     def at_save(_: object, __: object, output_dir: str) -> None:
@@ -221,7 +205,17 @@ def _follow_folder(state: "PerRankState | EngineState", accelerator: Accelerates
     accelerator.register_for_checkpointing(state)
 
 
-_registered: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+_taken: "weakref.WeakKeyDictionary[Any, set[str]]" = weakref.WeakKeyDictionary()
+"""Names in use, by accelerator."""
+
+
+def _free_name(accelerator: Any, first: str, name: str) -> str:
+    """Claim and return `first`, or the first of NAME_1, NAME_2, ... that is free."""
+    taken = _taken.setdefault(accelerator, set())
+    numbered = (f"{name}_{number}" for number in range(1, len(taken) + 2))
+    free = next(choice for choice in (first, *numbered) if choice not in taken)
+    taken.add(free)
+    return free
 
 
 def _before(file: Path) -> Path:
@@ -270,10 +264,6 @@ def _mean(values: Sequence[Any], where: str) -> Any:
     )
 
 
-_taken: "weakref.WeakKeyDictionary[Accelerates, set[str]]" = weakref.WeakKeyDictionary()
-"""Names in use, by accelerator."""
-
-
 class EngineState:
     """Saves an engine with all its ranks in the folder of a framework's checkpoint.
 
@@ -305,17 +295,12 @@ class EngineState:
         self.name = name
         self._engine = engine
 
-    def register(self, accelerator: Accelerates) -> "EngineState":
+    def register(self, accelerator: Any) -> "EngineState":
         """Register the state with Accelerate, and return this object. The folder is in that of
         `save_state` and `load_state`. Several may be registered with one accelerator; a name in use
         becomes `NAME_1`, and so on.
         """
-        taken, name = _taken.setdefault(accelerator, set()), self.name
-        for number in range(1, len(taken) + 1):
-            if self.name in taken:
-                self.name = f"{name}_{number}"
-        taken.add(self.name)
-
+        self.name = _free_name(accelerator, self.name, self.name)
         _follow_folder(self, accelerator)
         return self
 
@@ -356,14 +341,7 @@ class EngineState:
         shutil.rmtree(Path(folder) / Path(name).name, ignore_errors=True)
 
     def _path(self, name: str) -> Path:
-        if self.folder is None:
-            raise ValueError(
-                "EngineState does not know where the checkpoint is: call "
-                "EngineState(...).register(accelerator) instead of "
-                "accelerator.register_for_checkpointing, or set folder= to the folder of the "
-                "checkpoint"
-            )
-        return Path(self.folder) / Path(name).name
+        return _folder_of(self) / Path(name).name
 
 
 def require_fields(strategy: object, instead: Mapping[str, str]) -> None:

@@ -1,9 +1,7 @@
-"""A callback that trains under a strategy in the Trainer of transformers. Imports the optional
-package `transformers`.
-"""
+"""A callback that trains under a strategy in the Trainer of the package `transformers`."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,9 +96,7 @@ class ThinwireCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Prepare the engine, disable DDP's averaging, and resume from the checkpoint that was
-        loaded.
-        """
+        """Prepare the engine without DDP's averaging, and resume from the loaded checkpoint."""
         self._undo.close()  # left by a training that failed
         model, wrapper = kwargs["model"], kwargs["optimizer"]
         _require_arguments(args, state, wrapper)
@@ -122,12 +118,11 @@ class ThinwireCallback(TrainerCallback):
         self.engine.follow_steps(partial(self._loss, args))
         for trainer in living(Trainer):
             if self in trainer.callback_handler.callbacks:
-                self._undo.enter_context(self._logging_in(trainer))
+                self._log_numbers_in(trainer)
         if resumed:
             self._resume(_folder(args, state), state, loaded)
 
-    @contextmanager
-    def _logging_in(self, trainer: Trainer) -> Iterator[None]:
+    def _log_numbers_in(self, trainer: Trainer) -> None:
         """Add the numbers of the engine to the Trainer's logs of the training loss."""
         log = trainer.log
 
@@ -137,10 +132,7 @@ class ThinwireCallback(TrainerCallback):
             log(logs, *args, **kwargs)
 
         trainer.log = log_with_numbers
-        try:
-            yield
-        finally:
-            del trainer.log
+        self._undo.callback(delattr, trainer, "log")
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

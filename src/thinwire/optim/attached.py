@@ -38,17 +38,10 @@ class Attached:
         stats: Callable[[], dict[str, float]],
         removed: Callable[[], None],
     ) -> None:
-        """Move the exchange of `optimizer` into the backward pass of `ddp`.
+        """Move the exchange of `optimizer` into the backward pass of `ddp`; see
+        `DGCMomentum.attach`.
 
-        Args:
-            optimizer: The optimizer whose exchange moves.
-            synchronizer: The exchange of `optimizer`.
-            ddp: See `DGCMomentum.attach`.
-            stats: Returns the statistics of `optimizer`.
-            removed: Called once by `remove`.
-
-        Raises:
-            TypeError, ValueError: See `DGCMomentum.attach`.
+        `stats` are those of the optimizer; `remove` calls `removed` once.
         """
         check.instance("ddp", ddp, DistributedDataParallel)
         if synchronizer.ranks.mesh is not None:
@@ -89,13 +82,10 @@ class Attached:
             self._removed()
 
     def unchanged(self, grads: Mapping[str, Tensor], *, scaled: bool) -> dict[str, Tensor] | None:
-        """Return, for each launched gradient, a tensor that is true if it has not changed since.
+        """Return for each launched gradient a tensor that is true if it has not changed since; None
+        if nothing was launched.
 
-        None if nothing was launched.
-
-        Args:
-            grads: By name, as `step` finds them.
-            scaled: True if a loss scaler is in use.
+        `scaled`: True if a loss scaler is in use.
         """
         samples, self._samples = self._samples, {}
         if scaled and self._exchange.in_flight:

@@ -28,14 +28,8 @@ def in_order(
 ) -> list[dict[str, Any]]:
     """Reorder the saved groups of a state_dict to the groups and parameters of this optimizer.
 
-    Args:
-        saved: `param_groups` of a state_dict; `params` are the keys of the parameters in its
-            `state`. Read only.
-        saved_names: The names of the saved groups' parameters; None where they were saved without.
-        own_names: The names in the optimizer that loads; None where it has none.
-
-    Returns:
-        Groups for torch, which loads by position. Unchanged where one side has no names.
+    The names of the parameters are given by group, for the state and for the optimizer that loads;
+    None where there are none. Then the groups stay as they are: torch loads by position.
 
     Raises:
         ValueError: No saved group has the parameters of a group here; names the first such group.
@@ -49,7 +43,10 @@ def in_order(
         return groups
     matches = _matched(list(map(_numbered, saved_names)), list(map(_numbered, own_names)))
     if matches is None:  # a wrapper may have changed the names
-        known, wanted = (list(map(_plain_names, names)) for names in (saved_names, own_names))
+        known, wanted = (
+            [[_plain(name) for name in names] for names in groups_of_names]
+            for groups_of_names in (saved_names, own_names)
+        )
         counts = [len(set(names)) for names in (*saved_names, *own_names)]
         # plain names are still unique
         if [len(set(names)) for names in (*known, *wanted)] == counts:
@@ -100,36 +97,30 @@ def _matched(
 
 def _refuse(known: list[list[str]], wanted: list[list[str]]) -> NoReturn:
     """Raise the error that says what differs; list all names that differ only in their prefixes."""
+    advice = "Give the optimizer the same groups of parameters, in any order"
+    if len(known) != len(wanted):
+        raise ValueError(
+            f"the state has {len(known)} parameter groups, but the optimizer has {len(wanted)}. "
+            f"{advice}"
+        )
+    everywhere = {name for names in known for name in names}
     for i, names in enumerate(wanted):
-        if len(known) != len(wanted) or all(sorted(names) != sorted(others) for others in known):
-            raise ValueError(_difference(i, names, known, len(wanted)))
+        for name in names:
+            if name not in everywhere:
+                raise ValueError(
+                    f"parameter group {i} has {name}, which no group of the state has. {advice}"
+                )
+        if all(sorted(names) != sorted(others) for others in known):
+            closest = max(known, key=lambda others: len(set(others) & set(names)))
+            name = min(set(names) ^ set(closest), default=names[0])
+            raise ValueError(
+                f"parameter group {i} is divided differently in the state: {name} is in only one "
+                f"of the two. {advice}"
+            )
     raise ValueError(
         "the parameter names of the state match only without their prefixes, and are then "
         "ambiguous. Load it into a model wrapped like the saved one"
     )
-
-
-def _difference(i: int, names: list[str], known: list[list[str]], count: int) -> str:
-    advice = "Give the optimizer the same groups of parameters, in any order"
-    if len(known) != count:
-        return (
-            f"the state has {len(known)} parameter groups, but the optimizer has {count}. {advice}"
-        )
-    everywhere = {name for theirs in known for name in theirs}
-    new = next((name for name in names if name not in everywhere), None)
-    if new is not None:
-        return f"parameter group {i} has {new}, which no group of the state has. {advice}"
-    closest = max(known, key=lambda theirs: len(set(theirs) & set(names)))
-    more = (Counter(names) - Counter(closest)) + (Counter(closest) - Counter(names))
-    name = min(more)
-    return (
-        f"parameter group {i} is divided differently in the state: {name} is in only one of the "
-        f"two. {advice}"
-    )
-
-
-def _plain_names(names: Sequence[str]) -> list[str]:
-    return [_plain(name) for name in names]
 
 
 def _plain(name: str) -> str:

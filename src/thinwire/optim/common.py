@@ -1,8 +1,7 @@
-"""Base class of all optimizers: parameter groups, the update, the two phases and the saved
-state.
-"""
+"""Base class of all optimizers: groups, the update, the two phases and the saved state."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Signature, signature
 from typing import Any, ClassVar, Unpack
@@ -203,15 +202,14 @@ class CommonOptimizer(torch.optim.Optimizer):
         """Clipping config passed to the constructor."""
         return self._common.grad_clip
 
-    def replace_grad_clip(self, clip: Clip | None) -> Clip | None:
-        """Replace the clipping config (None: no clipping); return the previous one."""
-        before, self._common.grad_clip = self._common.grad_clip, clip
-        return before
+    def replace_grad_clip(self, clip: Clip | None) -> Callable[[], None]:
+        """Replace the clipping config (None: no clipping); return a function that undoes it."""
+        undo = functools.partial(setattr, self._common, "grad_clip", self.grad_clip)
+        self._common.grad_clip = clip
+        return undo
 
     def call_params(self, names: Mapping[Tensor, str]) -> None:
-        """Name the parameters that came without names, for messages and for arguments that take
-        names. Groups and `state_dict` stay as they are.
-        """
+        """Name parameters that came without names, for messages and arguments only."""
         records = self._common.records
         for param, record in records.items():
             if record.name is None and param in names:
@@ -235,16 +233,12 @@ class CommonOptimizer(torch.optim.Optimizer):
         }
 
     def begin_at(self, position: int) -> None:
-        """Continue as after `position` updates, the step at which schedules are read. Used for a
-        member that joins a run.
-        """
+        """Continue as after `position` updates; for a member that joins a run."""
         self._common.position = position
         self._show_rates()
 
     def _ordered_params(self) -> list[Tensor]:
-        """Return all parameters, in the order in which gradients are listed, exchanged and
-        applied.
-        """
+        """Return all parameters in the order in which gradients are exchanged and applied."""
         return list(self._common.records) if self._common.order is None else self._common.order
 
     def _label(self, param: Tensor) -> str:
@@ -256,10 +250,7 @@ class CommonOptimizer(torch.optim.Optimizer):
         record = self._common.records[param]
         group = self.param_groups[record.group_index]
         decay = 0.0 if record.excluded else group["weight_decay"]
-        regularizer, centralization = group["regularizer"], group["grad_centralization"]
-        return ParamFacts(
-            record.name, record.group_index, group, decay, regularizer, centralization
-        )
+        return ParamFacts(record.name, record.group_index, group, decay)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one update from the gradients in `p.grad`, which stay unchanged.
@@ -307,20 +298,16 @@ class CommonOptimizer(torch.optim.Optimizer):
                 group["lr"] = rate_ahead(schedule, self.position, group["lr"])
 
     def _run_update(self, rates: list[float]) -> bool:
-        return self._update(self._collected(), rates)
+        pairs = self._pairs()
+        signed = [(p, -g if self._facts(p).group.get("maximize") else g) for p, g in pairs]
+        return self._update(signed, rates)
 
-    def _collected(self) -> list[ParamGrad]:
-        """Return the pairs of this update, in order; gradients are negated where the group
-        maximizes.
-        """
-        pairs = self._given
-        if pairs is None:
-            pairs = [
-                (p, p.grad)
-                for p in self._ordered_params()
-                if p.grad is not None and p.requires_grad
-            ]
-        return [(p, -g if self._facts(p).group.get("maximize") else g) for p, g in pairs]
+    def _pairs(self) -> list[ParamGrad]:
+        """Return the parameters and gradients of this update, in order."""
+        if self._given is not None:
+            return self._given
+        params = self._ordered_params()
+        return [(p, p.grad) for p in params if p.grad is not None and p.requires_grad]
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -366,15 +353,12 @@ class CommonOptimizer(torch.optim.Optimizer):
         return [(p, self._with_decay(p, g)) for (p, _), g in zip(pairs, grads, strict=True)]
 
     def _with_decay(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Apply coupled decay, regularizer and centralization to a copy of `grad`; return `grad`
-        itself if none applies.
-        """
+        """Apply coupled decay, regularizer and centralization; `grad` itself is not changed."""
         facts = self._facts(param)
         here = param if is_sharded(grad) else shard_of(param)
-        grad = decayed(
-            grad, here, weight_decay=self._coupled_decay(facts), regularizer=facts.regularizer
-        )
-        return centralized(grad) if facts.grad_centralization else grad
+        decay, regularizer = self._coupled_decay(facts), facts.group["regularizer"]
+        grad = decayed(grad, here, weight_decay=decay, regularizer=regularizer)
+        return centralized(grad) if facts.group["grad_centralization"] else grad
 
     def _coupled_decay(self, facts: ParamFacts) -> float:
         """Return the weight decay that goes through the gradient."""

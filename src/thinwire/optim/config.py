@@ -1,7 +1,6 @@
 """Configs with which a strategy replaces an optimizer by LARS or LAMB."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from thinwire import _validate as check
 
@@ -67,9 +66,6 @@ def _settle(config: LARS | LAMB, *numbers: str) -> None:
     """Check the patterns, and that each of `numbers` is at least 0."""
     for name in numbers:
         object.__setattr__(config, name, check.real(name, getattr(config, name), at_least=0))
-    patterns: Any = config.exclude_from_weight_decay
     advice = 'write a single pattern as ("*.bias",)'
-    check.instance("exclude_from_weight_decay", patterns, (tuple, list), advice=advice)
-    for i, pattern in enumerate(patterns):
-        check.instance(f"exclude_from_weight_decay[{i}]", pattern, str)
-    object.__setattr__(config, "exclude_from_weight_decay", tuple(patterns))
+    name = "exclude_from_weight_decay"
+    object.__setattr__(config, name, check.words(name, getattr(config, name), advice=advice))

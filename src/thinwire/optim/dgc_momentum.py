@@ -1,6 +1,4 @@
-"""SGD with momentum over deep gradient compression: each rank sends its largest accumulated
-entries.
-"""
+"""SGD with momentum over deep gradient compression."""
 
 import datetime
 import warnings
@@ -16,20 +14,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
 from thinwire.comm import is_alone
+from thinwire.compress.dgc import DGC
 from thinwire.core.gradients import ClipByNorm, Regularizer
 from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of, without_provenance
 from thinwire.core.sharded import require_shards, shard_of, sharded_like
 from thinwire.core.stats import numbers
-from thinwire.core.tensors import named_dtype
 from thinwire.exchange.digest import DIGEST_EVERY
 from thinwire.exchange.round import Round
 from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
 from thinwire.kernels.rules import Need, needs_of
 from thinwire.kernels.warm import warm_up, warm_up_beside
-from thinwire.layout.message import VALUE_BITS
-from thinwire.layout.traffic import EXCHANGES
 from thinwire.optim.attached import Attached
-from thinwire.optim.dgc_settings import DGCSettings, wide_dtype
+from thinwire.optim.dgc_settings import OF_DGC, DGCSettings, wide_dtype
 from thinwire.optim.dgc_synchronizer import DGCSynchronizer, DGCUpdate
 from thinwire.optim.pairs import ParamGrad
 from thinwire.optim.saving import of_params
@@ -182,20 +178,14 @@ class DGCMomentum(DGCSettings):
             regularizer=regularizer,
             exclude_from_weight_decay=exclude_from_weight_decay,
         )
-        self.value_bits = check.integer("value_bits", value_bits)
-        check.one_of("value_bits", self.value_bits, VALUE_BITS)
-        self.state_dtype = named_dtype("state_dtype", state_dtype)
-        self.num_trainers = (
-            None
-            if num_trainers is None
-            else check.integer("num_trainers", num_trainers, at_least=1)
+        dgc = DGC(
+            value_bits=value_bits, state_dtype=state_dtype, node_size=node_size, exchange=exchange
         )
-        self.node_size = (
-            None if node_size is None else check.integer("node_size", node_size, at_least=1)
-        )
-        check.instance("exchange", exchange, str)
-        check.one_of("exchange", exchange, EXCHANGES)
-        self.exchange = exchange
+        for key in OF_DGC:
+            setattr(self, key, getattr(dgc, key))
+        self.num_trainers = num_trainers
+        if num_trainers is not None:
+            self.num_trainers = check.integer("num_trainers", num_trainers, at_least=1)
         self.digest_every = check.integer("digest_every", digest_every, at_least=0)
         self._ranks = Ranks(process_group, timeout=timeout, mesh=mesh, node_size=node_size)
         self.timeout_s = self._ranks.timeout_s
@@ -301,11 +291,7 @@ class DGCMomentum(DGCSettings):
 
     @contextmanager
     def updating_from(self, done: Round) -> Iterator[None]:
-        """Run a `step` inside the block without an exchange, since an engine has made it.
-
-        Args:
-            done: Result of the exchange of the gradients that `step` will find.
-        """
+        """Run a `step` inside the block from `done`, the result of an engine's exchange."""
         self._arrived = done
         try:
             yield
@@ -365,9 +351,7 @@ class DGCMomentum(DGCSettings):
         return state_dict
 
     def _own_rank_and_size(self) -> tuple[int, int]:
-        """Return this rank's index among the ranks that exchange, and their number; for shards,
-        those of the site.
-        """
+        """Return this rank's index among the ranks that exchange, and their number."""
         mesh = self._ranks.mesh
         if mesh is None:
             return self._ranks.rank_and_size
@@ -389,9 +373,7 @@ class DGCMomentum(DGCSettings):
         )
 
     def plain_state_dict(self) -> dict[str, Any]:
-        """Return `state_dict` without the provenance, for callers that separate the ranks
-        themselves.
-        """
+        """Return `state_dict` without provenance, for callers that keep ranks apart."""
         state_dict = super().state_dict()
         if self._ranks.mesh is None:
             return state_dict
@@ -439,18 +421,9 @@ class DGCMomentum(DGCSettings):
         if problem is not None:
             warnings.warn(f"thinwire.optim.DGCMomentum: {problem}", UserWarning, stacklevel=2)
 
-    def _collected(self) -> list[ParamGrad]:
-        """Return the pairs without a sign change: the exchange takes plain gradients, and
-        `maximize` is applied where they are used.
-        """
-        pairs = self._given
-        if pairs is None:
-            return [
-                (p, p.grad)
-                for p in self._ordered_params()
-                if p.grad is not None and p.requires_grad
-            ]
-        return pairs
+    def _run_update(self, rates: list[float]) -> bool:
+        # without a sign change: the exchange takes plain gradients
+        return self._update(self._pairs(), rates)
 
     def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
         sync = self.synchronizer
@@ -481,22 +454,12 @@ class DGCMomentum(DGCSettings):
         return True
 
     def _read_scaler(self) -> tuple[bool | None, float]:
-        """Return the overflow flag of a `GradScaler` (None: no scaler) and the factor that unscales
-        gradients.
-        """
+        """Return the overflow flag of a `GradScaler`, if any, and the unscaling factor."""
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         return None if found is None else bool(found), 1.0 if scale is None else 1.0 / float(scale)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = (
-            "value_bits",
-            "state_dtype",
-            "num_trainers",
-            "node_size",
-            "exchange",
-            "digest_every",
-            "timeout_s",
-        )
+        own = (*OF_DGC, "num_trainers", "digest_every", "timeout_s")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -13,10 +13,12 @@ from thinwire.core.sharded import shard_of
 from thinwire.core.tensors import narrowed, state_dtype, stored_dtype
 from thinwire.optim.common import CommonOptimizer
 
-__all__ = ["RAMP", "DGCSettings", "config_of", "wide_dtype"]
+__all__ = ["OF_DGC", "RAMP", "DGCSettings", "config_of", "wide_dtype"]
 
 RAMP = ("rampup_begin_step", "rampup_step", "sparsity", "min_numel")
 """Keys of a group that set how many entries are sent."""
+OF_DGC = ("value_bits", "state_dtype", "node_size", "exchange")
+"""Settings of the whole optimizer that `DGC` has too."""
 
 
 class DGCSettings(CommonOptimizer):
@@ -33,26 +35,10 @@ class DGCSettings(CommonOptimizer):
         momentum = check.real("momentum", values["momentum"], at_least=0)
         if check.boolean("nesterov", values["nesterov"]) and momentum == 0:
             raise ValueError("nesterov needs a momentum above 0, got momentum=0")
-        check.integer("rampup_begin_step", values["rampup_begin_step"], at_least=0)
-        check.integer("rampup_step", values["rampup_step"], at_least=1)
-        check.integer("min_numel", values["min_numel"], at_least=1)
-        if values["local_grad_clip_norm"] is not None:
-            check.real("local_grad_clip_norm", values["local_grad_clip_norm"], above=0)
-        levels = values["sparsity"]
-        check.instance(
-            "sparsity", levels, (tuple, list), advice="write a single fraction as (0.999,)"
-        )
-        if not levels:
-            raise ValueError(
-                "sparsity must hold at least one fraction in [0, 1), got an empty sequence"
-            )
-        for i, level in enumerate(levels):
-            check.real(f"sparsity[{i}], the fraction that is not sent,", level, at_least=0, below=1)
+        DGC(**{key: values[key] for key in (*RAMP, "local_grad_clip_norm")})  # checks them
 
     def compresses(self, param: Tensor) -> bool:
-        """Return True if this parameter, or this rank's shard of it, is compressed after the ramp
-        begins.
-        """
+        """Return True if this parameter, or this rank's shard of it, is ever compressed."""
         return compressible(shard_of(param), self._facts(param).group["min_numel"])
 
     @property
@@ -63,9 +49,7 @@ class DGCSettings(CommonOptimizer):
         return config_of(self.param_groups[0]).sparsity_in_force(self.position)
 
     def _stored_dtype(self, param: Tensor) -> torch.dtype:
-        """Return the dtype in which the state of this parameter is stored, before compression
-        too.
-        """
+        """Return the dtype in which the state of this parameter is stored."""
         return (
             stored_dtype(param, self.state_dtype) if self.compresses(param) else wide_dtype(param)
         )
@@ -76,31 +60,15 @@ class DGCSettings(CommonOptimizer):
         return narrowed(here, self._stored_dtype(param)).contiguous()
 
 
+_config = functools.lru_cache(maxsize=256)(DGC)
+
+
 def config_of(
     group: Mapping[str, Any], limit: float | None = None, state_dtype: str | None = None
 ) -> DGC:
     """Return the compression config of a group."""
-    begin, length, sparsity, min_numel = (group[key] for key in RAMP)
-    return _config(begin, length, tuple(sparsity), min_numel, limit, state_dtype)
-
-
-@functools.lru_cache(maxsize=256)
-def _config(
-    begin: int,
-    length: int,
-    sparsity: tuple[float, ...],
-    min_numel: int,
-    limit: float | None,
-    state_dtype: str | None,
-) -> DGC:
-    return DGC(
-        rampup_begin_step=begin,
-        rampup_step=length,
-        sparsity=sparsity,
-        local_grad_clip_norm=limit,
-        min_numel=min_numel,
-        state_dtype=state_dtype,
-    )
+    ramp = {key: group[key] for key in RAMP} | {"sparsity": tuple(group["sparsity"])}
+    return _config(**ramp, local_grad_clip_norm=limit, state_dtype=state_dtype)
 
 
 def wide_dtype(param: Tensor) -> torch.dtype:

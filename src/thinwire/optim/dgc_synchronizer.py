@@ -1,7 +1,6 @@
 """Exchange of a `DGCMomentum` over the ranks, and the update from its result."""
 
 import contextlib
-import zlib
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from thinwire.core.arithmetic import arithmetic
 from thinwire.core.checksum import bit_sums
 from thinwire.core.feedback import in_chunks, rounding_seed, step_along_list_, store_
 from thinwire.core.gradients import ClipByNorm, clipped
+from thinwire.core.provenance import checksum_of
 from thinwire.core.sharded import Shards, require_shards, shard_of
 from thinwire.core.tensors import state_dtype
 from thinwire.exchange.agreement import Participants
@@ -24,21 +24,16 @@ from thinwire.exchange.digest import RollingDigest
 from thinwire.exchange.gradients import GradientExchange
 from thinwire.exchange.round import Round
 from thinwire.exchange.synchronizer import Ranks
-from thinwire.optim.dgc_settings import RAMP, DGCSettings, config_of, wide_dtype
+from thinwire.optim.dgc_settings import OF_DGC, RAMP, DGCSettings, config_of, wide_dtype
 from thinwire.wire.message import WIRE_VERSION
 
 __all__ = ["DGCSynchronizer", "DGCUpdate"]
-
-_SETTINGS = ("value_bits", "state_dtype", "num_trainers", "node_size", "exchange")
 
 
 class DGCSynchronizer:
     """The exchange of one `DGCMomentum`, for its own steps, `attach` and engines.
 
-    Args:
-        optimizer: Holds the state of the compression.
-        ranks: The ranks that exchange.
-        identity: Index of this engine or optimizer among those over these ranks.
+    `identity` tells apart the engines and optimizers over these ranks.
     """
 
     def __init__(self, optimizer: DGCSettings, ranks: Ranks, identity: str) -> None:
@@ -92,9 +87,7 @@ class DGCSynchronizer:
         return self._exchange
 
     def joined(self) -> GradientExchange:
-        """Return the exchange with the other ranks; compare the settings over the ranks first if
-        needed.
-        """
+        """Return the exchange, after a comparison of the settings over the ranks if needed."""
         known = self.gradients
         if known is None:
             require_shards(self.params, self.ranks.shards)
@@ -175,9 +168,7 @@ class DGCSynchronizer:
         )
 
     def _rule(self, name: str) -> Rule:
-        """Return the compression rule of a tensor, from its group as it is now or as last agreed
-        on.
-        """
+        """Return the compression rule of a tensor, from its group now or as last agreed on."""
         index = self.optimizer._common.records[self.params[name]].group_index
         if self._rules is None:
             return self._rule_of(index)
@@ -201,16 +192,15 @@ class DGCSynchronizer:
         """Apply sign, decay, regularizer and centralization to a gradient."""
         param = self.params[name]
         facts = self.optimizer._facts(param)
-        if facts.group["maximize"]:
+        group = facts.group
+        if group["maximize"]:
             grad = -grad
-        if facts.weight_decay or facts.regularizer is not None or facts.grad_centralization:
+        if facts.weight_decay or group["regularizer"] is not None or group["grad_centralization"]:
             return self.optimizer._with_decay(param, grad.to(state_dtype(param)))
         return grad
 
     def _compared(self) -> GradientExchange:
-        """Return the exchange under these names, after a comparison of the settings over all
-        ranks.
-        """
+        """Return the exchange, after a comparison of the settings over all ranks."""
         optimizer, ranks = self.optimizer, self.ranks
         group, problem, node = ranks.group, None, 1
         try:
@@ -286,7 +276,7 @@ class DGCSynchronizer:
         first = next((p.device for p in params.values()), torch.device("cpu"))
         return {
             "wire version": WIRE_VERSION,
-            **{key: getattr(optimizer, key) for key in _SETTINGS},
+            **{key: getattr(optimizer, key) for key in (*OF_DGC, "num_trainers")},
             "ranks of a node": node,
             **arithmetic(first),
             **optimizer.shared_settings(),
@@ -305,7 +295,7 @@ class DGCSynchronizer:
 
     def _initial_values(self) -> dict[str, Any]:
         """Return a checksum of each parameter; for a sharded one, of all its shards."""
-        own, sites = [_crc(p) for p in self.shards.values()], self.ranks.sites
+        own, sites = [checksum_of(p) for p in self.shards.values()], self.ranks.sites
         if sites is None:
             return dict(zip(self.params, own, strict=True))
         packed = b"".join(crc.to_bytes(4, "little") for crc in own)
@@ -342,20 +332,11 @@ class _StateByName(MutableMapping[str, dict[str, Tensor]]):
         return sum(1 for _ in self)
 
 
-def _crc(param: Tensor) -> int:
-    flat = param.detach().cpu().reshape(-1).contiguous()
-    return zlib.crc32(flat.view(torch.uint8).numpy().tobytes())
-
-
 class DGCUpdate:
     """Apply the result of an exchange to parameters and state.
 
     Entries of compressed tensors are applied as they are, since each rank's momentum is already in
     them. Means of all other tensors go through SGD with momentum.
-
-    Args:
-        optimizer: The optimizer whose parameters and state change.
-        synchronizer: The exchange of `optimizer`.
     """
 
     def __init__(self, optimizer: DGCSettings, synchronizer: DGCSynchronizer) -> None:
@@ -376,16 +357,10 @@ class DGCUpdate:
         rates: Sequence[float],
         done: Round,
     ) -> None:
-        """Make the update and commit the exchange.
-
-        Args:
-            exchange: The exchange that returned `done`.
-            grads: The gradients that were exchanged, by name.
-            rates: Learning rate of each group.
-            done: Result of the exchange.
+        """Make the update from the result `done` of exchanging `grads`, and commit the exchange.
 
         Communication: only if a tensor that was compressed is averaged densely now; see
-            `_make_momentum_common`.
+        `_make_momentum_common`.
         """
         sync = self._synchronizer
         # decide by facts common to all ranks: one may hold a row-sparse gradient, another a dense

@@ -26,9 +26,7 @@ def ftrl_(
     l1: float,
     l2: float,
 ) -> None:
-    """Update `param`, `accumulator` a and `linear` z in place, of one shape and type, by the
-    formula of `Ftrl`.
-    """
+    """Update three tensors of one shape and type in place, by the formula of `Ftrl`."""
     before = accumulator.pow(-lr_power)
     accumulator.addcmul_(grad, grad)
     after = accumulator.pow(-lr_power)

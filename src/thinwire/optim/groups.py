@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire._names import matches
-from thinwire.core.gradients import L1Decay, L2Decay, Regularizer
+from thinwire.core.gradients import L1Decay, L2Decay
 
 __all__ = [
     "Exclusion",
@@ -69,10 +69,6 @@ class ParamFacts(NamedTuple):
     """Its group (the live dictionary): hyper-parameters are read from it at every update."""
     weight_decay: float
     """Weight decay of the group, or 0 if the parameter is excluded."""
-    regularizer: Regularizer | None
-    """Regularizer of the group."""
-    grad_centralization: bool
-    """Centralization flag of the group."""
 
 
 def listed(group: dict[str, Any]) -> list[tuple[str | None, Tensor]]:
@@ -116,9 +112,7 @@ def require_real(entries: Sequence[tuple[str | None, Tensor]], method: str) -> N
 
 
 def require_layout(grad: Tensor, method: str, name: str, *, rows: bool) -> None:
-    """Raise `RuntimeError` for a gradient of `name` that is neither dense nor, with `rows`,
-    row-sparse.
-    """
+    """Raise `RuntimeError` unless a gradient is dense or, with `rows`, row-sparse."""
     if grad.layout is torch.strided:
         return
     if not rows:
@@ -141,9 +135,7 @@ def check_regularizer(regularizer: object) -> None:
 
 
 def check_common_values(values: dict[str, Any]) -> None:
-    """Check the common keys of a group or of the defaults. Tensors of one element become
-    numbers.
-    """
+    """Check the common keys of a group. Tensors of one element become numbers."""
     check_regularizer(values.get("regularizer"))
     check.boolean("grad_centralization", values.get("grad_centralization", False))
     check.boolean("maximize", values.get("maximize", False))
@@ -201,9 +193,7 @@ def parse_exclusion(exclude: object) -> Exclusion:
 
 
 def excluded_flags(exclude: Exclusion, entries: Sequence[tuple[str | None, Tensor]]) -> list[bool]:
-    """Return a flag for every (name, parameter) pair, True if excluded. A predicate is called
-    once per pair.
-    """
+    """Return True for each pair that is excluded; a predicate is called once per pair."""
     if not exclude:
         return [False] * len(entries)
     if callable(exclude):
@@ -230,9 +220,7 @@ def require_matches(exclude: Exclusion, names: Iterable[str | None]) -> None:
 
 
 def split_order(params: object) -> tuple[Any, list[Tensor] | None]:
-    """Split the entry `order_params` from `params`; return the rest, for torch's constructor, and
-    the order.
-    """
+    """Return `params` without the entry `order_params`, and the order."""
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         return params, None
     entries = list(params)
@@ -263,11 +251,11 @@ def ordered(order: Sequence[Tensor], records: Mapping[Tensor, ParamRecord]) -> l
             )
         if param in seen:
             raise ValueError(
-                f"order_params[{i}] ({_label(param, records)}) is given twice; list "
-                "every parameter once"
+                f"order_params[{i}] ({records[param].label}) is given twice; list every parameter "
+                "once"
             )
         seen.add(param)
-    missing = [_label(param, records) for param in records if param not in seen]
+    missing = [record.label for param, record in records.items() if param not in seen]
     if missing:
         raise ValueError(
             f"order_params misses {len(missing)} of {len(records)} parameters: "
@@ -289,15 +277,6 @@ def _as_params(order: object) -> list[Tensor]:
         advice = "give parameters or (name, parameter) pairs"
         check.instance(f"order_params[{i}]", param, Tensor, advice=advice)
     return params
-
-
-def _label(param: Tensor, records: Mapping[Tensor, ParamRecord]) -> str:
-    record = records[param]
-    return (
-        record.name
-        if record.name is not None
-        else f"parameter {record.index} of shape {tuple(param.shape)}"
-    )
 
 
 def _need_name(name: str | None) -> str:

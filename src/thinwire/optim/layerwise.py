@@ -51,11 +51,7 @@ def update_runs_(
 ) -> None:
     """Update the parameters of `pairs` in place, in runs of one device, type, decay and count.
 
-    Args:
-        optimizer: Keeps the trust ratios.
-        group: The group of all these parameters.
-        pairs: Processed gradients.
-        update_: Called with each run and its parameters in the working type; returns their ratios.
+    `update_` gets each run and its parameters in the working type, and returns their ratios.
     """
     for run in _runs(optimizer, group, pairs, count=optimizer._loops == "lamb"):
         with widened(run.params) as wide:

@@ -1,6 +1,4 @@
-"""Shared parts of the methods with arithmetic of their own: working type, state, and row
-updates.
-"""
+"""Shared parts of our own methods: working type, state, and row updates."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,9 +29,7 @@ def counted(optimizer: CommonOptimizer, params: Sequence[Tensor]) -> list[int]:
 
 
 def buffer_of(optimizer: CommonOptimizer, param: Tensor, key: str, fill: float = 0.0) -> Tensor:
-    """Return the state tensor `key` of `param`, created with the value `fill`, in the working
-    type.
-    """
+    """Return the state tensor `key`, in the working type; a new one has the value `fill`."""
     state = optimizer.state[param]
     if key not in state:
         state[key] = torch.full_like(param, fill, dtype=state_dtype(param), requires_grad=False)
@@ -60,7 +56,7 @@ def update_rows_(
     Args:
         optimizer: The optimizer that holds the state.
         pairs: Processed gradients of one group.
-        starts: The state tensors of a parameter by name, each with its first value.
+        starts: First values of a parameter's state tensors, by name.
         update_: Called with parameter, gradient, the number of this update from 1, and the state
             tensors by name, all of one shape and type; changes them element by element.
     """
@@ -82,9 +78,7 @@ def update_rows_(
 
 @contextmanager
 def widened(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the parameters in the working type. Copies of narrower ones are rounded back at the
-    end.
-    """
+    """Yield parameters in the working type; copies of narrower ones are rounded back."""
     work = [param.to(state_dtype(param)) for param in params]
     yield work
     for param, copy in zip(params, work, strict=True):

@@ -138,9 +138,7 @@ def _update_(group: Group, dim: int, matrices: Sequence[Matrix]) -> None:
 
 
 def _round(group: Group, dim: int, owned: Sequence[Matrix | None]) -> Iterator[None]:
-    """Update one matrix of each owner; yield once its shards are sent and once the results are
-    sent.
-    """
+    """Update one matrix of each owner; yield after its shards, and after the results, are sent."""
     own, some = owned[group.rank], [matrix for matrix in owned if matrix is not None]
     shapes = [[] if matrix is None else matrix.shards(dim, group.size) for matrix in owned]
     numels = [[prod(shape) for shape in row] or [0] * group.size for row in shapes]

@@ -54,9 +54,7 @@ def selected(
     parameters: object,
     no_grad_set: object,
 ) -> list[Tensor]:
-    """Return the parameters of `order` that `parameters` selects, `no_grad_set` does not exclude,
-    and that require gradients.
-    """
+    """Return the parameters in `parameters` and not in `no_grad_set` that need gradients."""
     wanted = set(order) if parameters is None else _resolved("parameters", parameters, records)
     unwanted = set() if no_grad_set is None else _resolved("no_grad_set", no_grad_set, records)
     return [

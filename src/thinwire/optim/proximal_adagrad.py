@@ -18,9 +18,7 @@ __all__ = ["ProximalAdagrad"]
 def proximal_adagrad_(
     param: Tensor, grad: Tensor, accumulator: Tensor, *, lr: float, l1: float, l2: float
 ) -> None:
-    """Update `param` and `accumulator` a in place, of one shape and type, by the formula of
-    `ProximalAdagrad`.
-    """
+    """Update two tensors of one shape and type in place, as `ProximalAdagrad`."""
     accumulator.addcmul_(grad, grad)
     rates = lr / accumulator.sqrt()
     moved = param - rates * grad

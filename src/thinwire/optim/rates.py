@@ -57,9 +57,7 @@ def rates_of_(
     position: int,
     check_rate: Callable[[float, str], None],
 ) -> list[float]:
-    """Return the rate of every group in update `position`. Schedules write their rates into the
-    groups after all rates and weight decays have been checked.
-    """
+    """Return the rate of every group. Schedules write theirs after all checks."""
     rates = []
     for i, (group, schedule) in enumerate(zip(groups, schedules, strict=True)):
         decay = group["weight_decay"]

@@ -14,7 +14,7 @@ from thinwire.core.sharded import is_sharded, shard_of
 from thinwire.core.tensors import state_dtype
 from thinwire.optim.by_name import in_order, names_of
 
-__all__ = ["laid_out", "of_params", "packed", "remembered", "restoring"]
+__all__ = ["laid_out", "of_params", "packed", "refill_", "remembered", "restoring"]
 
 _REGULARIZERS: dict[str, type[L1Decay | L2Decay]] = {"L1Decay": L1Decay, "L2Decay": L2Decay}
 _LIKE_THE_PARAMETER = (
@@ -132,18 +132,30 @@ def _require_shapes(
 
 
 def remembered(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return a function that undoes a later `load_state_dict` of `optimizer`, which replaces groups
-    and state.
-    """
-    attributes, position = dict(vars(optimizer)), getattr(optimizer, "position", None)
+    """Return a function that restores `optimizer`, in class and contents, before an update."""
+    kind, attributes = type(optimizer), dict(vars(optimizer))
+    position = getattr(optimizer, "position", None)
+    groups = list(optimizer.param_groups)
+    dictionaries: list[dict[Any, Any]] = [*groups, optimizer.defaults, optimizer.state]
+    contents = [(dictionary, dict(dictionary)) for dictionary in dictionaries]
 
     def undo() -> None:
-        vars(optimizer).clear()
-        vars(optimizer).update(attributes)
+        optimizer.__class__ = kind
+        refill_(vars(optimizer), attributes)
+        optimizer.param_groups[:] = groups
+        for dictionary, content in contents:
+            refill_(dictionary, content)
         if position is not None and "_common" in attributes:
             attributes["_common"].position = position
 
     return undo
+
+
+def refill_(dictionary: dict[Any, Any], content: Any) -> None:
+    """Replace the entries of a dictionary."""
+    values = dict(content)
+    dictionary.clear()
+    dictionary.update(values)
 
 
 def _plain(regularizer: Regularizer | None) -> list[Any] | None:

@@ -85,12 +85,10 @@ def _settings_of_ours(optimizer: CommonOptimizer) -> OptimizerSettings:
 def restrict_(
     optimizer: torch.optim.Optimizer, keep: Callable[[Tensor], bool]
 ) -> Callable[[], None]:
-    """Drop from `optimizer` all parameters for which `keep` is false, and their state.
+    """Drop from `optimizer` all parameters for which `keep` is false, and their state. Return a
+    function that undoes it, as long as the optimizer has not been used.
 
     Groups keep their index, empty ones too, so that a learning-rate scheduler finds them.
-
-    Returns:
-        A function that undoes it, as long as the optimizer has not been used.
     """
     undo_records = _restrict_records_(optimizer, keep)
     before = [
@@ -120,9 +118,7 @@ def restrict_(
 def _restrict_records_(
     optimizer: torch.optim.Optimizer, keep: Callable[[Tensor], bool]
 ) -> Callable[[], None]:
-    """Restrict the common part, which torch's optimizers do not have; return a function that undoes
-    it.
-    """
+    """Restrict the common part, which torch's lack; return a function that undoes it."""
     if not isinstance(optimizer, CommonOptimizer):
         return lambda: None
     common = optimizer._common
@@ -140,9 +136,7 @@ def _restrict_records_(
 def _spelled_out(
     groups: Sequence[dict[str, Any]], rates: Sequence[float | Schedule], own_lr: Sequence[bool]
 ) -> list[dict[str, Any]]:
-    """Return copies of the groups with names beside the parameters, and with `lr` only where it is
-    the group's own.
-    """
+    """Return copies of the groups with named parameters, and with `lr` if it is their own."""
     new = []
     for group, rate, own in zip(groups, rates, own_lr, strict=True):
         names = group.get("param_names", [None] * len(group["params"]))

@@ -82,8 +82,9 @@ class TorchOptimizer(CommonOptimizer):
     def _coupled_decay(self, facts: ParamFacts) -> float:
         # torch adds the decay itself before the update; it is added here only if a stage must come
         # between the two
-        takes_over = facts.regularizer is not None or facts.grad_centralization
-        decoupled = facts.group.get("decoupled_weight_decay", False)
+        group = facts.group
+        takes_over = group["regularizer"] is not None or group["grad_centralization"]
+        decoupled = group.get("decoupled_weight_decay", False)
         return facts.weight_decay if takes_over and not decoupled else 0.0
 
     def _run_update(self, rates: list[float]) -> bool:
@@ -122,9 +123,7 @@ class TorchOptimizer(CommonOptimizer):
 
     @contextmanager
     def _unscaled(self, pairs: list[ParamGrad]) -> Iterator[list[ParamGrad]]:
-        """Divide by the scale of a `GradScaler` that left this to a fused kernel, and mark it as
-        done.
-        """
+        """Divide by a `GradScaler`'s scale that was left to a fused kernel, and mark it as done."""
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if scale is None:
             yield pairs
@@ -156,9 +155,7 @@ class TorchOptimizer(CommonOptimizer):
     def _groups_for(
         self, pairs: Sequence[ParamGrad], rates: Sequence[float]
     ) -> list[dict[str, Any]]:
-        """Return the groups of this update, for negated gradients, with excluded parameters in
-        groups of their own.
-        """
+        """Return the groups of this update; excluded parameters get groups of their own."""
         members: dict[tuple[int, float], list[Tensor]] = {}
         for param, _ in pairs:
             facts = self._facts(param)
@@ -177,9 +174,7 @@ class TorchOptimizer(CommonOptimizer):
 
 
 def unhooked_step(torch_class: type[torch.optim.Optimizer]) -> Any:
-    """Return the step of a class of torch, without the hooks of the instance that it is called
-    with.
-    """
+    """Return the step of a class of torch, without the hooks of the instance."""
     # torch wraps the step of a class at its first construction; our own step runs the hooks already
     step: Any = torch_class.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step

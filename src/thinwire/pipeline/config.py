@@ -42,14 +42,9 @@ class Pipeline:
         )
         check.instance("schedule", self.schedule, str, advice='write "1f1b" or "gpipe"')
         check.one_of("schedule", self.schedule, ("1f1b", "gpipe"))
-        points = self.split_points
-        check.instance(
-            "split_points", points, (tuple, list), advice='write a single name as ("blocks.4",)'
-        )
-        for i, name in enumerate(points):
-            check.instance(
-                f"split_points[{i}]", name, str, advice="split points are names of modules"
-            )
+        advice = 'write a single name as ("blocks.4",)'
+        points = check.words("split_points", self.split_points, advice=advice)
+        object.__setattr__(self, "split_points", points)
         if len(set(points)) != len(points):
             raise ValueError(f"split_points must be different modules, got {list(points)}")
         if points and len(points) != self.stages - 1:
@@ -57,4 +52,3 @@ class Pipeline:
                 f"split_points must name the first modules of stages 2 to {self.stages} "
                 f"({self.stages - 1} names), got {len(points)}: {list(points)}"
             )
-        object.__setattr__(self, "split_points", tuple(points))

@@ -1,13 +1,9 @@
-"""Runs forward and backward passes of a mini-batch over the stages of a pipeline. A rehearsal first
-determines the tensors between stages.
-"""
+"""Runs mini-batches over the stages of a pipeline, after a rehearsal of new shapes."""
 
 import json
 import struct
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,15 +20,11 @@ __all__ = ["PipelineRunner", "failure", "rehearse"]
 
 _CONCLUSION = struct.Struct("<?Bd")
 _LOSS_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_KEPT_SCHEDULES = 4
 _TRANSFER = "passing activations and gradients between stages"
 
 
-@dataclass(frozen=True, slots=True)
-class _Stages:
-    source: Parcel | None
-    result: Parcel | None
-    schedule: Schedule | None
+_Parcels = tuple[Parcel | None, Parcel | None]
+"""From the previous stage and to the next one; None at the ends."""
 
 
 class PipelineRunner:
@@ -76,7 +68,8 @@ class PipelineRunner:
             (t.device for t in [*stage.parameters(), *stage.buffers()]), torch.device("cpu")
         )
         self._worker = StageWorker(stage, self._device, dtype, loss_fn)
-        self._plans: OrderedDict[str, _Stages] = OrderedDict()
+        self._parcels: dict[str, _Parcels] = {}
+        """By the look of a mini-batch."""
         self._passed_bytes = 0
         self._broken = False
         self._outcomes: Pending[Tensor] | None = None
@@ -136,9 +129,7 @@ class PipelineRunner:
         raise failure(rank % self._grid.stages, self._grid.stages, *report)
 
     def conclude(self, *, agreed: bool = True) -> Tensor:
-        """Return the mean loss of a step from the last stage, after all ranks have agreed. Raise if
-        a stage has failed.
-        """
+        """Return the mean loss of a step from the last stage. Raise if a stage has failed."""
         assert self._outcomes is not None, "a step was made"
         ending, self._outcomes = self._outcomes, None
         conclusions = [_CONCLUSION.unpack(row.numpy().tobytes()) for row in ending.wait().cpu()]
@@ -173,19 +164,27 @@ class PipelineRunner:
         parts, key, known = self._agreed(inputs, targets, problem, backward=backward)
         self._broken = True  # until all stages have finished
         if not known:
-            self._remember(key, self._new_plan(parts[0][0], backward=backward))
-        plan = self._plans[key]
-        self._plans.move_to_end(key)
-        worker.begin(parts, plan.source, plan.result, self._scale() / count if backward else 1.0)
-        if plan.schedule is None:
+            self._parcels[key] = self._rehearsed(parts[0][0])
+        source, result = self._parcels[key]
+        worker.begin(parts, source, result, self._scale() / count if backward else 1.0)
+        if self._grid.stages == 1:
             self._run_single(count, backward=backward)
         else:
+            schedule = Schedule(
+                worker,
+                self._config,
+                self._grid,
+                self._device,
+                source=source,
+                result=result,
+                backward=backward,
+            )
             try:
-                plan.schedule.run()
+                schedule.run()
             except RuntimeError as error:
                 raise self._grid.explain(error, action=_TRANSFER) from error
-        self._passed_bytes += count * (plan.result.bytes_forth if plan.result else 0)
-        self._passed_bytes += count * (plan.source.bytes_back if plan.source and backward else 0)
+        self._passed_bytes += count * (result.bytes_forth if result else 0)
+        self._passed_bytes += count * (source.bytes_back if source and backward else 0)
         # not waited for: the agreement of the update has this runner as a check and reports
         # failures
         self._outcomes = self._gather_outcomes()
@@ -194,7 +193,7 @@ class PipelineRunner:
     def _agreed(
         self, inputs: Any, targets: Any, problem: Exception | None, *, backward: bool
     ) -> tuple[list[tuple[Any, Any]], str, bool]:
-        """Return the micro-batches, the key of their plan, and True if all stages have the plan."""
+        """Return the micro-batches, the key of their parcels, and True if all stages have them."""
         parts: list[tuple[Any, Any]] = []
         facts: dict[str, Any] = {"call": "step" if backward else "evaluate", "problem": None}
         try:
@@ -221,7 +220,7 @@ class PipelineRunner:
             facts["problem"] = f"{type(problem).__name__}: {problem}"
         look = describe(parts[0][0] if parts else None)
         key = json.dumps([facts["call"], look, self._stage.training, self._parameter_kinds()])
-        known = key in self._plans
+        known = key in self._parcels
         payload = json.dumps({"facts": facts, "known": known}).encode()
         action = "agreeing on a mini-batch"
         answers = [mapping_of(a) for a in self._grid.peers.gather_bytes(payload, action=action)]
@@ -236,26 +235,14 @@ class PipelineRunner:
     def _parameter_kinds(self) -> list[str]:
         return [f"{p.dtype} {p.requires_grad}" for p in self._stage.parameters()]
 
-    def _new_plan(self, inputs: Any, *, backward: bool) -> _Stages:
-        grid = self._grid
+    def _rehearsed(self, inputs: Any) -> _Parcels:
         try:
-            learned = rehearse(self._worker, inputs, grid.peers, self._device)
+            learned = rehearse(self._worker, inputs, self._grid.peers, self._device)
         except Exception:
             self._broken = False  # raised on all stages; no message is in flight
             raise
-        source, result = [None, *learned, None][grid.stage : grid.stage + 2]
-        if grid.stages == 1:
-            return _Stages(source, result, None)
-        parcels_of = {"source": source, "result": result}
-        schedule = Schedule(
-            self._worker, self._config, grid, self._device, **parcels_of, backward=backward
-        )
-        return _Stages(source, result, schedule)
-
-    def _remember(self, key: str, plan: _Stages) -> None:
-        self._plans[key] = plan
-        while len(self._plans) > _KEPT_SCHEDULES:  # each holds memory to receive into
-            self._plans.popitem(last=False)
+        source, result = [None, *learned, None][self._grid.stage : self._grid.stage + 2]
+        return source, result
 
     def _run_single(self, count: int, *, backward: bool) -> None:
         for _ in range(count):
@@ -347,9 +334,7 @@ def rehearse(worker: StageWorker, inputs: Any, peers: Group, device: torch.devic
 
 
 def failure(stage: int, stages: int, kind: str, text: str) -> Exception:
-    """Return the error to raise if another stage failed: of the same type if that concerns
-    arguments.
-    """
+    """Return the error to raise if another stage failed; errors in arguments keep their type."""
     kinds = {"TypeError": TypeError, "ValueError": ValueError}
     return kinds.get(kind, ThinwireError)(
         f"stage {stage + 1} of {stages} failed in this step: {kind}: {text}"

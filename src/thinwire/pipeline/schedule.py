@@ -18,16 +18,8 @@ class Schedule:
     last stage has returned a gradient, and keeps the activations of fewer micro-batches.
 
     A stage waits before each pass for the tensors that it receives, and at the end of `run` for
-    those that it sent.
-
-    Args:
-        worker: Runs the stage; takes and returns tensors as in `source` and `result`.
-        config: Number of micro-batches, and the schedule's name.
-        grid: The ranks.
-        device: Device of the stage.
-        source: Parcel from the previous stage; None on the first stage.
-        result: Parcel for the next stage; None on the last.
-        backward: True if there is a backward pass.
+    those that it sent. `source` comes from the previous stage and `result` goes to the next one;
+    None at the ends.
     """
 
     def __init__(
@@ -65,7 +57,6 @@ class Schedule:
         Raises:
             RuntimeError: A transfer failed.
         """
-        self._kept.clear()
         before, after = self._grid.stage - 1, self._grid.stage + 1
         leaving: list[Tensor] = []
         in_flight: list[Work] = []

@@ -30,9 +30,7 @@ class ChainModule:
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Return the reason why a module cannot be taken apart into the modules that it calls; None if
-    it can.
-    """
+    """Return why a module cannot be taken apart into the modules that it calls, or None."""
     if not isinstance(module, nn.Sequential):
         return "only an nn.Sequential defines the order of its modules"
     if type(module).forward is not nn.Sequential.forward or "forward" in vars(module):
@@ -51,9 +49,7 @@ def obstacle(module: nn.Module) -> str | None:
 
 
 def chain(model: nn.Module, path: tuple[str, ...] = ()) -> Iterator[ChainModule]:
-    """Return the modules that the model calls, in order. A module that cannot be taken apart is one
-    link.
-    """
+    """Return the modules that the model calls, in order; one with an obstacle stays whole."""
     if obstacle(model) is None:
         # named_children() skips a module that comes a second time
         for name, child in model._modules.items():
@@ -64,9 +60,7 @@ def chain(model: nn.Module, path: tuple[str, ...] = ()) -> Iterator[ChainModule]
 
 
 def assemble(container: nn.Module, links: Sequence[ChainModule], depth: int = 0) -> nn.Sequential:
-    """Return a container with some consecutive links, under their names. Whole containers stay as
-    they are.
-    """
+    """Return a container of consecutive links under their names; whole containers stay."""
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     for name, group in groupby(links, key=lambda link: link.path[depth]):
         child, inside = container.get_submodule(name), list(group)
@@ -130,9 +124,7 @@ def _article(module: nn.Module) -> str:
 
 
 def _balanced(links: Sequence[ChainModule], stages: int) -> list[int]:
-    """Return the starts of the stages: at modules with parameters, so that activations stay with
-    the module before them.
-    """
+    """Return the starts of the stages: at modules with parameters."""
     heads = [i for i, link in enumerate(links) if any(True for _ in link.module.parameters())]
     if len(heads) < stages:
         raise StrategyError(
@@ -152,9 +144,7 @@ def _new(module: nn.Module, seen: set[nn.Parameter]) -> Iterator[nn.Parameter]:
 
 
 def _starts(model: nn.Module, links: Sequence[ChainModule], points: Sequence[str]) -> list[int]:
-    """Return the starts of the stages, from the names of the first modules of the second and later
-    ones.
-    """
+    """Return the starts of the stages, from the names of their first modules."""
     begins = [0]
     names = ["the first module", *points]
     for point in points:
@@ -249,9 +239,7 @@ def partition(sizes: Sequence[int], parts: int) -> list[int]:
 def _prefixes(
     ends: list[int], parts: int, *, limit: float, even: bool
 ) -> list[dict[int, tuple[float, int]]]:
-    """Return, by number of parts and length of a prefix, the least cost and the start of the last
-    part.
-    """
+    """Return by parts and length of a prefix the least cost, and where the last part begins."""
     rows: list[dict[int, tuple[float, int]]] = []
     before: dict[int, tuple[float, int]] = {0: (0, 0)}
     for _ in range(parts):

@@ -1,9 +1,6 @@
-"""Runs a stage on micro-batches as a module for torch's schedules; packs nested values between
-stages and cuts mini-batches.
-"""
+"""Runs a stage on micro-batches, packs values between stages, and cuts mini-batches."""
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +12,7 @@ from torch import Tensor, nn
 __all__ = [
     "Parcel",
     "StageWorker",
+    "called",
     "content",
     "describe",
     "mapped",
@@ -84,9 +82,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def describe(value: Any) -> Any:
-    """Return shapes and types as JSON can hold them. They are equal if one schedule can run both
-    values.
-    """
+    """Return shapes and types for JSON, equal if one schedule can run both values."""
     if isinstance(value, Tensor):
         return [str(value.dtype), *value.shape]
     if isinstance(value, Mapping):
@@ -186,16 +182,8 @@ class Parcel:
             layout, tuple((_short(t.dtype), tuple(t.shape), t.requires_grad) for t in tensors)
         ), tensors
 
-    def looks_like(self, other: "Parcel | None") -> bool:
-        """Return True if both layouts are equal. A NaN among plain values equals itself here."""
-        if other is None or self.tensors != other.tensors:
-            return False
-        return self.layout == other.layout or json.dumps(self.layout) == json.dumps(other.layout)
-
     def blanks(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return zeros with the layout of the tensors: leaves, which need a gradient if these
-        do.
-        """
+        """Return zeros like the tensors; they need a gradient if these do."""
         return tuple(
             torch.zeros(
                 shape, dtype=getattr(torch, dtype), device=device, requires_grad=requires_grad
@@ -242,13 +230,8 @@ class StageWorker(nn.Module):
         result: Parcel | None,
         factor: float,
     ) -> None:
-        """Prepare for a step.
-
-        Args:
-            parts: (inputs, targets) of the micro-batches.
-            source: Parcel from the previous stage; None on the first stage.
-            result: Parcel for the next stage; None on the last.
-            factor: Factor of the loss before the backward pass.
+        """Prepare for a step: (inputs, targets) of the micro-batches, the parcels before and after
+        this stage, and the factor of the loss before the backward pass.
         """
         self._parts, self._source, self._result, self._factor = parts, source, result, factor
         self.losses: list[Tensor] = []
@@ -256,9 +239,7 @@ class StageWorker(nn.Module):
         self._next = 0
 
     def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Run the next micro-batch. Return tensors for the next stage, or the loss times
-        `factor`.
-        """
+        """Run the next micro-batch. Return tensors for the next stage, or the scaled loss."""
         index = self._next
         self._next += 1
         if self.error is None:
@@ -287,7 +268,7 @@ class StageWorker(nn.Module):
             self.losses.append(loss.detach())
             return loss * self._factor
         parcel, tensors = Parcel.of(self.output(inputs, received), name="the output of a stage")
-        if not parcel.looks_like(self._result):
+        if parcel != self._result:
             raise ValueError(
                 "the output of a stage must have the same layout and plain values for all "
                 f"micro-batches: micro-batch {index} gave {parcel}, but the rehearsal gave "
@@ -296,14 +277,12 @@ class StageWorker(nn.Module):
         return tuple(tensor.contiguous() for tensor in tensors)
 
     def output(self, inputs: Any, received: Sequence[Tensor]) -> Any:
-        """Return the output of the stage, for inputs of the model on the first stage, else for
-        received tensors.
-        """
+        """Return the output of the stage, from inputs on the first stage, else from `received`."""
         with self._precision():
             # copies: a first module that works in place would change the user's mini-batch, of
             # which all micro-batches are views, or tensors that torch still needs
             if self._source is None:
-                return _called(self.stage, mapped(Tensor.clone, inputs))
+                return called(self.stage, mapped(Tensor.clone, inputs))
             tensors = [tensor.clone() if tensor.requires_grad else tensor for tensor in received]
             return self.stage(unpack(self._source.layout, tensors))
 
@@ -330,10 +309,11 @@ def _as_loss(loss: object) -> Tensor:
     return loss.reshape(())
 
 
-def _called(module: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, tuple):
-        return module(*inputs)
-    return module(**inputs) if isinstance(inputs, dict) else module(inputs)
+def called(module: nn.Module, inputs: Any) -> Any:
+    """Return the result for one argument, a tuple of arguments, or a mapping of keywords."""
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -62,21 +62,13 @@ class Recompute:
     checkpoints: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        check.instance(
-            "checkpoints",
-            self.checkpoints,
-            (tuple, list),
-            advice='write a single pattern as ("blocks.*",)',
-        )
-        if not self.checkpoints:
+        advice = 'write a single pattern as ("blocks.*",)'
+        checkpoints = check.words("checkpoints", self.checkpoints, advice=advice)
+        object.__setattr__(self, "checkpoints", checkpoints)
+        if not checkpoints:
             raise ValueError(
                 "checkpoints is empty: name the modules to recompute, or leave recompute out"
             )
-        for i, pattern in enumerate(self.checkpoints):
-            check.instance(
-                f"checkpoints[{i}]", pattern, str, advice="patterns are over module names"
-            )
-        object.__setattr__(self, "checkpoints", tuple(self.checkpoints))
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,16 @@
-"""Replacements of a module's forward that can be copied with the module and removed again, among
-them autocast.
-"""
+"""Removable replacements of a module's forward that are copied with it, such as autocast."""
 
 from typing import Any
 
 import torch
 from torch import nn
 
-from thinwire import _validate as check
-
 __all__ = ["Autocast", "ForwardLayer"]
 
 
 class ForwardLayer:
-    """A layer that replaces `module.forward` and calls the forward below it. Layers may be put on
-    and removed in any order.
+    """A layer that replaces `module.forward` and calls the forward below it. The layer on top is
+    removed first.
 
     The layer is an object that holds its module, not a closure. A copied or unpickled module thus
     has its own layer, which calls that module. Names, types and state_dict of the module stay as
@@ -46,7 +42,7 @@ class ForwardLayer:
 
     def _around(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer. It calls `_inside` for the forward below."""
-        raise NotImplementedError(f"{type(self).__name__} must define _around(*args, **kwargs)")
+        raise NotImplementedError
 
     def _inside(self, *args: Any, **kwargs: Any) -> Any:
         # looked up at every call, since lazy modules change their class in the first call
@@ -55,23 +51,16 @@ class ForwardLayer:
         return self.inner(*args, **kwargs)
 
     def remove(self) -> None:
-        """Remove the layer, at any position in the stack. May be called twice."""
+        """Remove the layer; below other code that wraps it, it stays, inactive. May be called
+        twice.
+        """
         self.active = False
-        above: ForwardLayer | None = None
-        layer = vars(self.module).get("forward")
-        while isinstance(layer, ForwardLayer) and layer is not self:
-            above, layer = layer, layer.inner
-        if layer is not self:  # wrapped by other code: it stays, inactive
+        if vars(self.module).get("forward") is not self:
             return
-        if above is not None:
-            above.inner = self.inner
-        elif self.inner is None:
+        if self.inner is None:
             del self.module.forward
         else:
             self.module.forward = self.inner
-
-
-_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Autocast(ForwardLayer):
@@ -93,15 +82,12 @@ class Autocast(ForwardLayer):
         dtype: `torch.bfloat16` or `torch.float16`.
 
     Raises:
-        TypeError: The argument is no module, or a scripted one.
-        ValueError: Another dtype.
+        TypeError: A scripted module.
 
     Source: Micikevicius et al., 2018, arXiv 1710.03740; torch.autocast.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        check.instance("model", module, nn.Module)
-        check.one_of("dtype", dtype, _DTYPES)
         super().__init__(module)
         self.dtype = dtype
 

@@ -44,36 +44,18 @@ class GradientSum:
 
     @torch.no_grad()
     def add(self, grads: Mapping[str, Tensor | None], factor: float = 1.0) -> None:
-        """Add the gradients of one more microstep, dense or sparse, by parameter name, times a
-        factor such as 1 / loss scale. None counts as absent.
-
-        Raises:
-            ValueError: A gradient has another shape than before; nothing has been added.
-        """
-        present = {name: grad for name, grad in grads.items() if grad is not None}
-        self._require_shapes(present)
-        for name, grad in present.items():
-            self._sums[name] = _added(self._sums.get(name), grad, factor)
-        self.microsteps += 1
-
-    def _require_shapes(self, grads: Mapping[str, Tensor]) -> None:
+        """Add the gradients of one more microstep times a factor; None counts as absent."""
         for name, grad in grads.items():
-            if name in self._sums and self._sums[name].shape != grad.shape:
-                raise ValueError(
-                    f"the gradient of {name} has shape {tuple(grad.shape)}, those merged before it "
-                    f"have {tuple(self._sums[name].shape)}: call clear() when the model has changed"
-                )
+            if grad is not None:
+                self._sums[name] = _added(self._sums.get(name), grad, factor)
+        self.microsteps += 1
 
     @torch.no_grad()
     def preview(
         self, name: str, grad: Tensor | None, factor: float = 1.0, avg: bool = True
     ) -> Tensor | None:
         """Return the result of `take` for one parameter if `grad`, or None, were added last.
-        Nothing changes.
-
-        Returns:
-            A new tensor, or the tensor of the sum itself if nothing is added. None for a parameter
-            without any gradient.
+        Nothing changes. If nothing is added, it may be the tensor of the sum itself.
         """
         total = self._sums.get(name)
         if grad is not None:
@@ -86,11 +68,8 @@ class GradientSum:
 
     @torch.no_grad()
     def take(self, avg: bool = True) -> dict[str, Tensor]:
-        """Return the merged gradients by name. The sum is unchanged until `clear`.
-
-        Returns:
-            With `avg` means, in new tensors. Else the tensors of the sum themselves, which no
-            longer change after `clear`.
+        """Return the merged gradients by name: means, or without `avg` the tensors of the sum
+        themselves. The sum is unchanged until `clear`.
         """
         if not avg or self.microsteps == 1:
             return dict(self._sums)
@@ -103,17 +82,9 @@ class GradientSum:
         """Return the result of `take` after `add` of these gradients. The sum is unchanged until
         `clear`.
 
-        Args:
-            grads: Gradients of the last microstep, as in `add`. Changed: the result is written into
-                dense gradients that share no storage and have the type of the sum, which saves a
-                second set of gradients.
-            factor: As in `add`.
-            avg: As in `take`.
-
-        Raises:
-            ValueError: As in `add`; nothing has changed.
+        The result is written into dense gradients that share no storage and have the type of the
+        sum, which saves a second set of gradients.
         """
-        self._require_shapes(grads)
         owned, count = with_own_storage(grads), self.microsteps + 1
         done = {}
         for name in dict.fromkeys([*self._sums, *grads]):

@@ -12,9 +12,7 @@ __all__ = ["BackgroundSave"]
 
 
 class BackgroundSave:
-    """Writes one checkpoint at a time on a thread. It has its own process groups, so that saving
-    and training do not share collectives.
-    """
+    """Writes one checkpoint at a time on a thread, over process groups of its own."""
 
     def __init__(self) -> None:
         self._group: Group | None = None
@@ -23,11 +21,8 @@ class BackgroundSave:
         self._error: BaseException | None = None
 
     def begin(self, savers: Group, write: Callable[[Group], Path]) -> None:
-        """Wait for the previous save, then write on the thread.
-
-        Args:
-            savers: The ranks that write; all of them call this.
-            write: Called with a group of the same ranks.
+        """Wait for the previous save, then call `write` on the thread with a group of the savers.
+        All of them call this.
 
         Communication: creation of the groups, the first time.
         """

@@ -1,6 +1,4 @@
-"""The state of an engine on disk. Every rank writes its part; another number of ranks can load
-it.
-"""
+"""The state of an engine on disk: every rank writes its part, any number of ranks loads it."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -50,9 +48,7 @@ def save(
     *,
     frozen: bool,
 ) -> Callable[[Group], Path]:
-    """Return a function that writes a checkpoint of the current state over these ranks; see
-    `Engine.save`.
-    """
+    """Return a function that writes a checkpoint of the current state; see `Engine.save`."""
     content: Any
     try:
         content = saved(parts, counters, extra, frozen=frozen)
@@ -140,9 +136,7 @@ def load_parameters(directory: str | Path, parts: Parts) -> Path:
 
 
 def discard_pending(parts: Parts, *, alike: bool = True) -> None:
-    """Discard pending state of other parameters. `alike`: True if ranks have the same buffers
-    now.
-    """
+    """Discard pending state. `alike`: True if ranks have the same buffers now."""
     parts.buffers.forget(alike=alike)
     if parts.merge is not None:
         parts.merge.clear()
@@ -166,9 +160,7 @@ def _mismatch(loaded: Loaded, problem: str) -> CheckpointMismatch:
 
 
 def _sharding(parts: Parts, facts: Mapping[str, Any]) -> Sharding | None:
-    """Return the sharding of this engine's model, for a checkpoint of another sharding. None if
-    either side has pipeline stages.
-    """
+    """Return the sharding of this engine's model; None if either side has pipeline stages."""
     if parts.runner is not None or facts.get("strategy", {}).get("pipeline") is not None:
         return None
     params = dict(named_parameters(parts.model))

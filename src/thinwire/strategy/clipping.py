@@ -2,15 +2,15 @@
 
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from thinwire.comm import Group, wrong_call_site
-from thinwire.core.gradients import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue, clipped, scaled
+from thinwire.core.gradients import Clip, ClipByGlobalNorm, ClipByNorm, clipped, scaled
 from thinwire.core.norms import global_norm, norms_over_shards
 from thinwire.core.tensors import coalesced, values_of, with_own_storage, with_values
 from thinwire.errors import StrategyError
@@ -22,9 +22,8 @@ __all__ = ["Clipping", "require_clip_of_one", "require_one_clip", "take_clip_"]
 
 @dataclass(frozen=True, slots=True)
 class Clipping:
-    """Clipping of an engine. `remove` restores the optimizer's own clipping."""
+    """Clipping of an engine."""
 
-    remove: Callable[[], None]
     clip: Clip | None = None
     shards: Group | None = None
     """The ranks that hold the shards of this replica; None where tensors are whole."""
@@ -44,10 +43,7 @@ class Clipping:
     def __call__(self, grads: dict[str, Tensor], norms: Sequence[float]) -> dict[str, Tensor]:
         """Return clipped gradients. They may be the same tensors, changed.
 
-        Args:
-            grads: By name.
-            norms: The values of `norm` on the ranks of this replica, if an agreement has reported
-                them.
+        `norms` are those of the ranks of this replica, if an agreement has reported them.
 
         Communication: over shards, and over stages without `norms`, 8 bytes a rank with
         `ClipByGlobalNorm`; over shards 8 bytes a tensor with `ClipByNorm`.
@@ -70,30 +66,16 @@ class Clipping:
 
 
 def require_one_clip(
-    optimizer: torch.optim.Optimizer,
-    grad_clip: Clip | None,
-    names: Mapping[Parameter, str],
-    *,
-    sharded: bool = False,
+    optimizer: torch.optim.Optimizer, grad_clip: Clip | None, *, sharded: bool = False
 ) -> None:
-    """Raise `StrategyError` if `grad_clip` does not go with the optimizer as given.
+    """Raise `StrategyError` if the optimizer clips already, or exchanges and cannot have this
+    clipping.
 
-    Args:
-        optimizer: Optimizer of a model; its own clipping is checked too.
-        grad_clip: The argument of `prepare`; may be None.
-        names: Names of its parameters, for the error.
-        sharded: True if the optimizer sees parts of tensors.
-
-    Raises:
-        StrategyError: The optimizer clips by itself, or it exchanges by itself and cannot have this
-            clipping; or values of complex gradients would be clipped.
+    `sharded`: True if the optimizer sees parts of tensors.
     """
-    own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
-    clip = own if grad_clip is None else grad_clip
-    if isinstance(clip, ClipByValue):
-        _require_real(optimizer, clip, names)
     if grad_clip is None:
         return
+    own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
     why = None
     if own is not None:
         why = f"the optimizer already clips by {own}: use one of them"
@@ -139,53 +121,29 @@ def _why_no_clip(optimizer: DGCMomentum, clip: Clip, *, sharded: bool) -> str | 
     return None
 
 
-def _require_real(
-    optimizer: torch.optim.Optimizer, clip: Clip, names: Mapping[Parameter, str]
-) -> None:
-    trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-    param = next((p for p in trained if p.is_complex()), None)
-    if param is not None:
-        raise StrategyError(
-            f"{clip} needs real gradients, but {names.get(param, 'a parameter')} is "
-            f"{param.dtype}: complex numbers have no order. Use ClipByNorm or ClipByGlobalNorm"
-        )
-
-
 def take_clip_(
     optimizer: torch.optim.Optimizer,
     grad_clip: Clip | None,
+    undo: ExitStack,
     *,
     stages: Group | None = None,
     shards: Group | None = None,
 ) -> Clipping:
     """Remove from `optimizer` a clipping by norm that would see one stage or shard only. Changes
-    `optimizer`.
+    `optimizer`; `undo` gets the function that restores it.
 
     An optimizer that exchanges by itself gets `grad_clip`. Any other one gets clipped gradients.
-
-    Args:
-        optimizer: Optimizer of one stage.
-        grad_clip: The argument of `prepare`, checked by `require_one_clip`; may be None.
-        stages: See `Clipping`.
-        shards: See `Clipping`.
     """
     if isinstance(optimizer, DGCMomentum) and grad_clip is not None:
-        return Clipping(_replaced_(optimizer, grad_clip))
+        undo.callback(optimizer.replace_grad_clip(grad_clip))
+        return Clipping()
     own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
     over_parts = (ClipByGlobalNorm, ClipByNorm) if shards is not None else (ClipByGlobalNorm,)
     if (stages is not None or shards is not None) and isinstance(own, over_parts):
         assert isinstance(optimizer, CommonOptimizer), "it has a clipping"
-        return Clipping(_replaced_(optimizer, None), own, shards, stages)
-    return Clipping(lambda: None, grad_clip, shards, stages)
-
-
-def _replaced_(optimizer: CommonOptimizer, clip: Clip | None) -> Callable[[], None]:
-    before = optimizer.replace_grad_clip(clip)
-
-    def undo() -> None:
-        optimizer.replace_grad_clip(before)
-
-    return undo
+        undo.callback(optimizer.replace_grad_clip(None))
+        grad_clip = own
+    return Clipping(grad_clip, shards, stages)
 
 
 def _norms_over(others: Group, norm: float) -> list[float]:
@@ -206,9 +164,7 @@ def _by_norms_over(shards: Group, limit: float, grads: dict[str, Tensor]) -> dic
 
 
 def _scaled_(grads: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:
-    """Scale gradients in place if they are dense and share no storage; return new tensors for the
-    others.
-    """
+    """Scale gradients, in place if they are dense and share no storage."""
     owned, new = with_own_storage(grads), {}
     for name, grad in grads.items():
         narrow = torch.promote_types(grad.dtype, torch.float32) != grad.dtype

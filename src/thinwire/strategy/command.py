@@ -1,6 +1,4 @@
-"""`thinwire explain` and `thinwire export`. torch is imported only where needed, so that a bad file
-is reported at once.
-"""
+"""`thinwire explain` and `thinwire export`; a bad file is reported before torch is imported."""
 
 from __future__ import annotations
 

@@ -45,10 +45,7 @@ F = TypeVar("F", bound=Fields)
 
 
 def to_dict(strategy: Fields) -> dict[str, Any]:
-    """Return plain values only: dict, list, str, int, float, bool.
-
-    None is left out at every level.
-    """
+    """Return plain values only, without those that are None."""
     return {name: _plain(config) for name, config in strategy.on.items()}
 
 
@@ -78,16 +75,8 @@ def _entries(config: Any) -> Iterator[tuple[str, Any, str | None]]:
 def from_dict(
     kind: type[F], document: Mapping[str, Any], where: Callable[[str], str] = lambda _: ""
 ) -> F:
-    """Return the strategy that `to_dict` described.
-
-    Args:
-        kind: Class of the strategy.
-        document: A mapping from fields to mappings of their config's keys.
-        where: Text before the dotted path of a key in an error, such as "plan.yaml:3: ".
-
-    Raises:
-        StrategyError: Unknown keys (the first five of them), a missing key, or a conflict.
-        TypeError, ValueError: A wrong value.
+    """See `DistributedStrategy.from_dict`. `where` returns the text before the dotted path of a key
+    in an error, such as "plan.yaml:3: ".
     """
     _require_mapping(_ROOT, document, where)
     unknown = list(
@@ -163,9 +152,7 @@ def _require_mapping(path: str, value: object, where: Callable[[str], str]) -> N
 def _unknown_keys(
     path: str, document: Any, known: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """Return path and problem of every unknown key at and below `path`. `known` is a tree of
-    keys.
-    """
+    """Return path and problem of every key below `path` that is not in the tree `known`."""
     if not isinstance(document, Mapping):
         return
     for key, value in document.items():
@@ -188,13 +175,7 @@ def _keys(kind: type) -> dict[str, dict[str, Any]]:
 
 
 def load(kind: type[F], path: Path) -> F:
-    """Read a file with a strategy of this kind.
-
-    Raises:
-        StrategyError, TypeError, ValueError: As `DistributedStrategy.load`, beginning with file and
-            line.
-        OSError: The file cannot be read.
-    """
+    """See `DistributedStrategy.load`."""
     document, lines = read_file(path)
     return from_dict(
         kind, document, lambda key: f"{path}:{lines[key]}: " if key in lines else f"{path}: "
@@ -202,19 +183,13 @@ def load(kind: type[F], path: Path) -> F:
 
 
 def save(strategy: Fields, path: Path) -> None:
-    """Write a temporary file, then rename it into place. Parents are made.
-
-    Raises:
-        OSError: The file cannot be written; an existing one is unchanged.
-    """
+    """See `DistributedStrategy.save`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, text_of(strategy).encode())
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes every string in double quotes, so that YAML readers cannot take it for another
-    type.
-    """
+    """Writes every string in double quotes, so that no reader takes it for another type."""
 
 
 _Dumper.add_representer(
@@ -223,9 +198,7 @@ _Dumper.add_representer(
 
 
 def text_of(strategy: Fields) -> str:
-    """Return the text of the file: every key below the line of its docstring; fields that are off,
-    as comments.
-    """
+    """Return the text of the file: keys below their docstrings, fields that are off as comments."""
     about, on = attribute_lines(type(strategy)), strategy.on
     lines = [
         "# A training strategy of thinwire. `thinwire explain FILE` says what a step will do.",

@@ -1,6 +1,4 @@
-"""The engine, which runs everything from the forward pass to the update in one call per
-mini-batch.
-"""
+"""The engine, which makes a whole update in one call per mini-batch."""
 
 import contextlib
 import json
@@ -34,6 +32,7 @@ from thinwire.local.updates import LocalUpdates
 from thinwire.local.work import require_tokens
 from thinwire.optim import Lamb, Lars
 from thinwire.pipeline.runner import PipelineRunner
+from thinwire.pipeline.worker import called
 from thinwire.strategy import checkpoints, saving
 from thinwire.strategy.background_save import BackgroundSave
 from thinwire.strategy.engine_checks import Joining
@@ -338,7 +337,7 @@ class Engine:
         for index, optimizer in enumerate(self.optimizers):
             undo.callback(replace_step_(optimizer, partial(update, index)))
         self._following = Following(undo.close)
-        self._parts.handles.append(self._following)
+        self._parts.undo.callback(self._following.remove)
         return self._following
 
     @contextlib.contextmanager
@@ -818,19 +817,15 @@ class Engine:
         self.extra = restored["extra"]
 
     def _loss_of(self, inputs: Any, targets: Any, caller: str) -> Tensor:
-        self._require_loss_function(caller)
         parts = self._parts
-        assert parts.loss_fn is not None, "required just now"
-        outputs = _called(parts.model, inputs)
-        with contextlib.nullcontext() if parts.autocast is None else parts.autocast():
-            return parts.loss_fn(outputs, targets)
-
-    def _require_loss_function(self, caller: str) -> None:
-        if self._parts.loss_fn is None:
+        if parts.loss_fn is None:
             raise RuntimeError(
                 f"{caller} needs a loss function, but prepare got none: call prepare(model, "
                 "optimizer, loss_fn), or compute the loss yourself and call engine.minimize(loss)"
             )
+        outputs = called(parts.model, inputs)
+        with contextlib.nullcontext() if parts.autocast is None else parts.autocast():
+            return parts.loss_fn(outputs, targets)
 
     def _counters(self) -> dict[str, int]:
         return {
@@ -893,15 +888,8 @@ class Following:
 
 def _close(parts: Parts, background_save: BackgroundSave) -> None:
     parts.exchange.close()
-    for handle in parts.handles:
-        handle.remove()
+    parts.undo.close()
     background_save.finish()
-
-
-def _called(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def _check_mean(loss: object) -> None:

@@ -1,6 +1,4 @@
-"""The three ways in which ranks share an update, behind one protocol. The engine does not
-distinguish between them.
-"""
+"""The three ways in which ranks share an update, behind one protocol."""
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -74,13 +72,9 @@ class Exchange(Protocol):
         return
 
     def update(self, step: int, grads: Grads, **how: Any) -> StepDecision:
-        """Exchange and update. If the update is dropped, return the reason, on all ranks that share
-        it.
-
-        Args:
-            step: Number of updates already made.
-            grads: Gradients of this rank.
-            how: See `GradientExchange.exchange`; unused between averagings.
+        """Exchange and update, after `step` updates. If the update is dropped, return the reason,
+        on all ranks that share it. `how`: see `GradientExchange.exchange`; unused between
+        averagings.
         """
 
     def skip(self) -> None:
@@ -105,9 +99,7 @@ class Exchange(Protocol):
         return
 
     def start_anew(self) -> None:
-        """Note that parameters and buffers were replaced on all ranks alike, before the first
-        update.
-        """
+        """Note that all ranks replaced parameters and buffers alike, before the first update."""
         return
 
     def close(self) -> None:
@@ -137,9 +129,7 @@ class _EveryStep(Exchange):
 
     @contextlib.contextmanager
     def _reporting_failure(self, step: int, gradients: GradientExchange) -> Iterator[None]:
-        """Report to other ranks if the block fails after the exchange: they have made the
-        update.
-        """
+        """Report a failure in the block to other ranks, which have made the update."""
         try:
             yield
         except Exception as error:
@@ -227,9 +217,7 @@ class MeanThenStep(_EveryStep):
 
 
 class ExchangingStep(_EveryStep):
-    """Lets the optimizer exchange: it updates entry by entry from received messages, and holds the
-    compression state.
-    """
+    """Lets the optimizer exchange and update; it holds the state of the compression."""
 
     def __init__(self, optimizer: DGCMomentum, params: Mapping[str, Parameter]) -> None:
         self._optimizer, self._params = optimizer, params

@@ -1,20 +1,18 @@
-"""Values that must be equal on all ranks before an engine is made, and between a checkpoint and the
-engine that loads it. Settings on which no state depends are exempt.
-"""
+"""Values that must be equal on all ranks, or between a checkpoint and the engine that loads it."""
 
 import contextlib
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from thinwire._names import named_buffers, named_parameters, plain_names
 from thinwire.compress import CHANGE_COMPRESSIONS
 from thinwire.compress.protocol import ErrorsOnly
+from thinwire.core.provenance import checksum_of
 from thinwire.core.several import all_of, kinds_of
 from thinwire.local.model import shape_text
 from thinwire.optim.common import CommonOptimizer
@@ -32,48 +30,19 @@ __all__ = [
     "strategy_facts",
 ]
 
+_FREE_NAMES = (
+    # of a loss scale the presence is compared, of a merge its gradients
+    "amp.dtype amp.loss_scale amp.loss_scale.* gradient_merge gradient_merge.* "
+    "recompute recompute.* pipeline.micro_batches pipeline.schedule lars.* lamb.* "
+    "dgc.rampup_begin_step dgc.rampup_step dgc.sparsity dgc.local_grad_clip_norm dgc.value_bits "
+    "dgc.node_size dgc.exchange low_rank.begin_step *localsgd.k_steps *localsgd.init_k_steps "
+    "*localsgd.max_k_steps *localsgd.begin_step *localsgd.outer_lr *localsgd.outer_nesterov "
+    "*localsgd.mixing *localsgd.node_size"
+)
 _FREE = (
-    "recompute",
-    "recompute.*",
-    "amp.dtype",
-    "amp.loss_scale",  # the kind of scale; its presence is compared as well
-    "amp.loss_scale.*",
-    "pipeline.micro_batches",
-    "pipeline.schedule",
-    "gradient_merge",  # its merged gradients are compared as well
-    "gradient_merge.*",
+    *_FREE_NAMES.split(),
     *(
-        f"dgc.{name}"
-        for name in (
-            "rampup_begin_step",
-            "rampup_step",
-            "sparsity",
-            "local_grad_clip_norm",
-            "value_bits",
-            "node_size",
-            "exchange",
-        )
-    ),
-    "low_rank.begin_step",
-    "lars.*",
-    "lamb.*",
-    *(
-        f"{field}.{key}"
-        for field in ("localsgd", "adaptive_localsgd")
-        for key in (
-            "k_steps",
-            "init_k_steps",
-            "max_k_steps",
-            "begin_step",
-            "outer_lr",
-            "outer_nesterov",
-            "mixing",
-            "node_size",
-        )
-    ),
-    *(
-        f"{field}.compression.{key}"
-        for field in ("localsgd", "adaptive_localsgd")
+        f"*localsgd.compression.{key}"
         for tag, kind in CHANGE_COMPRESSIONS.items()
         if issubclass(kind, ErrorsOnly)  # these can load each other's state
         for key in (tag, f"{tag}.*", *(entry.name for entry in fields(kind)))
@@ -83,10 +52,10 @@ _FREE = (
 listed here.
 """
 _IN_GROUPS = {
-    **{
-        f"dgc.{name}": name
-        for name in ("rampup_begin_step", "rampup_step", "sparsity", "local_grad_clip_norm")
-    },
+    "dgc.rampup_begin_step": "rampup_begin_step",
+    "dgc.rampup_step": "rampup_step",
+    "dgc.sparsity": "sparsity",
+    "dgc.local_grad_clip_norm": "local_grad_clip_norm",
     "lars.lars_coeff": "trust_coefficient",
     "lars.lars_weight_decay": "weight_decay",
     "lars.epsilon": "eps",
@@ -118,9 +87,7 @@ class Change(NamedTuple):
 
 
 def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Return the settings that differ between two strategies in plain values, of this and of an
-    earlier version.
-    """
+    """Return the settings that differ between two strategies in plain values."""
     # a missing setting had its default; one of another version, or written by hand, is compared
     # as it is
     with contextlib.suppress(TypeError, ValueError):
@@ -131,9 +98,7 @@ def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change
 def mismatches(
     before: Mapping[str, Any], now: Mapping[str, Any], changes: list[Change]
 ) -> list[str]:
-    """Return the differences that stop a checkpoint's state from fitting, in words, from the facts
-    of both.
-    """
+    """Return the differences that stop a checkpoint's state from fitting, in words."""
     found = [
         _difference_text(f"strategy.{c.name}", c.before, c.now) for c in changes if not c.is_free
     ]
@@ -141,23 +106,15 @@ def mismatches(
         found.append(_difference_text("optimizer", before.get("optimizer"), now["optimizer"]))
     theirs, ours = set(before.get("parameters", ())), set(now["parameters"])
     if theirs != ours:
-        gone, new = (
-            ", ".join(sorted(one)[:3]) or _NOTHING for one in (theirs - ours, ours - theirs)
-        )
-        found.append(
-            _difference_text(
-                f"parameters ({len(theirs - ours)} and {len(ours - theirs)} of them differ)",
-                gone,
-                new,
-            )
-        )
+        gone, new = sorted(theirs - ours), sorted(ours - theirs)
+        what = f"parameters ({len(gone)} and {len(new)} of them differ)"
+        names = [", ".join(some[:3]) or _NOTHING for some in (gone, new)]
+        found.append(_difference_text(what, *names))
     return found
 
 
 def settings_in_groups(changes: list[Change]) -> set[str]:
-    """Return the keys of the optimizer's groups that keep their present values when a state is
-    loaded.
-    """
+    """Return the keys of the optimizer's groups that keep their values when a state is loaded."""
     return {_IN_GROUPS[change.name] for change in changes if change.name in _IN_GROUPS}
 
 
@@ -196,9 +153,7 @@ def checkpoint_facts(
 
 
 def _names_by_key(model: nn.Module) -> dict[str, str | None]:
-    """Map every key of the model's own `state_dict` to the parameter or buffer that it stands for.
-    Tied weights map to the same one; other keys to None.
-    """
+    """Map the keys of the model's `state_dict` to parameters and buffers; other keys to None."""
     tensors = [*named_parameters(model), *named_buffers(model)]
     names = {id(tensor): name for name, tensor in tensors}
     values = model.state_dict(keep_vars=True)
@@ -209,9 +164,7 @@ def _names_by_key(model: nn.Module) -> dict[str, str | None]:
 def model_facts(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, digest: bool
 ) -> dict[str, Any]:
-    """Return the facts that ranks must share beside the strategy. `digest`: include the optimizer's
-    state.
-    """
+    """Return the facts to compare beside the strategy; `digest`: also the optimizer's state."""
     names = {p: name for name, p in named_parameters(model)}
     return {
         "parameter": [
@@ -234,25 +187,7 @@ def model_facts(
         ],
         # ranks that continue from different moments would diverge silently; moments of an optimizer
         # that exchanges differ by design
-        "state of the optimizer": _state_digest(optimizer)
+        "state of the optimizer": checksum_of(optimizer.state_dict()["state"])
         if digest and not getattr(optimizer, "exchanges_gradients", False)
         else None,
     }
-
-
-def _state_digest(optimizer: torch.optim.Optimizer) -> int:
-    checksum = 0
-    for piece in _bytes_of(optimizer.state_dict()["state"]):
-        checksum = zlib.crc32(piece, checksum)
-    return checksum
-
-
-def _bytes_of(tree: Any) -> Iterator[bytes]:
-    if isinstance(tree, Tensor):
-        yield tree.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield repr(key).encode()
-            yield from _bytes_of(value)
-    else:
-        yield repr(tree).encode()

@@ -66,9 +66,7 @@ class Fields:
 
     @property
     def compression(self) -> DGC | LowRank | None:
-        """Config of the field that compresses gradients, or messages of local updates; None if none
-        is on.
-        """
+        """Config of the field that compresses gradients, or changes of local updates; or None."""
         return self.dgc or self.low_rank
 
     @property

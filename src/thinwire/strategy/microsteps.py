@@ -68,16 +68,12 @@ class Microsteps:
         return exchange.sync if isinstance(exchange, LocalSteps) else None
 
     def position(self) -> int:
-        """Return the position that ranks have in common: updates, or local steps with dropped and
-        skipped ones included.
-        """
+        """Return updates, or local steps with dropped ones: the same on all ranks."""
         return self.step if self.sync is None else self.sync.step
 
     @property
     def by_time(self) -> LocalUpdates | None:
-        """The local updates if their rounds end by time and ranks make unequal numbers of steps;
-        else None.
-        """
+        """The local updates if their rounds end by time, so that steps are unequal; else None."""
         return self.sync if self.sync is not None and self.sync.config.by_time else None
 
     def bytes_sent(self) -> int:
@@ -108,9 +104,7 @@ class Microsteps:
             self._add_or_update({}, 1.0, overflow=False)
 
     def idle(self) -> StepDecision:
-        """Take part in the next update as a rank without a batch, with the gradients merged so
-        far.
-        """
+        """Take part in the next update without a batch, with the gradients merged so far."""
         parts, merge = self.parts, self.parts.merge
         self.trained.require_known()
         self.clear_grads()
@@ -175,9 +169,7 @@ class Microsteps:
         self.edit_check.record()
 
     def _backward(self, scaled: Tensor, loss: Tensor) -> None:
-        """Run backward pass, exchange and update. If an update follows, the exchange begins in the
-        backward pass.
-        """
+        """Run backward pass, exchange and update; the exchange begins in the backward pass."""
         overlap = self.parts.overlap
         if overlap is None or self.merging or not self.parts.batches.all_have:
             scaled.backward()  # type: ignore[no-untyped-call]
@@ -190,9 +182,7 @@ class Microsteps:
             self.finish(loss)
 
     def _final(self, name: str, grad: Tensor | None) -> Tensor | None:
-        """Return the gradient that one parameter contributes to the coming update. `grad` is its
-        `p.grad`; the result is new if it differs.
-        """
+        """Return what `p.grad` contributes to the coming update: itself, or a new tensor."""
         parts = self.parts
         factor = 1.0 if parts.scaler is None else parts.scaler.inverse_scale
         if parts.merge is not None:
@@ -220,9 +210,7 @@ class Microsteps:
     def _add_or_update(
         self, held: dict[str, Tensor], factor: float, *, overflow: bool
     ) -> StepDecision:
-        """Merge the gradients of one microstep, or update from them. A merge keeps its gradients
-        until its update is made.
-        """
+        """Merge the gradients of one microstep, or update from them."""
         parts, merge = self.parts, self.parts.merge
         if merge is None:
             return self.update(_unscaled(parts.params, held, factor), overflow=overflow)
@@ -273,22 +261,18 @@ class Microsteps:
     def _update_here(self, grads: dict[str, Tensor], *, overflow: bool) -> None:
         """Run a local step, or skip it for an overflow of the ranks that share the loss scale."""
         exchange, scaler = self.parts.exchange, self.parts.scaler
-        if not grads:
-            self.forget_merged()
-            exchange.skip()  # it counts towards the next averaging
-            self._schedule_vote()
-            return
-        if scaler is not None:
+        if grads and scaler is not None:
             overflow = scaler.checks and scaler.agree(overflow)
             # first, since local updates may send the new scale to other ranks in this step
             scaler.update(overflow)
-        if overflow:
-            _log.info("step %d was dropped for an overflow", self.step)
-            self.dropped_before += 1
-            self.forget_merged()
-            exchange.skip()
-        else:
+        if grads and not overflow:
             self._exchanged(grads)
+        else:
+            if grads:
+                _log.info("step %d was dropped for an overflow", self.step)
+                self.dropped_before += 1
+            self.forget_merged()
+            exchange.skip()  # it counts towards the next averaging
         self.forget_merged()
         self._schedule_vote()
 
@@ -344,9 +328,7 @@ class _Trained:
         }
 
     def require_known(self) -> None:
-        """Raise if a parameter would be updated that is not exchanged: ranks would diverge
-        silently.
-        """
+        """Raise if a parameter would be updated without an exchange, so that ranks diverge."""
         new = [
             p
             for p in _params_of(self._parts.optimizer)
@@ -391,9 +373,7 @@ def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 def _unscaled(
     params: Mapping[str, Parameter], grads: Mapping[str, Tensor], factor: float
 ) -> dict[str, Tensor]:
-    """Return the gradients times `factor`. Narrow gradients become float32, so that nothing
-    underflows.
-    """
+    """Return the gradients times `factor`; narrow ones in float32, so that nothing underflows."""
     if factor == 1.0:
         return dict(grads)
     new, owned = {}, with_own_storage(grads)

@@ -138,9 +138,7 @@ def _from_folder(path: Path, tensors: _Tensors, known: set[str], part: int) -> d
 
 
 def _by_plain_name(keys: Iterable[str]) -> dict[str, str]:
-    """Return the keys of a file by their plain names; a compiled model adds a prefix to its
-    keys.
-    """
+    """Return the keys of a file by their names without the prefix of a compiled model."""
     given = list(keys)
     return dict(zip(plain_names(given), given, strict=True))
 

@@ -25,6 +25,7 @@ from thinwire.core.several import all_of
 from thinwire.core.sharded import shard_of
 from thinwire.core.tensors import coalesced, values_of
 from thinwire.errors import StrategyError
+from thinwire.optim.saving import refill_, remembered
 
 __all__ = [
     "GradientEditCheck",
@@ -68,9 +69,7 @@ class OwnershipGuard:
             del _guards[optimizer]
 
     def concerns(self, model: nn.Module, params: set[int]) -> bool:
-        """Return True if the guard covers this model, or its optimizer trains a parameter with one
-        of these ids.
-        """
+        """Return True if the guard covers this model, or a parameter with one of these ids."""
         optimizer = self._optimizer()
         theirs = set() if optimizer is None else _ids(optimizer)
         return self._model() is model or not params.isdisjoint(theirs)
@@ -117,11 +116,8 @@ def step_allowed(optimizer: torch.optim.Optimizer) -> bool:
 def replace_step_(
     optimizer: torch.optim.Optimizer, update: Callable[[Any], Any]
 ) -> Callable[[], None]:
-    """Replace `step(closure)` of `optimizer` by `update(closure)`, except for its engine. Changes
-    `optimizer`.
-
-    Returns:
-        A function that undoes it; may be called twice.
+    """Replace `step(closure)` of `optimizer` by `update(closure)`, except for its engine. Return a
+    function that undoes it; may be called twice.
     """
     own, before = vars(optimizer), optimizer.step
     undone = False
@@ -147,18 +143,14 @@ def replace_step_(
 
 
 def remove_scaler_marks_(optimizer: torch.optim.Optimizer) -> bool:
-    """Remove the marks of a `GradScaler`, which would not get to do so. Return True if there were
-    any.
-    """
+    """Remove the marks of a `GradScaler` that is refused. Return True if there were any."""
     own = vars(optimizer)
     marks = [own.pop(name, None) for name in ("grad_scale", "found_inf")]
     return any(mark is not None for mark in marks)
 
 
 def require_unowned(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `RuntimeError` if an open engine trains by the optimizer, or trains the model or one of
-    its parameters.
-    """
+    """Raise `RuntimeError` if an open engine has the optimizer, the model or a parameter of it."""
     if any(single in _guards for single in all_of(optimizer)):
         raise RuntimeError(
             "the optimizer already belongs to an engine: call engine.close() on that engine "
@@ -185,23 +177,14 @@ def require_trained(params: Mapping[str, Parameter]) -> None:
         )
 
 
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
-"""Names of the attributes in which torch keeps the hooks of an optimizer."""
-
-
-_KEPT = frozenset({"state", "param_groups", "defaults", *_HOOKS})
-"""Attributes whose objects others may hold: the contents change, the objects stay."""
+_KEPT = ("state", "param_groups", "defaults")
+"""Attributes whose objects others may hold, as they do the hooks: contents change, objects stay."""
+_HOOKS = "_optimizer_"
+"""Beginning of the attributes in which torch keeps the hooks of an optimizer."""
 _OF_THE_CLASS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
 """Attributes that torch's constructors set; an optimizer of another method has its own."""
-
-_conversions: "weakref.WeakKeyDictionary[torch.optim.Optimizer, Any]" = weakref.WeakKeyDictionary()
+_CONVERSION = "_converted_by"
+"""Attribute of a converted optimizer; torch does not copy or pickle it."""
 
 
 def conversion_obstacles(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -217,69 +200,37 @@ def conversion_obstacles(optimizer: torch.optim.Optimizer) -> list[str]:
 
 def converted_by(optimizer: torch.optim.Optimizer) -> Any:
     """Return the request that converted the optimizer; None if it has its original class."""
-    return _conversions.get(optimizer)
+    return vars(optimizer).get(_CONVERSION)
 
 
 def convert_(
     optimizer: torch.optim.Optimizer, new: torch.optim.Optimizer, conversion: Any
 ) -> Callable[[], None]:
     """Convert `optimizer` into `new`, in class and contents. Changes `optimizer`; do not use `new`
-    afterwards.
+    afterwards. Return a function that undoes it, as long as no update was made.
 
     Groups, state, hooks and the list of groups stay the same objects, so that earlier schedulers
-    and handles keep working.
-
-    Args:
-        optimizer: Must have as many groups as `new`.
-        new: An optimizer of the other method, with the settings taken over.
-        conversion: The value that `converted_by` will return.
-
-    Returns:
-        A function that undoes it, as long as no update was made.
+    and handles keep working. `converted_by` will return `conversion`.
     """
-    undo = _remembered(optimizer)
+    undo = remembered(optimizer)
     rates = [group["lr"] for group in optimizer.param_groups]
     own = vars(optimizer)
     for key in _OF_THE_CLASS:
         own.pop(key, None)
     optimizer.__class__ = type(new)
-    own.update({key: value for key, value in vars(new).items() if key not in _KEPT})
+    for key, value in vars(new).items():
+        if key not in _KEPT and not key.startswith(_HOOKS):
+            own[key] = value
     for group, other, rate in zip(optimizer.param_groups, new.param_groups, rates, strict=True):
-        _refill_(group, other)
+        refill_(group, other)
         if isinstance(rate, Tensor):  # others may write to it
             group["lr"] = rate
-    _refill_(optimizer.defaults, new.defaults)
-    _refill_(optimizer.state, new.state)
+    refill_(optimizer.defaults, new.defaults)
+    refill_(optimizer.state, new.state)
     if "step" in own:  # a scheduler's, around the old class's step
         _track_step_(optimizer)
-    _conversions[optimizer] = conversion
+    own[_CONVERSION] = conversion
     return undo
-
-
-def _remembered(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    kind, attributes, before = type(optimizer), dict(vars(optimizer)), _conversions.get(optimizer)
-    groups = list(optimizer.param_groups)
-    dictionaries: list[dict[Any, Any]] = [*groups, optimizer.defaults, optimizer.state]
-    contents = [(dictionary, dict(dictionary)) for dictionary in dictionaries]
-
-    def undo() -> None:
-        optimizer.__class__ = kind
-        _refill_(vars(optimizer), attributes)
-        optimizer.param_groups[:] = groups
-        for dictionary, content in contents:
-            _refill_(dictionary, content)
-        if before is None:
-            _conversions.pop(optimizer, None)
-        else:
-            _conversions[optimizer] = before
-
-    return undo
-
-
-def _refill_(dictionary: dict[Any, Any], content: Any) -> None:
-    values = dict(content)
-    dictionary.clear()
-    dictionary.update(values)
 
 
 def _track_step_(optimizer: torch.optim.Optimizer) -> None:
@@ -316,9 +267,7 @@ class ReplacedParameterCheck:
                 self._owners += [(own, name, part) for name, part in own.items()]
 
     def replaced(self) -> str | None:
-        """Return the name of the first trained parameter that is gone, if the model has untrained
-        ones instead.
-        """
+        """Return the name of the first trained parameter that others have replaced, if any."""
         # looked up at part step, which takes microseconds; names are found only after a change
         if all(own.get(name) is part for own, name, part in self._owners):
             return None
@@ -355,9 +304,7 @@ class GradientEditCheck:
         self._seen = {name: (id(grad), grad._version) for name, grad in present}
 
     def check(self) -> None:
-        """Compare gradients with those of the last update, before they are cleared for the next
-        backward pass.
-        """
+        """Compare gradients with those of the last update, before they are cleared."""
         only_engine = GradientEditCheck._begun == self._last
         GradientEditCheck._begun += 1
         if self._warned or not only_engine:
@@ -399,9 +346,7 @@ def stage_split_of(model: nn.Module) -> StageSplit | None:
 
 
 def record_stage_split(model: nn.Module, stages: list[nn.Module]) -> None:
-    """Record that each rank now has the current values of one stage. One stage means the whole
-    model.
-    """
+    """Record that each rank has current values of one stage only, or of the whole model."""
     if len(stages) == 1:
         _stage_splits.pop(model, None)
         return

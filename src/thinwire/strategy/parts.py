@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,16 +79,14 @@ class Preparation:
     """Built before ranks agree; rolled back if they do not."""
 
     stage: nn.Module
-    optimizer: torch.optim.Optimizer
     params: dict[str, Parameter]
     compressor: Compression | None
     scaler: LossScaler | None
     sync: LocalUpdates | None
-    restore: Callable[[], None]
-    """Restores the given optimizer, in class and contents."""
     names_of_stages: list[list[str]]
     """Names of the trained parameters of each pipeline stage; empty without a pipeline."""
-    digest_every: int
+    undo: ExitStack = field(default_factory=ExitStack)
+    """Restores the given optimizer, in class and contents."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,8 +116,8 @@ class Parts:
     part: int
     """Index of this rank's pipeline stage or shard; else 0."""
     autocast: Callable[[], torch.autocast] | None
-    handles: list[Any]
-    """Handles whose `remove` undoes changes to the model."""
+    undo: ExitStack
+    """Undoes changes to model and optimizer."""
     planned: Planned | None
     """Plan to compare updates with; local updates compare by themselves."""
     settled_step: int
@@ -128,9 +127,7 @@ class Parts:
 
     @property
     def savers(self) -> Group:
-        """The ranks that write one checkpoint: all ranks; with members, each member alone or the
-        ranks of a site.
-        """
+        """The ranks that write one checkpoint: all; with members a member alone, or its site."""
         if self.group.static_membership:
             return self.group
         return self.group.shards or Group.alone(self.group.timeout_s)

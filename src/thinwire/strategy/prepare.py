@@ -2,13 +2,12 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from thinwire import _validate as check
@@ -81,13 +80,6 @@ __all__ = ["prepare"]
 _log = logging.getLogger("thinwire")
 
 
-@dataclass(frozen=True, slots=True)
-class _Undo:
-    """Handle made of a function; `remove` may be called twice."""
-
-    remove: Callable[[], None]
-
-
 def prepare(setup: Setup) -> Engine:
     """See `DistributedStrategy.prepare`."""
     strategy, model, members, mesh = setup.strategy, setup.model, setup.members, setup.mesh
@@ -113,26 +105,20 @@ def _prepared(setup: Setup) -> Engine:
     model, group = setup.model, setup.group
     _form_groups_(setup)
     plan = _agreed_plan(setup)
-    handles: list[Any] = []
-    try:
-        setup.ranks.compile(_needs(plan))
+    with ExitStack() as undo:
+        undo.push(plan.undo)
+        setup.ranks.compile(_needs(setup, plan))
         split = stage_split_of(model)
         if split is None:
             _copy_from_first(model, group if setup.sites is None else setup.sites.job)
         else:
             gather_stages_(model, split, group)
             record_stage_split(model, [model])
-        engine = _assembled(setup, plan, handles)
-        kind, on = kinds_of(setup.optimizer), ", ".join(setup.strategy.on) or "no field"
-        took_s = time.perf_counter() - begin_s
-        _log.info(
-            "the engine is ready after %.1f s: %s, %s, %d ranks", took_s, on, kind, group.size
-        )
-    except BaseException:
-        for handle in reversed(handles):
-            handle.remove()
-        plan.restore()
-        raise
+        engine = Engine(_assembled(setup, plan, undo.enter_context(ExitStack())))
+        undo.pop_all()
+    kind, on = kinds_of(setup.optimizer), ", ".join(setup.strategy.on) or "no field"
+    took_s = time.perf_counter() - begin_s
+    _log.info("the engine is ready after %.1f s: %s, %s, %d ranks", took_s, on, kind, group.size)
     if group.rank == 0:
         warn_of_low_rank(setup.strategy, setup.optimizer)
     return engine
@@ -172,10 +158,10 @@ def _copy_from_first(model: nn.Module, group: Group) -> None:
     make_models_equal_(params, buffers, group)
 
 
-def _needs(plan: Preparation) -> frozenset[Need]:
+def _needs(setup: Setup, plan: Preparation) -> frozenset[Need]:
     """Return the compiled loops that this training calls, without those of local updates."""
     needs = frozenset[Need]()
-    for single in all_of(plan.optimizer):
+    for single in all_of(setup.optimizer):
         needs |= getattr(single, "needs", frozenset())
     if plan.sync is None and plan.compressor is not None:
         needs |= loops_of(plan.compressor, Shards(plan.params).values(), of_gradients=True)
@@ -183,9 +169,7 @@ def _needs(plan: Preparation) -> frozenset[Need]:
 
 
 def _agreed_plan(setup: Setup) -> Preparation:
-    """Return the plan, or raise on all ranks at once: this rank's own error, or one that names the
-    failing rank.
-    """
+    """Return the plan, or raise on all ranks at once."""
     model, optimizer = setup.model, setup.optimizer
     alike = setup.strategy.local is None and setup.sites is None
     facts = model_facts(model, optimizer, digest=alike)
@@ -216,7 +200,7 @@ def _agreed_plan(setup: Setup) -> Preparation:
             require_agreement(replicas, of_stage, action="comparing the replicas of a stage")
     except BaseException as error:
         if plan is not None:
-            plan.restore()
+            plan.undo.close()
         if problem is None or not isinstance(error, ThinwireError):
             raise
     if problem is not None:
@@ -231,7 +215,7 @@ def _planned(setup: Setup) -> Preparation:
     require_unowned(model, optimizer)
     names = {p: name for name, p in named_parameters(model)}
     for single in all_of(optimizer):
-        require_one_clip(single, grad_clip, names)
+        require_one_clip(single, grad_clip)
     require_own_params(model, optimizer)
     if strategy.recompute is not None:
         matches(model, strategy.recompute.checkpoints)
@@ -258,33 +242,27 @@ def _planned(setup: Setup) -> Preparation:
         process_group=setup.replica_group,
         mesh=setup.mesh,
     )
-    restores = [one.restore for one in selected]
-
-    def restore() -> None:
-        for undo in restores:
-            undo()
-
-    try:
+    with ExitStack() as undo:
+        for one in selected:
+            undo.callback(one.restore)
         sharded = setup.mesh is not None
         new = [one.optimizer for one in selected]
         for single in new:
-            require_one_clip(single, grad_clip, names, sharded=sharded)
+            require_one_clip(single, grad_clip, sharded=sharded)
         require_clip_of_one(new, parts=sharded or len(stages) > 1)
-        for index, (given, one) in enumerate(zip(all_of(optimizer), selected, strict=True)):
+        for given, one in zip(all_of(optimizer), selected, strict=True):
             if one.optimizer is not given:
-                restores[index] = convert_(given, one.optimizer, one.conversion)
+                undo.callback(convert_(given, one.optimizer, one.conversion))
         of_stages = of_stages if len(stages) > 1 else []
-        return _planned_for(setup, stage, selected[0].compressor, restore, of_stages)
-    except BaseException:
-        restore()
-        raise
+        plan = _planned_for(setup, stage, selected[0].compressor, of_stages)
+        plan.undo = undo.pop_all()
+        return plan
 
 
 def _planned_for(
     setup: Setup,
     stage: nn.Module,
     compressor: Compression | None,
-    restore: Callable[[], None],
     names_of_stages: list[list[str]],
 ) -> Preparation:
     strategy, optimizer = setup.strategy, setup.optimizer
@@ -312,30 +290,28 @@ def _planned_for(
         )
     return Preparation(
         stage=stage,
-        optimizer=optimizer,
         params=params,
         compressor=compressor,
         scaler=scaler,
         sync=sync,
-        restore=restore,
         names_of_stages=names_of_stages,
-        digest_every=setup.digest_every,
     )
 
 
-def _assembled(setup: Setup, plan: Preparation, handles: list[Any]) -> Engine:
-    """Put the parts together. Changes the model from here on, by `handles`."""
-    strategy, model = setup.strategy, setup.model
-    handles += [OwnershipGuard(model, single) for single in all_of(plan.optimizer)]
+def _assembled(setup: Setup, plan: Preparation, undo: ExitStack) -> Parts:
+    """Put the parts together. Changes the model from here on; `undo` undoes it."""
+    strategy, model, optimizer = setup.strategy, setup.model, setup.optimizer
+    for single in all_of(optimizer):
+        undo.callback(OwnershipGuard(model, single).remove)
     if strategy.recompute is not None:
-        handles.append(recompute(model, strategy.recompute.checkpoints, stage=plan.stage))
+        undo.callback(recompute(model, strategy.recompute.checkpoints, stage=plan.stage).remove)
     dtype = None if strategy.amp is None else getattr(torch, strategy.amp.dtype)
     autocast = None
     if dtype is not None:
         device = next(model.parameters()).device.type
         autocast = partial(torch.autocast, device, dtype=dtype)
         if strategy.pipeline is None:
-            handles.append(Autocast(model, dtype))
+            undo.callback(Autocast(model, dtype).remove)
     scaler, runner = plan.scaler, None
     if strategy.pipeline is not None:
         assert setup.grid is not None, "made for the pipeline"
@@ -346,22 +322,24 @@ def _assembled(setup: Setup, plan: Preparation, handles: list[Any]) -> Engine:
         )
     merge = strategy.gradient_merge
     if plan.sync is not None:
-        handles.append(_Undo(plan.sync.__enter__().close))
+        undo.callback(plan.sync.__enter__().close)
     grid, sites = setup.grid, setup.sites
     clip = take_clip_(
-        plan.optimizer,
+        optimizer,
         setup.grad_clip,
+        undo,
         stages=None if grid is None or grid.stages == 1 else grid.peers,
         shards=None if sites is None else sites.shards,
     )
-    handles.append(clip)
     # an optimizer that was given its own group agrees with these ranks only
     peers = setup.replica_group
     partly = False
-    if isinstance(plan.optimizer, DGCMomentum):
-        peers = plan.optimizer.process_group
+    if isinstance(optimizer, DGCMomentum):
+        peers = optimizer.process_group
         partly = peers is not None
-    batches, buffers = Batches(), MovingBuffers(plan.stage, _peers(peers, setup))
+    members = setup.members
+    buffers = MovingBuffers(plan.stage, Group(peers) if members is None else members.group)
+    batches = Batches()
     job = None if grid is None else grid.job
     checks: list[Check] = [batches, buffers] if runner is None else [runner, batches, buffers]
     participants = Participants(checks, job, plan.names_of_stages)
@@ -377,10 +355,13 @@ def _assembled(setup: Setup, plan: Preparation, handles: list[Any]) -> Engine:
             bucket_bytes=exchange.bucket_bytes,
             first_bytes=exchange.first_bytes,
         )
-        handles.append(overlap)
-    parts = Parts(
+        undo.callback(overlap.remove)
+    for single in all_of(optimizer):
+        if isinstance(single, CommonOptimizer):
+            single.call_params({p: name for name, p in named_parameters(model)})
+    return Parts(
         model=plan.stage,
-        optimizer=plan.optimizer,
+        optimizer=optimizer,
         loss_fn=setup.loss_fn,
         params=plan.params,
         group=setup.group,
@@ -396,26 +377,15 @@ def _assembled(setup: Setup, plan: Preparation, handles: list[Any]) -> Engine:
         runner=runner,
         part=setup.part,
         autocast=autocast,
-        handles=handles,
+        undo=undo,
         planned=setup.planned,
         settled_step=settled_step(strategy.compression),
-        facts=checkpoint_facts(strategy, model, plan.optimizer),
+        facts=checkpoint_facts(strategy, model, optimizer),
     )
-    for single in all_of(plan.optimizer):
-        if isinstance(single, CommonOptimizer):
-            single.call_params({p: name for name, p in named_parameters(model)})
-    return Engine(parts)
-
-
-def _peers(process_group: dist.ProcessGroup | None, setup: Setup) -> Group:
-    """Return the ranks that exchange with this one."""
-    return Group(process_group) if setup.members is None else setup.members.group
 
 
 def _scaler(setup: Setup) -> LossScaler | None:
-    """Return the loss scaler. All ranks decide on an overflow together; under local updates, the
-    ranks of one pipeline replica or site.
-    """
+    """Return the loss scaler, for the ranks that decide on an overflow together."""
     amp = setup.strategy.amp
     if amp is None or amp.loss_scale is None:
         return None
@@ -432,16 +402,17 @@ def _exchange(
     strategy: Fields, plan: Preparation, setup: Setup, clip: Clipping, participants: Participants
 ) -> Exchange:
     """Return the one of the three exchanges that this engine uses."""
+    optimizer = setup.optimizer
     if plan.sync is not None:
         limit = _limit(strategy, plan, setup)
         # a loss scale has checked the gradients; clipping waits for other stages and shards
         finite = plan.scaler is None and setup.grid is None and setup.sites is None
-        return LocalSteps(plan.optimizer, plan.params, plan.sync, clip, limit, checks=finite)
+        return LocalSteps(optimizer, plan.params, plan.sync, clip, limit, checks=finite)
     identity = f"engine {next_identity()}"
-    if isinstance(plan.optimizer, DGCMomentum):
+    if isinstance(optimizer, DGCMomentum):
         names: dict[torch.Tensor, str] = {p: name for name, p in plan.params.items()}
-        plan.optimizer.synchronizer.bind(identity, plan.digest_every, names, participants)
-        return ExchangingStep(plan.optimizer, plan.params)
+        optimizer.synchronizer.bind(identity, setup.digest_every, names, participants)
+        return ExchangingStep(optimizer, plan.params)
     sites = setup.sites
     compression = plan.compressor
     limit = None
@@ -459,10 +430,10 @@ def _exchange(
         sources=None if sites is None else Replicas(sites),
         participants=participants,
     )
-    gradients.watch(_digest(plan), identity)
+    gradients.watch(_digest(setup, plan), identity)
     if compression is not None and gradients.sources.rank == 0:
         report_coverage(compression, params.values())
-    return MeanThenStep(plan.optimizer, plan.params, gradients, clip, compression, limit)
+    return MeanThenStep(optimizer, plan.params, gradients, clip, compression, limit)
 
 
 def _limit(strategy: Fields, plan: Preparation, setup: Setup) -> Limit | None:
@@ -481,16 +452,16 @@ def _limit(strategy: Fields, plan: Preparation, setup: Setup) -> Limit | None:
     return limit
 
 
-def _digest(plan: Preparation) -> RollingDigest | None:
+def _digest(setup: Setup, plan: Preparation) -> RollingDigest | None:
     """Return the digest of this rank's replicas and optimizer; None if nothing is compared."""
-    if not plan.digest_every:
+    if not setup.digest_every:
         return None
     params = {f"parameter {name}": p for name, p in named_parameters(plan.stage)}
     names: dict[torch.Tensor, str] = {p: name for name, p in plan.params.items()}
     return RollingDigest(
         lambda: Shards(params),
-        lambda: optimizer_state(plan.optimizer, names),
-        every=plan.digest_every,
+        lambda: optimizer_state(setup.optimizer, names),
+        every=setup.digest_every,
     )
 
 

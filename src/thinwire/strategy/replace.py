@@ -62,9 +62,7 @@ def select_optimizers(
     lamb: LAMB | None = None,
     **rest: Any,
 ) -> list[SelectedOptimizer]:
-    """Call `select_optimizer` for every optimizer of a model. LARS and LAMB replace the
-    optimizers that they can; compression precedes all of them.
-    """
+    """Call `select_optimizer` for every optimizer; LARS and LAMB replace those that they can."""
     every = all_of(optimizer)
     if len(every) == 1:
         return [select_optimizer(optimizer, lars=lars, lamb=lamb, **rest)]
@@ -108,22 +106,17 @@ def select_optimizer(
     for `Lars`, whose velocity contains the rate.
 
     Args:
-        optimizer: Any optimizer. Changed only if it stays and `keep` leaves out some of its
-            parameters.
+        optimizer: Changed only if it stays and `keep` leaves out some of its parameters.
         compression: `DGC` turns an SGD into a `DGCMomentum`. Other configs compress before the
             optimizer, as does `DGC` under `lars`, `lamb` or local updates.
         lars: Turns an SGD into a `Lars`.
         lamb: Turns an Adam, AdamW or LazyAdam into a `Lamb`.
         local: True if ranks train independently and average at an interval.
-        names: Names of all parameters of the model. Names that the optimizer itself has take
-            precedence.
+        names: Names in the model. Names that the optimizer itself has take precedence.
         keep: Parameters that this process trains under a pipeline; None for all.
         process_group: The ranks that exchange; None for all.
         mesh: Mesh of sites and shards; None for whole models.
         is_only: True if the model has no other optimizer.
-
-    Returns:
-        The optimizer that trains, with its notes.
 
     Raises:
         StrategyError: The strategy does not go with this optimizer; lists every reason, and nothing

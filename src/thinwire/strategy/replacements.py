@@ -1,6 +1,4 @@
-"""The three methods by which a strategy replaces an optimizer: the settings taken over, the
-obstacles, and the new optimizer.
-"""
+"""The three methods by which a strategy replaces an optimizer, and what each takes over."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +11,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.compress.dgc import DGC
-from thinwire.core.gradients import ClipByNorm
 from thinwire.core.tensors import state_dtype
 from thinwire.optim import SGD, Adam, AdamW, DGCMomentum, Lamb, Lars, LazyAdam
 from thinwire.optim.common import CommonOptimizer
@@ -55,8 +52,8 @@ class Replacement:
     """Keys of a group with the same meaning in the new class, each with a converter of its
     value.
     """
-    unused: Mapping[str, Any]
-    """Keys without meaning in the new class, with the value at which they have no effect."""
+    unused: Sequence[str]
+    """Keys without meaning in the new class."""
     state: Sequence[str]
     """Keys of a parameter's state with the same meaning in the new class."""
     patterns: tuple[str, ...] = ()
@@ -108,12 +105,8 @@ def convert_optimizer(
     """Return the optimizer of the other method, at the same update, with the state of the same
     meaning.
 
-    Args:
-        replacement: The conversion to make.
-        settings: Settings of the given optimizer; read only.
-        state: State of the given optimizer; tensors of the right type are shared, not copied.
-        names: Names of all its parameters.
-        keep: Parameters that this process trains. Groups keep their order, empty ones too.
+    Tensors of the right type in `state` are shared, not copied. Parameters that `keep` refuses are
+    left out; groups keep their order, empty ones too.
 
     Raises:
         TypeError, ValueError: The constructor refuses a value.
@@ -186,15 +179,8 @@ _SGD_KEYS: Mapping[str, Callable[[Any], Any]] = {
     "nesterov": bool,
     "weight_decay": float,
 }
-_SGD_UNUSED = {"dampening": 0, "differentiable": False, "fused": None}
-_ADAM_UNUSED = {
-    "eps": None,
-    "amsgrad": False,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-    "decoupled_weight_decay": None,
-}
+_SGD_UNUSED = ("dampening", "differentiable", "fused")
+_ADAM_UNUSED = ("eps", "amsgrad", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 
 
 def as_dgc_momentum(
@@ -204,7 +190,7 @@ def as_dgc_momentum(
     process_group: dist.ProcessGroup | None,
     mesh: DeviceMesh | None,
 ) -> Replacement:
-    """Return the conversion of an SGD to `DGCMomentum`."""
+    """Return the conversion of an SGD to `DGCMomentum`, whose constructor checks the clipping."""
     arguments = {
         **_of_sgd(optimizer),
         "weight_decay": float(optimizer.defaults["weight_decay"]),
@@ -219,17 +205,6 @@ def as_dgc_momentum(
         unused=_SGD_UNUSED,
         state=("momentum_buffer",),
     )
-    clip, limit = settings.grad_clip, dgc.local_grad_clip_norm
-    if clip is not None and not isinstance(clip, ClipByNorm):
-        replacement.problems.append(
-            f"dgc takes over ClipByNorm only, but the optimizer clips by {clip}: other norms do "
-            "not commute with local accumulation. Use ClipByNorm, or dgc's local_grad_clip_norm"
-        )
-    elif clip is not None and limit is not None:
-        replacement.problems.append(
-            f"the optimizer's grad_clip={clip} and dgc's local_grad_clip_norm={limit} limit the "
-            "same gradient: use one of them"
-        )
     replacement.problems += _sgd_problems("dgc", settings)
     replacement.notes.append(
         "momentum, Nesterov and weight decay act inside DGCMomentum, which exchanges gradients "
@@ -292,7 +267,7 @@ def _of_sgd(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def _sgd_problems(field: str, settings: OptimizerSettings) -> Iterator[str]:
     dampening = [group["dampening"] for group in settings.groups if group.get("dampening")]
     if dampening:
-        yield (f"{field} has no dampening, but the optimizer has {dampening[0]}: set dampening=0")
+        yield f"{field} has no dampening, but the optimizer has {dampening[0]}: set dampening=0"
     yield from _differentiable(field, settings)
 
 

@@ -1,6 +1,4 @@
-"""The state of an engine as one tree of plain values and tensors, and its restoration on the same
-or another number of ranks.
-"""
+"""The state of an engine as one tree, and its restoration on any number of ranks."""
 
 import logging
 import warnings
@@ -19,6 +17,7 @@ from thinwire._names import (
 )
 from thinwire.checkpoint import random_state, set_random_state
 from thinwire.checkpoint.combine import Rule
+from thinwire.checkpoint.tree import with_tensors
 from thinwire.comm import rank_and_size_in
 from thinwire.compress import KEPT, OTHER_RANKS
 from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of
@@ -126,9 +125,7 @@ def saved(
 
 
 def state_dict(parts: Parts, counters: Mapping[str, int]) -> dict[str, Any]:
-    """Return the result of `saved` for `load`, with the facts that it fits and its rank. A
-    checkpoint stores both separately.
-    """
+    """Return the result of `saved` for `load`, with the facts that it fits and its rank."""
     state = saved(parts, counters)
     provenance = Provenance(
         *rank_and_size_in(), state["counters"]["step"], checksum_of(_of_ranks(state))
@@ -137,9 +134,7 @@ def state_dict(parts: Parts, counters: Mapping[str, int]) -> dict[str, Any]:
 
 
 def load(state: Mapping[str, Any], parts: Parts) -> Restored:
-    """Restore everything and return the state of the engine itself. If that fails, nothing has
-    changed.
-    """
+    """Restore everything or nothing, and return the state of the engine itself."""
     check.instance("state", state, Mapping, advice="pass what engine.state_dict() returned")
     if "facts" not in state:
         raise ValueError(
@@ -236,9 +231,7 @@ def load_all(
 
 
 def _checked(state: Mapping[str, Any], parts: Parts) -> tuple[dict[str, int], frozenset[str]]:
-    """Return the counters and the buffers that are `_left`, after checking that the state fits such
-    an engine.
-    """
+    """Return the counters and the buffers that are `_left`, if the state fits the engine."""
     wanted = {"counters", "parameters", "buffers", "optimizer", "optimizer_names", "schedulers"}
     wanted |= {"exchange", "loss_scale", "merge", "random", "extra"}
     if state.keys() - _MAY_LACK != wanted:
@@ -266,9 +259,7 @@ def _checked(state: Mapping[str, Any], parts: Parts) -> tuple[dict[str, int], fr
 
 
 def require_shapes(state: Mapping[str, Any], parts: Parts, advice: str) -> frozenset[str]:
-    """Raise unless parameters and buffers have the same names and shapes. Return the buffers that
-    are `_left`.
-    """
+    """Raise unless names and shapes are equal. Return the buffers that are `_left`."""
     params = _parameters(parts)
     out = _require_frozen(state.get(_FROZEN), params, parts.part)
     here = {name: param for name, param in params.items() if name not in out}
@@ -283,9 +274,7 @@ def require_shapes(state: Mapping[str, Any], parts: Parts, advice: str) -> froze
 
 
 def _digests(params: Mapping[str, Tensor], part: int) -> dict[str, Any]:
-    """Return digests of parameters that are left out, with the part of the model that they belong
-    to.
-    """
+    """Return digests of parameters that are left out, and the part of the model."""
     digests = {name: [list(p.shape), checksum_of(p)] for name, p in params.items()}
     return {"part": part, "digests": digests}
 
@@ -293,9 +282,7 @@ def _digests(params: Mapping[str, Tensor], part: int) -> dict[str, Any]:
 def _require_frozen(
     record: Mapping[str, Any] | None, params: Mapping[str, Tensor], part: int
 ) -> frozenset[str]:
-    """Raise unless parameters that a state leaves out are unchanged here. For other shards only the
-    names are compared.
-    """
+    """Raise unless left-out parameters are unchanged; of other shards only names are compared."""
     digests = {} if record is None else record["digests"]
     for name, (shape, checksum) in digests.items():
         if name not in params:
@@ -353,9 +340,7 @@ def _without(
 
 
 def copy_values_(state: Mapping[str, Any], parts: Parts, left: frozenset[str]) -> None:
-    """Set parameters and buffers to those of a state, except buffers that are `left`. Changes the
-    model.
-    """
+    """Set parameters and buffers of the model to those of a state, except what is `left`."""
     for kind, tensors in (("parameters", _parameters(parts)), ("buffers", _buffers(parts))):
         for name, tensor in tensors.items():
             if name in state[kind] and name not in (left if kind == "buffers" else ()):
@@ -407,9 +392,7 @@ def _put_back_types(
 
 
 def _as_sharded(entries: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-    """Return the state of one parameter; tensors laid out like its shard become sharded as it
-    is.
-    """
+    """Return the state of one parameter; tensors like its shard become sharded as it is."""
     shape = shard_of(param).shape
     return {
         key: sharded_like(value, param)
@@ -471,9 +454,7 @@ def _buffers(parts: Parts) -> dict[str, Tensor]:
 
 
 def _names(parts: Parts) -> list[list[str]] | None:
-    """Return the names of the optimizer's parameters in the model, by group; None if one of them
-    has none.
-    """
+    """Return the names of the optimizer's parameters by group; None if one of them has none."""
     names: dict[Tensor, str] = {p: name for name, p in named_parameters(parts.model)}
     groups: Sequence[Any] = [group["params"] for group in parts.optimizer.param_groups]
     if any(p not in names for group in groups for p in group):
@@ -493,13 +474,5 @@ def _require_dense_state(parts: Parts) -> None:
 
 
 def _copied(tree: Any, *, sharded: bool = False) -> Any:
-    """Return the same tree with tensors detached and cloned. Of a sharded tensor this rank's part,
-    unless `sharded` keeps it.
-    """
-    if isinstance(tree, Tensor):
-        return (tree if sharded else shard_of(tree)).detach().clone()
-    if isinstance(tree, Mapping):
-        return {key: _copied(value, sharded=sharded) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_copied(value, sharded=sharded) for value in tree)
-    return tree
+    """Return the same tree with tensors cloned, or this rank's part unless `sharded`."""
+    return with_tensors(tree, lambda t: (t if sharded else shard_of(t)).detach().clone())

@@ -1,6 +1,4 @@
-"""State of the user beside the engine: `extra`, extra states of torch's modules, and schedulers
-that drive the optimizer.
-"""
+"""State of the user: `extra`, extra states of modules, and schedulers of the optimizer."""
 
 import contextlib
 import copy
@@ -81,8 +79,7 @@ def _key(key: object, path: str) -> int | str:
 
 
 def saved_modules(model: nn.Module) -> dict[str, Any]:
-    """Return the extra state of each module that has both methods, under its key in the model's
-    `state_dict`.
+    """Return the extra state of each module that has both methods, by its key in `state_dict`.
 
     Raises:
         TypeError: A state cannot be saved in a file; names the module.
@@ -97,9 +94,8 @@ def unmatched_modules(model: nn.Module, states: Mapping[str, Any]) -> tuple[list
 
 
 def restore_modules_(model: nn.Module, states: Mapping[str, Any], undo: ExitStack) -> None:
-    """Restore the extra states of modules. `undo` gets the functions that undo it.
-
-    Tensors go to the device of the module's present state.
+    """Restore the extra states of modules, on the device of the present state. `undo` gets the
+    functions that undo it.
 
     Raises:
         ValueError: A module does not take its state.
@@ -172,12 +168,8 @@ class Matched(NamedTuple):
 
 
 def saved_schedulers(optimizer: torch.optim.Optimizer, extra: Any = None) -> list[dict[str, Any]]:
-    """Return the states of the living schedulers of `optimizer`. Schedulers inside others are left
-    to these.
-
-    Args:
-        optimizer: Read only.
-        extra: The user's `extra`. A scheduler in it may be restored by hand.
+    """Return the states of the living schedulers of `optimizer`, without those inside others. A
+    scheduler in `extra` is marked: the user may restore it by hand.
 
     Raises:
         TypeError: A state cannot be saved in a file; names the scheduler.
@@ -193,9 +185,7 @@ def saved_schedulers(optimizer: torch.optim.Optimizer, extra: Any = None) -> lis
 def matched_schedulers(
     states: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer
 ) -> Matched:
-    """Find the scheduler of every state: by kind, and among several of one kind by their
-    settings.
-    """
+    """Find the scheduler of every state, among several of one kind by their settings."""
     every = [_outermost(single) for single in all_of(optimizer)]
     owners = {id(one): of for of, schedulers in enumerate(every) for one in schedulers}
     here, pairs, missing = [one for schedulers in every for one in schedulers], [], []

@@ -93,9 +93,7 @@ def _about_exchange(strategy: Fields) -> Iterator[str]:
 
 
 def _about_share(config: LocalConfig) -> Iterator[str]:
-    """Return advice on the share of a change that its compression sends, and on the outer rate for
-    it.
-    """
+    """Return advice on the applied share of a change, and on the outer rate for it."""
     share = 1.0 if config.compression is None else steady_share(config.compression)
     if share is None:
         yield (

@@ -27,8 +27,7 @@ _SHOWN = 6
 
 
 def about_model(strategy: Fields, model: nn.Module, optimizer: Optimizer | None) -> list[str]:
-    """Describe the stages, the recomputed modules, and which tensors are compressed or dense, and
-    why.
+    """Describe the stages, the recomputed modules, and which tensors are dense, and why.
 
     Raises:
         ValueError: The optimizer trains nothing, or too little for the fragments of local updates.
@@ -80,7 +79,7 @@ def about_optimizer(
         names=names,
     )
     for single in [*all_of(optimizer), *(one.optimizer for one in selected)]:
-        require_one_clip(single, grad_clip, names)
+        require_one_clip(single, grad_clip)
     return [note for one in selected for note in one.notes]
 
 

@@ -1,6 +1,4 @@
-"""A strategy as plain text: the order of a step, the meaning of the pairs, advice, and the effect
-on a model.
-"""
+"""A strategy as plain text: a step in order, the pairs, advice, the effect on a model."""
 
 import textwrap
 from collections.abc import Iterable
@@ -28,14 +26,7 @@ def explanation(
     optimizer: Optimizer | None = None,
     grad_clip: Clip | None = None,
 ) -> str:
-    """Return the text of `DistributedStrategy.explain`, at most 100 columns wide, without a last
-    newline.
-
-    Raises:
-        TypeError: No module or no optimizer.
-        ValueError: A pattern that matches nothing in the model.
-        StrategyError: The strategy does not go with the model or the optimizer, as in `prepare`.
-    """
+    """Return the text of `DistributedStrategy.explain`, at most 100 columns wide."""
     check.instance("model", model, (nn.Module, NoneType))
     check.instance("optimizer", optimizer, (Optimizer, NoneType))
     fields = (

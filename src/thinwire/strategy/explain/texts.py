@@ -57,9 +57,7 @@ def _first_dense(updates: int) -> str:
 
 
 def _ramp(dgc: DGC) -> str:
-    """Return a text such as "25 % from update 201, 6.25 % from 461, 0.1 % from 721", updates
-    counted from 1.
-    """
+    """Return a text such as "25 % from update 201, 0.1 % from 721", updates counted from 1."""
     levels, length = dgc.sparsity, dgc.rampup_step
     first = [dgc.rampup_begin_step + 1 - (-i * length // len(levels)) for i in range(len(levels))]
     if len(levels) == 1:

@@ -40,9 +40,7 @@ class _Feature:
 
 
 def mapped(name: str, given: Keys, defaults: Keys, hybrid: Keys, findings: Findings) -> Any:
-    """Return the thinwire config of one feature that is on. None if findings gave the reasons, one
-    for each wrong key.
-    """
+    """Return the thinwire config of one feature; None if `findings` got a reason per wrong key."""
     left = dict(given)
     while True:
         attempt = Findings()

@@ -7,7 +7,7 @@ Source: PaddlePaddle, distributed_strategy.proto and distributed_strategy.py, 20
 
 from typing import Any, NamedTuple
 
-__all__ = ["CONFIGS", "NOTED", "NOTED_FLAGS", "REFUSED", "Key"]
+__all__ = ["CONFIGS", "NOTED", "REFUSED", "Key"]
 
 
 class Key(NamedTuple):
@@ -102,32 +102,28 @@ REFUSED = {
 """Flags that must stay off, with the reason."""
 
 _NOTED = {
-    "has no effect in fleet either; engine.load resumes on another number of ranks": "elastic?",
+    "has no effect in fleet either; engine.load resumes on another number of ranks": "elastic",
     "torch.distributed decides, with the same result": (
-        "sync_nccl_allreduce? nccl_comm_num use_hierarchical_allreduce? "
+        "sync_nccl_allreduce nccl_comm_num use_hierarchical_allreduce "
         "hierarchical_allreduce_inter_nranks"
     ),
     "buckets are chosen here": (
-        "fuse_all_reduce_ops? fuse_grad_size_in_MB fuse_grad_size_in_TFLOPS "
-        "_fuse_grad_size_in_TFLOPS fuse_grad_size_in_num fuse_grad_merge? last_comm_group_size_MB"
+        "fuse_all_reduce_ops fuse_grad_size_in_MB fuse_grad_size_in_TFLOPS "
+        "_fuse_grad_size_in_TFLOPS fuse_grad_size_in_num fuse_grad_merge last_comm_group_size_MB"
     ),
     "a parameter that has no gradient on any rank is skipped; one that has a gradient on some "
-    "ranks only is an error on all ranks": "find_unused_parameters?",
+    "ranks only is an error on all ranks": "find_unused_parameters",
     "there is no graph of operators": (
-        "without_graph_optimization? calc_comm_same_stream? _calc_comm_same_stream? "
+        "without_graph_optimization calc_comm_same_stream _calc_comm_same_stream "
         "build_strategy execution_strategy"
     ),
     "set torch.backends.cudnn instead": (
-        "cudnn_exhaustive_search? conv_workspace_size_limit cudnn_batchnorm_spatial_persistent?"
+        "cudnn_exhaustive_search conv_workspace_size_limit cudnn_batchnorm_spatial_persistent"
     ),
     "used by the parameter-server back-end only": (
-        "adam_d2sum? heter_ccl_mode trainer_desc_configs downpour_table_param fs_client_param"
+        "adam_d2sum heter_ccl_mode trainer_desc_configs downpour_table_param fs_client_param"
     ),
 }
-"""Attributes without counterpart, by reason. Names with a question mark are flags in fleet."""
-NOTED = {name.rstrip("?"): reason for reason, names in _NOTED.items() for name in names.split()}
+"""Attributes without counterpart, by reason."""
+NOTED = {name: reason for reason, names in _NOTED.items() for name in names.split()}
 """Attributes without counterpart, whatever their value, with the reason."""
-NOTED_FLAGS = tuple(
-    name.rstrip("?") for names in _NOTED.values() for name in names.split() if name[-1] == "?"
-)
-"""Names in `NOTED` that are True or False in fleet."""

@@ -12,7 +12,7 @@ from thinwire._wording import plain
 from thinwire.errors import StrategyError
 from thinwire.strategy.documents import F
 from thinwire.strategy.fleet.maps import MAPS, Findings, mapped
-from thinwire.strategy.fleet.names import CONFIGS, NOTED, NOTED_FLAGS, REFUSED
+from thinwire.strategy.fleet.names import CONFIGS, NOTED, REFUSED
 
 __all__ = ["from_fleet"]
 
@@ -22,13 +22,7 @@ _KNOWN = (*MAPS, *CONFIGS, *_UNREAD, *REFUSED, *NOTED, "a_sync", "mode")
 
 
 def from_fleet(kind: type[F], description: Mapping[str, Any]) -> F:
-    """See `DistributedStrategy.from_fleet`.
-
-    Args:
-        kind: Class of the strategy.
-        description: Attributes of fleet's DistributedStrategy by name; a mapping, or an object with
-            `keys` and items.
-    """
+    """See `DistributedStrategy.from_fleet`."""
     given = _mapping("description", description)
     findings = Findings()
     _judge_names(given, findings)
@@ -54,8 +48,8 @@ def from_fleet(kind: type[F], description: Mapping[str, Any]) -> F:
 
 
 def _mapping(name: str, value: Any) -> dict[Any, Any]:
-    if isinstance(value, Mapping) or (hasattr(value, "keys") and hasattr(value, "__getitem__")):
-        return {key: value[key] for key in value.keys()}  # noqa: SIM118 (it may be no Mapping)
+    if isinstance(value, Mapping):
+        return dict(value)
     raise TypeError(f"{name} must be a mapping, got {value!r} of type {type(value).__name__}")
 
 
@@ -82,8 +76,6 @@ def _judge_names(given: Mapping[str, Any], findings: Findings) -> None:
     for name, reason in REFUSED.items():
         if _on(name, given, findings):
             findings.problems.append(f"{name}={given[name]!r} cannot be carried over: {reason}")
-    for name in NOTED_FLAGS:
-        _on(name, given, findings)
     by_reason: dict[str, list[str]] = {}
     for name, reason in NOTED.items():
         if name in given:
@@ -92,9 +84,7 @@ def _judge_names(given: Mapping[str, Any], findings: Findings) -> None:
 
 
 def _read_configs(given: Mapping[str, Any], findings: Findings) -> dict[str, dict[str, Any]]:
-    """Read the known keys of all configs. A feature that is off is only checked for unknown
-    keys.
-    """
+    """Read the known keys of all configs; those of features that are off are not judged."""
     configs: dict[str, dict[str, Any]] = {}
     for name, known in CONFIGS.items():
         keys: dict[str, Any] = {}
