@@ -1,7 +1,7 @@
 """Wording of values and of unknown words in messages; without torch."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _SEPARATOR = re.compile(r"[-_.]")
 _MOST_WORDS = 3
@@ -19,6 +19,16 @@ def shown(value: object) -> str:
 def plain(text: str) -> str:
     """Return the text, or its `repr` if it holds terminal control codes or invisible characters."""
     return text if text.isprintable() else repr(text)
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names, and how many more there are.
+
+    >>> listed(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def near(word: str, candidates: Iterable[str]) -> list[str]:

@@ -95,13 +95,6 @@ def test_a_tensor_is_read_once() -> None:
     assert isinstance(optimizer.param_groups[0]["lr"], float)
 
 
-def test_set_and_get_as_printed_upstream(case: Case) -> None:
-    optimizer = case(model().named_parameters())
-    for rate in (0.2, 0.3, 0.4, 0.5, 0.6):
-        optimizer.set_lr(rate)
-        assert optimizer.get_lr() == rate
-
-
 def test_set_lr_sets_all_groups_if_each_has_its_own() -> None:
     a, b = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
     optimizer = optim.Adam([{"params": [a], "lr": 1.0}, {"params": [b], "lr": 2.0}])

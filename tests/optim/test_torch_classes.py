@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.optim.cases import ALL, EXTRAS, TORCHS, give_gradients, model, same, train, values
+from tests.optim.cases import ALL, EXTRAS, TORCHS, model, same, train
 from thinwire import optim
 
 THEIRS = {name: getattr(torch.optim, name) for name in TORCHS}
@@ -172,26 +172,6 @@ def test_differentiable_keeps_its_graph_through_the_stages() -> None:
     optimizer.step()
     (d,) = torch.autograd.grad(p.sum(), scale)
     assert d.item() == -7.0
-
-
-def test_the_fast_and_the_long_way_agree_when_something_is_set() -> None:
-    net, twin = model(), model()
-    a = optim.SGD(
-        net.named_parameters(),
-        lr=0.1,
-        momentum=0.9,
-        weight_decay=0.1,
-        exclude_from_weight_decay=("*.bias",),
-    )
-    groups = [
-        {"params": [p for n, p in twin.named_parameters() if "bias" not in n], "weight_decay": 0.1},
-        {"params": [p for n, p in twin.named_parameters() if "bias" in n], "weight_decay": 0.0},
-    ]
-    b = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-    assert same(train(net, a, range(4)), train(twin, b, range(4)))
-    give_gradients(net, 0)
-    assert len(a.param_groups) == 1
-    assert not same(values(net), values(model()))
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -192,19 +192,6 @@ def test_an_update_without_any_gradient_counts() -> None:
     assert (optimizer.position, optimizer.get_lr()) == (1, 0.2)
 
 
-def test_the_embedding_example() -> None:
-    """Embeddings, a layer, the mean, SGD(0.1), backward, then apply_gradients."""
-    table, layer = torch.nn.Embedding(10, 4), torch.nn.Linear(4, 1)
-    params = [*table.named_parameters("table"), *layer.named_parameters("layer")]
-    optimizer = optim.SGD(params, lr=0.1)
-    before = [p.detach().clone() for _, p in params]
-    loss = layer(table(torch.tensor([1, 2]))).mean()
-    params_grads = optimizer.backward(loss)
-    optimizer.apply_gradients(params_grads)
-    for (_, p), q, (_, g) in zip(params, before, params_grads, strict=True):
-        torch.testing.assert_close(p, q - 0.1 * g)
-
-
 def test_hooks_on_apply_gradients_may_train_further() -> None:
     net = model()
     optimizer = optim.Lamb(net.parameters())

@@ -79,17 +79,6 @@ def test_no_field_set_is_ddp_on_four_ranks(ranks: Pool) -> None:
                 torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-13)
 
 
-def buffers_after_an_update(rank: int, size: int) -> list[Tensor]:
-    engine = make_engine(())
-    train(engine, (), 0, 3)
-    return [b.clone() for b in engine.model.buffers()]
-
-
-def test_replicas_have_equal_buffers_after_every_update(ranks: Pool) -> None:
-    first, second = ranks.run(buffers_after_an_update, size=2)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
 def dying_after_an_update(rank: int, size: int) -> tuple[str, str, int, bool]:
     """Rank 1 is killed when it has made update 4, before the buffers of rank 0 are copied."""
     engine = make_engine(())
@@ -542,9 +531,6 @@ def test_ten_local_steps_that_are_not_finite_in_a_row_are_an_error_on_all_ranks(
     assert step + 1 == averaging and all(finite for *_, finite in answers)
     assert f"rank {max(size - 1, 0)}: local step {step + 1} was dropped" in text
     assert f"this was dropped step {step + 1} in a row" in text
-
-
-# ---- the global norm
 
 
 # ---- bad input

@@ -185,15 +185,3 @@ def test_it_is_of_each_rank_and_on_another_number_that_of_rank_0(
     assert [row[2] for row in found] == ["of rank 0", "of rank 1"]
     for _, calls, kept in ranks.run(loading, str(tmp_path), size=3):
         assert (calls, kept) == (5, "of rank 0")
-
-
-def broken(rank: int, size: int, folder: str) -> None:
-    engine = prepared()
-    engine.model.kept = print if rank == 1 else None
-    engine.save(folder)
-
-
-def test_what_one_rank_cannot_save_is_an_error_on_all(ranks: Pool, tmp_path: Path) -> None:
-    ranks.raise_alike(
-        "CheckpointError", ["rank 1: ", "the extra state of a Root"], broken, str(tmp_path), size=2
-    )

@@ -404,17 +404,13 @@ def test_ranks_that_become_ready_in_different_orders_agree(ranks: Pool) -> None:
 def raising(rank: int, size: int, where: str) -> tuple[str, str, int, list[str]]:
     engine = make(CASES["dgc"], early=True)
     events = Events(engine)
-
-    def fail(_: Tensor) -> Tensor:
-        raise ZeroDivisionError("a hook of the user")
-
     text = ""
     for step in range(7):
         wrong = (step, rank) == (4, 1)
-        engine.model.at_half = fail if wrong and where == "middle" else None
+        engine.model.at_half = _fail if wrong and where == "middle" else None
         engine._parts.loss_fn = cross_entropy
-        handle = engine.model.first.bias.register_hook(fail) if wrong and where == "end" else None
-        top = engine.model.last.bias.register_hook(fail) if wrong and where == "begin" else None
+        handle = engine.model.first.bias.register_hook(_fail) if wrong and where == "end" else None
+        top = engine.model.last.bias.register_hook(_fail) if wrong and where == "begin" else None
         try:
             engine.train_step(*batch(step, rank))
         except (ZeroDivisionError, ThinwireError) as error:

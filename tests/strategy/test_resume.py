@@ -322,36 +322,22 @@ def test_saving_on_rank_0_only_is_an_error_on_all_that_says_what_to_do(
 
 def mixed_up(rank: int, size: int, folder: str, case: str) -> None:
     make_engine(("dgc",), plain=True).save(folder)
-    if case == "strategy":
-        make_engine(("gradient_merge",), plain=True).load(folder)
-    elif case == "model":
+    if case == "model":
         make_engine(("dgc",), plain=True, blocks=3).load(folder)
-    elif case == "optimizer":
+    else:
         model = make_model(plain=True)
         optimizer = torch.optim.Adam(model.parameters())
         tw.DistributedStrategy(dgc=FIELDS["dgc"]).prepare(model, optimizer).load(folder)
-    elif case == "nothing":
-        make_engine((), plain=True).load(folder + "/elsewhere")
 
 
-@pytest.mark.parametrize(
-    ("case", "needle"),
-    [
-        ("strategy", "strategy"),
-        ("model", "parameters"),
-        ("optimizer", "optimizer"),
-        ("nothing", "elsewhere"),
-    ],
-)
+@pytest.mark.parametrize(("case", "needle"), [("model", "parameters"), ("optimizer", "optimizer")])
 def test_a_checkpoint_of_something_else_is_refused(
     case: str, needle: str, ranks: Pool, tmp_path: Path
 ) -> None:
     for answer in ranks.run(mixed_up, str(tmp_path), case, size=2, expect_errors=True):
         assert isinstance(answer, Raised)
         assert "CheckpointError" in answer.bases, answer.text
-        assert needle in answer.text
-        if case != "nothing":
-            assert f"does not fit this engine: {needle}" in answer.text
+        assert f"does not fit this engine: {needle}" in answer.text
 
 
 def test_a_state_of_something_else_is_refused_before_anything_changes() -> None:

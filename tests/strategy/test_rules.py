@@ -55,13 +55,6 @@ def test_the_rules_of_three_fields_are_those_of_their_pairs() -> None:
         rule_of("amp", "amp")
 
 
-def test_all_fields_but_those_in_conflict_go_together() -> None:
-    for pair in itertools.product(("lars", "lamb"), ("localsgd", "adaptive_localsgd")):
-        left_out = (*pair, "low_rank")
-        fields = {name: config for name, config in CONFIGS.items() if name not in left_out}
-        assert list(tw.DistributedStrategy(**fields).on) == list(fields)
-
-
 def test_the_page_is_what_the_table_prints() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run `make docs`"
 

@@ -30,16 +30,6 @@ def test_a_generator_and_its_critic_train_without_a_warning() -> None:
         engine.close()
 
 
-def test_a_gradient_that_the_user_changes_is_still_told() -> None:
-    model = nn.Linear(4, 1)
-    engine = tw.DistributedStrategy().prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    engine.minimize(model(torch.ones(2, 4)).mean())
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    with pytest.warns(UserWarning, match=r"the gradient of .* was changed.*no effect"):
-        engine.minimize(model(torch.ones(2, 4)).mean())
-    engine.close()
-
-
 def second_optimizer(rank: int, size: int, fields: dict[str, Any]) -> tuple[list[str], list[float]]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     first, second = (

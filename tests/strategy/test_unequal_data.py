@@ -27,6 +27,11 @@ def sgd(model: nn.Module, momentum: float = 0.0) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.2, momentum=momentum)
 
 
+MAKERS = {
+    "sgd": sgd,
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3),
+}
+
 # ---- unequal numbers of batches
 
 
@@ -35,9 +40,7 @@ def joined(
 ) -> dict[str, Any]:
     """As many batches as `counts` says for each rank."""
     model = make_model(plain=True, **DOUBLE)
-    optimizer = (
-        sgd(model) if maker == "sgd" else torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
-    )
+    optimizer = MAKERS[maker](model)
     engine = tw.DistributedStrategy(**fields).prepare(model, optimizer, cross_entropy)
     losses = []
     with engine.join():
@@ -52,9 +55,7 @@ def joined(
 def by_one_process(counts: list[int], merged: int, maker: str) -> list[float]:
     """Ranks that ran out count with a gradient of zero."""
     model = make_model(plain=True, **DOUBLE)
-    optimizer = (
-        sgd(model) if maker == "sgd" else torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
-    )
+    optimizer = MAKERS[maker](model)
     size, microsteps = len(counts), 0
     optimizer.zero_grad()
     for step in range(max(counts)):
@@ -351,9 +352,7 @@ def branching(
     rank: int, size: int, fields: dict[str, Any], maker: str, told: bool, k: int
 ) -> list[float]:
     model = Branches()
-    optimizer = (
-        sgd(model) if maker == "sgd" else torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
-    )
+    optimizer = MAKERS[maker](model)
     extra = {"find_unused_parameters": True} if told else {}
     engine = tw.DistributedStrategy(**fields).prepare(model, optimizer, cross_entropy, **extra)
     for step in range(6 * k):
@@ -364,9 +363,7 @@ def branching(
 
 def branching_alone(size: int, maker: str, k: int) -> list[float]:
     model = Branches()
-    optimizer = (
-        sgd(model) if maker == "sgd" else torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
-    )
+    optimizer = MAKERS[maker](model)
     for update in range(6):
         optimizer.zero_grad()
         for step in range(k * update, k * update + k):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from thinwire._wording import listed
 from thinwire.strategy.yaml_reader import read_file
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ thinwire export checkpoints model.safetensors
 
 thinwire export checkpoints/step_0000001200 model.safetensors --force
 """
-_MOST_NAMES = 5
 
 
 def export(checkpoint: Path, file: Path, /, *, force: _Flag = False, quiet: _Flag = False) -> None:
@@ -98,14 +98,9 @@ def _lines(made: Exported) -> list[str]:
     ]
     if made.tied:
         pairs = [f"{key} is {name}" for key, name in made.tied.items()]
-        lines.append(f"tied, written under both names: {_some(pairs)}")
+        lines.append(f"tied, written under both names: {listed(pairs)}")
     if made.averaged:
-        lines.append(f"mean over ranks that had different values: {_some(made.averaged)}")
+        lines.append(f"mean over ranks that had different values: {listed(made.averaged)}")
     if made.left_out:
-        lines.append(f"in the model's state_dict, but not in the file: {_some(made.left_out)}")
+        lines.append(f"in the model's state_dict, but not in the file: {listed(made.left_out)}")
     return lines
-
-
-def _some(names: list[str] | tuple[str, ...]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more

@@ -515,10 +515,9 @@ class Engine:
         """
         parts = self._parts
         counts = parts.exchange.counts(self.step)
-        votes = [part for part in (parts.buffers, parts.scaler) if part is not None]
-        counts["bytes_received"] += sum(part.bytes_received for part in votes)
+        counts["bytes_received"] += sum(part.bytes_received for part in parts.votes)
         if counts["bytes_between_nodes"] is not None and not self._sharded:
-            counts["bytes_between_nodes"] += sum(part.bytes_sent for part in votes)
+            counts["bytes_between_nodes"] += sum(part.bytes_sent for part in parts.votes)
         if not parts.exchange.local:
             pace, dropped = self._steps.pace, self._steps.dropped_steps()
             counts["waiting_share"] = pace.waiting_share
@@ -857,12 +856,9 @@ class Engine:
             require_tokens(tokens, None if self.sync is None else self.sync.config)
         self._steps.tokens = tokens
         self._steps.trained.require_known()
-        if (
-            self._steps.joining is not None
-            and self._steps.joining.due
-            and self._parts.exchange.local
-        ):
-            self._steps.joining.vote(active=True)
+        joining = self._steps.joining
+        if joining is not None and joining.due and self._parts.exchange.local:
+            joining.vote(active=True)
 
 
 class Following:

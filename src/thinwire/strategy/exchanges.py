@@ -204,7 +204,9 @@ class MeanThenStep(_EveryStep):
             name: received.arrived[name].mean(name, shards[name], grad if name in owned else None)
             for name, grad in grads.items()
         }
-        return _as_given(means, received.rows_only)
+        # row-sparse on all ranks: an optimizer may update the present rows only. A gradient that is
+        # dense on any rank is dense on all, as in torch's sum of a dense and a row-sparse one
+        return {n: _rows(mean) if n in received.rows_only else mean for n, mean in means.items()}
 
     def require_equal(self, step: int) -> None:
         self.gradients.require_equal(step)
@@ -408,16 +410,6 @@ def apply_(
     return exchanging
 
 
-def _as_given(means: Mapping[str, Tensor], row_sparse: Collection[str]) -> dict[str, Tensor]:
-    """Return means of row-sparse gradients as row-sparse tensors, for optimizers that update
-    present rows only.
-
-    A gradient that is dense on any rank is dense on all, as in torch's sum of a dense and a
-    row-sparse gradient.
-    """
-    return {name: _rows(mean) if name in row_sparse else mean for name, mean in means.items()}
-
-
 def _rows(dense: Tensor) -> Tensor:
     present = dense.reshape(dense.shape[0], -1).any(dim=1).nonzero().view(-1)
     where, rows = present.unsqueeze(0), dense[present]
@@ -427,6 +419,5 @@ def _rows(dense: Tensor) -> Tensor:
 def _laid_out(grad: Tensor, param: Tensor) -> Tensor:
     if grad.is_sparse or (grad.dtype == param.dtype and grad.stride() == param.stride()):
         return grad.to(param.dtype)
-    return torch.empty_like(param, requires_grad=False).copy_(
-        grad
-    )  # fused kernels need equal strides
+    # fused kernels need equal strides
+    return torch.empty_like(param, requires_grad=False).copy_(grad)

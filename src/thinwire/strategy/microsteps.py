@@ -78,16 +78,13 @@ class Microsteps:
 
     def bytes_sent(self) -> int:
         """Bytes that this rank sent, earlier runs included."""
-        parts = self.parts
-        agreements = 0 if parts.scaler is None else parts.scaler.bytes_sent
-        besides = parts.buffers.bytes_sent + agreements
-        return self.bytes_before + int(parts.exchange.traffic()["bytes_sent"]) + besides
+        exchanged = int(self.parts.exchange.traffic()["bytes_sent"])
+        return self.bytes_before + exchanged + sum(part.bytes_sent for part in self.parts.votes)
 
     def wait_s(self) -> float:
         """Seconds for which other ranks blocked this one."""
-        parts = self.parts
-        votes = (part.wait_s for part in (parts.buffers, parts.scaler) if part is not None)
-        return float(parts.exchange.traffic()["wait_s"]) + sum(votes)
+        waited = float(self.parts.exchange.traffic()["wait_s"])
+        return waited + sum(part.wait_s for part in self.parts.votes)
 
     def dropped_steps(self) -> int:
         """Dropped steps of this rank."""

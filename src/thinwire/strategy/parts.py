@@ -126,6 +126,11 @@ class Parts:
     """Facts that a checkpoint must share with the engine that loads it."""
 
     @property
+    def votes(self) -> list[MovingBuffers | LossScaler]:
+        """The parts that agree over the ranks beside the exchange."""
+        return [self.buffers] if self.scaler is None else [self.buffers, self.scaler]
+
+    @property
     def savers(self) -> Group:
         """The ranks that write one checkpoint: all; with members a member alone, or its site."""
         if self.group.static_membership:

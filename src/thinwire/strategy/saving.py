@@ -15,6 +15,7 @@ from thinwire._names import (
     named_parameters,
     non_persistent_buffers,
 )
+from thinwire._wording import listed
 from thinwire.checkpoint import random_state, set_random_state
 from thinwire.checkpoint.combine import Rule
 from thinwire.checkpoint.tree import with_tensors
@@ -350,7 +351,7 @@ def copy_values_(state: Mapping[str, Any], parts: Parts, left: frozenset[str]) -
         _log.warning(
             "%s: non-persistent buffers that are missing in the state or the model, or have "
             "another shape there: the model keeps its own values",
-            ", ".join(kept[:3]) + (f" and {len(kept) - 3} more" if len(kept) > 3 else ""),
+            listed(kept, 3),
         )
 
 

@@ -1,6 +1,6 @@
 """Describes the effect of a strategy on a given model and optimizer. Nothing is changed."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +8,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from thinwire._names import named_parameters
+from thinwire._wording import listed
 from thinwire.compress.figures import sent_bytes, why_dense
 from thinwire.compress.protocol import Compression
 from thinwire.core.gradients import Clip
@@ -102,7 +103,7 @@ def _stages(strategy: Fields, model: nn.Module) -> Iterator[str]:
 def _recomputed(strategy: Fields, model: nn.Module) -> Iterator[str]:
     if strategy.recompute is not None:
         names = matches(model, strategy.recompute.checkpoints)
-        yield f"recomputed: {len(names)} {plural('module', len(names))}: {_listed(names)}"
+        yield f"recomputed: {len(names)} {plural('module', len(names))}: {listed(names, _SHOWN)}"
 
 
 def _exchanged(
@@ -157,10 +158,4 @@ def _sized(params: Mapping[str, Parameter]) -> str:
 
 
 def _tensors(names: list[str]) -> str:
-    return f"{len(names)} {plural('tensor', len(names))}: {_listed(names)}"
-
-
-def _listed(names: Iterable[str]) -> str:
-    shown = list(names)
-    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return ", ".join(shown[:_SHOWN]) + more
+    return f"{len(names)} {plural('tensor', len(names))}: {listed(names, _SHOWN)}"
