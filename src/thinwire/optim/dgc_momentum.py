@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
-from thinwire.comm import is_alone
 from thinwire.compress.dgc import DGC
 from thinwire.core.gradients import ClipByNorm, Regularizer
 from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of, without_provenance
@@ -23,10 +22,10 @@ from thinwire.exchange.digest import DIGEST_EVERY
 from thinwire.exchange.round import Round
 from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
 from thinwire.kernels.rules import Need, needs_of
-from thinwire.kernels.warm import warm_up, warm_up_beside
 from thinwire.optim.attached import Attached
 from thinwire.optim.dgc_settings import OF_DGC, DGCSettings, wide_dtype
 from thinwire.optim.dgc_synchronizer import DGCSynchronizer, DGCUpdate
+from thinwire.optim.layerwise import begin_compiling
 from thinwire.optim.pairs import ParamGrad
 from thinwire.optim.saving import of_params
 from thinwire.schedules import Schedule
@@ -213,7 +212,7 @@ class DGCMomentum(DGCSettings):
         self._close()
         if mesh is not None:
             require_shards(self.synchronizer.params, mesh["shard"])
-        (warm_up if is_alone() else warm_up_beside)(self.needs)
+        begin_compiling(self)
 
     @property
     def synchronizer(self) -> DGCSynchronizer:

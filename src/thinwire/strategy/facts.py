@@ -107,9 +107,9 @@ def mismatches(
     theirs, ours = set(before.get("parameters", ())), set(now["parameters"])
     if theirs != ours:
         gone, new = sorted(theirs - ours), sorted(ours - theirs)
-        what = f"parameters ({len(gone)} and {len(new)} of them differ)"
+        subject = f"parameters ({len(gone)} and {len(new)} of them differ)"
         names = [", ".join(some[:3]) or _NOTHING for some in (gone, new)]
-        found.append(_difference_text(what, *names))
+        found.append(_difference_text(subject, *names))
     return found
 
 
