@@ -340,13 +340,9 @@ class DGCMomentum(DGCSettings):
         state = state_dict["state"]
         first = next((k for k, entries in of_params(state).items() if "residual" in entries), None)
         if first is not None:
-            provenance = Provenance(
-                *self._own_rank_and_size(), self.position, self._own_checksum(state)
-            )
-            state_dict["state"] = {
-                **state,
-                first: {**state[first], PROVENANCE: provenance.packed()},
-            }
+            own = self._own_rank_and_size()
+            provenance = Provenance(*own, self.position, self._own_checksum(state)).packed()
+            state_dict["state"] = {**state, first: {**state[first], PROVENANCE: provenance}}
         return state_dict
 
     def _own_rank_and_size(self) -> tuple[int, int]:
@@ -363,12 +359,7 @@ class DGCMomentum(DGCSettings):
         if self._ranks.mesh is not None:
             return 0
         return checksum_of(
-            [
-                entries[key]
-                for entries in of_params(state).values()
-                for key in _OWN
-                if key in entries
-            ]
+            [entries.get(key) for entries in of_params(state).values() for key in _OWN]
         )
 
     def plain_state_dict(self) -> dict[str, Any]:

@@ -167,9 +167,7 @@ def _unpacked(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> lis
     groups = []
     for i, group in enumerate(saved):
         defaults = current[i] if i < len(current) else {}
-        own = {
-            key: value for key, value in defaults.items() if key not in ("params", "param_names")
-        }
+        own = {k: v for k, v in defaults.items() if k not in ("params", "param_names")}
         if "regularizer" in group:
             group = {**group, "regularizer": _regularizer(group["regularizer"])}  # noqa: PLW2901
         groups.append({**own, **group})

@@ -140,9 +140,7 @@ def _spelled_out(
     new = []
     for group, rate, own in zip(groups, rates, own_lr, strict=True):
         names = group.get("param_names", [None] * len(group["params"]))
-        other = {
-            key: value for key, value in group.items() if key not in ("params", "param_names", "lr")
-        }
+        other = {k: v for k, v in group.items() if k not in ("params", "param_names", "lr")}
         pairs = list(zip(names, group["params"], strict=True))
         new.append({"params": pairs, **({"lr": rate} if own else {}), **other})
     return new

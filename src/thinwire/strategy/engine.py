@@ -542,9 +542,7 @@ class Engine:
         parts = self._parts
         microsteps = 0 if parts.merge is None else parts.merge.microsteps
         waiting = [f"{microsteps} merged microsteps"] if microsteps else []
-        return " and ".join(
-            [*waiting, parts.exchange.pending] if parts.exchange.pending else waiting
-        )
+        return " and ".join([*waiting, *filter(None, [parts.exchange.pending])])
 
     def trust_ratios(self) -> dict[str | Tensor, float]:
         """Return the trust ratio of every parameter in the last update, by name, under LARS and

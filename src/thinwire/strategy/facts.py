@@ -173,11 +173,7 @@ def model_facts(
         "buffer": [f"{name} {shape_text(b)}" for name, b in named_buffers(model)],
         "optimizer": kinds_of(optimizer),
         "group": [
-            {
-                key: repr(value)
-                for key, value in group.items()
-                if key not in ("params", "param_names")
-            }
+            {k: repr(v) for k, v in group.items() if k not in ("params", "param_names")}
             | {"params": [names.get(p, "not in the model") for p in group["params"]]}
             for group in optimizer.param_groups
         ],

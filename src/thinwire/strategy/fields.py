@@ -96,7 +96,6 @@ class Fields:
                     f"dgc and {name}.compression: both set the compression of the change; remove "
                     f"dgc, or give {name} compression=None"
                 )
-        for name in with_dgc:
             if self.on["dgc"].state_dtype == "bfloat16":
                 yield (
                     f"dgc.state_dtype='bfloat16' and {name}: the residual of an averaging has the "

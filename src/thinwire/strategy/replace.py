@@ -34,7 +34,7 @@ from thinwire.strategy.replacements import (
 
 __all__ = ["SelectedOptimizer", "select_optimizer"]
 
-_SPEED = ("fused", "capturable")
+_SPEED = ("capturable", "fused")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,14 +202,11 @@ def _mismatches(
     if not isinstance(optimizer, DGCMomentum):
         return
     if isinstance(compression, DGC):
+        converted = converted_by(optimizer)
+        origin = f" (an engine made it {kind} with other settings)" if converted else ""
         yield (
             "dgc is configured twice: keep it in the strategy and pass a plain SGD, or remove "
-            "dgc from the strategy"
-            + (
-                f" (an engine made it {kind} with other settings)"
-                if converted_by(optimizer)
-                else ""
-            )
+            f"dgc from the strategy{origin}"
         )
     elif compression is not None:
         yield (
@@ -300,12 +297,8 @@ def _unchanged(
 
 
 def _lost_state(optimizer: torch.optim.Optimizer, replacement: Replacement) -> Iterator[str]:
-    keys = {
-        key
-        for entries in optimizer.state.values()
-        for key, value in entries.items()
-        if value is not None
-    }
+    kept = [entries.items() for entries in optimizer.state.values()]
+    keys = {key for items in kept for key, value in items if value is not None}
     lost = sorted(keys - set(replacement.state))
     if lost:
         yield (
@@ -335,15 +328,8 @@ def _notes(
         yield f"schedules continue at update {settings.position}"
     if optimizer.state:
         yield f"{kind} takes over the state of {len(optimizer.state)} parameters"
-    speed = sorted(
-        {
-            key
-            for group in settings.groups
-            for key in replacement.unused
-            if key in _SPEED and group.get(key)
-        }
-    )
-    if speed:
+    unused = [key for key in _SPEED if key in replacement.unused]
+    if speed := [key for key in unused if any(group.get(key) for group in settings.groups)]:
         yield f"{kind} has no {' and '.join(speed)}, which affect speed only"
 
 

@@ -121,13 +121,10 @@ def convert_optimizer(
         groups.append(
             {"params": kept, "param_names": [names[param] for param in kept], **common, **values}
         )
-    order = (
-        []
-        if settings.order is None
-        else [{"order_params": [param for param in settings.order if keep(param)]}]
-    )
+    if settings.order is not None:
+        groups.append({"order_params": [param for param in settings.order if keep(param)]})
     new: CommonOptimizer = replacement.kind(
-        [*groups, *order],
+        groups,
         lr=settings.lr,
         grad_clip=settings.grad_clip,
         regularizer=settings.regularizer,

@@ -241,36 +241,20 @@ cannot replace, a number of ranks that is not a multiple of the stages.
 
 def page() -> str:
     """Return the page in Markdown."""
-    working = sum(rule.works for rule in RULES)
-    counts = {
-        "fields": len(FIELDS),
-        "pairs": len(RULES),
-        "working": working,
-        "conflicting": len(RULES) - working,
-    }
-    opening = _OPENING.format(**counts)
-    return (
-        opening
-        + "".join(f"{line}\n" for line in _matrix())
-        + _ORDER
-        + "".join(_meanings())
-        + _CLOSING
+    pairs, working = len(RULES), sum(rule.works for rule in RULES)
+    opening = _OPENING.format(
+        fields=len(FIELDS), pairs=pairs, working=working, conflicting=pairs - working
     )
+    return "".join([opening, *_matrix(), _ORDER, *_meanings(), _CLOSING])
 
 
 def _matrix() -> Iterator[str]:
-    columns = FIELDS[1:]
-    yield f"| | {' | '.join(columns)} |"
-    yield "|---" * (len(columns) + 1) + "|"
+    yield f"| | {' | '.join(FIELDS[1:])} |\n"
+    yield "|---" * len(FIELDS) + "|\n"
     for row, first in enumerate(FIELDS[:-1]):
-        cells = [
-            _cell(first, second) if row <= column else "" for column, second in enumerate(columns)
-        ]
-        yield f"| **{first}** | {' | '.join(cells)} |"
-
-
-def _cell(first: str, second: str) -> str:
-    return "works" if rule_of(first, second).works else "**x**"
+        rules = [rule_of(first, second) for second in FIELDS[row + 1 :]]
+        cells = [""] * row + ["works" if rule.works else "**x**" for rule in rules]
+        yield f"| **{first}** | {' | '.join(cells)} |\n"
 
 
 def _meanings() -> Iterator[str]:

@@ -33,16 +33,10 @@ def about_model(strategy: Fields, model: nn.Module, optimizer: Optimizer | None)
     Raises:
         ValueError: The optimizer trains nothing, or too little for the fragments of local updates.
     """
-    trained = (
-        None
-        if optimizer is None
-        else {p for group in optimizer.param_groups for p in group["params"]}
-    )
-    params = {
-        name: p
-        for name, p in named_parameters(model)
-        if p.requires_grad and (trained is None or p in trained)
-    }
+    params = {name: p for name, p in named_parameters(model) if p.requires_grad}
+    if optimizer is not None:
+        trained = {p for group in optimizer.param_groups for p in group["params"]}
+        params = {name: p for name, p in params.items() if p in trained}
     if optimizer is not None and strategy.pipeline is None:
         require_trained(params)
     if strategy.local is not None and strategy.pipeline is None and params:

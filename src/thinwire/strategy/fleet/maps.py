@@ -29,23 +29,13 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Feature:
-    """Config of one feature, with fleet's defaults for missing keys."""
-
-    keys: Keys
-    given: frozenset[str]
-    hybrid: Keys
-    findings: Findings
-
-
-def mapped(name: str, given: Keys, defaults: Keys, hybrid: Keys, findings: Findings) -> Any:
+def mapped(name: str, given: Keys, defaults: Keys, findings: Findings) -> Any:
     """Return the thinwire config of one feature; None if `findings` got a reason per wrong key."""
     left = dict(given)
     while True:
-        attempt = Findings()
+        notes: list[str] = []
         try:
-            config = MAPS[name](_Feature({**defaults, **left}, frozenset(left), hybrid, attempt))
+            config = MAPS[name]({**defaults, **left}, notes)
         except (TypeError, ValueError) as error:
             words = _in_fleet_terms(name, error)
             target = findings.wrong_types if isinstance(error, TypeError) else findings.problems
@@ -54,69 +44,57 @@ def mapped(name: str, given: Keys, defaults: Keys, hybrid: Keys, findings: Findi
             if key is None or left.pop(key[0], None) is None:
                 return None
         else:
-            findings.notes += attempt.notes
+            findings.notes += notes
             return config if left == given else None
 
 
-def _amp(feature: _Feature) -> AMP:
-    keys = feature.keys
+def _amp(keys: Keys, notes: list[str]) -> AMP:
     scale: LossScale = FixedLossScale(keys["init_loss_scaling"])
     if check.boolean("use_dynamic_loss_scaling", keys["use_dynamic_loss_scaling"]):
         scale = DynamicLossScale(
             keys["init_loss_scaling"], keys["incr_ratio"], keys["incr_every_n_steps"]
         )
-        if not feature.given & {"decr_every_n_nan_or_inf", "decr_ratio"}:
-            feature.findings.notes.append(
-                "amp: here every overflow divides the loss scale by the growth factor"
-            )
+        if (keys["decr_every_n_nan_or_inf"], keys["decr_ratio"]) == (2, 0.8):
+            notes.append("amp: here every overflow divides the loss scale by the growth factor")
     return AMP("float16", scale)
 
 
-def _recompute(feature: _Feature) -> Recompute:
-    names = _words("checkpoints", feature.keys["checkpoints"])
+def _recompute(keys: Keys, notes: list[str]) -> Recompute:
+    names = _words("checkpoints", keys["checkpoints"])
     if not names:
         raise ValueError(
             "checkpoints is empty, which turns recompute off in fleet: name modules, or set "
             "recompute to False"
         )
-    feature.findings.notes.append(
+    notes.append(
         f"recompute_configs.checkpoints={list(names)}: names of tensors in fleet, read as patterns "
         "over module names"
     )
     return Recompute(names)
 
 
-def _pipeline(feature: _Feature) -> Pipeline:
-    keys, counts = feature.keys, feature.given & {"micro_batch", "accumulate_steps"}
-    if len(counts) == 2 and keys["micro_batch"] != keys["accumulate_steps"]:
+def _pipeline(keys: Keys, notes: list[str]) -> Pipeline:
+    counts = [keys[key] for key in ("micro_batch", "accumulate_steps") if keys[key] != 1]
+    if len(counts) == 2 and counts[0] != counts[1]:
         raise ValueError(
-            f"micro_batch={keys['micro_batch']!r} and "
-            f"accumulate_steps={keys['accumulate_steps']!r} are two names for the number of parts "
-            "of a batch: set one of them"
+            f"micro_batch={counts[0]!r} and accumulate_steps={counts[1]!r} are two names for the "
+            "number of parts of a batch: set one of them"
         )
     schedules = {"1F1B": "1f1b", "F-then-B": "gpipe"}
     check.one_of("schedule_mode", keys["schedule_mode"], schedules)
-    stages, source = _stages(feature.hybrid)
-    feature.findings.notes.append(
+    stages, source = keys["pp_degree"], "hybrid_configs.pp_degree"
+    if stages <= 1:
+        stages = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        source = "the ranks of this machine"
+    notes.append(
         f"pipeline: {stages} stages, from {source}; the description has no split points "
         "(device_guard): set split_points if the model is not sequential"
     )
-    return Pipeline(
-        stages, keys[next(iter(counts), "micro_batch")], schedules[keys["schedule_mode"]]
-    )
+    return Pipeline(stages, [*counts, 1][0], schedules[keys["schedule_mode"]])
 
 
-def _stages(hybrid: Keys) -> tuple[int, str]:
-    if hybrid["pp_degree"] > 1:
-        return hybrid["pp_degree"], "hybrid_configs.pp_degree"
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "the ranks of this machine"
-
-
-def _dgc(feature: _Feature) -> DGC:
-    keys = feature.keys
-    feature.findings.notes.append(
-        "dgc: a sent value costs one bit here; DGC(value_bits=32) sends exact values"
-    )
+def _dgc(keys: Keys, notes: list[str]) -> DGC:
+    notes.append("dgc: a sent value costs one bit here; DGC(value_bits=32) sends exact values")
     return DGC(
         keys["rampup_begin_step"],
         keys["rampup_step"],
@@ -124,40 +102,37 @@ def _dgc(feature: _Feature) -> DGC:
     )
 
 
-def _lars(feature: _Feature) -> LARS:
-    keys = feature.keys
+def _lars(keys: Keys, notes: list[str]) -> LARS:
     excluded = _words("exclude_from_weight_decay", keys["exclude_from_weight_decay"])
     patterns = tuple(f"*{escape(word)}*" for word in excluded)
     return LARS(keys["lars_coeff"], keys["lars_weight_decay"], keys["epsilon"], patterns)
 
 
-def _lamb(feature: _Feature) -> LAMB:
-    excluded = _words("exclude_from_weight_decay", feature.keys["exclude_from_weight_decay"])
-    feature.findings.notes.append(
-        "lamb: eps is Lamb's default 1e-6; fleet uses the eps of the inner optimizer"
-    )
-    return LAMB(feature.keys["lamb_weight_decay"], tuple(f"*{escape(word)}" for word in excluded))
+def _lamb(keys: Keys, notes: list[str]) -> LAMB:
+    excluded = _words("exclude_from_weight_decay", keys["exclude_from_weight_decay"])
+    notes.append("lamb: eps is Lamb's default 1e-6; fleet uses the eps of the inner optimizer")
+    return LAMB(keys["lamb_weight_decay"], tuple(f"*{escape(word)}" for word in excluded))
 
 
-def _adaptive_localsgd(feature: _Feature) -> AdaptiveLocalSGD:
-    config = AdaptiveLocalSGD(feature.keys["init_k_steps"], begin_step=feature.keys["begin_step"])
+def _adaptive_localsgd(keys: Keys, notes: list[str]) -> AdaptiveLocalSGD:
+    config = AdaptiveLocalSGD(keys["init_k_steps"], begin_step=keys["begin_step"])
     if config.init_k_steps > 1:
-        feature.findings.notes.append(
+        notes.append(
             f"adaptive_localsgd: init_k_steps={config.init_k_steps} is outside the square root of "
             "the interval's formula, as in the paper; in fleet it is inside"
         )
     return config
 
 
-MAPS: dict[str, Callable[[_Feature], Any]] = {
+MAPS: dict[str, Callable[[Keys, list[str]], Any]] = {
     "amp": _amp,
     "recompute": _recompute,
     "pipeline": _pipeline,
-    "gradient_merge": lambda feature: GradientMerge(**feature.keys),
+    "gradient_merge": lambda keys, _: GradientMerge(**keys),
     "dgc": _dgc,
     "lars": _lars,
     "lamb": _lamb,
-    "localsgd": lambda feature: LocalSGD(**feature.keys),
+    "localsgd": lambda keys, _: LocalSGD(**keys),
     "adaptive_localsgd": _adaptive_localsgd,
 }
 """Functions from each feature's fleet config to a thinwire config."""

@@ -152,15 +152,15 @@ def _features(
     whole = {
         name: {key: known.default for key, known in keys.items()} for name, keys in CONFIGS.items()
     }
-    hybrid = whole["hybrid_configs"] | configs["hybrid_configs"]
+    pp_degree = (whole["hybrid_configs"] | configs["hybrid_configs"])["pp_degree"]
+    whole["pipeline_configs"]["pp_degree"] = pp_degree
     features = {
-        name: mapped(name, configs[f"{name}_configs"], whole[f"{name}_configs"], hybrid, findings)
+        name: mapped(name, configs[f"{name}_configs"], whole[f"{name}_configs"], findings)
         for name in MAPS
         if _on(name, given, findings)
     }
-    if "pipeline" not in features and hybrid["pp_degree"] != 1:
+    if "pipeline" not in features and pp_degree != 1:
         findings.problems.append(
-            f"hybrid_configs.pp_degree={hybrid['pp_degree']!r} cannot be carried over without "
-            "pipeline=True"
+            f"hybrid_configs.pp_degree={pp_degree!r} cannot be carried over without pipeline=True"
         )
     return features
