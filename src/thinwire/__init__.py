@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from thinwire.logs import log_stats
     from thinwire.members.members import Members, join
     from thinwire.members.sampler import MemberSampler
+    from thinwire.optim.attached import Attached
     from thinwire.optim.config import LAMB, LARS
-    from thinwire.optim.dgc_momentum import Attached
     from thinwire.pipeline.config import Pipeline
     from thinwire.sampler import ShardedSampler
     from thinwire.step.config import AMP, GradientMerge, Recompute
@@ -82,7 +82,7 @@ _MODULES = {"amp", "checkpoint", "errors", "integrations", "optim", "schedules"}
 _HOMES = {
     "AMP": "thinwire.step.config",
     "AdaptiveLocalSGD": "thinwire.local.config",
-    "Attached": "thinwire.optim.dgc_momentum",
+    "Attached": "thinwire.optim.attached",
     "ClipByGlobalNorm": "thinwire.core.gradients",
     "ClipByNorm": "thinwire.core.gradients",
     "ClipByValue": "thinwire.core.gradients",

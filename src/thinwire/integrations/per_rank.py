@@ -20,14 +20,6 @@ from thinwire.errors import CheckpointCorrupt, StrategyError
 from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.engine import Engine
 
-__all__ = [
-    "EngineState",
-    "PerRankState",
-    "Stateful",
-    "require_fields",
-    "reset_optimizer_",
-]
-
 
 class Stateful(Protocol):
     """Protocol of objects with a state_dict of plain values and tensors."""

@@ -7,8 +7,6 @@ from typing import TypedDict
 from thinwire.core.gradients import Clip, Regularizer
 from thinwire.optim.groups import Exclusion
 
-__all__ = ["Common", "CommonOwn", "require_known", "spelled_out"]
-
 
 class Common(TypedDict, total=False):
     """Keywords of all optimizers; each is None if it is not given."""

@@ -14,8 +14,6 @@ from thinwire.core.checksum import bit_sums
 from thinwire.optim.dgc_settings import DGCSettings
 from thinwire.optim.dgc_synchronizer import DGCSynchronizer
 
-__all__ = ["Attached"]
-
 _INSTEAD_OF_JOIN = "train with DistributedStrategy(dgc=DGC(...)) inside `with engine.join():`"
 
 

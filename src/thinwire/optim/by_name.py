@@ -6,8 +6,6 @@ from typing import Any, NoReturn
 
 from thinwire._names import plain_name
 
-__all__ = ["in_order", "names_of"]
-
 Groups = Sequence[Mapping[str, Any]]
 _Name = tuple[str, int]
 _WRAPPER = "module"

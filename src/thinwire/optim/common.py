@@ -42,8 +42,6 @@ from thinwire.optim.rates import checksum_of, parse_rate, rate_ahead, rates_of_,
 from thinwire.optim.saving import laid_out, packed, restoring
 from thinwire.schedules import Schedule, is_scheduled, rate_at
 
-__all__ = ["CommonOptimizer"]
-
 
 @dataclasses.dataclass(slots=True)
 class _Common:

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from thinwire import _validate as check
 
-__all__ = ["LAMB", "LARS"]
-
 
 @dataclass(frozen=True)
 class LARS:

@@ -30,8 +30,6 @@ from thinwire.optim.pairs import ParamGrad
 from thinwire.optim.saving import of_params
 from thinwire.schedules import Schedule
 
-__all__ = ["Attached", "DGCMomentum"]
-
 _OWN = ("residual", "momentum_buffer")
 """Keys of the state that differs from rank to rank."""
 

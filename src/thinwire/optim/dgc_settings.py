@@ -13,8 +13,6 @@ from thinwire.core.sharded import shard_of
 from thinwire.core.tensors import narrowed, state_dtype, stored_dtype
 from thinwire.optim.common import CommonOptimizer
 
-__all__ = ["OF_DGC", "RAMP", "DGCSettings", "config_of", "wide_dtype"]
-
 RAMP = ("rampup_begin_step", "rampup_step", "sparsity", "min_numel")
 """Keys of a group that set how many entries are sent."""
 OF_DGC = ("value_bits", "state_dtype", "node_size", "exchange")

@@ -27,8 +27,6 @@ from thinwire.exchange.synchronizer import Ranks
 from thinwire.optim.dgc_settings import OF_DGC, RAMP, DGCSettings, config_of, wide_dtype
 from thinwire.wire.message import WIRE_VERSION
 
-__all__ = ["DGCSynchronizer", "DGCUpdate"]
-
 
 class DGCSynchronizer:
     """The exchange of one `DGCMomentum`, for its own steps, `attach` and engines.

@@ -12,8 +12,6 @@ from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.own import update_rows_
 from thinwire.optim.pairs import ParamGrad
 
-__all__ = ["Ftrl"]
-
 
 def ftrl_(
     param: Tensor,

@@ -14,23 +14,6 @@ from thinwire import _validate as check
 from thinwire._names import matches
 from thinwire.core.gradients import L1Decay, L2Decay
 
-__all__ = [
-    "Exclusion",
-    "ParamFacts",
-    "ParamRecord",
-    "check_common_values",
-    "check_keys",
-    "check_regularizer",
-    "excluded_flags",
-    "listed",
-    "ordered",
-    "parse_exclusion",
-    "require_layout",
-    "require_matches",
-    "require_real",
-    "split_order",
-]
-
 Predicate = Callable[[str, Tensor], bool]
 Exclusion = tuple[str, ...] | Predicate | None
 """Glob patterns over names, a predicate, or None."""

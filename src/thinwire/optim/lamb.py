@@ -15,8 +15,6 @@ from thinwire.optim.layerwise import Run, begin_compiling, trust_ratios, update_
 from thinwire.optim.own import buffer_of, check_betas
 from thinwire.optim.pairs import ParamGrad
 
-__all__ = ["Lamb"]
-
 
 class Lamb(CommonOptimizer):
     """LAMB, for training with large batches.

@@ -15,8 +15,6 @@ from thinwire.optim.layerwise import Run, begin_compiling, trust_ratios, update_
 from thinwire.optim.own import buffer_of
 from thinwire.optim.pairs import ParamGrad
 
-__all__ = ["Lars"]
-
 
 class Lars(CommonOptimizer):
     """LARS, for training with large batches.

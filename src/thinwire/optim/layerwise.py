@@ -12,8 +12,6 @@ from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.own import counted, widened
 from thinwire.optim.pairs import ParamGrad
 
-__all__ = ["Run", "begin_compiling", "trust_ratios", "update_runs_"]
-
 
 class Run(NamedTuple):
     """Tensors that one call can update together."""

@@ -12,8 +12,6 @@ from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.own import check_betas, update_rows_
 from thinwire.optim.pairs import ParamGrad
 
-__all__ = ["LazyAdam"]
-
 
 def adam_(
     param: Tensor,

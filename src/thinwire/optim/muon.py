@@ -14,8 +14,6 @@ from thinwire.optim.arguments import CommonOwn
 from thinwire.optim.owners import Matrix, Owners
 from thinwire.optim.torch_classes import TorchOptimizer, unhooked_step
 
-__all__ = ["Muon", "muon_groups"]
-
 _ADAMW_ONLY = {
     "decoupled_weight_decay": True,
     "amsgrad": False,

@@ -12,8 +12,6 @@ from thinwire.core.tensors import state_dtype
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.pairs import ParamGrad
 
-__all__ = ["buffer_of", "check_betas", "counted", "update_rows_", "widened"]
-
 
 def counted(optimizer: CommonOptimizer, params: Sequence[Tensor]) -> list[int]:
     """Count one more update in the state of each of `params`; return the counts."""

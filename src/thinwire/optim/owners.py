@@ -14,8 +14,6 @@ from thinwire.core.muon import MuonRule, descend_, direction_, muon_, newton_sch
 from thinwire.core.sharded import is_sharded, shard_of
 from thinwire.layout.owners import assign_owners, shard_lengths
 
-__all__ = ["Matrix", "Owners"]
-
 
 class Matrix(NamedTuple):
     """A matrix to be updated."""

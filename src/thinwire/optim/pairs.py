@@ -9,8 +9,6 @@ from thinwire import _validate as check
 from thinwire.core.sharded import is_sharded
 from thinwire.optim.groups import ParamRecord
 
-__all__ = ["ParamGrad", "checked_callbacks", "checked_pairs", "differentiate", "selected"]
-
 ParamGrad = tuple[Tensor, Tensor]
 """Parameter and gradient, of the same shape."""
 

@@ -12,8 +12,6 @@ from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.own import update_rows_
 from thinwire.optim.pairs import ParamGrad
 
-__all__ = ["ProximalAdagrad"]
-
 
 def proximal_adagrad_(
     param: Tensor, grad: Tensor, accumulator: Tensor, *, lr: float, l1: float, l2: float

@@ -12,8 +12,6 @@ import torch
 from thinwire import _validate as check
 from thinwire.schedules import Schedule, Table, rate_at
 
-__all__ = ["checksum_of", "parse_rate", "rate_ahead", "rates_of_", "text_of"]
-
 
 def parse_rate(name: str, lr: object) -> float | Schedule:
     """Return the checked argument `lr`: a number, or the schedule that drives the rate.

@@ -14,8 +14,6 @@ from thinwire.core.sharded import is_sharded, shard_of
 from thinwire.core.tensors import state_dtype
 from thinwire.optim.by_name import in_order, names_of
 
-__all__ = ["laid_out", "of_params", "packed", "refill_", "remembered", "restoring"]
-
 _REGULARIZERS: dict[str, type[L1Decay | L2Decay]] = {"L1Decay": L1Decay, "L2Decay": L2Decay}
 _LIKE_THE_PARAMETER = (
     "momentum_buffer",

@@ -13,8 +13,6 @@ from thinwire.optim.groups import Exclusion
 from thinwire.optim.rates import parse_rate
 from thinwire.schedules import Schedule
 
-__all__ = ["OptimizerSettings", "restrict_", "settings_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:

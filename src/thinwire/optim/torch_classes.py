@@ -17,8 +17,6 @@ from thinwire.optim.groups import ParamFacts
 from thinwire.optim.own import check_betas
 from thinwire.optim.pairs import ParamGrad
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "RMSprop", "TorchOptimizer", "unhooked_step"]
-
 _NUMBERS = (
     "weight_decay",
     "momentum",

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from thinwire import _validate as check
 
-__all__ = ["Pipeline"]
-
 
 @dataclass(frozen=True)
 class Pipeline:

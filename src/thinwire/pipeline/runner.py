@@ -16,8 +16,6 @@ from thinwire.pipeline.config import Pipeline
 from thinwire.pipeline.schedule import Schedule
 from thinwire.pipeline.worker import Parcel, StageWorker, content, describe, micro_batches
 
-__all__ = ["PipelineRunner", "failure", "rehearse"]
-
 _CONCLUSION = struct.Struct("<?Bd")
 _LOSS_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TRANSFER = "passing activations and gradients between stages"

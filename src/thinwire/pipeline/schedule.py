@@ -8,8 +8,6 @@ from thinwire.comm.nodes import Grid
 from thinwire.pipeline.config import Pipeline
 from thinwire.pipeline.worker import Parcel, StageWorker
 
-__all__ = ["Schedule"]
-
 
 class Schedule:
     """Runs one mini-batch through the stage of this rank. All stages of a replica call `run`.

@@ -12,8 +12,6 @@ from thinwire._names import plain_name
 from thinwire.errors import StrategyError
 from thinwire.pipeline.config import Pipeline
 
-__all__ = ["ChainModule", "assemble", "chain", "obstacle", "partition", "split_model"]
-
 
 @dataclass(frozen=True, slots=True)
 class ChainModule:

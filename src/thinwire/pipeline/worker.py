@@ -9,19 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "Parcel",
-    "StageWorker",
-    "called",
-    "content",
-    "describe",
-    "mapped",
-    "micro_batches",
-    "pack",
-    "tensors_of",
-    "unpack",
-]
-
 _PLAIN = (type(None), bool, int, float, str)
 _SAMPLE = 256
 

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from thinwire import _validate as check
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 
-__all__ = ["AMP", "GradientMerge", "Recompute"]
-
 
 @dataclass(frozen=True)
 class AMP:

@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Autocast", "ForwardLayer"]
-
 
 class ForwardLayer:
     """A layer that replaces `module.forward` and calls the forward below it. The layer on top is

@@ -9,8 +9,6 @@ from torch import Tensor
 from thinwire import _validate as check
 from thinwire.core.tensors import state_dtype, with_own_storage
 
-__all__ = ["GradientSum"]
-
 
 class GradientSum:
     """Sum of gradients by parameter name: acc <- acc + factor g on every microstep. `take` returns

@@ -17,8 +17,6 @@ from thinwire._names import matches as matches_name
 from thinwire._names import plain_name
 from thinwire.step.forwarding import ForwardLayer
 
-__all__ = ["Recomputed", "Remembered", "matches", "recompute"]
-
 Buffers = dict[str, Tensor | None]
 _Generators = tuple[Any, Any]
 """States of Python's and NumPy's generators, each a copy."""

@@ -8,8 +8,6 @@ from thinwire.comm import Group
 from thinwire.comm.group import used_by_a_thread
 from thinwire.comm.private import Private
 
-__all__ = ["BackgroundSave"]
-
 
 class BackgroundSave:
     """Writes one checkpoint at a time on a thread, over process groups of its own."""

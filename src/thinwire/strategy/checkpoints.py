@@ -35,8 +35,6 @@ from thinwire.strategy.saving import (
     saved,
 )
 
-__all__ = ["discard_pending", "load", "load_parameters", "save"]
-
 
 def save(
     directory: str | Path,

@@ -17,8 +17,6 @@ from thinwire.errors import StrategyError
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.dgc_momentum import DGCMomentum
 
-__all__ = ["Clipping", "require_clip_of_one", "require_one_clip", "take_clip_"]
-
 
 @dataclass(frozen=True, slots=True)
 class Clipping:

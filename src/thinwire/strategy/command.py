@@ -16,7 +16,6 @@ from thinwire.strategy.yaml_reader import read_file
 if TYPE_CHECKING:
     from thinwire.checkpoint import Exported
 
-__all__ = ["EXAMPLE", "EXAMPLES", "explain", "export"]
 
 _Flag = Annotated[bool, Parameter(negative="")]
 EXAMPLE = "Example: thinwire explain examples/strategies/one_bit_local.yaml"

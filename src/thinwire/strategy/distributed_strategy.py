@@ -23,8 +23,6 @@ from thinwire.strategy.fleet import reader as fleet
 from thinwire.strategy.parts import Setup
 from thinwire.strategy.prepare import prepare
 
-__all__ = ["DistributedStrategy"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedStrategy(Fields):

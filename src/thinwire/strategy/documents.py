@@ -25,8 +25,6 @@ from thinwire.step.config import AMP
 from thinwire.strategy.fields import CONFIGS, Fields
 from thinwire.strategy.yaml_reader import read_file
 
-__all__ = ["F", "attribute_lines", "from_dict", "load", "save", "text_of", "to_dict"]
-
 _TAGGED: dict[tuple[type, str], Mapping[str, type]] = {
     (AMP, "loss_scale"): {"fixed": FixedLossScale, "dynamic": DynamicLossScale},
     (LocalSGD, "compression"): CHANGE_COMPRESSIONS,

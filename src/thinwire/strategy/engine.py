@@ -44,8 +44,6 @@ from thinwire.strategy.ownership import (
 )
 from thinwire.strategy.parts import Parts
 
-__all__ = ["Engine", "Parts"]
-
 _log = logging.getLogger("thinwire")
 
 

@@ -12,8 +12,6 @@ from thinwire.errors import Mismatch, PayloadCorrupt
 from thinwire.exchange.agreement import Agreement, Answers, Report, Vote
 from thinwire.local.model import changed_since, shape_text
 
-__all__ = ["Batches", "Joining", "MovingBuffers"]
-
 
 class Batches:
     """Reports which ranks have a batch, inside `engine.join()`, if every update is exchanged.

@@ -29,8 +29,6 @@ from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.strategy.clipping import Clipping
 from thinwire.strategy.ownership import allow_step
 
-__all__ = ["Exchange", "ExchangingStep", "LocalSteps", "MeanThenStep"]
-
 Grads = Mapping[str, Tensor]
 """Gradients of this rank's mean loss by parameter name, unscaled."""
 

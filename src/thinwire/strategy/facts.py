@@ -20,16 +20,6 @@ from thinwire.strategy.documents import from_dict, to_dict
 from thinwire.strategy.fields import Fields
 from thinwire.wire.message import WIRE_VERSION
 
-__all__ = [
-    "Change",
-    "changes_of",
-    "checkpoint_facts",
-    "mismatches",
-    "model_facts",
-    "settings_in_groups",
-    "strategy_facts",
-]
-
 _FREE_NAMES = (
     # of a loss scale the presence is compared, of a merge its gradients
     "amp.dtype amp.loss_scale amp.loss_scale.* gradient_merge gradient_merge.* "

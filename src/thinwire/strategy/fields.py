@@ -16,8 +16,6 @@ from thinwire.pipeline.config import Pipeline
 from thinwire.step.config import AMP, GradientMerge, Recompute
 from thinwire.strategy.rules import rules_between
 
-__all__ = ["CONFIGS", "Fields"]
-
 CONFIGS: dict[str, type] = {
     "amp": AMP,
     "recompute": Recompute,

@@ -25,8 +25,6 @@ from thinwire.strategy.exchanges import LocalSteps
 from thinwire.strategy.ownership import GradientEditCheck, ReplacedParameterCheck
 from thinwire.strategy.parts import Parts
 
-__all__ = ["Microsteps"]
-
 _log = logging.getLogger("thinwire")
 
 

@@ -27,8 +27,6 @@ from thinwire.errors import (
 from thinwire.strategy.checkpoints import discard_pending
 from thinwire.strategy.parts import Parts
 
-__all__ = ["load_model_file"]
-
 _PREFIXES = ("", "model.")
 """Prefixes of a model's names in a checkpoint of torch, which joins the keys of nested dicts."""
 _Tensors = Mapping[str, Tensor]

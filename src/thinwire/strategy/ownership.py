@@ -27,26 +27,6 @@ from thinwire.core.tensors import coalesced, values_of
 from thinwire.errors import StrategyError
 from thinwire.optim.saving import refill_, remembered
 
-__all__ = [
-    "GradientEditCheck",
-    "OwnershipGuard",
-    "ReplacedParameterCheck",
-    "StageSplit",
-    "allow_step",
-    "conversion_obstacles",
-    "convert_",
-    "converted_by",
-    "gather_stages_",
-    "holds_one_stage",
-    "record_stage_split",
-    "remove_scaler_marks_",
-    "replace_step_",
-    "require_trained",
-    "require_unowned",
-    "stage_split_of",
-    "step_allowed",
-]
-
 
 class OwnershipGuard:
     """Refuses every call of `step` outside `allow_step`, until it is removed.

@@ -28,8 +28,6 @@ from thinwire.strategy.engine_checks import Batches, MovingBuffers
 from thinwire.strategy.exchanges import Exchange
 from thinwire.strategy.fields import Fields
 
-__all__ = ["LossFunction", "Parts", "Preparation", "Setup"]
-
 LossFunction = Callable[[Any, Any], Tensor]
 
 

@@ -75,8 +75,6 @@ from thinwire.strategy.requirements import (
     warn_of_low_rank,
 )
 
-__all__ = ["prepare"]
-
 _log = logging.getLogger("thinwire")
 
 

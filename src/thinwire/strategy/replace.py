@@ -32,8 +32,6 @@ from thinwire.strategy.replacements import (
     exclusion_predicate,
 )
 
-__all__ = ["SelectedOptimizer", "select_optimizer"]
-
 _SPEED = ("capturable", "fused")
 
 

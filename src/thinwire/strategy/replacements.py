@@ -18,17 +18,6 @@ from thinwire.optim.config import LAMB, LARS
 from thinwire.optim.groups import Exclusion, excluded_flags, require_matches
 from thinwire.optim.settings import OptimizerSettings
 
-__all__ = [
-    "ADAMS",
-    "SGDS",
-    "Replacement",
-    "as_dgc_momentum",
-    "as_lamb",
-    "as_lars",
-    "convert_optimizer",
-    "exclusion_predicate",
-]
-
 _COMMON_KEYS = (
     "lr",
     "grad_centralization",

@@ -23,15 +23,6 @@ from thinwire.strategy.fields import Fields
 from thinwire.strategy.ownership import StageSplit, holds_one_stage
 from thinwire.strategy.parts import Setup
 
-__all__ = [
-    "check_kinds",
-    "require_averages",
-    "require_members_work",
-    "require_mesh_works",
-    "require_split_works",
-    "warn_of_low_rank",
-]
-
 
 def warn_of_low_rank(strategy: Fields, optimizer: torch.optim.Optimizer) -> None:
     """Warn of low-rank gradients for Adam and Muon, with what was measured and the remedy."""

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-__all__ = ["FIELDS", "RULES", "Rule", "page", "rule_of", "rules_between"]
-
 FIELDS = (
     "amp",
     "recompute",

@@ -41,21 +41,6 @@ from thinwire.strategy.user_state import (
     unmatched_modules,
 )
 
-__all__ = [
-    "OF_OTHER_RANKS",
-    "OF_USER",
-    "SAME_EVERYWHERE",
-    "Restored",
-    "compared",
-    "copy_values_",
-    "load",
-    "load_all",
-    "log_changes",
-    "require_shapes",
-    "saved",
-    "state_dict",
-]
-
 _log = logging.getLogger("thinwire")
 Restored = dict[str, Any]
 """State of the engine itself: counters, and the user's `extra`."""

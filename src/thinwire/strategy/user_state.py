@@ -16,18 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from thinwire._names import plain_names
 from thinwire.core.several import all_of
 
-__all__ = [
-    "Matched",
-    "matched_schedulers",
-    "plain",
-    "restore_modules_",
-    "restore_schedulers_",
-    "saved_modules",
-    "saved_schedulers",
-    "schedulers_of",
-    "unmatched_modules",
-]
-
 
 def plain(value: Any, path: str = "extra", *, objects: bool = True) -> Any:
     """Return the same tree with `state_dict()` in place of each object that has one.

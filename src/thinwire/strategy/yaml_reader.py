@@ -15,8 +15,6 @@ from thinwire._files import read_regular
 from thinwire._wording import shown
 from thinwire.errors import StrategyError
 
-__all__ = ["read_file"]
-
 _ROOT = "strategy"
 _MOST_BYTES = 1 << 18
 _TAG = "tag:yaml.org,2002:"

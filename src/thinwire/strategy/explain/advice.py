@@ -12,8 +12,6 @@ from thinwire.local.config import LocalConfig
 from thinwire.strategy.explain.texts import TEXTS
 from thinwire.strategy.fields import Fields
 
-__all__ = ["advice"]
-
 _NEARLY_ALL = 0.8
 """Share of a change above which advice is left out."""
 

@@ -22,8 +22,6 @@ from thinwire.strategy.fields import Fields
 from thinwire.strategy.ownership import require_trained
 from thinwire.strategy.replace import select_optimizers
 
-__all__ = ["about_model", "about_optimizer"]
-
 _SHOWN = 6
 
 

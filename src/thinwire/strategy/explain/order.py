@@ -9,8 +9,6 @@ from thinwire.local.config import AdaptiveLocalSGD, LocalConfig
 from thinwire.strategy.explain.texts import TEXTS, local_clip, plural
 from thinwire.strategy.fields import Fields
 
-__all__ = ["step_order"]
-
 
 def step_order(strategy: Fields, grad_clip: Clip | None = None) -> list[str]:
     """Return one text per stage of a step, in the order of execution."""

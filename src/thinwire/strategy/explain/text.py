@@ -15,8 +15,6 @@ from thinwire.strategy.explain.order import step_order
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.rules import rules_between
 
-__all__ = ["explanation"]
-
 _COLUMNS = 100
 
 

@@ -13,8 +13,6 @@ from thinwire.compress.sparse_change import Sparse
 from thinwire.layout.message import Layout
 from thinwire.layout.traffic import first_split
 
-__all__ = ["TEXTS", "Texts", "local_clip", "plural"]
-
 
 class Texts(NamedTuple):
     """Texts on one compression method."""

@@ -15,8 +15,6 @@ from thinwire.optim.config import LAMB, LARS
 from thinwire.pipeline.config import Pipeline
 from thinwire.step.config import AMP, GradientMerge, Recompute
 
-__all__ = ["MAPS", "Findings", "mapped"]
-
 Keys = Mapping[str, Any]
 
 

@@ -7,8 +7,6 @@ Source: PaddlePaddle, distributed_strategy.proto and distributed_strategy.py, 20
 
 from typing import Any, NamedTuple
 
-__all__ = ["CONFIGS", "NOTED", "REFUSED", "Key"]
-
 
 class Key(NamedTuple):
     """A key of one of fleet's configs; a tuple as default stands for a list."""

@@ -14,8 +14,6 @@ from thinwire.strategy.documents import F
 from thinwire.strategy.fleet.maps import MAPS, Findings, mapped
 from thinwire.strategy.fleet.names import CONFIGS, NOTED, REFUSED
 
-__all__ = ["from_fleet"]
-
 _UNREAD = ("sharding_configs", "tensor_parallel_configs")
 _WITH_FLAG = (*MAPS, "a_sync", "sharding", "tensor_parallel")
 _KNOWN = (*MAPS, *CONFIGS, *_UNREAD, *REFUSED, *NOTED, "a_sync", "mode")
