@@ -17,7 +17,6 @@ from thinwire import Pipeline
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 """float64; the sums over micro-batches are taken in another order."""
-"""Ranks, stages, micro-batches."""
 
 
 def mlp() -> nn.Sequential:

@@ -201,10 +201,10 @@ def _mismatches(
         return
     if isinstance(compression, DGC):
         converted = converted_by(optimizer)
-        origin = f" (an engine made it {kind} with other settings)" if converted else ""
+        source = f" (an engine made it {kind} with other settings)" if converted else ""
         yield (
             "dgc is configured twice: keep it in the strategy and pass a plain SGD, or remove "
-            f"dgc from the strategy{origin}"
+            f"dgc from the strategy{source}"
         )
     elif compression is not None:
         yield (
