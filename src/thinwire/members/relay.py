@@ -132,6 +132,8 @@ class _Relay:
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Connect a client with the store until one of them closes its connection."""
+        # else the connections of machines that vanished stay open for ever
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         try:
             answers, store = await asyncio.open_connection("127.0.0.1", self._store_port)
             await asyncio.gather(_copy(reader, store), _copy(answers, writer))
