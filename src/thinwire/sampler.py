@@ -28,8 +28,9 @@ class ShardedSampler(Sampler[int]):
 
     A new iteration continues where the last one ended, and begins the next epoch after the end of
     one. `state_dict` holds the progress of all ranks together, if each has taken equally many
-    samples. Another number of ranks can resume from it, also in the middle of an epoch. Loader
-    workers take samples ahead: a sample that was drawn but not yet trained on counts as taken.
+    samples; with members, of any number, as of the last averaging. Another number of ranks can
+    resume from it, also in the middle of an epoch. Loader workers take samples ahead: a sample that
+    was drawn but not yet trained on counts as taken.
 
     With members that join and leave, the rest of the epoch is distributed again at the end of each
     round that changes the membership. So are the samples that a lost member took after the last
@@ -75,6 +76,7 @@ class ShardedSampler(Sampler[int]):
         self._orders: dict[int, list[int]] = {}
         self._lefts: dict[int, list[int]] = {}
         self._rank, self._ranks = rank_and_size_in(group)
+        self._members = members
         if members is not None:
             check.instance("members", members, Members)
             if group is not None:
@@ -152,8 +154,7 @@ class ShardedSampler(Sampler[int]):
             rank: Number of this rank from now on.
             ranks: Number of ranks from now on.
         """
-        epoch, left = self._remaining([(self._start, 0) if t is None else t for t in taken])
-        self._go_on(epoch, left)
+        self._go_on(*self._remaining(taken))
         self._rank, self._ranks = rank, ranks
 
     def _go_on(self, epoch: int, left: list[int]) -> None:
@@ -162,23 +163,27 @@ class ShardedSampler(Sampler[int]):
         self._epoch = self._start = epoch if left else epoch + 1
         self._taken = 0
 
-    def _remaining(self, taken: Sequence[Taken]) -> tuple[int, list[int]]:
+    def _remaining(self, taken: Sequence[Taken | None]) -> tuple[int, list[int]]:
         """Return the latest epoch of any rank, and the samples left of all epochs until then."""
-        top = max(epoch for epoch, _ in taken)
+        known = [(self._start, 0) if each is None else each for each in taken]
+        top = max(epoch for epoch, _ in known)
         left: list[int] = []
-        for epoch in range(min(epoch for epoch, _ in taken), top + 1):
+        for epoch in range(min(epoch for epoch, _ in known), top + 1):
             for at, position in enumerate(self._left(epoch)):
                 # position `at` belongs to rank `at % n`, as its sample number `at // n`
-                own, count = taken[at % len(taken)]
+                own, count = known[at % len(known)]
                 if own < epoch or (own == epoch and at // len(taken) >= count):
                     left.append(position if epoch == top else ~self._sample(epoch, position))
         return top, left
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of all ranks together, if they have taken equally many samples: plain
-        values.
+        values. Members may have taken any number; their progress is that at the last averaging.
         """
-        epoch, left = self._remaining([self.taken] * self._ranks)
+        same: list[Taken | None] = [self.taken] * self._ranks
+        epoch, left = self._remaining(
+            same if self._members is None else self._members.taken_of(self)
+        )
         positions = [position for position in left if position >= 0]
         first = min(positions, default=self._length)
         return {

@@ -8,8 +8,9 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,9 +62,9 @@ def endless(sampler: tw.ShardedSampler) -> Iterator[int]:
 
 def sharer(
     rank: int, size: int, address: str, folder: str, events: list[tuple[str, int]]
-) -> dict[int, list[int]]:
+) -> tuple[dict[int, list[int]], dict[str, Any]]:
     """Train, with the events that process 0 begins one after the other; then tell the samples left
-    of this epoch and the next.
+    of this epoch and the next, and the state before.
     """
     flags, coming, size_before = Path(folder), iter(events), 0
     wait_for(str(flags / f"join {rank}") if rank >= FOUNDERS else "")
@@ -77,8 +78,9 @@ def sharer(
             while not members.left and not (flags / f"end {sync.step}").exists():
                 if rank == 0 and members.size != size_before:
                     size_before = members.size
-                    round_after_next = (sync.step // INTERVAL + 2) * INTERVAL
-                    kind, who = next(coming, ("end", round_after_next))
+                    # some epochs later members differ in the samples that they have taken
+                    last = (sync.step // INTERVAL + 15) * INTERVAL
+                    kind, who = next(coming, ("end", last))
                     (flags / f"{kind} {who}").touch()
                 batch = list(islice(samples, BATCH))
                 optimizer.zero_grad()
@@ -91,8 +93,9 @@ def sharer(
                 trained.add(batch, sync.stats()["averagings"])
                 time.sleep(0.02)
         if members.left:
-            return {}
-        return {sampler.epoch: list(sampler), sampler.epoch: list(sampler)}
+            return {}, {}
+        state = sampler.state_dict()
+        return {sampler.epoch: list(sampler), sampler.epoch: list(sampler)}, state
 
 
 @pytest.mark.slow
@@ -107,13 +110,22 @@ def test_each_sample_is_trained_on_once_in_an_epoch(ranks: Pool, tmp_path: Path,
         )
     killed = [who for kind, who in events if kind == "kill"]
     assert [rank for rank, each in enumerate(found) if isinstance(each, Lost)] == sorted(killed)
-    left = [each for each in found if not isinstance(each, Lost)]
-    assert all(isinstance(each, dict) for each in left), left
-    last = max(min(each) for each in left if each)
-    seen = Counter(
+    ended = [each for each in found if not isinstance(each, Lost)]
+    assert all(isinstance(each, tuple) for each in ended), ended
+    last = max(min(left) for left, _ in ended if left)
+    trained = Counter(
         int(line) for path in tmp_path.glob("trained *") for line in path.read_text().split()
     )
-    assert seen, "they have trained"
-    for each in left:
-        seen.update(chain(*(samples for epoch, samples in each.items() if epoch <= last)))
-    assert seen == Counter(dict.fromkeys(range(SAMPLES), last + 1)), events
+    rest = Counter(
+        sample
+        for left, _ in ended
+        for epoch, samples in left.items()
+        if epoch <= last
+        for sample in samples
+    )
+    assert trained + rest == Counter(dict.fromkeys(range(SAMPLES), last + 1)), events
+    first, *others = [state for _, state in ended if state]
+    assert all(state == first for state in others)
+    resumed = tw.ShardedSampler(range(SAMPLES))
+    resumed.load_state_dict(first)
+    assert rest == (Counter(resumed) if resumed.epoch == last else Counter())

@@ -336,12 +336,20 @@ class Members:
         """
         if not self._samplers or tuple(ids) == self._sharing_ids or self.id not in ids:
             return
-        before = [(member, rank) for member in self._sharing_ids for rank in range(self._site.size)]
-        for index, sampler in enumerate(self._samplers):
-            reports = [self._taken.get(key) for key in before]
-            taken = [None if report is None else tuple(report[index]) for report in reports]
-            sampler.redistribute(taken, *self._rank_and_size_in(ids))
+        for sampler in self._samplers:
+            sampler.redistribute(self.taken_of(sampler), *self._rank_and_size_in(ids))
         self._sharing_ids, self._taken = tuple(ids), {}
+
+    def taken_of(self, sampler: SharedSampler) -> list[tuple[int, int] | None]:
+        """Return the progress of each rank that shares the samples, as reported at the last
+        averaging; None if it has reported none since the last distribution.
+        """
+        index = self._samplers.index(sampler)
+        sharing = [
+            (member, rank) for member in self._sharing_ids for rank in range(self._site.size)
+        ]
+        reports = [self._taken.get(key) for key in sharing]
+        return [None if report is None else tuple(report[index]) for report in reports]
 
     def require_same_setup(self, occasion: str, facts: Facts) -> None:
         """Compare this member's setup with that of the run; the first member sets it.
