@@ -1,6 +1,6 @@
 """Communication with other ranks; the only package that calls `torch.distributed`."""
 
-from thinwire.comm.ddp import BucketTap, tap_buckets
+from thinwire.comm.ddp import tap_buckets
 from thinwire.comm.failures import state_in_errors
 from thinwire.comm.group import Group, Pending, Regrouped, require_process_group, time_limit_s
 from thinwire.comm.handshake import (
@@ -14,11 +14,10 @@ from thinwire.comm.handshake import (
 from thinwire.comm.macs import ALL_RANKS, wrong_mac_text
 from thinwire.comm.nodes import (
     Nodes,
-    Replicas,
-    Sites,
     Sources,
     node_size_of,
     require_mesh,
+    sites_of,
     sources_of,
 )
 from thinwire.comm.private import is_alone, next_identity, rank_and_size_in
@@ -26,13 +25,10 @@ from thinwire.comm.waiting import long_waits_logged, one_deadline, own_deadlines
 
 __all__ = [
     "ALL_RANKS",
-    "BucketTap",
     "Group",
     "Nodes",
     "Pending",
     "Regrouped",
-    "Replicas",
-    "Sites",
     "Sources",
     "busy",
     "by_rank",
@@ -48,6 +44,7 @@ __all__ = [
     "require_mesh",
     "require_process_group",
     "seconds_of",
+    "sites_of",
     "sources_of",
     "state_in_errors",
     "tap_buckets",

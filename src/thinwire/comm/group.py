@@ -160,7 +160,7 @@ class Group:
     node_size = 1
     """Ranks that count as one source: 1 here, see `Nodes`."""
     shards: "Group | None" = None
-    """Ranks of this rank's site, on a group of all ranks of sharded models; see `Sites`."""
+    """Ranks of this rank's site, on a group of all ranks of sharded models; see `sites_of`."""
     replicas: "Group | None" = None
     """Ranks that hold the same part of a model as this rank, on a group of all ranks."""
     parts: Sequence[int] = ()

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.comm.failures import explain_failure
 from thinwire.comm.group import Group, Pending
-from thinwire.comm.macs import MessageMacs
 from thinwire.comm.private import Private, is_alone, timeout_s_of
 from thinwire.comm.waiting import seconds_of
 from thinwire.errors import StrategyError, ThinwireError
@@ -25,13 +24,12 @@ __all__ = [
     "DIMENSIONS",
     "Grid",
     "Nodes",
-    "Replicas",
-    "Sites",
     "Sources",
     "job_ranks",
     "node_size_of",
     "require_divisor",
     "require_mesh",
+    "sites_of",
     "sources_of",
 ]
 
@@ -74,135 +72,34 @@ def require_mesh(mesh: Any, **besides: object) -> None:
             )
 
 
-class Sites:
-    """Position of this rank in a mesh of sites and shards, with the groups that follow from it.
+def sites_of(mesh: DeviceMesh, timeout: float | datetime.timedelta | None = None) -> Group:
+    """Return all ranks of this job, with `Group.shards` and `Group.replicas`.
+
+    All ranks vote together: a bad message to one shard must stop all ranks. The ranks that hold the
+    same shard, one at each site, exchange.
 
     Example, on every rank::
 
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-        sites = Sites.of(mesh)
+        job = sites_of(mesh)
 
     Args:
-        job: All ranks of all sites, with `Group.shards` and `Group.replicas`.
+        mesh: Mesh with the dimensions "replicate" (the sites) and "shard"; see `require_mesh`.
+        timeout: As for `Group`.
 
-    Attributes:
-        job: All ranks, which vote together: a bad message to one shard must stop all ranks.
-        shards: The ranks of this site, which hold a model together.
-        replicas: The ranks that hold this rank's shard, one at each site; they exchange.
+    Communication: making the first one over a mesh is collective over all ranks.
     """
-
-    def __init__(self, job: Group) -> None:
-        assert job.shards is not None and job.replicas is not None, "of sharded models"
-        self.job, self.shards, self.replicas = job, job.shards, job.replicas
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh, timeout: float | datetime.timedelta | None = None) -> "Sites":
-        """Return the sites of this job.
-
-        Args:
-            mesh: Mesh with the dimensions "replicate" (the sites) and "shard"; see `require_mesh`.
-            timeout: As for `Group`.
-
-        Communication: making the first one over a mesh is collective over all ranks.
-        """
-        require_mesh(mesh)
-        job = Group(None, timeout)
-        job.shards = Group(mesh.get_group("shard"), timeout)
-        job.shards.one_site = True
-        job.replicas = Group(mesh.get_group("replicate"), timeout)
-        shard_of = {rank: i for site in mesh.mesh.tolist() for i, rank in enumerate(site)}
-        job.parts = [shard_of[rank] for rank in range(job.size)]
-        return cls(job)
-
-    @property
-    def shard(self) -> int:
-        """Index of this rank's shard, from 0."""
-        return self.shards.rank
+    require_mesh(mesh)
+    job = Group(None, timeout)
+    job.shards = Group(mesh.get_group("shard"), timeout)
+    job.shards.one_site = True
+    job.replicas = Group(mesh.get_group("replicate"), timeout)
+    shard_of = {rank: i for site in mesh.mesh.tolist() for i, rank in enumerate(site)}
+    job.parts = [shard_of[rank] for rank in range(job.size)]
+    return job
 
 
-class _Combined:
-    """Sources that exchange over one group and agree over others; counters are totals over all
-    groups.
-
-    Args:
-        exchange: Group between the sources; None if this rank takes no part in it.
-        others: All other groups of this rank.
-    """
-
-    def __init__(self, exchange: Group | None, *others: Group) -> None:
-        self._exchange = exchange
-        self._groups = others if exchange is None else (exchange, *others)
-
-    @property
-    def relayed(self) -> bool:
-        """See `Group.relayed`."""
-        return self._exchange is not None and self._exchange.relayed
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank passed to exchanges of all kinds."""
-        return sum(group.bytes_sent for group in self._groups)
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes that this rank received."""
-        return sum(group.bytes_received for group in self._groups)
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds for which this rank was blocked until an exchange or an agreement was over."""
-        return sum(group.wait_s for group in self._groups)
-
-    @property
-    def rate_bit_s(self) -> float:
-        """Throughput between the sources; 0 if this rank takes no part."""
-        return 0.0 if self._exchange is None else self._exchange.rate_bit_s
-
-    def abandon(self, reason: str) -> None:
-        for group in self._groups:
-            group.abandon(reason)
-
-
-class Replicas(_Combined):
-    """The ranks that hold the same shard, one at each site, as the sources of an exchange."""
-
-    node_size = 1
-
-    def __init__(self, sites: Sites) -> None:
-        super().__init__(sites.replicas, sites.job, sites.shards)
-        self.sites, self._between = sites, sites.replicas
-        self._sent_before = sites.replicas.bytes_sent
-
-    @property
-    def rank(self) -> int:
-        """Index of this site."""
-        return self._between.rank
-
-    @property
-    def size(self) -> int:
-        """Number of sites."""
-        return self._between.size
-
-    @property
-    def macs(self) -> MessageMacs | None:
-        return self._between.macs
-
-    @property
-    def bytes_between_nodes(self) -> int:
-        """Bytes that this rank passed to exchanges between the sites, agreements aside."""
-        return 0 if self.size == 1 else self._between.bytes_sent - self._sent_before
-
-    def all_gather(self, message: Tensor, *, action: str) -> Pending[Tensor]:
-        return self._between.all_gather(message, action=action)
-
-    def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, action: str) -> Pending[Tensor]:
-        return self._between.all_to_all(parts, lengths, action=action)
-
-    def all_reduce_(self, buffer: Tensor, *, action: str) -> Pending[Tensor]:
-        return self._between.all_reduce_(buffer, action=action)
-
-
-class Nodes(_Combined):
+class Nodes:
     """Group whose members are nodes of `node_size` consecutive ranks; `rank` and `size` count
     nodes.
 
@@ -222,6 +119,7 @@ class Nodes(_Combined):
         rank: Index of this node, from 0.
         size: Number of nodes.
         leaders: The leaders of all nodes, if this rank is one of them.
+        groups: All of these groups.
 
     Communication: making the first one over a group is collective over it. A result is launched
     between the leaders at once; `wait` broadcasts it inside the node, so all ranks of a node must
@@ -231,6 +129,7 @@ class Nodes(_Combined):
 
     macs: None = None
     """None: messages between nodes have no MAC; see `Group.authenticate`."""
+    relayed = False
 
     def __init__(self, all_ranks: Group, node_size: int) -> None:
         self.all_ranks = all_ranks
@@ -244,12 +143,12 @@ class Nodes(_Combined):
             self.leaders = Group.alone(all_ranks.timeout_s)
             if leaders is not None:
                 self.leaders = Group.over_private(leaders, all_ranks.timeout_s)
-        super().__init__(self.leaders, all_ranks, self.node)
+        self.groups = [g for g in (self.leaders, all_ranks, self.node) if g is not None]
 
     @property
-    def bytes_between_nodes(self) -> int:
-        """Bytes that this rank passed to exchanges between the sources, agreements aside."""
-        return 0 if self.leaders is None else self.leaders.bytes_sent
+    def rate_bit_s(self) -> float:
+        """Throughput between the nodes; 0 if this rank leads none."""
+        return 0.0 if self.leaders is None else self.leaders.rate_bit_s
 
     def all_gather(self, message: Tensor, *, action: str) -> Pending[Tensor]:
         """Gather as `Group.all_gather` does: shape (size, B), row n from node n."""
@@ -286,8 +185,8 @@ class Nodes(_Combined):
         return Pending(finish)
 
 
-Sources = Group | Nodes | Replicas
-"""Sources of an exchange: ranks, nodes of ranks, or the holders of one shard."""
+Sources = Group | Nodes
+"""Sources of an exchange: ranks, or nodes of ranks."""
 
 
 def job_ranks() -> list[int]:

@@ -378,8 +378,8 @@ class GradientExchange(Synchronizer):
         # do not wait: a collective may never end after an error inside it
         self._launched = None
         self._abandoned = reason
-        self.group.abandon(reason)
-        self.sources.abandon(reason)
+        for group in self._groups:
+            group.abandon(reason)
         self.forget()
 
     def _require_intact(self) -> None:

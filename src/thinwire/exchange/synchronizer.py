@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire._version import __version__
 from thinwire.comm import (
     Group,
-    Replicas,
-    Sites,
+    Nodes,
     Sources,
     next_identity,
     node_size_of,
@@ -24,6 +23,7 @@ from thinwire.comm import (
     require_mesh,
     require_process_group,
     seconds_of,
+    sites_of,
     sources_of,
     time_limit_s,
     while_busy,
@@ -98,13 +98,8 @@ class Ranks:
         if self.members is not None:
             return self.members.job
         if self.mesh is not None:
-            return Sites.of(self.mesh, self.timeout_s).job
+            return sites_of(self.mesh, self.timeout_s)
         return Group(self.process_group, self.timeout_s)
-
-    @cached_property
-    def sites(self) -> Sites | None:
-        """The sites. None if every rank holds a whole model."""
-        return None if self.mesh is None else Sites(self.group)
 
     @property
     def shards(self) -> DeviceMesh | None:
@@ -145,8 +140,8 @@ class Ranks:
             compared: True if ranks have already compared the size that was found.
         """
         # the order matters: a site counts once, whatever its nodes are
-        if self.sites is not None:
-            return Replicas(self.sites)
+        if self.group.replicas is not None:
+            return self.group.replicas
         if self.members is not None:
             return self.group
         return agreed_sources(self.group, node_size, compared=compared)
@@ -205,10 +200,10 @@ class Synchronizer:
         after: Sequence[Check] = (),
     ) -> None:
         self.group, self.sources = group, sources
-        exchanging = getattr(sources, "all_ranks", sources)
-        # the counters of sources include the agreements of sites
-        separate = exchanging is not group and not isinstance(sources, Replicas)
-        self._votes = group if separate else None
+        own = sources.groups if isinstance(sources, Nodes) else [sources]
+        shards = [] if group.shards is None else [group.shards]
+        self._groups = list(dict.fromkeys([*own, group, *shards]))
+        self._sent_before = 0 if isinstance(sources, Nodes) else sources.bytes_sent
         self.duplicates = DuplicateBatchCheck(kind)
         self.agreement = Agreement(group, [*before, self.duplicates, *after])
         self._after = len(after)
@@ -261,12 +256,9 @@ class Synchronizer:
 
     def _totals(self) -> tuple[int, int, float]:
         """Return bytes sent and received, and seconds of waiting, in this process."""
-        sources, votes = self.sources, self._votes
-        sent, received, wait_s = sources.bytes_sent, sources.bytes_received, sources.wait_s
-        if votes is not None:
-            sent, received = sent + votes.bytes_sent, received + votes.bytes_received
-            wait_s += votes.wait_s
-        return sent + self.bytes_of_others, received, wait_s
+        sent = sum(group.bytes_sent for group in self._groups) + self.bytes_of_others
+        received = sum(group.bytes_received for group in self._groups)
+        return sent, received, sum(group.wait_s for group in self._groups)
 
     def count_from(self, bytes_sent: int) -> None:
         """Set the bytes sent so far, in runs before this one."""
@@ -290,10 +282,13 @@ class Synchronizer:
     def traffic(self) -> dict[str, Any]:
         """Counters of this rank's exchanges, under the names of `thinwire.core.stats.numbers`."""
         sent, received, wait_s = self._totals()
-        votes, between = self._votes, None
-        # votes go over all ranks, so they count as traffic between nodes
-        if not isinstance(self.sources, Group):
-            between = self.sources.bytes_between_nodes + (votes.bytes_sent if votes else 0)
+        sources, between = self.sources, None
+        if isinstance(sources, Nodes):
+            between = 0 if sources.leaders is None else sources.leaders.bytes_sent
+            # votes of other ranks too go over all of them, so they count as traffic between nodes
+            between += 0 if self.group is sources.all_ranks else self.group.bytes_sent
+        elif self.group.shards is not None:
+            between = 0 if sources.size == 1 else sources.bytes_sent - self._sent_before
         return {
             "bytes_sent": sent - self._before[0],
             "bytes_received": received - self._before[1],

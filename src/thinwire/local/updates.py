@@ -254,7 +254,7 @@ class LocalUpdates:
         if (problem := self._tensors.difference()) is not None:
             raise RuntimeError(problem)
         dense = self.config.node_size is None and self._changes is None
-        separate = ranks.sites is None and (dense or self.config.by_time)
+        separate = ranks.mesh is None and (dense or self.config.by_time)
         sources = group if separate else ranks.sources(self.config.node_size)
         ranks.compile(self._needs())
         self._tensors.copy_from_first(group)

@@ -148,8 +148,8 @@ class DGCSynchronizer:
 
         Communication: with a local clip, 8 bytes per tensor and rank inside the site.
         """
-        sites, optimizer = self.ranks.sites, self.optimizer
-        if sites is None:
+        group, optimizer = self.ranks.group, self.optimizer
+        if group.shards is None:
             return dict(grads)
 
         def config(name: str) -> DGC:
@@ -161,8 +161,8 @@ class DGCSynchronizer:
             self.shards,
             config,
             step=optimizer.position,
-            sources=optimizer.num_trainers or sites.replicas.size,
-            gather=sites.shards.gather_now,
+            sources=optimizer.num_trainers or group.replica_count,
+            gather=group.shards.gather_now,
         )
 
     def _rule(self, name: str) -> Rule:
@@ -293,11 +293,11 @@ class DGCSynchronizer:
 
     def _initial_values(self) -> dict[str, Any]:
         """Return a checksum of each parameter; for a sharded one, of all its shards."""
-        own, sites = [checksum_of(p) for p in self.shards.values()], self.ranks.sites
-        if sites is None:
+        own, shards = [checksum_of(p) for p in self.shards.values()], self.ranks.group.shards
+        if shards is None:
             return dict(zip(self.params, own, strict=True))
         packed = b"".join(crc.to_bytes(4, "little") for crc in own)
-        answers = sites.shards.gather_now(packed, "comparing shards")
+        answers = shards.gather_now(packed, "comparing shards")
         return {
             name: [int.from_bytes(answer[4 * i : 4 * i + 4], "little") for answer in answers]
             for i, name in enumerate(self.params)

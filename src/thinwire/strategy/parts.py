@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from thinwire.amp import LossScaler
-from thinwire.comm import Group, Sites
+from thinwire.comm import Group
 from thinwire.comm.nodes import Grid
 from thinwire.compress.protocol import Compression
 from thinwire.core.gradients import Clip
@@ -50,8 +50,8 @@ class Setup:
     ranks: Ranks = field(init=False)
     grid: Grid | None = None
     """The stages and replicas. None without a pipeline: one stage, and every rank is a replica."""
-    sites: Sites | None = None
-    """The sites and shards; None if every rank has a whole model."""
+    sites: Group | None = None
+    """All ranks, which exchange shards; None if every rank has a whole model."""
     replicas: int = 0
 
     @property
@@ -62,8 +62,8 @@ class Setup:
     @property
     def part(self) -> int:
         """Index of this rank's pipeline stage or shard."""
-        if self.sites is not None:
-            return self.sites.shard
+        if self.group.shards is not None:
+            return self.group.shards.rank
         return 0 if self.grid is None else self.grid.stage
 
     @property

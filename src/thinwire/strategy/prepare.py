@@ -13,13 +13,7 @@ from torch import nn
 from thinwire import _validate as check
 from thinwire._names import named_buffers, named_parameters
 from thinwire.amp import LossScaler
-from thinwire.comm import (
-    Group,
-    Replicas,
-    Sites,
-    next_identity,
-    require_agreement,
-)
+from thinwire.comm import Group, next_identity, require_agreement
 from thinwire.comm.nodes import Grid, require_divisor
 from thinwire.comm.replicate import make_models_equal_
 from thinwire.compress.dgc import DGC, locally_clipped
@@ -108,7 +102,7 @@ def _prepared(setup: Setup) -> Engine:
         setup.ranks.compile(_needs(setup, plan))
         split = stage_split_of(model)
         if split is None:
-            _copy_from_first(model, group if setup.sites is None else setup.sites.job)
+            _copy_from_first(model, group)
         else:
             gather_stages_(model, split, group)
             record_stage_split(model, [model])
@@ -139,8 +133,8 @@ def _form_groups_(setup: Setup) -> None:
         setup.grid = Grid(strategy.pipeline.stages, setup.timeout)
         setup.replicas = setup.grid.replicas
     if setup.mesh is not None:
-        setup.sites = Sites.of(setup.mesh, setup.timeout) if members is None else Sites(group)
-        setup.replicas = setup.sites.replicas.size
+        setup.sites = setup.ranks.fresh().group
+        setup.replicas = group.replica_count
     if strategy.expected_replicas not in (None, setup.replicas):
         raise StrategyError(
             f"the fleet description has dp_degree={strategy.expected_replicas}, but the "
@@ -411,8 +405,7 @@ def _exchange(
         names: dict[torch.Tensor, str] = {p: name for name, p in plan.params.items()}
         optimizer.synchronizer.bind(identity, setup.digest_every, names, participants)
         return ExchangingStep(optimizer, plan.params)
-    sites = setup.sites
-    compression = plan.compressor
+    sites, compression = setup.sites, plan.compressor
     limit = None
     if sites is not None and compression is not None:  # a compressor sees single shards
         limit = _limit(strategy, plan, setup)
@@ -420,12 +413,12 @@ def _exchange(
             compression = replace(compression, local_grad_clip_norm=None)
     params = Shards(plan.params)
     gradients = gradients_of(
-        Group(setup.replica_group) if sites is None else sites.job,
+        Group(setup.replica_group) if sites is None else sites,
         params,
         compression,
         # a loss scale has checked the gradients, or was told not to
         check_finite=plan.scaler is None,
-        sources=None if sites is None else Replicas(sites),
+        sources=None if sites is None else sites.replicas,
         participants=participants,
     )
     gradients.watch(_digest(setup, plan), identity)
@@ -438,7 +431,8 @@ def _limit(strategy: Fields, plan: Preparation, setup: Setup) -> Limit | None:
     """Return the local clip before compression."""
     if strategy.dgc is None or strategy.dgc.local_grad_clip_norm is None:
         return None
-    gather = None if setup.sites is None else setup.sites.shards.gather_now
+    shards = None if setup.sites is None else setup.sites.shards
+    gather = None if shards is None else shards.gather_now
     params, config = Shards(plan.params), strategy.dgc
 
     def limit(step: int, grads: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
