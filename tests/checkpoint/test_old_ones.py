@@ -1,7 +1,5 @@
-"""What stands in the directory already: links, damage, manifests that come and go, names that are
-not text."""
+"""What stands in the directory already: links, damage, manifests that come and go."""
 
-import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +9,6 @@ import pytest
 
 from tests.api import Group, load, plan, save, saving
 from tests.checkpoint.states import rank_state, same
-from tests.ranks import Pool
 from thinwire.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -153,34 +150,6 @@ def test_a_clock_that_went_back_does_not_make_an_older_one_the_newest(
     for step in (2, 3):
         saved(tmp_path, step)
         assert load(tmp_path, group=GROUP).step == step
-
-
-def test_a_directory_whose_name_is_no_text(tmp_path: Path) -> None:
-    root = Path(os.fsdecode(os.fsencode(tmp_path) + b"/lauf-\xff\xe9"))
-    saved(root, 1)
-    assert same(load(root, group=GROUP).state, rank_state(0, 1))
-
-
-def save_and_load_there(rank: int, size: int, raw: bytes) -> bool:
-    root, group = Path(os.fsdecode(raw)), Group()
-    save(root, rank_state(rank, 1), step=1, group=group, facts={})
-    (root / "step_0000000001" / "rank_00001.safetensors").write_bytes(b"?") if rank == 1 else None
-    group.gather_bytes(b"", action="waiting until it is damaged")
-    try:
-        load(root, group=group)
-    except CheckpointError as error:
-        text = str(error)
-    save(root, rank_state(rank, 2), step=2, group=group, facts={})
-    return "rank_00001" in text and same(load(root, group=group).state, rank_state(rank, 2))
-
-
-def test_ranks_tell_each_other_of_a_directory_whose_name_is_no_text(
-    ranks: Pool, tmp_path: Path
-) -> None:
-    assert ranks.run(save_and_load_there, os.fsencode(tmp_path) + b"/lauf-\xff", size=2) == [
-        True,
-        True,
-    ]
 
 
 def test_another_step_than_those_that_are_there_is_named_though_all_are_damaged(

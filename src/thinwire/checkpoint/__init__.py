@@ -1,6 +1,4 @@
-"""Checkpoints that survive a kill at any point and a change of ranks. `strategy` and `integrations`
-import this package.
-"""
+"""Checkpoints that survive a kill at any point and a change of ranks."""
 
 from thinwire.checkpoint.combine import combine
 from thinwire.checkpoint.export import Exported, export

@@ -14,7 +14,7 @@ counts):
   For pending state.
 - `first`: the value of the first rank that has one; of a dict, list or tuple all of it. The default
   of ints, bools, str, bytes and other tensors.
-- `min`, `max`, `sum`: element by element, of ints too; of bools `min` is all and `max` is any.
+- `min`, `max`: element by element, of ints too; of bools `min` is all and `max` is any.
 
 None counts as absent if another rank has a value. Dicts are joined, keys in order of their first
 appearance. Lists and tuples of equal length are joined entry by entry; others are taken from the
@@ -22,10 +22,10 @@ first rank. No rule applies to the state of `random_state()`: new rank r takes t
 rank beyond the old ones starts new streams, derived from those of old rank r mod their number.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import reduce
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -36,10 +36,9 @@ from thinwire.checkpoint.tensor_file import bytes_of
 from thinwire.checkpoint.tree import TensorRef, with_tensors
 from thinwire.errors import CheckpointError
 
-__all__ = ["Rule", "combine", "require_rules"]
+__all__ = ["Rule", "combine", "entry_of", "require_rules"]
 
-Rule = Literal["mean", "mean_zero", "first", "min", "max", "sum"]
-_RULES = ("mean", "mean_zero", "first", "min", "max", "sum")
+Rule = Literal["mean", "mean_zero", "first", "min", "max"]
 _ONLY_STORAGE = {getattr(torch, name, None) for name in ("float4_e2m1fn_x2", "float8_e8m0fnu")}
 Read = Callable[[Any], Tensor]
 
@@ -76,14 +75,12 @@ def combine(
 
 
 def require_rules(rules: Mapping[str, Rule] | None) -> Mapping[str, Rule]:
-    """Return the rules, an empty mapping for None; raise an error of `combine` if one is
-    unknown.
-    """
+    """Return the rules, empty for None; raise an error of `combine` if one is unknown."""
     if rules is None:
         return {}
     instance("rules", rules, Mapping, advice="of glob patterns to rules")
     for pattern, rule in rules.items():
-        one_of(f"rules[{pattern!r}]", rule, _RULES)
+        one_of(f"rules[{pattern!r}]", rule, get_args(Rule))
     return rules
 
 
@@ -102,14 +99,14 @@ class _Combiner:
         if all(isinstance(node, Mapping) for node in present):
             keys = dict.fromkeys(key for node in present for key in node)
             return {
-                key: self.node(_joined(path, key), [_entry(node, key) for node in nodes])
+                key: self.node(_joined(path, key), [entry_of(node, key) for node in nodes])
                 for key in keys
             }
         for kind in (list, tuple):
             if all(isinstance(node, kind) for node in present):
                 if any(len(node) != len(first) for node in present):
                     return with_tensors(first, self.read)
-                columns = ([_entry(node, i) for node in nodes] for i in range(len(first)))
+                columns = ([entry_of(node, i) for node in nodes] for i in range(len(first)))
                 return kind(self.node(_joined(path, i), column) for i, column in enumerate(columns))
         return self._leaf(path, present, absent=len(nodes) - len(present))
 
@@ -147,13 +144,15 @@ class _Combiner:
         [(dtype, _)] = looks
         if rule in ("mean", "mean_zero"):
             return self._mean(leaves, zeros) if _has_mean(dtype) else self.read(leaves[0])
-        if dtype.is_complex and rule != "sum":
+        if dtype.is_complex:
             raise CheckpointError(f"{path} is {dtype}, which has no {rule}: choose another rule")
-        return _folded(rule, (self.read(leaf) for leaf in leaves), dtype)
+        fold = Tensor.minimum if rule == "min" else Tensor.maximum
+        return reduce(fold, map(self.read, leaves))
 
     def _mean(self, leaves: list[Any], zeros: int) -> Tensor:
         first = self.read(leaves[0])
-        total, equal = first.to(_wide(first.dtype), copy=True), zeros == 0
+        wide = torch.complex128 if first.is_complex() else torch.float64
+        total, equal = first.to(wide, copy=True), zeros == 0
         for leaf in leaves[1:]:
             # ranks with the same bytes refer to the same tensor of a file
             other = first if isinstance(leaf, TensorRef) and leaf == leaves[0] else self.read(leaf)
@@ -168,8 +167,9 @@ class _Combiner:
 
 def _number(rule: str, values: list[int | float], zeros: int) -> int | float:
     if rule not in ("mean", "mean_zero"):
-        return min(values) if rule == "min" else max(values) if rule == "max" else sum(values)
-    if all(isinstance(value, int) for value in values) or (not zeros and _equal(values)):
+        return min(values) if rule == "min" else max(values)
+    equal = len({repr(float(value)) for value in values}) == 1
+    if all(isinstance(value, int) for value in values) or (not zeros and equal):
         return values[0]
     total = 0.0
     for value in values:
@@ -177,33 +177,16 @@ def _number(rule: str, values: list[int | float], zeros: int) -> int | float:
     return total / (len(values) + zeros)
 
 
-def _equal(values: list[int | float]) -> bool:
-    return len({repr(float(value)) for value in values}) == 1
-
-
-def _folded(rule: str, tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
-    fold: Callable[[Tensor, Tensor], Tensor] = {
-        "min": Tensor.minimum,
-        "max": Tensor.maximum,
-        "sum": Tensor.add,
-    }[rule]
-    wide = _wide(dtype) if _has_mean(dtype) else dtype
-    return reduce(fold, (tensor.to(wide) for tensor in tensors)).to(dtype)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64
-
-
 def _has_mean(dtype: torch.dtype) -> bool:
     """Return True if the tensor stands for numbers by itself. Scales and packed pairs do not."""
     return (dtype.is_floating_point or dtype.is_complex) and dtype not in _ONLY_STORAGE
 
 
-def _entry(node: Any, key: Any) -> Any:
-    if node is None:
-        return None
-    return node.get(key) if isinstance(node, Mapping) else node[key]
+def entry_of(node: Any, key: Any) -> Any:
+    """Return an entry of a dict, list or tuple; None if there is none."""
+    if isinstance(node, list | tuple):
+        return node[key] if key < len(node) else None
+    return node.get(key) if isinstance(node, Mapping) else None
 
 
 def _joined(path: str, key: object) -> str:

@@ -1,6 +1,4 @@
-"""Writes the whole model of a checkpoint as one safetensors file, without ranks and without the
-model.
-"""
+"""Writes the whole model of a checkpoint as one safetensors file, without ranks or a model."""
 
 import json
 import warnings
@@ -179,9 +177,7 @@ def _verified(source: Path) -> list[CheckpointReader]:
 
 
 def _joined(stages: list[CheckpointReader]) -> tuple[dict[str, Tensor], set[str]]:
-    """Return every parameter and buffer by name, shards joined, and the names with different values
-    between ranks.
-    """
+    """Return all tensors by name, shards joined, and the names of those that differ by rank."""
     values: dict[str, Tensor] = {}
     averaged: set[str] = set()
     shards: dict[str, list[Tensor]] = {}
@@ -226,9 +222,7 @@ def _kept(tree: Any, kind: str, path: Path) -> Mapping[str, Any]:
 def _names(
     stage: CheckpointReader, values: Mapping[str, Tensor]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the tensor's name for each key of the file, and the keys without a tensor in the
-    checkpoint.
-    """
+    """Return the tensor's name for each key of the file, and the keys that have no tensor."""
     facts = decoded(stage.manifest.facts, dict[str, Any]().__getitem__)
     by_key = facts.get("state_dict")
     if not isinstance(by_key, Mapping) or not set(by_key.values()) <= {None, *values}:

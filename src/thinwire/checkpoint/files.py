@@ -152,9 +152,7 @@ def on_all_ranks(group: Group, action: str, act: Callable[[], _T]) -> list[_T]:
 
 
 def clean_up(act: Callable[[], None]) -> None:
-    """Run a clean-up on a thread. After a second, as on a disk that hangs, return and let it
-    continue.
-    """
+    """Run a clean-up on a thread; leave it running after a second, as on a disk that hangs."""
     thread = threading.Thread(target=act, name="thinwire-cleanup", daemon=True)
     thread.start()
     thread.join(_PATIENCE_S)

@@ -72,9 +72,7 @@ class CheckpointReader:
         self._is_own = self._sharding is None and len(old) == len(peers) and not combined
         self._sources = [old[self._position]] if self._is_own else old
         self.trees: list[Any] = []
-        """Trees of the old ranks that are read here, with references to tensors; set by
-        `verify`.
-        """
+        """Trees of the old ranks, with references to tensors; set by `verify`."""
         self._intact: set[str] = set()
 
     @property
@@ -262,9 +260,7 @@ def load(
 
 
 def _survey_directory(root: Path, part: int, whole: dict[str, Found]) -> dict[str, Any]:
-    """List the checkpoints that this rank sees, for the others. Fill `whole` by the key of the
-    manifest.
-    """
+    """Return the checkpoints that this rank sees, for the others. Fill `whole` by their keys."""
     if (root / MANIFEST).is_file():
         raise CheckpointError(
             f"{root} is a single checkpoint: pass the directory given to save, {root.parent}"
@@ -305,9 +301,7 @@ def _verify(
     reader_of: Callable[[Path, Manifest], CheckpointReader],
     verified: list[CheckpointReader],
 ) -> str | None:
-    """Return the damage of a checkpoint here. If there is none, return None and add it to
-    `verified`.
-    """
+    """Return the damage of a checkpoint here, or None and add it to `verified`."""
     if entry is None or entry.manifest is None:
         return (
             f"{root} lacks the checkpoint of step {step} that other ranks have: copy its folder "

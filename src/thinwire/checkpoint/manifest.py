@@ -34,9 +34,7 @@ __all__ = [
 ]
 
 FORMAT = 1
-"""Version of the format. It increases with every change after which older versions of thinwire
-cannot read a checkpoint.
-"""
+"""Version of the format; older versions of thinwire cannot read a higher one."""
 MANIFEST = "manifest.json"
 _FILE = re.compile(r"rank_[0-9]{5,9}\.(json|safetensors)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -108,9 +106,7 @@ class Manifest:
         return manifest
 
     def _check(self) -> None:
-        """Check the contents. The checksum is no secret: foreign bytes must not name files outside
-        the folder.
-        """
+        """Check the contents: the checksum is no secret, and no file outside may be named."""
         integers = (self.step, self.serial, *_flat(self.parts), *_flat(_flat(self.directories)))
         if not all(type(number) is int and number >= 0 for number in integers):
             raise CheckpointCorrupt("its numbers are not non-negative integers")
@@ -213,9 +209,7 @@ def staging_name(name: str, token: str) -> str:
 
 
 def token_name(rank: int, token: str) -> str:
-    """Return the name of the file by which other ranks see that they share the directory with this
-    one.
-    """
+    """Return the name of the file by which other ranks see that they share a directory."""
     return f".rank_{rank:05d}.token-{token}"
 
 
@@ -229,12 +223,9 @@ def found(directory: Path) -> list[Found]:
         paths = sorted(directory.iterdir())
     except FileNotFoundError:
         return []
-    return [_read(path, int(match[1])) for path in paths if (match := _NAME.fullmatch(path.name))]
-
-
-def found_at(path: Path) -> Found:
-    """Return one checkpoint by its own folder, whatever its name. Its files are not read."""
-    return _read(path, None)
+    return [
+        found_at(path, int(match[1])) for path in paths if (match := _NAME.fullmatch(path.name))
+    ]
 
 
 def leftovers(directory: Path) -> list[Path]:
@@ -251,7 +242,8 @@ def missing_file(folder: Path, manifest: Manifest, names: Iterable[str]) -> str 
     return None
 
 
-def _read(path: Path, step: int | None) -> Found:
+def found_at(path: Path, step: int | None = None) -> Found:
+    """Return one checkpoint by its own folder, of a step if given. Its files are not read."""
     manifest_path = path / MANIFEST
     try:
         if not is_regular(manifest_path):

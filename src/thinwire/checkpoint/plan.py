@@ -28,7 +28,7 @@ from thinwire.checkpoint.manifest import (
     tensor_file,
     token_name,
 )
-from thinwire.checkpoint.tensor_file import digest, write_tensors
+from thinwire.checkpoint.tensor_file import digest, synchronize, write_tensors
 from thinwire.checkpoint.tree import encoded, table_entry
 from thinwire.errors import CheckpointError
 
@@ -63,9 +63,7 @@ class RankWriter:
             raise state
         self.facts = encoded(dict(facts), None)
         self._tree = encoded(state, self._tensors)
-        for device in {tensor.device for tensor in self._tensors.values() if tensor.is_cuda}:
-            # this thread does not know the caller's streams
-            torch.cuda.synchronize(device)
+        synchronize(self._tensors.values())
         self._digests = {name: digest(tensor) for name, tensor in self._tensors.items()}
         make_directory(self._root)
         here = found(self._root)

@@ -210,9 +210,7 @@ def _delete(plan: SaveLayout, superfluous: Iterable[Found]) -> list[str]:
 
 
 def _missing(entry: Found) -> str | None:
-    """Return the problem if no group of ranks has all of its files here in the right sizes; else
-    None.
-    """
+    """Return the problem unless some directory's files are all here in the right sizes."""
     assert entry.manifest is not None, "checked by the caller"
     problems = [
         missing_file(entry.path, entry.manifest, names) for names in _directories(entry.manifest)

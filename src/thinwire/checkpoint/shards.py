@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.checkpoint.combine import entry_of
+
 __all__ = ["Sharding", "rows_of", "words"]
 
 Path = tuple[Any, ...]
@@ -57,14 +59,12 @@ class Sharding:
         if all(isinstance(node, Mapping) for node in present) and present:
             keys = dict.fromkeys(key for node in present for key in node)
             return {
-                key: self._node(
-                    (*path, key), [None if node is None else node.get(key) for node in nodes], tree
-                )
+                key: self._node((*path, key), [entry_of(node, key) for node in nodes], tree)
                 for key in keys
             }
         if isinstance(first, list | tuple):
             return type(first)(
-                self._node((*path, at), [_entry(node, at) for node in nodes], tree)
+                self._node((*path, at), [entry_of(node, at) for node in nodes], tree)
                 for at in range(len(first))
             )
         if not isinstance(first, Tensor):
@@ -94,10 +94,6 @@ class Sharding:
         return torch.zeros(
             self._shape(name, len(nodes), shard), dtype=like.dtype, device=like.device
         )
-
-
-def _entry(node: Any, at: int) -> Any:
-    return node[at] if isinstance(node, list | tuple) and at < len(node) else None
 
 
 def words(path: Path) -> Iterator[str]:

@@ -5,9 +5,8 @@ Also a rank's whole state in one such file, for checkpoints that a framework wri
 import hashlib
 import json
 import math
-import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -42,8 +41,8 @@ __all__ = [
     "bytes_of",
     "digest",
     "read_rank_file",
-    "readable",
     "restored",
+    "synchronize",
     "write_rank_file",
     "write_tensors",
 ]
@@ -61,9 +60,7 @@ PLAIN = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Dtypes that every version of safetensors knows. Other dtypes are written as bytes and named in
-the rank's JSON file.
-"""
+"""Dtypes that every version of safetensors knows; others are written as bytes."""
 
 
 def write_tensors(
@@ -113,7 +110,7 @@ class TensorReader:
     def _opened(self, rank: int) -> Any:
         if rank not in self._files:
             path = self._folder / tensor_file(rank)
-            file = safe_open(readable(path, self._stack), framework="pt", device="cpu")
+            file = safe_open(path, framework="pt", device="cpu")
             self._files[rank] = self._stack.enter_context(file)
         return self._files[rank]
 
@@ -134,15 +131,10 @@ def restored(stored: Tensor, ref: TensorRef, where: str) -> Tensor:
     return stored.clone()
 
 
-def readable(path: Path, stack: ExitStack) -> str | Path:
-    """Return a name that safetensors can open. It takes text; Linux takes any bytes."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        descriptor = os.open(path, os.O_RDONLY)
-        stack.callback(os.close, descriptor)
-        return f"/proc/self/fd/{descriptor}"
-    return path
+def synchronize(tensors: Iterable[Tensor]) -> None:
+    """Wait until the tensors are computed: another thread does not know the caller's streams."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
 
 
 def digest(tensor: Tensor) -> str:
@@ -156,9 +148,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the elements in order as bytes on the CPU: uint8, one dimension; a view if
-    possible.
-    """
+    """Return the elements as bytes on the CPU: uint8, one dimension; a view if possible."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # one element counts as contiguous whatever its stride, but a view as bytes needs stride 1
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
@@ -198,9 +188,7 @@ def write_rank_file(path: Path, state: Any) -> str:
     """
     tensors: dict[str, Tensor] = {}
     tree = encoded(state, tensors)
-    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-        # this may be another thread, which does not know the caller's streams
-        torch.cuda.synchronize(device)
+    synchronize(tensors.values())
     table = {name: table_entry(tensor, 0, name) for name, tensor in tensors.items()}
     make_directory(path.parent)
     aside = path.with_name(f".{path.name}.tmp")
@@ -233,10 +221,7 @@ def read_rank_file(path: Path, sha256: str) -> Any:
             raise CheckpointCorrupt(
                 f"{path} is damaged, or belongs to another checkpoint: its checksum differs"
             )
-        with ExitStack() as stack:
-            file = stack.enter_context(
-                safe_open(readable(path, stack), framework="pt", device="cpu")
-            )
+        with safe_open(path, framework="pt", device="cpu") as file:
             metadata = file.metadata()
             table = parsed_table(json.loads(metadata["tensors"]), 1)
 

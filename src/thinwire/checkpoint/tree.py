@@ -36,9 +36,7 @@ _KINDS = "None, bool, int, float, str, bytes, tensors, and dicts, lists and tupl
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Reference to a tensor of a checkpoint: the rank of its file, its name there, and its
-    properties.
-    """
+    """Reference to a tensor of a checkpoint: its file's rank, its name there, its properties."""
 
     rank: int
     name: str
@@ -47,9 +45,7 @@ class TensorRef:
 
 
 def table_entry(tensor: Tensor, rank: int, name: str) -> list[Any]:
-    """Return a tensor's entry in the table of a rank's file: its writer, its name, and its
-    properties.
-    """
+    """Return a tensor's entry in the table of a rank's file, for `parsed_table`."""
     return [rank, name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
 
@@ -71,7 +67,7 @@ def parsed_table(raw: Mapping[str, Any], ranks: int) -> dict[str, TensorRef]:
     return table
 
 
-def encoded(tree: Any, tensors: dict[str, Tensor] | None) -> Any:
+def encoded(tree: Any, tensors: dict[str, Tensor] | None, path: str = "") -> Any:
     """Return the tree as values that JSON holds exactly.
 
     Args:
@@ -79,62 +75,46 @@ def encoded(tree: Any, tensors: dict[str, Tensor] | None) -> Any:
             and tensors.
         tensors: Filled with the tensors of the tree under names made from their paths; None:
             tensors are refused.
+        path: Path of this tree in a larger one, for names and errors.
 
     Raises:
         TypeError: The tree holds another type; names the path and the type.
     """
-    return _Encoder(tensors).node(tree, "")
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return _scalar(tree)
+    if isinstance(tree, bytes):
+        return {"bytes": base64.b64encode(tree).decode()}
+    if isinstance(tree, Tensor):
+        return {"tensor": _registered(tree, tensors, path)}
+    if isinstance(tree, Mapping):
+        items = [(_key(k, path), encoded(v, tensors, f"{path}/{k}")) for k, v in tree.items()]
+        if all(isinstance(key, str) for key, _ in items):
+            return {"dict": dict(items)}
+        return {"items": [list(item) for item in items]}
+    if isinstance(tree, list | tuple):
+        entries = [encoded(entry, tensors, f"{path}/{i}") for i, entry in enumerate(tree)]
+        return entries if isinstance(tree, list) else {"tuple": entries}
+    raise TypeError(f"state{path} is of type {type(tree).__name__}; a checkpoint holds {_KINDS}")
 
 
-class _Encoder:
-    def __init__(self, tensors: dict[str, Tensor] | None) -> None:
-        self.tensors = tensors
-
-    def node(self, value: Any, path: str) -> Any:
-        if value is None or isinstance(value, bool | int | float | str):
-            return _scalar(value)
-        if isinstance(value, bytes):
-            return {"bytes": base64.b64encode(value).decode()}
-        if isinstance(value, Tensor):
-            return {"tensor": self._registered(value, path)}
-        return self._container(value, path)
-
-    def _container(self, value: Any, path: str) -> Any:
-        if isinstance(value, Mapping):
-            items = [
-                (_key(key, path), self.node(entry, f"{path}/{key}")) for key, entry in value.items()
-            ]
-            if all(isinstance(key, str) for key, _ in items):
-                return {"dict": dict(items)}
-            return {"items": [list(item) for item in items]}
-        if isinstance(value, list | tuple):
-            entries = [self.node(entry, f"{path}/{i}") for i, entry in enumerate(value)]
-            return entries if isinstance(value, list) else {"tuple": entries}
+def _registered(tensor: Tensor, tensors: dict[str, Tensor] | None, path: str) -> str:
+    """Add a tensor under a name made from its path, and return the name."""
+    if tensors is None:
         raise TypeError(
-            f"state{path} is of type {type(value).__name__}; a checkpoint holds {_KINDS}"
+            f"facts{path} is a tensor, but facts are plain values: put tensors in the state"
         )
-
-    def _registered(self, tensor: Tensor, path: str) -> str:
-        if self.tensors is None:
-            raise TypeError(
-                f"facts{path} is a tensor, but facts are plain values: put tensors in the state"
-            )
-        kind = str(tensor.layout) if tensor.layout != torch.strided else tensor.device.type
-        if (
-            tensor.layout != torch.strided
-            or kind == "meta"
-            or tensor.is_quantized
-            or hasattr(tensor, "full_tensor")
-        ):
-            raise TypeError(
-                f"state{path} is a {kind} tensor of type {type(tensor).__name__} and "
-                f"{tensor.dtype}; a checkpoint holds dense tensors (of a DTensor, save to_local())"
-            )
-        base = _UNFIT.sub("_", path.removeprefix("/")) or "state"
-        names = (base if i == 0 else f"{base}~{i}" for i in range(len(self.tensors) + 2))
-        name = next(name for name in names if name not in self.tensors and name != "__metadata__")
-        self.tensors[name] = tensor
-        return name
+    dense = tensor.layout == torch.strided and not tensor.is_quantized
+    if not dense or tensor.is_meta or hasattr(tensor, "full_tensor"):
+        kind = tensor.device.type if tensor.layout == torch.strided else str(tensor.layout)
+        raise TypeError(
+            f"state{path} is a {kind} tensor of type {type(tensor).__name__} and "
+            f"{tensor.dtype}; a checkpoint holds dense tensors (of a DTensor, save to_local())"
+        )
+    base = _UNFIT.sub("_", path.removeprefix("/")) or "state"
+    names = (base if i == 0 else f"{base}~{i}" for i in range(len(tensors) + 2))
+    name = next(name for name in names if name not in tensors and name != "__metadata__")
+    tensors[name] = tensor
+    return name
 
 
 def decoded(node: Any, leaf: Callable[[str], Any]) -> Any:  # noqa: PLR0911 - one for each kind

@@ -35,9 +35,7 @@ class BucketTap:
         ddp.register_comm_hook(None, self._hook)
 
     def open(self, on_bucket: OnBucket, instead: str) -> None:
-        """Start to call the function, and refuse DDP's `join`; `instead` is the advice in that
-        error.
-        """
+        """Start to call the function, and refuse DDP's `join` with the advice `instead`."""
         self.on_bucket = on_bucket
         if (ddp := self._ddp()) is not None:
             vars(ddp)["join_hook"] = partial(_refuse_join, instead)
@@ -133,8 +131,6 @@ def _refuse_join(instead: str, **_: Any) -> NoReturn:
 
 
 def living(kind: type[_T]) -> list[_T]:
-    """Return all objects of a type in this process. It visits every object, which takes a
-    moment.
-    """
+    """Return all objects of a type in this process; visits every object, which takes a moment."""
     # type() and not isinstance, which would resolve the class of proxies
     return [value for value in gc.get_objects() if issubclass(type(value), kind)]

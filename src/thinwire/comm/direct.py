@@ -22,9 +22,7 @@ _listening = threading.Lock()
 def exchange_endpoints(
     store: Store, rank: int, size: int, timeout_s: float, local: Endpoint | None
 ) -> dict[int, Endpoint]:
-    """Return the endpoints of the ranks that listen; `local` is this rank's own, None if it does
-    not.
-    """
+    """Return the endpoints of the ranks that listen; `local` is None if this one does not."""
     prefetching = _PrefetchingStore(store, size)
     prefetching.set(f"endpoint/{rank}", json.dumps(local))
     prefetching.wait([f"endpoint/{rank}"], datetime.timedelta(seconds=timeout_s))

@@ -12,6 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,6 +42,8 @@ _QUICK_S = 0.2
 loaded machine.
 """
 _connecting = threading.Lock()
+_Question = tuple[str, float, "Future[list[Heartbeat | None]]"]
+"""Failure to report, time until which to wait for that of others, and the heartbeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +115,13 @@ class HeartbeatThread:
         """
         if not self._thread.is_alive():
             return None
-        question = _Question(failed, time.monotonic() + wait_s)
-        self._questions.put(question)
-        question.answered.wait(wait_s + 0.4)
-        if not question.answered.is_set():
+        answer: Future[list[Heartbeat | None]] = Future()
+        self._questions.put((failed, time.monotonic() + wait_s, answer))
+        try:
+            return answer.result(wait_s + 0.4)
+        except TimeoutError:
             self.stop()
-        return question.answer
+            return None
 
     def extension_s(self, timeout_s: float) -> float:
         """Return how long this rank may still wait for busy ranks: until `timeout_s` after the last
@@ -170,9 +174,9 @@ class HeartbeatThread:
                 with contextlib.suppress(queue.Empty):
                     question = self._questions.get(timeout=self.interval_s)
                     if question is not None:
-                        self._failed = question.failed
+                        self._failed, until_s, answer = question
                         own.set(f"{_KEY_PREFIX}/{self._rank}", self._own_heartbeat())
-                        self._answer(own, question)
+                        answer.set_result(self._read_until(own, until_s))
 
     def _own_heartbeat(self) -> str:
         action, waiting, since = activity()
@@ -187,14 +191,13 @@ class HeartbeatThread:
         }
         return json.dumps(fields)
 
-    def _answer(self, store: "Store", question: "_Question") -> None:
+    def _read_until(self, store: "Store", until_s: float) -> list[Heartbeat | None]:
+        """Return all heartbeats; after a failure wait until all ranks have reported one."""
         while True:
             latest = self._read_all(store)
-            complete = not question.failed or all(h is not None and h.failed for h in latest)
-            if complete or time.monotonic() >= question.until_s:
-                question.answer = latest
-                question.answered.set()
-                return
+            complete = not self._failed or all(h is not None and h.failed for h in latest)
+            if complete or time.monotonic() >= until_s:
+                return latest
             time.sleep(0.02)
 
     def _read_all(self, store: "Store") -> list[Heartbeat | None]:
@@ -219,13 +222,6 @@ class HeartbeatThread:
             own = _connections_to(self._host) - self._other_connections
         for connection in own:
             shut_down(connection)
-
-
-class _Question:
-    def __init__(self, failed: str, until_s: float) -> None:
-        self.failed, self.until_s = failed, until_s
-        self.answered = threading.Event()
-        self.answer: list[Heartbeat | None] | None = None
 
 
 _heartbeat_threads: list[HeartbeatThread] = []

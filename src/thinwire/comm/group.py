@@ -99,9 +99,7 @@ class Pending(Generic[_T]):
         return cls(finish)
 
     def wait(self) -> _T:
-        """Return the result, or raise a `thinwire.errors` error that names the exchange and the
-        cause.
-        """
+        """Return the result, or raise an error that names the exchange and the cause."""
         return self._finish()
 
 
@@ -318,9 +316,7 @@ class Group:
         return self._gather(message, action, control=False)
 
     def _gather(self, message: Tensor, action: str, *, control: bool) -> Pending[Tensor]:
-        """Gather as `all_gather` does; `control` messages use a process group of their own,
-        beside the data.
-        """
+        """Gather as `all_gather` does; `control` messages use a process group of their own."""
         self.bytes_sent += message.numel()
         self.bytes_received += (self.size - 1) * message.numel()
         if self.size == 1:
@@ -422,9 +418,7 @@ class Group:
         return torch.device("cpu") if backend.name() == "gloo" else device
 
     def all_reduce_(self, buffer: Tensor, *, action: str) -> Pending[Tensor]:
-        """Launch an all-reduce that overwrites `buffer` with its sum over the ranks,
-        bit-identical on all.
-        """
+        """Launch an all-reduce: `buffer` becomes its sum over the ranks, bit-identical on all."""
         self.bytes_sent += buffer.nbytes
         if self.size == 1:
             return Pending(lambda: buffer)
@@ -770,9 +764,7 @@ class Rate:
         return 8 * self._bytes / self._s if self._s else 0.0
 
     def ended(self, nbytes: float, launched_s: float, waits_s: float, now_s: float) -> None:
-        """Count an exchange of `nbytes` by the times of its launch, of the first wait, and of
-        its end.
-        """
+        """Count an exchange by the times of its launch, of the first wait, and of its end."""
         if nbytes < _LEAST_BYTES or now_s - waits_s < _SEEN_S:
             return
         seconds = now_s - max(launched_s, self._until_s)

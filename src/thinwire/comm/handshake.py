@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -86,9 +87,7 @@ def require_agreement(
 
 
 def _warn_of_versions(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Warn of different builds that share a wire format: they train together but may round
-    differently.
-    """
+    """Warn of different builds that share a wire format: they may round differently."""
     for key in dict.fromkeys(key for row in rows for key in row):
         for rank, row in enumerate(rows):
             if row.get(key) != rows[0].get(key):
@@ -210,15 +209,25 @@ def while_busy(
     Communication: one `Group.gather_bytes` where all end within 5 s of each other, and one more for
     every 5 s (or quarter of the time-out, where that is shorter) in which a rank is still working.
     """
-    work = _DaemonCall(act)
-    rows = (
-        [work.outcome()]
-        if group.size == 1 and limit_s is None
-        else _answers(group, action, work, limit_s, moved)
-    )
+    outcome: Future[_T] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(act())
+        except BaseException as failure:  # every failure must be reported to the other ranks
+            outcome.set_exception(failure)
+
+    if group.size == 1 and limit_s is None:
+        work()
+        rows = [_answer(outcome)]
+    else:
+        # a daemon thread never blocks the end of the process
+        threading.Thread(target=work, name="thinwire-work", daemon=True).start()
+        rows = _answers(group, action, outcome, limit_s, moved)
     problems = by_rank([row.get("problem") for row in rows])
     if problems:
-        raise _kind(error, rows)(f"{action} failed on {'; '.join(problems)}") from work.failure
+        cause = outcome.exception() if outcome.done() else None
+        raise _kind(error, rows)(f"{action} failed on {'; '.join(problems)}") from cause
     return [row["result"] for row in rows]
 
 
@@ -243,55 +252,34 @@ def _kind(error: type[ThinwireError], rows: Sequence[_Answer]) -> type[ThinwireE
     return next((kind for kind in error.__subclasses__() if kinds == {kind.__name__}), error)
 
 
-class _DaemonCall:
-    def __init__(self, act: Callable[[], Any]) -> None:
-        self.failure: BaseException | None = None
-        self._act = act
-        self._answer: _Answer | None = None
-        self._done = threading.Event()
-
-    def start(self) -> None:
-        """Start the work on a daemon thread, which never blocks the end of the process."""
-        threading.Thread(target=self.outcome, name="thinwire-work", daemon=True).start()
-
-    def answer(self, wait_s: float) -> _Answer | None:
-        """Return the outcome, or None if it is not done within `wait_s` seconds."""
-        self._done.wait(wait_s)
-        return self._answer if self._done.is_set() else None
-
-    def outcome(self) -> _Answer:
-        """Do the work on the calling thread."""
-        try:
-            self._answer = {"result": self._act()}
-        except BaseException as failure:  # every failure must be reported to the other ranks
-            self.failure = failure
-            kind = type(failure).__name__
-            named = f"{'' if isinstance(failure, ThinwireError) else f'{kind}: '}{failure}"
-            self._answer = {"problem": named, "kind": kind}
-        self._done.set()
-        return self._answer
+def _answer(outcome: Future[Any]) -> _Answer:
+    failure = outcome.exception()
+    if failure is None:
+        return {"result": outcome.result()}
+    kind = type(failure).__name__
+    named = f"{'' if isinstance(failure, ThinwireError) else f'{kind}: '}{failure}"
+    return {"problem": named, "kind": kind}
 
 
 def _answers(
     group: Group,
     action: str,
-    work: _DaemonCall,
+    outcome: Future[Any],
     limit_s: float | None,
     moved: Callable[[], float] | None,
 ) -> list[_Answer]:
-    """Return the answers of all ranks after all have ended their work, or one has taken too
-    long.
-    """
+    """Return all ranks' answers once all have ended their work, or one has taken too long."""
     begun = logged_s = time.monotonic()
-    work.start()
     while True:
         since = begun if moved is None else max(begun, moved())
         left = _PACE_S if limit_s is None else max(limit_s - (time.monotonic() - since), 0.0)
         # the main thread reports "busy" in every round while the work runs on the other thread; all
         # ranks see the same answers, so all leave the loop in the same round
-        answer = work.answer(min(group.timeout_s / 4, _PACE_S, left))
-        if answer is None:
-            answer = {"busy": True}
+        wait([outcome], min(group.timeout_s / 4, _PACE_S, left))
+        answer: _Answer = {"busy": True}
+        if outcome.done():
+            answer = _answer(outcome)
+        else:
             since = begun if moved is None else max(begun, moved())
             if limit_s is not None and time.monotonic() - since >= limit_s:
                 failure = "did not end within" if moved is None else "made no progress for"

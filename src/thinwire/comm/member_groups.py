@@ -66,9 +66,7 @@ class MemberGroups:
         self.group: ProcessGroup | None
         self.control: ProcessGroup | None
         self._store: Store | None = None
-        """Reference that keeps the store alive: torch holds none to a store implemented in
-        Python.
-        """
+        """Keeps the store alive: torch holds no reference to a store implemented in Python."""
         self._connections: list[Connection] = []
         began_s = time.monotonic()
         try:
@@ -147,8 +145,6 @@ class MemberGroups:
             self._client.close(wait_s)
 
     def release(self) -> None:
-        """Close the connections and drop the groups, which joins their threads. May be called
-        twice.
-        """
+        """Close the connections and drop the groups; may be called twice."""
         self._disconnect(_JOIN_S)
         self.group = self.control = None

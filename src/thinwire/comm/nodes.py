@@ -167,9 +167,7 @@ class Nodes:
         )
 
     def all_reduce_(self, buffer: Tensor, *, action: str) -> Pending[Tensor]:
-        """Sum over the nodes as `Group.all_reduce_` does; all ranks of a node pass the same
-        input.
-        """
+        """Sum over the nodes as `Group.all_reduce_` does."""
         pending = None if self.leaders is None else self.leaders.all_reduce_(buffer, action=action)
         return self._shared(pending, lambda: buffer, action)
 

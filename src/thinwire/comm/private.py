@@ -1,6 +1,4 @@
-"""Process groups of the library: made within a time limit, shared, and freed at exit without
-blocking.
-"""
+"""Process groups of the library: made in limited time, shared, freed at exit without blocking."""
 
 import atexit
 import contextlib

@@ -198,9 +198,7 @@ def _write_(tensor: Tensor, content: Tensor) -> None:
 
 
 def overwrite_(tensor: Tensor, values: Tensor) -> None:
-    """Copy as `tensor.copy_(values)`, also into an expanded tensor, which torch does not write
-    to.
-    """
+    """Copy as `tensor.copy_(values)`, also into an expanded tensor, which torch refuses."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
             tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)

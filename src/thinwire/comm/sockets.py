@@ -51,9 +51,7 @@ def listeners() -> dict[int, Endpoint]:
 
 
 def shut_down(connection: Connection) -> None:
-    """Shut a connection down for both sides. Does nothing if it was closed or its descriptor was
-    reused.
-    """
+    """Shut a connection down for both sides, unless its descriptor was closed or reused."""
     with contextlib.suppress(OSError), _held(connection.descriptor) as (inode, held):
         if inode == connection.inode:
             _SYSTEM.shutdown(held, socket.SHUT_RDWR)
@@ -77,9 +75,7 @@ def end_unanswered(connection: Connection, seconds: int) -> None:
 
 
 def _streams() -> Iterator[tuple[int, int, int]]:
-    """Yield descriptor and inode of every stream socket of this process, and a duplicate
-    descriptor.
-    """
+    """Yield descriptor, inode and a duplicate descriptor of each of the process's streams."""
     folder = Path("/proc/self/fd")
     for entry in list(folder.iterdir()) if folder.is_dir() else ():
         # the descriptor that listed the folder is closed by now
@@ -90,9 +86,7 @@ def _streams() -> Iterator[tuple[int, int, int]]:
 
 @contextlib.contextmanager
 def _held(descriptor: int) -> Iterator[tuple[int | None, int]]:
-    """Yield the inode of a socket (None for anything else) and a descriptor that no other code
-    closes.
-    """
+    """Yield the inode of a socket (else None) and a descriptor that no other code closes."""
     # not a Python socket object: under socket.setdefaulttimeout it would make the connection
     # non-blocking for all its users, torch included
     held = os.dup(descriptor)

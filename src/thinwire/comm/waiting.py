@@ -31,9 +31,7 @@ __all__ = [
 _LONG_S = 10.0
 _log = logging.getLogger("thinwire")
 _activity: list[tuple[str, bool, float]] = [("", False, time.monotonic())]
-"""Last exchange of this process, True if it is waited for, and the time since then; replaced as
-a whole.
-"""
+"""Last exchange of this process, whether it is waited for, and since when; replaced as a whole."""
 _busy_until: list[float | None] = [None]
 """Time until which this process has announced work of its own; None: never announced."""
 

@@ -143,9 +143,7 @@ _COMMON = (*_POSITION, "ready")
 _QUIET = {*_COMMON, "kinds", "rates", "settings", "digest", "sums", "batch_id", "buffers"}
 """Keys that are not sent to ranks of other parts."""
 _FAILURES = {kind.__name__: kind for kind in (Diverged, Mismatch, NonFinite, PayloadCorrupt)}
-"""Errors that keep their type on the ranks they are reported to. All others become
-`ThinwireError`.
-"""
+"""Errors that keep their type on other ranks; all others become `ThinwireError`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -314,9 +314,7 @@ class DuplicateBatchCheck:
 
     def __init__(self, kind: Literal["gradients", "changes"]) -> None:
         self.averaged_before = False
-        """True if a DistributedDataParallel model was found that also averages densely in every
-        step.
-        """
+        """True if a DistributedDataParallel model was found that averages in every step too."""
         self._kind = kind
         self._own: str | None = None
         self._params: Iterable[Tensor] = ()

@@ -36,9 +36,7 @@ _UNCUT_BYTES = 1 << 16
 """Size in bytes below which a tensor is never cut."""
 
 Watched = Mapping[str, Tensor]
-"""Tensors by their names in errors, such as "parameter 0.weight". Names and order are the same on
-all ranks.
-"""
+"""Tensors by their names in errors, such as "parameter 0.weight"; the same order on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.comm import (
-    Group,
-    Nodes,
-    Sources,
-)
+from thinwire.comm import Group, Nodes, Sources
 from thinwire.compress.dense import Dense, all_finite
 from thinwire.compress.protocol import Compression, Compressor, Context, Flags, Sending, combined
 from thinwire.core.tensors import narrowed
@@ -118,9 +114,7 @@ class GradientExchange(Synchronizer):
         self.launching: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         """Returns a context manager that is entered for messages sent before ranks agree."""
         self.measure: Callable[[Round, Grads], float] | None = None
-        """Returns a number that all ranks receive in the last agreement, under the key
-        `measured`.
-        """
+        """Returns a number for all ranks, under the key `measured` of the last agreement."""
         self.poisoned: str | None = None
         """Reason for which this rank did not finish its last update, or None. All ranks raise it as
         an error in the next update.

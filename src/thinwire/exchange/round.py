@@ -61,9 +61,7 @@ class Round:
     def __init__(self, sources: Sources, step: int, *, read_sums: bool = True) -> None:
         self.step = step
         self.sums_digest = 0
-        """Digest of the bits of all sums, once finished. The same on all ranks; 0 without
-        `read_sums`.
-        """
+        """Digest of all sums' bits, once finished; the same on all ranks, 0 without `read_sums`."""
         # a single source has nothing to compare
         self._read_sums = read_sums and sources.size > 1
         self.arrived: dict[str, Arrived] = {}
@@ -78,9 +76,7 @@ class Round:
         self._ended: list[Arrived] = []
         self._refusal: PayloadCorrupt | None = None
         self.received: list[list[Tensor]] | None = None
-        """Answers that the sendings received, if a list was put here. `replay` uses them in another
-        process.
-        """
+        """Answers that the sendings received, for `replay`, if a list was put here."""
 
     @property
     def names(self) -> Set[str]:

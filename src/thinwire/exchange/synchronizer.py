@@ -211,9 +211,7 @@ class Synchronizer:
         self.same: SameState | None = None
         """Check of the replicated state. None if nothing is compared."""
         self.bytes_of_others = 0
-        """Bytes that a DistributedDataParallel model which also averages has sent since it was
-        found.
-        """
+        """Bytes that a DistributedDataParallel model has sent since it was found to average too."""
         self._before = (0, 0, 0.0)
 
     def add_check(self, check: Check) -> None:

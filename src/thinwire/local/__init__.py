@@ -1,3 +1,1 @@
-"""Local updates: ranks train independently and average every few steps. `strategy` and
-`integrations` import it.
-"""
+"""Local updates: ranks train independently and average every few steps."""

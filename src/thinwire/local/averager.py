@@ -1,6 +1,6 @@
 """Decide which averaging follows a local step and run it: measure, agree, send, verify, apply."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,11 +15,11 @@ from thinwire.exchange.digest import RollingDigest
 from thinwire.exchange.synchronizer import Synchronizer
 from thinwire.layout.traffic import AGREEING_DELAY
 from thinwire.local.averaging import Averaging, PendingAveraging, widened
-from thinwire.local.config import AdaptiveLocalSGD, LocalConfig
-from thinwire.local.fragments import fragments_of
+from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, fragments_of
 from thinwire.local.interval import Interval
 from thinwire.local.model import LocalModel, refuse_scaler
 from thinwire.local.work import RoundWork, of_site, weights_of
+from thinwire.members.members import Members
 
 __all__ = [
     "Averager",
@@ -31,24 +31,8 @@ _FROZEN = "frozen parameter"
 """Label of frozen parameters in errors."""
 
 
-class Membership(Protocol):
-    """Membership of a run whose members come and go; `thinwire.members.Members` is one."""
-
-    @property
-    def has_joiners(self) -> bool:
-        """True if this rank sends every averaging to a joiner."""
-
-    def report(self) -> dict[str, Any]:
-        """Return this rank's entry in the agreement that ends an averaging."""
-
-    def receive_reports(self, reports: Sequence[Mapping[str, Any]]) -> None:
-        """Store the entries of all ranks."""
-
-
 class OwnScale(Protocol):
-    """Loss scale that every rank adapts on its own between two averagings;
-    `thinwire.amp.LossScaler` is one.
-    """
+    """Loss scale that a rank adapts on its own between averagings: `thinwire.amp.LossScaler`."""
 
     @property
     def scale(self) -> float:
@@ -93,7 +77,7 @@ class Averager(Synchronizer):
         scaler: OwnScale | None,
         identity: str = "",
         digest_every: int = 0,
-        membership: Membership | None = None,
+        members: Members | None = None,
         after_averaging: Callable[[bool], bool] = lambda goes_on: True,
     ) -> None:
         """Build the averager of one block.
@@ -114,20 +98,16 @@ class Averager(Synchronizer):
         self.steps_made = 0
         """Local steps since construction, dropped ones included."""
         self.counting_only = False
-        """True while steps are only counted and end no timed round, because all ranks will
-        flush.
-        """
+        """True while steps end no timed round, because all ranks will flush."""
         self.given_up: str | None = None
         """Reason why this rank cannot continue; sent to all ranks at the next averaging."""
         self.written: str | None = None
-        """Digest of parameters that other code wrote since the last full sync; None if there was
-        no write.
-        """
+        """Digest of parameters that other code wrote since the last full sync; else None."""
         self.pending: PendingAveraging | None = None
         """Averaging in flight."""
         self.last: PendingAveraging | None = None
         """Last applied averaging, kept while a joiner needs it."""
-        self._membership, self._after_averaging = membership, after_averaging
+        self._members, self._after_averaging = members, after_averaging
         self.config = config
         self._parts = fragments_of(tensors.trained, config)
         self._overlaps = config.delay >= AGREEING_DELAY and self.work is None
@@ -138,9 +118,7 @@ class Averager(Synchronizer):
         self._scaler = scaler
         self.weight = 1.0
         self.digest: RollingDigest | None = None
-        """Rolling digest of anchors, outer momentum and frozen parameters, compared at every
-        averaging.
-        """
+        """Digest of anchors, outer momentum and frozen parameters, compared at averagings."""
         if digest_every:
             slices = max(1, digest_every // interval.longest)
             self.digest = RollingDigest(self._anchors, self._outer_momentum, every=slices)
@@ -228,7 +206,7 @@ class Averager(Synchronizer):
         """
         if self.group.size > 1 and self.work is None:
             refuse_scaler(self.tensors.optimizer)
-        if self.unsynced or self.pending or self._membership is not None or self.averaging.plain:
+        if self.unsynced or self.pending or self._members is not None or self.averaging.plain:
             return
         # other code wrote the parameters: not a change by this rank's steps
         if (digest := self.averaging.written()) is not None:
@@ -403,7 +381,7 @@ class Averager(Synchronizer):
 
     def _launch(self, pending: PendingAveraging) -> None:
         self.averaging.launch(
-            pending, record=self._membership is not None and self._membership.has_joiners
+            pending, record=self._members is not None and self._members.has_joiners
         )
 
     @property
@@ -545,9 +523,9 @@ class Averager(Synchronizer):
         self.tensors.made_common(pending.extras)
         self.written = None
         self.counters.averagings += 1
-        if self._membership is not None:
-            self._membership.receive_reports([report.get("members", {}) for report in answers])
-            self.last = pending if self._membership.has_joiners else None
+        if self._members is not None:
+            self._members.receive_reports([report.get("members", {}) for report in answers])
+            self.last = pending if self._members.has_joiners else None
 
     def _verified(self, pending: PendingAveraging) -> Answers:
         """Return the answers of all ranks after everything has arrived."""
@@ -587,14 +565,15 @@ class Averager(Synchronizer):
             user_error = _missing_state(key for key in pending.extras if key not in there)
         if self.same is not None and self.group.size > 1:
             self.same.read(pending.step, self.counters.averagings)
-            self.same.sums = pending.digest
+            assert pending.round is not None, "launched"
+            self.same.sums = pending.round.sums_digest
         return self._agree_on(
             pending.step,
             "averaged",
             last=True,
             corrupt=corrupt,
             user_error=user_error,
-            members=None if self._membership is None else self._membership.report(),
+            members=None if self._members is None else self._members.report(),
             weight=None if self.work is None else self.weight,
         )
 

@@ -78,12 +78,7 @@ class PendingAveraging:
     """Step of the averaging before it."""
 
     def finish(self) -> None:
-        """Wait for everything and check it.
-
-        Raises:
-            PayloadCorrupt: A message is damaged or belongs to another exchange.
-            PeerLost, PeerStalled: See `Group`.
-        """
+        """Wait for everything and check it; see `Round.finish`."""
         assert self.round is not None, "launched"
         self.round.finish()
 
@@ -92,14 +87,6 @@ class PendingAveraging:
         assert self.round is not None, "launched"
         mean = self.round.arrived[name].mean(name, like)
         return mean if self.share == 1 else mean / self.share
-
-    @property
-    def digest(self) -> int:
-        """Return a digest of all received sums, which are equal on all ranks. Reads them all, so
-        call it once.
-        """
-        assert self.round is not None, "launched"
-        return self.round.sums_digest
 
     def first_not_finite(self, buffers: Mapping[str, bool]) -> str | None:
         """Return the name of the first tensor that is not finite; of buffers, only those with a
@@ -159,9 +146,7 @@ class Averaging:
                 for kind, tensor in changes.begin(self.anchors[name]).items():
                     self.kept[kind][name] = tensor
         self.sketches = torch.zeros(2, SKETCH_NUMEL, dtype=torch.float64, device="cpu")
-        """Sketches of the mean change of the ranks so far, and of the part of it that was
-        applied.
-        """
+        """Sketches of the ranks' mean change so far, and of the applied part of it."""
 
     @property
     def errors(self) -> dict[str, Tensor]:
@@ -377,9 +362,7 @@ class Averaging:
             self.sketches += torch.stack([mean.cpu().double(), applied])
 
     def _mean_change(self, name: str, pending: PendingAveraging) -> Tensor:
-        """Return the mean of all sent changes; the unsent part of this rank stays in its
-        residual.
-        """
+        """Return the mean of all sent changes; the unsent part stays in the residual."""
         if name not in pending.compressed:
             return pending.mean_of(name, pending.moved[name])
         assert pending.round is not None, "launched"
@@ -435,7 +418,5 @@ class Averaging:
 
 
 def _extra(key: str) -> str:
-    """Return the name of a buffer or state tensor in the exchange, distinct from parameter
-    names.
-    """
+    """Return the name of an extra tensor in the exchange, distinct from parameter names."""
     return f"extra {key}"

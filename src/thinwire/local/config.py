@@ -1,14 +1,17 @@
 """Configs of local updates: how often ranks average, and what they send."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar, Literal
+
+from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.compress import CHANGE_COMPRESSIONS, ChangeConfig
 from thinwire.compress.sparse_change import Sparse
+from thinwire.layout.shares import contiguous, strided
 
-__all__ = ["AdaptiveLocalSGD", "LocalConfig", "LocalSGD"]
+__all__ = ["AdaptiveLocalSGD", "LocalConfig", "LocalSGD", "fragments_of"]
 
 
 @dataclass(frozen=True)
@@ -202,3 +205,16 @@ class AdaptiveLocalSGD(_Common):
 
 
 LocalConfig = LocalSGD | AdaptiveLocalSGD
+
+
+def fragments_of(params: Mapping[str, Tensor], config: LocalConfig) -> list[list[str]]:
+    """Return the names of the parameters of each fragment, in the order of averaging.
+
+    Raises:
+        ValueError: There are fewer parameters than fragments.
+    """
+    names = list(params)
+    if config.fragment_order == "strided":
+        return strided(names, config.fragments)
+    sizes = [p.numel() for p in params.values()]
+    return [[names[i] for i in part] for part in contiguous(sizes, config.fragments)]

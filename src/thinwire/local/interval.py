@@ -1,7 +1,6 @@
 """Averaging interval of local updates: fixed, or adapted to loss and learning rate."""
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -25,7 +24,8 @@ class Interval:
     def __init__(self, config: LocalConfig, optimizer: torch.optim.Optimizer) -> None:
         self._adaptive = config if isinstance(config, AdaptiveLocalSGD) else None
         self._optimizer = optimizer
-        self._observed: list[float | Tensor] = []
+        self.observed: list[float | Tensor] = []
+        """Losses observed since the last step."""
         self._rate = 0.0
         self._dropped = False
         self.k_steps = (
@@ -66,15 +66,7 @@ class Interval:
         elif isinstance(loss, bool) or not isinstance(loss, (int, float, np.floating)):
             raise TypeError(f"loss must be a number or a tensor of one element, got {loss!r}")
         if self._adaptive is not None:
-            self._observed.append(loss)
-
-    def observed(self) -> list[float]:
-        """Return the losses observed since the last step, as numbers."""
-        return [float(loss) for loss in self._observed]
-
-    def observe_again(self, losses: Sequence[float]) -> None:
-        """Replace the observed losses by these."""
-        self._observed = list(losses)
+            self.observed.append(loss)
 
     def before_step(self, step: int, *, dropped: bool = False) -> None:
         """Record the rate that the update will use.
@@ -85,7 +77,7 @@ class Interval:
         self._dropped = dropped
         if self._adaptive is None:
             return
-        if not self._observed and not dropped:
+        if not self.observed and not dropped:
             raise RuntimeError(
                 f"step {step} has no loss: AdaptiveLocalSGD needs sync.observe(loss) before every "
                 "optimizer.step()"
@@ -94,19 +86,17 @@ class Interval:
         self._rate = float(get_lr() if callable(get_lr) else self._optimizer.param_groups[0]["lr"])
 
     def report(self) -> tuple[float | None, float | None]:
-        """Return this rank's loss and rate of the step, for the other ranks; None if there is
-        none.
-        """
+        """Return this rank's loss and rate of the step for the others, None where it has none."""
         if self._adaptive is None:
             return None, None
-        if not self._observed:
+        if not self.observed:
             return None, self._rate
-        loss = sum(float(one) for one in self._observed) / len(self._observed)
+        loss = sum(float(one) for one in self.observed) / len(self.observed)
         return None if self._dropped and not math.isfinite(loss) else loss, self._rate
 
     def forget(self) -> None:
         """Clear the losses at the end of a step."""
-        self._observed.clear()
+        self.observed.clear()
 
     def read(self, answers: Answers, step: int, *, adapt: bool = False) -> int:
         """Return the interval that follows from all ranks' losses and rank 0's rate. Store the

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire._names import named_parameters
 from thinwire.compress import KEPT
 from thinwire.local.averager import Averager
 from thinwire.local.averaging import PendingAveraging, real_view, widened
@@ -30,9 +29,7 @@ class JoinerState:
 
     @property
     def max_bytes(self) -> int:
-        """Upper bound on the tensor bytes of one message: 64 times those of the model, and 64
-        MiB.
-        """
+        """Upper bound on one message's tensor bytes: 64 times the model's, and 64 MiB."""
         tensors = [t for of_kind in self._shared().values() for t in of_kind.values()]
         return 64 * sum(tensor.nbytes for tensor in tensors) + (64 << 20)
 
@@ -144,9 +141,7 @@ class JoinerState:
             averaging.commit_(pending, targets)
 
     def _state_targets(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors for the averaged optimizer state: this member's own, or new ones if it
-        has none.
-        """
+        """Return tensors for averaged optimizer state: this member's own, or new ones."""
         params = self._averager.tensors.params
         own = self._averager.tensors.state(params)
         found = {}
@@ -166,21 +161,13 @@ class JoinerState:
 
     def _shared(self) -> dict[str, dict[str, Tensor]]:
         """Return all values that are equal on all ranks after an averaging, by kind and name."""
-        averaging, model = self._averager.averaging, self._averager.tensors.model
+        averaging, tensors = self._averager.averaging, self._averager.tensors
         own = self._own_kinds()
-        frozen: dict[str, Tensor] = {
-            name: p
-            for name, p in named_parameters(model)
-            if name not in self._averager.tensors.params
-        }
         return {
             "anchor": averaging.anchors,
             "outer momentum": averaging.momentum,
             **{f"kept {k}": kept for k, kept in averaging.kept.items() if k not in own},
-            "frozen": frozen,
-            "buffer": self._buffers(),
+            "frozen": dict(tensors.frozen),
+            "buffer": tensors.buffers(),
             "sketch": {"sums": averaging.sketches},
         }
-
-    def _buffers(self) -> dict[str, Tensor]:
-        return self._averager.tensors.buffers()

@@ -70,9 +70,7 @@ class LocalModel:
         self.frozen = Shards({n: p for n, p in named_parameters(model) if n not in self.trained})
         """All other parameters, or this rank's shard of each."""
         self._seen: dict[str, Tensor | None] = {}
-        """Last value of each buffer that was common to all ranks; None for one that a load found
-        changed.
-        """
+        """Last common value of each buffer; None for one that a load found changed."""
         self._loaded: Mapping[str, float] = {}
         """Flags of `unchanged_buffers` in the last loaded state."""
         self._layout = dict(_layout(model))
@@ -134,9 +132,7 @@ class LocalModel:
         return {f"buffer {name}": b for name, b in named_buffers(self.model) if _averaged(b)}
 
     def changed_buffers(self) -> dict[str, bool]:
-        """Return the names of buffers that differ from their last common value; True if that
-        value is known.
-        """
+        """Return the buffers that differ from their last common value; True if that is known."""
         now = self.buffers()
         return {name: name in self._seen for name in changed_since(self._seen, now)}
 

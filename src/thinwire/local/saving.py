@@ -38,7 +38,7 @@ def saved(averager: Averager) -> dict[str, Any]:
     return {
         **asdict(counters),
         **{key: getattr(averager.interval, key) for key in INTERVAL},
-        "observed": averager.interval.observed(),
+        "observed": [float(loss) for loss in averager.interval.observed],
         "work": None if averager.work is None else averager.work.state(),
         "bytes_sent": averager.bytes_sent,
         "anchors": _copied(averaging.anchors),
@@ -105,7 +105,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     for key in INTERVAL:
         setattr(averager.interval, key, state[key])
     averager.interval.k_steps = averager.interval.allowed(state["k_steps"])
-    averager.interval.observe_again(state["observed"])
+    averager.interval.observed = list(state["observed"])
     averager.reset_after_load(state["work"])
     averager.count_from(state["bytes_sent"])
     if pending is not None:  # it is sent again when it is due

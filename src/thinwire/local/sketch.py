@@ -54,9 +54,7 @@ def sketch(values: Tensor, key: int) -> Tensor:
 
 @functools.lru_cache(maxsize=512)
 def _plan(numel: int, key: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
-    """Return the drawn entries (None for all of them) and their signs times the scale; at most
-    64 KiB.
-    """
+    """Return the drawn entries (None for all) and their signs times the scale; at most 64 KiB."""
     count = min(numel, _MOST)
     positions = torch.arange(count, device=device)
     signs = 1.0 - 2.0 * (mixed(mixed(positions + (_SIGNS << 20)) + mixed(key)) & 1)

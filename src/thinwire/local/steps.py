@@ -55,9 +55,7 @@ class FollowedSteps:
     def _before_one(
         self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Handle the start of one step; called with all arguments of `step`, the optimizer
-        first.
-        """
+        """Handle the start of one step, with all arguments of `step`, the optimizer first."""
         if self._made or calls_of_step(args[0]) > 1:
             return None
         self._before()

@@ -17,11 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire import _validate as check
 from thinwire._names import named_parameters
-from thinwire.comm import (
-    Regrouped,
-    long_waits_logged,
-    own_deadlines,
-)
+from thinwire.comm import Regrouped, long_waits_logged, own_deadlines
 from thinwire.comm.private import forget_ended
 from thinwire.compress import COMPRESSIONS, compression_of, field_of
 from thinwire.compress.dgc import DGC
@@ -37,8 +33,7 @@ from thinwire.kernels.rules import Need, OuterRule, needs_of
 from thinwire.local import saving
 from thinwire.local.averager import Averager, Counters, OwnScale
 from thinwire.local.averaging import Averaging, PendingAveraging
-from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, LocalSGD
-from thinwire.local.fragments import fragments_of
+from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, LocalSGD, fragments_of
 from thinwire.local.interval import Interval
 from thinwire.local.joiners import JoinerState
 from thinwire.local.model import (
@@ -271,7 +266,7 @@ class LocalUpdates:
             scaler=self._scaler,
             identity=ranks.identity("local updates"),
             digest_every=self.digest_every,
-            membership=members,
+            members=members,
             after_averaging=self._after_averaging,
         )
         joining_s = 0.0
@@ -295,9 +290,9 @@ class LocalUpdates:
         self._paced_step = self.step
         self._steps = FollowedSteps(
             self._tensors.optimizers,
-            before=self._before_step,
-            observed=self._observed,
-            after=self._after_step,
+            before=averager.before_step,
+            observed=lambda: self._interval.before_step(self.step + 1),
+            after=lambda: self._follow(averager.after_step),
         )
         self._hooks = [
             self._steps,
@@ -332,15 +327,6 @@ class LocalUpdates:
                 self.flush()
         finally:
             self.close()
-
-    def _before_step(self) -> None:
-        self._open_averager().before_step()
-
-    def _observed(self) -> None:
-        self._interval.before_step(self.step + 1)
-
-    def _after_step(self) -> None:
-        self._follow(self._open_averager().after_step)
 
     def _follow(self, move: Callable[[], None]) -> None:
         """Run the averager's work after a step, or in place of one."""
@@ -491,9 +477,7 @@ class LocalUpdates:
         self._follow(averager.after_step)
 
     def give_up(self, why: str | None) -> None:
-        """Raise `NonFinite` with this message on all ranks at the next averaging; None cancels
-        it.
-        """
+        """Raise `NonFinite` with this text on all ranks at the next averaging; None cancels it."""
         self._open_averager().given_up = why
 
     def end_round(self) -> None:
@@ -514,9 +498,7 @@ class LocalUpdates:
 
     @contextmanager
     def counting_only(self) -> Iterator[None]:
-        """Count steps inside the block without ending a timed round. For unequal numbers of
-        steps before a flush.
-        """
+        """Count steps inside the block without ending a timed round, before a flush."""
         averager = self._open_averager()
         averager.counting_only = True
         try:
@@ -554,13 +536,6 @@ class LocalUpdates:
         """
         self._entered_averager().require_equal()
 
-    @property
-    def _applied_share(self) -> float:
-        if self._averager is None:
-            return 1.0
-        parts = self._averager.parts  # each fragment has an outer optimizer of its own
-        return self._averager.averaging.applied_share(-(-self._counters.averagings // parts))
-
     def traffic(self) -> dict[str, Any]:
         """Return the traffic counters; see `Synchronizer.traffic`."""
         return NO_TRAFFIC if self._averager is None else self._averager.traffic()
@@ -570,21 +545,20 @@ class LocalUpdates:
         if self._averager is not None:
             self._averager.pace.exclude(seconds)
 
-    def _goodput(self) -> dict[str, Any]:
-        if self._averager is None:
-            return {}
-        return self._averager.pace.goodput(self.step - self._skipped, self._skipped)
-
     def counts(self) -> dict[str, Any]:
         """Return `traffic` and further numbers of `thinwire.core.stats`."""
-        changes = self._changes
-        return {
+        found: dict[str, Any] = {
             "averagings": self._counters.averagings,
-            "sparsity": unsent_share(changes, self.step) if self._compressed else 0.0,
-            "applied_share": self._applied_share,
-            **self._goodput(),
+            "sparsity": unsent_share(self._changes, self.step) if self._compressed else 0.0,
+            "applied_share": 1.0,
             **self.traffic(),
         }
+        if self._averager is not None:
+            # each fragment has an outer optimizer of its own
+            averagings = -(-self._counters.averagings // self._averager.parts)
+            found["applied_share"] = self._averager.averaging.applied_share(averagings)
+            found |= self._averager.pace.goodput(self.step - self._skipped, self._skipped)
+        return found
 
     def stats(self) -> dict[str, float]:
         """Return flat numbers about this rank so far; names as in `thinwire.core.stats.numbers`.
@@ -630,9 +604,7 @@ class LocalUpdates:
         }
 
     def plain_state_dict(self) -> dict[str, Any]:
-        """Return `state_dict` without the provenance, for callers that separate the ranks
-        themselves.
-        """
+        """Return `state_dict` without the provenance, for callers that separate the ranks."""
         return saving.saved(self._entered_averager())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -691,9 +663,7 @@ class LocalUpdates:
 
 
 def _warn_of_evaluation(model: nn.Module, _: object) -> None:
-    """Warn once before an evaluation between two averagings; a hook on the block's model and its
-    copies.
-    """
+    """Warn once before an evaluation between two averagings; a hook on the block's model."""
     if model.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
     for block in _open:

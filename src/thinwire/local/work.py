@@ -90,9 +90,7 @@ class RoundWork:
 
 
 def of_site(totals: Sequence[RoundTotals]) -> RoundTotals:
-    """Return the work of a site: the steps of one rank, since all make the same, and the tokens
-    of all.
-    """
+    """Return the work of a site: the steps of one rank, as of all, and the tokens of all."""
     reported = [tokens for _, tokens in totals if tokens is not None]
     return totals[0][0], sum(reported) if len(reported) == len(totals) else None
 

@@ -1,6 +1,4 @@
-"""Address of the meeting place, and the secret of a run with the keys derived from it. Without
-torch.
-"""
+"""Address of the meeting place, and the secret of a run with its keys; without torch."""
 
 import hashlib
 import hmac

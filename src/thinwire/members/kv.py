@@ -73,9 +73,7 @@ class AuthenticatedStore(Store):
         return f"{self.session}/{self._prefix}"
 
     def key_for(self, *purpose: str) -> bytes | None:
-        """Return a 32-byte key derived from the secret, the prefix and the purpose; None without a
-        secret.
-        """
+        """Return a 32-byte key of this part for the purpose; None without a secret."""
         if self._secret is None:
             return None
         return derived_key(self._secret, "use", self._prefix, *purpose)
@@ -245,9 +243,7 @@ class KeyValueView:
 
     @property
     def waiting_s(self) -> float:
-        """Seconds for which a running call of another thread has waited for the host; 0 if there is
-        none.
-        """
+        """Seconds for which another thread's running call has waited for the host; else 0."""
         began_s = self._call_began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 

@@ -233,9 +233,7 @@ class Members:
         return self._step()
 
     def on_change(self, callback: "Callable[[Members], None]") -> None:
-        """Call `callback` with the members after each change of the membership, between two
-        exchanges.
-        """
+        """Call `callback` with the members after each change, between two exchanges."""
         self._callbacks.append(callback)
 
     def leave(self) -> None:
@@ -400,9 +398,7 @@ class Members:
             _log.warning("asking another member for the state: %s", problem)
 
     def _outcome(self, problem: ThinwireError | None) -> tuple[bool, ThinwireError | None]:
-        """Return whether a rank of this site has reported itself ready, and the error of a rank
-        that was not admitted.
-        """
+        """Return True if a rank of this site is ready, and the error of one not admitted."""
         own_text = None if problem is None else str(problem)
         report = [self._has_state, own_text, self.step]
         answers = self._site.gather_values("waiting for admission", report)

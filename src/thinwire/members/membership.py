@@ -24,8 +24,7 @@ __all__ = ["BUSY_BEAT_S", "Membership"]
 _POLL_S = 0.2
 _STEP_S = 0.02
 _ANNOUNCE_S = 2.0
-"""Time for members to announce themselves after a generation broke; each does so within
-`_POLL_S`."""
+"""Time for members to announce themselves after a break; each does so within `_POLL_S`."""
 _ALIVE_S = 3.0
 """Age in seconds from which a process without a new heartbeat counts as gone."""
 BUSY_BEAT_S = 1.2
@@ -675,9 +674,7 @@ class Membership:
             time.sleep(_STEP_S)
 
     def _enter(self, number: int, decision: Decision) -> None:
-        """Connect the members of a generation; if that fails, of the next one that
-        `next_decision` gives.
-        """
+        """Connect the members of a generation; if that fails, those of the next one."""
         attempts, cause = 0, "it did not announce itself in time, or has left"
         with self._changed:
             self._voted = False

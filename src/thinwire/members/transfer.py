@@ -146,9 +146,7 @@ class Donor:
 
     @property
     def behind(self) -> bool:
-        """True if the waiting messages are larger than a full state, so that a new full state
-        should replace them.
-        """
+        """True if the waiting messages are larger than a full state, which should replace them."""
         with self._changed:
             waiting = [message for message in self._messages if message is not None]
         return bool(waiting) and sum(message.nbytes for message in waiting) > self._state_bytes
@@ -163,9 +161,7 @@ class Donor:
             self._changed.notify()
 
     def close(self, limit_s: float = 0.0) -> None:
-        """Let the thread end once the waiting messages are sent; wait for it at most `limit_s`
-        seconds.
-        """
+        """Let the thread end once all messages are sent; wait for it at most `limit_s` seconds."""
         with self._changed:
             self._messages.append(None)
             self._changed.notify()

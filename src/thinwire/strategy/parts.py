@@ -60,10 +60,15 @@ class Setup:
         return self.ranks.group
 
     @property
+    def shards(self) -> Group | None:
+        """The ranks of this site; None if every rank has a whole model."""
+        return None if self.sites is None else self.sites.shards
+
+    @property
     def part(self) -> int:
         """Index of this rank's pipeline stage or shard."""
-        if self.group.shards is not None:
-            return self.group.shards.rank
+        if self.shards is not None:
+            return self.shards.rank
         return 0 if self.grid is None else self.grid.stage
 
     @property

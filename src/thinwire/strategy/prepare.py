@@ -13,7 +13,7 @@ from torch import nn
 from thinwire import _validate as check
 from thinwire._names import named_buffers, named_parameters
 from thinwire.amp import LossScaler
-from thinwire.comm import Group, next_identity, require_agreement
+from thinwire.comm import Group, next_identity, require_agreement, sites_of
 from thinwire.comm.nodes import Grid, require_divisor
 from thinwire.comm.replicate import make_models_equal_
 from thinwire.compress.dgc import DGC, locally_clipped
@@ -102,7 +102,7 @@ def _prepared(setup: Setup) -> Engine:
         setup.ranks.compile(_needs(setup, plan))
         split = stage_split_of(model)
         if split is None:
-            _copy_from_first(model, group)
+            _copy_from_first(model, setup.sites or group)
         else:
             gather_stages_(model, split, group)
             record_stage_split(model, [model])
@@ -133,8 +133,8 @@ def _form_groups_(setup: Setup) -> None:
         setup.grid = Grid(strategy.pipeline.stages, setup.timeout)
         setup.replicas = setup.grid.replicas
     if setup.mesh is not None:
-        setup.sites = setup.ranks.fresh().group
-        setup.replicas = group.replica_count
+        setup.sites = sites_of(setup.mesh, setup.timeout) if members is None else group
+        setup.replicas = setup.sites.replica_count
     if strategy.expected_replicas not in (None, setup.replicas):
         raise StrategyError(
             f"the fleet description has dp_degree={strategy.expected_replicas}, but the "
@@ -315,13 +315,13 @@ def _assembled(setup: Setup, plan: Preparation, undo: ExitStack) -> Parts:
     merge = strategy.gradient_merge
     if plan.sync is not None:
         undo.callback(plan.sync.__enter__().close)
-    grid, sites = setup.grid, setup.sites
+    grid = setup.grid
     clip = take_clip_(
         optimizer,
         setup.grad_clip,
         undo,
         stages=None if grid is None or grid.stages == 1 else grid.peers,
-        shards=None if sites is None else sites.shards,
+        shards=setup.shards,
     )
     # an optimizer that was given its own group agrees with these ranks only
     peers = setup.replica_group
@@ -431,8 +431,7 @@ def _limit(strategy: Fields, plan: Preparation, setup: Setup) -> Limit | None:
     """Return the local clip before compression."""
     if strategy.dgc is None or strategy.dgc.local_grad_clip_norm is None:
         return None
-    shards = None if setup.sites is None else setup.sites.shards
-    gather = None if shards is None else shards.gather_now
+    gather = None if setup.shards is None else setup.shards.gather_now
     params, config = Shards(plan.params), strategy.dgc
 
     def limit(step: int, grads: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

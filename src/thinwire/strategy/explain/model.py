@@ -13,7 +13,7 @@ from thinwire.compress.figures import sent_bytes, why_dense
 from thinwire.compress.protocol import Compression
 from thinwire.core.gradients import Clip
 from thinwire.core.several import all_of
-from thinwire.local.fragments import fragments_of
+from thinwire.local.config import fragments_of
 from thinwire.pipeline.split import split_model
 from thinwire.step.recompute import matches
 from thinwire.strategy.clipping import require_one_clip
