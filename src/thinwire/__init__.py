@@ -8,7 +8,7 @@ from thinwire._version import __version__
 
 if TYPE_CHECKING:
     from thinwire import amp, checkpoint, errors, integrations, optim, schedules
-    from thinwire.comm.handshake import busy
+    from thinwire.comm.waiting import busy
     from thinwire.compress.dgc import DGC
     from thinwire.compress.low_rank import LowRank
     from thinwire.compress.quantized_change import Quantized
@@ -110,7 +110,7 @@ _HOMES = {
     "Sparse": "thinwire.compress.sparse_change",
     "StrategyError": "thinwire.errors",
     "Task": "thinwire.task",
-    "busy": "thinwire.comm.handshake",
+    "busy": "thinwire.comm.waiting",
     "join": "thinwire.members.members",
     "local_sgd": "thinwire.local.updates",
     "log_stats": "thinwire.logs",

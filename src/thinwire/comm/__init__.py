@@ -4,7 +4,6 @@ from thinwire.comm.ddp import tap_buckets
 from thinwire.comm.failures import state_in_errors
 from thinwire.comm.group import Group, Pending, Regrouped, require_process_group, time_limit_s
 from thinwire.comm.handshake import (
-    busy,
     by_rank,
     mapping_of,
     require_agreement,
@@ -21,7 +20,7 @@ from thinwire.comm.nodes import (
     sources_of,
 )
 from thinwire.comm.private import is_alone, next_identity, rank_and_size_in
-from thinwire.comm.waiting import long_waits_logged, one_deadline, own_deadlines, seconds_of
+from thinwire.comm.waiting import busy, long_waits_logged, one_deadline, own_deadlines, seconds_of
 
 __all__ = [
     "ALL_RANKS",

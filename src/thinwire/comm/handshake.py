@@ -1,6 +1,5 @@
 """Exchanges outside of a step: comparing facts once, and reporting long work of one rank."""
 
-import datetime
 import json
 import logging
 import threading
@@ -8,15 +7,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from thinwire.comm.group import Group
-from thinwire.comm.waiting import busy_for, own_deadlines, seconds_given
+from thinwire.comm.waiting import own_deadlines
 from thinwire.errors import Mismatch, ThinwireError
 
 __all__ = [
-    "busy",
     "by_rank",
     "leaves",
     "mapping_of",
@@ -140,31 +137,6 @@ _Answer = dict[str, Any]
 _PACE_S = 5.0
 """Longest time that a rank works without a report to the others."""
 _log = logging.getLogger("thinwire")
-
-
-@contextmanager
-def busy(at_most: float | datetime.timedelta) -> Iterator[None]:
-    """Announce long work of one rank, such as evaluation on rank 0, so that the others wait for it.
-
-    >>> with busy(600):
-    ...     total = sum(range(10))
-
-    The other ranks wait for it in their next exchange. Their time-out starts again when the block
-    ends or `at_most` has passed. A rank that dies in the block is detected at once. A stopped or
-    disconnected rank is detected one time-out after its last heartbeat. Blocks may be nested; the
-    one that ends last counts.
-
-    Args:
-        at_most: Longest duration, in seconds or as a timedelta; exceeding it is no error here.
-
-    Raises:
-        TypeError, ValueError: `at_most` is not a duration, or not positive.
-
-    Communication: none; the heartbeat thread reports the work through the rendezvous store. With
-    nccl, and between the stages of a pipeline, the time-out stays as it is.
-    """
-    with busy_for(seconds_given("at_most", at_most)):
-        yield
 
 
 def while_busy(

@@ -324,10 +324,7 @@ class Grid:
             )
         self.stages, self.replicas = stages, size // stages
         self.replica, self.stage = divmod(rank, stages)
-        self._groups: tuple[Private, Private | None] | None = None
-        if joined:
-            self._groups = self._connect(seconds_of(timeout))
-        self._joined = joined
+        self._groups = self._connect(seconds_of(timeout)) if joined else None
         self.peers = Group(self.stage_group, timeout)
         self.job = Group(None, timeout)
         self.job.replicas = Group(self.replica_group, timeout)
@@ -388,9 +385,9 @@ class Grid:
         return explain_failure(error, action=action, within=within, heartbeats=heartbeats, **ranks)
 
     def _group(self, which: int) -> dist.ProcessGroup | None:
-        if not self._joined:
+        if self._groups is None:
             return None
-        private = None if self._groups is None else self._groups[which]
+        private = self._groups[which]
         group = None if private is None else private.group
         if group is None:
             raise ThinwireError(

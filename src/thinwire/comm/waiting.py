@@ -13,14 +13,13 @@ from thinwire import _validate as check
 
 __all__ = [
     "activity",
-    "busy_for",
+    "busy",
     "idle_s",
     "left_s",
     "long_waits_logged",
     "one_deadline",
     "own_deadlines",
     "progressed",
-    "seconds_given",
     "seconds_of",
     "set_activity",
     "waited",
@@ -108,18 +107,13 @@ def seconds_of(timeout: float | datetime.timedelta | None) -> float | None:
     120.0
 
     Raises:
-        TypeError, ValueError: As `seconds_given`.
-    """
-    return None if timeout is None else seconds_given("timeout", timeout)
-
-
-def seconds_given(name: str, value: float | datetime.timedelta) -> float:
-    """Return a user's value for the argument `name`, a duration, in seconds.
-
-    Raises:
         TypeError: Neither a number nor a timedelta.
         ValueError: Not positive or not finite.
     """
+    return None if timeout is None else _seconds("timeout", timeout)
+
+
+def _seconds(name: str, value: float | datetime.timedelta) -> float:
     seconds = value.total_seconds() if isinstance(value, datetime.timedelta) else value
     return check.real(f"{name}, in seconds or as a timedelta,", seconds, above=0)
 
@@ -149,13 +143,28 @@ def set_activity(action: str, *, waiting: bool) -> None:
 
 
 @contextmanager
-def busy_for(seconds: float) -> Iterator[None]:
-    """Announce, with the next heartbeat, that others may wait until the block ends, at most
-    `seconds`.
+def busy(at_most: float | datetime.timedelta) -> Iterator[None]:
+    """Announce long work of one rank, such as evaluation on rank 0, so that the others wait for it.
 
-    Of nested blocks the one that ends last counts.
+    >>> with busy(600):
+    ...     total = sum(range(10))
+
+    The other ranks wait for it in their next exchange. Their time-out starts again when the block
+    ends or `at_most` has passed. A rank that dies in the block is detected at once. A stopped or
+    disconnected rank is detected one time-out after its last heartbeat. Blocks may be nested; the
+    one that ends last counts.
+
+    Args:
+        at_most: Longest duration, in seconds or as a timedelta; exceeding it is no error here.
+
+    Raises:
+        TypeError, ValueError: `at_most` is not a duration, or not positive.
+
+    Communication: none; the heartbeat thread reports the work through the rendezvous store. With
+    nccl, and between the stages of a pipeline, the time-out stays as it is.
     """
-    outer, until = _busy_until[0], time.monotonic() + seconds
+    outer = _busy_until[0]
+    until = time.monotonic() + _seconds("at_most", at_most)
     _busy_until[0] = until if outer is None else max(outer, until)
     try:
         yield

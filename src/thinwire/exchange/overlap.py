@@ -71,12 +71,7 @@ class Readiness:
 
     def __init__(self, buckets: Sequence[Sequence[str]]) -> None:
         self._bucket_of = {name: index for index, names in enumerate(buckets) for name in names}
-        self._sizes = [len(names) for names in buckets]
-        self.restart()
-
-    def restart(self) -> None:
-        """Reset: no tensor is ready, no bucket is launched."""
-        self._missing = list(self._sizes)
+        self._missing = [len(names) for names in buckets]
         self._ready: set[str] = set()
         self._next = 0
 
@@ -175,9 +170,6 @@ class Overlap:
             p.register_post_accumulate_grad_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
             for name, p in params.items()
         ]
-        self._steady: frozenset[str] = frozenset()
-        self._buckets: list[tuple[int, list[str]]] = []
-        self._readiness = Readiness(())
         self._pending: _PendingStep | None = None
         self._armed = False
         self._lock = threading.Lock()  # autograd runs one thread per device
@@ -207,18 +199,9 @@ class Overlap:
             yield
             return
         # only agreed tensors are launched, so buckets lose the others
-        if steady != self._steady:
-            buckets = [
-                (number, [n for n in names if n in steady])
-                for number, names in enumerate(self._cut)
-            ]
-            self._buckets = [(number, names) for number, names in buckets if names]
-            self._readiness = Readiness([names for _, names in self._buckets])
-            self._steady = steady
-        self._readiness.restart()
-        self._pending = _PendingStep(
-            gradients, self._exchange.position(step), final, self._readiness, self._buckets
-        )
+        agreed = [[name for name in names if name in steady] for names in self._cut]
+        buckets = [(number, names) for number, names in enumerate(agreed) if names]
+        self._pending = _PendingStep(gradients, self._exchange.position(step), final, buckets)
         self._armed = True
         try:
             yield
@@ -316,15 +299,10 @@ class _PendingStep:
         gradients: GradientExchange,
         step: int,
         final: Final,
-        readiness: Readiness,
         buckets: list[tuple[int, list[str]]],
     ) -> None:
-        self.gradients, self.step, self.readiness, self.buckets = (
-            gradients,
-            step,
-            readiness,
-            buckets,
-        )
+        self.gradients, self.step, self.buckets = gradients, step, buckets
+        self.readiness = Readiness([names for _, names in buckets])
         self.launching = False
         """True inside a launch, which may have sent a part of its bucket."""
         self.unusable: str | None = None

@@ -1,6 +1,6 @@
 """Driver of the generators in `thinwire.compress`: launches, waits, and checks what arrived."""
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -72,16 +72,12 @@ class Round:
         """Tensors among them whose gradient is row-sparse on every rank."""
         self._sources = sources
         self._waiting: list[_InFlight] = []
-        self._names: set[str] = set()
+        self.names: set[str] = set()
+        """Names of the tensors that have been launched."""
         self._ended: list[Arrived] = []
         self._refusal: PayloadCorrupt | None = None
         self.received: list[list[Tensor]] | None = None
         """Answers that the sendings received, for `replay`, if a list was put here."""
-
-    @property
-    def names(self) -> Set[str]:
-        """Names of the tensors that have been launched."""
-        return self._names
 
     def context(self, bucket: int) -> Context:
         """Return the context of the sendings of one bucket."""
@@ -96,7 +92,7 @@ class Round:
         launched.
         """
         # first the messages of earlier buckets to other nodes
-        self._names.update(names)
+        self.names.update(names)
         self.leave_nodes()
         self._advance(sending, None)
 
@@ -111,7 +107,7 @@ class Round:
         self, names: Collection[str], sending: Bucket, received: Sequence[Sequence[Tensor]]
     ) -> None:
         """Repeat the exchange of one bucket with the answers that another process received."""
-        self._names.update(names)
+        self.names.update(names)
         # the first yield launches; here its messages were sent by another process
         next(sending)
         for answer in received:

@@ -484,6 +484,10 @@ class Averager(Synchronizer):
         self, phase: str, problem: str | None, state: list[str], part: int | None = None
     ) -> Pending[Answers]:
         loss, rate = self.interval.report()
+        failure = None
+        if self.given_up is not None:
+            text = f"rank {self.group.rank}: {self.given_up}. Nothing was applied on any rank"
+            failure = NonFinite.__name__, text
         return self._agree_on(
             self.counters.step,
             phase,
@@ -493,12 +497,8 @@ class Averager(Synchronizer):
             scale=None if self._scaler is None else self._scaler.scale,
             state=state,
             work=self._work_report(part),
-            failure=None if self.given_up is None else self._failure(self.given_up),
+            failure=failure,
         )
-
-    def _failure(self, why: str) -> tuple[str, str]:
-        text = f"rank {self.group.rank}: {why}. Nothing was applied on any rank"
-        return NonFinite.__name__, text
 
     def _share_scale(self, answers: Answers) -> None:
         scales = [scale for _, scale in answers.of("scale")]

@@ -162,16 +162,14 @@ class Averaging:
         """Average loaded residuals inside each node, where they may differ."""
         sources = self.sources
         if isinstance(sources, Nodes) and not self._common:
-            counted = sources.all_ranks, sources.node
-            sent = [group.bytes_sent for group in counted]
             kept = {
                 f"{kind} of {name}": tensor
                 for kind, tensors in self.kept.items()
                 for name, tensor in tensors.items()
             }
-            make_common_(kept, sources)
-            for group, nbytes in zip(counted, sent, strict=True):  # not an exchange of updates
-                group.bytes_sent = nbytes
+            # not an exchange of updates
+            with sources.all_ranks.uncounted(), sources.node.uncounted():
+                make_common_(kept, sources)
         self._common = True
 
     def state_loaded(self) -> None:

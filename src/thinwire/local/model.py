@@ -129,7 +129,8 @@ class LocalModel:
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the current floating-point buffers by name."""
-        return {f"buffer {name}": b for name, b in named_buffers(self.model) if _averaged(b)}
+        named = named_buffers(self.model)
+        return {f"buffer {n}": b for n, b in named if b.is_floating_point() and b.numel()}
 
     def changed_buffers(self) -> dict[str, bool]:
         """Return the buffers that differ from their last common value; True if that is known."""
@@ -326,10 +327,6 @@ def _differs(now: Tensor, before: Tensor | None) -> Tensor:
 def shape_text(tensor: Tensor) -> str:
     """Return type and shape of a tensor, for comparisons over ranks."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _averaged(buffer: Tensor) -> bool:
-    return buffer.is_floating_point() and buffer.numel() > 0
 
 
 _HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__

@@ -58,11 +58,6 @@ class ElasticGroup(Group):
         return torch.device("cpu")
 
     @property
-    def global_ranks(self) -> list[int]:
-        """Ranks of the members of the generation."""
-        return list(range(self.size))
-
-    @property
     def number(self) -> int:
         """Number of the generation in use; -1 before the first."""
         return -1 if self.bound is None else self.bound.number

@@ -128,11 +128,8 @@ class Donor:
 
     def __init__(self, context: TransferContext, number: int, joiner: str, *, own_id: str) -> None:
         self.number, self.joiner = number, joiner
-        self._context, self._own_id, self._checksums = (
-            context,
-            own_id,
-            _Checksums(context.key, number),
-        )
+        self._context, self._own_id = context, own_id
+        self._checksums = _Checksums(context.key, number)
         self._messages: deque[StateMessage | None] = deque()
         self._changed = threading.Condition()
         self._state_bytes = 0
@@ -209,10 +206,8 @@ class Recipient:
     """
 
     def __init__(self, context: TransferContext, number: int) -> None:
-        self._checksums, self._channel = (
-            _Checksums(context.key, number),
-            context.channel(number, sending=False),
-        )
+        self._checksums = _Checksums(context.key, number)
+        self._channel = context.channel(number, sending=False)
 
     def receive(self, max_bytes: int) -> StateMessage:
         """Return the next message, skipping heartbeats.
