@@ -89,6 +89,7 @@ def test_kinds_and_their_defaults() -> None:
         ("first", 1.0, 1, [1.0, 5.0]),
         ("min", 1.0, 1, [1.0, 1.0]),
         ("max", 5.0, 3, [3.0, 5.0]),
+        ("sum", 6.0, 4, [4.0, 6.0]),
     ],
 )
 def test_rules(rule: Rule, number: float, integer: int, tensor: list[float]) -> None:
@@ -123,6 +124,7 @@ def test_flags_by_rule() -> None:
 
 def test_integer_tensors_by_rule() -> None:
     states = [torch.tensor([1, 9], dtype=torch.int64), torch.tensor([5, 2**62], dtype=torch.int64)]
+    assert combine(states, {"": "sum"}).tolist() == [6, 2**62 + 9]
     assert combine(states, {"": "max"}).tolist() == [5, 2**62]
 
 

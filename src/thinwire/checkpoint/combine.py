@@ -14,7 +14,7 @@ counts):
   For pending state.
 - `first`: the value of the first rank that has one; of a dict, list or tuple all of it. The default
   of ints, bools, str, bytes and other tensors.
-- `min`, `max`: element by element, of ints too; of bools `min` is all and `max` is any.
+- `min`, `max`, `sum`: element by element, of ints too; of bools `min` is all and `max` is any.
 
 None counts as absent if another rank has a value. Dicts are joined, keys in order of their first
 appearance. Lists and tuples of equal length are joined entry by entry; others are taken from the
@@ -36,9 +36,7 @@ from thinwire.checkpoint.tensor_file import bytes_of
 from thinwire.checkpoint.tree import TensorRef, with_tensors
 from thinwire.errors import CheckpointError
 
-__all__ = ["Rule", "combine", "entry_of", "require_rules"]
-
-Rule = Literal["mean", "mean_zero", "first", "min", "max"]
+Rule = Literal["mean", "mean_zero", "first", "min", "max", "sum"]
 _ONLY_STORAGE = {getattr(torch, name, None) for name in ("float4_e2m1fn_x2", "float8_e8m0fnu")}
 Read = Callable[[Any], Tensor]
 
@@ -144,15 +142,15 @@ class _Combiner:
         [(dtype, _)] = looks
         if rule in ("mean", "mean_zero"):
             return self._mean(leaves, zeros) if _has_mean(dtype) else self.read(leaves[0])
-        if dtype.is_complex:
+        if dtype.is_complex and rule != "sum":
             raise CheckpointError(f"{path} is {dtype}, which has no {rule}: choose another rule")
-        fold = Tensor.minimum if rule == "min" else Tensor.maximum
-        return reduce(fold, map(self.read, leaves))
+        fold = {"min": Tensor.minimum, "max": Tensor.maximum, "sum": Tensor.add}[rule]
+        wide = _wide(dtype) if _has_mean(dtype) else dtype
+        return reduce(fold, (self.read(leaf).to(wide) for leaf in leaves)).to(dtype)
 
     def _mean(self, leaves: list[Any], zeros: int) -> Tensor:
         first = self.read(leaves[0])
-        wide = torch.complex128 if first.is_complex() else torch.float64
-        total, equal = first.to(wide, copy=True), zeros == 0
+        total, equal = first.to(_wide(first.dtype), copy=True), zeros == 0
         for leaf in leaves[1:]:
             # ranks with the same bytes refer to the same tensor of a file
             other = first if isinstance(leaf, TensorRef) and leaf == leaves[0] else self.read(leaf)
@@ -167,7 +165,7 @@ class _Combiner:
 
 def _number(rule: str, values: list[int | float], zeros: int) -> int | float:
     if rule not in ("mean", "mean_zero"):
-        return min(values) if rule == "min" else max(values)
+        return min(values) if rule == "min" else max(values) if rule == "max" else sum(values)
     equal = len({repr(float(value)) for value in values}) == 1
     if all(isinstance(value, int) for value in values) or (not zeros and equal):
         return values[0]
@@ -175,6 +173,10 @@ def _number(rule: str, values: list[int | float], zeros: int) -> int | float:
     for value in values:
         total += value
     return total / (len(values) + zeros)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
 
 
 def _has_mean(dtype: torch.dtype) -> bool:

@@ -20,8 +20,6 @@ from thinwire.checkpoint.tensor_file import PLAIN, TensorReader, bytes_of, write
 from thinwire.checkpoint.tree import decoded
 from thinwire.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
 
-__all__ = ["Exported", "export"]
-
 _KINDS = ("parameters", "buffers")
 
 

@@ -13,23 +13,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from thinwire.comm import Group, by_rank, while_busy
+from thinwire.comm import Group, while_busy
 from thinwire.errors import CheckpointError
-
-__all__ = [
-    "by_rank",
-    "checksum",
-    "clean_up",
-    "discard",
-    "is_regular",
-    "last_progress",
-    "make_directory",
-    "note_progress",
-    "on_all_ranks",
-    "remove",
-    "sync_directory",
-    "write_pieces",
-]
 
 _CHUNK_BYTES = 1 << 20
 _SYNC_BYTES = 64 << 20

@@ -11,20 +11,18 @@ from typing import Any
 
 from thinwire._validate import integer
 from thinwire.checkpoint.combine import Rule, combine, require_rules
-from thinwire.checkpoint.files import by_rank, checksum, is_regular, on_all_ranks
+from thinwire.checkpoint.files import checksum, is_regular, on_all_ranks
 from thinwire.checkpoint.manifest import MANIFEST, Found, Manifest, found, plain_file, tensor_file
 from thinwire.checkpoint.shards import Sharding
 from thinwire.checkpoint.tensor_file import TensorReader
 from thinwire.checkpoint.tree import UNREADABLE, decoded, parsed_table, with_tensors
-from thinwire.comm import Group
+from thinwire.comm import Group, by_rank
 from thinwire.errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointMismatch,
     CheckpointMissing,
 )
-
-__all__ = ["EXPORTED", "METADATA", "CheckpointReader", "Loaded", "load"]
 
 EXPORTED = (
     "`thinwire export DIRECTORY model.safetensors` writes the whole model for "

@@ -15,24 +15,6 @@ from thinwire.checkpoint.files import is_regular
 from thinwire.checkpoint.tree import UNREADABLE, decoded
 from thinwire.errors import CheckpointCorrupt, CheckpointError
 
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "Found",
-    "Manifest",
-    "files_of",
-    "found",
-    "found_at",
-    "leftovers",
-    "missing_file",
-    "name_of",
-    "next_folder",
-    "plain_file",
-    "staging_name",
-    "tensor_file",
-    "token_name",
-]
-
 FORMAT = 1
 """Version of the format; older versions of thinwire cannot read a higher one."""
 MANIFEST = "manifest.json"

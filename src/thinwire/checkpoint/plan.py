@@ -32,8 +32,6 @@ from thinwire.checkpoint.tensor_file import digest, synchronize, write_tensors
 from thinwire.checkpoint.tree import encoded, table_entry
 from thinwire.errors import CheckpointError
 
-__all__ = ["RankWriter", "SaveLayout", "Survey", "assign_tensors", "directories_of"]
-
 Survey = dict[str, Any]
 """Facts that a rank reports to the others before anything is written."""
 Assignment = dict[str, tuple[int, str]]

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["derived", "is_random_state", "random_state", "set_random_state"]
-
 _KIND = "thinwire.random_state"
 
 

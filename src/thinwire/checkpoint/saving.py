@@ -27,8 +27,6 @@ from thinwire.checkpoint.plan import RankWriter, SaveLayout, directories_of
 from thinwire.comm import Group, require_agreement
 from thinwire.errors import CheckpointError
 
-__all__ = ["prune", "save"]
-
 
 def save(
     directory: str | PathLike[str],

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from thinwire.checkpoint.combine import entry_of
 
-__all__ = ["Sharding", "rows_of", "words"]
-
 Path = tuple[Any, ...]
 
 

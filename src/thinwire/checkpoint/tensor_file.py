@@ -35,18 +35,6 @@ from thinwire.checkpoint.tree import (
 )
 from thinwire.errors import CheckpointCorrupt
 
-__all__ = [
-    "PLAIN",
-    "TensorReader",
-    "bytes_of",
-    "digest",
-    "read_rank_file",
-    "restored",
-    "synchronize",
-    "write_rank_file",
-    "write_tensors",
-]
-
 _HASHED_BYTES = 64 << 20
 PLAIN = {
     torch.float64: "F64",

@@ -17,16 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "UNREADABLE",
-    "TensorRef",
-    "decoded",
-    "encoded",
-    "parsed_table",
-    "table_entry",
-    "with_tensors",
-]
-
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """Errors of reading JSON that was not written here."""
 _UNFIT = re.compile(r"[^A-Za-z0-9._/-]")

@@ -12,8 +12,6 @@ from thinwire.comm.private import forget, keep_alive
 from thinwire.comm.relay import RelayEndpoint
 from thinwire.errors import PeerLost, PeerStalled
 
-__all__ = ["Channel"]
-
 _PIECE_BYTES = 4 << 20
 
 

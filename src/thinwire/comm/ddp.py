@@ -14,8 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.group import Group
 
-__all__ = ["BucketTap", "living", "tap_buckets"]
-
 _T = TypeVar("_T")
 OnBucket = Callable[[int, Sequence[Parameter], Sequence[Tensor]], None]
 

@@ -12,8 +12,6 @@ from torch.distributed import ProcessGroup
 
 from thinwire.comm.sockets import Connection, Endpoint, connections, listeners
 
-__all__ = ["connections_between", "exchange_endpoints", "gloo_groups", "listening_device"]
-
 _NEVER = datetime.timedelta(days=30)
 _DEVICES_TRIED = 20
 _listening = threading.Lock()

@@ -22,15 +22,6 @@ from thinwire.comm.sockets import Connection, connections, shut_down
 from thinwire.comm.waiting import activity, idle_s
 from thinwire.errors import PeerLost, PeerStalled, ThinwireError
 
-__all__ = [
-    "Heartbeat",
-    "HeartbeatThread",
-    "explain_failure",
-    "state_after_failure",
-    "state_in_errors",
-    "stop_all",
-]
-
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 

@@ -34,20 +34,6 @@ from thinwire.comm.waiting import (
 )
 from thinwire.errors import PayloadCorrupt, ThinwireError
 
-__all__ = [
-    "Group",
-    "Pending",
-    "Rate",
-    "Regrouped",
-    "collective_calls",
-    "piece_bytes",
-    "pieces_of",
-    "require_process_group",
-    "rows_of",
-    "time_limit_s",
-    "used_by_a_thread",
-]
-
 _SLICE_S = 1.0
 """Interval at which a wait checks the clock and lets signals in."""
 _LOG_EVERY_S = 10.0

@@ -13,16 +13,6 @@ from thinwire.comm.group import Group
 from thinwire.comm.waiting import own_deadlines
 from thinwire.errors import Mismatch, ThinwireError
 
-__all__ = [
-    "by_rank",
-    "leaves",
-    "mapping_of",
-    "require_agreement",
-    "while_busy",
-    "wrong_call_site",
-]
-
-
 _SAME_SCRIPT = "All ranks must run the same script with the same settings"
 _CALL, _VERSIONS = "call", "versions"
 _warned: set[str] = set()

@@ -9,8 +9,6 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-__all__ = ["ALL_RANKS", "MAC_BYTES", "MessageMacs", "wrong_mac_text"]
-
 MAC_BYTES: Final = 16
 _HEADER: Final = struct.Struct("<QIi")
 ALL_RANKS: Final = -1

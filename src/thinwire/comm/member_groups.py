@@ -19,8 +19,6 @@ from thinwire.comm.relay import Kind, RelayClient, RelayEndpoint
 from thinwire.comm.relayed import RelayedGroup
 from thinwire.comm.sockets import Connection, Endpoint, connections, shut_down
 
-__all__ = ["MemberGroups"]
-
 _JOIN_S = 2.0
 
 

@@ -20,19 +20,6 @@ from thinwire.comm.private import Private, is_alone, timeout_s_of
 from thinwire.comm.waiting import seconds_of
 from thinwire.errors import StrategyError, ThinwireError
 
-__all__ = [
-    "DIMENSIONS",
-    "Grid",
-    "Nodes",
-    "Sources",
-    "job_ranks",
-    "node_size_of",
-    "require_divisor",
-    "require_mesh",
-    "sites_of",
-    "sources_of",
-]
-
 DIMENSIONS = ("replicate", "shard")
 """Names of the dimensions of the mesh."""
 

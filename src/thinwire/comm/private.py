@@ -20,22 +20,6 @@ from thinwire._watchdog import Late, within
 from thinwire.comm.failures import HeartbeatThread, explain_failure, stop_all
 from thinwire.comm.waiting import left_s, one_deadline, waited
 
-__all__ = [
-    "Private",
-    "forget",
-    "forget_ended",
-    "is_alone",
-    "keep_alive",
-    "made_within",
-    "next_identity",
-    "private_group",
-    "rank_and_size_in",
-    "released_at_exit",
-    "store_of",
-    "timeout_s_of",
-    "warn_of_restarts",
-]
-
 _T = TypeVar("_T")
 _Pending = tuple[dist.ProcessGroup, dist.Work, Sequence[Tensor]]
 

@@ -17,21 +17,6 @@ from typing import Final, NamedTuple
 
 from thinwire.errors import Mismatch, PeerLost, ThinwireError
 
-__all__ = [
-    "ALL",
-    "FRAME_BYTES",
-    "GREETING",
-    "HEAD",
-    "NONCE_BYTES",
-    "Answer",
-    "Kind",
-    "RelayClient",
-    "RelayEndpoint",
-    "SentMessage",
-    "hello_mac",
-    "require_relay",
-]
-
 HEAD: Final = struct.Struct("<IhhBIII")
 """Length, receiver, sender, kind, number of the message, offset of this part, length of the whole
 message."""

@@ -13,8 +13,6 @@ from torch.distributed import ProcessGroup, Work
 from thinwire.comm.private import forget, keep_alive
 from thinwire.comm.relay import Kind, RelayClient, SentMessage
 
-__all__ = ["RelayedGroup"]
-
 
 class _RelayedWork(Work):
     """Messages that are awaited: through the relay, and in exchanges of the ranks that reach each

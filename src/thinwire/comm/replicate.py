@@ -15,8 +15,6 @@ from thinwire.comm.group import Group
 from thinwire.comm.waiting import own_deadlines
 from thinwire.errors import PayloadCorrupt
 
-__all__ = ["copy_from_first_", "make_equal_", "make_models_equal_", "overwrite_"]
-
 _DIGEST_BYTES = 16
 _FIRST_BYTES, _SMALLEST_BYTES, _LARGEST_BYTES = 256 << 10, 16 << 10, 16 << 20
 _PIECE_S, _LOG_EVERY_S = 2.0, 5.0

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Connection", "Endpoint", "connections", "end_unanswered", "listeners", "shut_down"]
-
 _SYSTEM = ctypes.CDLL(None)
 """C library of this process; its calls here return 0 on success."""
 _LONGEST_NAME_BYTES = 128

@@ -6,8 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["add_adagrad_state", "all_gather_single"]
-
 
 def all_gather_single(output: Tensor, message: Tensor, **options: Any) -> dist.Work:
     """Call torch's function of this name, which had another one before torch 2.13."""

@@ -11,22 +11,6 @@ from contextlib import contextmanager
 
 from thinwire import _validate as check
 
-__all__ = [
-    "activity",
-    "busy",
-    "idle_s",
-    "left_s",
-    "long_waits_logged",
-    "one_deadline",
-    "own_deadlines",
-    "progressed",
-    "seconds_of",
-    "set_activity",
-    "waited",
-    "waits",
-    "whole_s",
-]
-
 _LONG_S = 10.0
 _log = logging.getLogger("thinwire")
 _activity: list[tuple[str, bool, float]] = [("", False, time.monotonic())]

@@ -16,20 +16,6 @@ from typing import Any, Protocol
 from thinwire.comm import Group, Pending, wrong_call_site
 from thinwire.errors import Diverged, Mismatch, NonFinite, PayloadCorrupt, ThinwireError
 
-__all__ = [
-    "COMPARING",
-    "MAX_DROPS_IN_A_ROW",
-    "Agreement",
-    "Answers",
-    "Check",
-    "Drops",
-    "Participants",
-    "Report",
-    "StepDecision",
-    "Vote",
-    "verdict_of",
-]
-
 COMPARING = "comparing everything"
 """Phase in which ranks compare all replicated state, before a checkpoint."""
 

@@ -17,8 +17,6 @@ from thinwire.core.tensors import coalesced, sparse_rows, values_of
 from thinwire.errors import Mismatch
 from thinwire.exchange.agreement import Answers, Report, Vote
 
-__all__ = ["DuplicateBatchCheck", "GradientPattern", "Presence", "SameHyperparameters"]
-
 _TYPES = (
     torch.float16,
     torch.bfloat16,

@@ -19,14 +19,6 @@ from thinwire.core.sharded import shard_of
 from thinwire.errors import Diverged, PayloadCorrupt
 from thinwire.exchange.agreement import Agreement, Answers, Report, Vote
 
-__all__ = [
-    "DIGEST_EVERY",
-    "RollingDigest",
-    "SameState",
-    "Watched",
-    "optimizer_state",
-]
-
 DIGEST_EVERY = 64
 _FADING_EVERY = 8
 """Number of updates within which all moments are read. Reading all of them in each update took 8 %

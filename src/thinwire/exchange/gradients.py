@@ -25,8 +25,6 @@ from thinwire.exchange.nodes import in_nodes, make_common_
 from thinwire.exchange.round import Round
 from thinwire.exchange.synchronizer import Synchronizer, agreed_sources
 
-__all__ = ["GradientExchange", "Outcome", "gradients_of"]
-
 Grads = Mapping[str, Tensor]
 """This rank's own gradients by name, unscaled and not divided by the number of ranks."""
 _NO_OTHERS = Participants()

@@ -11,11 +11,6 @@ from thinwire.compress.dense import by_dtype, damaged_text, joined, opened, part
 from thinwire.compress.protocol import Bucket, Context, Sending, combined
 from thinwire.errors import PayloadCorrupt
 
-__all__ = [
-    "in_nodes",
-    "make_common_",
-]
-
 
 @torch.no_grad()
 def make_common_(state: Mapping[str, Tensor], nodes: Nodes) -> None:

@@ -17,13 +17,6 @@ from thinwire.errors import ThinwireError
 from thinwire.exchange.gradients import GradientExchange
 from thinwire.layout.traffic import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
-__all__ = [
-    "EarlyExchange",
-    "Overlap",
-    "Readiness",
-    "cut_into_buckets",
-]
-
 
 def cut_into_buckets(
     sizes: Mapping[str, int],

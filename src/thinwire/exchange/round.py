@@ -20,8 +20,6 @@ from thinwire.compress.protocol import (
 )
 from thinwire.errors import PayloadCorrupt
 
-__all__ = ["Findings", "Round", "read_flags"]
-
 
 class Findings(NamedTuple):
     """Problems by kind, each with the name of the first tensor. None if there is no problem."""

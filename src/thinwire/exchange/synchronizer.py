@@ -36,8 +36,6 @@ from thinwire.exchange.digest import RollingDigest, SameState
 from thinwire.kernels.rules import Need
 from thinwire.kernels.warm import warm_up
 
-__all__ = ["NO_TRAFFIC", "Ranks", "RunMember", "Synchronizer", "agreed_sources", "versions"]
-
 
 class RunMember(Protocol):
     """A member of a run, such as `thinwire.members.Members`."""

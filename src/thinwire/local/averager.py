@@ -21,12 +21,6 @@ from thinwire.local.model import LocalModel, refuse_scaler
 from thinwire.local.work import RoundWork, of_site, weights_of
 from thinwire.members.members import Members
 
-__all__ = [
-    "Averager",
-    "Counters",
-    "OwnScale",
-]
-
 _FROZEN = "frozen parameter"
 """Label of frozen parameters in errors."""
 

@@ -30,8 +30,6 @@ from thinwire.layout.traffic import begin_step
 from thinwire.local.model import changed_since
 from thinwire.local.sketch import sketch
 
-__all__ = ["Averaging", "PendingAveraging", "real_view", "widened"]
-
 _SKETCH = "sketch of the change"
 
 

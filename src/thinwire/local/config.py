@@ -11,8 +11,6 @@ from thinwire.compress import CHANGE_COMPRESSIONS, ChangeConfig
 from thinwire.compress.sparse_change import Sparse
 from thinwire.layout.shares import contiguous, strided
 
-__all__ = ["AdaptiveLocalSGD", "LocalConfig", "LocalSGD", "fragments_of"]
-
 
 @dataclass(frozen=True)
 class _Common:

@@ -10,11 +10,6 @@ from thinwire.errors import ThinwireError
 from thinwire.exchange.agreement import Answers
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig
 
-__all__ = [
-    "Interval",
-    "adapted_interval",
-]
-
 
 class Interval:
     """State of the interval: its value, the losses observed since the last step, and the loss

@@ -14,8 +14,6 @@ from thinwire.local.saving import INTERVAL
 from thinwire.members.group import ElasticGroup
 from thinwire.members.transfer import StateMessage
 
-__all__ = ["JoinerState"]
-
 
 class JoinerState:
     """Shared state of local updates, copied from a donor to a joiner; implements

@@ -24,20 +24,6 @@ from thinwire.core.several import SeveralOptimizers, all_of, combined, kinds_of
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
 from thinwire.errors import PayloadCorrupt
 
-__all__ = [
-    "SCALER",
-    "LocalModel",
-    "bare_optimizer",
-    "calls_of_step",
-    "changed_since",
-    "given_optimizer",
-    "refuse_scaler",
-    "require_own_params",
-    "shape_text",
-    "warn_of_averages",
-    "warn_of_others",
-]
-
 
 class LocalModel:
     """A model and its optimizer as they were at construction.

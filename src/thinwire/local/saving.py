@@ -12,8 +12,6 @@ from thinwire.core.provenance import checksum_of
 from thinwire.local.averager import Averager, Counters
 from thinwire.local.model import LocalModel
 
-__all__ = ["INTERVAL", "load", "own_checksum", "saved"]
-
 _ADVICE = "Load a state of the same model and the same config"
 
 _COUNTERS = tuple(entry.name for entry in fields(Counters))

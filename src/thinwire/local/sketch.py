@@ -20,8 +20,6 @@ from torch import Tensor
 from thinwire.kernels.reference import mixed
 from thinwire.layout.message import SKETCH_NUMEL
 
-__all__ = ["sketch"]
-
 _MOST = 1 << 12
 _DRAWS, _SIGNS = 1, 2
 

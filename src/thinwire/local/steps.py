@@ -7,8 +7,6 @@ import torch
 
 from thinwire.local.model import calls_of_step
 
-__all__ = ["FollowedSteps"]
-
 
 class FollowedSteps:
     """Hook `step` of several optimizers. A local step ends when each has made one step, in any

@@ -47,8 +47,6 @@ from thinwire.local.work import require_tokens
 from thinwire.members.members import Members
 from thinwire.wire.message import WIRE_VERSION
 
-__all__ = ["LocalUpdates", "local_sgd"]
-
 _log = logging.getLogger("thinwire")
 _open: "list[LocalUpdates]" = []
 """Blocks of this process that have been entered and not left."""

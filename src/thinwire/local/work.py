@@ -8,8 +8,6 @@ from thinwire import _validate as check
 from thinwire.errors import ThinwireError
 from thinwire.local.config import LocalConfig
 
-__all__ = ["RoundWork", "of_site", "require_tokens", "weights_of"]
-
 RoundTotals = tuple[int, int | None]
 """Steps, and tokens if every step reported some."""
 

@@ -17,8 +17,6 @@ from cyclopts import Parameter
 from thinwire.members.credentials import Address, parse_address, read_token
 from thinwire.members.credentials import new_token as make_token
 
-__all__ = ["EXAMPLES", "host"]
-
 EXAMPLES = """Examples:
 
 thinwire host --new-token token

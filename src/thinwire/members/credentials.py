@@ -9,8 +9,6 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Address", "derived_key", "new_token", "parse_address", "read_token"]
-
 _LEAST_BYTES = 16
 _MOST_BYTES = 1 << 16
 _PURPOSE = b"thinwire members 1"

@@ -7,8 +7,6 @@ from typing import Any
 
 from thinwire.comm.member_groups import MemberGroups
 
-__all__ = ["Decision", "Generation", "next_decision", "packed", "unpacked"]
-
 
 @dataclass(frozen=True)
 class Decision:

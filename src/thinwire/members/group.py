@@ -23,8 +23,6 @@ from thinwire.members.membership import BUSY_BEAT_S, Membership
 if TYPE_CHECKING:
     from thinwire.comm.private import Private
 
-__all__ = ["ElasticGroup", "SingleRank", "Site", "SiteGroup"]
-
 
 class ElasticGroup(Group):
     """The ranks of the generation that this member is bound to.

@@ -23,8 +23,6 @@ from thinwire.comm.sockets import Connection, connections, end_unanswered, shut_
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
 from thinwire.members.credentials import derived_key
 
-__all__ = ["AuthenticatedStore", "KeyValueView", "no_answer_message"]
-
 _MAGIC: Final = b"tws1"
 _MAC_BYTES: Final = hashlib.sha256().digest_size
 _OVERHEAD_BYTES: Final = len(_MAGIC) + _MAC_BYTES

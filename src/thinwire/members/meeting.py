@@ -22,17 +22,6 @@ from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, PeerStalled
 from thinwire.members.credentials import Address, derived_key, parse_address
 from thinwire.members.kv import AuthenticatedStore
 
-__all__ = [
-    "MEETING_VERSION",
-    "connect",
-    "greet",
-    "reached_from",
-    "require_run",
-    "require_same",
-    "run_host",
-    "run_store",
-]
-
 MEETING_VERSION: Final = 1
 """Version of the protocol between members and the store; other versions are refused."""
 

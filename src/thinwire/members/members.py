@@ -38,8 +38,6 @@ from thinwire.members.transfer import (
     handoff_number,
 )
 
-__all__ = ["Members", "SharedState", "join"]
-
 _TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _NEWS_S = 10.0

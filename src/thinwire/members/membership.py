@@ -19,8 +19,6 @@ from thinwire.errors import Evicted, PayloadCorrupt, PeerStalled, QuorumLost, Th
 from thinwire.members.generation import Decision, Generation, next_decision, packed
 from thinwire.members.kv import KeyValueView, no_answer_message
 
-__all__ = ["BUSY_BEAT_S", "Membership"]
-
 _POLL_S = 0.2
 _STEP_S = 0.02
 _ANNOUNCE_S = 2.0

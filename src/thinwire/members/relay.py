@@ -26,8 +26,6 @@ from thinwire.comm.relay import (
 )
 from thinwire.members.credentials import derived_key
 
-__all__ = ["MOST_CONNECTIONS", "certificate", "relay_key", "relaying"]
-
 MOST_CONNECTIONS = 200
 _HELLO_S = 5.0
 _SIGN_S = 2.0

@@ -9,8 +9,6 @@ from torch.utils.data import Sampler
 from thinwire import _validate as check
 from thinwire.members.members import Members
 
-__all__ = ["MemberSampler"]
-
 
 class MemberSampler(Sampler[list[int]]):
     """Draws the batches of one member, without end: `DataLoader(data, batch_sampler=...)`.

@@ -19,15 +19,6 @@ from thinwire.comm.relay import RelayEndpoint
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.members.kv import KeyValueView
 
-__all__ = [
-    "Donor",
-    "IncomingHandoff",
-    "Recipient",
-    "StateMessage",
-    "TransferContext",
-    "handoff_number",
-]
-
 _CHECKSUM_BYTES = 16
 _ALIVE, _BEATS_PER_TIMEOUT = "alive", 4
 """Kind of the heartbeat message, and the number of heartbeats within one time-out."""
