@@ -9,11 +9,7 @@ import pytest
 
 from tests.api import Group, load, plan, save, saving
 from tests.checkpoint.states import rank_state, same
-from thinwire.errors import (
-    CheckpointCorrupt,
-    CheckpointError,
-    CheckpointMismatch,
-)
+from thinwire.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
 
 GROUP = Group()
 

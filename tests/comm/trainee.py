@@ -86,19 +86,6 @@ def busy(rank: int) -> None:
                 time.sleep(600)
 
 
-def local(rank: int) -> None:
-    """Local updates, which are averaged at every second step."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(64, 64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with tw.local_sgd(model, optimizer, tw.LocalSGD(k_steps=2)):
-        for step in range(10**9):
-            model(torch.randn(8, 64)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            yield_line(step)
-
-
 def yield_line(step: int) -> None:
     """Say once that training has begun."""
     if step == 5:
@@ -121,7 +108,7 @@ def main() -> None:
     kind, rank = sys.argv[1:3]
     torch.set_num_threads(1)
     meet()
-    kinds = {"votes": votes, "engine": engine, "local": local, "busy": busy, "again": again}
+    kinds = {"votes": votes, "engine": engine, "busy": busy, "again": again}
     try:
         kinds[kind](int(rank))
     except Exception as error:

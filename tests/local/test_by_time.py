@@ -45,28 +45,46 @@ def follow(rank: int, size: int, config: tw.LocalSGD, tokens: bool) -> list[Any]
     return found
 
 
-def expected(weights: list[float], outer: tuple[float, float, bool]) -> list[Any]:
-    """In loops over ranks, rounds and steps."""
+def expected(
+    parts: list[list[str]],
+    tokens: tuple[int, ...] = (1, 1, 1),
+    outer: tuple[float, float, bool] = (1.0, 0.0, False),
+) -> list[Any]:
+    """The anchors after each averaging of `paced`, in loops over ranks, rounds and steps: the
+    change of a fragment counts by the work since it was averaged last.
+    """
     rate, momentum, nesterov = outer
     anchor = {name: value.numpy().copy() for name, value in start_values().items()}
     velocity = {name: np.zeros_like(value) for name, value in anchor.items()}
-    done, found = [0] * len(STEPS), []
-    for _ in range(ROUNDS):
-        ends = []
-        for rank, steps in enumerate(STEPS):
-            mine = {name: value.copy() for name, value in anchor.items()}
-            for _ in range(steps):
-                done[rank] += 1
-                for name, p in mine.items():
-                    mine[name] = p - 0.1 * gradient(done[rank], rank, name, p)
-            ends.append(mine)
-        for name, before in anchor.items():
-            change = sum(w * (before - end[name]) for w, end in zip(weights, ends, strict=True))
+    models = [{name: value.copy() for name, value in anchor.items()} for _ in STEPS]
+    done, since, found = [0] * len(STEPS), [[0] * len(parts) for _ in STEPS], []
+
+    def average(names: list[str], weights: list[int]) -> None:
+        for name in names:
+            ends = [model[name] for model in models]
+            change = sum(w * (anchor[name] - end) for w, end in zip(weights, ends, strict=True))
             change = change / sum(weights)
             velocity[name] = momentum * velocity[name] + change
             moved = change + momentum * velocity[name] if nesterov else velocity[name]
-            anchor[name] = before - rate * moved
-        found.append({name: value.copy() for name, value in anchor.items()})
+            anchor[name] = anchor[name] - rate * moved
+            for model in models:
+                model[name] = anchor[name].copy()
+        found.append(dict(anchor))
+
+    for number in range(ROUNDS):
+        for rank, steps in enumerate(STEPS):
+            for _ in range(steps):
+                done[rank] += 1
+                for name, p in models[rank].items():
+                    models[rank][name] = p - 0.1 * gradient(done[rank], rank, name, p)
+            since[rank] = [count + steps for count in since[rank]]
+        part = number % len(parts)
+        average(parts[part], [n[part] * t for n, t in zip(since, tokens, strict=True)])
+        for counts in since:
+            counts[part] = 0
+    if len(parts) > 1:
+        # leaving averages the whole model, by the steps since the fragment averaged longest ago
+        average(list(anchor), [max(counts) for counts in since])
     return found
 
 
@@ -77,10 +95,10 @@ def test_the_mean_is_weighted_by_what_each_rank_did(
 ) -> None:
     config = tw.LocalSGD(99, begin_step=0, round_seconds=LONG_S, **outer)
     found = ranks.run(follow, config, tokens, size=3)
-    weights = [s * t for s, t in zip(STEPS, TOKENS, strict=True)] if tokens else list(STEPS)
     rule = (outer.get("outer_lr", 1.0), outer.get("outer_momentum", 0.0), bool(outer))
+    oracle = expected([list(start_values())], TOKENS if tokens else (1, 1, 1), rule)
     for rounds in found:
-        for mine, theirs in zip(rounds, expected(weights, rule), strict=True):
+        for mine, theirs in zip(rounds, oracle, strict=True):
             for name in mine:
                 # 1e-9: float64 sums in another order
                 np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-9, atol=1e-9)
@@ -201,41 +219,6 @@ def test_a_slow_rank_makes_fewer_steps_and_nobody_waits_for_them(ranks: Pool) ->
     assert fast == [1, 16, 16, 16, 16]
 
 
-def expected_of_fragments() -> dict[str, Any]:
-    """The end of `paced` with two fragments, in loops over ranks, rounds and steps: a fragment's
-    change counts by the steps since it was averaged last.
-    """
-    names = list(start_values())
-    parts = [names[:FIRST], names[FIRST:]]
-    anchor = {name: value.numpy().copy() for name, value in start_values().items()}
-    models = [{name: value.copy() for name, value in anchor.items()} for _ in STEPS]
-    done, since = [0] * len(STEPS), [[0, 0] for _ in STEPS]
-    for number in range(ROUNDS):
-        for rank, steps in enumerate(STEPS):
-            for _ in range(steps):
-                done[rank] += 1
-                for name, p in models[rank].items():
-                    models[rank][name] = p - 0.1 * gradient(done[rank], rank, name, p)
-            since[rank] = [count + steps for count in since[rank]]
-        part = number % 2
-        weights = [counts[part] for counts in since]
-        for name in parts[part]:
-            ends = [model[name] for model in models]
-            change = sum(w * (anchor[name] - end) for w, end in zip(weights, ends, strict=True))
-            anchor[name] = anchor[name] - change / sum(weights)
-            for model in models:
-                model[name] = anchor[name].copy()
-        for counts in since:
-            counts[part] = 0
-    # leaving averages the whole model, by the steps since the fragment averaged longest ago
-    weights = [max(counts) for counts in since]
-    for name in names:
-        ends = [model[name] for model in models]
-        change = sum(w * (anchor[name] - end) for w, end in zip(weights, ends, strict=True))
-        anchor[name] = anchor[name] - change / sum(weights)
-    return anchor
-
-
 def fragments(rank: int, size: int) -> tuple[Any, list[int]]:
     config = tw.LocalSGD(99, begin_step=0, round_seconds=LONG_S, fragments=2)
     model = paced(rank, config, False, lambda *_: None)
@@ -244,9 +227,11 @@ def fragments(rank: int, size: int) -> tuple[Any, list[int]]:
 
 
 def test_a_fragment_counts_by_the_steps_since_it_was_averaged(ranks: Pool) -> None:
+    names = list(start_values())
+    oracle = expected([names[:FIRST], names[FIRST:]])
     for found, sizes in ranks.run(fragments, size=3):
         assert sizes[0] == FIRST
-        for name, value in expected_of_fragments().items():
+        for name, value in oracle[-1].items():
             # 1e-9: float64 sums in another order
             np.testing.assert_allclose(found[name], value, rtol=1e-9, atol=1e-9)
 
@@ -260,12 +245,7 @@ def slow_and_fast_with_delay(rank: int, size: int, stop: bool) -> tuple[list[int
     model, made, state = Bag(), [0], None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     config = tw.LocalSGD(
-        64,
-        begin_step=1,
-        round_seconds=8.0,
-        fragments=2,
-        delay=16,
-        compression=tw.Quantized(4),
+        64, begin_step=1, round_seconds=8.0, fragments=2, delay=16, compression=tw.Quantized(4)
     )
     with steps_that_take((1.0, 0.25)[rank]):
         for until in (3, 6) if stop else (6,):

@@ -25,21 +25,12 @@ from tests.api import (
     sent_bytes,
     steady_share,
 )
-from tests.local.test_laws import Bag, digest, set_gradients
+from tests.local.test_laws import Bag, digest, set_gradients, sgd
 from tests.ranks import Pool
 from tests.reference import whole_codes
 
 BITS = (1, 2, 4, 8, 16)
 
-
-def sgd(model: torch.nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-# ---- conservation
-
-
-# ---- sizes
 
 SHAPES = {"a": (6, 5), "b": (7,), "c": (3, 4), "d": ()}
 NUMELS = (30, 7, 12, 1)

@@ -12,19 +12,20 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from tests.api import Averager
-from tests.local.test_laws import CURVES, Bag, gradient, net, set_gradients, start_values, values
+from tests.local.test_laws import (
+    CURVES,
+    Bag,
+    gradient,
+    net,
+    one_step,
+    set_gradients,
+    sgd,
+    start_values,
+    values,
+)
 from tests.ranks import Pool
 from tests.reference.local_training import Simulation, intervals
 from thinwire.errors import Mismatch
-
-
-def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
-
-
-def one_step(model: nn.Module, optimizer: Any, step: int = 1, rank: int = 0) -> None:
-    set_gradients(model, step, rank)
-    optimizer.step()
 
 
 def shrinking(rank: int, size: int, losses: list[float], config: Any) -> list[Any]:

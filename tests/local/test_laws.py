@@ -53,6 +53,15 @@ def set_gradients(model: nn.Module, step: int, rank: int) -> None:
         p.grad = (0.3 * p.detach().double() + noise(step, rank, name)).to(p.dtype)
 
 
+def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+def one_step(model: nn.Module, optimizer: Any, step: int = 1, rank: int = 0) -> None:
+    set_gradients(model, step, rank)
+    optimizer.step()
+
+
 def values(model: nn.Module) -> dict[str, np.ndarray]:
     return {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
 
@@ -205,8 +214,7 @@ def follow(rank: int, size: int, config: Any, dgc: tw.DGC | None, steps: int) ->
 
 
 @pytest.mark.parametrize(
-    "case",
-    [*(pytest.param(case, marks=pytest.mark.slow) for case in CASES), *COMPRESSED, *RAMPED],
+    "case", [*(pytest.param(case, marks=pytest.mark.slow) for case in CASES), *COMPRESSED, *RAMPED]
 )
 @pytest.mark.parametrize("size", [1, 3])
 def test_training_is_that_of_the_simulation(ranks: Pool, case: str, size: int) -> None:

@@ -13,17 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from tests.local.test_laws import Bag, digest, net, set_gradients, values
+from tests.local.test_laws import Bag, digest, net, one_step, set_gradients, sgd, values
 from tests.ranks import Pool
-
-
-def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
-
-
-def one_step(model: nn.Module, optimizer: Any, step: int = 1, rank: int = 0) -> None:
-    set_gradients(model, step, rank)
-    optimizer.step()
 
 
 def test_alone_plain_averaging_does_not_change_a_bit() -> None:

@@ -60,11 +60,7 @@ CONFIGS = {
     "mixing": tw.LocalSGD(4, mixing=0.5),
     "nodes": tw.LocalSGD(5, node_size=2, compression=tw.Sparse(0.9)),
     "nodes, low rank, fragments and delay": tw.LocalSGD(
-        8,
-        fragments=2,
-        delay=3,
-        node_size=2,
-        compression=tw.LowRank(2, begin_step=0, min_numel=20),
+        8, fragments=2, delay=3, node_size=2, compression=tw.LowRank(2, begin_step=0, min_numel=20)
     ),
 }
 

@@ -10,13 +10,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import thinwire as tw
 from tests.api import LocalUpdates
-from tests.local.test_laws import Bag, set_gradients, values
+from tests.local.test_laws import Bag, set_gradients, sgd, values
 from tests.ranks import Pool
 from thinwire.amp import LossScaler
-
-
-def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
 
 
 def few_bytes(rank: int, size: int) -> tuple[int, int]:

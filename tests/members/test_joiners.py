@@ -23,7 +23,7 @@ from tests.api import (
     next_identity,
     transfer,
 )
-from tests.members.places import LOOPBACK, TOKEN, meeting_place
+from tests.members.places import LOOPBACK, meeting_place
 from tests.members.training import MOST_STEPS, TIMEOUT_S, member, wait_for
 from tests.ranks import Pool
 from tests.waiting import PATIENCE_S, time_out, until
@@ -133,13 +133,10 @@ def beside_a_stranger(rank: int, size: int, address: str, token_file: str, flag:
         return entered, members.size
 
 
-def test_requests_of_a_stranger_end_nothing(ranks: Pool, tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_bytes(TOKEN)
-    token.chmod(0o600)
+def test_requests_of_a_stranger_end_nothing(ranks: Pool, tmp_path: Path, token_file: str) -> None:
     with meeting_place() as address:
         found = ranks.run(
-            beside_a_stranger, address, str(token), str(tmp_path / "go"), size=3, group=False
+            beside_a_stranger, address, token_file, str(tmp_path / "go"), size=3, group=False
         )
     assert [size for _, size in found] == [3, 3, 3]
     assert found[2][0] >= 8

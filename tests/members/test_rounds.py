@@ -22,16 +22,8 @@ from tests.api import (
     connect,
     membership,
 )
-from tests.members.places import TOKEN, meeting_place
-from tests.members.training import (
-    MOST_STEPS,
-    PHASES,
-    TIMEOUT_S,
-    digest,
-    member,
-    model,
-    wait_for,
-)
+from tests.members.places import meeting_place
+from tests.members.training import MOST_STEPS, PHASES, TIMEOUT_S, digest, member, model, wait_for
 from tests.ranks import Lost, Pool, Raised
 from tests.waiting import PATIENCE_S
 from thinwire.errors import PeerStalled
@@ -48,10 +40,7 @@ CONFIGS = {
         4, begin_step=1, fragments=2, outer_lr=0.7, outer_momentum=0.9, outer_nesterov=True
     ),
     "low rank, with state": tw.LocalSGD(
-        4,
-        begin_step=1,
-        average_state=True,
-        compression=tw.LowRank(2, begin_step=0, min_numel=16),
+        4, begin_step=1, average_state=True, compression=tw.LowRank(2, begin_step=0, min_numel=16)
     ),
     "split": tw.LocalSGD(4, begin_step=1, compression=tw.Sparse(0.9, exchange="split")),
 }
@@ -135,13 +124,12 @@ def test_a_joiner_has_the_bits_of_the_others(ranks: Pool, tmp_path: Path, name: 
     assert joiner["stats"]["lost_joining"] > 0 == first["stats"]["lost_joining"]
 
 
-def test_a_token_seals_everything_and_changes_no_bit(ranks: Pool, tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_bytes(TOKEN)
-    token.chmod(0o600)
+def test_a_token_seals_everything_and_changes_no_bit(
+    ranks: Pool, tmp_path: Path, token_file: str
+) -> None:
     options = {"founders": 2, "flag": str(tmp_path / "go"), "step_s": 0.02, "until_size": 3}
     with meeting_place() as address:
-        sealed = {**options, "token_file": str(token)}
+        sealed = {**options, "token_file": token_file}
         found = ranks.run(_member_with, address, SPARSE, sealed, size=3, group=False)
         stranger = ranks.run(
             _member_with, address, SPARSE, options, size=2, group=False, expect_errors=True
@@ -249,13 +237,7 @@ def test_half_of_them_cannot_go_on(ranks: Pool) -> None:
     fault = {"rank": 1, "phase": "once sent", "at": 3, "how": "kill"}
     with meeting_place(None) as address:
         found = ranks.run(
-            _member_with,
-            address,
-            SPARSE,
-            {"fault": fault},
-            size=2,
-            expect_errors=True,
-            group=False,
+            _member_with, address, SPARSE, {"fault": fault}, size=2, expect_errors=True, group=False
         )
     assert isinstance(found[0], Raised)
     assert found[0].type_name == "QuorumLost"
@@ -303,12 +285,18 @@ def test_one_that_was_stopped_finds_itself_evicted(ranks: Pool, tmp_path: Path) 
     assert max(found[n]["longest_s"] for n in (0, 2)) < TIMEOUT_S + 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["killed", "left"])
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        pytest.param("killed", "killed", marks=pytest.mark.slow),
+        pytest.param("left", "left", marks=pytest.mark.slow),
+        ("left", "another run"),
+    ],
+)
 def test_a_run_of_which_nobody_is_left_begins_anew_from_the_last_copy(
-    ranks: Pool, tmp_path: Path, how: str
+    ranks: Pool, tmp_path: Path, how: str, name: str
 ) -> None:
-    """By the same command and under its own name, with a joiner that comes later."""
+    """By the same command, also under its own name, with a joiner that comes later."""
     folder = str(tmp_path / "copies")
     with meeting_place(None) as address:
         flag = str(tmp_path / "one")
@@ -317,11 +305,12 @@ def test_a_run_of_which_nobody_is_left_begins_anew_from_the_last_copy(
         )
         assert all(isinstance(one, Lost) == (how == "killed") for one in ended)
         flag = str(tmp_path / "two")
-        again = ranks.run(_saving, address, folder, how, flag, size=3, group=False)
+        again = ranks.run(_saving, address, folder, name, flag, size=3, group=False)
     assert [each[0] for each in again] == [True, True, False]
     assert [each[1] for each in again[:2]] == [10, 10]
     assert again[2][1] > 10, "it took over what the others held"
     assert len({each[2] for each in again}) == 1
+    assert again[0][3] != again[1][3]
 
 
 def test_who_was_cut_off_from_a_run_that_has_begun_anew_is_evicted() -> None:
@@ -425,20 +414,6 @@ def _saving(rank: int, size: int, address: str, folder: str, run: str, flag: str
         random = torch.rand(2).tolist()
         engine.close()
     return loaded is not None, first, digests, random
-
-
-def test_one_member_saves_and_all_begin_from_it(ranks: Pool, tmp_path: Path) -> None:
-    folder = str(tmp_path / "copies")
-    with meeting_place(None) as address:
-        flag = str(tmp_path / "one")
-        ranks.run(_saving, address, folder, "first", flag, size=2, group=False)
-        flag = str(tmp_path / "two")
-        again = ranks.run(_saving, address, folder, "second", flag, size=3, group=False)
-    assert [each[0] for each in again] == [True, True, False]
-    assert [each[1] for each in again[:2]] == [10, 10]
-    assert again[2][1] > 10, "it took over what the others held"
-    assert len({each[2] for each in again}) == 1
-    assert again[0][3] != again[1][3]
 
 
 @pytest.mark.parametrize("ends", ["done", "failed"])

@@ -89,12 +89,7 @@ def site(
         rounds: dict[int, tuple[str, int]] = {}
         longest_s = 0.0
         with tw.join(
-            address,
-            run="test",
-            min_members=1,
-            start_members=founders,
-            timeout=timeout_s,
-            mesh=mesh,
+            address, run="test", min_members=1, start_members=founders, timeout=timeout_s, mesh=mesh
         ) as members:
             with tw.local_sgd(net, optimizer, config, members=members, mesh=mesh) as sync:
                 entered, place = sync.step, members.rank

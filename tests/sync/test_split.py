@@ -22,6 +22,7 @@ from tests.api import (
 from tests.ranks import Pool
 from tests.reference.split_exchange import split_exchange
 from tests.sync.means import GradientMean, launch
+from tests.sync.test_gradient_mean import SHAPES, gradient, parameters
 
 NUMELS, COUNTS = [300, 7, 120, 1], [30, 2, 11, 1]
 
@@ -78,21 +79,10 @@ def test_the_oracle_agrees(ranks: Pool, size: int, lopsided: bool) -> None:
             assert torch.equal(mine[t], dense(kept[rank][t], n))
 
 
-SHAPES = {"big": (20, 15), "small": (6,), "middle": (7, 3, 4), "scalar": ()}
-
-
-def gradient(step: int, rank: int, name: str) -> Tensor:
-    seed = 1000 * step + 10 * rank + list(SHAPES).index(name)
-    return torch.randn(
-        SHAPES[name], generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
-
-
 def keep_books(
     rank: int, size: int, bits: int, dtype: torch.dtype, nodes: int, exchange: Any
 ) -> dict[str, tuple[Tensor, ...]]:
     """Per tensor what this rank gave, keeps, and got as means over 50 steps."""
-    params = {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in SHAPES.items()}
     config = tw.DGC(
         rampup_step=30,
         sparsity=(0.5, 0.9, 0.97),
@@ -101,7 +91,7 @@ def keep_books(
         node_size=size // nodes,
         exchange=exchange,
     )
-    mean = GradientMean(Group(), params, config)
+    mean = GradientMean(Group(), parameters(dtype), config)
     given, got = (
         {n: torch.zeros(s, dtype=torch.float64) for n, s in SHAPES.items()} for _ in range(2)
     )
@@ -197,10 +187,7 @@ def count(rank: int, size: int, exchange: str, width: int) -> list[tuple[int, ..
     passed_on = size // width * (owned + each.to_all)
     inside = (passed_on, 0) if rank % width == 0 else (0, passed_on)
     if width == 1:
-        return [
-            (group.bytes_sent, group.bytes_received),
-            expected,
-        ]
+        return [(group.bytes_sent, group.bytes_received), expected]
     leaders, node = sources.leaders, sources.node  # type: ignore[union-attr]
     between = (0, 0) if leaders is None else (leaders.bytes_sent, leaders.bytes_received)
     own = (node.bytes_sent, node.bytes_received)

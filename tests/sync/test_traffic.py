@@ -4,14 +4,7 @@ import math
 
 import pytest
 
-from tests.api import (
-    Layout,
-    Slot,
-    chosen_split,
-    first_split,
-    messages,
-    split_plan,
-)
+from tests.api import Layout, Slot, chosen_split, first_split, messages, split_plan
 
 MILLION = 1_000_000
 
