@@ -10,7 +10,7 @@ import torch
 import thinwire as tw
 from tests.api import weights_of
 from tests.local.rounds import rounds_of, steps_that_take
-from tests.local.test_laws import Bag, digest, gradient, set_gradients, start_values, values
+from tests.local.test_laws import Bag, bag, digest, gradient, set_gradients, start_values, values
 from tests.ranks import Pool, Raised
 
 LONG_S = 1e9
@@ -25,8 +25,7 @@ OUTER: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.5, "outer_nesterov
 
 def paced(rank: int, config: tw.LocalSGD, tokens: bool, each: Callable[[Any, Bag], None]) -> Bag:
     """Train for `ROUNDS` rounds of `STEPS[rank]` steps; `each` is called before every averaging."""
-    model = Bag()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = bag()
     with rounds_of(STEPS[rank]), tw.local_sgd(model, optimizer, config) as sync:
         for step in range(1, ROUNDS * STEPS[rank] + 1):
             set_gradients(model, step, rank)
@@ -152,8 +151,7 @@ def test_what_is_sent_and_what_is_kept_make_up_the_weighted_changes(ranks: Pool)
 
 
 def trained(rank: int, size: int, config: tw.LocalSGD) -> tuple[list[str], float]:
-    model = Bag()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = bag()
     found = []
     with tw.local_sgd(model, optimizer, config) as sync:
         for step in range(1, 18):
@@ -280,8 +278,7 @@ def test_weights() -> None:
 
 
 def telling(rank: int, size: int, case: str) -> None:
-    model = Bag()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = bag()
     config = tw.LocalSGD(2, begin_step=0, round_seconds=LONG_S)
     with tw.local_sgd(model, optimizer, config) as sync:
         for step in range(1, 3):
@@ -324,8 +321,7 @@ def test_settings_that_do_not_go_with_it(others: dict[str, Any], text: str) -> N
 
 
 def test_tokens_are_for_rounds_that_end_by_time() -> None:
-    model = Bag()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = bag()
     with (
         tw.local_sgd(model, optimizer, tw.LocalSGD(2)) as sync,
         pytest.raises(ValueError, match="round_seconds"),

@@ -25,7 +25,7 @@ from tests.api import (
     sent_bytes,
     steady_share,
 )
-from tests.local.test_laws import Bag, digest, set_gradients, sgd
+from tests.local.test_laws import Bag, bag, digest, set_gradients, sgd
 from tests.ranks import Pool
 from tests.reference import whole_codes
 
@@ -149,8 +149,7 @@ def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tupl
 
     ranks.Group = Counting  # type: ignore[misc]
     try:
-        model = Bag()
-        optimizer = sgd(model)
+        model, optimizer = bag()
         told = compression_of(compression, dgc)
         assert told is not None
         pairs = []
@@ -196,8 +195,7 @@ def test_what_travels_is_exactly_what_was_predicted(
 
 
 def counted(rank: int, size: int, compression: Any) -> float:
-    model = Bag()
-    optimizer = sgd(model)
+    model, optimizer = bag()
     with tw.local_sgd(
         model, optimizer, tw.LocalSGD(1, begin_step=0, compression=compression)
     ) as sync:

@@ -15,6 +15,7 @@ from tests.api import Averager
 from tests.local.test_laws import (
     CURVES,
     Bag,
+    bag,
     gradient,
     net,
     one_step,
@@ -29,8 +30,7 @@ from thinwire.errors import Mismatch
 
 
 def shrinking(rank: int, size: int, losses: list[float], config: Any) -> list[Any]:
-    model = Bag()
-    optimizer = sgd(model)
+    model, optimizer = bag()
     found = []
     with tw.local_sgd(model, optimizer, config) as sync:
         for step, loss in enumerate(losses, start=1):
@@ -75,8 +75,7 @@ def test_an_interval_below_the_delay_applies_early_and_loses_nothing(ranks: Pool
 def test_the_last_averaging_is_made_where_something_is_left(
     config: Any, steps: int, averagings: int
 ) -> None:
-    model = Bag()
-    optimizer = sgd(model)
+    model, optimizer = bag()
     with tw.local_sgd(model, optimizer, config) as sync:
         assert sync.stats()["bytes_sent"] == 0, "what it takes to start does not count"
         for step in range(1, steps + 1):
@@ -85,8 +84,7 @@ def test_the_last_averaging_is_made_where_something_is_left(
 
 
 def test_leaving_by_an_error_averages_nothing_and_lets_go() -> None:
-    model = Bag()
-    optimizer = sgd(model)
+    model, optimizer = bag()
     with pytest.raises(KeyError), tw.local_sgd(model, optimizer, tw.LocalSGD(4, delay=2)) as sync:
         for step in range(1, 6):
             one_step(model, optimizer, step)
@@ -97,8 +95,7 @@ def test_leaving_by_an_error_averages_nothing_and_lets_go() -> None:
 
 
 def test_a_loss_after_the_last_step_is_nobodys() -> None:
-    model = Bag()
-    optimizer = sgd(model)
+    model, optimizer = bag()
     with tw.local_sgd(model, optimizer, tw.AdaptiveLocalSGD(4, begin_step=0)) as sync:
         sync.observe(1.0)
         one_step(model, optimizer)
@@ -107,8 +104,7 @@ def test_a_loss_after_the_last_step_is_nobodys() -> None:
 
 
 def test_where_every_loss_was_dropped_the_interval_stays() -> None:
-    model = Bag()
-    optimizer = sgd(model)
+    model, optimizer = bag()
     with tw.local_sgd(model, optimizer, tw.AdaptiveLocalSGD(3, begin_step=0)) as sync:
         for step in range(1, 7):
             sync.observe(float("nan") if step in {1, 3} else 1.0 + step)
@@ -547,8 +543,7 @@ def other_weights() -> dict[str, Tensor]:
 def load_between(rank: int, size: int, config: Any, after: int, anew: bool) -> float:
     """Other weights after so many steps, then six steps of nearly nothing: how far the parameters
     are from those at most."""
-    model = Bag()
-    optimizer = sgd(model)
+    model, optimizer = bag()
     with tw.local_sgd(model, optimizer, config) as sync:
         for step in range(1, after + 1):
             one_step(model, optimizer, step, rank)
@@ -583,8 +578,7 @@ def test_weights_put_back_in_a_run_begin_anew(ranks: Pool, name: str) -> None:
 
 def clamped(rank: int, size: int) -> tuple[float, float]:
     """Parameters held within bounds after each step: what is kept stays, and ranks stay equal."""
-    model = Bag()
-    optimizer = sgd(model)
+    model, optimizer = bag()
     with tw.local_sgd(model, optimizer, tw.LocalSGD(3, compression=tw.Quantized(1))) as sync:
         for step in range(1, 13):
             one_step(model, optimizer, step, rank)
@@ -604,8 +598,7 @@ def test_parameters_may_be_held_within_bounds_after_every_step(ranks: Pool) -> N
 
 
 def load_on(rank: int, size: int, which: list[int], shift: float) -> str:
-    model = Bag()
-    optimizer = sgd(model)
+    model, optimizer = bag()
     sync = tw.local_sgd(model, optimizer, tw.LocalSGD(3, compression=tw.Quantized(1)))
     with pytest.raises(Mismatch) as caught, sync:
         if rank in which:
@@ -625,8 +618,7 @@ def test_weights_that_only_some_ranks_load_are_refused_on_all(
 
 
 def test_a_fresh_start_waits_for_what_is_on_its_way() -> None:
-    model = Bag()
-    optimizer = sgd(model)
+    model, optimizer = bag()
     config = tw.LocalSGD(3, delay=1, compression=tw.Quantized(1))
     with tw.local_sgd(model, optimizer, config) as sync:
         step = 0

@@ -57,6 +57,11 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1, **options)
 
 
+def bag() -> tuple[Bag, torch.optim.SGD]:
+    model = Bag()
+    return model, sgd(model)
+
+
 def one_step(model: nn.Module, optimizer: Any, step: int = 1, rank: int = 0) -> None:
     set_gradients(model, step, rank)
     optimizer.step()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from tests.local.test_laws import Bag, digest, net, one_step, set_gradients, sgd, values
+from tests.local.test_laws import Bag, bag, digest, net, one_step, set_gradients, sgd, values
 from tests.ranks import Pool
 
 
@@ -107,8 +107,7 @@ def digest_of_all(model: nn.Module) -> list[bytes]:
 
 
 def test_gradients_are_untouched_and_hooks_come_off() -> None:
-    model = Bag()
-    optimizer = sgd(model)
+    model, optimizer = bag()
     for leave_by_error in (False, True):
         try:
             with tw.local_sgd(model, optimizer, tw.LocalSGD(2)) as sync:
@@ -252,8 +251,7 @@ def test_bytes_are_counted() -> None:
 
 
 def skipping(rank: int, size: int) -> tuple[list[bool], list[int], str]:
-    model = Bag()
-    optimizer = sgd(model)
+    model, optimizer = bag()
     synced, ks = [], []
     with tw.local_sgd(model, optimizer, tw.AdaptiveLocalSGD(3, begin_step=0)) as sync:
         for step in range(1, 13):
@@ -483,8 +481,7 @@ def test_what_goes_wrong_on_one_rank_is_the_same_error_on_all(
 
 
 def not_finite(rank: int, size: int) -> bool:
-    model = Bag()
-    optimizer = sgd(model)
+    model, optimizer = bag()
     with (
         pytest.raises(RuntimeError, match="parameter b is not finite"),
         tw.local_sgd(model, optimizer, tw.LocalSGD(2)),

@@ -9,7 +9,7 @@ import torch
 
 import thinwire as tw
 from tests.api import Members, Nodes
-from tests.local.test_laws import Bag, digest, noise, start_values
+from tests.local.test_laws import Bag, bag, digest, noise, start_values
 from tests.ranks import Pool
 
 COMPRESSIONS = {
@@ -112,8 +112,7 @@ def joined(rank: int, size: int, first: Any, then: Any) -> tuple[str, dict[str, 
     """Ranks on their own, whose state then goes into nodes."""
     states, before = [], None
     for config in (first, then):
-        model = Bag()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = bag()
         with tw.local_sgd(model, optimizer, config) as sync:
             if states:
                 sync.load_state_dict(states[-1])
@@ -140,8 +139,7 @@ def width(rank: int, size: int, config: Any, local: int) -> int:
     os.environ |= {"LOCAL_WORLD_SIZE": str(local), "WORLD_SIZE": str(size)}
     os.environ["GROUP_WORLD_SIZE"] = str(size // local)
     try:
-        model = Bag()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = bag()
         with tw.local_sgd(model, optimizer, config) as sync:
             sources = sync._averager.sources
             return sources.node_size if isinstance(sources, Nodes) else 1
@@ -162,8 +160,7 @@ def test_the_launcher_says_who_shares_a_node_where_changes_are_compressed(ranks:
 
 
 def test_members_that_come_and_go_share_no_nodes() -> None:
-    model = Bag()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = bag()
     members = object.__new__(Members)
     with pytest.raises(ValueError, match="node_size=2 and members were both given"):
         tw.local_sgd(model, optimizer, tw.LocalSGD(2, node_size=2), members=members)

@@ -24,7 +24,7 @@ from tests.api import (
     combined,
     updates,
 )
-from tests.local.test_laws import Bag, digest, set_gradients
+from tests.local.test_laws import bag, digest, set_gradients
 from tests.ranks import Pool
 
 
@@ -65,8 +65,7 @@ class Factors(MeanChange):
 
 
 def trained(rank: int, size: int, stop: int, state: Any, last: int) -> dict[str, Any]:
-    model = Bag()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = bag()
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     changed = {n: torch.zeros_like(p) for n, p in start.items()}
     with patch.object(updates, "compression_of", lambda *_: OneFactor()):

@@ -10,7 +10,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import thinwire as tw
 from tests.api import LocalUpdates
-from tests.local.test_laws import Bag, set_gradients, sgd, values
+from tests.local.test_laws import Bag, bag, set_gradients, sgd, values
 from tests.ranks import Pool
 from thinwire.amp import LossScaler
 
@@ -78,8 +78,7 @@ def test_a_model_in_another_memory_format(ranks: Pool) -> None:
 
 def train_scaled(rank: int, size: int, delay: int) -> list[tuple[bool, float, float]]:
     """Rank 1 overflows in steps 3 and 5, rank 2 in step 6; the window makes scales grow again."""
-    model = Bag()
-    optimizer = sgd(model)
+    model, optimizer = bag()
     scaler = LossScaler(tw.DynamicLossScale(64.0, 2.0, 3), local=True)
     found = []
     with LocalUpdates(

@@ -7,12 +7,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from tests.api import RelayEndpoint, enter, run_host
 from tests.processes import running
+from tests.ranks import Pool
 from tests.waiting import PATIENCE_S
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
@@ -43,6 +45,20 @@ def meeting_place(token: bytes | None = TOKEN, host: str = "127.0.0.1") -> Itera
     finally:
         stop.set()
         thread.join(PATIENCE_S)
+
+
+def met(
+    ranks: Pool,
+    function: Callable[..., Any],
+    *args: Any,
+    size: int,
+    token: bytes | None = None,
+    errors: bool = False,
+) -> Any:
+    """`function(rank, size, address, *args)` of processes that meet at a place of their own."""
+    options = {"size": size, "group": False, "expect_errors": errors}
+    with meeting_place(token) as address:
+        return ranks.run(function, address, *args, **options)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from tests.members.places import meeting_place
+from tests.members.places import met
 from tests.members.training import digest, model
 from tests.ranks import Pool
 
@@ -54,8 +54,7 @@ def member(rank: int, size: int, address: str, says: bool, stops: bool) -> dict[
 @pytest.mark.fault
 @pytest.mark.slow  # time-outs that a loaded machine keeps
 def test_a_member_that_says_that_it_is_busy_stays_one(ranks: Pool) -> None:
-    with meeting_place(None) as address:
-        found = ranks.run(member, address, True, False, size=3, group=False)
+    found = met(ranks, member, True, False, size=3)
     assert [one["sizes"] for one in found] == [[3] * 12] * 3
     assert len({one["digest"] for one in found}) == 1
     assert found[0]["longest_s"] > 2 * TIMEOUT_S
@@ -68,8 +67,7 @@ def test_a_member_that_says_that_it_is_busy_stays_one(ranks: Pool) -> None:
 def test_one_that_does_not_say_so_stays_too_since_it_is_alive_and_the_others_meet_anew(
     ranks: Pool,
 ) -> None:
-    with meeting_place(None) as address:
-        found = ranks.run(member, address, False, False, size=3, group=False)
+    found = met(ranks, member, False, False, size=3)
     assert [one["sizes"][-1] for one in found] == [3] * 3
     assert len({one["digest"] for one in found}) == 1
     assert found[0]["generations"][-1] > found[0]["generations"][4]
@@ -78,8 +76,7 @@ def test_one_that_does_not_say_so_stays_too_since_it_is_alive_and_the_others_mee
 @pytest.mark.fault
 @pytest.mark.slow  # time-outs that a loaded machine keeps
 def test_a_member_that_stops_while_it_is_busy_is_missed(ranks: Pool) -> None:
-    with meeting_place(None) as address:
-        found = ranks.run(member, address, True, True, size=3, group=False, expect_errors=True)
+    found = met(ranks, member, True, True, size=3, errors=True)
     for rank in (0, 2):
         assert found[rank]["sizes"][-1] == 2
         assert found[rank]["longest_s"] < 2 * TIMEOUT_S + 4

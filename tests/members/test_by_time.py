@@ -12,7 +12,7 @@ from torch import nn
 import thinwire as tw
 from tests.api import Averaging
 from tests.local.rounds import rounds_of
-from tests.members.places import meeting_place
+from tests.members.places import met
 from tests.members.training import TIMEOUT_S, die, digest, interrupt, model, wait_for
 from tests.ranks import Lost, Pool
 
@@ -77,8 +77,7 @@ def member(
 @pytest.mark.fault
 def test_the_mean_is_that_of_those_who_are_left(ranks: Pool) -> None:
     """The weights were agreed on with the one that went: 15/9, 3/9 and 9/9."""
-    with meeting_place(None) as address:
-        found = ranks.run(member, address, "", 8, size=3, group=False, expect_errors=True)
+    found = met(ranks, member, "", 8, size=3, errors=True)
     assert isinstance(found[1], Lost)
     first, other = found[0], found[2]
     assert first["rounds"] == other["rounds"]
@@ -92,8 +91,7 @@ def test_the_mean_is_that_of_those_who_are_left(ranks: Pool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [False, True])
 def test_a_joiner_has_the_bits_of_the_others(ranks: Pool, tmp_path: Any, engine: bool) -> None:
-    with meeting_place(None) as address:
-        found = ranks.run(member, address, str(tmp_path / "go"), 40, engine, size=3, group=False)
+    found = met(ranks, member, str(tmp_path / "go"), 40, engine, size=3)
     assert found[2]["entered"] > 0
     assert len(found[2]["rounds"]) > 3
     for one in found[1:]:

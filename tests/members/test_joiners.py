@@ -23,7 +23,7 @@ from tests.api import (
     next_identity,
     transfer,
 )
-from tests.members.places import LOOPBACK, meeting_place
+from tests.members.places import LOOPBACK, TOKEN, meeting_place, met
 from tests.members.training import MOST_STEPS, TIMEOUT_S, member, wait_for
 from tests.ranks import Pool
 from tests.waiting import PATIENCE_S, time_out, until
@@ -134,10 +134,7 @@ def beside_a_stranger(rank: int, size: int, address: str, token_file: str, flag:
 
 
 def test_requests_of_a_stranger_end_nothing(ranks: Pool, tmp_path: Path, token_file: str) -> None:
-    with meeting_place() as address:
-        found = ranks.run(
-            beside_a_stranger, address, token_file, str(tmp_path / "go"), size=3, group=False
-        )
+    found = met(ranks, beside_a_stranger, token_file, str(tmp_path / "go"), size=3, token=TOKEN)
     assert [size for _, size in found] == [3, 3, 3]
     assert found[2][0] >= 8
 
@@ -168,8 +165,7 @@ def flushing(rank: int, size: int, address: str, flag: str) -> Any:
 
 
 def test_nobody_is_let_in_between_two_averagings_of_one_call(ranks: Pool, tmp_path: Path) -> None:
-    with meeting_place(None) as address:
-        found = ranks.run(flushing, address, str(tmp_path / "go"), size=2, group=False)
+    found = met(ranks, flushing, str(tmp_path / "go"), size=2)
     assert found == [(0, 2), (14, 2)]
 
 
@@ -198,10 +194,7 @@ def with_a_schedule(rank: int, size: int, address: str, flag: str) -> list[tuple
 
 
 def test_a_schedule_goes_on_where_the_others_are(ranks: Pool, tmp_path: Path) -> None:
-    with meeting_place(None) as address:
-        first, joiner = ranks.run(
-            with_a_schedule, address, str(tmp_path / "go"), size=2, group=False
-        )
+    first, joiner = met(ranks, with_a_schedule, str(tmp_path / "go"), size=2)
     assert len(joiner) < len(first)
     assert joiner == first[-len(joiner) :]
 
@@ -222,6 +215,5 @@ def asking(rank: int, size: int, address: str) -> str:
 
 
 def test_a_mean_loss_among_members_is_refused(ranks: Pool) -> None:
-    with meeting_place(None) as address:
-        (said,) = ranks.run(asking, address, size=1, group=False)
+    (said,) = met(ranks, asking, size=1)
     assert "does not work with members" in said

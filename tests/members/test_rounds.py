@@ -22,7 +22,7 @@ from tests.api import (
     connect,
     membership,
 )
-from tests.members.places import meeting_place
+from tests.members.places import meeting_place, met
 from tests.members.training import MOST_STEPS, PHASES, TIMEOUT_S, digest, member, model, wait_for
 from tests.ranks import Lost, Pool, Raised
 from tests.waiting import PATIENCE_S
@@ -62,10 +62,7 @@ def test_whoever_is_killed_the_others_make_the_round_again(
     ranks: Pool, phase: str, rank: int
 ) -> None:
     fault = {"rank": rank, "phase": phase, "at": 3, "how": "kill"}
-    with meeting_place(None) as address:
-        found = ranks.run(
-            _member_with, address, SPARSE, {"fault": fault}, size=3, expect_errors=True, group=False
-        )
+    found = met(ranks, _member_with, SPARSE, {"fault": fault}, size=3, errors=True)
     assert isinstance(found[rank], Lost)
     survivors = [one for n, one in enumerate(found) if n != rank]
     rounds = _alike(survivors)
@@ -82,10 +79,7 @@ def test_local_steps_continue_while_members_agree_and_one_is_killed(
 ) -> None:
     fault = {"rank": 1, "phase": phase, "at": 3, "how": "kill"}
     config = CONFIGS["one bit, three steps late"]
-    with meeting_place(None) as address:
-        found = ranks.run(
-            _member_with, address, config, {"fault": fault}, size=3, expect_errors=True, group=False
-        )
+    found = met(ranks, _member_with, config, {"fault": fault}, size=3, errors=True)
     assert isinstance(found[1], Lost)
     assert _alike([found[0], found[2]])[24][1] == 2
 
@@ -93,16 +87,7 @@ def test_local_steps_continue_while_members_agree_and_one_is_killed(
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_method_goes_on_without_a_member_that_was_killed(ranks: Pool, name: str) -> None:
     fault = {"rank": 1, "phase": "before the last agreement", "at": 3, "how": "kill"}
-    with meeting_place(None) as address:
-        found = ranks.run(
-            _member_with,
-            address,
-            CONFIGS[name],
-            {"fault": fault},
-            size=3,
-            expect_errors=True,
-            group=False,
-        )
+    found = met(ranks, _member_with, CONFIGS[name], {"fault": fault}, size=3, errors=True)
     assert isinstance(found[1], Lost)
     _alike([found[0], found[2]])
 
@@ -111,8 +96,7 @@ def test_every_method_goes_on_without_a_member_that_was_killed(ranks: Pool, name
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_joiner_has_the_bits_of_the_others(ranks: Pool, tmp_path: Path, name: str) -> None:
     options = {"founders": 2, "flag": str(tmp_path / "go"), "step_s": 0.05, "steps": 80}
-    with meeting_place(None) as address:
-        found = ranks.run(_member_with, address, CONFIGS[name], options, size=3, group=False)
+    found = met(ranks, _member_with, CONFIGS[name], options, size=3)
     first, joiner = found[0], found[2]
     assert joiner["entered"] > 1
     assert len(joiner["rounds"]) > 3
@@ -142,8 +126,7 @@ def test_a_token_seals_everything_and_changes_no_bit(
 
 def test_one_that_leaves_is_no_error_for_the_others(ranks: Pool) -> None:
     options = {"leave_at": {1: 10}, "timeout_s": NEVER_S}
-    with meeting_place(None) as address:
-        found = ranks.run(_member_with, address, SPARSE, options, size=3, group=False)
+    found = met(ranks, _member_with, SPARSE, options, size=3)
     assert found[1]["left"]
     assert found[1]["step"] == 13
     rounds = _alike([found[0], found[2]])
@@ -151,8 +134,7 @@ def test_one_that_leaves_is_no_error_for_the_others(ranks: Pool) -> None:
 
 
 def test_what_a_leaver_has_kept_goes_to_one_who_stays(ranks: Pool) -> None:
-    with meeting_place(None) as address:
-        found = ranks.run(_leaving, address, size=3, group=False)
+    found = met(ranks, _leaving, size=3)
     kept, _ = found[2]
     ((came, factor),) = [received for _, received in found if received is not None]
     assert factor == 2 / 3
@@ -195,8 +177,7 @@ def test_who_missed_an_agreement_takes_it_from_one_who_heard_it(
     ranks: Pool, call: int, leaves: bool
 ) -> None:
     """Nobody is lost: one member gives the generation up just before it goes along."""
-    with meeting_place(None) as address:
-        found = ranks.run(_deaf, address, call, leaves, size=3, group=False)
+    found = met(ranks, _deaf, call, leaves, size=3)
     stay = [one for one in found if not one["left"]]
     rounds = _alike(stay)
     assert set(rounds) == {1, 5, 9, 13, 17, 21}
@@ -226,8 +207,7 @@ def _deaf(rank: int, size: int, address: str, call: int, leaves: bool) -> Any:
 
 
 def test_the_last_but_one_may_leave(ranks: Pool) -> None:
-    with meeting_place(None) as address:
-        found = ranks.run(_member_with, address, SPARSE, {"leave_at": {0: 10}}, size=2, group=False)
+    found = met(ranks, _member_with, SPARSE, {"leave_at": {0: 10}}, size=2)
     assert found[0]["left"]
     assert found[1]["step"] == 24
     assert [size for _, size, _ in found[1]["rounds"].values()] == [2, 2, 2, 2, 1, 1]
@@ -235,10 +215,7 @@ def test_the_last_but_one_may_leave(ranks: Pool) -> None:
 
 def test_half_of_them_cannot_go_on(ranks: Pool) -> None:
     fault = {"rank": 1, "phase": "once sent", "at": 3, "how": "kill"}
-    with meeting_place(None) as address:
-        found = ranks.run(
-            _member_with, address, SPARSE, {"fault": fault}, size=2, expect_errors=True, group=False
-        )
+    found = met(ranks, _member_with, SPARSE, {"fault": fault}, size=2, errors=True)
     assert isinstance(found[0], Raised)
     assert found[0].type_name == "QuorumLost"
     assert "1 members are left of 2" in found[0].text
@@ -250,16 +227,14 @@ def test_who_dies_in_the_copy_holds_up_nobody(ranks: Pool, tmp_path: Path, what:
     """A joiner that loses its giver asks another member; one that dies is not let in."""
     fault = {"rank": 3 if what == "taking" else 2, "phase": what, "at": 2, "how": "kill"}
     options = {"founders": 3, "flag": str(tmp_path / "go"), "step_s": 0.05, "steps": 160}
-    with meeting_place(None) as address:
-        found = ranks.run(
-            _member_with,
-            address,
-            SPARSE,
-            {**options, "fault": fault},
-            size=5 if what == "taking" else 4,
-            expect_errors=True,
-            group=False,
-        )
+    found = met(
+        ranks,
+        _member_with,
+        SPARSE,
+        {**options, "fault": fault},
+        size=5 if what == "taking" else 4,
+        errors=True,
+    )
     if what == "taking":  # rank 4 comes at the same time and stays
         assert isinstance(found[3], Lost)
         rounds = _alike([found[0], found[1], found[2], found[4]], 160)
@@ -274,10 +249,7 @@ def test_who_dies_in_the_copy_holds_up_nobody(ranks: Pool, tmp_path: Path, what:
 @pytest.mark.slow
 def test_one_that_was_stopped_finds_itself_evicted(ranks: Pool, tmp_path: Path) -> None:
     options = {"stop_at": {1: 10}, "steps": 120, "step_s": 0.15}
-    with meeting_place(None) as address:
-        found = ranks.run(
-            _member_with, address, SPARSE, options, size=3, expect_errors=True, group=False
-        )
+    found = met(ranks, _member_with, SPARSE, options, size=3, errors=True)
     rounds = _alike([found[0], found[2]], 120)
     assert [size for _, size, _ in rounds.values()][-1] == 2
     assert isinstance(found[1], Raised)
@@ -332,8 +304,7 @@ def test_who_was_cut_off_from_a_run_that_has_begun_anew_is_evicted() -> None:
 
 
 def test_an_engine_takes_members(ranks: Pool, tmp_path: Path) -> None:
-    with meeting_place(None) as address:
-        found = ranks.run(_engine, address, str(tmp_path / "go"), size=3, group=False)
+    found = met(ranks, _engine, str(tmp_path / "go"), size=3)
     assert found[2][0] > 1
     assert found[0][1:] == found[1][1:] == found[2][1:]
 
@@ -363,8 +334,7 @@ def _engine(rank: int, size: int, address: str, flag: str) -> Any:
 
 
 def test_a_member_that_has_left_flushes_nothing(ranks: Pool) -> None:
-    with meeting_place(None) as address:
-        left = ranks.run(_leaving_an_engine, address, size=3, group=False)
+    left = met(ranks, _leaving_an_engine, size=3)
     assert left == [False, True, False]
 
 
@@ -421,10 +391,7 @@ def test_one_may_hear_the_last_agreement_after_all_others_have_gone(
     ranks: Pool, tmp_path: Path, ends: str
 ) -> None:
     """Those who end by themselves are not lost, however many they are; those who fail are."""
-    with meeting_place(None) as address:
-        found = ranks.run(
-            _last_to_hear, address, str(tmp_path), ends, size=3, group=False, expect_errors=True
-        )
+    found = met(ranks, _last_to_hear, str(tmp_path), ends, size=3, errors=True)
     if ends == "done":
         assert len(set(found)) == 1
         assert found[2][0] == 8
@@ -468,10 +435,7 @@ def test_some_end_by_themselves(ranks: Pool, tmp_path: Path, case: str) -> None:
     """None is lost by that; and what was heard from who has gone is not forgotten where the next
     generation fails to connect.
     """
-    with meeting_place(None) as address:
-        found = ranks.run(
-            _ending, address, str(tmp_path), case, size=3, group=False, expect_errors=True
-        )
+    found = met(ranks, _ending, str(tmp_path), case, size=3, errors=True)
     if case == "one after another":
         assert [step for step, _ in found] == [6, 14, 22]
     elif case == "closed inside":
@@ -532,8 +496,7 @@ def test_a_break_at_the_agreement_that_changes_the_members(
     ranks: Pool, tmp_path: Path, what: str
 ) -> None:
     """Nobody dies: one gives the generation up while the others still apply what was averaged."""
-    with meeting_place(None) as address:
-        found = ranks.run(_breaking, address, str(tmp_path / "go"), what, size=3, group=False)
+    found = met(ranks, _breaking, str(tmp_path / "go"), what, size=3)
     assert sum(broke for broke, *_ in found) == 1
     if what == "admits":
         assert {step for _, step, *_ in found} == {200}
@@ -597,8 +560,7 @@ def _member_with(rank: int, size: int, address: str, config: Any, options: Any) 
 
 
 def test_one_may_leave_while_a_result_is_on_its_way(ranks: Pool) -> None:
-    with meeting_place(None) as address:
-        found = ranks.run(_leaving_at_the_end, address, size=2, group=False)
+    found = met(ranks, _leaving_at_the_end, size=2)
     assert found[0] == (True, 8)
     assert found[1] == (False, 8)
 
@@ -641,10 +603,7 @@ def _walled_off(rank: int, size: int, address: str, flag: str) -> Any:
 
 @pytest.mark.slow
 def test_a_joiner_that_cannot_reach_all_ends_nobody_elses_run(ranks: Pool, tmp_path: Path) -> None:
-    with meeting_place(None) as address:
-        found = ranks.run(
-            _walled_off, address, str(tmp_path / "go"), size=3, group=False, expect_errors=True
-        )
+    found = met(ranks, _walled_off, str(tmp_path / "go"), size=3, errors=True)
     assert isinstance(found[2], Raised)
     assert found[2].type_name == "Evicted"
     assert "could not be connected with all of them (said so by the test)" in found[2].text
@@ -673,5 +632,4 @@ def _interrupted(rank: int, size: int, address: str) -> list[str]:
 
 
 def test_an_interrupted_join_leaves_no_member_behind(ranks: Pool) -> None:
-    with meeting_place(None) as address:
-        assert ranks.run(_interrupted, address, size=1, group=False) == [[]]
+    assert met(ranks, _interrupted, size=1) == [[]]

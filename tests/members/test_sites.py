@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import thinwire as tw
 from tests.api import Averaging, ElasticGroup, Membership, Pending, PendingAveraging, Recipient
-from tests.members.places import meeting_place
+from tests.members.places import meeting_place, met
 from tests.members.training import PHASES, TIMEOUT_S, die, digest, interrupt, model, wait_for
 from tests.ranks import Lost, Pool, Raised
 from tests.sharded.models import mesh_of
@@ -132,17 +132,7 @@ def run_sites(
     ranks: Pool, folder: Path, config: Any, *, size: int, errors: bool = False, **options: Any
 ) -> list[Any]:
     """What the ranks of each site gave, site by site."""
-    with meeting_place(None) as address:
-        found = ranks.run(
-            _site_with,
-            address,
-            str(folder),
-            config,
-            options,
-            size=size,
-            group=False,
-            expect_errors=errors,
-        )
+    found = met(ranks, _site_with, str(folder), config, options, size=size, errors=errors)
     return [found[at : at + SHARDS] for at in range(0, size, SHARDS)]
 
 
@@ -282,8 +272,7 @@ def test_half_of_the_sites_cannot_go_on(ranks: Pool, tmp_path: Path) -> None:
 
 def test_what_one_shard_has_not_heard_it_is_told(ranks: Pool, tmp_path: Path) -> None:
     """Nobody is lost: one rank gives the generation of its shard up before it goes along."""
-    with meeting_place(None) as address:
-        found = ranks.run(_deaf, address, str(tmp_path), size=6, group=False)
+    found = met(ranks, _deaf, str(tmp_path), size=6)
     sites = [found[at : at + SHARDS] for at in range(0, 6, SHARDS)]
     rounds = alike(sites, 24)
     assert set(rounds) == {1, 5, 9, 13, 17, 21}
@@ -342,8 +331,7 @@ def one_bad_message(rank: int, size: int, address: str, folder: str) -> tuple[st
 
 
 def test_a_bad_message_of_one_shard_stops_all(ranks: Pool, tmp_path: Path) -> None:
-    with meeting_place(None) as address:
-        found = ranks.run(one_bad_message, address, str(tmp_path), size=4, group=False)
+    found = met(ranks, one_bad_message, str(tmp_path), size=4)
     assert found == [("PayloadCorrupt", True)] * 4
 
 
@@ -432,10 +420,7 @@ def test_what_does_not_fit_is_one_clear_error(ranks: Pool, tmp_path: Path) -> No
     def said(what: str, size: int = SHARDS) -> list[str]:
         folder = tmp_path / what
         folder.mkdir()
-        with meeting_place(None) as address:
-            found: list[str] = ranks.run(
-                refused, address, str(folder), what, size=size, group=False
-            )
+        found: list[str] = met(ranks, refused, str(folder), what, size=size)
         return found
 
     assert all("a member is one" in each for each in said("sites"))
@@ -447,8 +432,7 @@ def test_what_does_not_fit_is_one_clear_error(ranks: Pool, tmp_path: Path) -> No
 
 
 def test_a_batch_is_shared_by_the_ranks_of_a_site(ranks: Pool, tmp_path: Path) -> None:
-    with meeting_place(None) as address:
-        found = ranks.run(sampled, address, str(tmp_path), size=2, group=False)
+    found = met(ranks, sampled, str(tmp_path), size=2)
     (whole, first), (again, second) = found
     assert whole == again
     assert first == whole[::2]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import thinwire as tw
 from tests.api import ElasticGroup, Pending
-from tests.members.places import TOKEN, meeting_place
+from tests.members.places import TOKEN, meeting_place, met
 from tests.members.training import digest, model
 from tests.ranks import Pool
 from thinwire.errors import PayloadCorrupt
@@ -96,8 +96,7 @@ def train(
 def test_a_bit_that_changes_on_its_way_is_refused_by_all(
     ranks: Pool, token_file: str, tapped_at: int
 ) -> None:
-    with meeting_place() as address:
-        found = ranks.run(train, address, token_file, tapped_at, size=3, group=False)
+    found = met(ranks, train, token_file, tapped_at, size=3, token=TOKEN)
     for one in found:
         assert "its MAC is wrong" in one["told"]
         assert one["digests"] == found[0]["digests"]
