@@ -9,6 +9,7 @@ import struct
 import time
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -241,22 +242,15 @@ def test_a_rank_that_does_not_come_to_the_making_of_the_group_is_told_apart(
         assert "making a process group" in answer.text
 
 
-_real_new_group = dist.new_group
-
-
 def refused_group(rank: int, size: int) -> None:
     def broken(*args: object, **kwargs: object) -> None:
         raise RuntimeError(
             "Gloo connectFullMesh failed with pair.cc:553 Connection closed by peer [127.0.0.1]:707"
         )
 
-    dist.new_group = (
-        broken  # the moment in which a peer dies while gloo connects cannot be hit from outside
-    )
-    try:
+    # the moment in which a peer dies while gloo connects cannot be hit from outside
+    with patch.object(dist, "new_group", broken):
         Group()
-    finally:
-        dist.new_group = _real_new_group
 
 
 @pytest.mark.fault
@@ -414,12 +408,8 @@ def claims_too_much(rank: int, size: int) -> None:
     def lying(payload: bytes, common: bytes) -> bytes:
         return struct.pack("<Q", 1 << 60) + real(payload, common)[8:]
 
-    if rank == 1:
-        group_module._head = lying
-    try:
+    with patch.object(group_module, "_head", lying if rank == 1 else real):
         Group().gather_bytes(bytes([rank]), action="voting")
-    finally:
-        group_module._head = real
 
 
 @pytest.mark.fault

@@ -3,6 +3,7 @@ is written."""
 
 import logging
 import time
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -57,11 +58,10 @@ def flipped(rank: int, size: int) -> bool:
             return type(pending)(lambda: buffer)
         return pending
 
-    Group.broadcast_ = damaging  # type: ignore[method-assign,assignment]
     try:
-        make_equal_(held, group, action="copying")
+        with patch.object(Group, "broadcast_", damaging):
+            make_equal_(held, group, action="copying")
     finally:
-        Group.broadcast_ = real  # type: ignore[method-assign]
         assert all(torch.equal(value, tensors(rank)[name]) for name, value in held.items())
     return True
 
@@ -90,14 +90,10 @@ def slow_line(rank: int, size: int) -> list[str]:
     log = logging.getLogger("thinwire")
     log.addHandler(Told())
     log.setLevel(logging.INFO)
-    replicate_module._LOG_EVERY_S, news = 1.0, replicate_module._LOG_EVERY_S
-    Group.broadcast_ = slowly  # type: ignore[method-assign,assignment]
-    try:
+    often = patch.object(replicate_module, "_LOG_EVERY_S", 1.0)
+    with often, patch.object(Group, "broadcast_", slowly):
         make_equal_(tensors(rank), group, action="copying")
-    finally:
-        Group.broadcast_ = real  # type: ignore[method-assign]
-        replicate_module._LOG_EVERY_S = news
-        log.handlers.clear()
+    log.handlers.clear()
     return told
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import patch
 
 from tests.api import RoundWork, work
 
@@ -10,16 +11,12 @@ from tests.api import RoundWork, work
 @contextmanager
 def rounds_of(steps: int) -> Iterator[None]:
     """A round of this process ends after so many steps, whatever its time."""
-    over = RoundWork.over
 
     def at_steps(work: RoundWork, most_steps: int, share: float = 1.0) -> bool:
         return work.steps == steps or work.steps >= most_steps
 
-    RoundWork.over = at_steps  # type: ignore[method-assign]
-    try:
+    with patch.object(RoundWork, "over", at_steps):
         yield
-    finally:
-        RoundWork.over = over  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -32,9 +29,6 @@ def steps_that_take(step_s: float) -> Iterator[None]:
         made += 1
         step(work_)
 
-    clock, work.time = work.time, SimpleNamespace(monotonic=lambda: made * step_s)  # type: ignore[assignment]
-    RoundWork.step = counted  # type: ignore[method-assign]
-    try:
+    clock = SimpleNamespace(monotonic=lambda: made * step_s)
+    with patch.object(work, "time", clock), patch.object(RoundWork, "step", counted):
         yield
-    finally:
-        work.time, RoundWork.step = clock, step  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -129,11 +130,8 @@ def kept(rank: int, size: int, config: tw.LocalSGD) -> tuple[Any, Any, Any]:
         last["change"] = {name: c.clone() for name, c in pending.moved.items()}
         return pending
 
-    averaging.measure = measured
-    try:
+    with patch.object(averaging, "measure", measured):
         paced(rank, config, False, note)
-    finally:
-        averaging.measure = measure
     return last["total"], last["anchors"], last["errors"]
 
 

@@ -4,6 +4,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import thinwire as tw
 from tests.api import Averaging
 from tests.local.rounds import rounds_of
 from tests.members.places import met
-from tests.members.training import TIMEOUT_S, die, digest, interrupt, model, wait_for
+from tests.members.training import TIMEOUT_S, digest, faulty, model, wait_for
 from tests.ranks import Lost, Pool
 
 CONFIG = tw.LocalSGD(50, begin_step=0, round_seconds=1e9, compression=tw.Quantized(4))
@@ -30,47 +31,44 @@ def member(
     net = model(rank)
     optimizer = torch.optim.AdamW(net.parameters(), 2e-3)
     data = torch.Generator().manual_seed(rank)
-    launch, commit = Averaging.launch, Averaging.commit_
+    commit = Averaging.commit_
     shares: list[float] = []
 
     def committed(self: Averaging, pending: Any, extras: Any) -> None:
         shares.append(pending.share)
         commit(self, pending, extras)
 
-    Averaging.commit_ = committed  # type: ignore[method-assign]
-    if rank == 1 and not flag:
-        interrupt(Averaging, "launch", before=False, at=3, act=die)
+    fault = {"rank": 1, "phase": "once sent", "at": 3}
     found: dict[int, tuple[str, int]] = {}
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(rounds_of(MADE[rank]))
-            joined = tw.join(address, run="t", start_members=2 if flag else 3, timeout=TIMEOUT_S)
-            members = stack.enter_context(joined)
-            trainer = None
-            if engine:
-                strategy = tw.DistributedStrategy(localsgd=CONFIG)
-                trainer = strategy.prepare(net, optimizer, nn.functional.mse_loss, members=members)
-                sync = trainer.sync
-                assert sync is not None
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Averaging, "commit_", committed))
+        stack.enter_context(faulty(rank, None if flag else fault))
+        stack.enter_context(rounds_of(MADE[rank]))
+        joined = tw.join(address, run="t", start_members=2 if flag else 3, timeout=TIMEOUT_S)
+        members = stack.enter_context(joined)
+        trainer = None
+        if engine:
+            strategy = tw.DistributedStrategy(localsgd=CONFIG)
+            trainer = strategy.prepare(net, optimizer, nn.functional.mse_loss, members=members)
+            sync = trainer.sync
+            assert sync is not None
+        else:
+            sync = stack.enter_context(tw.local_sgd(net, optimizer, CONFIG, members=members))
+        entered = sync.step
+        while sync.step < rounds * max(MADE):
+            x = torch.randn(8, 24, generator=data)
+            if trainer is not None:
+                trainer.train_step(x, x.roll(1, 1), tokens=8)
             else:
-                sync = stack.enter_context(tw.local_sgd(net, optimizer, CONFIG, members=members))
-            entered = sync.step
-            while sync.step < rounds * max(MADE):
-                x = torch.randn(8, 24, generator=data)
-                if trainer is not None:
-                    trainer.train_step(x, x.roll(1, 1), tokens=8)
-                else:
-                    optimizer.zero_grad()
-                    nn.functional.mse_loss(net(x), x.roll(1, 1)).backward()
-                    sync.observe(0.0, tokens=8)
-                    optimizer.step()
-                if sync.synced:
-                    found[sync.step] = digest(sync), members.size
-                    if flag and rank == 0 and len(found) == 2:
-                        Path(flag).touch()
-                    time.sleep(0.1 if flag else 0)
-    finally:
-        Averaging.launch, Averaging.commit_ = launch, commit  # type: ignore[method-assign]
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), x.roll(1, 1)).backward()
+                sync.observe(0.0, tokens=8)
+                optimizer.step()
+            if sync.synced:
+                found[sync.step] = digest(sync), members.size
+                if flag and rank == 0 and len(found) == 2:
+                    Path(flag).touch()
+                time.sleep(0.1 if flag else 0)
     return {"rounds": found, "shares": shares, "entered": entered}
 
 

@@ -7,6 +7,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,7 +24,16 @@ from tests.api import (
     membership,
 )
 from tests.members.places import meeting_place, met
-from tests.members.training import MOST_STEPS, PHASES, TIMEOUT_S, digest, member, model, wait_for
+from tests.members.training import (
+    MOST_STEPS,
+    PHASES,
+    TIMEOUT_S,
+    deaf,
+    digest,
+    member,
+    model,
+    wait_for,
+)
 from tests.ranks import Lost, Pool, Raised
 from tests.waiting import PATIENCE_S
 from thinwire.errors import PeerStalled
@@ -162,12 +172,8 @@ def _leaving(rank: int, size: int, address: str) -> Any:
         assert square(own_state(work)) != before  # type: ignore[arg-type]
         seen["came"] = square(given), factor
 
-    JoinerState.own_state, JoinerState.add_handoff = kept, came  # type: ignore[method-assign]
-    try:
+    with patch.multiple(JoinerState, own_state=kept, add_handoff=came):
         member(rank, size, address, SPARSE, leave_at={2: 6}, steps=60, step_s=0.02)
-    finally:
-        JoinerState.own_state = own_state  # type: ignore[method-assign]
-        JoinerState.add_handoff = inherit  # type: ignore[method-assign]
     return seen["kept"], seen["came"]
 
 
@@ -187,23 +193,10 @@ def test_who_missed_an_agreement_takes_it_from_one_who_heard_it(
 
 
 def _deaf(rank: int, size: int, address: str, call: int, leaves: bool) -> Any:
-    passed, calls, deaf = Membership.accept_agreement, 0, 0
-
-    def not_passed(self: Membership, number: int, vote: int, answers: Any) -> bool:
-        nonlocal calls, deaf
-        calls += 1
-        if rank == 1 and calls == call:
-            deaf += 1
-            self.report_broken(number, "told so by the test")
-            self.wait_for_next(number)
-        return passed(self, number, vote, answers)
-
-    Membership.accept_agreement = not_passed  # type: ignore[method-assign]
-    try:
-        options: dict[str, Any] = {"leave_at": {2: 6}} if leaves else {}
-        return {**member(rank, size, address, SPARSE, timeout_s=NEVER_S, **options), "deaf": deaf}
-    finally:
-        Membership.accept_agreement = passed  # type: ignore[method-assign]
+    options: dict[str, Any] = {"leave_at": {2: 6}} if leaves else {}
+    with deaf(at=call if rank == 1 else 0) as times:
+        found = member(rank, size, address, SPARSE, timeout_s=NEVER_S, **options)
+        return {**found, "deaf": len(times)}
 
 
 def test_the_last_but_one_may_leave(ranks: Pool) -> None:
@@ -528,11 +521,9 @@ def _breaking(
         time.sleep(1.0 if broke or not admits else 0.0)
         commit(self, *given)
 
-    if rank == 1:
-        Membership.accept_agreement = late  # type: ignore[method-assign]
-    else:
-        Averaging.commit_ = slow  # type: ignore[method-assign]
-    try:
+    late_one = patch.object(Membership, "accept_agreement", late)
+    slow_one = patch.object(Averaging, "commit_", slow)
+    with late_one if rank == 1 else slow_one:
         founders = 2 if admits else 3
         with (
             tw.join(address, run="test", start_members=founders, timeout=TIMEOUT_S) as members,
@@ -551,8 +542,6 @@ def _breaking(
                 if rank == 0 and sync.step == 4:
                     Path(flag).touch()
             return broke, sync.step, longest_s, digest(sync)
-    finally:
-        Membership.accept_agreement, Averaging.commit_ = passed, commit  # type: ignore[method-assign]
 
 
 def _member_with(rank: int, size: int, address: str, config: Any, options: Any) -> Any:
@@ -586,19 +575,15 @@ def _leaving_at_the_end(rank: int, size: int, address: str) -> tuple[bool, int]:
 
 def _walled_off(rank: int, size: int, address: str, flag: str) -> Any:
     """The last one reaches the meeting place and the member that copies to it, but not all."""
-    made = membership.MemberGroups
 
     def refused(*args: Any) -> Any:
         time.sleep(1.0)
         raise PeerStalled("said so by the test")
 
-    if rank == size - 1:
-        membership.MemberGroups = refused  # type: ignore[assignment,misc]
     options = {"founders": size - 1, "flag": flag, "step_s": 0.05, "steps": 120}
-    try:
+    groups = refused if rank == size - 1 else membership.MemberGroups
+    with patch.object(membership, "MemberGroups", groups):
         return member(rank, size, address, SPARSE, **options)  # type: ignore[arg-type]
-    finally:
-        membership.MemberGroups = made  # type: ignore[misc]
 
 
 @pytest.mark.slow
@@ -613,7 +598,7 @@ def test_a_joiner_that_cannot_reach_all_ends_nobody_elses_run(ranks: Pool, tmp_p
 
 def _interrupted(rank: int, size: int, address: str) -> list[str]:
     """Threads that are left of a `join` that Ctrl-C ends."""
-    hello, before = membership.Membership.say_hello, set(threading.enumerate())
+    hello, before = Membership.say_hello, set(threading.enumerate())
 
     def interrupts(self: Membership, *given: Any) -> Any:
         number = hello(self, *given)
@@ -621,12 +606,11 @@ def _interrupted(rank: int, size: int, address: str) -> list[str]:
         return number
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    membership.Membership.say_hello = interrupts  # type: ignore[method-assign]
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            tw.join(address, run="test", start_members=2, timeout=30)
-    finally:
-        membership.Membership.say_hello = hello  # type: ignore[method-assign]
+    with (
+        patch.object(Membership, "say_hello", interrupts),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        tw.join(address, run="test", start_members=2, timeout=30)
     left = set(threading.enumerate()) - before
     return [thread.name for thread in left if "thinwire" in thread.name]
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import thinwire as tw
-from tests.api import Averaging, ElasticGroup, Membership, Pending, PendingAveraging, Recipient
+from tests.api import Averaging, ElasticGroup, Pending, PendingAveraging
 from tests.members.places import meeting_place, met
-from tests.members.training import PHASES, TIMEOUT_S, die, digest, interrupt, model, wait_for
+from tests.members.training import PHASES, TIMEOUT_S, deaf, digest, model, wait_for
 from tests.ranks import Lost, Pool, Raised
 from tests.sharded.models import mesh_of
 from tests.waiting import PATIENCE_S
@@ -73,14 +73,6 @@ def site(
     wait_for(str(flag) if number >= founders else "")
     store = dist.FileStore(f"{folder}/site-{number}", SHARDS)
     dist.init_process_group("gloo", store=store, rank=shard, world_size=SHARDS)
-    undo = [(k, n, getattr(k, n)) for k, n, _ in PHASES.values()] + [
-        (Recipient, "receive", Recipient.receive)
-    ]
-    if fault is not None and fault["rank"] == rank and fault["phase"] in PHASES:
-        kind, name, before = PHASES[fault["phase"]]
-        interrupt(kind, name, before=before, at=fault["at"], act=die)
-    if fault is not None and fault["rank"] == rank and fault["phase"] == "taking":
-        interrupt(Recipient, "receive", before=True, at=fault["at"], act=die)
     try:
         mesh = mesh_of(1, SHARDS)
         net = net_of(0 if one_start else number, mesh)
@@ -123,8 +115,6 @@ def site(
                 "stats": stats,
             }
     finally:
-        for kind, name, method in undo:
-            setattr(kind, name, method)
         dist.destroy_process_group()
 
 
@@ -280,22 +270,8 @@ def test_what_one_shard_has_not_heard_it_is_told(ranks: Pool, tmp_path: Path) ->
 
 
 def _deaf(rank: int, size: int, address: str, folder: str) -> Any:
-    passed, calls, deaf = Membership.accept_agreement, 0, 0
-
-    def not_passed(self: Membership, number: int, vote: int, answers: Any) -> bool:
-        nonlocal calls, deaf
-        calls += 1
-        if rank == 3 and calls == 9:
-            deaf += 1
-            self.report_broken(number, "told so by the test")
-            self.wait_for_next(number)
-        return passed(self, number, vote, answers)
-
-    Membership.accept_agreement = not_passed  # type: ignore[method-assign]
-    try:
-        return {**site(rank, size, address, folder, SPARSE), "deaf": deaf}
-    finally:
-        Membership.accept_agreement = passed  # type: ignore[method-assign]
+    with deaf(at=9 if rank == 3 else 0) as times:
+        return {**site(rank, size, address, folder, SPARSE), "deaf": len(times)}
 
 
 def one_bad_message(rank: int, size: int, address: str, folder: str) -> tuple[str, bool]:

@@ -1,19 +1,22 @@
 """Members that train, for tests: each in a process of its own, with a fault where it is told."""
 
 import hashlib
+import itertools
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 import thinwire as tw
-from tests.api import Averager, Averaging, Channel, PendingAveraging, Recipient
+from tests.api import Averager, Averaging, Channel, Membership, PendingAveraging, Recipient
 from tests.waiting import time_out, until
 
 TIMEOUT_S = time_out(6.0)
@@ -76,6 +79,41 @@ def interrupt(kind: type, name: str, *, before: bool, at: int, act: Callable[[],
     setattr(kind, name, called)
 
 
+HOW = {"kill": die, "stop": stop}
+
+
+@contextmanager
+def faulty(rank: int, fault: dict[str, Any] | None) -> Iterator[dict[str, Any] | None]:
+    """Interrupt a call of this process if the fault is this rank's, which is then yielded."""
+    own = fault if fault is not None and fault["rank"] == rank else None
+    calls = {**PHASES, "taking": (Recipient, "receive", True), "giving": (Channel, "send", True)}
+    with ExitStack() as undo:
+        if own is not None and own["phase"] in calls:
+            kind, name, before = calls[own["phase"]]
+            undo.callback(setattr, kind, name, getattr(kind, name))
+            act = HOW[own.get("how", "kill")]
+            interrupt(kind, name, before=before, at=own["at"], act=act)
+        yield own
+
+
+@contextmanager
+def deaf(at: int) -> Iterator[list[int]]:
+    """Give a generation up just before this process accepts agreement number `at`, from 1; the
+    list holds the number once that has happened.
+    """
+    accept, calls, times = Membership.accept_agreement, itertools.count(1), list[int]()
+
+    def late(self: Membership, number: int, vote: int, answers: Any) -> bool:
+        if next(calls) == at:
+            times.append(at)
+            self.report_broken(number, "told so by the test")
+            self.wait_for_next(number)
+        return accept(self, number, vote, answers)
+
+    with patch.object(Membership, "accept_agreement", late):
+        yield times
+
+
 def wait_for(flag: str) -> None:
     """Until there is a file of this name; at once for an empty one."""
     until(lambda: not flag or Path(flag).exists(), f"the file {flag}")
@@ -115,77 +153,25 @@ def member(
     """
     founders = size if founders is None else founders
     wait_for(flag if rank >= founders else "")
-    undo = [(k, n, getattr(k, n)) for k, n, _ in PHASES.values()]
-    undo += [(Recipient, "receive", Recipient.receive), (Channel, "send", Channel.send)]
-    if fault is not None and fault["rank"] == rank and fault["phase"] in PHASES:
-        kind, name, before = PHASES[fault["phase"]]
-        how = {"kill": die, "stop": stop}[fault["how"]]
-        interrupt(kind, name, before=before, at=fault["at"], act=how)
-    if fault is not None and fault["rank"] == rank and fault["phase"] == "taking":
-        interrupt(Recipient, "receive", before=True, at=fault["at"], act=die)
-    if fault is not None and fault["rank"] == rank and fault["phase"] == "giving":
-        interrupt(Channel, "send", before=True, at=fault["at"], act=die)
-    try:
-        return _trained(
-            rank,
-            address,
-            config,
-            steps=steps,
-            min_members=min_members,
-            start_members=founders,
-            flag=Path(flag) if flag and rank == 0 else None,
-            flag_at=flag_at,
-            fault=fault if fault is not None and fault["rank"] == rank else None,
-            leave_at=(leave_at or {}).get(rank),
-            stop_at=(stop_at or {}).get(rank),
-            step_s=step_s,
-            token_file=token_file,
-            until_size=until_size,
-            timeout_s=timeout_s,
-            relay=relay,
-            ca=ca,
-        )
-    finally:
-        for kind, name, method in undo:
-            setattr(kind, name, method)
-
-
-def _trained(
-    rank: int,
-    address: str,
-    config: tw.LocalSGD,
-    *,
-    steps: int,
-    min_members: int,
-    start_members: int,
-    flag: Path | None,
-    flag_at: int,
-    fault: dict[str, Any] | None,
-    leave_at: int | None,
-    stop_at: int | None,
-    step_s: float,
-    token_file: str | None,
-    until_size: int,
-    timeout_s: float,
-    relay: bool,
-    ca: str | None,
-) -> dict[str, Any]:
     net = model(rank)
     optimizer = torch.optim.AdamW(net.parameters(), 2e-3)
     batches = torch.Generator().manual_seed(rank)
     rounds: dict[int, tuple[str, int, int]] = {}
     longest_s, entered = 0.0, -1
     changes: list[tuple[int, int]] = []
-    with tw.join(
-        address,
-        run="test",
-        token_file=token_file,
-        min_members=min_members,
-        start_members=start_members,
-        timeout=timeout_s,
-        relay=relay,
-        ca=ca,
-    ) as members:
+    with (
+        faulty(rank, fault) as own,
+        tw.join(
+            address,
+            run="test",
+            token_file=token_file,
+            min_members=min_members,
+            start_members=founders,
+            timeout=timeout_s,
+            relay=relay,
+            ca=ca,
+        ) as members,
+    ):
         members.on_change(lambda now: changes.append((now.generation, now.size)))
         with tw.local_sgd(net, optimizer, config, members=members) as sync:
             entered, end = sync.step, MOST_STEPS if until_size else steps
@@ -195,14 +181,14 @@ def _trained(
                 loss = (net(x) - x.roll(1, 1)).square().mean()
                 optimizer.zero_grad()
                 loss.backward()
-                if fault is not None and fault["phase"] == "step" and sync.step == fault["at"]:
-                    {"kill": die, "stop": stop}[fault["how"]]()
-                if sync.step == leave_at:
+                if own is not None and own["phase"] == "step" and sync.step == own["at"]:
+                    HOW[own["how"]]()
+                if sync.step == (leave_at or {}).get(rank):
                     members.leave()
-                if sync.step == stop_at:
+                if sync.step == (stop_at or {}).get(rank):
                     stop_for(TIMEOUT_S + 6)
-                if flag is not None and sync.step == flag_at:
-                    flag.touch()
+                if flag and rank == 0 and sync.step == flag_at:
+                    Path(flag).touch()
                 begun = time.monotonic()
                 optimizer.step()
                 longest_s = max(longest_s, time.monotonic() - begun)
