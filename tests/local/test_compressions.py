@@ -3,6 +3,7 @@ that is applied."""
 
 from collections import defaultdict
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -147,8 +148,7 @@ def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tupl
 
     from tests.api import ranks, updates
 
-    ranks.Group = Counting  # type: ignore[misc]
-    try:
+    with patch.object(ranks, "Group", Counting):
         model, optimizer = bag()
         told = compression_of(compression, dgc)
         assert told is not None
@@ -167,8 +167,6 @@ def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tupl
                     ]
                     predicted = sent_bytes(told, step, taken, size, rank) if taken else 0
                     pairs.append((sum(gathered), predicted))
-    finally:
-        ranks.Group = Group  # type: ignore[misc]
     return pairs
 
 

@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -136,16 +137,14 @@ def test_ranks_on_their_own_become_nodes(ranks: Pool, name: str) -> None:
 
 
 def width(rank: int, size: int, config: Any, local: int) -> int:
-    os.environ |= {"LOCAL_WORLD_SIZE": str(local), "WORLD_SIZE": str(size)}
-    os.environ["GROUP_WORLD_SIZE"] = str(size // local)
-    try:
-        model, optimizer = bag()
-        with tw.local_sgd(model, optimizer, config) as sync:
-            sources = sync._averager.sources
-            return sources.node_size if isinstance(sources, Nodes) else 1
-    finally:
-        for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE"):
-            del os.environ[name]
+    launcher = {"LOCAL_WORLD_SIZE": local, "WORLD_SIZE": size, "GROUP_WORLD_SIZE": size // local}
+    model, optimizer = bag()
+    with (
+        patch.dict(os.environ, {name: str(value) for name, value in launcher.items()}),
+        tw.local_sgd(model, optimizer, config) as sync,
+    ):
+        sources = sync._averager.sources
+        return sources.node_size if isinstance(sources, Nodes) else 1
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -406,21 +407,21 @@ def _last_to_hear(rank: int, size: int, address: str, folder: str, ends: str) ->
         self.wait_for_next(number)
         return passed(self, number, vote, answers)
 
-    try:
-        with tw.join(address, run="test", min_members=3, timeout=TIMEOUT_S) as members:
-            with tw.local_sgd(net, optimizer, config, members=members) as sync:
-                while sync.step < 8:
-                    optimizer.zero_grad()
-                    net(torch.randn(8, 24)).square().mean().backward()
-                    optimizer.step()
-                if rank == 2:
-                    Membership.accept_agreement = late  # type: ignore[method-assign]
-            if ends == "failed" and rank < 2:
-                raise RuntimeError("of the test")
-            return members.step, digest(sync)
-    finally:
-        Membership.accept_agreement = passed  # type: ignore[method-assign]
-        Path(folder, str(rank)).touch()
+    with ExitStack() as stack:
+        stack.callback(Path(folder, str(rank)).touch)
+        members = stack.enter_context(
+            tw.join(address, run="test", min_members=3, timeout=TIMEOUT_S)
+        )
+        with tw.local_sgd(net, optimizer, config, members=members) as sync:
+            while sync.step < 8:
+                optimizer.zero_grad()
+                net(torch.randn(8, 24)).square().mean().backward()
+                optimizer.step()
+            if rank == 2:
+                stack.enter_context(patch.object(Membership, "accept_agreement", late))
+        if ends == "failed" and rank < 2:
+            raise RuntimeError("of the test")
+        return members.step, digest(sync)
 
 
 @pytest.mark.parametrize("case", ["one after another", "closed inside", "forgotten"])
@@ -464,23 +465,24 @@ def _ending(rank: int, size: int, address: str, folder: str, case: str) -> tuple
             raise PeerStalled("told so by the test")
         return connect_all(*given)
 
-    try:
-        with tw.join(address, run="test", min_members=3, timeout=TIMEOUT_S) as members:
-            engine = strategy.prepare(net, optimizer, torch.nn.MSELoss(), members=members)
-            for step in range(1, last[case][rank] + 1):
-                if case == "forgotten" and rank and step == 8:
-                    Membership.accept_agreement, membership.MemberGroups = late, cut  # type: ignore[method-assign,misc,assignment]
-                x = torch.randn(8, 24)
-                engine.train_step(x, x)
-            if case == "closed inside" and rank == 2:
-                members.close()
-                engine.flush()
-            values = [p.sum().item() for p in net.parameters()] if case == "forgotten" else []
-            return members.step, tuple(values)
-    finally:
-        Membership.accept_agreement, membership.MemberGroups = passed, connect_all  # type: ignore[method-assign,misc]
+    with ExitStack() as stack:
         if rank == 0:
-            Path(folder, "gone").touch()
+            stack.callback(Path(folder, "gone").touch)
+        members = stack.enter_context(
+            tw.join(address, run="test", min_members=3, timeout=TIMEOUT_S)
+        )
+        engine = strategy.prepare(net, optimizer, torch.nn.MSELoss(), members=members)
+        for step in range(1, last[case][rank] + 1):
+            if case == "forgotten" and rank and step == 8:
+                stack.enter_context(patch.object(Membership, "accept_agreement", late))
+                stack.enter_context(patch.object(membership, "MemberGroups", cut))
+            x = torch.randn(8, 24)
+            engine.train_step(x, x)
+        if case == "closed inside" and rank == 2:
+            members.close()
+            engine.flush()
+        values = [p.sum().item() for p in net.parameters()] if case == "forgotten" else []
+        return members.step, tuple(values)
 
 
 @pytest.mark.slow

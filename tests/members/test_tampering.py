@@ -2,6 +2,7 @@
 changes nothing."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -46,12 +47,11 @@ def train(
 
         return Pending(rows)
 
-    ElasticGroup.all_gather = all_gather  # type: ignore[method-assign]
-    ElasticGroup.launch_now = launch_now  # type: ignore[method-assign]
     net, told, digests = model(0), "", []
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     try:
         with (
+            patch.multiple(ElasticGroup, all_gather=all_gather, launch_now=launch_now),
             tw.join(address, run="test", token_file=token_file, min_members=size) as members,
             tw.local_sgd(net, optimizer, CONFIG, members=members, digest_every=0) as sync,
         ):
@@ -78,9 +78,6 @@ def train(
                 raise PayloadCorrupt(told)
     except PayloadCorrupt:
         assert told
-    finally:
-        ElasticGroup.all_gather = given  # type: ignore[method-assign]
-        ElasticGroup.launch_now = agreed  # type: ignore[method-assign]
     return {
         "place": place,
         "told": told,

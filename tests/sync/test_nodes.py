@@ -5,6 +5,7 @@ import copy
 import os
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -72,12 +73,8 @@ def run_net(
 def launched_by(
     rank: int, size: int, environment: dict[str, str], options: dict[str, Any]
 ) -> dict[str, Any]:
-    os.environ.update(environment)
-    try:
+    with patch.dict(os.environ, environment):
         return run_net(rank, size, False, 5, options)
-    finally:
-        for key in environment:
-            del os.environ[key]
 
 
 @pytest.mark.slow
@@ -206,18 +203,11 @@ def test_a_rank_that_dies_is_lost_on_all_others(
 def launched(
     rank: int, size: int, environment: dict[str, str], given: int | None
 ) -> tuple[int, str]:
-    kept = {
-        key: os.environ.pop(key, None)
-        for key in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "WORLD_SIZE")
-    }
-    os.environ.update(environment)
-    try:
-        return node_size_of(Group().global_ranks, given)
-    finally:
-        for key, value in kept.items():
+    with patch.dict(os.environ):
+        for key in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "WORLD_SIZE"):
             os.environ.pop(key, None)
-            if value is not None:
-                os.environ[key] = value
+        os.environ.update(environment)
+        return node_size_of(Group().global_ranks, given)
 
 
 @pytest.mark.parametrize(
@@ -250,11 +240,8 @@ def some_ranks_of_a_machine(rank: int, size: int) -> tuple[int, str] | None:
     members = torch.distributed.new_group([0, 2, 3])
     if rank == 1:
         return None
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    try:
+    with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
         return node_size_of(Group(members).global_ranks, None)
-    finally:
-        del os.environ["LOCAL_WORLD_SIZE"]
 
 
 def test_ranks_that_are_no_whole_machines_stay_flat(ranks: Pool) -> None:
