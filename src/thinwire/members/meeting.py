@@ -68,7 +68,8 @@ def connect(
     patience_s = min(limit_s, _GREETING_S)
     try:
         left_s = max(limit_s - (time.monotonic() - begun), 0.0)
-        store = within(left_s, lambda: _client(host, timeout), name=_THREAD)
+        where = host.host, host.port, None, False, timeout
+        store = within(left_s, lambda: TCPStore(*where, wait_for_workers=False), name=_THREAD)
         session = within(
             patience_s + _SLACK_S,
             lambda: _checked_session(store, token, host, timedelta(seconds=patience_s), run),
@@ -85,8 +86,9 @@ def connect(
             f"`thinwire host --bind {host}`"
         ) from None
     except DistError as error:
+        first_line = str(error).strip().partition("\n")[0]
         raise PeerLost(
-            f"tcp://{host} closed the connection: {_first_line(error)}. Has `thinwire host` ended?"
+            f"tcp://{host} closed the connection: {first_line}. Has `thinwire host` ended?"
         ) from error
     return run_store(store, run, token, session)
 
@@ -192,10 +194,6 @@ def _local_address(host: Address, until: float) -> str:
     raise AssertionError(f"{host.host} has been found without an address")
 
 
-def _client(host: Address, timeout: timedelta) -> TCPStore:
-    return TCPStore(host.host, host.port, None, False, timeout, wait_for_workers=False)
-
-
 def _checked_session(
     store: TCPStore, token: bytes | None, host: Address, patience: timedelta, run: str
 ) -> str:
@@ -231,10 +229,6 @@ def _host_store(store: Store, token: bytes | None) -> AuthenticatedStore:
     return AuthenticatedStore(
         store, None if token is None else derived_key(token, "place"), _PREFIX
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 _TIMEOUT: Final = timedelta(seconds=5)

@@ -346,7 +346,9 @@ class Membership:
             self.generation.groups.disconnect()
 
     def _meet(self) -> None:
-        number, first_generation, begun, enough_s = self._latest(), -1, 0.0, math.inf
+        hint = self.kv.get("gen")
+        number = self._latest_from(-1 if hint is None else int(hint))
+        first_generation, begun, enough_s = -1, 0.0, math.inf
         if self._founders:
             self._follow_founders(self._founders, number)
             return
@@ -429,10 +431,6 @@ class Membership:
     def _is_silent(self) -> bool:
         # members that are connecting send no heartbeat
         return time.monotonic() - self._last_alive_s > self._silence_s
-
-    def _latest(self) -> int:
-        hint = self.kv.get("gen")
-        return self._latest_from(-1 if hint is None else int(hint))
 
     def _latest_from(self, number: int) -> int:
         while self.kv.has(f"members/{number + 1}"):
@@ -519,7 +517,8 @@ class Membership:
                 return
             value = self.kv.get(f"members/{now.number + 1}")
             if value is not None:  # the others have received an agreement that this member has not
-                self._enter_next(Decision.from_dict(value))
+                self._freeze(now)
+                self._enter(now.number + 1, Decision.from_dict(value))
                 return
             if now.rank == 0:
                 self._check_joiners()
@@ -608,12 +607,6 @@ class Membership:
             decision = Decision(ids, continuing, self.votes, self._answers)
         value = self.kv.put_if_absent(f"members/{number + 1}", decision.to_dict())
         self._enter(number + 1, Decision.from_dict(value))
-
-    def _enter_next(self, decision: Decision) -> None:
-        old = self.generation
-        assert old is not None, "entered"
-        self._freeze(old)
-        self._enter(old.number + 1, decision)
 
     def _freeze(self, old: Generation) -> None:
         """Accept no further agreement of a generation, and end all waits in it."""
