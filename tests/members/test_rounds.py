@@ -256,7 +256,7 @@ def test_one_that_was_stopped_finds_itself_evicted(ranks: Pool, tmp_path: Path) 
     [
         pytest.param("killed", "killed", marks=pytest.mark.slow),
         pytest.param("left", "left", marks=pytest.mark.slow),
-        ("left", "another run"),
+        ("left", "another"),
     ],
 )
 def test_a_run_of_which_nobody_is_left_begins_anew_from_the_last_copy(
