@@ -13,22 +13,21 @@ from thinwire.tools.compare.strategies import strategy_text
 from thinwire.tools.compare.tables import Table, tables
 from thinwire.tools.report.page import (
     FRAMES,
-    Axis,
     Frame,
     bytes_text,
     cell,
     copied,
     definitions,
     grid,
+    legend,
     loss_text,
     mark,
+    named,
     page_of,
-    sample,
     stroke,
     svg,
     table_of,
     table_row,
-    text_at,
     value_text,
     write_page,
 )
@@ -120,7 +119,7 @@ def _table(table: Table, results: Results) -> str:
             cell(column.whole_label, column.texts[row], _BEST if row in column.best else "")
             for column in table.columns
         ]
-        rows.append(table_row(f"{sample(row)}{escape(run.strategy)}", "".join(cells)))
+        rows.append(table_row(named(row, run.strategy), "".join(cells)))
     note = _STEP_NOTE
     if table.title == "Result":
         note = _RESULT_NOTE
@@ -141,12 +140,9 @@ def _plot(results: Results, title: str, axis: str, label: str, caption: str) -> 
     drawings = loss_plots(results, axis, label)
     if not drawings:
         return ""
-    names = "".join(
-        f"<li>{sample(number)}{escape(run.strategy)}</li>"
-        for number, run in enumerate(results.strategies)
-    )
-    note = f"<figcaption>{caption}</figcaption>" if caption else ""
-    return f'<h2>{title}</h2>\n<figure><ul class="legend">{names}</ul>\n{drawings}\n{note}</figure>'
+    names = legend(run.strategy for run in results.strategies)
+    note = f"<figcaption>{caption}</figcaption>"
+    return f"<h2>{title}</h2>\n<figure>{names}\n{drawings}\n{note}</figure>"
 
 
 def _to_use(results: Results) -> list[str]:
@@ -199,23 +195,18 @@ def _drawing(
     drawn = [*lines.values(), *(curve for curves in single for curve in curves)]
     points = [point for line in drawn for point in line]
     logarithmic = axis == "library_bytes"
-    x = Axis.around(
-        [getattr(point, axis) for point in points],
-        frame.left,
-        frame.width - frame.right,
-        logarithmic=logarithmic,
-    )
+    x = frame.x_axis([getattr(point, axis) for point in points], logarithmic=logarithmic)
     # the loss before training is far above the rest: lines come in over the upper edge
     later = [point.loss for line in lines.values() for point in line if point.step > 0]
     losses = later or [point.loss for point in points]
-    y = Axis.around(losses, frame.height - frame.bottom, frame.top, margin=0.06)
+    y = frame.y_axis(losses, margin=0.06)
 
     def placed(line: Sequence[Point]) -> list[tuple[float, float]]:
         return [(x.pixel(getattr(point, axis)), y.pixel(point.loss)) for point in line]
 
     form: Callable[[float], str] = bytes_text if logarithmic else "{:,g}".format
     parts = [
-        *grid(frame, x, y, form),
+        *grid(frame, x, y, form, label, loss),
         *(
             _thin(number, placed(line), y.end)
             for number, curves in enumerate(single)
@@ -224,10 +215,6 @@ def _drawing(
         *(
             _series(number, name, line, placed(line), y.end)
             for number, (name, line) in enumerate(lines.items())
-        ),
-        text_at(frame.left - 6, 14, loss, "start", "name"),
-        text_at(
-            (frame.left + frame.width - frame.right) / 2, frame.height - 6, label, "middle", "name"
         ),
     ]
     title = f"Held-out loss against {label}, one line per strategy: {', '.join(lines)}"

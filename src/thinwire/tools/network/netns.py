@@ -414,8 +414,6 @@ def network(workers: int, link: Link) -> Iterator[Network]:
         hub_fd, worker_fds = fds[0], tuple(fds[1:])
         addresses = tuple(f"{_PREFIX}{rank + 1}" for rank in range(workers))
         if link.latency_s:
-            from thinwire.tools.network.netns import delayed_links
-
             stack.enter_context(delayed_links(hub_fd, worker_fds, addresses, link))
         else:
             inside(hub_fd, lambda: _build_bridge(worker_fds, link))

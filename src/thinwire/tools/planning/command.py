@@ -25,16 +25,16 @@ from thinwire.tools.planning.plan import plan as predicted
 from thinwire.tools.planning.work import FORMAT
 from thinwire.tools.report.page import (
     FRAMES,
-    Axis,
     Frame,
     bytes_text,
     cell,
     copied,
     definitions,
     grid,
+    legend,
     mark,
+    named,
     page_of,
-    sample,
     svg,
     table_of,
     table_row,
@@ -88,7 +88,6 @@ def render(plan: Plan, command: str) -> str:
     """Return the plan as one HTML page."""
     rows = plan.best()
     first, _, rest = plan.reason.partition(": ")
-    legend = "".join(f"<li>{sample(i)}{escape(row.name)}</li>" for i, row in enumerate(rows))
     return page_of(
         f"thinwire plan: {plan.recommended}",
         len(rows),
@@ -105,7 +104,7 @@ def render(plan: Plan, command: str) -> str:
             "<h2>Time of a step, by part</h2>",
             "<figure>" + "\n".join(_bars(frame, rows) for frame in FRAMES) + "</figure>",
             "<h2>Time to a loss against bytes</h2>",
-            f'<figure><ul class="legend">{legend}</ul>\n'
+            f"<figure>{legend(row.name for row in rows)}\n"
             + "\n".join(_points(frame, rows, plan.strategies) for frame in FRAMES)
             + "\n<figcaption>Dense is at 1 on the vertical axis; both axes are logarithmic. Small "
             "dots are the other settings. Heights follow the loss above dense's; if a strategy "
@@ -154,7 +153,7 @@ def _line(link: Mapping[str, Any]) -> str:
 
 def _table(rows: Sequence[Row]) -> str:
     body = [
-        table_row(f"{sample(number)}{escape(row.name)}", "".join(map(cell, _HEADS, cells(row))))
+        table_row(named(number, row.name), "".join(map(cell, _HEADS, cells(row))))
         for number, row in enumerate(rows)
     ]
     return table_of("The best setting of every strategy", list(map(escape, _HEADS)), body)
@@ -207,24 +206,15 @@ def _bars(frame: Frame, rows: Sequence[Row]) -> str:
 
 
 def _points(frame: Frame, rows: Sequence[Row], others: Sequence[Row]) -> str:
-    x = Axis.around(
-        [row.bytes_per_step for row in others],
-        frame.left,
-        frame.width - frame.right,
-        logarithmic=True,
-    )
-    y = Axis.around(
-        [row.time_to_dense_loss for row in others],
-        frame.height - frame.bottom,
-        frame.top,
-        logarithmic=True,
-    )
+    x = frame.x_axis([row.bytes_per_step for row in others], logarithmic=True)
+    y = frame.y_axis([row.time_to_dense_loss for row in others], logarithmic=True)
     dots = "".join(
         f"M{x.pixel(row.bytes_per_step):.1f} {y.pixel(row.time_to_dense_loss):.1f}h0"
         for row in others
     )
+    names = ("bytes that a rank sends in a step", "time to dense's loss, dense = 1")
     parts = [
-        *grid(frame, x, y, bytes_text),
+        *grid(frame, x, y, bytes_text, *names),
         f'<path d="{dots}" stroke="var(--soft)" stroke-width="3" stroke-linecap="round" '
         'stroke-opacity="0.45"/>',
         *(
@@ -238,14 +228,6 @@ def _points(frame: Frame, rows: Sequence[Row], others: Sequence[Row]) -> str:
             )
             + "</g>"
             for number, row in enumerate(rows)
-        ),
-        text_at(frame.left - 6, 14, "time to dense's loss, dense = 1", "start", "name"),
-        text_at(
-            (frame.left + frame.width - frame.right) / 2,
-            frame.height - 6,
-            "bytes that a rank sends in a step",
-            "middle",
-            "name",
         ),
     ]
     return svg(frame, "Time to a loss against bytes, a mark for each strategy", parts)

@@ -112,6 +112,18 @@ class Frame:
     x_ticks: int = 8
     y_ticks: int = 6
 
+    def x_axis(self, values: Sequence[float], *, logarithmic: bool) -> Axis:
+        """Return the horizontal axis for these values."""
+        right = self.width - self.right
+        return Axis.around(values, self.left, right, logarithmic=logarithmic)
+
+    def y_axis(
+        self, values: Sequence[float], *, logarithmic: bool = False, margin: float = 0.03
+    ) -> Axis:
+        """Return the vertical axis for these values."""
+        bottom = self.height - self.bottom
+        return Axis.around(values, bottom, self.top, logarithmic=logarithmic, margin=margin)
+
 
 FRAMES = (Frame("wide", 920, 380), Frame("narrow", 380, 320, x_ticks=4, y_ticks=5))
 
@@ -123,6 +135,17 @@ def sample(number: int) -> str:
         f'<g transform="translate(14 7)" fill="var(--series-{number})">{_SHAPES[_look(number)]}</g>'
     )
     return f'<svg class="sample" viewBox="0 0 28 14" aria-hidden="true">{line}{mark}</svg>'
+
+
+def legend(names: Iterable[str]) -> str:
+    """Return the list of strategies, each with its line and mark."""
+    items = "".join(f"<li>{named(number, name)}</li>" for number, name in enumerate(names))
+    return f'<ul class="legend">{items}</ul>'
+
+
+def named(number: int, name: str) -> str:
+    """Return the name of strategy `number` behind its sample."""
+    return f"{sample(number)}{escape(name)}"
 
 
 def mark(number: int, x: float, y: float, values: str) -> str:
@@ -155,8 +178,10 @@ def svg(frame: Frame, title: str, parts: Sequence[str]) -> str:
     )
 
 
-def grid(frame: Frame, x: Axis, y: Axis, form: Callable[[float], str]) -> list[str]:
-    """Return lines and labels of both axes; `form` formats the horizontal values."""
+def grid(
+    frame: Frame, x: Axis, y: Axis, form: Callable[[float], str], x_name: str, y_name: str
+) -> list[str]:
+    """Return lines, labels and names of both axes; `form` formats the horizontal values."""
     right, bottom = frame.width - frame.right, frame.height - frame.bottom
     rules = [f"M{frame.left:g} {y.pixel(tick):.1f}H{right:g}" for tick in y.ticks(frame.y_ticks)]
     rules += [f"M{x.pixel(tick):.1f} {frame.top:g}V{bottom:g}" for tick in x.ticks(frame.x_ticks)]
@@ -172,6 +197,8 @@ def grid(frame: Frame, x: Axis, y: Axis, form: Callable[[float], str]) -> list[s
         f'<path class="grid" d="{"".join(rules)}"/>',
         f'<path class="edge" d="{edge}"/>',
         *texts,
+        text_at(frame.left - 6, 14, y_name, "start", "name"),
+        text_at((frame.left + right) / 2, frame.height - 6, x_name, "middle", "name"),
     ]
 
 
