@@ -124,20 +124,3 @@ def test_more_non_finite_values_than_are_sent_and_an_overflowing_sum_are_noticed
     assert not propose(grad / 0, residual, None, 3, FoldRule(0.0)).finite
     grad[5] = residual[5] = 3e38
     assert not propose(grad, residual, None, 3, FoldRule(0.0)).finite
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        (lambda g, v, u: (g[:-1], v, u), "grad has shape"),
-        (lambda g, v, u: (g, v.half(), u), "residual is torch.float16"),
-        (lambda g, v, u: (g.long(), v, u), "grad is torch.int64"),
-        (lambda g, v, u: (g, v, u.double()), "momentum_buffer is torch.float64"),
-        (lambda g, v, u: (g, v.view(2, 5), u), "grad has shape|residual has shape"),
-        (lambda g, v, u: (torch.zeros(20)[::2], v, u), "contiguous"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(change, complaint):
-    tensors = change(*state(10))
-    with pytest.raises(ValueError, match=complaint):
-        propose(*tensors, 1, FoldRule(0.9))

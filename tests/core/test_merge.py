@@ -39,11 +39,6 @@ def test_the_parts_are_left_alone():
     assert part[1].tolist() == [1.0, 2.0]
 
 
-def test_no_parts_are_refused():
-    with pytest.raises(ValueError, match="parts is empty"):
-        sum_sparse([], torch.float32)
-
-
 PIECE = 1 << 17
 """float32 entries of a piece that is read while it is in the cache."""
 

@@ -263,7 +263,7 @@ def test_a_damaged_file_is_made_anew_once_with_a_warning(starts, warm_cache, tmp
     path.write_bytes(DAMAGE[kind](path.read_bytes()))
     first, second = starts.run(LARS, cache), starts.run(LARS, cache)
     assert first.count("WARNING") == 1
-    assert f"{the_loop(cache)} is not used" in first
+    assert f"{the_loop(cache)} is ignored" in first
     assert "compiled 1 loops" in first
     assert second == ""
 
@@ -303,7 +303,7 @@ def test_what_others_can_write_is_not_run(starts, warm_cache, tmp_path, kind):
             assert f"cannot be cached in {path.parent} ({why})" in output
             assert re.search(r"compiled \d+ loops", output)
     else:
-        assert f"{path} is not used ({why}): the loop is compiled again" in first
+        assert f"{path} is ignored ({why}): the loop is compiled again" in first
         assert "compiled 1 loops" in first
         assert second == ""
 

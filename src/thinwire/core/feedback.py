@@ -81,19 +81,14 @@ def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[Proposal]:
         Positions and values, and a flag: all numbers were finite. Of equal magnitudes the lowest
         positions.
 
-    Raises:
-        ValueError: Shapes or dtypes do not fit, as of a state that was loaded.
-
     >>> fold = Fold(torch.tensor([3.0, -5.0, 1.0]), torch.zeros(3), None, 0.0, False)
     >>> propose_list([fold], [2])[0].indices
     tensor([0, 1])
 
     Source: arXiv 1712.01887, algorithms 1 and 4. Differs: exact selection.
     """
-    for fold in folds:
-        _check_state(fold.grad, fold.residual, fold.momentum_buffer)
-    kernels = for_device(folds[0].residual.device if folds else torch.device("cpu"))
-    return [Proposal(*found) for found in kernels.propose_list(folds, ks)]
+    found = for_device(folds[0].residual.device).propose_list(folds, ks)
+    return [Proposal(*one) for one in found]
 
 
 def commit_list_(
@@ -106,8 +101,8 @@ def commit_list_(
 
     Args:
         folds: Those of the proposal, gradients unchanged since.
-        sent: Per tensor S, shape (j,), int64, strictly ascending from 0 to n - 1 (which is not
-            checked), and the values that receivers decode at S, float32 or float64.
+        sent: Per tensor S, shape (j,), int64, strictly ascending from 0 to n - 1, and the values
+            that receivers decode at S, float32 or float64.
         seeds: 0 to 2^32 - 1, a different one in every step and for every tensor; see
             `rounding_seed`. Without effect where u and v are wider than bfloat16.
 
@@ -119,27 +114,7 @@ def commit_list_(
     >>> residual
     tensor([ 3., -1.,  1.])
     """
-    device = folds[0].residual.device if folds else torch.device("cpu")
-    for_device(device).commit_list_(folds, sent, seeds)
-
-
-def _check_state(grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None) -> None:
-    if residual.dtype not in {torch.float32, torch.float64, torch.bfloat16}:
-        raise ValueError(f"residual is {residual.dtype}; float32, float64 or bfloat16 is needed")
-    if not grad.is_floating_point():
-        raise ValueError(f"grad is {grad.dtype}; a floating-point type is needed")
-    length = (residual.numel(),)
-    for name, x in {"grad": grad, "residual": residual, "momentum_buffer": momentum_buffer}.items():
-        if x is not None and (x.shape != length or not x.is_contiguous()):
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}; it must be flat, contiguous and as long as "
-                "residual"
-            )
-    if momentum_buffer is not None and momentum_buffer.dtype != residual.dtype:
-        raise ValueError(
-            f"momentum_buffer is {momentum_buffer.dtype}; it must be {residual.dtype} as residual "
-            "is"
-        )
+    for_device(folds[0].residual.device).commit_list_(folds, sent, seeds)
 
 
 def rounding_seed(step: int, key: int) -> int:
