@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -97,6 +97,21 @@ def integer(
             f"{name} must be an integer{_bounds(at_least, None, at_most, None)}, got {shown(value)}"
         )
     return number
+
+
+def set_fields(
+    config: object, kind: Callable[..., float], *names: str, **limits: float | None
+) -> None:
+    """Replace fields of a frozen dataclass by their values as `kind` returns them.
+
+    Args:
+        config: The dataclass, in its `__post_init__`.
+        kind: `real` or `integer`.
+        names: Fields within the same limits.
+        limits: Of `kind`.
+    """
+    for name in names:
+        object.__setattr__(config, name, kind(name, getattr(config, name), **limits))
 
 
 def boolean(name: str, value: object) -> bool:

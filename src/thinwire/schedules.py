@@ -131,7 +131,7 @@ class Constant(Schedule):
     value: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "value", check.real("value", self.value, at_least=0))
+        check.set_fields(self, check.real, "value", at_least=0)
 
     def value_at(self, step: int) -> float:
         """See `Schedule.value_at`."""
@@ -191,11 +191,8 @@ class _Decay(Schedule):
     staircase: bool
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", check.real("lr", self.lr, above=0))
-        object.__setattr__(self, "decay_rate", check.real("decay_rate", self.decay_rate, above=0))
-        object.__setattr__(
-            self, "decay_steps", check.integer("decay_steps", self.decay_steps, at_least=1)
-        )
+        check.set_fields(self, check.real, "lr", "decay_rate", above=0)
+        check.set_fields(self, check.integer, "decay_steps", at_least=1)
         check.boolean("staircase", self.staircase)
 
     def _decays(self, step: int) -> float:
@@ -301,11 +298,9 @@ class CosineDecay(Schedule):
     decay_steps: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "min_lr", check.real("min_lr", self.min_lr, at_least=0))
-        object.__setattr__(self, "max_lr", check.real("max_lr", self.max_lr))
-        object.__setattr__(
-            self, "decay_steps", check.integer("decay_steps", self.decay_steps, at_least=1)
-        )
+        check.set_fields(self, check.real, "min_lr", at_least=0)
+        check.set_fields(self, check.real, "max_lr")
+        check.set_fields(self, check.integer, "decay_steps", at_least=1)
         if self.max_lr <= self.min_lr:
             raise ValueError(
                 f"max_lr must be larger than min_lr ({self.min_lr}), got {self.max_lr}"
@@ -343,12 +338,9 @@ class PolynomialDecay(Schedule):
     update_decay_steps: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", check.real("lr", self.lr, above=0))
-        object.__setattr__(self, "end_lr", check.real("end_lr", self.end_lr, at_least=0))
-        object.__setattr__(
-            self, "decay_steps", check.integer("decay_steps", self.decay_steps, at_least=1)
-        )
-        object.__setattr__(self, "power", check.real("power", self.power, above=0))
+        check.set_fields(self, check.real, "lr", "power", above=0)
+        check.set_fields(self, check.real, "end_lr", at_least=0)
+        check.set_fields(self, check.integer, "decay_steps", at_least=1)
         check.boolean("update_decay_steps", self.update_decay_steps)
 
     def value_at(self, step: int) -> float:
@@ -379,10 +371,8 @@ class WarmUp(Schedule):
     warmup_steps: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", check.real("lr", self.lr, at_least=0))
-        object.__setattr__(
-            self, "warmup_steps", check.integer("warmup_steps", self.warmup_steps, at_least=1)
-        )
+        check.set_fields(self, check.real, "lr", at_least=0)
+        check.set_fields(self, check.integer, "warmup_steps", at_least=1)
 
     def value_at(self, step: int) -> float:
         """See `Schedule.value_at`."""
@@ -446,7 +436,7 @@ class _Then(Schedule):
 
     def __post_init__(self) -> None:
         check.instance("schedule", self.second, Schedule)
-        object.__setattr__(self, "at", check.integer("at", self.at, at_least=0))
+        check.set_fields(self, check.integer, "at", at_least=0)
 
     def value_at(self, step: int) -> float:
         return self.first(step) if step < self.at else self.second(step - self.at)

@@ -23,7 +23,6 @@ at 2^24.
 import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -95,11 +94,10 @@ class DGC(ErrorsOnly):
     exchange: str = "auto"
 
     def __post_init__(self) -> None:
-        set_ = partial(object.__setattr__, self)
-        least = {"rampup_begin_step": 0, "rampup_step": 1, "min_numel": 1, "node_size": 1}
-        for name, number in ((name, getattr(self, name)) for name in least):
-            if number is not None or name != "node_size":
-                set_(name, check.integer(name, number, at_least=least[name]))
+        check.set_fields(self, check.integer, "rampup_begin_step", at_least=0)
+        check.set_fields(self, check.integer, "rampup_step", "min_numel", at_least=1)
+        if self.node_size is not None:
+            check.set_fields(self, check.integer, "node_size", at_least=1)
         check.instance(
             "sparsity", self.sparsity, (tuple, list), advice="write a single fraction as (0.999,)"
         )
@@ -111,13 +109,12 @@ class DGC(ErrorsOnly):
             check.real(f"sparsity[{i}], the fraction that is not sent,", level, at_least=0, below=1)
             for i, level in enumerate(self.sparsity)
         ]
-        set_("sparsity", tuple(levels))
+        object.__setattr__(self, "sparsity", tuple(levels))
         if self.local_grad_clip_norm is not None:
-            limit = check.real("local_grad_clip_norm", self.local_grad_clip_norm, above=0)
-            set_("local_grad_clip_norm", limit)
-        set_("value_bits", check.integer("value_bits", self.value_bits))
+            check.set_fields(self, check.real, "local_grad_clip_norm", above=0)
+        check.set_fields(self, check.integer, "value_bits")
         check.one_of("value_bits", self.value_bits, VALUE_BITS)
-        set_("state_dtype", named_dtype("state_dtype", self.state_dtype))
+        object.__setattr__(self, "state_dtype", named_dtype("state_dtype", self.state_dtype))
         check.instance("exchange", self.exchange, str)
         check.one_of("exchange", self.exchange, EXCHANGES)
 

@@ -77,9 +77,8 @@ class LowRank:
     """None: nodes are looked for. Ranks of one machine average densely and count as one source."""
 
     def __post_init__(self) -> None:
-        for name, least in (("rank", 1), ("begin_step", 0), ("min_numel", 1)):
-            value = check.integer(name, getattr(self, name), at_least=least)
-            object.__setattr__(self, name, value)
+        check.set_fields(self, check.integer, "rank", "min_numel", at_least=1)
+        check.set_fields(self, check.integer, "begin_step", at_least=0)
 
     def compresses(self, param: Tensor) -> bool:
         """Return True if this tensor is ever compressed; others always travel densely."""

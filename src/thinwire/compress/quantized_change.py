@@ -62,16 +62,16 @@ class Quantized(ErrorsOnly):
     exchange: Literal["auto", "gather", "split"] = "auto"
 
     def __post_init__(self) -> None:
-        value_bits = check.integer("value_bits", self.value_bits)
-        if value_bits == _NARROWEST_PLAIN:
+        check.set_fields(self, check.integer, "value_bits")
+        if self.value_bits == _NARROWEST_PLAIN:
             raise ValueError(
-                f"value_bits={value_bits} does not compress, since a change already has "
-                f"{value_bits} bits per entry: use compression=None, or one of {list(WHOLE_BITS)}"
+                f"value_bits={self.value_bits} does not compress, since a change already has "
+                f"{self.value_bits} bits per entry: use compression=None, or one of "
+                f"{list(WHOLE_BITS)}"
             )
-        check.one_of("value_bits", value_bits, WHOLE_BITS)
+        check.one_of("value_bits", self.value_bits, WHOLE_BITS)
         check.one_of("exchange", self.exchange, EXCHANGES)
-        object.__setattr__(self, "value_bits", value_bits)
-        object.__setattr__(self, "decay", check.real("decay", self.decay, at_least=0, at_most=1))
+        check.set_fields(self, check.real, "decay", at_least=0, at_most=1)
 
     def compresses(self, param: Tensor) -> bool:
         """Return True for parameters of any size."""

@@ -73,12 +73,11 @@ class Sparse(ErrorsOnly):
     def __post_init__(self) -> None:
         named = "sparsity, the fraction that is not sent,"
         sparsity = check.real(named, self.sparsity, at_least=0, below=1)
-        value_bits = check.integer("value_bits", self.value_bits)
-        check.one_of("value_bits", value_bits, VALUE_BITS)
-        decay = check.real("decay", self.decay, at_least=0, at_most=1)
+        object.__setattr__(self, "sparsity", sparsity)
+        check.set_fields(self, check.integer, "value_bits")
+        check.one_of("value_bits", self.value_bits, VALUE_BITS)
+        check.set_fields(self, check.real, "decay", at_least=0, at_most=1)
         check.one_of("mean_over", self.mean_over, ("senders", "all"))
-        for name, value in (("sparsity", sparsity), ("value_bits", value_bits), ("decay", decay)):
-            object.__setattr__(self, name, value)
         check.one_of("exchange", self.exchange, EXCHANGES)
         if self.clip_sources is not None and self.exchange == "split":
             raise ValueError(
@@ -86,8 +85,7 @@ class Sparse(ErrorsOnly):
                 "rank receives them all: leave clip_sources out, or use exchange='gather'"
             )
         if self.clip_sources is not None:
-            times = check.real("clip_sources", self.clip_sources, at_least=1)
-            object.__setattr__(self, "clip_sources", times)
+            check.set_fields(self, check.real, "clip_sources", at_least=1)
 
     def compresses(self, param: Tensor) -> bool:
         """Return True for parameters of any size."""

@@ -16,12 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire.compress.protocol import Entries
 from thinwire.core.feedback import sum_sparse, top_k
 from thinwire.layout.message import Layout
 from thinwire.layout.shares import SplitLayout
-
-Entries = tuple[Tensor, Tensor]
-"""Indices (j,), int64, ascending, and values (j,)."""
 
 
 class Sums(NamedTuple):

@@ -31,7 +31,7 @@ class ClipByGlobalNorm:
     c: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "c", check.real("c", self.c, above=0))
+        check.set_fields(self, check.real, "c", above=0)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ClipByNorm:
     c: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "c", check.real("c", self.c, above=0))
+        check.set_fields(self, check.real, "c", above=0)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ClipByValue:
     min: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "max", check.real("max", self.max))
+        check.set_fields(self, check.real, "max")
         low = -self.max if self.min is None else check.real("min", self.min)
         if low > self.max:
             hint = (
@@ -129,7 +129,7 @@ class L1Decay:
     c: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "c", check.real("c", self.c, at_least=0))
+        check.set_fields(self, check.real, "c", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class L2Decay:
     c: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "c", check.real("c", self.c, at_least=0))
+        check.set_fields(self, check.real, "c", at_least=0)
 
 
 Regularizer = L1Decay | L2Decay

@@ -39,8 +39,7 @@ class FixedLossScale:
     drop_overflow_update: bool = True
 
     def __post_init__(self) -> None:
-        scale = check.real("loss_scale", self.loss_scale, at_least=1, at_most=_LARGEST)
-        object.__setattr__(self, "loss_scale", scale)
+        check.set_fields(self, check.real, "loss_scale", at_least=1, at_most=_LARGEST)
         check.boolean("drop_overflow_update", self.drop_overflow_update)
 
 
@@ -63,14 +62,9 @@ class DynamicLossScale:
     scale_window: int = 2000
 
     def __post_init__(self) -> None:
-        scale = check.real("init_loss_scale", self.init_loss_scale, at_least=1, at_most=_LARGEST)
-        object.__setattr__(self, "init_loss_scale", scale)
-        object.__setattr__(
-            self, "scale_factor", check.real("scale_factor", self.scale_factor, above=1)
-        )
-        object.__setattr__(
-            self, "scale_window", check.integer("scale_window", self.scale_window, at_least=1)
-        )
+        check.set_fields(self, check.real, "init_loss_scale", at_least=1, at_most=_LARGEST)
+        check.set_fields(self, check.real, "scale_factor", above=1)
+        check.set_fields(self, check.integer, "scale_window", at_least=1)
 
 
 LossScale = FixedLossScale | DynamicLossScale

@@ -49,10 +49,6 @@ def muon_(param: Tensor, grad: Tensor, momentum_buffer: Tensor, lr: float, rule:
     Source: Jordan et al., 2024, kellerjordan.github.io/posts/muon; the rate that matches AdamW's:
     Liu et al., 2025, arXiv 2502.16982. Differs: without Nesterov, torch.optim.Muon normalises the
     buffer itself where that is bfloat16.
-
-    Example::
-
-        muon_(weight, weight.grad, buffer, lr=0.02, rule=rule)
     """
     update = newton_schulz(direction_(grad, momentum_buffer, rule).flatten(1), rule)
     descend_(param, update.reshape(param.shape), param.shape, lr, rule)

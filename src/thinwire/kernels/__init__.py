@@ -102,10 +102,6 @@ def for_device(device: torch.device) -> Kernels:
 
     Raises:
         ValueError: `THINWIRE_KERNELS` is unknown, or names a body that cannot run here.
-
-    Example::
-
-        body = for_device(tensor.device)
     """
     choice = os.environ.get("THINWIRE_KERNELS", "auto")
     if choice not in {"auto", "reference", "triton"}:

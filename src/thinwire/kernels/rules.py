@@ -45,12 +45,7 @@ class TrustRule:
 
 @dataclass(frozen=True, slots=True)
 class LambRule:
-    """Constants of one LAMB update.
-
-    Example::
-
-        rule = LambRule(0.01, 0.9, 0.999, 1e-6, 0.01, step=1, trust=TrustRule(high=10.0))
-    """
+    """Constants of one LAMB update."""
 
     lr: float
     """Learning rate."""
@@ -75,12 +70,7 @@ class LambRule:
 
 @dataclass(frozen=True, slots=True)
 class LarsRule:
-    """Constants of one LARS update.
-
-    Example::
-
-        rule = LarsRule(0.1, 0.9, nesterov=False, trust=TrustRule(0.001, 1e-4))
-    """
+    """Constants of one LARS update."""
 
     lr: float
     """Learning rate."""

@@ -31,10 +31,6 @@ def warm_up(needs: Collection[Need]) -> float:
 
     Returns:
         Duration in seconds.
-
-    Example::
-
-        seconds = warm_up(needs_of("lamb", model.parameters()))
     """
     begun = time.perf_counter()
     if not needs or body_name(torch.device("cpu")) != "numba":

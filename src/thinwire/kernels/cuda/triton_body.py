@@ -16,7 +16,13 @@ from torch import Tensor
 
 from thinwire.kernels.cuda import codes, launching, triton_select
 from thinwire.kernels.cuda.launching import blocks_of, count_of, launch
-from thinwire.kernels.reference import decode_slots, encode_slots, step_along_list_
+from thinwire.kernels.reference import (
+    count_nonzero,
+    decode_slots,
+    encode_slots,
+    is_ascending,
+    step_along_list_,
+)
 from thinwire.kernels.rules import Fold
 
 __all__ = [
@@ -158,14 +164,6 @@ def commit_list_(
 ) -> None:
     for fold, part, seed in zip(folds, sent, seeds, strict=True):
         commit_(fold, *part, seed)
-
-
-def count_nonzero(values: Tensor) -> int:
-    return int(values.count_nonzero())
-
-
-def is_ascending(indices: Tensor) -> bool:
-    return bool((indices[1:] > indices[:-1]).all())
 
 
 def encode_positions(indices: Tensor, low_bits: int, low_bytes: int, high_bytes: int) -> Tensor:
