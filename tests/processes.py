@@ -4,11 +4,12 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["alive", "descendants", "kill_all", "ran", "running"]
+__all__ = ["alive", "descendants", "kill_all", "ran", "ran_code", "ran_thinwire", "running"]
 
 
 def alive(pid: int) -> bool:
@@ -61,3 +62,13 @@ def ran(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[
     with running(command, **pipes, **options) as process:
         out, err = process.communicate()
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def ran_code(code: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """`ran` of Python with this program."""
+    return ran([sys.executable, "-c", code], **options)
+
+
+def ran_thinwire(*words: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """`ran` of the command line with these words."""
+    return ran([sys.executable, "-m", "thinwire", *words], **options)

@@ -10,6 +10,7 @@ import pytest
 
 import thinwire
 from benchmarks.structure import circles
+from tests.processes import ran_code
 
 ROOT = Path(thinwire.__file__).parent
 BASE = {
@@ -200,7 +201,5 @@ def test_the_packages_are_attributes_after_the_import_alone() -> None:
         "import thinwire as tw; tw.Engine.train_step, tw.checkpoint.load, "
         "tw.integrations.PerRankState, tw.optim.SGD, tw.amp, tw.errors, tw.schedules"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, encoding="utf-8"
-    )
+    done = ran_code(code)
     assert done.stderr == ""

@@ -2,7 +2,6 @@
 repository."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,24 +10,17 @@ import pytest
 from benchmarks import report
 from benchmarks.__main__ import SUITE
 from benchmarks.limits import LIMITS
+from tests.processes import ran
 
 ROOT = Path(__file__).parent.parent
+BENCHMARKS = [sys.executable, "-m", "benchmarks"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SUITE)
 def test_a_benchmark_runs_and_its_figures_can_be_read(name: str, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "--quick",
-        "--only",
-        name,
-        "--folder",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [*BENCHMARKS, "--quick", "--only", name, "--folder", str(tmp_path)]
+    done = ran(command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / f"{name}.json").read_text())
     assert f"benchmarks.{name}" in result["command"]
@@ -42,19 +34,14 @@ def test_the_benchmark_of_a_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--minutes", "30"]
     command += ["--only", "strategies", "steps", "waits", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = ran(command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
     assert all(found[part]["passed"] for part in ("strategies", "steps", "waits"))
-    table = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "table", str(out)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert table in done.stdout
-    assert "| thinwire local Muon, 1 bit |" in table
+    table = ran([sys.executable, "-m", "benchmarks.gpu", "table", str(out)], cwd=ROOT)
+    assert table.returncode == 0
+    assert table.stdout in done.stdout
+    assert "| thinwire local Muon, 1 bit |" in table.stdout
 
 
 def test_every_benchmark_has_its_section_and_every_limit_its_benchmark() -> None:
@@ -73,7 +60,6 @@ def test_the_pages_are_those_that_the_figures_make() -> None:
 
 
 def test_quick_figures_do_not_overwrite_those_that_count() -> None:
-    command = [sys.executable, "-m", "benchmarks", "--quick"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = ran([*BENCHMARKS, "--quick"], cwd=ROOT)
     assert done.returncode == 2
     assert "name another --folder" in done.stderr

@@ -3,7 +3,6 @@ are right."""
 
 import os
 import re
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import thinwire as tw
+from tests.processes import ran, ran_code, ran_thinwire
 from thinwire import cli
 
 BAD = {
@@ -92,12 +92,7 @@ def test_a_folder_without_text_is_one_line(
     "arguments", [["--link", "fast"], ["--strategies", "dence"], ["--nonsense"]]
 )
 def test_the_installed_command_exits_with_2(arguments: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "thinwire", "compare", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ran_thinwire("compare", *arguments)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
@@ -161,7 +156,7 @@ try:
 except SystemExit as stop:
     sys.exit(99 if {"torch", "sklearn"} & sys.modules.keys() else stop.code)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = ran_code(code)
     assert done.returncode == 2, done.stderr
     assert "link='fast'" in done.stderr
 
@@ -186,7 +181,7 @@ cli.main({arguments!r})
 )
 def test_nothing_is_needed_that_is_not_used(arguments: list[str], missing: tuple[str, ...]) -> None:
     code = WITHOUT.format(names=missing, arguments=arguments)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = ran_code(code)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip()
 
@@ -304,10 +299,7 @@ try:
 except SystemExit as stop:
     sys.exit(stop.code if "torch" not in sys.modules else 99)
 """
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode
-        == 2
-    )
+    assert ran_code(code).returncode == 2
 
 
 @pytest.mark.parametrize("module", ["cyclopts", "torch"])
@@ -320,13 +312,8 @@ def test_an_interruption_while_modules_are_imported_is_one_line(
         "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(100)\n"
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-m", "thinwire", "explain", "examples/strategies/dgc_merged.yaml"],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = ran_thinwire("explain", "examples/strategies/dgc_merged.yaml", env=environment)
     assert done.returncode == 130
     assert done.stderr == "thinwire: interrupted; every worker has been ended\n"
 
@@ -336,10 +323,8 @@ def test_a_reader_that_leaves_ends_the_command_quietly(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("gradient_merge: {k_steps: 2}\n", encoding="utf-8")
     command = f"{sys.executable} -m thinwire explain {path} | exec sleep 0"
-    done = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, timeout=100, check=True
-    )
-    assert done.stderr == ""
+    done = ran(["bash", "-c", command])
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.slow
@@ -357,9 +342,7 @@ def test_closed_streams_change_no_status(
 ) -> None:
     (tmp_path / "there.py").write_text("print('said')")
     line = f"{sys.executable} -m thinwire {words} {closed}"
-    done = subprocess.run(
-        line, shell=True, capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    done = ran(["sh", "-c", line], cwd=tmp_path)
     assert done.returncode == status
     assert "Traceback" not in done.stderr
 
@@ -375,7 +358,5 @@ os.environ["TORCHELASTIC_RUN_ID"] = "a run"
 atexit.register(print, "shut down")
 cli.main({words!r})
 """
-        ended = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
-        )
+        ended = ran_code(code, cwd=tmp_path)
         assert (ended.returncode, ended.stdout) == (status, "")

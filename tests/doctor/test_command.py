@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.launched import free_port
-from tests.processes import ran
+from tests.processes import ran, ran_thinwire
 from thinwire import cli
 
 CLEARED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
@@ -17,14 +17,7 @@ CLEARED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNA
 
 def doctor(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {key: value for key, value in os.environ.items() if key not in CLEARED}
-    return subprocess.run(
-        [sys.executable, "-m", "thinwire", "doctor", *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**kept, **environment},
-        timeout=100,
-    )
+    return ran_thinwire("doctor", *options, env={**kept, **environment})
 
 
 @pytest.mark.slow

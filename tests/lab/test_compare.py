@@ -31,7 +31,7 @@ from tests.api import (
 )
 from tests.lab.namespaces import namespace_of, needs_netns, processes_in
 from tests.lab.pooled import run_workers_in
-from tests.processes import alive, descendants, kill_all
+from tests.processes import alive, descendants, kill_all, ran
 from tests.ranks import Pool
 from tests.waiting import PATIENCE_S, until
 
@@ -66,18 +66,12 @@ def command(out: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "thinwire", "compare", *fixed, *more]
 
 
-@pytest.fixture
-def pooled(ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers in the processes of the pool: for what comes out, and not how they start and end."""
-    monkeypatch.setattr(comparison, "run_workers", run_workers_in(ranks))
-
-
 @pytest.mark.slow
 @needs_netns
 def test_the_command_trains_over_a_shaped_link_and_reports(tmp_path: Path) -> None:
     out = tmp_path / "out"
     more = ["--link", "100mbit", "--strategies", "dense", "dgc", "--steps", "16"]
-    done = subprocess.run(command(out, *more), capture_output=True, text=True, check=False)
+    done = ran(command(out, *more))
     assert (done.returncode, done.stderr) == (0, "")
     assert str(out / "report.html") in done.stdout
     # the winner's strategy too, where one of the two is ahead
@@ -219,11 +213,8 @@ def test_settings_are_chosen_on_other_text_than_is_reported_on(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_failing_worker_is_named_and_nothing_is_left(tmp_path: Path) -> None:
-    done = subprocess.run(
-        command(tmp_path / "out", "--link", "loopback", "--strategies", "dense", "--lr", "1e30"),
-        capture_output=True,
-        text=True,
-        check=False,
+    done = ran(
+        command(tmp_path / "out", "--link", "loopback", "--strategies", "dense", "--lr", "1e30")
     )
     assert done.returncode == 1
     assert "diverged" in done.stderr
@@ -289,7 +280,7 @@ def test_a_file_that_does_not_go_with_the_model_is_refused_before_anything_train
     good.write_text("gradient_merge: {k_steps: 2}\n")
     out = tmp_path / "out"
     more = ["--link", "loopback", "--steps", "4", "--strategies", "dense", str(good), str(bad)]
-    done = subprocess.run(command(out, *more), capture_output=True, text=True, check=False)
+    done = ran(command(out, *more))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert f"strategies='{bad}' does not work with the model: StrategyError" in done.stderr
@@ -425,7 +416,7 @@ def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
     second = command(tmp_path, "--link", "loopback", "--strategies", "dense", "--steps", "4")
     with comparison._work_folder(settings(tmp_path)) as work:
         (work / "mine").touch()
-        refused = subprocess.run(second, capture_output=True, text=True, check=False)
+        refused = ran(second)
         assert refused.returncode == 2
         assert refused.stderr.count("\n") == 1
         assert (
@@ -499,9 +490,7 @@ def test_a_silent_worker_is_not_waited_for_for_ever(
 def test_one_strategy_into_a_folder_that_is_new(tmp_path: Path) -> None:
     out = tmp_path / "runs" / "first"
     more = ("--strategies", "dense", "--steps", "2", "--link", "loopback", "--workers", "2")
-    ended = subprocess.run(
-        command(out, *more), capture_output=True, text=True, check=False, timeout=PATIENCE_S
-    )
+    ended = ran(command(out, *more))
     assert ended.returncode == 0, ended.stderr
     [measured] = json.loads((out / "results.json").read_text())["strategies"]
     assert measured["strategy"] == "dense"

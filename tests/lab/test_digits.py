@@ -28,7 +28,6 @@ from tests.api import (
 )
 from tests.api import page_render as render
 from tests.lab.configs import config
-from tests.lab.pooled import run_workers_in
 from tests.lab.test_compare import settings
 from tests.ranks import Pool
 
@@ -151,11 +150,6 @@ def test_muon_trains_the_kernels_of_the_net_as_matrices() -> None:
     assert not rest["muon"]
 
 
-@pytest.fixture
-def pooled(ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "run_workers", run_workers_in(ranks))
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("pooled")
 def test_it_learns_its_digits_under_every_kind_of_strategy(tmp_path: Path) -> None:
@@ -175,17 +169,3 @@ def test_it_learns_its_digits_under_every_kind_of_strategy(tmp_path: Path) -> No
     page = render(results)
     assert "held-out loss, nats<" in page
     assert "nats per byte" not in page
-
-
-@pytest.mark.usefixtures("pooled")
-def test_settings_are_chosen_on_other_digits_than_are_reported_on(tmp_path: Path) -> None:
-    starts = [
-        compare(
-            settings(tmp_path, link="loopback", model="convolution", steps=2, tune=tune), Display()
-        )
-        .strategies[0]
-        .evaluations[0]
-        .loss
-        for tune in (False, True)
-    ]
-    assert starts[0] != starts[1]

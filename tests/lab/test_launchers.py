@@ -9,8 +9,7 @@ import pytest
 
 from tests.api import is_launched, launched_rank
 from tests.launched import free_port
-from tests.processes import running
-from tests.waiting import PATIENCE_S
+from tests.processes import ran_thinwire, running
 
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PLACE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -82,15 +81,7 @@ def clean(**more: str) -> dict[str, str]:
 def test_bad_input_is_one_line(
     words: str, environment: dict[str, str], told: str, tmp_path: Path
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "thinwire", *words.split()],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env=clean(**environment),
-        timeout=PATIENCE_S,
-    )
+    done = ran_thinwire(*words.split(), cwd=tmp_path, env=clean(**environment))
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert told in done.stderr
 

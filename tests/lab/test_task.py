@@ -2,7 +2,6 @@
 wrong with it in one line, before anything has trained."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,8 @@ from tests.api import (
     work_of,
 )
 from tests.lab.configs import config
-from tests.lab.pooled import run_workers_in
 from tests.lab.test_compare import settings
-from tests.processes import ran
+from tests.processes import ran, ran_thinwire
 from tests.ranks import Pool
 
 TASK = """
@@ -66,11 +64,6 @@ def file(folder: Path, *changes: tuple[str, str]) -> str:
     path = folder / "my_task.py"
     path.write_text(text)
     return f"{path}:task"
-
-
-@pytest.fixture
-def pooled(ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "run_workers", run_workers_in(ranks))
 
 
 @pytest.mark.usefixtures("pooled")
@@ -213,21 +206,12 @@ def test_muon_is_compared_only_where_it_has_hidden_matrices(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_the_command_ends_with_status_2(tmp_path: Path) -> None:
-    def ran(*more: str) -> tuple[int, str]:
-        line = [
-            sys.executable,
-            "-m",
-            "thinwire",
-            "compare",
-            "--quiet",
-            "--out",
-            str(tmp_path / "o"),
-        ]
-        done = subprocess.run([*line, *more], capture_output=True, text=True, check=False)
+    def ended(*more: str) -> tuple[int, str]:
+        done = ran_thinwire("compare", "--quiet", "--out", str(tmp_path / "o"), *more)
         return done.returncode, done.stderr
 
     bad = file(tmp_path, ("import os,", "import nothing_of_this_name, os,"))
-    status, text = ran("--link", "loopback", "--task", bad)
+    status, text = ended("--link", "loopback", "--task", bad)
     assert (status, text.count("\n")) == (2, 1)
     assert "nothing_of_this_name" in text
     for words, told in (
@@ -238,7 +222,7 @@ def test_the_command_ends_with_status_2(tmp_path: Path) -> None:
         (("--device", "tpu"), "device='tpu' is unknown; choose from auto, cpu, cuda"),
         (("--seeds", "0"), "seeds=0 is out of range"),
     ):
-        status, text = ran(*words)
+        status, text = ended(*words)
         assert (status, text.count("\n")) == (2, 1), text
         assert told in text
 

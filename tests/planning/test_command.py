@@ -10,7 +10,7 @@ import pytest
 
 import thinwire as tw
 from tests.api import command
-from tests.processes import running
+from tests.processes import ran, ran_thinwire, running
 from tests.waiting import PATIENCE_S
 
 NUMBERS = ["--params", "124M", "--step-seconds", "0.35"]
@@ -32,9 +32,7 @@ PLAN = [sys.executable, "-m", "thinwire", "plan"]
     ],
 )
 def test_what_cannot_be_is_one_line(words: list[str], says: str, tmp_path: Path) -> None:
-    said = subprocess.run(
-        [*PLAN, *words], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    said = ran([*PLAN, *words], cwd=tmp_path)
     assert (said.returncode, said.stdout) == (2, "")
     assert len(said.stderr.splitlines()) == 1
     assert says in said.stderr
@@ -55,9 +53,7 @@ def test_a_reader_that_leaves_early_gets_the_files(more: list[str], tmp_path: Pa
 
 def test_a_link_so_fast_that_nothing_helps_says_so_and_why(tmp_path: Path) -> None:
     words = ["--params", "1M", "--step-seconds", "0.5", "--link", "400gbit", "--out", "best.yaml"]
-    said = subprocess.run(
-        [*PLAN, *words], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    said = ran([*PLAN, *words], cwd=tmp_path)
     assert said.returncode == 0
     text = " ".join(said.stdout.split())
     assert text.startswith("use dense: its step of 0.501 s waits for the network 0 % of the time")
@@ -92,15 +88,8 @@ def probed(folder: Path, ranks: int, *more: str) -> "subprocess.CompletedProcess
     """The command as rank 0 of a run of torchrun's."""
     place = {"TORCHELASTIC_RUN_ID": "a run", "RANK": "0", "WORLD_SIZE": str(ranks)}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    words = [sys.executable, "-m", "thinwire", "probe", "--out", "probe.json", *more]
-    return subprocess.run(
-        words,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-        env={**os.environ, **place},
-    )
+    environment = {**os.environ, **place}
+    return ran_thinwire("probe", "--out", "probe.json", *more, cwd=folder, env=environment)
 
 
 def test_a_probe_of_a_batch_of_nothing_is_refused(tmp_path: Path) -> None:
@@ -120,8 +109,7 @@ def test_a_file_behind_a_link_is_written_and_the_link_stays(tmp_path: Path) -> N
     (tmp_path / "store").mkdir()
     (tmp_path / "best.yaml").symlink_to("store/best.yaml")
     for words, there in ((["--link", "fast"], False), ([], True)):
-        command = [*PLAN, *NUMBERS, *words, "--out", "best.yaml"]
-        subprocess.run(command, capture_output=True, check=False, cwd=tmp_path)
+        ran([*PLAN, *NUMBERS, *words, "--out", "best.yaml"], cwd=tmp_path)
         assert (tmp_path / "best.yaml").is_symlink()
         assert (tmp_path / "store" / "best.yaml").exists() == there
     assert tw.DistributedStrategy.load(tmp_path / "store" / "best.yaml").on

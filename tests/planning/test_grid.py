@@ -3,8 +3,6 @@
 import cProfile
 import json
 import pstats
-import subprocess
-import sys
 from importlib.resources import files
 from math import prod
 from typing import Any
@@ -25,6 +23,7 @@ from tests.api import (
 )
 from tests.api import network_Network as Network
 from tests.api import work_Work as Work
+from tests.processes import ran_thinwire
 
 NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "link": "100mbit"}
 
@@ -114,15 +113,7 @@ def test_shares_among_many_ranks_follow_from_those_of_few(bits: int) -> None:
 
 def test_the_table_shows_the_best_of_each_and_all_of_them_when_asked() -> None:
     words = ["--params", "124M", "--step-seconds", "0.35", "--workers", "8"]
-    said = [
-        subprocess.run(
-            [sys.executable, "-m", "thinwire", "plan", *words, *more],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for more in ([], ["--all"])
-    ]
+    said = [ran_thinwire("plan", *words, *more).stdout for more in ([], ["--all"])]
     few, many = ([line for line in text.splitlines() if "GB" in line] for text in said)
     assert len(few) == len(tw.plan(**NUMBERS, workers=8).best())
     assert len(many) == len(tw.plan(**NUMBERS, workers=8).strategies)

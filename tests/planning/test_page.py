@@ -12,6 +12,7 @@ import pytest
 
 import thinwire as tw
 from tests.api import plan_page as render
+from tests.processes import ran
 
 NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "workers": 8}
 
@@ -73,8 +74,7 @@ def test_the_command_writes_it_without_torch(tmp_path: Path) -> None:
     )
 
     def said(path: Path) -> subprocess.CompletedProcess[str]:
-        start = [sys.executable, "-c", code, *words, str(path)]
-        return subprocess.run(start, capture_output=True, text=True, check=False)
+        return ran([sys.executable, "-c", code, *words, str(path)])
 
     made = said(tmp_path / "plan.html")
     assert made.returncode == 0, made.stderr

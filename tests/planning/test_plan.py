@@ -32,6 +32,7 @@ from tests.api import (
 from tests.api import network_Network as Network
 from tests.api import work_Work as Work
 from tests.drawn_orders import seconds_of_drawn_orders
+from tests.processes import ran_thinwire
 
 NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "workers": 8}
 KEYS = {
@@ -46,15 +47,6 @@ KEYS = {
     "loss_gap_source",
     "time_to_dense_loss",
 }
-
-
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "thinwire", "plan", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def test_a_row_says_all_that_is_promised() -> None:
@@ -286,19 +278,18 @@ def test_what_cannot_be_is_one_clear_line(change: dict, error: type, says: str) 
 @pytest.mark.slow
 def test_the_command_prints_json_and_writes_a_strategy_file(tmp_path: Path) -> None:
     words = ["--params", "124M", "--step-seconds", "0.35", "--link", "20mbit"]
-    said = command(*words, "--json", "--out", str(tmp_path / "best.yaml"))
+    said = ran_thinwire("plan", *words, "--json", "--out", str(tmp_path / "best.yaml"))
     assert said.returncode == 0, said.stderr
     made = json.loads(said.stdout)
     text = (tmp_path / "best.yaml").read_text()
     assert made["recommended"] in text.splitlines()[0]
     strategy = tw.DistributedStrategy.load(tmp_path / "best.yaml")
     assert strategy.localsgd is not None
-    table = command(*words)
+    table = ran_thinwire("plan", *words)
     assert made["recommended"] in table.stdout
     for words in (["--link", "fast"], ["--latency", "-3ms"], ["--params", "0"]):
-        bad = command(
-            "--step-seconds", "1", *(words if "--params" in words else ["--params", "1M", *words])
-        )
+        given = words if "--params" in words else ["--params", "1M", *words]
+        bad = ran_thinwire("plan", "--step-seconds", "1", *given)
         assert bad.returncode == 2
         assert len(bad.stderr.splitlines()) == 1
         assert words[1] in bad.stderr

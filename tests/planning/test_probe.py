@@ -24,7 +24,7 @@ from tests.api import (
 )
 from tests.lab.namespaces import needs_netns
 from tests.launched import as_torchrun_starts, free_port
-from tests.processes import ran
+from tests.processes import ran, ran_thinwire
 from tests.ranks import Pool
 
 RANKS = 3
@@ -184,12 +184,7 @@ def test_what_is_no_probe_is_said(tmp_path: Path, text: str) -> None:
 
 
 def test_alone_it_says_how_to_start_it() -> None:
-    said = subprocess.run(
-        [sys.executable, "-m", "thinwire", "probe", "--out", "probe.json"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    said = ran_thinwire("probe", "--out", "probe.json")
     assert said.returncode == 2
     assert "torchrun" in said.stderr
     assert len(said.stderr.splitlines()) == 1

@@ -1,14 +1,13 @@
 """A plan for a task of the user's own: its shapes, its step measured here, and one line for what
 cannot be."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import thinwire as tw
 from tests.planning.test_probe import TASK
+from tests.processes import ran_code, ran_thinwire
 
 PARAMETERS = 6 * 16 + 16 + 16 * 6 + 6
 
@@ -17,15 +16,6 @@ PARAMETERS = 6 * 16 + 16 + 16 * 6 + 6
 def task(tmp_path: Path) -> str:
     (tmp_path / "mine.py").write_text(TASK)
     return f"{tmp_path / 'mine.py'}:task"
-
-
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "thinwire", "plan", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def test_its_shapes_and_a_measured_step_are_those_of_the_plan(task: str) -> None:
@@ -87,7 +77,7 @@ def test_what_cannot_be_is_one_line(task: str, tmp_path: Path, words: list[str],
     (tmp_path / "broken.py").write_text("def task(seed:\n")
     (tmp_path / "script.py").write_text("import sys\nsys.exit('usage: script.py DATA')\n")
     words = [word.replace("HERE", str(tmp_path)) for word in words]
-    said = command(*(words if "--task" in words else ["--task", task, *words]))
+    said = ran_thinwire("plan", *(words if "--task" in words else ["--task", task, *words]))
     assert said.returncode == 2
     assert len(said.stderr.splitlines()) == 1, said.stderr
     assert says in said.stderr
@@ -99,7 +89,7 @@ def test_a_process_that_belongs_to_a_group_is_told_to_probe(task: str) -> None:
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); "
         f"tw.plan(task={task!r})"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    said = ran_code(code)
     assert "ValueError: task is measured in a single process" in said.stderr
 
 

@@ -173,9 +173,6 @@ class Check:
         return {"refused": refused}
 
 
-_LR = 1e-4
-
-
 @final
 class BareStep:
     """Timed steps without an exchange, on a copy of the model."""
