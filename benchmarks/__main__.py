@@ -8,7 +8,6 @@ page in docs.
 Each runs in a process of its own, so that none warms up another.
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import time
 from pathlib import Path
 
 from benchmarks import report
+from benchmarks.common import bare_parser
 
 SUITE: dict[str, list[str]] = {
     "codec": ["--threads", "2"],
@@ -30,9 +30,7 @@ SUITE: dict[str, list[str]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bare_parser(__doc__)
     parser.add_argument(
         "--only", nargs="+", choices=SUITE, default=list(SUITE), help="some of them"
     )

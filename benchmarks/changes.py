@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from benchmarks.common import bare_parser
 from thinwire.compress.figures import decay_of
 from thinwire.compress.protocol import ERRORS, AllGather, ChangeCompression, Context
 from thinwire.tools.run.built_in import ByteTransformer
@@ -146,9 +147,7 @@ def run(name: str, seed: int, text: Text, options: argparse.Namespace) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bare_parser(__doc__)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--size", default="small", help="as of thinwire compare")
     parser.add_argument("--steps", type=int, default=1000)

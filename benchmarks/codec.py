@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import interleaved_ms, parser_for, save, summary, surroundings
+from benchmarks.common import interleaved_ms, markdown, parser_for, save, summary, surroundings
 from thinwire.core.feedback import (
     commit_list_,
     propose_list,
@@ -146,11 +146,10 @@ def printed(result: dict[str, Any]) -> str:
         f"{result['numel']:,} float32, {result['threads']} threads, {result['value_bits']} bit(s) "
         f"a value, decode and sum of {SOURCES} sources, medians of {result['repeats']}",
         "",
-        "| density | operation | ours : floor | ours : floor by adding | ours : fold | reference : "
-        "ours | eager : ours | ours ms | reference ms | eager ms | floor ms |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    fold_ms = 1.0
+    titles = ["density", "operation", "ours : floor", "ours : floor by adding", "ours : fold"]
+    titles += ["reference : ours", "eager : ours", "ours ms", "reference ms", "eager ms"]
+    rows, fold_ms = [], 1.0
     for row in result["milliseconds"]:
         ours, is_fold = row["ours"], row["operation"].startswith("fold")
         fold_ms = ours if row["operation"] == "fold" else fold_ms
@@ -169,8 +168,8 @@ def printed(result: dict[str, Any]) -> str:
             f"{row['eager']:.1f}" if "eager" in row else "",
             f"{row['floor']:.1f}" if is_fold else "",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, *narrow_folds(result)])
+        rows.append(cells)
+    return "\n".join([*lines, *markdown([*titles, "floor ms"], rows), *narrow_folds(result)])
 
 
 def narrow_folds(result: dict[str, Any]) -> list[str]:
@@ -178,15 +177,13 @@ def narrow_folds(result: dict[str, Any]) -> list[str]:
     folds = [row for row in result["milliseconds"] if "bfloat16" in row]
     if not folds:
         return []
-    table = [
-        f"| {row['density']:.2%} | {row['bfloat16'] / row['ours']:.2f} | "
-        f"{row['bfloat16'] / (0.6 * row['floor']):.2f} | {row['bfloat16']:.2f} |"
-        for row in folds
-    ]
-    head = (
-        "| density | fold in bfloat16 : ours | fold in bfloat16 : floor of 3 words | bfloat16 ms |"
-    )
-    return ["", head, "|---|---|---|---|", *table]
+    titles = ["density", "fold in bfloat16 : ours", "fold in bfloat16 : floor of 3 words"]
+    rows = []
+    for row in folds:
+        ratios = row["bfloat16"] / row["ours"], row["bfloat16"] / (0.6 * row["floor"])
+        cells = [f"{value:.2f}" for value in (*ratios, row["bfloat16"])]
+        rows.append([f"{row['density']:.2%}", *cells])
+    return ["", *markdown([*titles, "bfloat16 ms"], rows)]
 
 
 def main() -> None:

@@ -120,11 +120,16 @@ def surroundings(repeats: int) -> dict[str, object]:
     }
 
 
-def parser_for(description: str | None) -> argparse.ArgumentParser:
-    """A command line with the options that every benchmark has."""
-    parser = argparse.ArgumentParser(
+def bare_parser(description: str | None) -> argparse.ArgumentParser:
+    """A command line without options, whose help shows the description as it is written."""
+    return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def parser_for(description: str | None) -> argparse.ArgumentParser:
+    """A command line with the options that every benchmark has."""
+    parser = bare_parser(description)
     parser.add_argument(
         "--repeats", type=int, default=9, help="rounds; at least 7 for figures that count"
     )

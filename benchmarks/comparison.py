@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import markdown
 from thinwire.tools.compare.record import Point, common_loss, first_reached
 from thinwire.tools.report.page import bytes_text
 
@@ -86,10 +87,8 @@ def table(results: Mapping[str, Any]) -> list[str]:
         ("step", lambda run: f"{run['median_step_ms']:.0f} ms"),
         ("step without exchange", lambda run: f"{run['median_bare_step_ms']:.0f} ms"),
     ]
-    rows = ["| " + " | ".join(title for title, _ in columns) + " |", "|" + "---|" * len(columns)]
-    return rows + [
-        "| " + " | ".join(form(run) for _, form in columns) + " |" for run in results["strategies"]
-    ]
+    rows = ([form(run) for _, form in columns] for run in results["strategies"])
+    return markdown([title for title, _ in columns], rows)
 
 
 def _part(value: float | None, whole: float, form: Callable[[float], str]) -> str:

@@ -10,7 +10,6 @@ AdamW on C++ headers of torch: all parameters, or adapters of rank 8 (LoRA). The
 fine-tuning is the best of its grid on the validation part; losses are those of held-out text.
 """
 
-import argparse
 import copy
 import math
 import sys
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 import thinwire as tw
-from benchmarks.common import Results, markdown
+from benchmarks.common import Results, bare_parser, markdown
 from benchmarks.evidence import TUNING_SEED
 from benchmarks.gaps import Cell
 from benchmarks.law import Training, alone, works_of
@@ -186,9 +185,7 @@ def _difference(name: str, dense: Sequence[float], local: Sequence[float]) -> st
 
 def main() -> None:
     """Make what is missing, and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bare_parser(__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--quick", action="store_true", help="a few steps: shows that it runs")
     given = parser.parse_args()

@@ -16,7 +16,6 @@ worker at its own speed. A step counts if it was averaged, and if no later resta
 it.
 """
 
-import argparse
 import contextlib
 import os
 import random
@@ -30,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import json_lines, markdown, save
+from benchmarks.common import bare_parser, json_lines, markdown, save
 from benchmarks.goodput_worker import MEMBERS, ROUND_S, step_seconds
 from benchmarks.soak import host
 from thinwire.tools.compare.results import describe_machine
@@ -265,9 +264,7 @@ def table(results: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bare_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=900)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--folder", type=Path, help="keeps logs and events")

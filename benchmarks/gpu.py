@@ -14,7 +14,6 @@ left. A part that its share of the minutes is too short for says so, beside what
 then. Results are JSON. The status is 1 if a part failed, or has found nothing.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -31,7 +30,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "src"))  # thinwire need not be installed
 
-from benchmarks.common import RanksLate, markdown, run_on_ranks, save  # noqa: E402
+from benchmarks.common import RanksLate, bare_parser, markdown, run_on_ranks, save  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 PARTS = ("kernels", "strategies", "steps", "waits", "law")
@@ -209,9 +208,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bare_parser(__doc__)
     parser.add_argument("action", nargs="?", choices=("run", "table"), default="run")
     parser.add_argument("file", nargs="?", type=Path, default=RESULTS, help="of table")
     parser.add_argument("--minutes", type=float, default=9.0)

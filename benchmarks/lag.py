@@ -11,7 +11,6 @@ better up to 1.6); the loss is that of the held-out part. What is measured is a 
 benchmarks/results/lag.jsonl and not made again.
 """
 
-import argparse
 import contextlib
 import math
 import tempfile
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import evidence
-from benchmarks.common import Results
+from benchmarks.common import Results, bare_parser
 from benchmarks.evidence import SEEDS, TUNING_SEED, as_it_is, configured, tuned
 from thinwire.tools.run.built_in import NextByte
 from thinwire.tools.run.config import ModelSize
@@ -287,9 +286,7 @@ def table(lines: Iterable[Mapping[str, Any]], size: str, workers: int, steps: in
 
 def main() -> None:
     """Make what is missing."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bare_parser(__doc__)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--size", default="small")
     parser.add_argument("--steps", type=int, default=3000)

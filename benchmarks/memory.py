@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from benchmarks.common import parser_for, save, surroundings
+from benchmarks.common import markdown, parser_for, save, surroundings
 
 RANKS = 2
 SITES, SHARDED_RANKS = 2, 4
@@ -354,15 +354,14 @@ def printed(result: dict[str, Any]) -> str:
         f"{result['numel']:,} float32 parameters, {result['ranks']} ranks, {result['repeats']} "
         f"steps{whole}; words of four bytes per parameter",
         "",
-        "| who | peak : plain DDP | kept : plain DDP | peak | between steps | kept by optimizer "
-        "and exchange |",
-        "|---|---|---|---|---|---|",
     ]
+    titles = ["who", "peak : plain DDP", "kept : plain DDP", "peak", "between steps"]
+    table = []
     for row in rows:
-        ratios = " | ".join(f"{row[key] / first[key]:.2f}" for key in ("peak", "kept"))
-        words = " | ".join(f"{row[key]:.2f}" for key in ("peak", "resident", "kept"))
-        lines.append(f"| {row['name']} | {ratios} | {words} |")
-    return "\n".join(lines)
+        ratios = [f"{row[key] / first[key]:.2f}" for key in ("peak", "kept")]
+        words = [f"{row[key]:.2f}" for key in ("peak", "resident", "kept")]
+        table.append([row["name"], *ratios, *words])
+    return "\n".join(lines + markdown([*titles, "kept by optimizer and exchange"], table))
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import parser_for, save, surroundings
+from benchmarks.common import markdown, parser_for, save, surroundings
 from benchmarks.overlap_run import WITHOUT
 from thinwire.tools.network.netns import Link, network, why_unavailable
 from thinwire.tools.run.config import Job
@@ -99,17 +99,16 @@ def printed_costs(result: Any) -> str:
     lines = [
         f"{_size(result)}, medians of {result['repeats']} pairs of steps, one thread a worker.",
         "",
-        "| engine | step without digest | added | processor time without | added | left to wait, "
-        "with it |",
-        "|---|---|---|---|---|---|",
     ]
+    titles = ["engine", "step without digest", "added", "processor time without", "added"]
+    rows = []
     for row in result["rows"]:
-        cells = [
-            f"{row[key]:.0f} ms | {row[f'{key} added']:+.1f} ms, {row[f'{key} added, share']:+.1%}"
-            for key in ("milliseconds", "cpu_milliseconds")
-        ]
-        lines.append(f"| {row['name']} | {' | '.join(cells)} | {row['waits']:.0f} ms |")
-    return "\n".join(lines)
+        cells = [row["name"]]
+        for key in ("milliseconds", "cpu_milliseconds"):
+            added = f"{row[f'{key} added']:+.1f} ms, {row[f'{key} added, share']:+.1%}"
+            cells += [f"{row[key]:.0f} ms", added]
+        rows.append([*cells, f"{row['waits']:.0f} ms"])
+    return "\n".join(lines + markdown([*titles, "left to wait, with it"], rows))
 
 
 def row(name: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -148,19 +147,18 @@ def printed(result: Any) -> str:
     lines = [
         f"{_size(result)}, medians of {result['repeats']} steps, one thread a worker.",
         "",
-        "| contender | step : DDP | step : bare | hidden | share of each collective that is hidden "
-        "| step |",
-        "|---|---|---|---|---|---|",
     ]
+    titles = ["contender", "step : DDP", "step : bare", "hidden"]
+    rows = []
     for row in result["rows"]:
         hidden = "" if row["hidden"] is None else f"{row['hidden']:.0%}"
         shares = " ".join(f"{way['hidden']:.2f}" for way in row["buckets"][:12])
         more = f" and {len(row['buckets']) - 12} more" if len(row["buckets"]) > 12 else ""
-        lines.append(
-            f"| {row['name']} | {row['over DDP']:.2f} | {row['over bare']:.2f} | {hidden} | "
-            f"{shares}{more} | {row['milliseconds']:.0f} ms |"
-        )
-    return "\n".join(lines)
+        ratios = [f"{row[f'over {other}']:.2f}" for other in ("DDP", "bare")]
+        step = f"{row['milliseconds']:.0f} ms"
+        rows.append([row["name"], *ratios, hidden, shares + more, step])
+    titles += ["share of each collective that is hidden", "step"]
+    return "\n".join(lines + markdown(titles, rows))
 
 
 def _size(result: Any) -> str:

@@ -9,7 +9,6 @@ step; the bytes are what rank 0 has sent, with all headers. Needs root, pyroute2
 the scripts: .venv-integrations/bin/python -m benchmarks.recipes.
 """
 
-import argparse
 import difflib
 import json
 import re
@@ -19,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import markdown, run_on_ranks
+from benchmarks.common import bare_parser, markdown, run_on_ranks
 from thinwire.tools.network.netns import Link, Network, network
 
 FOLDER = Path(__file__).parent.parent / "examples" / "recipes"
@@ -124,9 +123,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     """Measure, keep the rows, and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bare_parser(__doc__)
     parser.add_argument("names", nargs="*", help=", ".join(RECIPES))
     parser.add_argument("--link", default="20mbit")
     parser.add_argument("--results", type=Path, default=RESULTS)

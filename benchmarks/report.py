@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import comparison
+from benchmarks.common import markdown
 from benchmarks.limits import LIMITS, Limit
 
 __all__ = ["RESULTS", "limits_table", "page", "read", "write"]
@@ -80,20 +81,16 @@ def page(results: Mapping[str, Any]) -> str:
 
 def limits_table(results: Mapping[str, Any]) -> str:
     """Every figure that has a limit, in Markdown."""
-    lines = ["| figure | at most | measured | met | benchmark |", "|---|---|---|---|---|"]
-    return "\n".join(
-        lines + [_line(limit, results) for limit in LIMITS if limit.benchmark in results]
-    )
+    rows = [_row(limit, results) for limit in LIMITS if limit.benchmark in results]
+    return "\n".join(markdown(["figure", "at most", "measured", "met", "benchmark"], rows))
 
 
-def _line(limit: Limit, results: Mapping[str, Any]) -> str:
+def _row(limit: Limit, results: Mapping[str, Any]) -> list[str]:
     value = limit.value(results[limit.benchmark])
     met = "not measured" if value is None else "yes" if value <= limit.at_most else "**no**"
     shown = "" if value is None else f"{value:.3g}{limit.unit}"
-    return (
-        f"| {limit.figure} | {limit.at_most:g}{limit.unit} | {shown} | {met} | `{limit.benchmark}` "
-        "|"
-    )
+    at_most = f"{limit.at_most:g}{limit.unit}"
+    return [limit.figure, at_most, shown, met, f"`{limit.benchmark}`"]
 
 
 def machine(result: Mapping[str, Any]) -> str:

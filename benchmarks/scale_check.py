@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import thinwire as tw
-from benchmarks.common import parser_for, save, surroundings
+from benchmarks.common import markdown, parser_for, save, surroundings
 from thinwire.tools.network.enter import enter_network
 from thinwire.tools.network.netns import Link, Network, inside, network, tbf_settings
 from thinwire.tools.simulation.lines import switch
@@ -225,17 +225,16 @@ def printed(result: dict[str, Any]) -> str:
         f"{sum(NUMELS):,} numbers, the faster of {result['repeats']} steps; an averaging of "
         f"local updates and its {K_STEPS} steps count as one.",
         "",
-        "| ranks | link | exchange | simulated | measured | simulated : measured | bytes given by "
-        "the busiest rank | equal on all ranks |",
-        "|---|---|---|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {r['ranks']} | {r['link']} | {r['method']} | {r['simulated_s']:.2f} s | "
-        f"{r['measured_s']:.2f} s | {r['simulated_s'] / r['measured_s']:.2f} | {r['bytes']:,} | "
-        f"{'yes' if r['bytes_equal'] else '**no**'} |"
-        for r in result["rows"]
-    ]
-    return "\n".join(lines)
+    titles = ["ranks", "link", "exchange", "simulated", "measured", "simulated : measured"]
+    titles += ["bytes given by the busiest rank", "equal on all ranks"]
+    rows = []
+    for r in result["rows"]:
+        seconds = f"{r['simulated_s']:.2f} s", f"{r['measured_s']:.2f} s"
+        ratio, equal = r["simulated_s"] / r["measured_s"], "yes" if r["bytes_equal"] else "**no**"
+        place = r["ranks"], r["link"], r["method"]
+        rows.append([*place, *seconds, f"{ratio:.2f}", f"{r['bytes']:,}", equal])
+    return "\n".join(lines + markdown(titles, rows))
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ did not hold: see `Soak.problems`. Afterwards the trace of the members is replay
 without any fault, and must give the same bits.
 """
 
-import argparse
 import contextlib
 import json
 import multiprocessing as mp
@@ -30,6 +29,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
+from benchmarks.common import bare_parser
 from benchmarks.soak_member import CONFIGS, RUN, Part, train
 from benchmarks.soak_replay import Trace, compiled, replay, undisturbed
 from thinwire.members.kv import KeyValueView
@@ -504,9 +504,7 @@ def soak(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bare_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=1800)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--every", type=float, default=20, help="seconds between faults")

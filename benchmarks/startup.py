@@ -17,7 +17,7 @@ import sys
 import tempfile
 from typing import Any
 
-from benchmarks.common import parser_for, save, surroundings
+from benchmarks.common import markdown, parser_for, save, surroundings
 
 IMPORTS = """
 import json, sys, time
@@ -152,25 +152,21 @@ def printed(result: dict[str, Any]) -> str:
         "",
         "Compiling with an empty cache, once per machine:",
         "",
-        "| for | processor, s | wall, s | loops | the dearest, processor s |",
-        "|---|---|---|---|---|",
     ]
+    titles = ["for", "processor, s", "wall, s", "loops", "the dearest, processor s"]
+    rows = []
     for row in result["compiling_s"]:
         dearest = ", ".join(f"`{name}` {seconds:.2f}" for name, seconds in row["each"].items())
-        lines.append(
-            f"| {row['work']} | {row['cpu']:.1f} | {row['wall']:.1f} | {row['loops']} | {dearest} |"
-        )
-    lines += [
-        "",
-        "| optimizer | cache | construction, s | first step, ms | second step, ms | compiled "
-        "functions |",
-        "|---|---|---|---|---|---|",
-    ]
+        times = f"{row['cpu']:.1f}", f"{row['wall']:.1f}"
+        rows.append([row["work"], *times, row["loops"], dearest])
+    lines += [*markdown(titles, rows), ""]
+    titles = ["optimizer", "cache", "construction, s", "first step, ms", "second step, ms"]
+    rows = []
     for row in result["steps_s"]:
         steps = f"{1e3 * row['first']:.1f}", f"{1e3 * row['second']:.2f}"
         cells = [f"{row['made']:.2f}", *steps, f"{row['compiled']:.0f}"]
-        lines.append(f"| {row['optimizer']} | {row['cache']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([row["optimizer"], row["cache"], *cells])
+    return "\n".join(lines + markdown([*titles, "compiled functions"], rows))
 
 
 def main() -> None:

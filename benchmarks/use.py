@@ -10,7 +10,6 @@ the steps over that and what is exposed. What is exposed of one averaging does n
 steps between two, so its share at any interval follows.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import markdown, save
+from benchmarks.common import bare_parser, markdown, save
 from benchmarks.use_worker import COMPRESSIONS
 from thinwire.tools.compare.results import describe_machine
 
@@ -74,9 +73,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bare_parser(__doc__)
     parser.add_argument("--methods", nargs="+", choices=COMPRESSIONS, default=["plain", "1 bit"])
     parser.add_argument("--averagings", type=int, default=5)
     parser.add_argument("--out", type=Path)
