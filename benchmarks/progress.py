@@ -132,12 +132,8 @@ def _entry(
 def _share(own: Curve, dense: Curve) -> float:
     if own[-1][1] <= dense[-1][1]:  # with the same optimizer: seeds differ by more than that
         return 1.0
-    there = _steps_to(dense, own[-1][1])
+    there = first_reached(dense, own[-1][1])
     return 0.01 if there is None else there / STEPS
-
-
-def _steps_to(curve: Curve, loss: float) -> float | None:
-    return first_reached(curve, loss)
 
 
 def _settings(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -287,7 +287,8 @@ def _versions(reports: Reports) -> Iterator[Finding]:
             reports,
             lambda row: row.machine.versions,
             "versions",
-            _version_level,
+            # ranks refuse each other by the wire version alone
+            lambda name: "wrong" if name == "wire" else "note",
             lambda _: "install the same version on all machines",
         )
     )
@@ -297,17 +298,12 @@ def _versions(reports: Reports) -> Iterator[Finding]:
         yield ok("versions", f"the same everywhere: {same}")
 
 
-def _version_level(name: str, *_: str) -> Level:
-    """Return the level of a version mismatch; ranks refuse each other by the wire version alone."""
-    return "wrong" if name == "wire" else "note"
-
-
 def _environments(reports: Reports) -> Iterator[Finding]:
     yield from _different(
         reports,
         lambda row: row.machine.environment,
         "environment",
-        lambda name, *_: "wrong" if name == "GLOO_DEVICE_TRANSPORT" else "note",
+        lambda name: "wrong" if name == "GLOO_DEVICE_TRANSPORT" else "note",
         lambda name: _MAY_DIFFER.get(
             name, "set the same value in the environment of each torchrun"
         ),
@@ -318,7 +314,7 @@ def _different(
     reports: Reports,
     part: Callable[[Seen], Mapping[str, str]],
     check: str,
-    level: Callable[[str, str, str], Level],
+    level: Callable[[str], Level],
     advice: Callable[[str], str],
 ) -> Iterator[Finding]:
     """Yield entries whose values differ from those of the first rank."""
@@ -336,7 +332,7 @@ def _different(
         ours = first.get(name, "not set")
         subject = "the wire format" if name == "wire" else name
         yield Finding(
-            level(name, ours, theirs),
+            level(name),
             check,
             f"{subject} is {ours} on rank {lowest} and {theirs} on {named(ranks)}",
             advice(name),

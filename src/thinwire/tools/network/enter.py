@@ -20,7 +20,7 @@ _LARGEST_PACKET_BYTES = 65_536
 _PACKETS_AT_A_TIME = 64
 
 _PR_SET_PDEATHSIG = 1
-_CLONE_NEWNET = 0x40000000
+CLONE_NEWNET = 0x40000000
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -56,7 +56,7 @@ def take_group_along() -> None:
 def enter_network(namespace_fd: int) -> None:
     """Move the calling thread into the network namespace behind an open file descriptor."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(namespace_fd, _CLONE_NEWNET):
+    if libc.setns(namespace_fd, CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns: " + os.strerror(ctypes.get_errno()))
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from thinwire.tools.network import enter
-from thinwire.tools.network.enter import enter_network
+from thinwire.tools.network.enter import CLONE_NEWNET, enter_network
 
 _UNITS_BIT_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -192,7 +192,6 @@ def _rate_text(rate_bit_s: float) -> str:
 
 
 T = TypeVar("T")
-_CLONE_NEWNET = 0x40000000
 _BURST_S, _QUEUE_S = 0.01, 0.1
 _SMALLEST_BURST_BYTES, _LARGEST_BURST_BYTES = 4_000, 4_000_000
 
@@ -202,7 +201,7 @@ def new_namespace() -> int:
 
     def make() -> int:
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.unshare(_CLONE_NEWNET):
+        if libc.unshare(CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 

@@ -281,10 +281,9 @@ def plan(
         "device": "cuda" if work.cuda else "cpu",
         "task": task,
     }
-    documents = (row.document or {} for row in rows)
-    local = next(document["localsgd"] for document in documents if "localsgd" in document)
-    members = member_exchanges(local, work.sharded(shard), network)
-    return Plan(recommended, reason, tuple(rows), about, model, members)
+    made = Plan(recommended, reason, tuple(rows), about, model, {})
+    local = (made.best_local.document or {})["localsgd"]
+    return replace(made, members=member_exchanges(local, work.sharded(shard), network))
 
 
 def _between_sites(network: Network, shard: int, *, shared: bool) -> Network:

@@ -307,8 +307,6 @@ def _dealt(
 
     The messages of a rank share its line; those that leave or reach a site share its line. Messages
     that reach a line crowd there, since senders do not agree on an order.
-
-    Those that reach a line crowd there, since senders do not agree on an order.
     """
     size, lengths = members.shape[1], np.array(deal.lengths, np.float64)
     out, into = lengths.sum() - lengths, (size - 1) * lengths

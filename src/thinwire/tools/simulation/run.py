@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
-from numpy.typing import NDArray
 
 from thinwire.layout.message import CHECKSUM_BYTES, SKETCH_NUMEL, Layout, WholeLayout
 from thinwire.layout.shares import contiguous
@@ -17,7 +16,9 @@ from thinwire.tools.simulation.lines import (
     Gather,
     Jitter,
     Lines,
+    Ranks,
     Reduce,
+    Times,
     Vote,
     finished,
 )
@@ -146,10 +147,6 @@ def dense_sum(nbytes: int, sources: int) -> Collective:
     if travels_checksummed(nbytes, sources):
         return Gather(nbytes + CHECKSUM_BYTES)
     return Reduce(nbytes)
-
-
-Times = NDArray[np.float64]
-Ranks = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
