@@ -75,7 +75,7 @@ _NAMES = {
     "thinwire.kernels.cuda.launching": "launch",
     "thinwire.kernels.reference": "mixed",
     "thinwire.kernels.rules": (
-        "Fold LambRule LarsRule LoopKind Need OuterRule TrustRule has_address needs_of share_memory"
+        "Fold LambRule LarsRule LoopKind OuterRule TrustRule has_address needs_of share_memory"
     ),
     "thinwire.kernels.warm": "warm_up",
     "thinwire.layout": "traffic",
@@ -151,7 +151,7 @@ _NAMES = {
         "parse_rate tbf_settings why_unavailable"
     ),
     "thinwire.tools.planning": "command",
-    "thinwire.tools.planning.grid": "Candidate LEFT_OUT candidates",
+    "thinwire.tools.planning.grid": "LEFT_OUT candidates",
     "thinwire.tools.planning.loss": "law law_beta=beta loss_gap steps_to_dense_loss",
     "thinwire.tools.planning.methods": "MOST_PARAMS cost_by_number cost_of grown member_exchanges",
     "thinwire.tools.planning.network": "FRAMES crowding network_Network=Network reduce_pairs",
