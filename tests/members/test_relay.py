@@ -38,7 +38,7 @@ from tests.members.relays import listening, rank_by_hand, relay_alone, relay_pla
 from tests.members.training import TIMEOUT_S, digest, member, model
 from tests.ranks import Lost, Pool, Raised
 from tests.waiting import PATIENCE_S, until
-from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost
+from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, ThinwireError
 
 CONFIGS = {
     "one bit": tw.LocalSGD(2, begin_step=0, compression=tw.Quantized(1)),
@@ -477,3 +477,11 @@ def test_a_state_that_was_sent_has_arrived() -> None:
         channel.close()
         thread.join(PATIENCE_S)
     assert received == [content]
+
+
+def test_a_message_too_long_for_a_relay_is_an_error() -> None:
+    with relay_alone() as place:
+        client = RelayClient(place, "room", 0, 2)
+        with pytest.raises(ThinwireError, match="1073741825 bytes is too long for a relay"):
+            client.send(Kind.DATA, bytes((1 << 30) + 1))
+        client.close(PATIENCE_S)

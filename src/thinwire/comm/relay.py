@@ -240,7 +240,18 @@ class RelayClient:
             return self._present >= self.others
 
     def send(self, channel: Kind, contents: bytes | Mapping[int, bytes]) -> SentMessage:
-        """Send to all other ranks, or to those named in a mapping."""
+        """Send to all other ranks, or to those named in a mapping.
+
+        Raises:
+            ThinwireError: A message is too long for a relay.
+        """
+        each = [contents] if isinstance(contents, bytes) else contents.values()
+        longest = max(map(len, each), default=0)
+        if longest > _MAX_MESSAGE_BYTES:
+            raise ThinwireError(
+                f"a message of {longest} bytes is too long for a relay, which takes "
+                f"{_MAX_MESSAGE_BYTES}: compress it, or use fragments"
+            )
         to = set(self.others if isinstance(contents, bytes) else contents)
         message = SentMessage(channel, self._next_out[channel], contents, to)
         self._next_out[channel] += 1
@@ -331,8 +342,9 @@ class RelayClient:
                 return
             except (OSError, EOFError, TimeoutError, PeerLost) as error:
                 if self._outage is None:
-                    self._outage = time.monotonic(), str(error) or type(error).__name__
-                    _log.info("lost the relay at %s, reconnecting: %s", self.endpoint, error)
+                    why = str(error) or type(error).__name__
+                    self._outage = time.monotonic(), why
+                    _log.info("lost the relay at %s, reconnecting: %s", self.endpoint, why)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), _RETRY_S)
 
