@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -47,9 +48,7 @@ def test_ranks_share_a_directory(ranks: Pool, tmp_path: Path) -> None:
         [*folders, *(f"{folder}/{name}" for folder in folders for name in names)]
     )
 
-
-def test_what_is_the_same_on_all_ranks_is_written_once(ranks: Pool, tmp_path: Path) -> None:
-    ranks.run(save_and_load, str(tmp_path), 1, size=3)
+    # what is the same on all ranks is written once
     sizes = [
         (tmp_path / f"machine0/step_0000000003/rank_0000{r}.safetensors").stat().st_size
         for r in range(3)
@@ -138,25 +137,21 @@ def test_ranks_that_moved_to_other_machines_are_told(ranks: Pool, tmp_path: Path
     )
 
 
-def test_damage_on_one_machine_sends_all_ranks_back(ranks: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("harm", ["damaged", "not there"])
+def test_damage_on_one_machine_sends_all_ranks_back(ranks: Pool, tmp_path: Path, harm: str) -> None:
     ranks.run(save_and_load, str(tmp_path), 2, size=2)
     file = tmp_path / "machine1/step_0000000003/rank_00001.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    if harm == "damaged":
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        text = f"rank 1: {file} is damaged"
+    else:
+        shutil.rmtree(file.parent)
+        text = "lacks the checkpoint of step 3"
     answers = ranks.run(load_here, str(tmp_path), 2, size=2)
     assert [step for step, _, _ in answers] == [2, 2]
     assert all(same(state, rank_state(rank, 2)) for rank, (_, state, _) in enumerate(answers))
     for _, _, told in answers:
-        assert len(told) == 1 and f"rank 1: {file} is damaged" in told[0]
-
-
-def test_a_checkpoint_that_only_one_machine_has_is_no_checkpoint(
-    ranks: Pool, tmp_path: Path
-) -> None:
-    ranks.run(save_and_load, str(tmp_path), 2, size=2)
-    shutil.rmtree(tmp_path / "machine1/step_0000000003")
-    answers = ranks.run(load_here, str(tmp_path), 2, size=2)
-    assert [step for step, _, _ in answers] == [2, 2]
-    assert "rank 1: " in answers[0][2][0] and "lacks the checkpoint of step 3" in answers[0][2][0]
+        assert len(told) == 1 and "rank 1: " in told[0] and text in told[0]
 
 
 def go_on_after_a_step_back(rank: int, size: int, root: str) -> tuple[int, list[str]]:
@@ -374,11 +369,8 @@ def test_cleaning_up_on_a_disk_that_hangs_does_not_hold_a_save(ranks: Pool, tmp_
 
 def late_files(rank: int, size: int, root: str) -> None:
     # a network file system that shows rank 1 nothing of the others
-    undo = patched(Path, "exists", lambda path: rank == 0 or "rank_00001" in path.name)
-    try:
+    with patch.object(Path, "exists", lambda path: rank == 0 or "rank_00001" in path.name):
         save(root, {}, step=1, group=Group(), facts={})
-    finally:
-        undo()
 
 
 def test_ranks_that_see_different_things_in_one_directory_are_told(

@@ -77,13 +77,6 @@ def test_every_tensor_has_one_part_and_no_part_is_empty(layers: int) -> None:
             strided(names, parts)
 
 
-def test_more_parts_than_tensors_are_refused_before_anything_is_sent() -> None:
-    model = Stack()
-    config = tw.LocalSGD(20, fragments=20, fragment_order="strided")
-    with pytest.raises(ValueError, match="fragments is 20; it must be between 1 and the 14"):
-        tw.local_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
-
-
 # ---- over ranks
 
 

@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -295,15 +296,14 @@ def one_bad_message(rank: int, size: int, address: str, folder: str) -> tuple[st
         launch(averaging, pending, **options)
 
     launch = Averaging.launch
-    ElasticGroup.all_gather, Averaging.launch = flipped, measured  # type: ignore[method-assign]
-    try:
+    with (
+        patch.object(ElasticGroup, "all_gather", flipped),
+        patch.object(Averaging, "launch", measured),
+        pytest.raises(ThinwireError) as caught,
+    ):
         site(rank, size, address, folder, tw.LocalSGD(4, compression=tw.Quantized(4)))
-    except ThinwireError as error:
-        now = before.pop("now")
-        return type(error).__name__, all(torch.equal(now[n], a) for n, a in before.items())
-    finally:
-        ElasticGroup.all_gather, Averaging.launch = whole, launch  # type: ignore[method-assign]
-    return "no error", False
+    now = before.pop("now")
+    return caught.typename, all(torch.equal(now[n], a) for n, a in before.items())
 
 
 def test_a_bad_message_of_one_shard_stops_all(ranks: Pool, tmp_path: Path) -> None:
