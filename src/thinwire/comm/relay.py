@@ -245,8 +245,8 @@ class RelayClient:
         Raises:
             ThinwireError: A message is too long for a relay.
         """
-        each = [contents] if isinstance(contents, bytes) else contents.values()
-        longest = max(map(len, each), default=0)
+        messages = [contents] if isinstance(contents, bytes) else contents.values()
+        longest = max(map(len, messages), default=0)
         if longest > _MAX_MESSAGE_BYTES:
             raise ThinwireError(
                 f"a message of {longest} bytes is too long for a relay, which takes "
