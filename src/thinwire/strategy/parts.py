@@ -1,7 +1,7 @@
 """Records of `prepare`: its arguments, its plan, and the parts of an engine."""
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,6 +111,8 @@ class Parts:
     merge_avg: bool
     overlap: Overlap | None
     """Begins the exchange during the backward pass; None if the exchange follows it."""
+    votes: Sequence[MovingBuffers | LossScaler]
+    """Buffers, and the scaler if there is one: what agrees over the ranks beside the exchange."""
     batches: Batches
     """Reports which ranks still have a batch, if every update is exchanged."""
     find_unused: bool
@@ -127,11 +129,6 @@ class Parts:
     """First update at which messages have their final length."""
     facts: dict[str, Any]
     """Facts that a checkpoint must share with the engine that loads it."""
-
-    @property
-    def votes(self) -> list[MovingBuffers | LossScaler]:
-        """The parts that agree over the ranks beside the exchange."""
-        return [self.buffers] if self.scaler is None else [self.buffers, self.scaler]
 
     @property
     def savers(self) -> Group:

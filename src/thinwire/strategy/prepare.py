@@ -363,6 +363,7 @@ def _assembled(setup: Setup, plan: Preparation, undo: ExitStack) -> Parts:
         find_unused=setup.find_unused_parameters and plan.sync is None,
         buffers=buffers,
         scaler=scaler,
+        votes=[buffers] if scaler is None else [buffers, scaler],
         merge=None if merge is None or merge.k_steps == 1 else GradientSum(),
         merge_steps=1 if merge is None else merge.k_steps,
         merge_avg=merge is None or merge.avg,
@@ -450,8 +451,8 @@ def _digest(setup: Setup, plan: Preparation) -> RollingDigest | None:
     params = {f"parameter {name}": p for name, p in named_parameters(plan.stage)}
     names: dict[torch.Tensor, str] = {p: name for name, p in plan.params.items()}
     return RollingDigest(
-        lambda: Shards(params),
-        lambda: optimizer_state(setup.optimizer, names),
+        partial(Shards, params),
+        partial(optimizer_state, setup.optimizer, names),
         every=setup.digest_every,
     )
 
