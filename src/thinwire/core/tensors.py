@@ -1,4 +1,4 @@
-"""Helpers for tensors: stored entries, types of computation, memory and cache sizes.
+"""Helpers for tensors: stored entries, types of computation, memory and cache sizes; a module call.
 
 A sparse gradient is a COO tensor here; row-sparse means sparse_dim 1, so that its values are whole
 rows of the parameter. All functions expect it coalesced, with duplicates summed.
@@ -6,10 +6,10 @@ rows of the parameter. All functions expect it coalesced, with duplicates summed
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, strided
+from torch import Tensor, nn, strided
 
 from thinwire import _validate as check
 
@@ -141,3 +141,10 @@ def cache_sized(tensors: TensorList) -> Iterator[slice]:
         if (size >= _CACHED_BYTES and tensor.device.type == "cpu") or i == len(tensors) - 1:
             yield slice(start, i + 1)
             start, size = i + 1, 0
+
+
+def called(module: nn.Module, inputs: Any) -> Any:
+    """Return the result for one argument, a tuple of arguments, or a mapping of keywords."""
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    return module(*inputs) if isinstance(inputs, tuple) else module(inputs)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.tensors import called
+
 _PLAIN = (type(None), bool, int, float, str)
 _SAMPLE = 256
 
@@ -294,13 +296,6 @@ def _as_loss(loss: object) -> Tensor:
             "the loss depends on no parameter that requires a gradient: there is nothing to train"
         )
     return loss.reshape(())
-
-
-def called(module: nn.Module, inputs: Any) -> Any:
-    """Return the result for one argument, a tuple of arguments, or a mapping of keywords."""
-    if isinstance(inputs, Mapping):
-        return module(**inputs)
-    return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -25,6 +25,7 @@ from thinwire.comm import (
 from thinwire.core.several import all_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of
 from thinwire.core.stats import numbers
+from thinwire.core.tensors import called
 from thinwire.errors import CheckpointMissing, ThinwireError
 from thinwire.exchange.agreement import StepDecision
 from thinwire.local.model import SCALER, refuse_scaler
@@ -32,7 +33,6 @@ from thinwire.local.updates import LocalUpdates
 from thinwire.local.work import require_tokens
 from thinwire.optim import Lamb, Lars
 from thinwire.pipeline.runner import PipelineRunner
-from thinwire.pipeline.worker import called
 from thinwire.strategy import checkpoints, saving
 from thinwire.strategy.background_save import BackgroundSave
 from thinwire.strategy.engine_checks import Joining
