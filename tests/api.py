@@ -151,7 +151,7 @@ _NAMES = {
         "parse_rate tbf_settings why_unavailable"
     ),
     "thinwire.tools.planning": "command",
-    "thinwire.tools.planning.grid": "LEFT_OUT candidates",
+    "thinwire.tools.planning.grid": "Candidate LEFT_OUT candidates",
     "thinwire.tools.planning.loss": "law law_beta=beta loss_gap steps_to_dense_loss",
     "thinwire.tools.planning.methods": "MOST_PARAMS cost_by_number cost_of grown member_exchanges",
     "thinwire.tools.planning.network": "FRAMES crowding network_Network=Network reduce_pairs",

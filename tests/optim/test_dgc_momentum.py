@@ -161,6 +161,22 @@ def test_about_two_thousand_times_fewer_bytes() -> None:
     assert stats["ratio"] > 2000
 
 
+def only_some_have_a_gradient(rank: int, size: int) -> None:
+    params = [nn.Parameter(torch.zeros(50)) for _ in range(3)]
+    optimizer = DGCMomentum(list(zip("abc", params, strict=True)), lr=0.1, min_numel=10)
+    params[0].grad = torch.ones(50)
+    if rank != 1:
+        params[2].grad = torch.ones(50)
+    optimizer.step()
+
+
+@pytest.mark.fault
+def test_a_gradient_on_some_ranks_only_is_an_error_on_all(ranks: Pool) -> None:
+    answers = ranks.run(only_some_have_a_gradient, size=3, expect_errors=True)
+    assert {(a.type_name, a.text) for a in answers} == {("Mismatch", answers[0].text)}
+    assert "parameter c has a gradient on ranks [0, 2] but none on ranks [1]" in answers[0].text
+
+
 def no_gradient_anywhere(rank: int, size: int) -> bool:
     p, optimizer = one_param()
     before = p.detach().clone()
