@@ -100,9 +100,7 @@ def next_decision(
         member for member in quorum_base if member in present or member not in announced_ids
     ]
     answers = tuple(unpacked(announced[latest]["answers"]))
-    connecting = any(
-        announcement["connecting_s"] is not None for announcement in announced.values()
-    )
+    connecting = any(one["connecting_s"] is not None for one in announced.values())
     if connecting and len(present) == len(ids):
         present = tuple(member for member in present if member in quorum_base)
     continuing = tuple(member for member in present if member in electorate)

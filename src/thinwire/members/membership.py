@@ -207,11 +207,9 @@ class Membership:
 
     def extension_s(self, timeout_s: float) -> float:
         """Return the seconds for which busy members may still be waited for: until `timeout_s`
-        after the last of them was known to be busy. Takes at most two seconds.
-
-        Returns:
-            0 or less if a member is missing that is not busy, if none is missing, or if the meeting
-            place does not answer.
+        after the last of them was known to be busy. It is 0 or less if a member is missing that is
+        not busy, if none is missing, or if the meeting place does not answer. Takes at most two
+        seconds.
         """
         found: queue.SimpleQueue[float] = queue.SimpleQueue()
         self._commands.put(lambda: found.put(self._extension_s(timeout_s)))
@@ -302,13 +300,11 @@ class Membership:
         self._commands.put(None)
         if self.kv.waiting_s > self.timeout_s:  # the host does not answer
             self.kv.disconnect()
-        other_thread = threading.current_thread() is not self._thread
-        if self._thread.is_alive() and other_thread:
-            self._thread.join(_EXIT_S)
-        self.kv.disconnect()  # the thread may still wait for the host
-        if self._thread.is_alive() and other_thread:
-            # a backend thread that still connects would abort the process at exit
-            self._thread.join(_CONNECT_S)
+        # longer in the end: a backend thread that still connects would abort the process at exit
+        for limit_s in (_EXIT_S, _CONNECT_S):
+            if self._thread.is_alive() and threading.current_thread() is not self._thread:
+                self._thread.join(limit_s)
+            self.kv.disconnect()  # the thread may still wait for the host
         if self.generation is not None and self.generation.groups is not None:
             self.generation.groups.release()
             self.generation.groups = None
@@ -415,7 +411,8 @@ class Membership:
         before, number = number, self._latest_from(number)
         decision = self._decision(number)
         self._expected = decision.ids
-        alive = self._any_alive(decision.ids)
+        others = [member for member in decision.ids if member != self.own_id]
+        alive = True in list(map(self._poll_heartbeat, others))  # all of them are read
         if alive or number > before:
             self._last_alive_s = time.monotonic()
         return number, decision, alive
@@ -498,10 +495,6 @@ class Membership:
             elif value["beat"] > before[0]:
                 self._heartbeats[other] = value["beat"], now, True
         return self._is_alive(other)
-
-    def _any_alive(self, others: Sequence[str]) -> bool:
-        found = [self._poll_heartbeat(other) for other in others if other != self.own_id]
-        return any(found)
 
     def _is_alive(self, other: str) -> bool:
         beat = self._heartbeats.get(other)
@@ -641,9 +634,7 @@ class Membership:
                 for member in old.ids
                 if (announcement := self._announced(number, member)) is not None
             }
-            connecting = [
-                announcement["connecting_s"] or 0.0 for announcement in announced.values()
-            ]
+            connecting = [one["connecting_s"] or 0.0 for one in announced.values()]
             grace_s = _ANNOUNCE_S + max(connecting, default=0.0)
             if len(announced) == old.size or waited_s > grace_s:
                 decision, electorate = next_decision(old.ids, announced, old.quorum_base)
@@ -687,13 +678,8 @@ class Membership:
             limit_s = min(_CONNECT_S, self.timeout_s)
             until = time.monotonic() + limit_s
             try:
-                formed.groups = MemberGroups(
-                    self.kv.store.under(f"gloo/{number}"),
-                    formed.rank,
-                    formed.size,
-                    limit_s,
-                    self._endpoint,
-                )
+                at, rank = self.kv.store.under(f"gloo/{number}"), formed.rank
+                formed.groups = MemberGroups(at, rank, formed.size, limit_s, self._endpoint)
                 break
             except ThinwireError as error:
                 cause = f"it could not connect to all of them ({error})"
