@@ -407,16 +407,19 @@ def regret(found: Iterable[Gap]) -> list[str]:
 
     The seconds of a step are those of `plan`, on lines on which an averaging takes 1, 4 and 16
     steps. More steps close a measured gap as `plan` has it, so each interval has a time to dense's
-    loss; the ratio of two times is a ratio of losses at equal time, by the same elasticity.
+    loss; the ratio of two times is a ratio of losses at equal time, by the same elasticity. Gaps
+    are means over the seeds, since the best interval of one seed is partly chance.
     """
-    runs: dict[tuple[int, int, str], dict[int, float]] = defaultdict(dict)
+    runs: dict[tuple[int, int, str], dict[int, list[float]]]
+    runs = defaultdict(lambda: defaultdict(list))
     for point in found:
         if point.cell.bits == 1 and point.cell.optimizer == "muon":
-            own = runs[point.numel, point.cell.workers, f"{point.cell.data} {point.cell.seed}"]
-            own[point.cell.interval] = point.gap
+            own = runs[point.numel, point.cell.workers, point.cell.data]
+            own[point.cell.interval].append(point.gap)
     rows: list[list[object]] = []
     costs: list[float] = []
-    for (numel, workers, seed), gap_of in sorted(runs.items()):
+    for (numel, workers, data), gaps_of in sorted(runs.items()):
+        gap_of = {interval: fmean(several) for interval, several in gaps_of.items()}
         for ratio in _AVERAGING_STEPS:
             planned = _planned(numel, workers, ratio, tuple(gap_of))
             if len(planned) < _FEWEST_INTERVALS:
@@ -428,8 +431,8 @@ def regret(found: Iterable[Gap]) -> list[str]:
             }
             best = min(seconds, key=seconds.__getitem__)
             costs.append((seconds[chosen] / seconds[best]) ** elasticity(numel) - 1)
-            rows.append([f"{numel:,}", workers, seed, ratio, chosen, best, f"{costs[-1]:.2%}"])
-    titles = ["parameters", "K", "text, seed", "averaging, steps", "plan", "best", "loss"]
+            rows.append([f"{numel:,}", workers, data, ratio, chosen, best, f"{costs[-1]:.2%}"])
+    titles = ["parameters", "K", "text", "averaging, steps", "plan", "best", "loss"]
     text = markdown(titles, rows)
     if costs:
         text.append(f"\nmean {fmean(costs):.2%}, largest {max(costs):.2%} of {len(costs)}")
