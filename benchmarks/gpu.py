@@ -51,8 +51,10 @@ def _environment() -> dict[str, str]:
 
 
 def _run(command: list[str], limit_s: float) -> bool:
-    """Run a command; return False if it was interrupted at its limit. What it printed last where it
-    fails.
+    """Run a command; return False if it was interrupted at its limit.
+
+    Raises:
+        PartFailed: With the last of what the command printed.
     """
     with subprocess.Popen(
         [sys.executable, *command],

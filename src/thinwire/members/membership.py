@@ -411,8 +411,9 @@ class Membership:
         before, number = number, self._latest_from(number)
         decision = self._decision(number)
         self._expected = decision.ids
-        others = [member for member in decision.ids if member != self.own_id]
-        alive = True in list(map(self._poll_heartbeat, others))  # all of them are read
+        # all of them are read, also after one that is alive
+        polled = [self._poll_heartbeat(other) for other in decision.ids if other != self.own_id]
+        alive = any(polled)
         if alive or number > before:
             self._last_alive_s = time.monotonic()
         return number, decision, alive
@@ -678,8 +679,10 @@ class Membership:
             limit_s = min(_CONNECT_S, self.timeout_s)
             until = time.monotonic() + limit_s
             try:
-                at, rank = self.kv.store.under(f"gloo/{number}"), formed.rank
-                formed.groups = MemberGroups(at, rank, formed.size, limit_s, self._endpoint)
+                store = self.kv.store.under(f"gloo/{number}")
+                formed.groups = MemberGroups(
+                    store, formed.rank, formed.size, limit_s, self._endpoint
+                )
                 break
             except ThinwireError as error:
                 cause = f"it could not connect to all of them ({error})"

@@ -132,13 +132,9 @@ class _Relay:
         """Connect a client with the store until one of them closes its connection."""
         # else the connections of machines that vanished stay open for ever
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        try:
+        with contextlib.closing(writer), contextlib.suppress(OSError):  # one of them is lost
             answers, store = await asyncio.open_connection("127.0.0.1", self._store_port)
             await asyncio.gather(_copy(reader, store), _copy(answers, writer))
-        except OSError:
-            pass  # one of them is lost
-        finally:
-            writer.close()
 
     async def _handle_client(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -252,12 +248,10 @@ async def _first_byte(sock: socket.socket) -> bytes:
 
 async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
     """Copy bytes until the source ends, and then close the target."""
-    try:
+    with contextlib.closing(target):
         while chunk := await source.read(_CHUNK_BYTES):
             target.write(chunk)
             await target.drain()
-    finally:
-        target.close()
 
 
 @contextlib.contextmanager
