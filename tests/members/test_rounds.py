@@ -593,7 +593,7 @@ def test_a_joiner_that_cannot_reach_all_ends_nobody_elses_run(ranks: Pool, tmp_p
     found = met(ranks, _walled_off, str(tmp_path / "go"), size=3, errors=True)
     assert isinstance(found[2], Raised)
     assert found[2].type_name == "Evicted"
-    assert "could not be connected with all of them (said so by the test)" in found[2].text
+    assert "could not connect to all of them (said so by the test)" in found[2].text
     rounds = _alike(found[:2], 120)
     assert {size for _, size, _ in rounds.values()} == {2}
 
