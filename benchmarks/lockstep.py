@@ -122,7 +122,7 @@ class LocalRanks:
     Args:
         models: Equal in the beginning, one a rank.
         config: Its interval, first steps, outer rule and compression count; fragments, delay,
-            mixing, optimizer state, nodes and rounds by time are refused.
+            optimizer state, nodes and rounds by time are refused.
     """
 
     def __init__(self, models: Sequence[nn.Module], config: LocalSGD) -> None:

@@ -47,7 +47,6 @@ _NAMES = {
         "AllGather AllReduce AllToAll Collective Compression Context ERRORS ErrorsOnly Kept "
         "MeanChange Sending combined"
     ),
-    "thinwire.compress.sparse_change": "source_factors squared_norms",
     "thinwire.compress.split": "add_up joined shares",
     "thinwire.core.checksum": "checked_mean_ checksum",
     "thinwire.core.feedback": (
@@ -84,7 +83,7 @@ _NAMES = {
         "count_sent position_bytes position_parts value_bytes"
     ),
     "thinwire.layout.owners": "assign_owners",
-    "thinwire.layout.shares": "split_plan whole_split fragments_partition=contiguous strided",
+    "thinwire.layout.shares": "split_plan whole_split fragments_partition=contiguous",
     "thinwire.layout.traffic": (
         "GATHER begin_step chosen_split first_split messages travels_checksummed"
     ),

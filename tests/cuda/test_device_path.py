@@ -116,7 +116,6 @@ def average(rank: int, size: int, static: bool, compression: Any) -> Any:
     [
         tw.Sparse(0.8),
         tw.Sparse(0.8, mean_over="all"),
-        tw.Sparse(0.8, clip_sources=1.0),
         tw.Quantized(4),
         tw.Quantized(1),
     ],

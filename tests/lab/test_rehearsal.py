@@ -30,7 +30,7 @@ def test_intervals_become_short_and_nothing_else_changes() -> None:
         "fragments": 8,
         "delay": 5,
         "outer_lr": 0.7,
-        "average_state": 3,
+        "average_state": True,
     }
     assert shortened({"document": {"localsgd": local}}) == {
         "document": {
@@ -40,7 +40,6 @@ def test_intervals_become_short_and_nothing_else_changes() -> None:
                 "begin_step": 1,
                 "fragments": 2,
                 "delay": 1,
-                "average_state": True,
             }
         }
     }

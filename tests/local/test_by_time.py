@@ -166,7 +166,7 @@ def trained(rank: int, size: int, config: tw.LocalSGD) -> tuple[list[str], float
         {},
         OUTER,
         {"compression": tw.Quantized(2)},
-        {"mixing": 0.25, "begin_step": 3},
+        {"begin_step": 3},
         {"fragments": 2},
         {"delay": 2, "compression": tw.Quantized(2)},
         {"fragments": 2, "delay": 1, **OUTER},

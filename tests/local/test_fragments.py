@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from tests.api import strided
 from tests.local.test_laws import digest
 from tests.ranks import Pool
 
@@ -28,53 +27,6 @@ class Stack(nn.Module):
 
 
 NAMES = [name for name, _ in Stack().named_parameters()]
-
-
-def block(*numbers: int) -> list[str]:
-    return [f"blocks.{i}.{kind}" for i in numbers for kind in ("weight", "bias")]
-
-
-def test_layers_are_dealt_out_and_the_rest_goes_on_with_the_count() -> None:
-    assert strided(NAMES, 1) == [NAMES]
-    assert strided(NAMES, 2) == [
-        [*block(0, 2, 4), "norm.weight", "head.weight"],
-        ["embed.weight", *block(1, 3), "norm.bias"],
-    ]
-    # layers 0 to 4, then embed 5, norm.weight 6, norm.bias 7, head 8
-    assert strided(NAMES, 4) == [
-        [*block(0, 4), "head.weight"],
-        ["embed.weight", *block(1)],
-        [*block(2), "norm.weight"],
-        [*block(3), "norm.bias"],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("names", "parts", "cut"),
-    [
-        (["a", "b", "c"], 2, [["a", "c"], ["b"]]),  # no layers
-        (["0.w", "0.b", "2.w", "2.b"], 2, [["0.w", "0.b"], ["2.w", "2.b"]]),  # 1 has no parameter
-        (["a.1.x.0.w", "a.1.x.5.w", "b.1.w"], 2, [["a.1.x.0.w", "a.1.x.5.w"], ["b.1.w"]]),
-        (["w.0", "w.1", "w.10"], 3, [["w.0"], ["w.1"], ["w.10"]]),
-        (["h.0.w", "h.0.b", "h.1.w", "h.1.b"], 3, [["h.0.w", "h.1.b"], ["h.0.b"], ["h.1.w"]]),
-        (["x2.w", "block1.b"], 2, [["x2.w"], ["block1.b"]]),  # no part of a name is an integer
-    ],
-)
-def test_layers_are_told_by_names(names: list[str], parts: int, cut: list[list[str]]) -> None:
-    assert strided(names, parts) == cut
-
-
-@pytest.mark.parametrize("layers", [0, 1, 3, 8])
-def test_every_tensor_has_one_part_and_no_part_is_empty(layers: int) -> None:
-    names = [name for name, _ in Stack(layers).named_parameters()]
-    for parts in range(1, len(names) + 1):
-        cut = strided(names, parts)
-        assert len(cut) == parts and all(cut)
-        assert sorted(name for part in cut for name in part) == sorted(names)
-        assert all(part == [name for name in names if name in part] for part in cut)
-    for parts in (0, len(names) + 1):
-        with pytest.raises(ValueError, match=f"fragments is {parts}.*the {len(names)} tensors"):
-            strided(names, parts)
 
 
 # ---- over ranks
@@ -111,10 +63,10 @@ def turns(rank: int, size: int, config: Any, steps: int) -> list[tuple[list[str]
 
 
 def test_in_a_period_every_parameter_is_averaged_once(ranks: Pool) -> None:
-    config = tw.LocalSGD(6, begin_step=0, fragments=3, fragment_order="strided")
+    config = tw.LocalSGD(6, begin_step=0, fragments=3)
     answers = ranks.run(turns, config, 18, size=2)
-    expected = strided(NAMES, 3)
-    assert [moved for moved, _ in answers[0]] == expected * 3
+    parts = [moved for moved, _ in answers[0]]
+    assert parts == parts[:3] * 3 and [name for part in parts[:3] for name in part] == NAMES
     for (moved, mine), (_, theirs) in zip(*answers, strict=True):
         assert all(mine[name].tobytes() == theirs[name].tobytes() for name in moved)
 
@@ -126,13 +78,10 @@ ALL_IN_TIME = {
     "quantized, 4 bits": tw.Quantized(4),
     "low rank": tw.LowRank(2, begin_step=5, min_numel=40),
 }
-ORDERS = ("contiguous", "strided")
 
 
-def overlapped(compression: Any, order: Any, **options: Any) -> tw.LocalSGD:
-    return tw.LocalSGD(
-        9, fragments=3, fragment_order=order, delay=2, compression=compression, **options
-    )
+def overlapped(compression: Any, fragments: int = 3) -> tw.LocalSGD:
+    return tw.LocalSGD(9, fragments=fragments, delay=2, compression=compression)
 
 
 def keep_books(rank: int, size: int, config: Any, steps: int) -> tuple[float, str, bool]:
@@ -161,12 +110,11 @@ def keep_books(rank: int, size: int, config: Any, steps: int) -> tuple[float, st
     return worst, digest(model), on_its_way
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", ALL_IN_TIME)
-def test_nothing_is_lost_and_flush_leaves_ranks_equal(ranks: Pool, name: str, order: str) -> None:
+def test_nothing_is_lost_and_flush_leaves_ranks_equal(ranks: Pool, name: str) -> None:
     """1e-10: float64 sums of a few hundred terms of size 1. The end is in the middle of a period,
     with a result on its way."""
-    answers = ranks.run(keep_books, overlapped(ALL_IN_TIME[name], order), 101, size=2)
+    answers = ranks.run(keep_books, overlapped(ALL_IN_TIME[name]), 101, size=2)
     assert all(lost < 1e-10 and on_its_way for lost, _, on_its_way in answers)
     assert len({bits for _, bits, _ in answers}) == 1
 
@@ -214,10 +162,8 @@ def train_on_until_pending(model: nn.Module, optimizer: Any, sync: Any, rank: in
         optimizer.step()
 
 
-def test_a_state_of_another_order_goes_on_with_what_is_on_its_way(ranks: Pool) -> None:
-    """Like one of another number of fragments: what is on its way is applied to those that it was
-    measured of."""
-    first, second = (overlapped(tw.Quantized(4), order) for order in ORDERS)
+def test_a_state_of_other_fragments_is_applied_to_those_it_was_measured_of(ranks: Pool) -> None:
+    first, second = (overlapped(tw.Quantized(4), fragments) for fragments in (3, 2))
     answers = ranks.run(resume, first, second, size=2)
     for straight, resumed in answers:
         assert straight[0] == resumed[0]  # until the next part is due
@@ -226,12 +172,12 @@ def test_a_state_of_another_order_goes_on_with_what_is_on_its_way(ranks: Pool) -
 
 
 def saved_and_loaded(rank: int, size: int, folder: str) -> str:
-    for order in ORDERS:
+    for fragments in (3, 2):
         model = Stack()
-        strategy = tw.DistributedStrategy(localsgd=overlapped(tw.Quantized(4), order))
+        strategy = tw.DistributedStrategy(localsgd=overlapped(tw.Quantized(4), fragments))
         engine = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         try:
-            if order == "contiguous":
+            if fragments == 3:
                 engine.save(folder)
             else:
                 engine.load(folder)
@@ -242,9 +188,6 @@ def saved_and_loaded(rank: int, size: int, folder: str) -> str:
     return ""
 
 
-def test_a_checkpoint_of_another_order_is_refused(ranks: Pool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_fragments_is_refused(ranks: Pool, tmp_path: Path) -> None:
     for text in ranks.run(saved_and_loaded, str(tmp_path), size=2):
-        assert (
-            "strategy.localsgd.fragment_order was contiguous when it was saved and is strided"
-            in text
-        )
+        assert "strategy.localsgd.fragments was 3 when it was saved and is 2" in text

@@ -26,7 +26,7 @@ CONFIGS = {
     "fragments, delay and momentum": tw.LocalSGD(
         6, fragments=2, delay=2, outer_lr=0.8, outer_momentum=0.5
     ),
-    "mixing and state": tw.LocalSGD(3, mixing=0.25, average_state=True),
+    "state": tw.LocalSGD(3, average_state=True),
 }
 
 

@@ -48,16 +48,13 @@ CONFIGS = {
     "quantized, fragments and delay": tw.LocalSGD(
         8, fragments=2, delay=3, compression=tw.Quantized(decay=0.9)
     ),
-    "low rank, strided fragments and delay": tw.LocalSGD(
+    "low rank, fragments and delay": tw.LocalSGD(
         8,
         fragments=2,
-        fragment_order="strided",
         delay=3,
         compression=tw.LowRank(2, begin_step=0, min_numel=20),
     ),
     "delay and state": tw.LocalSGD(6, delay=4, average_state=True),
-    "delay, mixing and state": tw.LocalSGD(4, delay=2, mixing=0.5, average_state=3),
-    "mixing": tw.LocalSGD(4, mixing=0.5),
     "nodes": tw.LocalSGD(5, node_size=2, compression=tw.Sparse(0.9)),
     "nodes, low rank, fragments and delay": tw.LocalSGD(
         8, fragments=2, delay=3, node_size=2, compression=tw.LowRank(2, begin_step=0, min_numel=20)
@@ -114,7 +111,7 @@ def some_steps(rank: int, size: int, config: Any, mean: Any, dgc: Any) -> dict[s
         state = sync.state_dict()
         while not sync.synced:
             steps_of(model, optimizer, sync, rank, sync.step, sync.step + 1)
-        apart = config.delay or config.fragments > 1 or config.mixing
+        apart = config.delay or config.fragments > 1
         assert apart or sync.state_dict()["last_full_sync"] == sync.step
         sync.close()
     return {**state, "after": digest(model)}
@@ -130,7 +127,7 @@ def test_another_number_of_ranks_goes_on_from_the_mean(ranks: Pool, name: str) -
     mean = None
     for size in (4, 2, 4):
         states = ranks.run(some_steps, config, mean, dgc, size=size)
-        if not config.delay and config.fragments == 1 and not config.mixing:
+        if not config.delay and config.fragments == 1:
             assert len({state.pop("after") for state in states}) == 1
         for state in states:
             state.pop("after", None)

@@ -48,7 +48,7 @@ class Simulation:
 
     def __init__(self, start, size, *, k, begin=1, lr=0.1, momentum=0.0, outer=(1.0, 0.0, False),
                  parts=None, delay=0, sparsity=None, decay=1.0, ramp=None, senders=False,
-                 bits=None, mixing=0.0):  # fmt: skip
+                 bits=None):  # fmt: skip
         self.names = list(start)
         self.ranks = [Rank({n: v.copy() for n, v in start.items()}) for _ in range(size)]
         self.anchor = {n: v.copy() for n, v in start.items()}
@@ -56,7 +56,7 @@ class Simulation:
         self.k, self.begin, self.lr, self.momentum, self.outer = k, begin, lr, momentum, outer
         self.parts = parts or [self.names]
         self.delay, self.sparsity, self.decay, self.ramp = delay, sparsity, decay, ramp
-        self.senders, self.bits, self.mixing = senders, bits, mixing
+        self.senders, self.bits = senders, bits
         self.step, self.last, self.turn, self.waiting = 0, begin, 0, None
         self.sent = {n: np.zeros_like(v) for n, v in start.items()}
 
@@ -85,7 +85,7 @@ class Simulation:
                 measured = [{n: rank.p[n].copy() for n in names} for rank in self.ranks]
                 self.waiting = (self.step, measured)
             else:
-                self.average(names, self.mixing)
+                self.average(names)
             return True
         return False
 
@@ -100,14 +100,13 @@ class Simulation:
         for name in measured[0]:
             new = self.new_anchor(name, [m[name] for m in measured], at)
             for rank, m in zip(self.ranks, measured, strict=True):
-                without = rank.p[name] + (new - m[name])
-                rank.p[name] = (1 - self.mixing) * without + self.mixing * rank.p[name]
+                rank.p[name] = rank.p[name] + (new - m[name])
 
-    def average(self, names, mixing=0.0):
+    def average(self, names):
         for name in names:
             new = self.new_anchor(name, [rank.p[name] for rank in self.ranks], self.step)
             for rank in self.ranks:
-                rank.p[name] = (1 - mixing) * new + mixing * rank.p[name]
+                rank.p[name] = new
 
     def new_anchor(self, name, values, at):
         changes = [self.anchor[name] - v for v in values]

@@ -59,7 +59,7 @@ CONFIGS = {
     "low rank": tw.LocalSGD(3, compression=tw.LowRank(2, begin_step=1, min_numel=40)),
     "delay": tw.LocalSGD(4, delay=2, compression=tw.Quantized(4)),
     "longer delay": tw.LocalSGD(4, delay=3, compression=tw.Quantized(4)),
-    "fragments": tw.LocalSGD(4, fragments=2, fragment_order="strided"),
+    "fragments": tw.LocalSGD(4, fragments=2),
     "state": tw.LocalSGD(3, average_state=True),
 }
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from thinwire.compress.protocol import Config
 from thinwire.kernels.rules import LoopKind, Need, needs_of
 from thinwire.layout.message import Layout, WholeLayout, factor_numels
-from thinwire.layout.traffic import GATHER, messages
+from thinwire.layout.traffic import messages
 
 
 def unsent_share(config: Any, step: int) -> float:
@@ -44,7 +44,7 @@ def decay_of(config: Config) -> float:
 def conserves(config: Config) -> bool:
     """Return True if every change is applied in time: none lost, none counted twice."""
     over_all = getattr(config, "mean_over", "all") == "all"
-    return decay_of(config) == 1 and over_all and getattr(config, "clip_sources", None) is None
+    return decay_of(config) == 1 and over_all
 
 
 def steady_share(config: Config) -> float | None:
@@ -62,8 +62,6 @@ def steady_share(config: Config) -> float | None:
         return 1.0
     kept: float | None = getattr(config, "sparsity", None)
     if kept is None or getattr(config, "mean_over", "all") == "senders":
-        return None
-    if getattr(config, "clip_sources", None) is not None:
         return None
     sent = 1 - kept
     return sent / (sent + (1 - decay_of(config)) * kept)
@@ -86,8 +84,7 @@ def sent_bytes(
     layout: Layout | WholeLayout = WholeLayout(numels, bits)
     if hasattr(config, "sparsity"):
         layout = Layout.of(numels, unsent_share(config, step - 1), bits)
-    asked = config.exchange if getattr(config, "clip_sources", None) is None else GATHER
-    return messages(layout, asked, sources).sent(source)
+    return messages(layout, config.exchange, sources).sent(source)
 
 
 def loops_of(config: Any, params: Iterable[Tensor], *, of_gradients: bool) -> frozenset[Need]:

@@ -155,7 +155,10 @@ def contiguous(sizes: Sequence[int], parts: int) -> list[range]:
     >>> contiguous([4, 1, 1, 2], 2)
     [range(0, 1), range(1, 4)]
     """
-    _require_enough(len(sizes), parts)
+    if not 1 <= parts <= len(sizes):
+        raise ValueError(
+            f"fragments is {parts}; it must be between 1 and the {len(sizes)} tensors there are"
+        )
     ends = list(accumulate(sizes))  # ends[i]: elements in the tensors up to i
     cuts = [0]
     for part in range(1, parts):
@@ -164,51 +167,3 @@ def contiguous(sizes: Sequence[int], parts: int) -> list[range]:
         cuts.append(min(allowed, key=lambda at: abs(ends[at - 1] - share)))
     cuts.append(len(sizes))
     return [range(first, last) for first, last in pairwise(cuts)]
-
-
-def strided(names: Sequence[str], parts: int) -> list[list[str]]:
-    """Assign layers round-robin: layer l belongs to part l mod `parts`.
-
-    A layer is all tensors whose names have the same prefix up to their first integer, such as
-    `blocks.3` of `blocks.3.qkv.weight`. Layers are counted from 0 in the order of their first
-    tensors. Tensors in no layer follow, each counted on its own. If there are fewer of both than
-    `parts`, every tensor counts on its own.
-
-    Args:
-        names: Of all tensors, in the model's order.
-        parts: Number of parts, between 1 and len(names).
-
-    Returns:
-        `parts` lists that cover the names, none empty, each in the model's order. They depend on
-        the two arguments only.
-
-    Raises:
-        ValueError: There are fewer tensors than parts.
-
-    >>> strided(["blocks.0.w", "blocks.0.b", "blocks.1.w"], 2)
-    [['blocks.0.w', 'blocks.0.b'], ['blocks.1.w']]
-
-    Source: Streaming DiLoCo, 2025, arXiv 2501.18512. Differs: tensors in no layer are assigned too.
-    """
-    _require_enough(len(names), parts)
-    unit_of = {name: _layer(name) or name for name in names}
-    layers = [name for name in unit_of.values() if _layer(name)]
-    units = list(dict.fromkeys([*layers, *unit_of.values()]))
-    if len(units) < parts:
-        unit_of, units = {name: name for name in names}, list(names)
-    part_of = {unit: number % parts for number, unit in enumerate(units)}
-    return [[name for name in names if part_of[unit_of[name]] == part] for part in range(parts)]
-
-
-def _layer(name: str) -> str | None:
-    """Return the name up to its first integer; None if it has none."""
-    words = name.split(".")
-    numbers = [i for i, word in enumerate(words) if word.isdecimal()]
-    return ".".join(words[: numbers[0] + 1]) if numbers else None
-
-
-def _require_enough(tensors: int, parts: int) -> None:
-    if not 1 <= parts <= tensors:
-        raise ValueError(
-            f"fragments is {parts}; it must be between 1 and the {tensors} tensors there are"
-        )

@@ -53,11 +53,7 @@ class Counters:
 
 
 class Averager(Synchronizer):
-    """Count local steps and average when an averaging is due.
-
-    An averaging that fails on any rank changes only `Counters.step`, the number of local steps, on
-    all ranks.
-    """
+    """Count local steps and average when one is due. A failed averaging moves only the counter."""
 
     def __init__(
         self,
@@ -74,11 +70,7 @@ class Averager(Synchronizer):
         members: Members | None = None,
         after_averaging: Callable[[bool], bool] = lambda goes_on: True,
     ) -> None:
-        """Build the averager of one block.
-
-        `after_averaging(goes_on)` is called after an averaging and returns True if this rank
-        continues with the others. `goes_on` is true if another averaging follows in the same call.
-        """
+        # after_averaging(another follows in this call) -> this rank continues with the others
         super().__init__(group, averaging.sources, kind="changes", before=[_SameWrites(self)])
         self.tensors = tensors
         self.interval = interval
@@ -120,11 +112,7 @@ class Averager(Synchronizer):
         self.watch(self.digest, identity)
 
     def reset_after_load(self, work: Mapping[str, Any] | None) -> None:
-        """Reset after all state was loaded, except a result in flight.
-
-        Args:
-            work: State of `RoundWork`; None if rounds were not timed.
-        """
+        """Reset after all state was loaded, except a result in flight."""
         self.synced, self.pending, self.written = False, None, None
         self.given_up = None
         forget_ended()  # an averaging in flight is dropped, and nothing else releases it
@@ -193,11 +181,7 @@ class Averager(Synchronizer):
         self.pending, pending.agreement = pending, Pending(lambda: answers)
 
     def before_step(self) -> None:
-        """Set anchors to the current parameters where all ranks should be equal: weights may have
-        been loaded.
-
-        The next averaging checks that all ranks have loaded the same.
-        """
+        """Set anchors to weights that were loaded since the last full sync."""
         if self.group.size > 1 and self.work is None:
             refuse_scaler(self.tensors.optimizer)
         if self.unsynced or self.pending or self._members is not None or self.averaging.plain:
@@ -231,11 +215,8 @@ class Averager(Synchronizer):
             self.average_if_due()
 
     def _advance(self, pending: PendingAveraging) -> bool:
-        """Continue an averaging in flight after a local step; return True if this rank continues
-        with the others.
-
-        The step alone decides what is launched: in the same order on all ranks, whoever is late.
-        """
+        """Continue an averaging in flight; return True if this rank continues with the others."""
+        # the step alone decides what is launched: in the same order on all ranks, whoever is late
         steps, delay = self.counters.step - pending.step, self.config.delay
         if steps >= delay:
             return self._apply_pending()
@@ -248,9 +229,7 @@ class Averager(Synchronizer):
         return True
 
     def _after_step_of(self, work: RoundWork) -> None:
-        """Count a step of a timed round. `Counters.step` moves only at averagings and so stays
-        equal on all ranks.
-        """
+        """Count a step of a timed round. `Counters.step`, equal on all ranks, moves later."""
         self.synced = False
         work.step()
         if self.counting_only:
@@ -267,11 +246,7 @@ class Averager(Synchronizer):
             self.end_round()
 
     def _over(self, work: RoundWork, most_steps: int, share: float) -> bool:
-        """Return True after `most_steps` steps or `share` of the round's seconds. The clock of a
-        site's first rank decides for the site, whose ranks step together.
-
-        Communication: for a site, 1 byte per rank inside it.
-        """
+        """Return True after `most_steps` steps or `share` of the seconds on the site's clock."""
         over, shards = work.over(most_steps, share), self.group.shards
         if shards is None or work.steps >= most_steps:
             return over
@@ -335,10 +310,7 @@ class Averager(Synchronizer):
         # the counter is equal on all ranks, and so is the fragment
         part = at.fragments_averaged % len(self._parts)
         delayed = self.config.delay > 0
-        mixing = self.config.mixing
-        pending = self._propose(
-            f"averaging part {part}", self._parts[part], part, mixing=mixing, keep=delayed
-        )
+        pending = self._propose(f"averaging part {part}", self._parts[part], part, keep=delayed)
         pending.last = at.last
         if self._answers_at_once:
             answers = self._agreed(pending)
@@ -348,7 +320,7 @@ class Averager(Synchronizer):
                 self._begin_round(pending, part)
             else:
                 self._finish(pending, part)
-                if len(self._parts) == 1 and not mixing:
+                if len(self._parts) == 1:
                     at.last_full_sync = at.step
             self._share_scale(answers)
             self.interval.k_steps = k_steps
@@ -378,42 +350,35 @@ class Averager(Synchronizer):
             pending, record=self._members is not None and self._members.has_joiners
         )
 
-    @property
-    def _number(self) -> int:
-        """Number of the next averaging, from 1; each fragment counts its own."""
-        at = self.counters
-        return at.averagings - at.fragments_averaged + at.fragments_averaged // len(self._parts) + 1
-
     def _propose(
         self,
         phase: str,
         names: list[str],
         part: int | None = None,
         *,
-        mixing: float = 0.0,
         keep: bool = False,
     ) -> PendingAveraging:
-        """Measure the change of this rank, and launch the agreement to send it.
-
-        `part` is the fragment of these names; None for the whole model.
-        """
+        """Measure the change of this rank, and launch the agreement to send it."""
         step = self.counters.step
         self.averaging.make_common()
         problem = self.tensors.difference()
         if problem is None and self.work is not None:
             problem = self.work.problem
-        with_state = self.config.averages_state(self._number)
-        state = self.tensors.state(names) if with_state and problem is None else {}
+        state: dict[str, Tensor] = {}
         pending = PendingAveraging(step, {}, {}, frozenset())  # a rank with a problem only votes
         changed: dict[str, bool] = {}
         if problem is None:
-            values = {name: self.tensors.params[name] for name in names}
+            copies = self.tensors.weight_copies()
+            if self.config.average_state:
+                own = {copy.data_ptr() for copy in copies.values()}
+                states = self.tensors.state(names).items()
+                state = {key: tensor for key, tensor in states if tensor.data_ptr() not in own}
+            values = {**self.tensors.params, **copies}
             changed = self.tensors.changed_buffers()
             pending = self.averaging.measure(
                 step,
-                values,
+                {name: values[name] for name in names},
                 {**self.tensors.buffers(), **state},
-                mixing=mixing,
                 keep=keep,
                 fold=self.work is None,
             )
@@ -500,10 +465,7 @@ class Averager(Synchronizer):
             self._scaler.take_scale(min(scales))
 
     def _finish(self, pending: PendingAveraging, part: int | None = None) -> None:
-        """Send, verify, vote, and only then apply. Retry if members have left meanwhile.
-
-        `part` is the fragment; None for the whole model, or for one whose round has begun.
-        """
+        """Send, verify, vote, and only then apply. Retry if members have left meanwhile."""
         answers = self._verified(pending)
         names = list(pending.moved)
         if self.work is not None:
@@ -513,7 +475,8 @@ class Averager(Synchronizer):
         if pending.measured is None:  # a delayed result: the round began when it was measured
             self._begin_round(pending, part)
         # second vote passed: from here on nothing may fail on one rank only
-        self.averaging.commit_(pending, {**self.tensors.buffers(), **self.tensors.state(names)})
+        extras = {**self.tensors.buffers(), **self.tensors.state(names)}
+        self.averaging.commit_(pending, extras, self.tensors.weight_copies())
         self.tensors.made_common(pending.extras)
         self.written = None
         self.counters.averagings += 1
@@ -534,10 +497,7 @@ class Averager(Synchronizer):
                     pending.round = pending.agreement = None
 
     def _verify(self, pending: PendingAveraging) -> None:
-        """Wait for the messages and launch the agreement that all of them are sound.
-
-        They are one attempt: if members leave, neither counts, and both are made again later.
-        """
+        """Wait for the messages and launch the agreement that all of them are sound."""
         try:
             with self.group.one_attempt():
                 if pending.round is None:
@@ -572,11 +532,7 @@ class Averager(Synchronizer):
         )
 
     def _apply_pending(self, *, goes_on: bool = False) -> bool:
-        """Apply a result in flight; return True if this rank continues with the others.
-
-        `goes_on` is true if another averaging follows in this call: membership does not change
-        before it.
-        """
+        """Apply a result in flight; return True if this rank continues with the others."""
         pending = self.pending
         if pending is None:
             return True

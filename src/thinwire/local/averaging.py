@@ -39,11 +39,14 @@ def real_view(tensor: Tensor) -> Tensor:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """Return real values in the type of averages: float32, or float64 for double precision.
-    Copies only if needed.
-    """
+    """Return real values in float32, or float64 for double precision; copy only if needed."""
     real = real_view(tensor.detach())
     return real if real.dtype == torch.float64 else real.float()
+
+
+def as_held(anchor: Tensor, value: Tensor) -> Tensor:
+    """Return an anchor rounded to the type of a value."""
+    return anchor.to(real_view(value).dtype)
 
 
 @dataclass(slots=True)
@@ -53,15 +56,15 @@ class PendingAveraging:
     step: int
     """Local step after which it was measured."""
     moved: dict[str, Tensor]
-    """Value to send for each parameter: anchor minus parameter, plus the residual if compressed."""
+    """Value to send for each parameter: anchor, as the parameter holds it, minus parameter, plus
+    the residual if compressed.
+    """
     extras: dict[str, Tensor]
     """Buffers and optimizer state, averaged without compression."""
     compressed: frozenset[str]
     """Parameters whose change is compressed; all others are sent densely."""
     sketch: Tensor | None = None
     """Sketch of this rank's change without residuals; None if all of it is applied in time."""
-    mixing: float = 0.0
-    """Fraction of its local value that a parameter keeps."""
     measured: dict[str, Tensor] | None = None
     """Copies of the measured parameters, if local steps continue before the result is applied."""
     round: Round | None = None
@@ -87,9 +90,7 @@ class PendingAveraging:
         return mean if self.share == 1 else mean / self.share
 
     def first_not_finite(self, buffers: Mapping[str, bool]) -> str | None:
-        """Return the name of the first tensor that is not finite; of buffers, only those with a
-        true flag count.
-        """
+        """Return the name of the first tensor that is not finite, of buffers with a true flag."""
         extras = {
             key: value
             for key, value in self.extras.items()
@@ -105,9 +106,9 @@ class Averaging:
     """State of averaging: anchors, outer momentum and residuals by name, and how a result changes
     them.
 
-    An anchor S is a parameter's value after its last averaging, in float32 or wider, equal on all
-    ranks; Outer momentum is equal too; residuals belong to this rank or its node. Nothing changes
-    before `commit_`.
+    An anchor S is the exact value of a parameter after its last averaging, in float32 or wider; the
+    parameter holds it rounded to its own type. Anchors and outer momentum are equal on all ranks;
+    residuals belong to this rank or its node. Nothing changes before `commit_`.
 
     If `sources` are `Nodes`, the ranks of a node first average their changes and then send the same
     message, so their residuals are the same too.
@@ -176,23 +177,25 @@ class Averaging:
 
     @property
     def plain(self) -> bool:
-        """True if a change is applied as it is."""
-        return self.changes is None and self._outer.plain
+        """True if a parameter becomes the mean of the ranks' values, whatever its anchor is."""
+        exact = all(as_held(a, self._params[name]) is a for name, a in self.anchors.items())
+        return exact and self.changes is None and self._outer.plain
 
     @torch.no_grad()
     def written(self) -> str | None:
         """Return a digest of the parameters if one of them differs from its anchor, else None."""
-        now = {name: widened(p) for name, p in self._params.items()}
-        if not changed_since(self.anchors, now):
+        now = {name: real_view(p.detach()) for name, p in self._params.items()}
+        if not changed_since({n: as_held(self.anchors[n], p) for n, p in now.items()}, now):
             return None
-        sums = [int(total) for total in bit_sums(list(now.values()))]
+        sums = [int(total) for total in bit_sums([widened(p) for p in now.values()])]
         return hashlib.blake2b(repr(sums).encode(), digest_size=8).hexdigest()
 
     @torch.no_grad()
     def anchor_(self) -> None:
-        """Set the anchors to the current parameters."""
+        """Set the anchors to the current parameters, where these hold other values."""
         for name, anchor in self.anchors.items():
-            anchor.copy_(widened(self._params[name]))
+            now, held = real_view(self._params[name].detach()), as_held(anchor, self._params[name])
+            anchor.copy_(torch.where(now == held, anchor, now))
 
     @torch.no_grad()
     def forget_(self) -> None:
@@ -206,17 +209,12 @@ class Averaging:
         values: Mapping[str, Tensor],
         extras: Mapping[str, Tensor],
         *,
-        mixing: float = 0.0,
         keep: bool = False,
         fold: bool = True,
     ) -> PendingAveraging:
-        """Measure this rank's part of an averaging.
-
-        `keep` copies the measured parameters, for a result that is applied later. Without `fold`
-        the residual is missing until `weigh_`.
-        """
+        """Measure this rank's part; `keep` copies it for later. Without `fold`, `weigh_` folds."""
         moved = {
-            name: (self.anchors[name] - widened(value)).contiguous()
+            name: (widened(as_held(self.anchors[name], value)) - widened(value)).contiguous()
             for name, value in values.items()
         }
         taken, changes = self._taken(step, moved), self.changes
@@ -231,7 +229,7 @@ class Averaging:
         wide = {
             key: widened(value).clone() if keep else widened(value) for key, value in extras.items()
         }
-        return PendingAveraging(step, moved, wide, taken, own, mixing, measured)
+        return PendingAveraging(step, moved, wide, taken, own, measured)
 
     def _fold_(self, moved: Mapping[str, Tensor], taken: Set[str]) -> None:
         """Add the residuals of earlier changes."""
@@ -241,9 +239,7 @@ class Averaging:
 
     @torch.no_grad()
     def weigh_(self, pending: PendingAveraging, weight: float) -> None:
-        """Multiply this rank's change by its weight, then fold in the residual, which keeps its
-        own weight.
-        """
+        """Multiply this rank's change by its weight, then fold in the residual."""
         if weight != 1:
             pending.extras = {key: value * weight for key, value in pending.extras.items()}
             for change in pending.moved.values():
@@ -262,16 +258,7 @@ class Averaging:
         return frozenset(name for name in moved if name in self.errors)
 
     def launch(self, pending: PendingAveraging, *, record: bool = False) -> None:
-        """Start the exchange without waiting: the collectives of the compression, and one buffer
-        per dtype of the dense tensors.
-
-        Args:
-            pending: The averaging to send.
-            record: True to record received messages, for `replay` on another rank.
-
-        Communication: sum_ per dtype; the collectives of the compression. Among nodes one
-        all-reduce per dtype inside each before them, which is waited for.
-        """
+        """Start the exchange without waiting, but for sums inside nodes; `record` for `replay`."""
         one_round, names, sending = self._prepared(pending)
         # a joiner repeats the averaging from these answers
         one_round.received = [] if record else None
@@ -280,9 +267,7 @@ class Averaging:
         one_round.leave_nodes()
 
     def replay(self, pending: PendingAveraging, received: Sequence[Sequence[Tensor]]) -> None:
-        """Run an averaging from the messages that another rank recorded, instead of `launch` and
-        waiting. A stand-in takes the place of the group.
-        """
+        """Run an averaging from the messages that another rank recorded."""
         one_round, names, sending = self._prepared(pending)
         pending.round = one_round
         one_round.replay(names, sending, received)
@@ -325,12 +310,17 @@ class Averaging:
         return float(applied @ change) / square if square else self._outer.gain(averagings)
 
     @torch.no_grad()
-    def commit_(self, pending: PendingAveraging, extras: Mapping[str, Tensor]) -> None:
+    def commit_(
+        self,
+        pending: PendingAveraging,
+        extras: Mapping[str, Tensor],
+        copies: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """Apply a pending averaging whose round has finished: parameters, anchors, momentum,
-        residuals and `extras` change.
+        residuals, `extras` and the optimizer's `copies` of parameters change.
 
-        p <- S - step, S <- p. If local steps continued after the measurement: p <- p + (S_new -
-        p_measured). With mixing m: p <- p + (1 - m) (S_new - p_measured).
+        S <- S - step, p <- S rounded to the type of p. If local steps continued after the
+        measurement: p <- p + (S_new rounded - p_measured).
         """
         assert pending.round is not None, "launched"
         before = (
@@ -341,12 +331,12 @@ class Averaging:
         for names in self._batches(pending):
             changes = [self._mean_change(name, pending) for name in names]
             # these parameters become their anchors bit for bit: one list operation for all
-            if self._is_plain(names[0], pending):
-                self._move_batch(names, changes)
+            if self._is_plain(pending):
+                self._move_batch(names, changes, copies or {})
                 continue
             for name, change in zip(names, changes, strict=True):
                 step = outer_step_(change, self.momentum.get(name), self._outer)
-                self._move(name, pending, step)
+                self._move(name, pending, step, copies or {})
         for key, value in pending.extras.items():
             mean = pending.mean_of(_extra(key), value)
             if not (self._single_rank and torch.equal(mean, value)):  # do not undo later changes
@@ -369,48 +359,46 @@ class Averaging:
         return mean if pending.share == 1 else mean / pending.share
 
     def _batches(self, pending: PendingAveraging) -> list[list[str]]:
-        """Return the names in batches: all whose mean exists already in one, each of the others
-        alone, since it needs a buffer.
-        """
-        batch = [
-            n for n in pending.moved if self._is_plain(n, pending) and n not in pending.compressed
-        ]
+        """Return the names in batches: dense ones in one, each of the others alone."""
+        plain = self._is_plain(pending)
+        batch = [n for n in pending.moved if plain and n not in pending.compressed]
         single = pending.moved.keys() - set(batch)
         return ([batch] if batch else []) + [[name] for name in pending.moved if name in single]
 
-    def _is_plain(self, name: str, pending: PendingAveraging) -> bool:
-        """Return True if the parameter becomes its anchor bit for bit, and the step only moves
-        the anchor.
-        """
-        same_type = real_view(self._params[name]).dtype == self.anchors[name].dtype
-        return (
-            not self._single_rank and pending.measured is None and not pending.mixing and same_type
-        )
+    def _is_plain(self, pending: PendingAveraging) -> bool:
+        """Return True if the parameter becomes its anchor, and the step only moves the anchor."""
+        return not self._single_rank and pending.measured is None
 
-    def _move_batch(self, names: list[str], changes: list[Tensor]) -> None:
+    def _move_batch(
+        self, names: list[str], changes: list[Tensor], copies: Mapping[str, Tensor]
+    ) -> None:
         anchors = [self.anchors[name] for name in names]
         buffers = [self.momentum[name] for name in names] if self.momentum else None
         outer_list_(anchors, changes, buffers, self._outer)
         torch._foreach_copy_([real_view(self._params[name]) for name in names], anchors)
+        for name in copies.keys() & set(names):
+            real_view(copies[name]).copy_(self.anchors[name])
 
-    def _move(self, name: str, pending: PendingAveraging, step: Tensor) -> None:
+    def _move(
+        self, name: str, pending: PendingAveraging, step: Tensor, copies: Mapping[str, Tensor]
+    ) -> None:
         param, anchor = self._params[name], self.anchors[name]
+        exact = copies.get(name, param)
         # with a delay the parameter has moved on: compare with its measured value
-        before = widened(param if pending.measured is None else pending.measured[name])
+        measured = exact if pending.measured is None else pending.measured[name]
+        before, held = widened(measured), widened(as_held(anchor, measured))
         target = anchor - step
         if self._single_rank:
             # S - (S - p) is p except for rounding. A single rank must keep p bit for bit where its
             # whole change, without a residual, is applied
-            target = torch.where(step == anchor - before, before, target)
-        target_view = real_view(param)
-        target = target.to(target_view.dtype)
+            target = torch.where((step == held - before) & (anchor == held), before, target)
         # the anchor first: it is equal on all ranks, also where the parameter keeps local steps
         anchor.copy_(target)
-        if pending.measured is None and not pending.mixing:
-            target_view.copy_(target)
-        # keep the local steps that were made while the result travelled
-        else:
-            target_view.copy_(widened(param) + (anchor - before) * (1 - pending.mixing))
+        if pending.measured is not None:  # keep the local steps made while the result travelled
+            target = widened(exact) + (widened(as_held(anchor, measured)) - before)
+        real_view(exact).copy_(target)
+        if exact is not param:
+            real_view(param).copy_(real_view(exact))
 
 
 def _extra(key: str) -> str:

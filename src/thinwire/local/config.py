@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.compress import CHANGE_COMPRESSIONS, ChangeConfig
 from thinwire.compress.sparse_change import Sparse
-from thinwire.layout.shares import contiguous, strided
+from thinwire.layout.shares import contiguous
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,8 @@ class _Common:
     outer_nesterov: bool = False
     compression: ChangeConfig | None = None
     fragments: int = 1
-    fragment_order: Literal["contiguous", "strided"] = "contiguous"
     delay: int = 0
-    mixing: float = 0.0
-    average_state: bool | int = False
+    average_state: bool = False
     node_size: int | None = None
 
     def _set(self, rule: Callable[..., object], name: str, **limits: float) -> None:
@@ -47,7 +45,6 @@ class _Common:
                 f"fragments must be at most {interval}={k_steps}, got {self.fragments}: one part a "
                 "step"
             )
-        check.one_of("fragment_order", self.fragment_order, ("contiguous", "strided"))
         self._set(check.integer, "delay", at_least=0)
         distance = k_steps // self.fragments
         if self.delay >= distance:
@@ -55,19 +52,9 @@ class _Common:
                 f"delay must be below the {distance} steps between two averagings "
                 f"({interval}={k_steps}, fragments={self.fragments}), got {self.delay}"
             )
-        self._set(check.real, "mixing", at_least=0, below=1)
         if self.node_size is not None:
             self._set(check.integer, "node_size", at_least=1)
-        if not isinstance(self.average_state, bool):
-            advice = "True is every averaging, k every k-th one"
-            if not hasattr(self.average_state, "__index__"):
-                check.instance("average_state", self.average_state, int, advice=advice)
-            self._set(check.integer, "average_state", at_least=0)
-
-    def averages_state(self, number: int) -> bool:
-        """Return True if averaging `number` (from 1) includes the optimizer's state."""
-        every = int(self.average_state)
-        return every > 0 and number % every == 0
+        check.boolean("average_state", self.average_state)
 
 
 @dataclass(frozen=True)
@@ -88,18 +75,13 @@ class LocalSGD(_Common):
             all entries in a few bits, `LowRank` to send matrices as two thin factors; None sends
             the full change.
         fragments: Number of parts of the model that are averaged in turn, 1 to k_steps; after
-            `begin_step` one part is averaged every k_steps // fragments steps.
-        fragment_order: "contiguous": adjacent tensors form a part, and parts have nearly equal
-            sizes. "strided": layer l, numbered by the first integer in the names, belongs to part
-            l mod fragments; tensors outside layers follow, one by one.
+            `begin_step` one part is averaged every k_steps // fragments steps. A part is adjacent
+            tensors; parts have nearly equal sizes.
         delay: Local steps made while an averaging is in flight, 0 to k_steps // fragments - 1. From
             3 on the first and the last of them hide the agreements before and after the messages,
             which have the others; below 3 they hide the messages alone, as with `round_seconds`.
-        mixing: m in [0, 1), the share of its local value p that a parameter keeps when a result
-            arrives: (1 - m) times the value at m = 0, plus m times p. The first `begin_step` steps
-            and `flush` leave ranks equal at any m.
         average_state: True to average also the optimizer's floating-point tensors of a parameter's
-            shape; a number k to do so at every k-th averaging.
+            shape.
         node_size: Consecutive ranks per node, >= 1; it must divide the number of ranks. Ranks of a
             node first average densely among themselves and count as one source. 1 is off. None:
             torchrun's LOCAL_WORLD_SIZE if changes are compressed and ranks fill two nodes or more.
@@ -170,11 +152,9 @@ class AdaptiveLocalSGD(_Common):
         outer_nesterov: See `LocalSGD`.
         compression: See `LocalSGD`.
         fragments: 1 to init_k_steps; see `LocalSGD`.
-        fragment_order: See `LocalSGD`.
         delay: 0 to init_k_steps // fragments - 1. If the interval falls below it, a result is
             applied early. The agreement before the messages is waited for, since it decides the
             interval.
-        mixing: See `LocalSGD`.
         average_state: See `LocalSGD`.
         node_size: See `LocalSGD`.
 
@@ -212,7 +192,5 @@ def fragments_of(params: Mapping[str, Tensor], config: LocalConfig) -> list[list
         ValueError: There are fewer parameters than fragments.
     """
     names = list(params)
-    if config.fragment_order == "strided":
-        return strided(names, config.fragments)
     sizes = [p.numel() for p in params.values()]
     return [[names[i] for i in part] for part in contiguous(sizes, config.fragments)]

@@ -54,7 +54,6 @@ class JoinerState:
             "extras": list(pending.extras),
             "compressed": sorted(pending.compressed),
             "sketched": pending.sketch is not None,
-            "mixing": pending.mixing,
             "share": pending.share,
             "delayed": pending.measured is not None,
             "answers": [len(answers) for answers in received],
@@ -70,18 +69,20 @@ class JoinerState:
     def apply(self, given: StateMessage) -> None:
         """Take the state of a donor; see `SharedState`."""
         if given.kind == "state":
-            for kind, tensors in self._shared().items():
-                for name, tensor in tensors.items():
+            for kind, shared in self._shared().items():
+                for name, tensor in shared.items():
                     tensor.copy_(given.tensors[f"{kind} {name}"])
         else:
             self._replay(given)
         averaging, counters = self._averager.averaging, self._averager.counters
-        self._averager.tensors.forget_common()
+        tensors = self._averager.tensors
+        tensors.forget_common()
         for kind in self._own_kinds():
             for tensor in averaging.kept[kind].values():
                 tensor.zero_()
-        for name, param in self._averager.tensors.params.items():
-            real_view(param).copy_(averaging.anchors[name])
+        targets = [*tensors.params.items(), *tensors.weight_copies().items()]
+        for name, target in targets:
+            real_view(target).copy_(averaging.anchors[name])
         for key, value in given.plain["counters"].items():
             setattr(counters, key, value)
         for key, value in given.plain["interval"].items():
@@ -129,7 +130,6 @@ class JoinerState:
                 {key: widened(targets[key]) for key in about["extras"]},
                 frozenset(about["compressed"]),
                 averaging.sketch_of(nothing) if about["sketched"] else None,
-                about["mixing"],
                 {n: tensors.params[n].detach().clone() for n in nothing}
                 if about["delayed"]
                 else None,

@@ -135,11 +135,7 @@ class LocalModel:
         self._seen.clear()
 
     def unchanged_buffers(self) -> dict[str, float]:
-        """Return 1 for a buffer at its last common value, 0 for a changed one, NaN if that is not
-        known.
-
-        The mean over ranks is 1 if no rank has changed the buffer.
-        """
+        """Return 1 for a buffer at its last common value, 0 for a changed one, NaN if unknown."""
         changed = self.changed_buffers()
         known = {name: 0.0 if known else math.nan for name, known in changed.items()}
         return {name: known.get(name, 1.0) for name in self.buffers()}
@@ -159,9 +155,7 @@ class LocalModel:
                 self._seen[name] = None
 
     def state(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the optimizer's floating-point tensors of a parameter's shape, by parameter and
-        key. Step counters are left out.
-        """
+        """Return the optimizer's tensors of a parameter's shape, by parameter and key."""
         return {
             f"state {name} {key}": shard_of(value)
             for name in names
@@ -172,30 +166,74 @@ class LocalModel:
             and (value.is_floating_point() or value.is_complex())
         }
 
-    def copy_from_first(self, group: Group) -> None:
-        """Copy parameters (frozen ones too) and floating-point buffers of rank 0, or of the first
-        site, to ranks where they differ.
+    def weight_copies(self) -> dict[str, Tensor]:
+        """Return the optimizer's own copy of each parameter, such as a float32 master.
 
-        Communication: see `make_models_equal_`.
+        A key of its state, or an attribute, holds copies if every tensor equals a parameter after
+        rounding. The next step starts from them.
         """
+        names = {p: name for name, p in self.trained.items()}
+        found: dict[str, Tensor] = {}
+        for opt in all_of(self.optimizer):
+            own = [p for group in opt.param_groups for p in group["params"] if p in names]
+            stepped = [p for p in own if p in opt.state]
+            keys = dict.fromkeys(key for p in stepped for key in opt.state[p])
+            lists = [[(p, opt.state[p].get(key)) for p in stepped] for key in keys]
+            lists += [_matched(own, value) for key, value in vars(opt).items() if key != "state"]
+            for pairs in lists:
+                # momentum of a parameter that stays zero equals it too
+                if all(_is_copy(t, p) for p, t in pairs) and any(bool(p.any()) for p, _ in pairs):
+                    found |= {names[p]: shard_of(t) for p, t in pairs}
+        return found
+
+    def copy_from_first(self, group: Group) -> None:
+        """Copy parameters and buffers of rank 0, or the first site, to ranks where they differ."""
         params = {f"parameter {name}": shard_of(p) for name, p in named_parameters(self.model)}
+        copies = self.weight_copies()
         make_models_equal_(params, self.buffers(), group)
+        for name, copy in copies.items():
+            if not _is_copy(copy, self.params[name]):
+                copy.copy_(self.params[name])
         self.made_common()
 
     def settle_buffers(self, shards: Group) -> str | None:
-        """Copy the buffers of a site's first rank to the site, before an averaging.
-
-        Returns:
-            Reason why this rank refused them, for the other ranks; None on success.
-
-        Communication: one broadcast inside the site.
-        """
+        """Copy the buffers of a site's first rank to the site; return why this rank refused."""
         try:
             purpose = "copying the buffers of the first shard"
             copy_from_first_(self.buffers().values(), shards, action=purpose)
         except PayloadCorrupt as refusal:
             return str(refusal)
         return None
+
+
+def _is_copy(tensor: Any, param: Tensor) -> bool:
+    """Return True if another tensor holds the parameter's values, before rounding."""
+    if not isinstance(tensor, Tensor) or tensor.shape != param.shape or tensor is param:
+        return False
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    ours, theirs = shard_of(param).detach(), shard_of(tensor).detach()
+    return ours.data_ptr() != theirs.data_ptr() and torch.equal(theirs.to(ours.dtype), ours)
+
+
+def _matched(params: Sequence[Tensor], value: Any) -> list[tuple[Tensor, Any]]:
+    """Return an attribute's tensors, each with the parameter that it copies; [] if one has none."""
+    left, pairs = list(params), []
+    for tensor in _tensors_in(value):
+        param = next((p for p in left if _is_copy(tensor, p)), None)
+        if param is None:
+            return []
+        left = [p for p in left if p is not param]
+        pairs.append((param, tensor))
+    return pairs
+
+
+def _tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple) and depth:
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(item, depth - 1)
 
 
 def _check_kinds(model: object, optimizer: object) -> None:
@@ -244,10 +282,7 @@ def require_own_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> No
 def warn_of_others(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, own_state: bool = False
 ) -> None:
-    """Warn of trainable parameters in no group, which another optimizer may train.
-
-    Warn also of an optimizer that derives parameters from a state that each rank has for itself.
-    """
+    """Warn of parameters in no group, and of an optimizer that derives them from its state."""
     own = {id(p) for g in optimizer.param_groups for p in g["params"]}
     left = [n for n, p in named_parameters(model) if p.requires_grad and id(p) not in own]
     if left:
@@ -268,9 +303,7 @@ def warn_of_others(
 
 
 def warn_of_averages(model: nn.Module, averagings: int) -> None:
-    """Warn of an `AveragedModel` of this model that was updated more often than ranks were
-    equal. Takes a moment.
-    """
+    """Warn of an `AveragedModel` that was updated more often than ranks were equal. Slow."""
     shapes = [p.shape for p in model.parameters()]
     for averaged in living(AveragedModel):
         updates = int(averaged.n_averaged)
@@ -288,9 +321,8 @@ def _warn(text: str) -> None:
 
 
 def changed_since(before: Mapping[str, Tensor | None], now: Mapping[str, Tensor]) -> list[str]:
-    """Return the names whose values have changed. Values are compared: batch norm writes its
-    statistics without raising their version.
-    """
+    """Return the names whose values have changed."""
+    # values are compared: batch norm writes its statistics without raising their version
     flags = [_differs(tensor, before.get(name)) for name, tensor in now.items()]
     if not flags:
         return []
@@ -320,21 +352,15 @@ _HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
 
 
 def calls_of_step(optimizer: object) -> int:
-    """Return the number of nested calls of this optimizer's `step`.
-
-    It is two in the hooks of a step that another step has called, as `super().step()` does. Torch
-    wraps the step of every class that has been constructed, and each wrapper runs the hooks.
-    """
+    """Return the number of nested calls of this optimizer's `step`."""
+    # two under super().step(): torch wraps the step of every class, and each wrapper runs hooks
     frames = (frame for frame, _ in walk_stack(sys._getframe()))
     return sum(f.f_code is _HOOKED_STEP and f.f_locals.get("self") is optimizer for f in frames)
 
 
 def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `RuntimeError` if `step` is called by a `GradScaler` that may skip it on one rank only.
-
-    A scaler is safe if the optimizer takes its scale and flag. That of FSDP has a process group and
-    agrees over its ranks.
-    """
+    """Raise `RuntimeError` if a `GradScaler` calls `step` that may skip it on one rank only."""
+    # safe: an optimizer that takes its scale and flag; FSDP's scaler agrees over its ranks
     if all(getattr(opt, "_step_supports_amp_scaling", False) for opt in all_of(optimizer)):
         return
     step = torch.amp.GradScaler.step.__code__
@@ -351,12 +377,7 @@ SCALER = (
 
 
 def given_optimizer(given: object, model: object) -> torch.optim.Optimizer:
-    """Return the optimizer that the user passed: without wrappers, and several of a sequence as
-    one.
-
-    Raises:
-        TypeError, ValueError: See `bare_optimizer` and `combined`; other types are refused later.
-    """
+    """Return the optimizer that the user passed, without wrappers; a sequence as one."""
     if isinstance(given, SeveralOptimizers):
         return given
     bare: object = bare_optimizer(given)
@@ -372,12 +393,7 @@ _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 
 
 def bare_optimizer(optimizer: object) -> object:
-    """Return the optimizer inside a wrapper of Accelerate (also used by transformers' Trainer) or
-    Lightning, else the object itself.
-
-    Raises:
-        TypeError: An unknown wrapper that subclasses torch.optim.Optimizer but takes no hooks.
-    """
+    """Return the optimizer inside a known wrapper, else the object; raise if it takes no hooks."""
     while type(optimizer).__module__.partition(".")[0] in _WRAPPERS:
         inside = getattr(optimizer, "optimizer", None)
         if not isinstance(inside, torch.optim.Optimizer):

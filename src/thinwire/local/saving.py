@@ -116,7 +116,6 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
             pending["step"],
             measured,
             extras,
-            mixing=averager.config.mixing,
             keep=True,
             fold=averager.work is None,
         )

@@ -37,6 +37,13 @@ _UNTAGGED: dict[tuple[type, str], type] = {
 }
 """The tagged config that is written without its tag: the only one of early versions."""
 
+_LEFT = {
+    "fragment_order": "a fragment is always adjacent tensors",
+    "mixing": "a result replaces the value that was measured; local steps since are kept",
+    "clip_sources": "the norm of a rank's message is not limited",
+}
+"""Keys of configs that left in 0.4, and what holds without them."""
+
 _ROOT = "strategy"
 _MOST_UNKNOWN = 5
 F = TypeVar("F", bound=Fields)
@@ -155,7 +162,11 @@ def _unknown_keys(
         return
     for key, value in document.items():
         below = f"{path}.{key}"
-        if key not in known:
+        if key in _LEFT and key not in known:
+            yield below, f"{plain(below)} left thinwire in 0.4: remove it; {_LEFT[key]}"
+        elif key == "average_state" and type(value) is int:
+            yield below, f"{plain(below)}={value}: numbers left in 0.4; write true or false"
+        elif key not in known:
             hint = check.closest_or_all(key, known)
             yield below, f"{plain(below)}={shown(value)} is unknown{hint}"
         elif known[key]:  # the config refuses a mapping in place of a plain value

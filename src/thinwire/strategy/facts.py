@@ -27,7 +27,7 @@ _FREE_NAMES = (
     "dgc.rampup_begin_step dgc.rampup_step dgc.sparsity dgc.local_grad_clip_norm dgc.value_bits "
     "dgc.node_size dgc.exchange low_rank.begin_step *localsgd.k_steps *localsgd.init_k_steps "
     "*localsgd.max_k_steps *localsgd.begin_step *localsgd.outer_lr *localsgd.outer_nesterov "
-    "*localsgd.mixing *localsgd.node_size"
+    "*localsgd.node_size"
 )
 _FREE = (
     *_FREE_NAMES.split(),

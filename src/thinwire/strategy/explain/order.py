@@ -154,10 +154,7 @@ def _averaging(strategy: Fields) -> Iterator[str]:
         often = f"{part}after every step"
     if config.by_time:
         often += f" or {config.round_seconds:g} s after the last averaging, whichever comes first"
-    every = int(config.average_state)
-    state = " and optimizer state" if every else ""
-    if every > 1:
-        state = f" (and optimizer state at every {_ordinal(every)} one)"
+    state = " and optimizer state" if config.average_state else ""
     yield f"Averaging of parameters{state} over {peers}, {often}{_change(strategy, config)}"
     if isinstance(config, AdaptiveLocalSGD):
         yield (
@@ -178,12 +175,8 @@ def _change(strategy: Fields, config: LocalConfig) -> str:
         text += f"; the {config.node_size} ranks of a node average densely first and count as one"
     if config.fragments > 1:
         text += f"; {config.fragments} parts of the model take turns"
-        if config.fragment_order == "strided":
-            text += f", layer l in part l mod {config.fragments}"
     if config.delay:
         text += f"; the result takes effect {config.delay} {plural('step', config.delay)} later"
-    if config.mixing:
-        text += f"; a parameter keeps {100 * config.mixing:g} % of its local value"
     return text
 
 

@@ -174,17 +174,11 @@ def _low_rank_message(low_rank: LowRank, params: Sequence[Tensor]) -> str:
 
 def _sparse_change(sparse: Sparse) -> str:
     over = "the ranks that sent it" if sparse.mean_over == "senders" else "all ranks"
-    text = (
+    return (
         f"the largest {_share(sparse.sparsity)} of each tensor's change are sent, {_bits(sparse)} "
         f"an entry, with the mean over {over}; the rest is kept and counts {sparse.decay:g} times "
         "the next time"
     )
-    if sparse.clip_sources is not None:
-        text += (
-            f"; a rank's message with a norm above {sparse.clip_sources:g} times the median of "
-            "the ranks is scaled down to that, and the difference is dropped"
-        )
-    return text
 
 
 def _quantized_change(quantized: Quantized) -> str:

@@ -117,8 +117,6 @@ def _short(key: str, value: Any) -> Any:
         return shortened(value)
     if key in _MOST and value is not None:
         return min(value, type(value)(_MOST[key]))
-    if key == "average_state":  # a number means at every so many averagings
-        return bool(value)
     return value
 
 
