@@ -197,7 +197,7 @@ def load(
     Example::
 
         loaded = load("checkpoints", group=group)
-        print(loaded.step, loaded.state["model"].keys())
+        print(loaded.step, sorted(loaded.state))
 
     Args:
         directory: The argument of `save`.
