@@ -9,7 +9,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -95,7 +94,6 @@ def given(kind: str) -> dict[str, Any]:
     my_batches = my_evaluate = args = None
     accelerator, Trainer = MagicMock(), MagicMock()
     group, rank, path, log = Group(None), 0, Path("file"), logging.getLogger("test")
-    loaded = SimpleNamespace(state={"random": tw.checkpoint.random_state()})
     public = {name: getattr(module, name) for module in (tw, tw.optim) for name in module.__all__}
     imported = {"tw": tw, "torch": torch, "DataLoader": DataLoader, "load_file": load_file}
     return public | imported | {"DistributedDataParallel": DistributedDataParallel} | locals()

@@ -79,7 +79,7 @@ def test_parameters_given_the_wrong_way_are_refused_with_what_to_write(case: Cas
     with pytest.raises(TypeError, match=r"Sequential.*muon_groups\(model\)"):
         case(net)
     optimizer = case(net.named_parameters())
-    with pytest.raises(ValueError, match="'0.weight'.*named_parameters"):
+    with pytest.raises(ValueError, match=r"'0\.weight'.*named_parameters"):
         optimizer.add_param_group({"params": late.parameters()})
     optimizer.add_param_group({"params": late.named_parameters()})
 
@@ -90,7 +90,7 @@ def test_a_group_for_a_converted_optimizer_is_told_to_have_names(field: str) -> 
     kind = torch.optim.AdamW if field == "lamb" else torch.optim.SGD
     given, config = kind(net.parameters(), 0.1), {"lamb": tw.LAMB, "lars": tw.LARS, "dgc": tw.DGC}
     tw.DistributedStrategy(**{field: config[field]()}).prepare(net, given)
-    with pytest.raises(ValueError, match="of the model.*named_parameters"):
+    with pytest.raises(ValueError, match=r"of the model.*named_parameters"):
         given.add_param_group({"params": late.parameters()})
 
 

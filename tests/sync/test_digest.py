@@ -449,7 +449,7 @@ def limited(rank: int, size: int, own_loop: bool) -> str:
     model, loss_fn = Limited(), nn.functional.cross_entropy
     engine = None if own_loop else engine_of("dense", model)
     optimizer = DGCMomentum(model.named_parameters(), 0.1) if own_loop else None
-    with pytest.raises(tw.errors.ThinwireError, match="embed.weight") as caught:
+    with pytest.raises(tw.errors.ThinwireError, match=r"embed\.weight") as caught:
         for step in range(EVERY):
             tokens, targets = torch.tensor([rank + step]), torch.tensor([1])
             if engine is not None:
