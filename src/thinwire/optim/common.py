@@ -180,7 +180,7 @@ class CommonOptimizer(torch.optim.Optimizer):
         named = [record.name for record in common.records.values() if record.name is not None]
         if named and "param_names" in self.param_groups[0] and None in dict(entries):
             raise ValueError(
-                f"this {type(self).__name__} has names for its parameters ({named[0]!r}; a strategy "
+                f"{type(self).__name__} has names for its parameters ({named[0]!r}; a strategy "
                 "takes those of the model): write {'params': module.named_parameters()}"
             )
         if not self._takes_complex:
