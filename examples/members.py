@@ -13,6 +13,7 @@ Needs pip install scikit-learn.
 
 import signal
 import sys
+from itertools import chain, repeat
 
 import torch
 from sklearn.datasets import load_digits
@@ -41,7 +42,8 @@ def main() -> None:
     with tw.join(address, run="digits", token_file=token_file, timeout=20) as members:
         signal.signal(signal.SIGINT, lambda *_: members.leave())
         members.on_change(lambda now: print(f"step {now.step}: {now.size} members", flush=True))
-        batches = iter(DataLoader(data, batch_sampler=tw.MemberSampler(len(data), members, 32)))
+        sampler = tw.ShardedSampler(data, members=members)
+        batches = chain.from_iterable(repeat(DataLoader(data, 32, sampler=sampler)))  # no end
         with tw.local_sgd(model, optimizer, config, members=members) as sync:
             print(f"member {members.rank} of {members.size} begins at step {sync.step}", flush=True)
             while sync.step < STEPS and not members.left:

@@ -14,6 +14,7 @@ Needs pip install scikit-learn.
 """
 
 import sys
+from itertools import chain, repeat
 
 import torch
 import torch.distributed as dist
@@ -54,8 +55,10 @@ def main() -> None:
     with joined as members:
         if first:
             members.on_change(lambda now: print(f"step {now.step}: {now.size} sites", flush=True))
-        # a batch of the site, of which each of its ranks gets a part
-        batches = iter(DataLoader(data, batch_sampler=tw.MemberSampler(len(data), members, 32)))
+        # each rank of a site has its own samples: together they make a batch of 32
+        sampler = tw.ShardedSampler(data, members=members)
+        loader = DataLoader(data, 32 // shards, sampler=sampler)
+        batches = chain.from_iterable(repeat(loader))  # no end
         with tw.local_sgd(model, optimizer, config, members=members, mesh=mesh) as sync:
             if first:
                 print(f"site {members.rank} of {members.size} begins at step {sync.step}")

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from thinwire.local.updates import LocalUpdates, local_sgd
     from thinwire.logs import log_stats
     from thinwire.members.members import Members, join
-    from thinwire.members.sampler import MemberSampler
     from thinwire.optim.attached import Attached
     from thinwire.optim.config import LAMB, LARS
     from thinwire.pipeline.config import Pipeline
@@ -54,7 +53,6 @@ __all__ = [
     "LocalSGD",
     "LocalUpdates",
     "LowRank",
-    "MemberSampler",
     "Members",
     "Pipeline",
     "Plan",
@@ -100,7 +98,6 @@ _HOMES = {
     "LocalSGD": "thinwire.local.config",
     "LocalUpdates": "thinwire.local.updates",
     "LowRank": "thinwire.compress.low_rank",
-    "MemberSampler": "thinwire.members.sampler",
     "ShardedSampler": "thinwire.sampler",
     "Members": "thinwire.members.members",
     "Pipeline": "thinwire.pipeline.config",

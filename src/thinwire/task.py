@@ -23,7 +23,8 @@ class Task:
         def make(seed):
             torch.manual_seed(seed)
             model = torch.nn.Linear(8, 1)
-            return Task(model, torch.nn.MSELoss(), my_batches, my_evaluate)
+            loss_fn = torch.nn.MSELoss()
+            return tw.Task(model=model, loss_fn=loss_fn, batches=my_batches, evaluate=my_evaluate)
 
     Attributes:
         model: A module. All ranks start from rank 0's parameters.

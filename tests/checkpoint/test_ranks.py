@@ -146,7 +146,7 @@ def test_damage_on_one_machine_sends_all_ranks_back(ranks: Pool, tmp_path: Path,
         text = f"rank 1: {file} is damaged"
     else:
         shutil.rmtree(file.parent)
-        text = "lacks the checkpoint of step 3"
+        text = "lacks the checkpoint step_0000000003 that other ranks have: copy its folder there"
     answers = ranks.run(load_here, str(tmp_path), 2, size=2)
     assert [step for step, _, _ in answers] == [2, 2]
     assert all(same(state, rank_state(rank, 2)) for rank, (_, state, _) in enumerate(answers))
@@ -371,6 +371,34 @@ def late_files(rank: int, size: int, root: str) -> None:
     # a network file system that shows rank 1 nothing of the others
     with patch.object(Path, "exists", lambda path: rank == 0 or "rank_00001" in path.name):
         save(root, {}, step=1, group=Group(), facts={})
+
+
+def apart(rank: int, size: int, root: str) -> None:
+    with patch.object(Path, "exists", lambda path: f"rank_0000{rank}" in path.name):
+        save(root, {}, step=1, group=Group(), facts={})
+
+
+def test_ranks_that_do_not_see_each_other_in_one_directory_are_told_why(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    for answer in ranks.run(apart, str(tmp_path), size=2, expect_errors=True):
+        assert answer.type_name == "CheckpointError"
+        assert "network file system" in answer.text
+
+
+def load_late(rank: int, size: int, root: str, hidden: str) -> tuple[int, Any, list[str]]:
+    """Load where the listing of rank 1 does not have what is hidden yet."""
+    listed = Path.iterdir
+    with patch.object(
+        Path, "iterdir", lambda path: (p for p in listed(path) if not rank or p.name != hidden)
+    ):
+        return load_here(rank, size, root, 1)
+
+
+def test_a_checkpoint_that_is_listed_late_is_loaded(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(save_and_load, str(tmp_path), 1, size=2)
+    found = ranks.run(load_late, str(tmp_path), "step_0000000003", size=2)
+    assert [(step, told) for step, _, told in found] == [(3, [])] * 2
 
 
 def test_ranks_that_see_different_things_in_one_directory_are_told(

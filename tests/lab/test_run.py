@@ -156,6 +156,15 @@ def test_all_that_follows_the_script_is_the_script_s(
         assert (place["WORLD_SIZE"], place["arguments"]) == ("2", after)
 
 
+def test_a_link_after_the_script_and_none_before_it_gets_a_hint(tmp_path: Path) -> None:
+    script = str(write(tmp_path, PLACE))
+    done = run(tmp_path, "--workers", "1", "--", script, "--link", "20mbit", "--latency=1ms")
+    [hint] = [line for line in done.stderr.splitlines() if line.startswith("thinwire: ")]
+    assert "--link" in hint
+    assert "--latency=1ms" in hint
+    assert "before --" in hint
+
+
 def test_quiet_before_the_script_is_an_option_of_run(tmp_path: Path) -> None:
     script = str(write(tmp_path, PLACE))
     done = run(tmp_path, "--quiet", "--link", "loopback", "--workers", "1", script, "--quiet")

@@ -20,6 +20,7 @@ from tests.members.test_relay import CONFIGS, in_order
 from tests.members.training import digest
 from tests.ranks import Pool
 from tests.waiting import PATIENCE_S, until
+from thinwire.errors import ThinwireError
 
 PORT = 29_400
 
@@ -63,6 +64,36 @@ def test_members_train_that_nothing_reaches(ranks: Pool, token_file: str) -> Non
         found = trained(ranks, net, namespaces, token_file, 20)
     assert len(found[0]) >= 20
     assert found == 2 * [found[0]]
+
+
+def unjoined(rank: int, size: int, address: str, token_file: str) -> str:
+    """The error of a member that opens a port and is not reached there."""
+    net = torch.nn.Linear(2, 2)
+    optimizer, options = torch.optim.SGD(net.parameters(), 0.1), {"token_file": token_file}
+    try:
+        with (
+            tw.join(address, run="t", start_members=2, timeout=3.0, **options) as members,
+            tw.local_sgd(net, optimizer, tw.LocalSGD(1, 0), members=members),
+        ):
+            return "no error"
+    except ThinwireError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+@needs_netns
+def test_members_that_cannot_reach_each_other_are_told_of_the_relay(
+    ranks: Pool, token_file: str
+) -> None:
+    with walled(2, Link.parse("1gbit")) as (net, namespaces):
+        address = f"{net.addresses[0]}:{PORT}"
+        bind = ["--bind", address, "--token-file", token_file]
+        with host_command(*bind, namespace=net.namespace_fds[0]):
+            found = at_home(ranks, namespaces, unjoined, f"tcp://{address}", token_file)
+    for text in found:
+        assert "relay=True" in text
+        assert "host --relay" in text
+        assert "restart" not in text, "there is nothing to restart from"
 
 
 def trained(ranks: Pool, net: Any, namespaces: list[int], token_file: str, count: int) -> Any:

@@ -1,6 +1,7 @@
 """A member that is a site of shards comes and goes as a whole."""
 
 import time
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -333,10 +334,10 @@ def engine(rank: int, size: int, address: str, folder: str, part: str) -> Any:
             )
             loaded = trained.load(f"{folder}/copies", if_any=True)
             entered = members.step
-            batches = iter(tw.MemberSampler(len(data), members, batch_size=16))
+            sampler = tw.ShardedSampler(data, members=members)
+            samples = chain.from_iterable(repeat(sampler))
             while members.step < (20 if part == "first" else 60):
-                x = data[next(batches)]
-                assert len(x) == 16 // SHARDS
+                x = data[list(islice(samples, 8))]
                 trained.train_step(x, x.roll(1, 1))
                 if members.step == 10 and members.rank == 1 and part == "first":
                     trained.save(f"{folder}/copies")
@@ -405,25 +406,3 @@ def test_what_does_not_fit_is_one_clear_error(ranks: Pool, tmp_path: Path) -> No
     assert found[:2] == ["no error"] * 2
     assert found[2].startswith("Mismatch: ")
     assert "shards of a site is 1 here and 2 there" in found[2]
-
-
-def test_a_batch_is_shared_by_the_ranks_of_a_site(ranks: Pool, tmp_path: Path) -> None:
-    found = met(ranks, sampled, str(tmp_path), size=2)
-    (whole, first), (again, second) = found
-    assert whole == again
-    assert first == whole[::2]
-    assert second == whole[1::2]
-
-
-def sampled(rank: int, size: int, address: str, folder: str) -> Any:
-    store = dist.FileStore(f"{folder}/site", SHARDS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=SHARDS)
-    try:
-        mesh = mesh_of(1, SHARDS)
-        with tw.join(address, run="test", timeout=TIMEOUT_S, mesh=mesh) as members:
-            with pytest.raises(ValueError, match="its 2 ranks must get equally many"):
-                tw.MemberSampler(100, members, batch_size=5)
-            sampler = tw.MemberSampler(100, members, batch_size=6)
-            return sampler.batch(0, 0, 0), next(iter(sampler))
-    finally:
-        dist.destroy_process_group()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import thinwire as tw
 from tests.api import global_norm
 from tests.optim.cases import EVERY, OURS, Case, model, same, train, values
 from thinwire import optim
@@ -71,6 +72,26 @@ def test_what_torch_refuses_stays_refused(case: Case) -> None:
         case([("p", p), torch.nn.Parameter(torch.ones(1))])
     with pytest.raises(ValueError, match="'params'"):
         case([{"lr": 0.1}])
+
+
+def test_parameters_given_the_wrong_way_are_refused_with_what_to_write(case: Case) -> None:
+    net, late = model(), torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"Sequential.*muon_groups\(model\)"):
+        case(net)
+    optimizer = case(net.named_parameters())
+    with pytest.raises(ValueError, match=r"'0\.weight'.*named_parameters"):
+        optimizer.add_param_group({"params": late.parameters()})
+    optimizer.add_param_group({"params": late.named_parameters()})
+
+
+@pytest.mark.parametrize("field", ["lamb", "lars", "dgc"])
+def test_a_group_for_a_converted_optimizer_is_told_to_have_names(field: str) -> None:
+    net, late = model(), torch.nn.Linear(2, 2)
+    kind = torch.optim.AdamW if field == "lamb" else torch.optim.SGD
+    given, config = kind(net.parameters(), 0.1), {"lamb": tw.LAMB, "lars": tw.LARS, "dgc": tw.DGC}
+    tw.DistributedStrategy(**{field: config[field]()}).prepare(net, given)
+    with pytest.raises(ValueError, match=r"of the model.*named_parameters"):
+        given.add_param_group({"params": late.parameters()})
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,12 @@ def test_embeddings_and_the_output_layer_are_adamws() -> None:
     assert [name for name, _ in tied[1]["params"]] == ["embedding.weight"]
 
 
+def test_muon_groups_of_what_is_no_model_says_what_to_write() -> None:
+    for given in (Language().parameters(), list(Language().named_parameters())):
+        with pytest.raises(TypeError, match=r"model must be a Module.*muon_groups\(model\)"):
+            muon_groups(given)
+
+
 class Convolutional(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -23,6 +23,8 @@ PLAN = [sys.executable, "-m", "thinwire", "plan"]
         ([*NUMBERS, "--workers", "2.5"], "'2.5' is not a whole number"),
         ([*NUMBERS, "--link", "fast"], "link='fast' is not a rate; write a number and a unit"),
         ([*NUMBERS, "--latency", "-3ms"], "latency='-3ms'"),
+        (["--params", "124M", "--step-seconds", "350ms"], "did you mean 0.35?"),
+        (["--params", "124M", "--step-seconds", "soon"], "'soon' is not a number of seconds"),
         (["--params", "124M"], "step_seconds is missing; give params and step_seconds, or a task"),
         ([], "params is missing"),
         ([*NUMBERS, "--out", "missing/best.yaml"], "out='missing/best.yaml' cannot be written"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -153,6 +154,16 @@ def test_the_loss_scale_carries_its_kind() -> None:
     ):
         document = tw.DistributedStrategy(amp=tw.AMP("float16", scale)).to_dict()
         assert list(document["amp"]["loss_scale"]) == [tag]
+
+
+def test_a_torch_dtype_is_kept_by_its_name() -> None:
+    strategy = tw.DistributedStrategy(amp=tw.AMP(torch.bfloat16))
+    assert strategy == tw.DistributedStrategy(amp=tw.AMP("bfloat16"))
+    assert strategy.to_dict()["amp"]["dtype"] == "bfloat16"
+    with pytest.raises(ValueError, match="'float32'"):
+        tw.AMP(torch.float32)
+    with pytest.raises(TypeError, match=r"dtype.*\b16\b.*bfloat16"):
+        tw.AMP(16)  # type: ignore[arg-type]
 
 
 def test_a_compression_carries_its_kind_and_one_without_is_sparse() -> None:

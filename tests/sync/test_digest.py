@@ -434,6 +434,41 @@ def test_every_bit_that_flips_is_found_within_the_promised_number_of_updates(ran
     assert [each for each in first if not 0 < each[1] <= EVERY] == []
 
 
+class Limited(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.head = nn.Embedding(10, 4, max_norm=0.5), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens))
+
+
+def limited(rank: int, size: int, own_loop: bool) -> str:
+    """The error of a model whose forward pass writes into its parameters."""
+    model, loss_fn = Limited(), nn.functional.cross_entropy
+    engine = None if own_loop else engine_of("dense", model)
+    optimizer = DGCMomentum(model.named_parameters(), 0.1) if own_loop else None
+    with pytest.raises(tw.errors.ThinwireError, match=r"embed\.weight") as caught:
+        for step in range(EVERY):
+            tokens, targets = torch.tensor([rank + step]), torch.tensor([1])
+            if engine is not None:
+                engine.train_step(tokens, targets)
+            elif optimizer is not None:
+                loss_fn(model(tokens), targets).backward()
+                optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_a_forward_pass_that_writes_into_parameters_is_given_as_a_reason(
+    own_loop: bool, ranks: Pool
+) -> None:
+    first, second = ranks.run(limited, own_loop)
+    assert first == second
+    assert "Embedding(max_norm=" in first
+
+
 def raise_after_the_exchange(rank: int, size: int, kind: str) -> tuple[str, str]:
     engine = engine_of(kind, model_of())
     raised = ""

@@ -71,7 +71,7 @@ def export(
     Example::
 
         export("checkpoints", "model.safetensors")
-        model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
+        model.load_state_dict(load_file("model.safetensors"))  # of safetensors.torch
 
     Args:
         folder: Folder of one checkpoint, or the argument of `engine.save`: then the newest whole

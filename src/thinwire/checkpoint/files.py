@@ -16,6 +16,11 @@ from typing import TypeVar
 from thinwire.comm import Group, while_busy
 from thinwire.errors import CheckpointError
 
+LATE = (
+    "a network file system must show a new file to all machines at once (for NFS mount it with "
+    "lookupcache=none)"
+)
+"""Advice on shared directories, for errors."""
 _CHUNK_BYTES = 1 << 20
 _SYNC_BYTES = 64 << 20
 """Most bytes that may wait in memory for the disk, so that a slow disk still shows progress."""
@@ -119,10 +124,6 @@ _PATIENCE_S = 1.0
 def on_all_ranks(group: Group, action: str, act: Callable[[], _T]) -> list[_T]:
     """Run `act` on every rank and wait for all of them, as `while_busy` does, as long as it makes
     progress.
-
-    Example::
-
-        sizes = on_all_ranks(group, "measuring a file", lambda: path.stat().st_size)
 
     Raises:
         CheckpointError: `act` failed on a rank, or read and wrote nothing for the time-out of the

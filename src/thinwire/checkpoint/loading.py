@@ -11,8 +11,16 @@ from typing import Any
 
 from thinwire._validate import integer
 from thinwire.checkpoint.combine import Rule, combine, require_rules
-from thinwire.checkpoint.files import checksum, is_regular, on_all_ranks
-from thinwire.checkpoint.manifest import MANIFEST, Found, Manifest, found, plain_file, tensor_file
+from thinwire.checkpoint.files import LATE, checksum, is_regular, on_all_ranks
+from thinwire.checkpoint.manifest import (
+    MANIFEST,
+    Found,
+    Manifest,
+    found,
+    found_at,
+    plain_file,
+    tensor_file,
+)
 from thinwire.checkpoint.shards import Sharding
 from thinwire.checkpoint.tensor_file import TensorReader
 from thinwire.checkpoint.tree import UNREADABLE, decoded, parsed_table, with_tensors
@@ -44,14 +52,8 @@ class CheckpointReader:
         combined: bool,
         sharding: Callable[[Any], Sharding | None] | None = None,
     ) -> None:
-        """Select the files to read.
-
-        `parts` are the parts of the loading ranks, `rank` is this one. `combined`: always combine.
-        `sharding`: returns the present sharding of the model, from the facts of a checkpoint of
-        other shards.
-
-        Raises:
-            CheckpointMismatch: There is no state for these parts.
+        """Select the files to read; raise `CheckpointMismatch` if there is no state for these
+        parts. `sharding` returns the present sharding of the model, from the facts of a checkpoint.
         """
         self._sharding: Sharding | None = None
         if set(parts) != set(manifest.parts) and sharding is not None:
@@ -194,11 +196,6 @@ def load(
     With the same number of ranks of a part, each rank gets its own state. With another number, each
     gets the combined state of `thinwire.checkpoint.combine`.
 
-    Example::
-
-        loaded = load("checkpoints", group=group)
-        print(loaded.step, loaded.state["model"].keys())
-
     Args:
         directory: The argument of `save`.
         group: The ranks.
@@ -230,22 +227,22 @@ def load(
     parts = [row["part"] for row in surveys]
     damaged = {(step, text) for row in surveys for step, text in row["damaged"]}
     problems = sorted(damaged, reverse=True)
-    known = {(serial, key): at for row in surveys for serial, key, at in row["whole"]}
+    known = {(serial, key): (at, name) for row in surveys for serial, key, at, name in row["whole"]}
     if step is not None:
-        there = {*known.values(), *(at for at, _ in problems)}
+        there = {at for at, _ in [*known.values(), *problems]}
         if there and step not in there:
             steps = ", ".join(map(str, sorted(there)))
             raise CheckpointMismatch(
                 f"{root} has checkpoints of step {steps}, but none of step {step}"
             )
-        known = {save: at for save, at in known.items() if at == step}
+        known = {save: entry for save, entry in known.items() if entry[0] == step}
         problems = [(at, text) for at, text in problems if at == step]
-    for (_, key), at in sorted(known.items(), reverse=True):
+    for (_, key), (at, name) in sorted(known.items(), reverse=True):
         verified: list[CheckpointReader] = []
         reader_of = partial(
             CheckpointReader, parts=parts, rank=group.rank, combined=combined, sharding=sharding
         )
-        verify = partial(_verify, root, entries.get(key), at, reader_of, verified)
+        verify = partial(_verify, root, name, entries.get(key), key, reader_of, verified)
         answers = on_all_ranks(group, "verifying a checkpoint", verify)
         if any(answers):
             problems += [(at, text) for text in by_rank(answers)]
@@ -284,7 +281,7 @@ def _survey_directory(root: Path, part: int, whole: dict[str, Found]) -> dict[st
         "part": part,
         "root": str(root),
         "whole": [
-            (entry.manifest.serial, key, entry.step)
+            (entry.manifest.serial, key, entry.step, entry.path.name)
             for key, entry in whole.items()
             if entry.manifest
         ],
@@ -294,16 +291,18 @@ def _survey_directory(root: Path, part: int, whole: dict[str, Found]) -> dict[st
 
 def _verify(
     root: Path,
+    name: str,
     entry: Found | None,
-    step: int,
+    key: str,
     reader_of: Callable[[Path, Manifest], CheckpointReader],
     verified: list[CheckpointReader],
 ) -> str | None:
     """Return the damage of a checkpoint here, or None and add it to `verified`."""
-    if entry is None or entry.manifest is None:
+    entry = entry or found_at(root / name)  # a network file system may list it late
+    if entry.manifest is None or entry.key != key:
         return (
-            f"{root} lacks the checkpoint of step {step} that other ranks have: copy its folder "
-            "there"
+            f"{root} lacks the checkpoint {name} that other ranks have: copy its folder there, or, "
+            f"if ranks share the directory, {LATE}"
         )
     reader = reader_of(entry.path, entry.manifest)
     try:

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from thinwire._version import __version__
-from thinwire.checkpoint.files import discard, make_directory, remove, sync_directory, write_pieces
+from thinwire.checkpoint.files import (
+    LATE,
+    discard,
+    make_directory,
+    remove,
+    sync_directory,
+    write_pieces,
+)
 from thinwire.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -87,11 +94,7 @@ class RankWriter:
             self._token_path.unlink(missing_ok=True)
 
     def write(self, folder: Path, writing: Assignment) -> dict[str, tuple[int, str]]:
-        """Write this rank's two files.
-
-        Returns:
-            Size in bytes and SHA-256 in hex, by file name.
-        """
+        """Write this rank's two files; return size in bytes and SHA-256 in hex, by file name."""
         names = (plain_file(self._rank), tensor_file(self._rank))
         own = {
             n: t for n, t in self._tensors.items() if writing[self._digests[n]] == (self._rank, n)
@@ -135,8 +138,7 @@ def directories_of(neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
                 raise CheckpointError(
                     f"rank {rank} sees files of the ranks {list(seen)} in its directory, but rank "
                     f"{other} sees those of {list(neighbours[other])}. Use one shared directory "
-                    "or separate ones; a network file system must show a new file to all "
-                    "machines at once"
+                    f"or separate ones; {LATE}"
                 )
     return sorted(list(seen) for seen in {tuple(seen) for seen in neighbours})
 
@@ -158,7 +160,8 @@ class SaveLayout:
         self.root, self.step, self._directories, self._facts = root, step, directories, facts
         name = name_of(step, (name for row in surveys for name in row["names"]))
         self.path = root / name
-        self.token = surveys[0]["token"]
+        self.token = surveys[self._neighbours[0]]["token"]
+        self._tokens = {row["token"] for row in surveys}
         self.staging = root / staging_name(name, self.token)
         self._parts = [row["part"] for row in surveys]
         # the time too: an unreadable manifest may hide the newest serial number
@@ -174,16 +177,15 @@ class SaveLayout:
         self._committed = False
 
     def make_room(self) -> list[str]:
-        """Remove leftovers of interrupted saves. Make the staging folder if there is space for its
-        content.
-
-        Returns:
-            The leftovers that could not be removed, in words.
+        """Remove leftovers of interrupted saves, and return those that could not be, in words.
+        Make the staging folder if there is space for its content.
         """
         if not self.leads:
             return []
         failed_deletions = []
         for path in leftovers(self.root):
+            if path.name.rpartition("-")[2] in self._tokens:
+                continue
             try:
                 remove(path)
             except OSError as error:
@@ -218,7 +220,7 @@ class SaveLayout:
         if gone is not None:
             raise CheckpointError(
                 f"{self.staging / gone}, which has just been written, is missing or has another "
-                "size: another run saves in this directory. Give each run its own directory"
+                f"size: another run saves in this directory (give each run its own), or {LATE}"
             )
         write_pieces(self.staging / MANIFEST, [manifest.to_bytes()])
         sync_directory(self.staging)
@@ -228,7 +230,15 @@ class SaveLayout:
         if self.leads:
             # the one atomic step: a kill before it leaves the previous checkpoint, after it the new
             # one
-            self.staging.rename(self.path)
+            try:
+                self.staging.rename(self.path)
+            except OSError as error:
+                if not self.path.is_dir():
+                    raise
+                raise CheckpointError(
+                    f"{self.path} is there already: another run saves in this directory (give each "
+                    f"run its own), or ranks did not see each other's files in it: {LATE}"
+                ) from error
             self._committed = True
             sync_directory(self.root)
 

@@ -41,10 +41,6 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     """Restore all global generators from `random_state`. States of absent CUDA devices are left
     out.
 
-    Example::
-
-        set_random_state(loaded.state["random"])
-
     Raises:
         TypeError: The argument is something else.
     """

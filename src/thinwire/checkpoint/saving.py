@@ -45,10 +45,6 @@ def save(
     the checksums of all files is written. One rename makes the folder a checkpoint. Tensors that
     are bit-identical on several ranks of a directory are written once.
 
-    Example::
-
-        folder = save("checkpoints", {"model": model.state_dict()}, step=100, group=group, facts={})
-
     Args:
         directory: Directory of all checkpoints, one folder each; made with its parents. Machines
             without a common file system each name their own directory, which then holds the files

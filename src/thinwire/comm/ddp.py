@@ -83,12 +83,6 @@ def tap_buckets(
     """Call `on_bucket(index, parameters, gradients)` in every synchronising backward pass of `ddp`.
     DDP no longer averages its gradients.
 
-    Example::
-
-        tap = tap_buckets(ddp, group, launch, instead="call engine.join()")
-        loss.backward()  # calls launch(index, parameters, gradients) for every bucket
-        tap.close()
-
     The function receives this rank's gradients as views shaped like their parameters. It must not
     change them, and must not block on a collective that other ranks have not launched.
 

@@ -436,10 +436,6 @@ class Group:
     def gather_bytes(self, payload: bytes, *, action: str) -> list[bytes]:
         """Return every rank's byte string, of any lengths, in rank order.
 
-        Example::
-
-            answers = group.gather_bytes(b"ready", action="starting")
-
         One round of 24 bytes if all strings are equal, as in a healthy step. Otherwise a second
         round, padded to the longest.
 

@@ -29,10 +29,6 @@ def require_agreement(
 ) -> None:
     """Raise on all ranks unless `facts` are equal on all of them.
 
-    Example::
-
-        require_agreement(group, {"k_steps": 16}, action="comparing settings")
-
     Args:
         group: The ranks that must agree.
         facts: Facts that must be equal: strings, numbers, booleans, None, lists and mappings of
@@ -139,10 +135,6 @@ def while_busy(
     error: type[ThinwireError] = ThinwireError,
 ) -> list[_T]:
     """Run `act` on every rank and wait for all of them, however long they take.
-
-    Example::
-
-        paths = while_busy(group, "writing a file", write)
 
     The work runs on a second thread, so that the main thread can report that it is still running. A
     rank that reports nothing within the time-out of the group counts as lost. Every wait for the

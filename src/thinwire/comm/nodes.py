@@ -90,11 +90,6 @@ class Nodes:
     """Group whose members are nodes of `node_size` consecutive ranks; `rank` and `size` count
     nodes.
 
-    Example::
-
-        nodes = sources_of(group, node_size=8)
-        rows = nodes.all_gather(message, action="gathering").wait()  # one row per node
-
     `all_gather`, `all_to_all` and `all_reduce_` work as in `Group`, with one input per node. Its
     first rank, the leader, sends it, and every rank of every node gets the result. The ranks of a
     node must pass bit-identical inputs.

@@ -221,7 +221,7 @@ def made_within(limit_s: float, make: Callable[[], _T]) -> _T:
     try:
         return within(limit_s + _SLACK_S, make, name="thinwire-connect")
     except Late:
-        raise RuntimeError("Timed out: neither the ranks nor the store answer") from None
+        raise RuntimeError("Timed out: another rank, or the store, does not answer") from None
 
 
 @atexit.register

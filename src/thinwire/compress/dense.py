@@ -60,10 +60,6 @@ def send_dense(
         `DenseMeans`.
 
     Communication: see `sum_of`, one for each dtype.
-
-    Example::
-
-        means = yield from send_dense(context, tensors)
     """
     groups = by_dtype(tensors)
     finite = {}

@@ -78,7 +78,8 @@ class DGC(ErrorsOnly):
 
     Example::
 
-        strategy = Strategy(dgc=DGC(rampup_begin_step=500, sparsity=(0.99, 0.999)))
+        dgc = tw.DGC(rampup_begin_step=500, rampup_step=100, sparsity=(0.99, 0.999))
+        strategy = tw.DistributedStrategy(dgc=dgc)
 
     Source: Lin et al., 2018, arXiv 1712.01887.
     """

@@ -161,10 +161,6 @@ def send_entries(
 
     Communication: one all-gather of equally long messages; with "split" an all-to-all of parts, and
     an all-gather of sums. All ranks of a node must send the same bits.
-
-    Example::
-
-        arrived = yield from send_entries(context, proposed, value_bits=4)
     """
     layout = _layout(tuple(Slot(item.numel, item.k) for item in proposed.values()), value_bits)
     arrived = ArrivedEntries(context, list(proposed)) if arrived is None else arrived

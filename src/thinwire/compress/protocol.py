@@ -269,10 +269,6 @@ def combined(sendings: Sequence[Sending]) -> Bucket:
 
     Raises:
         PayloadCorrupt: The first that any of them raises, after all of them have ended.
-
-    Example::
-
-        results = yield from combined([send_dense(context, small), compressor.send(context, large)])
     """
     arrived: list[Arrived | None] = [None] * len(sendings)
     waiting: dict[int, Sequence[Collective]] = {}

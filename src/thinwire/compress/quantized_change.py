@@ -49,7 +49,8 @@ class Quantized(ErrorsOnly):
 
     Example::
 
-        strategy = Strategy(local_sgd=LocalSGD(k_steps=16, compression=Quantized(value_bits=1)))
+        local = tw.LocalSGD(k_steps=16, compression=tw.Quantized(value_bits=1))
+        strategy = tw.DistributedStrategy(localsgd=local)
 
     Source: error feedback, Karimireddy et al., 2019, arXiv 1901.09847; quantized changes with error
     feedback, MuLoCo, 2025, arXiv 2505.23725. Differs: levels are means of parts of the magnitudes

@@ -46,7 +46,8 @@ class Sparse(ErrorsOnly):
 
     Example::
 
-        strategy = Strategy(local_sgd=LocalSGD(k_steps=16, compression=Sparse(sparsity=0.98)))
+        local = tw.LocalSGD(k_steps=16, compression=tw.Sparse(sparsity=0.98))
+        strategy = tw.DistributedStrategy(localsgd=local)
 
     Source: SparseLoCo, 2025, arXiv 2508.15706. Its formula takes the mean over all ranks; its code
     (templar), like CCLoco's, the mean over the senders. Differs: selection per tensor instead of

@@ -100,10 +100,6 @@ def combined(optimizers: Any, names: Mapping[Tensor, str]) -> Any:
     Raises:
         TypeError: An entry of the sequence is no optimizer.
         ValueError: The sequence is empty, or a parameter is in two of them.
-
-    Example::
-
-        optimizer = combined([torch.optim.AdamW(embeddings), Muon(matrices)], names)
     """
     if isinstance(optimizers, torch.optim.Optimizer) or not isinstance(optimizers, Sequence):
         return optimizers

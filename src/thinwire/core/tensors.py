@@ -5,7 +5,7 @@ rows of the parameter. All functions expect it coalesced, with duplicates summed
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -86,10 +86,12 @@ def state_dtype(param: Tensor) -> torch.dtype:
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
-def named_dtype(argument: str, choice: object) -> str | None:
+def named_dtype(
+    argument: str, choice: object, allowed: Collection[str] = tuple(_CHOICES)
+) -> str | None:
     """Return the name of the type that a user gave as `argument`, or None.
 
-    Accepted are "float32", "bfloat16" and the torch dtypes of these names.
+    Accepted are the `allowed` names and the torch dtypes of these names.
 
     Raises:
         TypeError: Neither a string nor a torch dtype.
@@ -101,9 +103,9 @@ def named_dtype(argument: str, choice: object) -> str | None:
     if choice is None:
         return None
     name = str(choice).removeprefix("torch.") if isinstance(choice, torch.dtype) else choice
-    advice = "write 'float32' or 'bfloat16', or leave it out"
+    advice = f"write {' or '.join(map(repr, allowed))}, or leave it out"
     check.instance(argument, name, str, advice=advice)
-    check.one_of(argument, name, _CHOICES)
+    check.one_of(argument, name, allowed)
     return str(name)
 
 

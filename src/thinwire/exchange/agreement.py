@@ -155,11 +155,6 @@ class Agreement:
     Communication: `Group.launch_parts`, 24 bytes per rank if all reports are equal. Where ranks
     hold different parts of the model, the reports of each part must be equal, and no rank may
     report an event.
-
-    Example::
-
-        agreement = Agreement(group, [presence])
-        answers = agreement(step, "proposed", user_error=None)
     """
 
     def __init__(self, group: Group, checks: Sequence[Check] = (), *, engine: str = "") -> None:

@@ -27,6 +27,11 @@ of a dense step of 3 million parameters on a CPU.
 _UNCUT_BYTES = 1 << 16
 """Size in bytes below which a tensor is never cut."""
 
+FORWARD = (
+    "a forward pass that writes into parameters, as that of Embedding(max_norm=...) does: limit "
+    "the norm after each update instead, on all ranks alike"
+)
+"""A reason for which ranks part, in errors."""
 Watched = Mapping[str, Tensor]
 """Tensors by their names in errors, such as "parameter 0.weight"; the same order on all ranks."""
 
@@ -295,6 +300,7 @@ def _text(name: str, held: Sequence[object], since: int, step: int, kind: str) -
         )
     return (
         f"step {step}: {name}: {subject}. It happened between update {since} and update {step}. "
-        "The script, or a memory or processor fault, changed state on some ranks that must be "
-        f"equal on all. Nothing of update {step + 1} was applied; restart from the last checkpoint"
+        "State that must be equal on all ranks was changed on some: by the script, a memory or "
+        f"processor fault, or {FORWARD}. Nothing of update {step + 1} was applied; restart from "
+        "the last checkpoint"
     )

@@ -74,13 +74,6 @@ class GradientExchange(Synchronizer):
 
     Failure: after an error or a dropped step nothing has been applied on this rank. `drops` counts
     dropped steps.
-
-    Example::
-
-        outcome = exchange.exchange(step, grads)
-        if (received := outcome.received) is not None:
-            means = {name: received.arrived[name].mean(name, params[name]) for name in grads}
-            exchange.commit_(received, outcome.grads)
     """
 
     def __init__(
@@ -559,10 +552,6 @@ def gradients_of(
 
     Communication: if nodes must be found, one comparison of their size and the creation of their
     groups.
-
-    Example::
-
-        exchange = gradients_of(group, dict(model.named_parameters()), DGC())
     """
     if num_trainers is not None:
         check.integer("num_trainers", num_trainers, at_least=1)

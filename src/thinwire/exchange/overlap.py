@@ -137,14 +137,6 @@ class Overlap:
         exchange: Over more than one rank.
         bucket_bytes: See `cut_into_buckets`.
         first_bytes: See `cut_into_buckets`.
-
-    Example::
-
-        overlap = Overlap(params, exchange)
-        with overlap.during(step, final):
-            loss.backward()
-            overlap.complete()
-            ...  # exchange and update
     """
 
     def __init__(

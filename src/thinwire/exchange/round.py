@@ -47,13 +47,6 @@ class Round:
 
     Communication: the collectives that the sendings yield. All ranks must launch the same buckets
     in the same order.
-
-    Example::
-
-        one_round = Round(sources, step)
-        sending = send_dense(one_round.context(0), grads)
-        one_round.launch(grads.keys(), combined([sending]))
-        findings = one_round.finish()
     """
 
     def __init__(self, sources: Sources, step: int, *, read_sums: bool = True) -> None:

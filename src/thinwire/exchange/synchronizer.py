@@ -32,9 +32,14 @@ from thinwire.core.arithmetic import CURES
 from thinwire.core.stats import Pace
 from thinwire.exchange.agreement import COMPARING, Agreement, Check
 from thinwire.exchange.checks import DuplicateBatchCheck
-from thinwire.exchange.digest import RollingDigest, SameState
+from thinwire.exchange.digest import FORWARD, RollingDigest, SameState
 from thinwire.kernels.rules import Need
 from thinwire.kernels.warm import warm_up
+
+_CURES = CURES | {
+    "initial value (CRC-32) of": "All ranks must begin with the same parameters. They differ where "
+    f"seeds differ, or by {FORWARD}",
+}
 
 
 class RunMember(Protocol):
@@ -128,7 +133,7 @@ class Ranks:
     def compare(self, facts: Mapping[str, Any], purpose: str) -> None:
         """Compare facts over all ranks; see `require_agreement`."""
         group = self.group
-        require_agreement(group, facts, action=purpose, cures=CURES, versions=versions())
+        require_agreement(group, facts, action=purpose, cures=_CURES, versions=versions())
 
     def sources(self, node_size: int | None, *, compared: bool = False) -> Sources:
         """Return the units that count as one source each.

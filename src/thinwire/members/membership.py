@@ -685,12 +685,13 @@ class Membership:
                 )
                 break
             except ThinwireError as error:
-                cause = f"it could not connect to all of them ({error})"
+                why = f"({error.__cause__ or error}). {self._connecting_advice()}"
+                cause = f"it could not connect to all of them {why}"
                 attempts += formed.quorum_base == decision.ids
                 if attempts == _MAX_ATTEMPTS:
                     raise ThinwireError(
-                        f"{attempts} generations in a row could not connect, but their members "
-                        f"reach the meeting place: {error}. Run `thinwire doctor` on them"
+                        f"{attempts} generations in a row could not connect: their members reach "
+                        f"the meeting place, but not each other {why}"
                     ) from error
                 self.kv.put(f"break/{number}", {"by": self.own_id, "why": str(error)})
                 decision = self._next_decision(formed, max(until - time.monotonic(), 0.0))
@@ -702,3 +703,12 @@ class Membership:
         if old is not None and old.groups is not None:
             old.groups.disconnect()
         _log.info("generation %d: %s", number, ", ".join(decision.ids))
+
+    def _connecting_advice(self) -> str:
+        doctor = "`thinwire doctor` on each machine says what is in the way"
+        if self._endpoint.own_address is None:  # it uses the relay already
+            return doctor
+        return (
+            "If routers or firewalls let nothing in, join with relay=True, at a host that was "
+            f"started with `thinwire host --relay`; else {doctor}"
+        )

@@ -177,6 +177,12 @@ class CommonOptimizer(torch.optim.Optimizer):
         grouping.check_common_values(group)
         self._check_hyperparameters({**self.defaults, **group})
         entries = grouping.listed(group)
+        named = [record.name for record in common.records.values() if record.name is not None]
+        if named and "param_names" in self.param_groups[0] and None in dict(entries):
+            raise ValueError(
+                f"{type(self).__name__} has names for its parameters ({named[0]!r}; a strategy "
+                "takes those of the model): write {'params': module.named_parameters()}"
+            )
         if not self._takes_complex:
             grouping.require_real(entries, type(self).__name__)
         flags = grouping.excluded_flags(common.exclude, entries)
@@ -274,10 +280,7 @@ class CommonOptimizer(torch.optim.Optimizer):
     # a trace would freeze counters and rates, which change in every update
     @_disable_dynamo
     def _step_untraced(self) -> None:
-        """Make one update, or one with rate 0 if the caller has set all rates to 0.
-
-        torch's `get_optimizer_state_dict` sets them to 0 to have the state created.
-        """
+        # torch's `get_optimizer_state_dict` sets all rates to 0 to have the state created
         if not any(group["lr"] for group in self.param_groups) and any(
             s and rate_ahead(s, self.position, 0.0) for s in self._common.schedules
         ):

@@ -351,9 +351,7 @@ class DGCMomentum(DGCSettings):
         return mesh.get_local_rank("replicate"), mesh["replicate"].size()
 
     def _own_checksum(self, state: Mapping[Any, Mapping[str, Any]]) -> int:
-        """Return a checksum of residuals and momentum on any device; 0 for shards, whose ranks
-        share one provenance in torch's checkpoint formats.
-        """
+        """Return a checksum of residuals and momentum; 0 for shards, which share a provenance."""
         if self._ranks.mesh is not None:
             return 0
         return checksum_of(

@@ -390,13 +390,7 @@ class DGCUpdate:
         return found
 
     def _make_momentum_common(self, exchange: GradientExchange, dense: Sequence[str]) -> None:
-        """Average the momentum over ranks before a dense update of tensors that were compressed.
-
-        Each rank has accumulated momentum of its own, and all continue from the mean, as after a
-        change of the number of ranks.
-
-        Communication: 24 bytes if all are equal, else the tensors that differ, and an agreement.
-        """
+        """Average the momentum over ranks before a dense update of tensors that were compressed."""
         optimizer, params = self._optimizer, self._synchronizer.params
         group = exchange.group.replicas or exchange.group
         states: dict[str, dict[str, Any]] = {}

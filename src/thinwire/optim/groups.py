@@ -204,6 +204,11 @@ def require_matches(exclude: Exclusion, names: Iterable[str | None]) -> None:
 
 def split_order(params: object) -> tuple[Any, list[Tensor] | None]:
     """Return `params` without the entry `order_params`, and the order."""
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(
+            f"params must be parameters or groups of them, got the module {type(params).__name__}: "
+            "write model.named_parameters(), or for Muon muon_groups(model)"
+        )
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         return params, None
     entries = list(params)

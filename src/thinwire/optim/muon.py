@@ -194,6 +194,10 @@ def muon_groups(model: nn.Module, *, conv: bool = False) -> list[dict[str, Any]]
         conv: True to train convolution kernels with Muon, as matrices of (out, all else); False for
             AdamW.
     """
+    given: object = model
+    if not isinstance(given, nn.Module):
+        kind = type(given).__name__
+        raise TypeError(f"model must be a Module, got a {kind}: write muon_groups(model)")
     check.boolean("conv", conv)
     apart = {id(p) for m in model.modules() if isinstance(m, _EMBEDDINGS) for p in m.parameters()}
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]

@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from thinwire import _validate as check
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
+from thinwire.core.tensors import named_dtype
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,14 @@ class AMP:
     Source: Micikevicius et al., 2018, arXiv 1710.03740.
     """
 
-    dtype: str = "bfloat16"
+    dtype: str | torch.dtype = "bfloat16"
     loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
-        check.instance("dtype", self.dtype, str, advice='write "bfloat16" or "float16"')
-        check.one_of("dtype", self.dtype, ("bfloat16", "float16"))
+        advice = 'write "bfloat16" or "float16"'
+        check.instance("dtype", self.dtype, (str, torch.dtype), advice=advice)
+        name = named_dtype("dtype", self.dtype, ("bfloat16", "float16"))
+        object.__setattr__(self, "dtype", name)
         if self.loss_scale is not None:
             check.instance("loss_scale", self.loss_scale, (FixedLossScale, DynamicLossScale))
 

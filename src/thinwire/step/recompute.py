@@ -116,13 +116,7 @@ _here = threading.local()
 
 
 class Recomputed:
-    """Handle of `recompute`.
-
-    Example::
-
-        handle = recompute(model, ["blocks.*"])
-        handle.remove()
-    """
+    """Handle of `recompute`."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         self.names = tuple(names)

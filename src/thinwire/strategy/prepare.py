@@ -297,7 +297,7 @@ def _assembled(setup: Setup, plan: Preparation, undo: ExitStack) -> Parts:
         undo.callback(OwnershipGuard(model, single).remove)
     if strategy.recompute is not None:
         undo.callback(recompute(model, strategy.recompute.checkpoints, stage=plan.stage).remove)
-    dtype = None if strategy.amp is None else getattr(torch, strategy.amp.dtype)
+    dtype = None if strategy.amp is None else getattr(torch, str(strategy.amp.dtype))
     autocast = None
     if dtype is not None:
         device = next(model.parameters()).device.type

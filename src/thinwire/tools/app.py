@@ -6,6 +6,7 @@ from typing import Annotated
 from cyclopts import App, Parameter, Token
 
 from thinwire._version import __version__
+from thinwire.tools.network.netns import seconds_of
 
 app = App(
     name="thinwire",
@@ -27,5 +28,18 @@ def _whole_number(_type: object, tokens: Sequence[Token]) -> int:
         raise ValueError(f"{typed!r} is not a whole number") from None
 
 
+def _seconds(_type: object, tokens: Sequence[Token]) -> float:
+    """Convert a token to seconds."""
+    typed = tokens[0].value
+    try:
+        return float(typed)
+    except ValueError:
+        known = seconds_of(typed)
+        meant = "" if known is None else f"; did you mean {known:g}?"
+        raise ValueError(f"{typed!r} is not a number of seconds{meant}") from None
+
+
+Seconds = Annotated[float, Parameter(converter=_seconds)]
+"""A number of seconds, without a unit."""
 Count = Annotated[int, Parameter(converter=_whole_number)]
 """An integer argument; fractions are refused."""

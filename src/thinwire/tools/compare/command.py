@@ -9,7 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from thinwire.tools.app import Count
+from thinwire.tools.app import Count, Seconds
 from thinwire.tools.compare.page import BEST, write
 from thinwire.tools.compare.record import Results
 from thinwire.tools.compare.settings import Settings
@@ -46,7 +46,7 @@ def compare(
         tuple[str, ...] | None, Parameter(consume_multiple=True, negative="")
     ] = None,
     steps: Count | None = None,
-    seconds: float | None = None,
+    seconds: Seconds | None = None,
     model: str = "transformer",
     size: str | None = None,
     text: Path | None = None,

@@ -150,9 +150,7 @@ def _timeout_s(settings: Settings) -> float:
 
 
 def _check(configs: Sequence[RunConfig], settings: Settings, work: Path, display: Display) -> None:
-    """Rehearse the strategy files on the model; built-in strategies are known to work on whole
-    models.
-    """
+    """Rehearse strategy files and sharded runs; built-in strategies work on whole models."""
     unknown = {
         run.recipe.name: run for run in configs if run.recipe.file is not None or run.shard > 1
     }

@@ -104,10 +104,7 @@ def _seconds(label: str, runs: Sequence[Run], key: str, choice: Choice) -> Colum
 
 
 def _bytes(label: str, runs: Sequence[Run], key: str) -> Column:
-    """Return a column of bytes, in the largest unit in which the smallest value is at least 1.
-
-    Values have three digits.
-    """
+    """Return a column of bytes, in the largest unit in which the smallest value is at least 1."""
     values = [getattr(run, key) for run in runs]
     smallest = min((value for value in values if value), default=1.0)
     unit, size = next(((unit, size) for unit, size in _BYTE_UNITS if smallest >= size), ("B", 1.0))

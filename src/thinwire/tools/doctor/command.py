@@ -85,9 +85,7 @@ def doctor(*, timeout: float = 30.0, json: _Flag = False, quiet: _Flag = False) 
 
 
 def _without_gloo() -> TextIO:
-    """Return standard output, and leave standard error in its place for the lines that gloo writes
-    under torch 2.9.
-    """
+    """Return standard output, and let what gloo writes there under torch 2.9 go to the error."""
     sys.stdout.flush()
     apart = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -33,6 +33,7 @@ from thinwire.tools.network.enter import CLONE_NEWNET, enter_network
 
 _UNITS_BIT_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z/]*)")
 _SLOWEST_BIT_S = 1e4
 FASTEST_BIT_S = 3e10  # the kernel's rate field ends at 2**32 bytes a second
 _LATEST_S = 5.0
@@ -154,7 +155,8 @@ def parse_rate(text: str, at_most: float = FASTEST_BIT_S) -> float:
     """Return bits per second from text such as "100mbit"; at least 10kbit."""
     rate = _number_with_unit(text, _UNITS_BIT_S)
     if rate is None:
-        raise ValueError(f"link={text!r} is not a rate; {_EXAMPLES}, or none, or loopback")
+        meant = _meant(text, _UNITS_BIT_S)
+        raise ValueError(f"link={text!r} is not a rate; {meant}{_EXAMPLES}, or none, or loopback")
     if not _SLOWEST_BIT_S <= rate <= at_most:
         raise ValueError(
             f"link={text!r} is out of range; a rate from 10kbit to {_rate_text(at_most)} is "
@@ -165,19 +167,35 @@ def parse_rate(text: str, at_most: float = FASTEST_BIT_S) -> float:
 
 def parse_latency(text: str) -> float:
     """Return seconds from text such as "10ms"; at most 5s."""
-    delay = 0.0 if text.strip() == "0" else _number_with_unit(text, _UNITS_S)
+    delay = 0.0 if text.strip() == "0" else seconds_of(text)
     if delay is None:
         raise ValueError(
-            f"latency={text!r} is not a delay; write a number and a unit, such as 500us, 10ms "
-            "or 0.1s"
+            f"latency={text!r} is not a delay; {_meant(text, _UNITS_S)}write a number and a unit, "
+            "such as 500us, 10ms or 0.1s"
         )
     if delay > _LATEST_S:
         raise ValueError(f"latency={text!r} is out of range; 0ms to 5s is allowed")
     return delay
 
 
+def seconds_of(text: str) -> float | None:
+    """Return seconds from text such as "10ms", or None."""
+    return _number_with_unit(text, _UNITS_S)
+
+
+def _meant(text: str, units: dict[str, float]) -> str:
+    """Return a question about a number with the nearest unit, or an empty string."""
+    match = _NUMBER.fullmatch(text.strip().lower())
+    if match is None:
+        return ""
+    typed = match[2] or list(units)[1]  # of a number alone: mbit, or ms
+    number = float(match[1]) * (8 if "B" in text else 1)  # bytes
+    near = [unit for unit in units if unit.startswith(typed) or typed.startswith(unit[:2])]
+    return f"did you mean {number:g}{near[0]}? " if near else ""
+
+
 def _number_with_unit(text: str, units: dict[str, float]) -> float | None:
-    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)", text.strip().lower())
+    match = _NUMBER.fullmatch(text.strip().lower())
     if match is None or match[2] not in units:
         return None
     value = float(match[1]) * units[match[2]]

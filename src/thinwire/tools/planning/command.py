@@ -18,7 +18,7 @@ from cyclopts import Parameter
 from thinwire._launched import launched_rank
 from thinwire._version import __version__
 from thinwire.errors import ThinwireError
-from thinwire.tools.app import Count
+from thinwire.tools.app import Count, Seconds
 from thinwire.tools.compare.strategies import strategy_text
 from thinwire.tools.planning.plan import Plan, Row, gap_text, members_text, seconds_text
 from thinwire.tools.planning.plan import plan as predicted
@@ -247,7 +247,7 @@ _TIMEOUT_S = 60.0
 def plan(
     *,
     params: str | None = None,
-    step_seconds: float | None = None,
+    step_seconds: Seconds | None = None,
     workers: Count | None = None,
     link: str | None = None,
     latency: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,

@@ -210,9 +210,7 @@ def _alike_but(key: str) -> list[_Pair]:
 
 @cache
 def _loss_by_lateness() -> tuple[float, float, str]:
-    """Return a measured delay as a fraction of the interval, the fraction of progress that it
-    costs, and the source.
-    """
+    """Return a measured delay per interval, the fraction of progress it costs, and the source."""
     for run, other in _alike_but("delay"):
         if "delay" in run and "delay" not in other:
             lost = max(0.0, 1 - run["progress"] / other["progress"])

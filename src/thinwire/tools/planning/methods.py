@@ -93,9 +93,7 @@ def _passes(work: Workload, numel: float, count: float) -> float:
 
 
 def _reduced(work: Workload, network: Network, *, width: float, passes: float) -> Cost:
-    """Return the cost under DDP: one all-reduce per bucket, `width` bytes a number, at the better
-    bucket size.
-    """
+    """Return the cost under DDP: one all-reduce per bucket, at the better bucket size."""
     sent = ring_bytes(network.ranks, width * work.numel)
     costs = []
     for bucket_bytes in DDP_BUCKETS:
@@ -180,11 +178,7 @@ def _dgc(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
 def _nodes(
     own: Mapping[str, Any], network: Network, *, by_itself: bool = True
 ) -> tuple[Network | None, Network]:
-    """Return the network inside a node, None without nodes, and the network between sources.
-
-    Ranks of a node average densely and count as one source. With `by_itself`, machines are nodes by
-    default.
-    """
+    """Return the network inside a node, None without nodes, and the network between sources."""
     node_size = own.get("node_size") or (network.node_size if by_itself else 1)
     if node_size == 1:
         return None, network
@@ -269,9 +263,7 @@ def _vote_s(network: Network) -> float:
 
 
 def _local(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
-    """Return the cost of local steps with one averaging, hidden by `delay` steps: all of them for
-    the messages, or one of them each for the agreements before and after.
-    """
+    """Return the cost of local steps with one averaging, hidden by `delay` steps."""
     k, fragments, delay = own["k_steps"], own.get("fragments", 1), own.get("delay", 0)
     compression = own.get("compression") or {}
     node, sources = _nodes(own, network, by_itself=bool(compression))
@@ -338,9 +330,7 @@ def member_exchanges(
 def _exchanged(
     compression: Mapping[str, Any], work: Workload, network: Network, exchange: str | None = None
 ) -> _Dealt | None:
-    """Return a rank's part in the exchange of a change, by the way of its compression unless
-    given; None if changes are summed densely or as two factors.
-    """
+    """Return a rank's part in the exchange of a change; None if changes are summed."""
     if "quantized" in compression:
         own = compression["quantized"]
         exchange = exchange or own.get("exchange", "auto")

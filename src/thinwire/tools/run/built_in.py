@@ -141,15 +141,7 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class _BuiltIn:
-    """Task of one rank.
-
-    Attributes:
-        model: Model, equal on all ranks, on the device of the run.
-        loss_fn: `loss_fn(model(inputs), targets)` is the mean loss.
-        make_optimizer: Builds the task's own optimizer from parameters; None for that of the
-            command.
-        alike: True if all ranks started with the same batch.
-    """
+    """Task of one rank; `alike`: all ranks started with the same batch."""
 
     make_optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None = None
     alike = False

@@ -21,6 +21,7 @@ from thinwire.tools.run.config import MOST_WORKERS, require_within
 from thinwire.tools.run.launch import environments, signal_group, start
 
 _POLL_S, _GRACE_S = 0.02, 3.0
+_OF_LINK = ("--link", "--latency", "--up", "--down")
 
 
 @final
@@ -194,6 +195,12 @@ def run(
     require_within("workers", workers, 1, MOST_WORKERS)
     shape = Link.of(link, up, down, latency)
     _require_script(script)
+    misplaced = [word for word in script[1:] if word.partition("=")[0] in _OF_LINK]
+    if misplaced and link is None and up is None:
+        sys.stderr.write(
+            f"thinwire: {', '.join(misplaced)} after the script are the script's, and the link is "
+            "100mbit: options of thinwire run come before --\n"
+        )
     reason = why_unavailable() if shape.emulated else None
     if reason is not None:
         raise ValueError(

@@ -132,9 +132,7 @@ def _timed(
 
 
 def _longer_by_muon(clock: "_Clock", timed: list[dict[str, Any]], most_s: float) -> float | None:
-    """Return the extra seconds of an update by Muon; None if there is no time or Muon cannot train
-    it.
-    """
+    """Return the extra seconds of an update by Muon; None without time, or if Muon refuses it."""
     if (_UNTIMED_STEPS + 1) * timed[-1]["end"] > most_s:
         return None
     try:

@@ -121,9 +121,7 @@ def _everyones(own: Any) -> list[Any]:
 
 
 def _rate_of(nbytes: int, taken_s: float, latency_s: float) -> float:
-    """Return the bytes per second of a flow, without a latency each for "ready" and the first
-    byte.
-    """
+    """Return the bytes per second of a flow, without the latencies before its first byte."""
     return nbytes / max(taken_s - 2 * latency_s, taken_s / 8)
 
 
@@ -180,9 +178,7 @@ class _Line:
         return found
 
     def _latency(self, other: int, most_s: float) -> float:
-        """Return half of the median round trip of eight bytes: of twenty, or of fewer if they take
-        long.
-        """
+        """Return half of the median round trip of eight bytes."""
         word, taken = torch.zeros(8, dtype=torch.uint8), list[float]()
         while len(taken) < _ROUND_TRIPS:
             begin_s = time.perf_counter()
@@ -222,9 +218,7 @@ class _Line:
         return bool(answer)
 
     def _both_ways(self, to: int, source: int, nbytes: int) -> float:
-        """Return the seconds until `nbytes` are sent and received, in pieces as of the
-        collectives.
-        """
+        """Return the seconds until `nbytes` are sent and received, in pieces as of collectives."""
         out, into = torch.zeros(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
         begin_s = time.perf_counter()
         pieces = zip(torch.split(out, _PIECE_BYTES), torch.split(into, _PIECE_BYTES), strict=True)
@@ -283,9 +277,7 @@ class _Line:
 
 
 def _timed_collective(kind: str, nbytes: int, times: int) -> float:
-    """Return the mean seconds of several collectives in a row, so that late starters count
-    little.
-    """
+    """Return the mean seconds of several collectives, so that late starters count little."""
     own = torch.zeros(nbytes // 4)
     outputs = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.barrier()

@@ -292,9 +292,7 @@ Trainer = DDPTrainer | Prepared
 def _optimizer(
     model: nn.Module, strategy: tw.DistributedStrategy, setup: Setup
 ) -> torch.optim.Optimizer:
-    """Return the inner optimizer: LAMB replaces an Adam and LARS an SGD, whatever the others
-    use.
-    """
+    """Return the inner optimizer: LAMB replaces an Adam, LARS an SGD, whatever others use."""
     if setup.make_optimizer is None and strategy.lamb is not None:
         return torch.optim.Adam(model.named_parameters(), lr=0.0, betas=BETAS)
     if setup.make_optimizer is None and strategy.lars is not None:

@@ -310,9 +310,7 @@ class TrainingRun:
         self._count_kernel_bytes()
 
     def _kernel_bytes(self) -> tuple[int, int]:
-        """Return bytes (sent, received) of this rank's interface; zeros if it has none of its
-        own.
-        """
+        """Return bytes (sent, received) of this rank's own interface; zeros without one."""
         return interface_bytes(self.config.interface) if self.config.interface else (0, 0)
 
     def _count_kernel_bytes(self) -> None:

@@ -325,9 +325,7 @@ class _Run:
         return self._now
 
     def _between(self, collectives: list[Collective], begin: Times, idle_s: float) -> list[Times]:
-        """Return the end times of each collective between the sources; the wire carries one after
-        the other.
-        """
+        """Return the end times of each collective between the sources, one after the other."""
         found = []
         for collective in collectives:
             begin = self._over(collective, self._leaders, begin, idle_s)
