@@ -68,8 +68,8 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 TOOLS = {
-    # commands and what they share
-    "app": set(),
+    # commands and what they share: seconds and links are read alike
+    "app": {"network"},
     "network": set(),
     "run": {"app", "network"},
     "report": {"run"},
