@@ -132,8 +132,9 @@ class _EveryStep(Exchange):
             yield
         except Exception as error:
             self.moved = True
-            gradients.poisoned = _failure_text(step, error)
-            error.add_note(_FAILED_HERE)
+            alone = gradients.group.size == 1
+            gradients.poisoned = _failure_text(step, error, alone=alone)
+            error.add_note(_FAILED_ALONE if alone else _FAILED_HERE)
             raise
 
 
@@ -365,13 +366,18 @@ _FAILED_HERE = (
     "or only in part. They will get an error in the next update; restart all ranks from the last "
     "checkpoint"
 )
+_FAILED_ALONE = (
+    "This error came in the middle of the update, which may be made in part. The next update is an "
+    "error, too; restart from the last checkpoint"
+)
 
 
-def _failure_text(step: int, error: Exception) -> str:
-    """Return the error that other ranks get for an update that this rank could not finish."""
+def _failure_text(step: int, error: Exception, *, alone: bool) -> str:
+    """Return the error that all ranks get after an update that this rank could not finish."""
+    state = "That update may be made in part" if alone else "Other ranks have made that update"
     return (
         f"the optimizer, or a hook of it, failed after the exchange of update {step + 1} with "
-        f"{type(error).__name__}: {error}. Other ranks have made that update: restart all ranks "
+        f"{type(error).__name__}: {error}. {state}: restart {'' if alone else 'all ranks '}"
         "from the last checkpoint"
     )
 
