@@ -129,6 +129,7 @@ class GradientExchange(Synchronizer):
         """
         self.compressors = tuple(compressors)
         self.params, self.names = params, list(params)
+        self._layouts = {name: (p.shape, p.dtype) for name, p in params.items()}
         self._positions = {name: position for position, name in enumerate(self.names)}
         self.presence.restart(params)
 
@@ -527,12 +528,28 @@ class GradientExchange(Synchronizer):
     def _invalid_gradient(self, grads: Grads) -> str | None:
         """Describe a gradient that cannot be used: an unknown parameter, or another shape."""
         for name, grad in grads.items():
-            if name not in self.params:
+            if name not in self._layouts:
                 return f"a gradient was passed for {name!r}, which is not an exchanged parameter"
-            if grad.shape != self.params[name].shape:
-                shapes = f"{tuple(grad.shape)}, and the parameter {tuple(self.params[name].shape)}"
+            param, layout = self.params[name], self._layouts[name]
+            if (param.shape, param.dtype) != layout:
+                return layout_change(name, layout, param)
+            if grad.shape != param.shape:
+                shapes = f"{tuple(grad.shape)}, and the parameter {tuple(param.shape)}"
                 return f"the gradient of {name} has shape {shapes}"
         return None
+
+
+def layout_change(name: str, before: tuple[torch.Size, torch.dtype], param: Tensor) -> str:
+    """Describe a parameter whose shape or type changed in place."""
+    was, now = (
+        f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+        for shape, dtype in (before, (param.shape, param.dtype))
+    )
+    return (
+        f"parameter {name} was {was} when ranks compared it, and is {now}. Change a model before "
+        "its optimizer and prepare; to change it now, close the engine, and make an optimizer and "
+        "an engine anew on all ranks"
+    )
 
 
 def gradients_of(

@@ -470,6 +470,13 @@ class LocalUpdates:
         self._skipped += 1
         self._follow(averager.after_step)
 
+    def refuse(self, problem: str) -> None:
+        """Raise this user error on all ranks, at the next agreement of the others."""
+        averager = self._open_averager()
+        with averager.group.one_deadline():
+            averager.settle()
+            averager.agreement(self.step, "refusing", first=False, user_error=problem)
+
     def give_up(self, why: str | None) -> None:
         """Raise `NonFinite` with this text on all ranks at the next averaging; None cancels it."""
         self._open_averager().given_up = why

@@ -38,10 +38,7 @@ from thinwire.strategy.background_save import BackgroundSave
 from thinwire.strategy.engine_checks import Joining
 from thinwire.strategy.microsteps import Microsteps
 from thinwire.strategy.model_files import load_model_file
-from thinwire.strategy.ownership import (
-    remove_scaler_marks_,
-    replace_step_,
-)
+from thinwire.strategy.ownership import Turn, remove_scaler_marks_, replace_step_
 from thinwire.strategy.parts import Parts
 
 _log = logging.getLogger("thinwire")
@@ -74,6 +71,7 @@ class Engine:
         """The argument `extra` of `save`, after `load`; None before it, or if none was given."""
         self._sharded = any(map(is_sharded, parts.params.values()))
         self._following: Following | None = None
+        self._turn: Turn | None = None
         self._background_save = BackgroundSave()
         # hooks of the engine are on the model and the optimizer, and must not outlive the engine
         self._finalizer = weakref.finalize(self, _close, parts, self._background_save)
@@ -270,7 +268,7 @@ class Engine:
             ThinwireError: The exchange failed: see `thinwire.errors`.
         """
         self._require_unscaled("apply_gradients")
-        self._require_ready(tokens)
+        self._require_ready(tokens, early=False)
         with self._steps.with_advice(), self._parts.group.one_deadline():
             self._steps.finish(loss)
         self._steps.edit_check.record()
@@ -279,7 +277,8 @@ class Engine:
     def follow_steps(self, loss: Callable[[], Tensor | None] | None = None) -> "Following":
         """Make `engine.optimizer.step()` run the update, for a training loop that you cannot
         change. It then calls `apply_gradients`. With several optimizers, the last one stepped runs
-        the update.
+        the update of all, from the gradients that each had at its own step. All steps must follow
+        one backward pass: a generator and its critic need an engine each.
 
         The loop runs the backward passes and calls `step()` of the optimizer, or of a wrapper
         around it. Nothing else may average over the ranks. A closure is called first; its result is
@@ -300,7 +299,7 @@ class Engine:
 
         Raises:
             RuntimeError: As in `apply_gradients`; steps are followed already. At a step: an enabled
-                `GradScaler` calls it, on two ranks or more.
+                `GradScaler` calls it, on two ranks or more; optimizers do not step in turn.
         """
         self._require_open()
         self._require_unscaled("follow_steps")
@@ -310,7 +309,7 @@ class Engine:
                 "handle that it returned"
             )
         engine = weakref.ref(self)  # the optimizer must not keep its engine alive
-        called: set[int] = set()
+        turn = Turn(self.optimizers, self._parts.params)
 
         def update(which: int, closure: Callable[[], Any] | None) -> Any:
             target = engine()
@@ -324,17 +323,19 @@ class Engine:
             if closure is not None:
                 with torch.enable_grad():
                     value = closure()
-            called.add(which)
-            if len(called) == len(target.optimizers):
-                called.clear()
-                reported = value if loss is None else loss()
-                target.apply_gradients(reported if isinstance(reported, Tensor) else None)
+            if (problem := turn.take(which)) is not None:
+                target._steps.refuse(problem)
+            if turn.complete:
+                with turn.gradients():
+                    reported = value if loss is None else loss()
+                    target.apply_gradients(reported if isinstance(reported, Tensor) else None)
             return value
 
         undo = contextlib.ExitStack()
+        undo.callback(turn.remove)
         for index, optimizer in enumerate(self.optimizers):
             undo.callback(replace_step_(optimizer, partial(update, index)))
-        self._following = Following(undo.close)
+        self._following, self._turn = Following(undo.close), turn
         self._parts.undo.callback(self._following.remove)
         return self._following
 
@@ -418,6 +419,8 @@ class Engine:
         if self.sync is not None and self.sync.left:
             self._steps.forget_merged()
             return
+        if self._turn is not None and (problem := self._turn.unfinished) is not None:
+            self._steps.refuse(problem)
         parts = self._parts
         merge = parts.merge
         with parts.group.one_deadline():
@@ -834,7 +837,7 @@ class Engine:
             raise RuntimeError("this engine was closed: prepare a new one")
 
     def _begin_microstep(self, tokens: int | None) -> None:
-        self._require_ready(tokens)
+        self._require_ready(tokens, early=True)
         self._steps.edit_check.check()
 
     def _require_unscaled(self, caller: str) -> None:
@@ -846,12 +849,13 @@ class Engine:
                 "backward pass: use engine.train_step(inputs, targets)"
             )
 
-    def _require_ready(self, tokens: int | None) -> None:
+    def _require_ready(self, tokens: int | None, *, early: bool) -> None:
         self._require_open()
         if tokens is not None:
             require_tokens(tokens, None if self.sync is None else self.sync.config)
         self._steps.tokens = tokens
-        self._steps.trained.require_known()
+        if (problem := self._steps.trained.problem()) is not None:
+            self._steps.refuse(problem, early=early)
         joining = self._steps.joining
         if joining is not None and joining.due and self._parts.exchange.local:
             joining.vote(active=True)

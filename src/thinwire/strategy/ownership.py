@@ -9,7 +9,7 @@ own stage only.
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -120,6 +120,108 @@ def replace_step_(
             own["step"] = replaced
 
     return undo
+
+
+class Turn:
+    """One step of each optimizer of an engine, after one backward pass: together one update.
+
+    Args:
+        optimizers: All of the engine.
+        params: The trained parameters by name.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], params: Mapping[str, Parameter]
+    ) -> None:
+        self._kinds = [f"optimizer {i} ({type(opt).__name__})" for i, opt in enumerate(optimizers)]
+        self._params = params if len(optimizers) > 1 else {}
+        self._of = [_ids(opt) for opt in optimizers]
+        self._stepped: list[int] = []
+        self._seen: dict[str, tuple[Tensor | None, int]] = {}
+        """Gradients and their versions: at the optimizer's step, before it at the first one's."""
+        self._moved = False
+        """True if a backward pass reached a parameter since the first step."""
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            for p in self._params.values()
+        ]
+
+    def _on_gradient(self, param: Tensor) -> None:
+        self._moved = True
+
+    def remove(self) -> None:
+        """Forget the steps, and remove the hooks; may be called twice."""
+        self._stepped.clear()
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def complete(self) -> bool:
+        """True if each has stepped."""
+        return len(self._stepped) == len(self._kinds)
+
+    @property
+    def unfinished(self) -> str | None:
+        """Describe an update that waits for a step; None if none does."""
+        waiting = [kind for i, kind in enumerate(self._kinds) if i not in self._stepped]
+        return _out_of_turn(f"{waiting[0]} has not stepped") if self._stepped else None
+
+    def take(self, which: int) -> str | None:
+        """Take one optimizer's step. Return why it cannot be of this update; None if it is."""
+        kind, problem = self._kinds[which], None
+        if not self._stepped:
+            self._moved = False
+            self._record(self._params)
+        elif which in self._stepped:
+            problem = f"{kind} stepped twice before all others had stepped"
+        elif self._moved or any(map(self._changed, self._params)):
+            first = self._kinds[self._stepped[0]]
+            problem = f"gradients changed between the steps of {first} and {kind}"
+        if problem is not None:
+            self._stepped.clear()
+            return _out_of_turn(problem)
+        self._stepped.append(which)
+        self._record(name for name, p in self._params.items() if id(p) in self._of[which])
+        return None
+
+    @contextmanager
+    def gradients(self) -> Iterator[None]:
+        """End the turn. Inside the block gradients are those that each optimizer had at its step;
+        what has been cleared since is cleared again.
+        """
+        self._stepped.clear()
+        cleared = [param for param in self._params.values() if param.grad is None]
+        for name, (grad, _) in self._seen.items():
+            self._params[name].grad = grad
+        self._seen = {}
+        try:
+            yield
+        finally:
+            for param in cleared:
+                param.grad = None
+
+    def _record(self, names: Iterable[str]) -> None:
+        grads = {name: self._params[name].grad for name in names}
+        self._seen |= {n: (g, 0 if g is None else shard_of(g)._version) for n, g in grads.items()}
+
+    def _changed(self, name: str) -> bool:
+        """Return True for another gradient than before, or one that its optimizer's step has seen
+        and that was written since. Before that step it may be clipped.
+        """
+        param, (before, version) = self._params[name], self._seen[name]
+        if param.grad is None or param.grad is not before:
+            return param.grad is not None
+        written = shard_of(before)._version != version
+        return written and any(id(param) in self._of[which] for which in self._stepped)
+
+
+def _out_of_turn(problem: str) -> str:
+    return (
+        f"{problem}: engine.follow_steps() makes one update of all optimizers, after one backward "
+        "pass and one step of each. Where they have losses or rhythms of their own, as a generator "
+        "and its critic, prepare one engine a part, such as strategy.prepare(critic, "
+        "critic_optimizer), and follow the steps of each"
+    )
 
 
 def remove_scaler_marks_(optimizer: torch.optim.Optimizer) -> bool:
