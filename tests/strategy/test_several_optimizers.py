@@ -203,22 +203,6 @@ def test_optimizers_that_do_not_step_in_turn_are_an_error_on_all_ranks_before_an
             assert unmoved
 
 
-def waiting(rank: int, size: int) -> str:
-    model, generator, critic = gan()
-    engine = tw.DistributedStrategy().prepare(model, [generator, critic])
-    engine.follow_steps()
-    model["critic"](model["generator"](batch(0, rank)[0])).mean().backward()
-    critic.step()
-    with pytest.raises(RuntimeError, match=r"optimizer 0 \(Adam\) has not stepped"):
-        engine.flush()
-    return digest(engine)
-
-
-def test_an_update_that_waits_for_a_step_is_not_lost_in_silence(ranks: Pool) -> None:
-    first, second = ranks.run(waiting)
-    assert first == second
-
-
 @pytest.mark.parametrize("kind", GANS[:4])
 def test_an_engine_for_each_part_trains_as_the_plain_loop_does(kind: str) -> None:
     found = []

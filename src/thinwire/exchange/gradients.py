@@ -546,9 +546,9 @@ def layout_change(name: str, before: tuple[torch.Size, torch.dtype], param: Tens
         for shape, dtype in (before, (param.shape, param.dtype))
     )
     return (
-        f"parameter {name} was {was} when ranks compared it, and is {now}. Change a model before "
-        "its optimizer and prepare; to change it now, close the engine, and make an optimizer and "
-        "an engine anew on all ranks"
+        f"parameter {name} was {was} when ranks compared it, and is {now} now. Change a model "
+        "before its optimizer is made; after a change make a new optimizer, and a new engine after "
+        "close(), on all ranks"
     )
 
 

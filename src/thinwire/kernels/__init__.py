@@ -25,6 +25,7 @@ from thinwire.kernels.rules import (
     OuterRule,
     has_address,
     is_plain,
+    require_lengths,
     share_memory,
 )
 
@@ -192,8 +193,10 @@ def compiled_steps(*lists: Sequence[Tensor]) -> CompiledSteps | None:
         another one, since several threads work on them.
 
     Raises:
-        ValueError: `THINWIRE_KERNELS` is unknown, or names a body that cannot run here.
+        ValueError: `THINWIRE_KERNELS` is unknown, or names a body that cannot run here. Tensors of
+            one place in the lists have different lengths.
     """
+    require_lengths(zip(*filter(None, lists), strict=True))
     dtype, device = lists[0][0].dtype, lists[0][0].device
     tensors = (tensor for group in lists for tensor in group)
     if dtype not in _STEP_TYPES:

@@ -71,7 +71,6 @@ class Engine:
         """The argument `extra` of `save`, after `load`; None before it, or if none was given."""
         self._sharded = any(map(is_sharded, parts.params.values()))
         self._following: Following | None = None
-        self._turn: Turn | None = None
         self._background_save = BackgroundSave()
         # hooks of the engine are on the model and the optimizer, and must not outlive the engine
         self._finalizer = weakref.finalize(self, _close, parts, self._background_save)
@@ -309,7 +308,7 @@ class Engine:
                 "handle that it returned"
             )
         engine = weakref.ref(self)  # the optimizer must not keep its engine alive
-        turn = Turn(self.optimizers, self._parts.params)
+        turn = Turn(self.optimizers)
 
         def update(which: int, closure: Callable[[], Any] | None) -> Any:
             target = engine()
@@ -332,10 +331,11 @@ class Engine:
             return value
 
         undo = contextlib.ExitStack()
-        undo.callback(turn.remove)
+        for hook in turn.hooks:
+            undo.callback(hook.remove)
         for index, optimizer in enumerate(self.optimizers):
             undo.callback(replace_step_(optimizer, partial(update, index)))
-        self._following, self._turn = Following(undo.close), turn
+        self._following = Following(undo.close)
         self._parts.undo.callback(self._following.remove)
         return self._following
 
@@ -419,8 +419,6 @@ class Engine:
         if self.sync is not None and self.sync.left:
             self._steps.forget_merged()
             return
-        if self._turn is not None and (problem := self._turn.unfinished) is not None:
-            self._steps.refuse(problem)
         parts = self._parts
         merge = parts.merge
         with parts.group.one_deadline():

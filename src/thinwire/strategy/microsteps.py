@@ -23,7 +23,7 @@ from thinwire.exchange.gradients import layout_change
 from thinwire.local.updates import LocalUpdates
 from thinwire.strategy.engine_checks import Joining
 from thinwire.strategy.exchanges import LocalSteps
-from thinwire.strategy.ownership import GradientEditCheck, ReplacedParameterCheck
+from thinwire.strategy.ownership import GradientEditCheck, ReplacedParameterCheck, params_of
 from thinwire.strategy.parts import Parts
 
 _log = logging.getLogger("thinwire")
@@ -165,7 +165,7 @@ class Microsteps:
         for param in self.parts.params.values():
             param.grad = None
         # also of frozen ones, as zero_grad() does: the optimizer would keep updating from them
-        for trained in _params_of(self.parts.optimizer):
+        for trained in params_of(self.parts.optimizer):
             trained.grad = None
 
     def minimize(self, loss: Tensor) -> None:
@@ -346,29 +346,20 @@ class _Trained:
             None if sharded else ReplacedParameterCheck(parts.model, parts.params)
         )
         self._trained = set(parts.params.values()) | {
-            p for p in _params_of(parts.optimizer) if p.requires_grad
+            p for p in params_of(parts.optimizer) if p.requires_grad
         }
         self._layouts = {name: (p.shape, p.dtype) for name, p in parts.params.items()}
 
     @contextlib.contextmanager
     def as_prepared(self) -> Iterator[None]:
-        """Have zeros in the block where a parameter changed its shape or type: other ranks expect
-        messages of the old lengths.
-        """
-        changed = [
-            (param, param.data, layout)
-            for param, layout in zip(
-                self._parts.params.values(), self._layouts.values(), strict=True
-            )
-            if (param.shape, param.dtype) != layout
-        ]
-        for param, data, (shape, dtype) in changed:
-            param.data = data.new_zeros(shape, dtype=dtype)
-        try:
+        """Give parameters their old shapes in the block: messages must have the old lengths."""
+        with contextlib.ExitStack() as undo:
+            for name, param in self._parts.params.items():
+                shape, dtype = self._layouts[name]
+                if (param.shape, param.dtype) != (shape, dtype):
+                    undo.callback(setattr, param, "data", param.data)
+                    param.data = param.new_zeros(shape, dtype=dtype)
             yield
-        finally:
-            for param, data, _ in changed:
-                param.data = data
 
     def problem(self) -> str | None:
         """Describe a parameter that would not be exchanged as `prepare` found it, if any."""
@@ -377,7 +368,7 @@ class _Trained:
                 return layout_change(name, self._layouts[name], param)
         new = [
             p
-            for p in _params_of(self._parts.optimizer)
+            for p in params_of(self._parts.optimizer)
             if p.requires_grad and p not in self._trained
         ]
         if new:
@@ -411,10 +402,6 @@ _UPDATE_MADE = (
     "This rank has made the update before this error: parameters, optimizer and counters are "
     "updated, but the buffers are not yet equal on all ranks"
 )
-
-
-def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    return (param for group in optimizer.param_groups for param in group["params"])
 
 
 def _unscaled(

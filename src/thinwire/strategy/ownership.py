@@ -9,7 +9,7 @@ own stage only.
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -123,105 +123,74 @@ def replace_step_(
 
 
 class Turn:
-    """One step of each optimizer of an engine, after one backward pass: together one update.
+    """One step of each optimizer of an engine, after one backward pass: together one update."""
 
-    Args:
-        optimizers: All of the engine.
-        params: The trained parameters by name.
-    """
-
-    def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], params: Mapping[str, Parameter]
-    ) -> None:
-        self._kinds = [f"optimizer {i} ({type(opt).__name__})" for i, opt in enumerate(optimizers)]
-        self._params = params if len(optimizers) > 1 else {}
-        self._of = [_ids(opt) for opt in optimizers]
-        self._stepped: list[int] = []
-        self._seen: dict[str, tuple[Tensor | None, int]] = {}
-        """Gradients and their versions: at the optimizer's step, before it at the first one's."""
-        self._moved = False
-        """True if a backward pass reached a parameter since the first step."""
-        self._hooks = [
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers, self._stepped = optimizers, list[int]()
+        self._seen: dict[Tensor, tuple[Tensor | None, int]] = {}
+        """Gradients and their versions at the optimizer's step; with -1 before it."""
+        self._backward_passed = False
+        """True after a backward pass since the first step."""
+        several = [p for opt in optimizers for p in params_of(opt)] if len(optimizers) > 1 else []
+        self.hooks = [
             p.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-            for p in self._params.values()
+            for p in several
+            if p.requires_grad
         ]
 
-    def _on_gradient(self, param: Tensor) -> None:
-        self._moved = True
+    def _on_gradient(self, _: Tensor) -> None:
+        self._backward_passed = True
 
-    def remove(self) -> None:
-        """Forget the steps, and remove the hooks; may be called twice."""
-        self._stepped.clear()
-        for hook in self._hooks:
-            hook.remove()
+    def take(self, which: int) -> str | None:
+        """Take a step. Return why it is not of this update, if so. Gradients may be clipped before
+        the step of their optimizer, and be cleared after it.
+        """
+        if not self._stepped:
+            self._seen = {p: (p.grad, -1) for opt in self._optimizers for p in params_of(opt)}
+            self._backward_passed = False
+        changed = self._backward_passed or any(
+            p.grad is not None and (p.grad is not grad or version not in (-1, _version(grad)))
+            for p, (grad, version) in self._seen.items()
+        )
+        if changed or which in self._stepped:
+            why = f"its step after another backward pass than optimizer {self._stepped[0]}"
+            why = "a second step before all had made one" if which in self._stepped else why
+            self._stepped = []
+            return (
+                f"optimizer {which} ({type(self._optimizers[which]).__name__}) made {why}: "
+                "follow_steps makes one update of all optimizers after one backward pass. "
+                "Optimizers with losses or rhythms of their own, as of a generator and its critic, "
+                "need one engine a part: strategy.prepare(critic, critic_optimizer)"
+            )
+        self._stepped.append(which)
+        own = params_of(self._optimizers[which])
+        self._seen |= {p: (p.grad, _version(p.grad)) for p in own}
+        return None
 
     @property
     def complete(self) -> bool:
-        """True if each has stepped."""
-        return len(self._stepped) == len(self._kinds)
-
-    @property
-    def unfinished(self) -> str | None:
-        """Describe an update that waits for a step; None if none does."""
-        waiting = [kind for i, kind in enumerate(self._kinds) if i not in self._stepped]
-        return _out_of_turn(f"{waiting[0]} has not stepped") if self._stepped else None
-
-    def take(self, which: int) -> str | None:
-        """Take one optimizer's step. Return why it cannot be of this update; None if it is."""
-        kind, problem = self._kinds[which], None
-        if not self._stepped:
-            self._moved = False
-            self._record(self._params)
-        elif which in self._stepped:
-            problem = f"{kind} stepped twice before all others had stepped"
-        elif self._moved or any(map(self._changed, self._params)):
-            first = self._kinds[self._stepped[0]]
-            problem = f"gradients changed between the steps of {first} and {kind}"
-        if problem is not None:
-            self._stepped.clear()
-            return _out_of_turn(problem)
-        self._stepped.append(which)
-        self._record(name for name, p in self._params.items() if id(p) in self._of[which])
-        return None
+        """True if each optimizer has made its step."""
+        return len(self._stepped) == len(self._optimizers)
 
     @contextmanager
     def gradients(self) -> Iterator[None]:
-        """End the turn. Inside the block gradients are those that each optimizer had at its step;
-        what has been cleared since is cleared again.
-        """
-        self._stepped.clear()
-        cleared = [param for param in self._params.values() if param.grad is None]
-        for name, (grad, _) in self._seen.items():
-            self._params[name].grad = grad
-        self._seen = {}
-        try:
-            yield
-        finally:
-            for param in cleared:
-                param.grad = None
-
-    def _record(self, names: Iterable[str]) -> None:
-        grads = {name: self._params[name].grad for name in names}
-        self._seen |= {n: (g, 0 if g is None else shard_of(g)._version) for n, g in grads.items()}
-
-    def _changed(self, name: str) -> bool:
-        """Return True for another gradient than before, or one that its optimizer's step has seen
-        and that was written since. Before that step it may be clipped.
-        """
-        param, (before, version) = self._params[name], self._seen[name]
-        if param.grad is None or param.grad is not before:
-            return param.grad is not None
-        written = shard_of(before)._version != version
-        return written and any(id(param) in self._of[which] for which in self._stepped)
+        """End the turn. Inside the block gradients are those of the steps, cleared ones too."""
+        seen, self._seen, self._stepped = self._seen, {}, []
+        cleared = [p for p in seen if p.grad is None]
+        for param, (grad, _) in seen.items():
+            param.grad = grad
+        yield
+        for param in cleared:
+            param.grad = None
 
 
-def _out_of_turn(problem: str) -> str:
-    return (
-        f"{problem}: engine.follow_steps() makes one update of all optimizers, after one backward "
-        "pass and one step of each. Where they have losses or rhythms of their own, as a generator "
-        "and its critic, prepare one engine a part, such as strategy.prepare(critic, "
-        "critic_optimizer), and follow the steps of each"
-    )
+def _version(grad: Tensor | None) -> int:
+    return 0 if grad is None else shard_of(grad)._version
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield all parameters of an optimizer."""
+    return (param for group in optimizer.param_groups for param in group["params"])
 
 
 def remove_scaler_marks_(optimizer: torch.optim.Optimizer) -> bool:
@@ -248,7 +217,7 @@ def require_unowned(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    return {id(p) for p in params_of(optimizer) if p.requires_grad}
 
 
 def require_trained(params: Mapping[str, Parameter]) -> None:
