@@ -40,6 +40,7 @@ from thinwire.local.model import (
     LocalModel,
     given_optimizer,
     warn_of_averages,
+    warn_of_misplaced,
     warn_of_others,
 )
 from thinwire.local.steps import FollowedSteps
@@ -112,7 +113,7 @@ def local_sgd(
         ValueError: More fragments than parameters, an optimizer of other parameters, or a parameter
             in two optimizers.
     """
-    return LocalUpdates(
+    found = LocalUpdates(
         model,
         optimizer,
         config,
@@ -123,6 +124,8 @@ def local_sgd(
         plan=plan,
         mesh=mesh,
     )
+    warn_of_misplaced(model, found._tensors.optimizer, 4)
+    return found
 
 
 class LocalUpdates:
