@@ -403,10 +403,7 @@ class GradientExchange(Synchronizer):
         return fresh
 
     def _sent_at_once(self, step: int, grads: Grads) -> tuple[Round, str | None]:
-        """Send all buckets as in the steps before.
-
-        Return also the reason for which they do not match these gradients, or None.
-        """
+        """Send all buckets as before; return also why they do not match these gradients, if so."""
         fresh, steady = self._round(step), self.steady or frozenset()
         present = {name: grad for name, grad in grads.items() if not grad.is_sparse}
         whole = {name: present.get(name, self.params[name]) for name in steady}
@@ -435,10 +432,7 @@ class GradientExchange(Synchronizer):
     def _sendings(
         self, context: Context, grads: Grads, row_sparse: Collection[str]
     ) -> list[Sending]:
-        """Assign each gradient to the first compressor that accepts it, and return the sendings.
-
-        A gradient that is row-sparse on any rank travels densely.
-        """
+        """Return the sendings; a gradient that is row-sparse on any rank travels densely."""
         sendings: list[Sending] = []
         rest = dict(grads)
         # in order: the first compressor that accepts a gradient takes it
@@ -472,7 +466,8 @@ class GradientExchange(Synchronizer):
         # report a problem here instead of raising: the other ranks wait for this one's vote
         try:
             found = one_round.finish(unchanged, self._positions)
-            facts["user_error"] = facts.get("user_error") or _changed_since_launch(found.changed)
+            if found.changed is not None and facts.get("user_error") is None:
+                facts["user_error"] = _changed_since_launch(found.changed)
             if found.not_finite is not None:
                 facts |= self._non_finite_report(found.not_finite, grads, own=True)
             elif found.sum_not_finite is not None:
@@ -609,10 +604,8 @@ def _from(sender: Compressor, sending: Sending) -> Sending:
     return arrived
 
 
-def _changed_since_launch(name: str | None) -> str | None:
+def _changed_since_launch(name: str) -> str:
     """Describe a gradient that the user clipped or scaled after its exchange had begun."""
-    if name is None:
-        return None
     return (
         f"the gradient of {name} changed between backward() and step(), after the attached "
         "optimizer had sent it: clip with local_grad_clip_norm or grad_clip, scale with "

@@ -190,11 +190,7 @@ def is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def require_lengths(rows: Iterable[Iterable[Any]]) -> None:
-    """Raise for tensors of one update of unequal lengths: loops would read behind an end.
-
-    Raises:
-        ValueError: A row has tensors of different numbers of entries.
-    """
+    """Raise for tensors of unequal lengths in a row: loops would read behind an end."""
     for first, *rest in rows:
         for other in rest:
             if isinstance(other, Tensor) and other.numel() != first.numel():

@@ -272,8 +272,8 @@ def warn_of_misplaced(
 ) -> None:
     """Warn of matrices that Muon trains and that train better with AdamW."""
     for opt in all_of(optimizer):
-        misplaced = getattr(opt, "misplaced", None)  # of Muon of this library
-        if misplaced is not None and (names := misplaced(model)):
+        find = getattr(opt, "misplaced", None)  # of Muon of this library
+        if find is not None and (names := find(model)):
             _warn(
                 f"{type(opt).__name__} trains {', '.join(names)}: embeddings, what is tied to "
                 "them, and the output layer train better with AdamW. Pass "

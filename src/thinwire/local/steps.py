@@ -12,11 +12,8 @@ class FollowedSteps:
     """Hook `step` of several optimizers. A local step ends when each has made one step, in any
     order, or after the second step of one, which begins the next local step.
 
-    Args:
-        optimizers: The optimizers that train one model.
-        before: Called before a local step.
-        observed: Called when its loss is known: after the closure, if `step` gets one.
-        after: Called after a local step.
+    `before` and `after` are called around a local step, and `observed` when its loss is known:
+    after the closure, if `step` gets one.
     """
 
     def __init__(

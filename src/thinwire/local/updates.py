@@ -352,9 +352,7 @@ class LocalUpdates:
             )
 
     def _after_averaging(self, goes_on: bool) -> bool:
-        """Admit joiners and release leaving members between two averagings, with none in flight.
-        Return True if this rank continues.
-        """
+        """Admit joiners and release leaving members; return True if this rank continues."""
         members, averager = self._members, self._averager
         if members is not None and averager is not None:
             members.end_round(JoinerState(averager, members.group), goes_on=goes_on)

@@ -74,11 +74,7 @@ def _numbered(names: Sequence[str]) -> list[tuple[str, int]]:
 def _matched(
     known: Sequence[Sequence[_Name]], wanted: Sequence[Sequence[_Name]]
 ) -> list[tuple[int, list[int]]] | None:
-    """Return, for every wanted group, the index of the known group with the same names and the
-    index of each name in it.
-
-    None if a group has no match.
-    """
+    """Return for each wanted group its known group and the index of each name there, or None."""
     if len(known) != len(wanted):
         return None
     found = []

@@ -274,10 +274,7 @@ class CommonOptimizer(torch.optim.Optimizer):
     # a trace would freeze counters and rates, which change in every update
     @_disable_dynamo
     def _step_untraced(self) -> None:
-        """Make one update, or one with rate 0 if the caller has set all rates to 0.
-
-        torch's `get_optimizer_state_dict` sets them to 0 to have the state created.
-        """
+        """Make one update; with rate 0 if torch's `get_optimizer_state_dict` has set it to 0."""
         if not any(group["lr"] for group in self.param_groups) and any(
             s and rate_ahead(s, self.position, 0.0) for s in self._common.schedules
         ):

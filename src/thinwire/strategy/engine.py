@@ -38,7 +38,7 @@ from thinwire.strategy.background_save import BackgroundSave
 from thinwire.strategy.engine_checks import Joining
 from thinwire.strategy.microsteps import Microsteps
 from thinwire.strategy.model_files import load_model_file
-from thinwire.strategy.ownership import Turn, remove_scaler_marks_, replace_step_
+from thinwire.strategy.ownership import JointUpdate, remove_scaler_marks_, replace_step_
 from thinwire.strategy.parts import Parts
 
 _log = logging.getLogger("thinwire")
@@ -139,8 +139,7 @@ class Engine:
             return self._train_stages(parts.runner, inputs, targets, tokens)
         self._begin_microstep(tokens)
         _check_mean(loss := self._loss_of(inputs, targets, "train_step"))
-        with self._steps.with_advice(), parts.group.one_deadline():
-            self._steps.minimize(loss)
+        self._steps.minimize(loss)
         self._steps.warn()
         return loss.detach().reshape(())
 
@@ -238,8 +237,7 @@ class Engine:
             )
         self._begin_microstep(tokens)
         _check_mean(loss)
-        with self._steps.with_advice(), parts.group.one_deadline():
-            self._steps.minimize(loss)
+        self._steps.minimize(loss)
         self._steps.warn()
         return [], [(p, p.grad) for p in parts.params.values() if p.grad is not None]
 
@@ -276,8 +274,7 @@ class Engine:
     def follow_steps(self, loss: Callable[[], Tensor | None] | None = None) -> "Following":
         """Make `engine.optimizer.step()` run the update, for a training loop that you cannot
         change. It then calls `apply_gradients`. With several optimizers, the last one stepped runs
-        the update of all, from the gradients that each had at its own step. All steps must follow
-        one backward pass: a generator and its critic need an engine each.
+        the update of all, after one backward pass: a generator and its critic need an engine each.
 
         The loop runs the backward passes and calls `step()` of the optimizer, or of a wrapper
         around it. Nothing else may average over the ranks. A closure is called first; its result is
@@ -298,7 +295,7 @@ class Engine:
 
         Raises:
             RuntimeError: As in `apply_gradients`; steps are followed already. At a step: an enabled
-                `GradScaler` calls it, on two ranks or more; optimizers do not step in turn.
+                `GradScaler` calls it, on two ranks or more; or not all steps follow one backward.
         """
         self._require_open()
         self._require_unscaled("follow_steps")
@@ -308,7 +305,8 @@ class Engine:
                 "handle that it returned"
             )
         engine = weakref.ref(self)  # the optimizer must not keep its engine alive
-        turn = Turn(self.optimizers)
+        undo = contextlib.ExitStack()
+        joint = JointUpdate(self.optimizers, undo)
 
         def update(which: int, closure: Callable[[], Any] | None) -> Any:
             target = engine()
@@ -322,17 +320,14 @@ class Engine:
             if closure is not None:
                 with torch.enable_grad():
                     value = closure()
-            if (problem := turn.take(which)) is not None:
+            if (problem := joint.add(which)) is not None:
                 target._steps.refuse(problem)
-            if turn.complete:
-                with turn.gradients():
+            if joint.complete:
+                with joint.gradients():
                     reported = value if loss is None else loss()
                     target.apply_gradients(reported if isinstance(reported, Tensor) else None)
             return value
 
-        undo = contextlib.ExitStack()
-        for hook in turn.hooks:
-            undo.callback(hook.remove)
         for index, optimizer in enumerate(self.optimizers):
             undo.callback(replace_step_(optimizer, partial(update, index)))
         self._following = Following(undo.close)

@@ -88,9 +88,11 @@ class Exchange(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state that later updates depend on, without the optimizer's."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore from `state_dict`."""
+        return
 
     def buffers_loaded(self) -> None:
         """Note that the model's buffers were written, after `load_state_dict`."""
@@ -134,7 +136,7 @@ class _EveryStep(Exchange):
             self.moved = True
             alone = gradients.group.size == 1
             gradients.poisoned = _failure_text(step, error, alone=alone)
-            error.add_note(_FAILED_ALONE if alone else _FAILED_HERE)
+            error.add_note(gradients.poisoned if alone else _FAILED_HERE)
             raise
 
 
@@ -262,12 +264,6 @@ class ExchangingStep(_EveryStep):
     def require_equal(self, step: int) -> None:
         self._optimizer.require_equal()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
-
 
 class LocalSteps:
     """Updates each rank independently. `LocalUpdates` hooks the optimizer and averages parameters.
@@ -365,10 +361,6 @@ _FAILED_HERE = (
     "This error came after the exchange: other ranks have made the update, but this rank has not, "
     "or only in part. They will get an error in the next update; restart all ranks from the last "
     "checkpoint"
-)
-_FAILED_ALONE = (
-    "This error came in the middle of the update, which may be made in part. The next update is an "
-    "error, too; restart from the last checkpoint"
 )
 
 

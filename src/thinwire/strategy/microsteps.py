@@ -181,7 +181,8 @@ class Microsteps:
             )
         self.clear_grads()
         scaler = self.parts.scaler
-        self._backward(loss if scaler is None else scaler.scaled(loss), loss.detach())
+        with self.with_advice(), self.parts.group.one_deadline():
+            self._backward(loss if scaler is None else scaler.scaled(loss), loss.detach())
         self.edit_check.record()
 
     def _backward(self, scaled: Tensor, loss: Tensor) -> None:

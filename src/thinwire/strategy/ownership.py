@@ -10,7 +10,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
 
@@ -122,28 +122,26 @@ def replace_step_(
     return undo
 
 
-class Turn:
-    """One step of each optimizer of an engine, after one backward pass: together one update."""
+class JointUpdate:
+    """One step of each of several optimizers after one backward pass, for `follow_steps`."""
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], undo: ExitStack) -> None:
         self._optimizers, self._stepped = optimizers, list[int]()
         self._seen: dict[Tensor, tuple[Tensor | None, int]] = {}
         """Gradients and their versions at the optimizer's step; with -1 before it."""
         self._backward_passed = False
         """True after a backward pass since the first step."""
-        several = [p for opt in optimizers for p in params_of(opt)] if len(optimizers) > 1 else []
-        self.hooks = [
-            p.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-            for p in several
-            if p.requires_grad
-        ]
+        for param in (p for opt in optimizers for p in params_of(opt) if len(optimizers) > 1):
+            if param.requires_grad:
+                hook = param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                undo.callback(hook.remove)
 
     def _on_gradient(self, _: Tensor) -> None:
         self._backward_passed = True
 
-    def take(self, which: int) -> str | None:
-        """Take a step. Return why it is not of this update, if so. Gradients may be clipped before
-        the step of their optimizer, and be cleared after it.
+    def add(self, which: int) -> str | None:
+        """Add a step; return why it is of another update, if so. A gradient may be clipped before
+        its optimizer's step and cleared after it.
         """
         if not self._stepped:
             self._seen = {p: (p.grad, -1) for opt in self._optimizers for p in params_of(opt)}
@@ -169,12 +167,12 @@ class Turn:
 
     @property
     def complete(self) -> bool:
-        """True if each optimizer has made its step."""
+        """True if each has stepped."""
         return len(self._stepped) == len(self._optimizers)
 
     @contextmanager
     def gradients(self) -> Iterator[None]:
-        """End the turn. Inside the block gradients are those of the steps, cleared ones too."""
+        """Have the gradients of the steps in the block, also those that were cleared since."""
         seen, self._seen, self._stepped = self._seen, {}, []
         cleared = [p for p in seen if p.grad is None]
         for param, (grad, _) in seen.items():
@@ -301,12 +299,7 @@ def _track_step_(optimizer: torch.optim.Optimizer) -> None:
 
 class ReplacedParameterCheck:
     """Detects parameters of a model that were replaced and are no longer trained, such as after
-    `load_state_dict(..., assign=True)`.
-
-    Args:
-        model: The model. Its parameters must not be sharded: FSDP replaces sharded parameters all
-            the time.
-        params: The trained parameters by name.
+    `load_state_dict(..., assign=True)`. Not of a sharded model, where FSDP replaces them.
     """
 
     def __init__(self, model: nn.Module, params: Mapping[str, Parameter]) -> None:
@@ -416,10 +409,8 @@ def holds_one_stage(
 
 
 def gather_stages_(model: nn.Module, split: StageSplit, group: Group) -> None:
-    """Send the values of each stage to all ranks, from the rank of the first replica that has them.
-
-    Raises:
-        StrategyError: There are fewer ranks than stages now.
+    """Send the values of each stage to all ranks, from the rank of the first replica that has
+    them.
     """
     if group.size < len(split):
         raise StrategyError(
