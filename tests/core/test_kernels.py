@@ -12,9 +12,11 @@ import torch
 from tests.api import (
     VALUE_BITS,
     Fold,
+    commit_list_,
     decode_positions,
     numba_body,
     position_bytes,
+    propose_list,
     reference,
     threads,
 )
@@ -63,6 +65,18 @@ def assert_same_bits(a, b):
 
 def counts(numel):
     return sorted({1, max(1, numel // 1000), max(1, numel // 4), max(1, numel - 1), numel})
+
+
+@pytest.mark.parametrize("lengths", [(8, 64, 64), (64, 8, 64), (64, 64, 8)])
+def test_buffers_of_unequal_lengths_are_refused(lengths):
+    folds = [Fold(*map(torch.ones, of), 0.9, False) for of in [(64, 64, 64), lengths]]
+    before = [tensor.clone() for fold in folds for tensor in fold[:3]]
+    sent = [(torch.tensor([1]), torch.ones(1))] * 2
+    with pytest.raises(ValueError, match=r"\b8\b"):
+        propose_list(folds, [2, 2])
+    with pytest.raises(ValueError, match=r"\b8\b"):
+        commit_list_(folds, sent, [0, 0])
+    assert all(map(torch.equal, before, (tensor for fold in folds for tensor in fold[:3])))
 
 
 @pytest.mark.parametrize(

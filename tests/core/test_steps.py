@@ -383,6 +383,11 @@ def test_state_of_another_size_is_refused_before_anything_is_written(make):
         fresh.step()
 
 
+def test_lists_of_unequal_lengths_are_refused():
+    with pytest.raises(ValueError, match="64 and 8 entries"):
+        outer_list_([torch.zeros(64)], [torch.zeros(8)], None, OuterRule())
+
+
 def test_parameters_in_one_memory_are_left_to_torch():
     whole = torch.zeros(100)
     apart = [torch.zeros(50), torch.zeros(50)]

@@ -177,6 +177,25 @@ def test_a_gradient_on_some_ranks_only_is_an_error_on_all(ranks: Pool) -> None:
     assert "parameter c has a gradient on ranks [0, 2] but none on ranks [1]" in answers[0].text
 
 
+def reshaped(rank: int, size: int, rows: int, odd: set[int]) -> None:
+    p = nn.Parameter(torch.zeros(8, 64))
+    optimizer = DGCMomentum([("table", p)], lr=0.1, min_numel=10, timeout=50)
+    for step in range(3):
+        if step == 2 and rank in odd:
+            p.data = torch.zeros(rows, 64)
+        p.grad = torch.full_like(p, 1.0 + rank)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("odd", [{0, 1}, {1}], ids=["all ranks", "one rank"])
+def test_a_parameter_that_changes_in_place_is_an_error_on_all_ranks(
+    odd: set[int], ranks: Pool
+) -> None:
+    for rows in (4, 12):
+        says = f"rank {min(odd)}: parameter table was float32 [8, 64]", f"float32 [{rows}, 64] now"
+        ranks.raise_alike("ThinwireError", says, reshaped, rows, odd)
+
+
 def no_gradient_anywhere(rank: int, size: int) -> bool:
     p, optimizer = one_param()
     before = p.detach().clone()

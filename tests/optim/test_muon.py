@@ -3,6 +3,8 @@ which.
 """
 
 import copy
+import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -225,6 +227,26 @@ def test_muon_groups_of_what_is_no_model_says_what_to_write() -> None:
     for given in (Language().parameters(), list(Language().named_parameters())):
         with pytest.raises(TypeError, match=r"model must be a Module.*muon_groups\(model\)"):
             muon_groups(given)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("local", [None, tw.LocalSGD(2)])
+def test_an_embedding_that_muon_would_train_is_named_once(tied: bool, local: Any) -> None:
+    def said(start: Any, params: Any) -> list[str]:
+        model = Language(tied=tied)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            start(model, Muon(params(model)))
+        assert all(each.filename == __file__ for each in caught)
+        return [str(each.message) for each in caught]
+
+    starts = [lambda m, o: tw.DistributedStrategy(localsgd=local).prepare(m, o).close()]
+    starts += [lambda m, o: tw.local_sgd(m, o, local)] if local else []
+    for start in starts:
+        (text,) = said(start, nn.Module.parameters)
+        assert "embedding.weight" in text and "muon_groups(model)" in text
+        assert ("head.weight" in text) != tied
+        assert said(start, muon_groups) == []
 
 
 class Convolutional(nn.Module):

@@ -862,6 +862,39 @@ def test_a_parameter_in_the_place_of_another_is_refused_and_a_new_engine_goes_on
         assert same
 
 
+def reshaped(rank: int, size: int, fields: tuple[str, ...], change: str, odd: set[int]) -> None:
+    """Train some steps, so that buckets leave during the backward pass; then change a model."""
+    model = make_model(plain=True)
+    engine = tw.DistributedStrategy(**{name: FIELDS[name] for name in fields}).prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), cross_entropy, timeout=50
+    )
+    train(engine, fields, 0, 6)
+    if rank in odd and change == "double":
+        model.double()
+    elif rank in odd:
+        rows = 2 if change == "cut" else 6
+        for p in model[-1].parameters():
+            p.data = torch.cat([p.data, p.data])[:rows]
+    dtype = next(model.parameters()).dtype
+    for step in range(6, 9):
+        x, y = batch(step, rank, dtype=dtype)
+        engine.train_step(x, y % 2)
+
+
+@pytest.mark.parametrize("fields", [(), ("dgc",), ("gradient_merge", "low_rank"), ("localsgd",)])
+@pytest.mark.parametrize("odd", [{0, 1}, {1}], ids=["all ranks", "one rank"])
+def test_a_parameter_that_changes_in_place_is_an_error_on_all_ranks(
+    fields: tuple[str, ...], odd: set[int], ranks: Pool
+) -> None:
+    for change, before, after in [
+        ("cut", "3.weight was float32 [4, 16]", "float32 [2, 16] now"),
+        ("padded", "3.weight was float32 [4, 16]", "float32 [6, 16] now"),
+        ("double", "0.weight was float32 [16, 8]", "float64 [16, 8] now"),
+    ]:
+        says = f"rank {min(odd)}: parameter {before}", after
+        ranks.raise_alike("ThinwireError", says, reshaped, fields, change, odd)
+
+
 def test_modules_that_are_wrapped_later_go_on() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

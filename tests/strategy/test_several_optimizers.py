@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, softplus
 
 import thinwire as tw
 from tests.ranks import Pool
@@ -105,7 +105,9 @@ def test_each_scheduler_goes_on_with_its_own_optimizer(ranks: Pool, tmp_path: Pa
         assert before == after == [1, 4]
 
 
-def followed(rank: int, size: int, fields: tuple[str, ...], order: tuple[int, ...]) -> list[str]:
+def followed(
+    rank: int, size: int, fields: tuple[str, ...], order: tuple[int, ...], between: bool
+) -> list[str]:
     found = []
     for by_hand in (False, True):
         engine = engine_of(fields, True)
@@ -117,11 +119,16 @@ def followed(rank: int, size: int, fields: tuple[str, ...], order: tuple[int, ..
             if not by_hand:
                 engine.train_step(x, y)
                 continue
-            for each in engine.optimizers:
-                each.zero_grad()
+            if not between:
+                engine.model.zero_grad()
             cross_entropy(engine.model(x), y).backward()
             for place in order:
+                torch.nn.utils.clip_grad_norm_(
+                    engine.optimizers[place].param_groups[0]["params"], 9
+                )
                 engine.optimizers[place].step()
+                if between:
+                    engine.optimizers[place].zero_grad()
         engine.flush()
         found.append(digest(engine))
         engine.close()
@@ -129,9 +136,102 @@ def followed(rank: int, size: int, fields: tuple[str, ...], order: tuple[int, ..
 
 
 @pytest.mark.parametrize("fields", [(), ("localsgd",)], ids=str)
-def test_steps_by_hand_in_any_order(fields: tuple[str, ...], ranks: Pool) -> None:
-    for first, second in ranks.run(followed, fields, (2, 0, 1)):
+@pytest.mark.parametrize("between", [False, True])
+def test_steps_by_hand_in_any_order(fields: tuple[str, ...], between: bool, ranks: Pool) -> None:
+    """Gradients are clipped and cleared before or between the steps."""
+    for first, second in ranks.run(followed, fields, (2, 0, 1), between):
         assert first == second
+
+
+def gan() -> tuple[nn.Module, Any, Any]:
+    """A model with a generator and a critic, and an optimizer of each."""
+    torch.manual_seed(7)
+    model = nn.ModuleDict({"generator": nn.Linear(8, 8), "critic": nn.Linear(8, 1)})
+    generator, critic = (torch.optim.Adam(part.parameters(), 0.01) for part in model.values())
+    return model, generator, critic
+
+
+def gan_loop(model: Any, generator: Any, critic: Any, kind: str, rank: int, steps: int) -> None:
+    """Train in turn, each from a loss of its own."""
+    for step in range(steps):
+        z, real = batch(step, rank)[0], batch(step + 100, rank)[0] * 3
+        for _ in range(2 if kind == "two steps of the critic" else 1):
+            critic.zero_grad(set_to_none=kind != "cleared in place")
+            fake = model["generator"](z)
+            scores = model["critic"](real), model["critic"](fake.detach())
+            (softplus(-scores[0]) + softplus(scores[1])).mean().backward()
+            if kind != "a critic that begins later":
+                critic.step()
+        generator.zero_grad(set_to_none=kind != "cleared in place")
+        model["critic"].requires_grad_(kind != "a frozen critic")
+        softplus(-model["critic"](model["generator"](z))).mean().backward()
+        model["critic"].requires_grad_(True)
+        generator.step()
+
+
+GANS = ["one step of each", "two steps of the critic", "a critic that begins later"]
+GANS += ["a frozen critic", "cleared in place"]
+
+
+def followed_gan(rank: int, size: int, kind: str, config: Any, odd: tuple[int, ...]) -> list[Any]:
+    model, generator, critic = gan()
+    engine = tw.DistributedStrategy(localsgd=config).prepare(model, [generator, critic])
+    before = digest(engine)
+    engine.follow_steps()
+    try:
+        if rank in odd:
+            gan_loop(model, generator, critic, kind, rank, 4)
+        for step in range(4):
+            model.zero_grad()
+            model["critic"](model["generator"](batch(step, rank)[0])).mean().backward()
+            generator.step()
+            critic.step()
+    except RuntimeError as error:
+        return [str(error), digest(engine) == before or len(odd) == 1]
+    return ["", False]
+
+
+@pytest.mark.parametrize("config", [None, tw.LocalSGD(2)], ids=["dense", "local"])
+@pytest.mark.parametrize("kind", GANS)
+def test_optimizers_that_do_not_step_in_turn_are_an_error_on_all_ranks_before_an_update(
+    kind: str, config: Any, ranks: Pool
+) -> None:
+    for odd in ((0, 1), (1,)) if kind in GANS[:3] else ((0, 1),):
+        for text, unmoved in ranks.run(followed_gan, kind, config, odd):
+            assert "optimizer 1 (Adam)" in text or "optimizer 0 (Adam)" in text
+            assert "one engine a part" in text
+            assert unmoved
+
+
+@pytest.mark.parametrize("kind", GANS[:4])
+def test_an_engine_for_each_part_trains_as_the_plain_loop_does(kind: str) -> None:
+    found = []
+    for followed in (False, True):
+        model, generator, critic = gan()
+        if followed:
+            for part, optimizer in zip(model.values(), (generator, critic), strict=True):
+                tw.DistributedStrategy().prepare(part, optimizer).follow_steps()
+        gan_loop(model, generator, critic, kind, 0, 5)
+        found.append(list(model.parameters()))
+    assert all(map(torch.equal, *found))
+
+
+def local_gan(rank: int, size: int, kind: str) -> tuple[list[int], list[Any]]:
+    model, generator, critic = gan()
+    averaged = []
+    with tw.local_sgd(model, [generator, critic], tw.LocalSGD(4)) as sync:
+        for step in range(12):
+            gan_loop(model, generator, critic, kind, rank + 2 * step, 1)
+            averaged.append(int(sync.stats()["averagings"]))
+    return averaged, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", GANS[:3])
+def test_local_steps_go_on_where_an_optimizer_steps_less_often(kind: str, ranks: Pool) -> None:
+    (averaged, first), (same, second) = ranks.run(local_gan, kind)
+    assert averaged == same
+    assert averaged[-1] >= 2
+    assert all(map(torch.equal, first, second))
 
 
 def local_steps(rank: int, size: int, order: tuple[int, ...] | None) -> list[Any]:

@@ -498,3 +498,18 @@ def test_an_optimizer_that_raises_after_the_exchange_is_heard_of_in_the_next_upd
     assert "came after the exchange" in told
     assert first == second
     assert "rank 1: the optimizer, or a hook of it, failed after the exchange of update 5" in first
+
+
+@pytest.mark.parametrize("kind", ["dense", "dgc", "dgc adamw"])
+def test_an_optimizer_that_raises_on_one_rank_alone_names_no_other_rank(kind: str) -> None:
+    engine = engine_of(kind, model_of())
+    engine.optimizer.register_step_post_hook(lambda *_: {}["a hook of the user's"])
+    with pytest.raises(KeyError) as first:
+        engine.train_step(*data(0, 0))
+    with pytest.raises(
+        tw.errors.ThinwireError, match="failed after the exchange of update 1"
+    ) as second:
+        engine.train_step(*data(0, 1))
+    for text in (*first.value.__notes__, str(second.value)):
+        assert "in part" in text
+        assert not any(word in text for word in ("ther ranks", "all ranks", "any rank"))

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from thinwire.kernels import for_device
 from thinwire.kernels.reference import mixed, step_along_, summed
-from thinwire.kernels.rules import Fold, has_address
+from thinwire.kernels.rules import Fold, has_address, require_lengths
 
 _CHUNK = 1 << 22
 """Entries of all tensors of one call."""
@@ -87,6 +87,7 @@ def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[Proposal]:
 
     Source: arXiv 1712.01887, algorithms 1 and 4. Differs: exact selection.
     """
+    require_lengths(folds)
     found = for_device(folds[0].residual.device).propose_list(folds, ks)
     return [Proposal(*one) for one in found]
 
@@ -114,6 +115,7 @@ def commit_list_(
     >>> residual
     tensor([ 3., -1.,  1.])
     """
+    require_lengths(folds)
     for_device(folds[0].residual.device).commit_list_(folds, sent, seeds)
 
 

@@ -150,10 +150,7 @@ def _iterated_by_gram(x: Tensor, iterations: int, rule: MuonRule) -> Tensor:
 
 
 def _iterations_of_a_gram(rule: MuonRule) -> int:
-    """Return the number of iterations after which X Xᵀ must be computed again.
-
-    Rounding turns zero eigenvalues into small negative ones. Each iteration multiplies them by a²,
-    and near -1 they would grow without limit.
-    """
+    """Return the number of iterations after which X Xᵀ must be computed again."""
+    # rounding makes zero eigenvalues negative: times a² each iteration, they would pass -1
     growth, noise = abs(rule.coefficients[0]), torch.finfo(rule.dtype).eps
     return 1 + int(log(_LARGEST_NOISE / noise) / (2 * log(growth))) if growth > 1 else 1

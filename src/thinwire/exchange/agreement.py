@@ -277,8 +277,9 @@ def _refuse_failures(answers: Answers) -> None:
 
 
 def _refuse_user_errors(answers: Answers) -> None:
+    nothing = "Nothing was applied on any rank" if len(answers) > 1 else "Nothing else was applied"
     for rank, text in answers.of("user_error"):
-        raise ThinwireError(f"rank {rank}: {text}. Nothing was applied on any rank")
+        raise ThinwireError(f"rank {rank}: {text}. {nothing}")
 
 
 def _refuse_corrupt(answers: Answers) -> None:

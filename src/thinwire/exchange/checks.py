@@ -248,10 +248,7 @@ class SameHyperparameters:
             _refuse(vote, (first, ours), (rank, theirs))
 
     def _settings(self) -> list[str]:
-        """Return a JSON object per group, from names to the `repr` of values.
-
-        It is written again only if a value has changed.
-        """
+        """Return a JSON object per group: values by name, written again only after a change."""
         texts = []
         for index, group in enumerate(self._optimizer.param_groups):
             values = tuple((key, value) for key, value in group.items() if key not in _ELSEWHERE)

@@ -52,14 +52,7 @@ class _Piece:
 
 
 class _Rolling:
-    """Tensors that are read one slice per turn.
-
-    A slice is a run of bytes, cut between rows of the first dimension.
-
-    Args:
-        tensors: Returns them; called at every turn.
-        every: Turns within which all are read, >= 1.
-    """
+    """Tensors read one slice per turn, all within `every` turns; cut between first rows."""
 
     def __init__(self, tensors: Callable[[], Watched], every: int) -> None:
         self._tensors, self._every = tensors, every

@@ -122,6 +122,7 @@ class GradientExchange(Synchronizer):
         """
         self.compressors = tuple(compressors)
         self.params, self.names = params, list(params)
+        self._layouts = {name: (p.shape, p.dtype) for name, p in params.items()}
         self._positions = {name: position for position, name in enumerate(self.names)}
         self.presence.restart(params)
 
@@ -395,10 +396,7 @@ class GradientExchange(Synchronizer):
         return fresh
 
     def _sent_at_once(self, step: int, grads: Grads) -> tuple[Round, str | None]:
-        """Send all buckets as in the steps before.
-
-        Return also the reason for which they do not match these gradients, or None.
-        """
+        """Send all buckets as before; return also why they do not match these gradients, if so."""
         fresh, steady = self._round(step), self.steady or frozenset()
         present = {name: grad for name, grad in grads.items() if not grad.is_sparse}
         whole = {name: present.get(name, self.params[name]) for name in steady}
@@ -427,10 +425,7 @@ class GradientExchange(Synchronizer):
     def _sendings(
         self, context: Context, grads: Grads, row_sparse: Collection[str]
     ) -> list[Sending]:
-        """Assign each gradient to the first compressor that accepts it, and return the sendings.
-
-        A gradient that is row-sparse on any rank travels densely.
-        """
+        """Return the sendings; a gradient that is row-sparse on any rank travels densely."""
         sendings: list[Sending] = []
         rest = dict(grads)
         # in order: the first compressor that accepts a gradient takes it
@@ -464,7 +459,8 @@ class GradientExchange(Synchronizer):
         # report a problem here instead of raising: the other ranks wait for this one's vote
         try:
             found = one_round.finish(unchanged, self._positions)
-            facts["user_error"] = facts.get("user_error") or _changed_since_launch(found.changed)
+            if found.changed is not None and facts.get("user_error") is None:
+                facts["user_error"] = _changed_since_launch(found.changed)
             if found.not_finite is not None:
                 facts |= self._non_finite_report(found.not_finite, grads, own=True)
             elif found.sum_not_finite is not None:
@@ -520,12 +516,28 @@ class GradientExchange(Synchronizer):
     def _invalid_gradient(self, grads: Grads) -> str | None:
         """Describe a gradient that cannot be used: an unknown parameter, or another shape."""
         for name, grad in grads.items():
-            if name not in self.params:
+            if name not in self._layouts:
                 return f"a gradient was passed for {name!r}, which is not an exchanged parameter"
-            if grad.shape != self.params[name].shape:
-                shapes = f"{tuple(grad.shape)}, and the parameter {tuple(self.params[name].shape)}"
+            param, layout = self.params[name], self._layouts[name]
+            if (param.shape, param.dtype) != layout:
+                return layout_change(name, layout, param)
+            if grad.shape != param.shape:
+                shapes = f"{tuple(grad.shape)}, and the parameter {tuple(param.shape)}"
                 return f"the gradient of {name} has shape {shapes}"
         return None
+
+
+def layout_change(name: str, before: tuple[torch.Size, torch.dtype], param: Tensor) -> str:
+    """Describe a parameter whose shape or type changed in place."""
+    was, now = (
+        f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+        for shape, dtype in (before, (param.shape, param.dtype))
+    )
+    return (
+        f"parameter {name} was {was} when ranks compared it, and is {now} now. Change a model "
+        "before its optimizer is made; after a change make a new optimizer, and a new engine after "
+        "close(), on all ranks"
+    )
 
 
 def gradients_of(
@@ -581,10 +593,8 @@ def _from(sender: Compressor, sending: Sending) -> Sending:
     return arrived
 
 
-def _changed_since_launch(name: str | None) -> str | None:
+def _changed_since_launch(name: str) -> str:
     """Describe a gradient that the user clipped or scaled after its exchange had begun."""
-    if name is None:
-        return None
     return (
         f"the gradient of {name} changed between backward() and step(), after the attached "
         "optimizer had sent it: clip with local_grad_clip_norm or grad_clip, scale with "

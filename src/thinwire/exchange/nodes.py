@@ -44,17 +44,13 @@ def make_common_(state: Mapping[str, Tensor], nodes: Nodes) -> None:
     if len(set(answers)) > 1:
         pending = [
             nodes.node.all_reduce_(
-                _wide(tensor).contiguous().clone(), action="averaging the state inside the node"
+                tensor.contiguous().clone(), action="averaging the state inside the node"
             )
-            for tensor in state.values()
+            for tensor in (t.float() if t.dtype == torch.bfloat16 else t for t in state.values())
         ]
         # all sums are launched before the first wait
         for tensor, total in zip(state.values(), pending, strict=True):
             tensor.copy_(total.wait().div_(nodes.node_size))
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
 def in_nodes(

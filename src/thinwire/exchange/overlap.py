@@ -244,10 +244,7 @@ class Overlap:
 
     @torch.no_grad()
     def _report(self, pending: "_PendingStep", error: BaseException) -> None:
-        """Finish the collectives of this step, so that the others receive the error.
-
-        All ranks can continue afterwards.
-        """
+        """Finish the collectives of this step, so that the others receive the error."""
         # no hook may launch any more
         self._pending = None
         text = f"{type(error).__name__}: {error}"

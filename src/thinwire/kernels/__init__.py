@@ -25,6 +25,7 @@ from thinwire.kernels.rules import (
     OuterRule,
     has_address,
     is_plain,
+    require_lengths,
     share_memory,
 )
 
@@ -192,8 +193,9 @@ def compiled_steps(*lists: Sequence[Tensor]) -> CompiledSteps | None:
         another one, since several threads work on them.
 
     Raises:
-        ValueError: `THINWIRE_KERNELS` is unknown, or names a body that cannot run here.
+        ValueError: `THINWIRE_KERNELS` is wrong. Tensors of one index have different lengths.
     """
+    require_lengths(zip(*filter(None, lists), strict=True))
     dtype, device = lists[0][0].dtype, lists[0][0].device
     tensors = (tensor for group in lists for tensor in group)
     if dtype not in _STEP_TYPES:
@@ -225,10 +227,7 @@ _STEP_TYPES = (torch.float32, torch.float64)
 
 @functools.cache
 def _numba_kernels() -> Kernels | None:
-    """Return the numba body, or None without numba.
-
-    Imported at the first use, which takes half a second.
-    """
+    """Return the numba body, or None without numba; the import takes half a second."""
     try:
         import numba
     except ImportError:
@@ -252,10 +251,7 @@ def _triton_rounds() -> bool:
 
 @functools.cache
 def _triton_kernels() -> Kernels | None:
-    """Return the Triton body, or None without Triton.
-
-    Imported at the first use, which takes a second.
-    """
+    """Return the Triton body, or None without Triton; the import takes a second."""
     try:
         import triton  # noqa: F401
     except ImportError:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -187,6 +187,17 @@ def is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
     )
     # a storage that was freed has address 0
     return strided and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+
+
+def require_lengths(rows: Iterable[Iterable[Any]]) -> None:
+    """Raise for tensors of unequal lengths in a row: loops would read behind an end."""
+    for first, *rest in rows:
+        for other in rest:
+            if isinstance(other, Tensor) and other.numel() != first.numel():
+                raise ValueError(
+                    f"tensors of one update have {first.numel()} and {other.numel()} entries: a "
+                    "parameter changed its shape after its state was made. Make a new optimizer"
+                )
 
 
 def bump_versions(*lists: Sequence[Tensor]) -> None:

@@ -12,9 +12,7 @@ from thinwire.local.config import AdaptiveLocalSGD, LocalConfig
 
 
 class Interval:
-    """State of the interval: its value, the losses observed since the last step, and the loss
-    and rate at the start.
-    """
+    """Interval, the losses observed since the last step, and loss and rate at the start."""
 
     def __init__(self, config: LocalConfig, optimizer: torch.optim.Optimizer) -> None:
         self._adaptive = config if isinstance(config, AdaptiveLocalSGD) else None
@@ -37,9 +35,7 @@ class Interval:
             )
 
     def allowed(self, k_steps: int) -> int:
-        """Return the interval with which a loaded state continues: the saved one, within the
-        limits of the config.
-        """
+        """Return the interval of a loaded state, within the limits of the config."""
         return self._fixed if self._adaptive is None else min(k_steps, self._adaptive.max_k_steps)
 
     @property
@@ -64,11 +60,7 @@ class Interval:
             self.observed.append(loss)
 
     def before_step(self, step: int, *, dropped: bool = False) -> None:
-        """Record the rate that the update will use.
-
-        Raises:
-            RuntimeError: No loss was observed, and the interval follows it.
-        """
+        """Record the rate that the update will use; refuse one without a loss to follow."""
         self._dropped = dropped
         if self._adaptive is None:
             return
@@ -94,16 +86,8 @@ class Interval:
         self.observed.clear()
 
     def read(self, answers: Answers, step: int, *, adapt: bool = False) -> int:
-        """Return the interval that follows from all ranks' losses and rank 0's rate. Store the
-        first ones.
-
-        Args:
-            answers: Answers of all ranks, the same on every rank.
-            step: Local step, for errors.
-            adapt: True if the interval may change.
-
-        Raises:
-            ThinwireError: The mean loss is not finite or negative, or the rate is not a rate.
+        """Return the interval that follows from all ranks' losses and rank 0's rate, if it may
+        `adapt`. Store the first ones; refuse a loss or a rate that is none.
         """
         if self._adaptive is None:
             return self.k_steps

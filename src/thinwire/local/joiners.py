@@ -101,9 +101,8 @@ class JoinerState:
             for kind in self._own_kinds()
             for name, tensor in kept[kind].items()
         }
-        return (
-            StateMessage("own", {}, found) if any(bool(t.any()) for t in found.values()) else None
-        )
+        some = any(bool(tensor.any()) for tensor in found.values())
+        return StateMessage("own", {}, found) if some else None
 
     @torch.no_grad()
     def add_handoff(self, given: StateMessage, factor: float) -> None:

@@ -302,6 +302,21 @@ def warn_of_others(
         )
 
 
+def warn_of_misplaced(
+    model: nn.Module, optimizer: torch.optim.Optimizer, stacklevel: int = 5
+) -> None:
+    """Warn of matrices that Muon trains and that train better with AdamW."""
+    for opt in all_of(optimizer):
+        find = getattr(opt, "misplaced", None)  # of Muon of this library
+        if find is not None and (names := find(model)):
+            _warn(
+                f"{type(opt).__name__} trains {', '.join(names)}: embeddings, what is tied to "
+                "them, and the output layer train better with AdamW. Pass "
+                "thinwire.optim.muon_groups(model) to it, or groups with muon=False",
+                stacklevel,
+            )
+
+
 def warn_of_averages(model: nn.Module, averagings: int) -> None:
     """Warn of an `AveragedModel` that was updated more often than ranks were equal. Slow."""
     shapes = [p.shape for p in model.parameters()]
@@ -316,8 +331,8 @@ def warn_of_averages(model: nn.Module, averagings: int) -> None:
             )
 
 
-def _warn(text: str) -> None:
-    warnings.warn(text, UserWarning, stacklevel=5)
+def _warn(text: str, stacklevel: int = 5) -> None:
+    warnings.warn(text, UserWarning, stacklevel)
 
 
 def changed_since(before: Mapping[str, Tensor | None], now: Mapping[str, Tensor]) -> list[str]:

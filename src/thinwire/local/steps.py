@@ -10,13 +10,10 @@ from thinwire.local.model import calls_of_step
 
 class FollowedSteps:
     """Hook `step` of several optimizers. A local step ends when each has made one step, in any
-    order.
+    order, or after the second step of one, which begins the next local step.
 
-    Args:
-        optimizers: The optimizers that train one model.
-        before: Called before a local step.
-        observed: Called when its loss is known: after the closure, if `step` gets one.
-        after: Called after a local step.
+    `before` and `after` are called around a local step, and `observed` when its loss is known:
+    after the closure, if `step` gets one.
     """
 
     def __init__(
@@ -54,10 +51,11 @@ class FollowedSteps:
         self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Handle the start of one step, with all arguments of `step`, the optimizer first."""
-        if self._made or calls_of_step(args[0]) > 1:
-            return None
-        self._before()
         optimizer, *given = args
+        if (self._made and id(optimizer) not in self._made) or calls_of_step(optimizer) > 1:
+            return None
+        if not self._made:
+            self._before()
         closure = given[0] if given else kwargs.get("closure")
         if closure is None:
             self._observed()
@@ -75,7 +73,8 @@ class FollowedSteps:
     def _after_one(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if calls_of_step(optimizer) > 1:
             return
+        again = id(optimizer) in self._made
         self._made.add(id(optimizer))
-        if len(self._made) == len(self._optimizers):
-            self._made.clear()
+        if again or len(self._made) == len(self._optimizers):
+            self._made = {id(optimizer)} if again else set()
             self._after()

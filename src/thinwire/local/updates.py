@@ -40,6 +40,7 @@ from thinwire.local.model import (
     LocalModel,
     given_optimizer,
     warn_of_averages,
+    warn_of_misplaced,
     warn_of_others,
 )
 from thinwire.local.steps import FollowedSteps
@@ -112,7 +113,7 @@ def local_sgd(
         ValueError: More fragments than parameters, an optimizer of other parameters, or a parameter
             in two optimizers.
     """
-    return LocalUpdates(
+    found = LocalUpdates(
         model,
         optimizer,
         config,
@@ -123,6 +124,8 @@ def local_sgd(
         plan=plan,
         mesh=mesh,
     )
+    warn_of_misplaced(model, found._tensors.optimizer, 4)
+    return found
 
 
 class LocalUpdates:
@@ -349,9 +352,7 @@ class LocalUpdates:
             )
 
     def _after_averaging(self, goes_on: bool) -> bool:
-        """Admit joiners and release leaving members between two averagings, with none in flight.
-        Return True if this rank continues.
-        """
+        """Admit joiners and release leaving members; return True if this rank continues."""
         members, averager = self._members, self._averager
         if members is not None and averager is not None:
             members.end_round(JoinerState(averager, members.group), goes_on=goes_on)
@@ -469,6 +470,13 @@ class LocalUpdates:
         self._interval.before_step(self.step + 1, dropped=True)
         self._skipped += 1
         self._follow(averager.after_step)
+
+    def refuse(self, problem: str) -> None:
+        """Raise this user error on all ranks, at the next agreement of the others."""
+        averager = self._open_averager()
+        with averager.group.one_deadline():
+            averager.settle()
+            averager.agreement(self.step, "refusing", first=False, user_error=problem)
 
     def give_up(self, why: str | None) -> None:
         """Raise `NonFinite` with this text on all ranks at the next averaging; None cancels it."""

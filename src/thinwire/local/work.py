@@ -13,11 +13,7 @@ RoundTotals = tuple[int, int | None]
 
 
 def require_tokens(tokens: object, config: LocalConfig | None) -> None:
-    """Raise unless `tokens` is a valid weight in a timed round.
-
-    Raises:
-        TypeError, ValueError: It is not an integer >= 1, or rounds are not timed.
-    """
+    """Raise unless rounds are timed, and `tokens` is an integer >= 1."""
     if config is None or not config.by_time:
         raise ValueError(
             f"tokens={tokens} sets the weight of a rank in timed rounds only: use "

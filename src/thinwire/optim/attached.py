@@ -36,11 +36,7 @@ class Attached:
         stats: Callable[[], dict[str, float]],
         removed: Callable[[], None],
     ) -> None:
-        """Move the exchange of `optimizer` into the backward pass of `ddp`; see
-        `DGCMomentum.attach`.
-
-        `stats` are those of the optimizer; `remove` calls `removed` once.
-        """
+        """See `DGCMomentum.attach`. `stats` are the optimizer's; `remove` calls `removed` once."""
         check.instance("ddp", ddp, DistributedDataParallel)
         if synchronizer.ranks.mesh is not None:
             raise ValueError(

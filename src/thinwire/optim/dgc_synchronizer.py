@@ -355,11 +355,7 @@ class DGCUpdate:
         rates: Sequence[float],
         done: Round,
     ) -> None:
-        """Make the update from the result `done` of exchanging `grads`, and commit the exchange.
-
-        Communication: only if a tensor that was compressed is averaged densely now; see
-        `_make_momentum_common`.
-        """
+        """Make the update from the result `done` of exchanging `grads`, and commit the exchange."""
         sync = self._synchronizer
         # decide by facts common to all ranks: one may hold a row-sparse gradient, another a dense
         # one

@@ -52,7 +52,8 @@ class Muon(TorchOptimizer):
     In a group whose key `muon` is true (the default), Muon updates the real parameters of two
     dimensions. If its key `conv` is true, Muon also updates those of more dimensions, as matrices
     (first, all else). AdamW updates all others. Embeddings and the output layer are matrices too
-    but train better with AdamW: pass `muon_groups(model)`, or groups of your own.
+    but train better with AdamW: pass `muon_groups(model)`, or groups of your own. Muon itself sees
+    no model and cannot warn; `prepare` and `local_sgd` do.
 
     Parameters may be sharded by `fully_shard`, also on torch's two-dimensional mesh: with local
     updates, in an engine, or without either. Each rank keeps its shard of the momentum. In a step
@@ -162,6 +163,17 @@ class Muon(TorchOptimizer):
             optimizer = torch.optim.AdamW(rest[:1])
             optimizer.param_groups, optimizer.state = groups, self.state
             unhooked_step(torch.optim.AdamW)(optimizer)
+
+    def misplaced(self, model: nn.Module) -> list[str]:
+        """Return the names of matrices that it trains with Muon and `muon_groups(model)` would give
+        to AdamW. None without an embedding, and if a group has `muon` false: that was chosen.
+        """
+        embeds = any(isinstance(module, _EMBEDDINGS) for module in model.modules())
+        if not embeds or not all(group["muon"] for group in self.param_groups):
+            return []
+        own = {p for g in self.param_groups for p in g["params"] if _is_of_muon(p, g)}
+        adamw = (pair for g in muon_groups(model) if not g["muon"] for pair in g["params"])
+        return [name for name, p in adamw if p in own]
 
     def _matrix(self, param: Tensor, group: Mapping[str, Any]) -> Matrix:
         assert param.grad is not None

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,7 @@ def load(directory: str | Path, parts: Parts, step: int | None) -> tuple[Path, R
                 raise _mismatch(loaded, str(problem)) from problem
             return sorted(left)
 
-        return _union(on_all_ranks(parts.savers, "taking over a checkpoint", act))
+        return frozenset().union(*on_all_ranks(parts.savers, "taking over a checkpoint", act))
 
     keep = settings_in_groups(changes)
     restored = load_all(loaded.state, parts, keep=keep, agreed=agreed)
@@ -98,10 +97,6 @@ def _found(directory: str | Path, parts: Parts, **options: Any) -> Loaded:
         sharding=partial(_sharding, parts),
         **options,
     )
-
-
-def _union(answers: list[list[str]]) -> frozenset[str]:
-    return frozenset(chain.from_iterable(answers))
 
 
 @torch.no_grad()
@@ -127,7 +122,7 @@ def load_parameters(directory: str | Path, parts: Parts) -> Path:
             raise CheckpointMismatch(f"{loaded.path}: {error}") from error
 
     action = "taking over the parameters of a checkpoint"
-    left = _union(on_all_ranks(parts.savers, action, fits))
+    left = frozenset().union(*on_all_ranks(parts.savers, action, fits))
     copy_values_(loaded.state, parts, left)
     discard_pending(parts, alike=not left)
     return loaded.path
@@ -192,12 +187,7 @@ def _owners(tree: Mapping[str, Any]) -> dict[Any, str]:
 
 
 def _complete(state: Mapping[str, Any], parts: Parts) -> None:
-    """Initialize compression state that a new sharding needs: zero, or as drawn where all ranks
-    hold the same.
-
-    Raises:
-        CheckpointMismatch: The saved state belongs to a shard that is not compressed now.
-    """
+    """Initialize compression state that a new sharding needs: zero, or as all ranks draw it."""
     saved, here = state["exchange"], parts.exchange.state_dict()
     for kind, tensors in here.items():
         if not isinstance(tensors, dict) or not isinstance(saved.get(kind), dict):

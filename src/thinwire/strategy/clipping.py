@@ -39,12 +39,8 @@ class Clipping:
         return float(global_norm(summed)) if summed else 0.0
 
     def __call__(self, grads: dict[str, Tensor], norms: Sequence[float]) -> dict[str, Tensor]:
-        """Return clipped gradients. They may be the same tensors, changed.
-
-        `norms` are those of the ranks of this replica, if an agreement has reported them.
-
-        Communication: over shards, and over stages without `norms`, 8 bytes a rank with
-        `ClipByGlobalNorm`; over shards 8 bytes a tensor with `ClipByNorm`.
+        """Return clipped gradients; they may be the same tensors, changed. `norms` are those of the
+        ranks of this replica, if an agreement has reported them; else ranks gather 8 bytes each.
         """
         if self.clip is None:
             return dict(grads)
@@ -67,9 +63,7 @@ def require_one_clip(
     optimizer: torch.optim.Optimizer, grad_clip: Clip | None, *, sharded: bool = False
 ) -> None:
     """Raise `StrategyError` if the optimizer clips already, or exchanges and cannot have this
-    clipping.
-
-    `sharded`: True if the optimizer sees parts of tensors.
+    clipping, as where tensors are `sharded`.
     """
     if grad_clip is None:
         return
@@ -86,9 +80,6 @@ def require_one_clip(
 def require_clip_of_one(optimizers: Sequence[torch.optim.Optimizer], *, parts: bool) -> None:
     """Refuse several optimizers if one clips by norm and each rank has `parts` of a model. Only the
     engine's single clipping sees the norms of all parts.
-
-    Raises:
-        StrategyError: Names the optimizer.
     """
     for optimizer in optimizers if parts and len(optimizers) > 1 else ():
         own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None

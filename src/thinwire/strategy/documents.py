@@ -65,9 +65,7 @@ def _plain(config: Any) -> dict[str, Any]:
 
 
 def _entries(config: Any) -> Iterator[tuple[str, Any, str | None]]:
-    """Return the keys of a config with their values, and its tag. Positional keys come first. The
-    tag is empty if the config is written without one.
-    """
+    """Return keys, values and tags; positional keys first, and an empty tag for an omitted one."""
     for field in sorted(fields(config), key=lambda field: bool(field.kw_only)):
         value, key = getattr(config, field.name), (type(config), field.name)
         tag = None
@@ -256,11 +254,8 @@ _REFERENCE = re.compile(r"(?:See|As in) `(\w+)`")
 
 
 def attribute_lines(config: type) -> dict[str, str]:
-    """Return the text on each attribute in the docstring's section "Attributes", on one line,
-    without marks.
-
-    An entry that begins "See `Other`" or "As in `Other`" stands for the entry of that class in the
-    same module. Empty where docstrings are stripped (`python -OO`).
+    """Return the text on each attribute in the docstring's section "Attributes", on one line. An
+    entry "See `Other`" stands for that of another class. Empty without docstrings (`python -OO`).
     """
     section = _SECTION.search(inspect.getdoc(config) or "")
     entries = {

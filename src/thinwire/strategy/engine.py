@@ -38,10 +38,7 @@ from thinwire.strategy.background_save import BackgroundSave
 from thinwire.strategy.engine_checks import Joining
 from thinwire.strategy.microsteps import Microsteps
 from thinwire.strategy.model_files import load_model_file
-from thinwire.strategy.ownership import (
-    remove_scaler_marks_,
-    replace_step_,
-)
+from thinwire.strategy.ownership import JointUpdate, remove_scaler_marks_, replace_step_
 from thinwire.strategy.parts import Parts
 
 _log = logging.getLogger("thinwire")
@@ -142,8 +139,7 @@ class Engine:
             return self._train_stages(parts.runner, inputs, targets, tokens)
         self._begin_microstep(tokens)
         _check_mean(loss := self._loss_of(inputs, targets, "train_step"))
-        with self._steps.with_advice(), parts.group.one_deadline():
-            self._steps.minimize(loss)
+        self._steps.minimize(loss)
         self._steps.warn()
         return loss.detach().reshape(())
 
@@ -241,8 +237,7 @@ class Engine:
             )
         self._begin_microstep(tokens)
         _check_mean(loss)
-        with self._steps.with_advice(), parts.group.one_deadline():
-            self._steps.minimize(loss)
+        self._steps.minimize(loss)
         self._steps.warn()
         return [], [(p, p.grad) for p in parts.params.values() if p.grad is not None]
 
@@ -270,7 +265,7 @@ class Engine:
             ThinwireError: The exchange failed: see `thinwire.errors`.
         """
         self._require_unscaled("apply_gradients")
-        self._require_ready(tokens)
+        self._require_ready(tokens, early=False)
         with self._steps.with_advice(), self._parts.group.one_deadline():
             self._steps.finish(loss)
         self._steps.edit_check.record()
@@ -279,7 +274,7 @@ class Engine:
     def follow_steps(self, loss: Callable[[], Tensor | None] | None = None) -> "Following":
         """Make `engine.optimizer.step()` run the update, for a training loop that you cannot
         change. It then calls `apply_gradients`. With several optimizers, the last one stepped runs
-        the update.
+        the update of all, after one backward pass: a generator and its critic need an engine each.
 
         The loop runs the backward passes and calls `step()` of the optimizer, or of a wrapper
         around it. Nothing else may average over the ranks. A closure is called first; its result is
@@ -300,7 +295,7 @@ class Engine:
 
         Raises:
             RuntimeError: As in `apply_gradients`; steps are followed already. At a step: an enabled
-                `GradScaler` calls it, on two ranks or more.
+                `GradScaler` calls it, on two ranks or more; or not all steps follow one backward.
         """
         self._require_open()
         self._require_unscaled("follow_steps")
@@ -310,7 +305,8 @@ class Engine:
                 "handle that it returned"
             )
         engine = weakref.ref(self)  # the optimizer must not keep its engine alive
-        called: set[int] = set()
+        undo = contextlib.ExitStack()
+        joint = JointUpdate(self.optimizers, undo)
 
         def update(which: int, closure: Callable[[], Any] | None) -> Any:
             target = engine()
@@ -324,14 +320,14 @@ class Engine:
             if closure is not None:
                 with torch.enable_grad():
                     value = closure()
-            called.add(which)
-            if len(called) == len(target.optimizers):
-                called.clear()
-                reported = value if loss is None else loss()
-                target.apply_gradients(reported if isinstance(reported, Tensor) else None)
+            if (problem := joint.add(which)) is not None:
+                target._steps.refuse(problem)
+            if joint.complete:
+                with joint.gradients():
+                    reported = value if loss is None else loss()
+                    target.apply_gradients(reported if isinstance(reported, Tensor) else None)
             return value
 
-        undo = contextlib.ExitStack()
         for index, optimizer in enumerate(self.optimizers):
             undo.callback(replace_step_(optimizer, partial(update, index)))
         self._following = Following(undo.close)
@@ -834,7 +830,7 @@ class Engine:
             raise RuntimeError("this engine was closed: prepare a new one")
 
     def _begin_microstep(self, tokens: int | None) -> None:
-        self._require_ready(tokens)
+        self._require_ready(tokens, early=True)
         self._steps.edit_check.check()
 
     def _require_unscaled(self, caller: str) -> None:
@@ -846,12 +842,13 @@ class Engine:
                 "backward pass: use engine.train_step(inputs, targets)"
             )
 
-    def _require_ready(self, tokens: int | None) -> None:
+    def _require_ready(self, tokens: int | None, *, early: bool) -> None:
         self._require_open()
         if tokens is not None:
             require_tokens(tokens, None if self.sync is None else self.sync.config)
         self._steps.tokens = tokens
-        self._steps.trained.require_known()
+        if (problem := self._steps.trained.problem()) is not None:
+            self._steps.refuse(problem, early=early)
         joining = self._steps.joining
         if joining is not None and joining.due and self._parts.exchange.local:
             joining.vote(active=True)

@@ -79,11 +79,7 @@ class Joining:
         """True if the next microstep begins with a vote."""
 
     def vote(self, *, active: bool) -> bool:
-        """Return True if any rank still has a batch. All ranks must call this.
-
-        Raises:
-            Mismatch: A rank is in another call of this library, such as a step outside `join`.
-        """
+        """Return True if any rank still has a batch. All ranks must call this."""
         action = "asking which ranks still have batches"
         answers = self._group.gather_bytes(b"+" if active else b"-", action=action)
         for rank, answer in enumerate(answers):
@@ -143,13 +139,8 @@ class MovingBuffers:
 
     def forget(self, *, equal: bool = True, alike: bool = True) -> None:
         """Mark the current buffers as equal, or send all of them at the next update. Called after a
-        state was loaded.
-
-        Args:
-            equal: True if all ranks hold the same values.
-            alike: True if all ranks have the same set of buffers, whatever their values; equal on
-                all ranks. If false, ranks without buffers also take part in the next agreement,
-                which compares the sets.
+        state was loaded. `alike`: all ranks have the same set of buffers, whatever their values; if
+        false, ranks without buffers also take part in the next agreement, which compares the sets.
         """
         self._equal, self._alike = equal and alike, alike
         if self._group.size > 1:

@@ -88,9 +88,11 @@ class Exchange(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state that later updates depend on, without the optimizer's."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore from `state_dict`."""
+        return
 
     def buffers_loaded(self) -> None:
         """Note that the model's buffers were written, after `load_state_dict`."""
@@ -132,8 +134,9 @@ class _EveryStep(Exchange):
             yield
         except Exception as error:
             self.moved = True
-            gradients.poisoned = _failure_text(step, error)
-            error.add_note(_FAILED_HERE)
+            alone = gradients.group.size == 1
+            gradients.poisoned = _failure_text(step, error, alone=alone)
+            error.add_note(gradients.poisoned if alone else _FAILED_HERE)
             raise
 
 
@@ -261,12 +264,6 @@ class ExchangingStep(_EveryStep):
     def require_equal(self, step: int) -> None:
         self._optimizer.require_equal()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
-
 
 class LocalSteps:
     """Updates each rank independently. `LocalUpdates` hooks the optimizer and averages parameters.
@@ -367,11 +364,12 @@ _FAILED_HERE = (
 )
 
 
-def _failure_text(step: int, error: Exception) -> str:
-    """Return the error that other ranks get for an update that this rank could not finish."""
+def _failure_text(step: int, error: Exception, *, alone: bool) -> str:
+    """Return the error that all ranks get after an update that this rank could not finish."""
+    state = "That update may be made in part" if alone else "Other ranks have made that update"
     return (
         f"the optimizer, or a hook of it, failed after the exchange of update {step + 1} with "
-        f"{type(error).__name__}: {error}. Other ranks have made that update: restart all ranks "
+        f"{type(error).__name__}: {error}. {state}: restart {'' if alone else 'all ranks '}"
         "from the last checkpoint"
     )
 

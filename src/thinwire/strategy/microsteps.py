@@ -5,7 +5,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,10 +19,11 @@ from thinwire.core.stats import Pace
 from thinwire.core.tensors import with_own_storage
 from thinwire.errors import Mismatch, PeerLost, PeerStalled
 from thinwire.exchange.agreement import StepDecision
+from thinwire.exchange.gradients import layout_change
 from thinwire.local.updates import LocalUpdates
 from thinwire.strategy.engine_checks import Joining
 from thinwire.strategy.exchanges import LocalSteps
-from thinwire.strategy.ownership import GradientEditCheck, ReplacedParameterCheck
+from thinwire.strategy.ownership import GradientEditCheck, ReplacedParameterCheck, params_of
 from thinwire.strategy.parts import Parts
 
 _log = logging.getLogger("thinwire")
@@ -101,11 +102,22 @@ class Microsteps:
     def idle(self) -> StepDecision:
         """Take part in the next update without a batch, with the gradients merged so far."""
         parts, merge = self.parts, self.parts.merge
-        self.trained.require_known()
+        if (problem := self.trained.problem()) is not None:
+            self.refuse(problem, early=True)
         self.clear_grads()
         if merge is not None:
             parts.batches.merged, merge.microsteps = merge.microsteps, parts.merge_steps - 1
-        overlap = parts.overlap if parts.batches.all_have else None
+        with self._without_gradients(early=True):
+            verdict = self._add_or_update({}, 1.0, overflow=False)
+        if verdict is StepDecision.END and merge is not None:
+            merge.microsteps = parts.batches.merged
+        return verdict
+
+    @contextlib.contextmanager
+    def _without_gradients(self, *, early: bool) -> Iterator[None]:
+        """Take part in an exchange without gradients; `early` if it begins in backward passes."""
+        parts = self.parts
+        overlap = parts.overlap if early and parts.batches.all_have else None
         with (
             self.with_advice(),
             parts.group.one_deadline(),
@@ -114,10 +126,19 @@ class Microsteps:
             if overlap is not None:
                 # no backward pass and so no hook here: launch all buckets, as the other ranks do
                 overlap.complete()
-            verdict = self._add_or_update({}, 1.0, overflow=False)
-        if verdict is StepDecision.END and merge is not None:
-            merge.microsteps = parts.batches.merged
-        return verdict
+            yield
+
+    def refuse(self, problem: str, *, early: bool = False) -> NoReturn:
+        """Raise a user error on all ranks: others wait for this one, now or at an averaging."""
+        if early:
+            self.clear_grads()
+        if self.sync is not None:
+            with self.with_advice():
+                self.sync.refuse(problem)
+        elif self.parts.runner is None:
+            with self.trained.as_prepared(), self._without_gradients(early=early):
+                self.update({}, overflow=False, user_error=problem)
+        raise RuntimeError(problem)  # stages report it by themselves
 
     @contextlib.contextmanager
     def with_advice(self) -> Iterator[None]:
@@ -144,7 +165,7 @@ class Microsteps:
         for param in self.parts.params.values():
             param.grad = None
         # also of frozen ones, as zero_grad() does: the optimizer would keep updating from them
-        for trained in _params_of(self.parts.optimizer):
+        for trained in params_of(self.parts.optimizer):
             trained.grad = None
 
     def minimize(self, loss: Tensor) -> None:
@@ -160,7 +181,8 @@ class Microsteps:
             )
         self.clear_grads()
         scaler = self.parts.scaler
-        self._backward(loss if scaler is None else scaler.scaled(loss), loss.detach())
+        with self.with_advice(), self.parts.group.one_deadline():
+            self._backward(loss if scaler is None else scaler.scaled(loss), loss.detach())
         self.edit_check.record()
 
     def _backward(self, scaled: Tensor, loss: Tensor) -> None:
@@ -221,7 +243,12 @@ class Microsteps:
         return self.update(grads, overflow=overflow or merge.overflowed)
 
     def update(
-        self, grads: dict[str, Tensor], *, overflow: bool, complete: bool = False
+        self,
+        grads: dict[str, Tensor],
+        *,
+        overflow: bool,
+        complete: bool = False,
+        user_error: str | None = None,
     ) -> StepDecision:
         """Run one update from this rank's unscaled gradients; none if a rank has an overflow.
 
@@ -236,6 +263,7 @@ class Microsteps:
         how: dict[str, Any] = {
             "overflow": overflow if scaler is not None and scaler.checks else None,
             "complete": complete or parts.find_unused or not parts.batches.has_batch,
+            "user_error": user_error,
         }
         # launched buckets may differ from these gradients: the vote decides if they are sent again
         if overlap is not None and overlap.pending:
@@ -319,20 +347,35 @@ class _Trained:
             None if sharded else ReplacedParameterCheck(parts.model, parts.params)
         )
         self._trained = set(parts.params.values()) | {
-            p for p in _params_of(parts.optimizer) if p.requires_grad
+            p for p in params_of(parts.optimizer) if p.requires_grad
         }
+        self._layouts = {name: (p.shape, p.dtype) for name, p in parts.params.items()}
 
-    def require_known(self) -> None:
-        """Raise if a parameter would be updated without an exchange, so that ranks diverge."""
+    @contextlib.contextmanager
+    def as_prepared(self) -> Iterator[None]:
+        """Give parameters their old shapes in the block: messages must have the old lengths."""
+        with contextlib.ExitStack() as undo:
+            for name, param in self._parts.params.items():
+                shape, dtype = self._layouts[name]
+                if (param.shape, param.dtype) != (shape, dtype):
+                    undo.callback(setattr, param, "data", param.data)
+                    param.data = param.new_zeros(shape, dtype=dtype)
+            yield
+
+    def problem(self) -> str | None:
+        """Describe a parameter that would not be exchanged as `prepare` found it, if any."""
+        for name, param in self._parts.params.items():
+            if (param.shape, param.dtype) != self._layouts[name]:
+                return layout_change(name, self._layouts[name], param)
         new = [
             p
-            for p in _params_of(self._parts.optimizer)
+            for p in params_of(self._parts.optimizer)
             if p.requires_grad and p not in self._trained
         ]
         if new:
             names: dict[Tensor, str] = {p: name for name, p in named_parameters(self._parts.model)}
             listed = ", ".join(names.get(p, f"one of shape {tuple(p.shape)}") for p in new[:3])
-            raise RuntimeError(
+            return (
                 f"{len(new)} parameters became trainable, or were given to the optimizer, after "
                 f"prepare had chosen the parameters to exchange: {listed}. Close this engine and "
                 "prepare a new one, with an optimizer that has them, on all ranks"
@@ -340,29 +383,26 @@ class _Trained:
         averaged = self._parts.params if self._parts.exchange.local else {}
         frozen = next((name for name, p in averaged.items() if not p.requires_grad), None)
         if frozen is not None:
-            raise RuntimeError(
+            return (
                 f"parameter {frozen} was frozen after prepare, but local updates still average "
                 "it. Before you freeze it, call engine.flush() and engine.close(); afterwards "
                 "prepare a new engine, on all ranks"
             )
         replaced = None if self._replacement_check is None else self._replacement_check.replaced()
-        if replaced is not None:
-            raise RuntimeError(
-                f"the model was changed since prepare: parameter {replaced} is another object, "
-                "which the optimizer does not train. Copy values into the existing parameters "
-                "(load_state_dict without assign=True), or close this engine and prepare a new "
-                "one with a new optimizer, on all ranks"
-            )
+        if replaced is None:
+            return None
+        return (
+            f"the model was changed since prepare: parameter {replaced} is another object, which "
+            "the optimizer does not train. Copy values into the existing parameters "
+            "(load_state_dict without assign=True), or close this engine and prepare a new one "
+            "with a new optimizer, on all ranks"
+        )
 
 
 _UPDATE_MADE = (
     "This rank has made the update before this error: parameters, optimizer and counters are "
     "updated, but the buffers are not yet equal on all ranks"
 )
-
-
-def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    return (param for group in optimizer.param_groups for param in group["params"])
 
 
 def _unscaled(

@@ -9,8 +9,8 @@ own stage only.
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
 
@@ -122,6 +122,75 @@ def replace_step_(
     return undo
 
 
+class JointUpdate:
+    """One step of each of several optimizers after one backward pass, for `follow_steps`."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], undo: ExitStack) -> None:
+        self._optimizers, self._stepped = optimizers, list[int]()
+        self._seen: dict[Tensor, tuple[Tensor | None, int]] = {}
+        """Gradients and their versions at the optimizer's step; with -1 before it."""
+        self._backward_passed = False
+        """True after a backward pass since the first step."""
+        for param in (p for opt in optimizers for p in params_of(opt) if len(optimizers) > 1):
+            if param.requires_grad:
+                hook = param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                undo.callback(hook.remove)
+
+    def _on_gradient(self, _: Tensor) -> None:
+        self._backward_passed = True
+
+    def add(self, which: int) -> str | None:
+        """Add a step; return why it is of another update, if so. A gradient may be clipped before
+        its optimizer's step and cleared after it.
+        """
+        if not self._stepped:
+            self._seen = {p: (p.grad, -1) for opt in self._optimizers for p in params_of(opt)}
+            self._backward_passed = False
+        changed = self._backward_passed or any(
+            p.grad is not None and (p.grad is not grad or version not in (-1, _version(grad)))
+            for p, (grad, version) in self._seen.items()
+        )
+        if changed or which in self._stepped:
+            why = f"its step after another backward pass than optimizer {self._stepped[0]}"
+            why = "a second step before all had made one" if which in self._stepped else why
+            self._stepped = []
+            return (
+                f"optimizer {which} ({type(self._optimizers[which]).__name__}) made {why}: "
+                "follow_steps makes one update of all optimizers after one backward pass. "
+                "Optimizers with losses or rhythms of their own, as of a generator and its critic, "
+                "need one engine a part: strategy.prepare(critic, critic_optimizer)"
+            )
+        self._stepped.append(which)
+        own = params_of(self._optimizers[which])
+        self._seen |= {p: (p.grad, _version(p.grad)) for p in own}
+        return None
+
+    @property
+    def complete(self) -> bool:
+        """True if each has stepped."""
+        return len(self._stepped) == len(self._optimizers)
+
+    @contextmanager
+    def gradients(self) -> Iterator[None]:
+        """Have the gradients of the steps in the block, also those that were cleared since."""
+        seen, self._seen, self._stepped = self._seen, {}, []
+        cleared = [p for p in seen if p.grad is None]
+        for param, (grad, _) in seen.items():
+            param.grad = grad
+        yield
+        for param in cleared:
+            param.grad = None
+
+
+def _version(grad: Tensor | None) -> int:
+    return 0 if grad is None else shard_of(grad)._version
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield all parameters of an optimizer."""
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
 def remove_scaler_marks_(optimizer: torch.optim.Optimizer) -> bool:
     """Remove the marks of a `GradScaler` that is refused. Return True if there were any."""
     own = vars(optimizer)
@@ -146,7 +215,7 @@ def require_unowned(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    return {id(p) for p in params_of(optimizer) if p.requires_grad}
 
 
 def require_trained(params: Mapping[str, Parameter]) -> None:
@@ -230,12 +299,7 @@ def _track_step_(optimizer: torch.optim.Optimizer) -> None:
 
 class ReplacedParameterCheck:
     """Detects parameters of a model that were replaced and are no longer trained, such as after
-    `load_state_dict(..., assign=True)`.
-
-    Args:
-        model: The model. Its parameters must not be sharded: FSDP replaces sharded parameters all
-            the time.
-        params: The trained parameters by name.
+    `load_state_dict(..., assign=True)`. Not of a sharded model, where FSDP replaces them.
     """
 
     def __init__(self, model: nn.Module, params: Mapping[str, Parameter]) -> None:
@@ -345,10 +409,8 @@ def holds_one_stage(
 
 
 def gather_stages_(model: nn.Module, split: StageSplit, group: Group) -> None:
-    """Send the values of each stage to all ranks, from the rank of the first replica that has them.
-
-    Raises:
-        StrategyError: There are fewer ranks than stages now.
+    """Send the values of each stage to all ranks, from the rank of the first replica that has
+    them.
     """
     if group.size < len(split):
         raise StrategyError(

@@ -31,7 +31,7 @@ from thinwire.exchange.overlap import Overlap
 from thinwire.exchange.synchronizer import Ranks
 from thinwire.kernels.rules import Need
 from thinwire.layout.traffic import settled_step
-from thinwire.local.model import require_own_params, warn_of_others
+from thinwire.local.model import require_own_params, warn_of_misplaced, warn_of_others
 from thinwire.local.updates import LocalUpdates
 from thinwire.optim import Lamb, Lars
 from thinwire.optim.common import CommonOptimizer
@@ -84,6 +84,7 @@ def prepare(setup: Setup) -> Engine:
     check.boolean("find_unused_parameters", setup.find_unused_parameters)
     setup.planned = planned_row(setup.plan)
     check_kinds(model, setup.optimizer, setup.loss_fn, setup.grad_clip)
+    warn_of_misplaced(model, setup.optimizer)
     reshard_(model)
     require_shards(dict(named_parameters(model)), None if mesh is None else mesh["shard"])
     setup.digest_every = check.integer("digest_every", setup.digest_every, at_least=0)

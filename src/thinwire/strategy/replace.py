@@ -103,18 +103,9 @@ def select_optimizer(
     SGD for a `DGCMomentum`, the moments and steps of an Adam for `Lamb`. State of SGD is refused
     for `Lars`, whose velocity contains the rate.
 
-    Args:
-        optimizer: Changed only if it stays and `keep` leaves out some of its parameters.
-        compression: `DGC` turns an SGD into a `DGCMomentum`. Other configs compress before the
-            optimizer, as does `DGC` under `lars`, `lamb` or local updates.
-        lars: Turns an SGD into a `Lars`.
-        lamb: Turns an Adam, AdamW or LazyAdam into a `Lamb`.
-        local: True if ranks train independently and average at an interval.
-        names: Names in the model. Names that the optimizer itself has take precedence.
-        keep: Parameters that this process trains under a pipeline; None for all.
-        process_group: The ranks that exchange; None for all.
-        mesh: Mesh of sites and shards; None for whole models.
-        is_only: True if the model has no other optimizer.
+    DGC turns an SGD into a `DGCMomentum`; other configs, and DGC under `lars`, `lamb` or local
+    updates, compress before the optimizer. Names of the optimizer itself precede `names`. `keep`
+    has the parameters that this process trains under a pipeline.
 
     Raises:
         StrategyError: The strategy does not go with this optimizer; lists every reason, and nothing

@@ -70,10 +70,7 @@ def exclusion_predicate(
     settings: OptimizerSettings, patterns: tuple[str, ...], names: Mapping[Tensor, str]
 ) -> Exclusion:
     """Return the predicate for parameters without decay: those that the optimizer excludes, and
-    those whose name matches. Decided for all stages of a pipeline.
-
-    Raises:
-        ValueError: A pattern matches no name.
+    those whose name matches. Decided for all stages of a pipeline; refuses an idle pattern.
     """
     require_matches(patterns, names.values())
     if not patterns and not settings.exclude:
@@ -92,13 +89,8 @@ def convert_optimizer(
     keep: Callable[[Tensor], bool],
 ) -> CommonOptimizer:
     """Return the optimizer of the other method, at the same update, with the state of the same
-    meaning.
-
-    Tensors of the right type in `state` are shared, not copied. Parameters that `keep` refuses are
-    left out; groups keep their order, empty ones too.
-
-    Raises:
-        TypeError, ValueError: The constructor refuses a value.
+    meaning. Tensors of the right type in `state` are shared, not copied. Parameters that `keep`
+    refuses are left out; groups keep their order, empty ones too.
     """
     groups: list[dict[str, Any]] = []
     for group in settings.groups:
@@ -272,11 +264,7 @@ def _decide_decay_(
     field: str,
     decay: float,
 ) -> None:
-    """Set the decay of `replacement` so that nothing decays twice and every explicit choice is
-    kept. Changes `replacement`.
-
-    If all groups have the constructor's value, no choice was made.
-    """
+    """Set the decay of `replacement` so that nothing decays twice and each choice is kept."""
     own = float(optimizer.defaults["weight_decay"])
     decays = [float(group["weight_decay"]) for group in settings.groups]
     if set(decays) != {own}:

@@ -166,15 +166,10 @@ def load_all(
     keep: Collection[str],
     agreed: Callable[[Exception | None, frozenset[str]], frozenset[str]],
 ) -> Restored:
-    """Run `load` with the agreement of several ranks.
+    """Run `load` with the agreement of several ranks. Groups of the optimizer `keep` these keys.
 
-    Args:
-        state: The result of `saved`.
-        parts: Parts of the engine; all changed, or none.
-        keep: Keys of the optimizer's groups that keep their present values.
-        agreed: Called before parameters change, with this rank's error or None, and the buffers
-            that it must not load. Raises if any rank has an error. Else returns the buffers that
-            any rank must not load.
+    `agreed` gets this rank's error or None, and the buffers that it must not load, before
+    parameters change. It raises if any rank has an error; else it returns the buffers of all.
     """
     left: frozenset[str] = frozenset()
     of_modules = state.get(_OF_MODULES, {})
@@ -286,11 +281,7 @@ def _require_frozen(
 
 
 def _left(state: Mapping[str, Any], parts: Parts) -> frozenset[str]:
-    """Return the buffers with persistent=False that exist on one side only, or have another shape.
-    A load does not change them, as torch's `state_dict` does not have them.
-
-    The model knows which of its buffers are persistent; for other buffers the state does.
-    """
+    """Return the buffers with persistent=False that differ in presence or shape: not loaded."""
     theirs, ours = state["buffers"], _buffers(parts)
     saved_only = set(state.get(_NON_PERSISTENT, ())) - ours.keys()
     return frozenset(
@@ -304,9 +295,7 @@ def _left(state: Mapping[str, Any], parts: Parts) -> frozenset[str]:
 def _without(
     left: frozenset[str], exchange: Mapping[str, Any], here: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the state of an exchange with the present values of buffers that are left. Local
-    updates keep buffers between averagings and of a pending averaging.
-    """
+    """Return the state of local updates with the present values of buffers that are left."""
     fitted = dict(exchange)
     if not left:
         return fitted

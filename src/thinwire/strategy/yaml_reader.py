@@ -63,9 +63,7 @@ def read_file(path: Path) -> tuple[Any, dict[str, int]]:
     """Read a strategy. Return its value, and the line (from 1) of every dotted path in it.
 
     Raises:
-        StrategyError: Not UTF-8, not YAML, empty, longer than any strategy, or one of the traps;
-            the text begins with file and line.
-        OSError: The file cannot be read.
+        StrategyError: It is none; the text begins with file and line.
     """
     try:
         content = read_regular(path, _MOST_BYTES)

@@ -195,10 +195,7 @@ def sources_digest() -> str:
 
 @functools.cache
 def _folders() -> tuple[Path, ...]:
-    """Return the candidate folders for the cache.
-
-    The environment names one; else beside the sources, then in the user's cache.
-    """
+    """Return the cache: the environment's, or beside the sources, then in the user's cache."""
     own = hashlib.sha256(str(Path(__file__).parent).encode()).hexdigest()[:12]
     if _settings.CACHE_DIR:
         return (Path(_settings.CACHE_DIR) / f"thinwire-{own}",)

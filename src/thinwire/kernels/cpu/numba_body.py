@@ -282,10 +282,7 @@ def step_along_list_(
 
 
 def _by_kind(folds: Sequence[Fold], more: Sequence[object] | None = None) -> dict[Any, list[int]]:
-    """Group the indices of tensors that one call can take.
-
-    The key None has tensors that are worth several threads each.
-    """
+    """Group tensors that one call can take; under None those worth several threads each."""
     total = sum(fold.residual.numel() for fold in folds)
     large = max(2 * SMALLEST_PART, total // (2 * torch.get_num_threads()))
     kinds: dict[Any, list[int]] = {}

@@ -173,10 +173,7 @@ def _scales(magnitudes: Tensor, count: Tensor, bits: int) -> Tensor:
 
 
 def _split_at_means(magnitudes: Tensor, count: Tensor, depth: int) -> Tensor:
-    """Return the means of the 2^depth parts from splitting at means, ascending.
-
-    An empty part has the mean of its parent.
-    """
+    """Return the ascending means of 2^depth parts; an empty part has that of its parent."""
     positions = torch.arange(magnitudes.numel(), device=magnitudes.device)
     part = (positions >= count).long()  # the last part is that of the entries that do not count
     counts, means = count.view(1), torch.zeros(1, dtype=torch.float64, device=magnitudes.device)
@@ -257,10 +254,7 @@ def _applied(operator: Words, states: Words) -> Words:
 
 @functools.lru_cache(maxsize=64)
 def _tables(blocks: int, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return tables of the contribution of bit j by position.
-
-    In a block, (8, block); in a sum, (32, blocks).
-    """
+    """Return the contribution of bit j by position: (8, block), and in a sum (32, blocks)."""
     by_position, ends = np.empty((8, block), np.uint32), np.empty((32, blocks), np.uint32)
     states = _byte_table()[1 << np.arange(8)]
     for position in range(block - 1, -1, -1):

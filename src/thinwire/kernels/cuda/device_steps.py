@@ -139,10 +139,7 @@ def _sent(words: NDArray[np.int64], device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _layout(sizes: tuple[int, ...], block: int, device: torch.device) -> _Layout:
-    """Return the layout for these sizes.
-
-    It is copied once; the host waits for the copy, so that every stream may read it.
-    """
+    """Return the layout; the host waits for the one copy, so that every stream may read it."""
     blocks = np.array([blocks_of(size, block) for size in sizes])
     tensors = np.stack((blocks.cumsum() - blocks, sizes), axis=1)
     owners = np.repeat(np.arange(len(sizes), dtype=np.int32), blocks)

@@ -26,11 +26,7 @@ _SHOWN = 6
 
 
 def about_model(strategy: Fields, model: nn.Module, optimizer: Optimizer | None) -> list[str]:
-    """Describe the stages, the recomputed modules, and which tensors are dense, and why.
-
-    Raises:
-        ValueError: The optimizer trains nothing, or too little for the fragments of local updates.
-    """
+    """Describe the stages, the recomputed modules, and which tensors are dense, and why."""
     params = {name: p for name, p in named_parameters(model) if p.requires_grad}
     if optimizer is not None:
         trained = {p for group in optimizer.param_groups for p in group["params"]}
@@ -54,11 +50,7 @@ def about_optimizer(
     model: nn.Module | None,
     grad_clip: Clip | None = None,
 ) -> list[str]:
-    """Describe the optimizer that will train, and the settings it takes over.
-
-    Raises:
-        StrategyError: The strategy does not go with it.
-    """
+    """Describe the optimizer that will train, and the settings it takes over."""
     local = strategy.local is not None
     names = (
         _names_in(optimizer) if model is None else {p: name for name, p in named_parameters(model)}
