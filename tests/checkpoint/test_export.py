@@ -3,13 +3,14 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor, nn
 
 import thinwire as tw
@@ -17,7 +18,12 @@ from tests.checkpoint.states import same
 from tests.ranks import Pool
 from tests.strategy.training import make_engine, train
 from thinwire import cli
-from thinwire.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
+from thinwire.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointMissing,
+)
 
 
 class Tied(nn.Module):
@@ -225,3 +231,53 @@ def test_bad_input_is_one_line(
     assert (out, err.count("\n")) == ("", 1)
     assert told.lower() in err.lower()
     assert not (tmp_path / "a.safetensors").exists()
+
+
+FILES: dict[str, Callable[..., Any]] = {
+    "safetensors": save_file,
+    "pt": torch.save,
+    "folder": lambda state, path: torch.distributed.checkpoint.save(
+        state, checkpoint_id=path, no_dist=True
+    ),
+}
+
+
+# torch warns of its own code
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("kind", FILES)
+def test_a_tied_tensor_is_taken_under_any_of_its_names(tmp_path: Path, kind: str) -> None:
+    source, state = tmp_path / f"model.{kind}", whole(Tied())
+    for lacking in ("embed.weight", "head.weight", None):
+        FILES[kind]({k: v.clone() for k, v in state.items() if k != lacking}, source)
+        engine = saved(tmp_path / "run", Tied(), steps=0)
+        engine.load_parameters(source, torch_checkpoint=True)
+        assert same(whole(engine.model), state)
+        source = tmp_path / f"{lacking}.{kind}"
+    FILES[kind]({k: v + (k == "head.weight") for k, v in state.items()}, source)
+    engine = saved(tmp_path / "run", Tied(), steps=0)
+    before = {key: value.clone() for key, value in whole(engine.model).items()}
+    with pytest.raises(CheckpointMismatch, match=r"embed\.weight and head\.weight differ"):
+        engine.load_parameters(source, torch_checkpoint=True)
+    assert same(whole(engine.model), before)
+
+
+def test_a_file_of_safetensors_save_model_is_one_of_a_tied_model(tmp_path: Path) -> None:
+    for model in (Tied(), nn.ModuleDict({"x": (tied := Tied()).embed, "a": tied.head})):
+        save_model(model, tmp_path / "model.safetensors")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = tw.DistributedStrategy().prepare(model, optimizer)
+        before = {key: value.clone() for key, value in whole(model).items()}
+        with torch.no_grad():
+            next(model.parameters()).zero_()
+        engine.load_parameters(tmp_path / "model.safetensors")
+        assert same(whole(model), before)
+
+
+def test_a_checkpoint_without_frozen_parameters_is_refused_by_their_names(tmp_path: Path) -> None:
+    model = Tied()
+    model.norm.requires_grad_(False)
+    saved(tmp_path / "run", model, steps=0).save(tmp_path / "run", frozen=False)
+    with pytest.raises(CheckpointError, match=r"frozen=False.*norm\.weight, norm\.bias"):
+        tw.checkpoint.export(tmp_path / "run", tmp_path / "model.safetensors")
+    assert not (tmp_path / "model.safetensors").exists()

@@ -494,3 +494,47 @@ def test_state_under_a_key_that_is_no_parameter_is_kept(tmp_path: Path) -> None:
         engine.save(tmp_path)
         assert engine.optimizer.state["total"]["steps"] == steps
         engine.close()
+
+
+class EightBit(torch.optim.Optimizer):
+    """Momentum in codes of 8 bits with a scale for each parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            moment = 0.9 * decoded(self.state[param]) + param.grad
+            scale = moment.abs().max() / 127 + 1e-12
+            codes = (moment / scale + 128).round().to(torch.uint8)
+            self.state[param].update({"codes": codes, "of": {"scale": scale}})
+            param.sub_(moment, alpha=self.param_groups[0]["lr"])
+
+
+def decoded(state: dict[str, Any]) -> Any:
+    return (state["codes"].float() - 128) * state["of"]["scale"] if state else 0.0
+
+
+def moments_in_8_bits(rank: int, size: int, folder: str, saves: bool) -> list[Tensor]:
+    model = make_model(plain=True)
+    strategy = tw.DistributedStrategy(localsgd=tw.LocalSGD(4))
+    loss = torch.nn.functional.cross_entropy
+    engine = strategy.prepare(model, EightBit(model.parameters()), loss)
+    if saves:
+        train(engine, ("localsgd",), 0, 6)
+        engine.save(folder)
+    else:
+        engine.load(folder)
+    found = [decoded(engine.optimizer.state[param]) for param in model.parameters()]
+    engine.close()
+    return found
+
+
+def test_codes_of_8_bits_keep_their_own_scales_on_another_number_of_ranks(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    saved = ranks.run(moments_in_8_bits, str(tmp_path), True, size=2)
+    assert not torch.equal(saved[0][0], saved[1][0])
+    for loaded in ranks.run(moments_in_8_bits, str(tmp_path), False, size=3):
+        torch.testing.assert_close(loaded, saved[0], rtol=0, atol=0)

@@ -1,7 +1,11 @@
 """Checkpoints without frozen parameters, and checkpoints that are written beside training."""
 
+import contextlib
+import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import thinwire as tw
+from tests.launched import free_port
+from tests.processes import running
 from tests.ranks import Lost, Pool
 from tests.strategy.training import FIELDS, batch, digest, make_model, train
 from tests.waiting import PATIENCE_S
@@ -152,3 +158,89 @@ def test_a_kill_while_it_is_written_leaves_the_checkpoint_before(
     assert engine.step == 1
     engine.save(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1, "what was left is removed"
+
+
+ENDS = """
+import os, sys, threading, time
+import torch, torch.distributed as dist
+import thinwire as tw
+
+def main(last, destroy):
+    dist.init_process_group("gloo")
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    engine = tw.DistributedStrategy().prepare(model, optimizer, torch.nn.functional.mse_loss)
+    for step in range(3):
+        engine.train_step(torch.ones(2, 4), torch.ones(2, 4))
+        if step == 2:
+            engine.wait_for_save()
+            fsync, main_thread = os.fsync, threading.main_thread()
+            os.fsync = lambda file: (main_thread.join(), fsync(file))  # not before the script ends
+        engine.save(last if step == 2 else "run", wait=False)
+    if destroy:
+        dist.destroy_process_group()
+    return engine
+
+engine = main(sys.argv[1], sys.argv[2] == "destroy")
+if sys.argv[2] == "drop":
+    del engine
+"""
+"""A script that ends without waiting for its third save, which the disk delays until then."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("last", "how"),
+    [("run", "keep"), ("run", "destroy"), ("file/run", "destroy"), ("file/run", "drop")],
+)
+def test_a_script_that_ends_during_a_save_has_its_checkpoint_or_another_status(
+    tmp_path: Path, last: str, how: str
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    shared["MASTER_PORT"] = str(free_port())
+    with contextlib.ExitStack() as processes:
+        started = [
+            processes.enter_context(
+                running(
+                    [sys.executable, "-c", ENDS, last, how],
+                    cwd=tmp_path,
+                    env={**shared, "RANK": str(rank)},
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for rank in range(2)
+        ]
+        texts = [process.communicate()[1] for process in started]
+    there = sorted(path.name for path in (tmp_path / "run").iterdir())
+    fits = last == "run"
+    for process, text in zip(started, texts, strict=True):
+        assert (process.returncode == 0) == fits, text
+        assert fits or ("CheckpointError" in text and "file/run" in text)
+    assert there == [f"step_000000000{step}" for step in ((2, 3) if fits else (1, 2))]
+
+
+def held(rank: int, size: int, folder: str) -> list[tuple[int, int]]:
+    """Descriptors and threads after each of four engines: two are closed, two are dropped."""
+    counts = []
+    for turn in range(4):
+        engine = tuned()
+        train(engine, (), 0, 1)
+        engine.save(folder, wait=turn == 0)
+        engine.wait_for_save()
+        if turn < 2:
+            engine.close()
+        del engine
+        gc.collect()
+        descriptors, threads = (Path("/proc/self", of).iterdir() for of in ("fd", "task"))
+        counts.append((len(list(descriptors)), len(list(threads))))
+    return counts
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+def test_a_save_beside_training_leaves_no_thread_and_no_descriptor(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    for first, *others in ranks.run(held, str(tmp_path)):
+        assert others == [first] * 3

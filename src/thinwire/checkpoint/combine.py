@@ -12,6 +12,8 @@ counts):
   is bit-identical on all of them is unchanged. Anything else under this rule: `first`.
 - `mean_zero`: as `mean`, but a rank that lacks the tensor, where others have it, counts as zero.
   For pending state.
+- `whole`: as `mean`, but a dict with tensors that have no mean (ints, bools) and differ between
+  ranks comes from the first rank that has one: codes mean nothing with another rank's scales.
 - `first`: the value of the first rank that has one; of a dict, list or tuple all of it. The default
   of ints, bools, str, bytes and other tensors.
 - `min`, `max`, `sum`: element by element, of ints too; of bools `min` is all and `max` is any.
@@ -22,7 +24,7 @@ first rank. No rule applies to the state of `random_state()`: new rank r takes t
 rank beyond the old ones starts new streams, derived from those of old rank r mod their number.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import reduce
 from typing import Any, Literal, get_args
@@ -36,7 +38,8 @@ from thinwire.checkpoint.tensor_file import bytes_of
 from thinwire.checkpoint.tree import TensorRef, with_tensors
 from thinwire.errors import CheckpointError
 
-Rule = Literal["mean", "mean_zero", "first", "min", "max", "sum"]
+Rule = Literal["mean", "mean_zero", "whole", "first", "min", "max", "sum"]
+_MEANS = ("mean", "mean_zero", "whole")
 _ONLY_STORAGE = {getattr(torch, name, None) for name in ("float4_e2m1fn_x2", "float8_e8m0fnu")}
 Read = Callable[[Any], Tensor]
 
@@ -90,7 +93,8 @@ class _Combiner:
         """Combine one node. `nodes` has an entry for every old rank, None if it has no value."""
         present = [node for node in nodes if node is not None]
         first = present[0] if present else None
-        if first is None or self._rule(path) == "first":
+        rule = self._rule(path)
+        if first is None or rule == "first" or (rule == "whole" and self._differ(path, present)):
             return with_tensors(first, self.read)
         if all(is_random_state(node) for node in present):
             return self._random_state(present)
@@ -112,6 +116,28 @@ class _Combiner:
         return next(
             (rule for pattern, rule in self.rules.items() if fnmatchcase(path, pattern)), "mean"
         )
+
+    def _codes(self, path: str, node: Any) -> Iterator[tuple[str, Any]]:
+        """Return the tensors under `whole` that have no mean, with their paths."""
+        if isinstance(node, Mapping | list | tuple):
+            entries = node.items() if isinstance(node, Mapping) else enumerate(node)
+            for key, entry in entries:
+                yield from self._codes(_joined(path, key), entry)
+        elif self._rule(path) == "whole" and isinstance(node, Tensor | TensorRef):
+            yield from () if _has_mean(node.dtype) else [(path, node)]
+
+    def _differ(self, path: str, nodes: list[Any]) -> bool:
+        first: dict[str, Any] = {}
+        return any(
+            not self._equal(first.setdefault(at, code), code)
+            for node in nodes
+            for at, code in self._codes(path, node)
+        )
+
+    def _equal(self, leaf: Any, other: Any) -> bool:
+        # ranks with the same bytes refer to the same tensor of a file
+        same = leaf is other or (isinstance(leaf, TensorRef) and leaf == other)
+        return same or torch.equal(bytes_of(self.read(leaf)), bytes_of(self.read(other)))
 
     def _leaf(self, path: str, present: list[Any], *, absent: int) -> Any:
         rule = self._rule(path)
@@ -140,7 +166,7 @@ class _Combiner:
                 "that saved"
             )
         [(dtype, _)] = looks
-        if rule in ("mean", "mean_zero"):
+        if rule in _MEANS:
             return self._mean(leaves, zeros) if _has_mean(dtype) else self.read(leaves[0])
         if dtype.is_complex and rule != "sum":
             raise CheckpointError(f"{path} is {dtype}, which has no {rule}: choose another rule")
@@ -164,7 +190,7 @@ class _Combiner:
 
 
 def _number(rule: str, values: list[int | float], zeros: int) -> int | float:
-    if rule not in ("mean", "mean_zero"):
+    if rule not in _MEANS:
         return min(values) if rule == "min" else max(values) if rule == "max" else sum(values)
     equal = len({repr(float(value)) for value in values}) == 1
     if all(isinstance(value, int) for value in values) or (not zeros and equal):

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from thinwire._files import replacing
-from thinwire.checkpoint.combine import combine
+from thinwire._wording import listed
+from thinwire.checkpoint.combine import combine, entry_of
 from thinwire.checkpoint.files import sync_directory
 from thinwire.checkpoint.loading import CheckpointReader
 from thinwire.checkpoint.manifest import MANIFEST, found, found_at
@@ -89,8 +90,8 @@ def export(
         ValueError: `file` cannot be the name of such a file.
         FileExistsError: The file exists, and `force` is false.
         CheckpointMissing, CheckpointCorrupt: There is no checkpoint, or none that is whole.
-        CheckpointError: The checkpoint is not one of an engine, has a newer format, or holds a
-            dtype that some versions of safetensors cannot read.
+        CheckpointError: The checkpoint is not one of an engine, was saved with frozen=False, has a
+            newer format, or holds a dtype that some versions of safetensors cannot read.
         OSError: Writing failed.
     """
     source, target = Path(folder), Path(file)
@@ -223,6 +224,13 @@ def _names(
     """Return the tensor's name for each key of the file, and the keys that have no tensor."""
     facts = decoded(stage.manifest.facts, dict[str, Any]().__getitem__)
     by_key = facts.get("state_dict")
+    frozen = entry_of(stage.trees[0], "frozen")
+    if frozen is not None:
+        lacking = listed(list(frozen["digests"]), 3)
+        raise CheckpointError(
+            f"{stage.path} was saved with frozen=False, so it lacks {lacking}: load it into an "
+            "engine that has these weights, save that with frozen=True, and export the result"
+        )
     if not isinstance(by_key, Mapping) or not set(by_key.values()) <= {None, *values}:
         raise CheckpointError(
             f"{stage.path} lacks tensors that its own list of names has: engine.save did not "

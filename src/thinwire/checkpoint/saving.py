@@ -6,10 +6,10 @@ import logging
 import secrets
 import warnings
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from os import PathLike
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from thinwire._validate import integer
@@ -224,11 +224,20 @@ def _damage(entry: Found | None) -> str | None:
         if missing_file(entry.path, manifest, names) is None
     ]
     names = [name for directory in here for name in directory]
-    with ThreadPoolExecutor(_READERS) as pool:
-        problems = pool.map(
-            lambda name: _difference(entry.path / name, manifest.files[name][1]), names
-        )
-        return next((problem for problem in problems if problem is not None), None)
+    problems: dict[str, str | None] = {name: f"{name} was not read" for name in names}
+    left = iter(names)
+
+    def read() -> None:
+        for name in left:
+            problems[name] = _difference(entry.path / name, manifest.files[name][1])
+
+    # an executor refuses work once the script has ended, and its last save may still run then
+    readers = [Thread(target=read, name="thinwire-reader", daemon=True) for _ in range(_READERS)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    return _first(problems.values())
 
 
 def _difference(path: Path, wanted: str) -> str | None:

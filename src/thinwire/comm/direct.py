@@ -89,19 +89,24 @@ def gloo_groups(
     """Return the gloo groups of data and of control, and the store that must live as long."""
     prefetching = _PrefetchingStore(store, size)
     data, control = (
-        _gloo(PrefixStore(kind, prefetching), rank, size, timeout_s, device)
+        gloo_group(PrefixStore(kind, prefetching), rank, size, timeout_s, device)
         for kind in ("data", "control")
     )
     return prefetching, data, control
 
 
-def _gloo(store: Store, rank: int, size: int, timeout_s: float, device: Any) -> ProcessGroup:
-    """Return a gloo group that is not in torch's registry."""
+def gloo_group(
+    store: Store, rank: int, size: int, timeout_s: float, device: Any = None
+) -> ProcessGroup:
+    """Return a gloo group that is not in torch's registry. Without a device it uses torch's own."""
     kind: Any = ProcessGroupGloo
-    options = kind._Options()
-    options._devices = [device]
-    options._timeout = datetime.timedelta(seconds=timeout_s)
-    backend = kind(store, rank, size, options)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if device is None:
+        backend = kind(store, rank, size, timeout)
+    else:
+        options = kind._Options()
+        options._devices, options._timeout = [device], timeout
+        backend = kind(store, rank, size, options)
     group = ProcessGroup(store, rank, size)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)

@@ -8,7 +8,6 @@ import os
 import struct
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +20,15 @@ from torch import Tensor
 
 from thinwire.comm.failures import explain_failure, state_after_failure
 from thinwire.comm.macs import MessageMacs, wrong_mac_text
-from thinwire.comm.private import Private, forget, is_alone, keep_alive, private_group, timeout_s_of
+from thinwire.comm.private import (
+    Detached,
+    Private,
+    forget,
+    is_alone,
+    keep_alive,
+    private_group,
+    timeout_s_of,
+)
 from thinwire.comm.torch_versions import all_gather_single
 from thinwire.comm.waiting import (
     left_s,
@@ -154,7 +161,7 @@ class Group:
     _agreement_macs: MessageMacs | None = None
     _ask_before_s = 0.0
     """Time before a time-out at which it asks whether missing ranks are busy."""
-    _shared: Private | None
+    _shared: Private | Detached | None
 
     def __init__(
         self,
@@ -197,6 +204,21 @@ class Group:
         group.rank, group.size = dist.get_rank(private.group), dist.get_world_size(private.group)
         group._shared = private
         return group
+
+    def detached(self) -> "Group":
+        """Return a group over the same ranks for the agreements of one other thread; collective.
+        `release` ends it, `destroy_process_group` does not.
+        """
+        group, shared = Group.alone(self.timeout_s), self._shared
+        group.rank, group.size = ranks = self.rank, self.size
+        if shared is not None:
+            group._shared = Detached(self._private, *ranks, self.timeout_s, shared.heartbeats)
+        return group
+
+    def release(self) -> None:
+        """Free the threads and connections of a detached group."""
+        if self._shared is not None:
+            self._shared.release()
 
     def _begin(self, timeout_s: float) -> None:
         """Set the counters and the state of one rank that has exchanged nothing yet."""
@@ -289,7 +311,8 @@ class Group:
     @property
     def device(self) -> torch.device:
         """Device on which this group's backend needs small control tensors."""
-        if self.size > 1 and dist.get_backend(self._private) == "nccl":
+        shared = self._shared
+        if shared and not shared.watched_here and dist.get_backend(self._private) == "nccl":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
@@ -676,14 +699,6 @@ def time_limit_s(
     return timeout_s_of(parent) if isinstance(parent, dist.ProcessGroup) else _ALONE_S
 
 
-_of_threads: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
-
-
-def used_by_a_thread(private: Private) -> None:
-    """Leave these groups out of `collective_calls`, since another thread uses them."""
-    _of_threads.update(group for group in (private.group, private.control) if group is not None)
-
-
 def collective_calls() -> int:
     """Return the number of collectives of this process over its gloo and NCCL groups.
 
@@ -691,8 +706,6 @@ def collective_calls() -> int:
     """
     calls = 0
     for group in dist.distributed_c10d._world.pg_map:
-        if group in _of_threads:
-            continue
         for backend in map(group._get_backend, group._device_types):
             if backend.name() in ("gloo", "nccl"):
                 # torch's backends have it, their stub not

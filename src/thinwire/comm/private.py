@@ -15,8 +15,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
 from thinwire._watchdog import Late, within
+from thinwire.comm.direct import gloo_group
 from thinwire.comm.failures import HeartbeatThread, explain_failure, stop_all
 from thinwire.comm.waiting import left_s, one_deadline, waited
 
@@ -108,6 +110,39 @@ class Private:
                     dist.destroy_process_group(group)
 
 
+class Detached:
+    """A gloo group over the ranks of `parent`, for the agreements of one other thread.
+
+    torch's registry does not have it: `destroy_process_group` leaves it, `release` ends it. Making
+    it is collective, and raises as `Private` does.
+    """
+
+    lives = watched_here = True
+    abandoned: str | None = None
+
+    def __init__(
+        self,
+        parent: dist.ProcessGroup,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        heartbeats: HeartbeatThread | None,
+    ) -> None:
+        self.heartbeats = heartbeats
+        store = PrefixStore(f"detached/{next_identity(parent)}", store_of(parent))
+        self.group: dist.ProcessGroup | None = _limited(
+            timeout_s, rank, size, lambda limit_s: gloo_group(store, rank, size, limit_s)
+        )
+        self.control = self.group
+        released_at_exit(self)
+
+    def release(self) -> None:
+        """Drop the group, which joins its threads; may be called twice."""
+        if self.group is not None:
+            self.group = None
+            del self.control
+
+
 _made: list[weakref.ref[_Released]] = []
 _shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, Private]" = weakref.WeakKeyDictionary()
 _pending: dict[int, _Pending] = {}
@@ -190,24 +225,28 @@ def timeout_s_of(group: dist.ProcessGroup) -> float:
 
 
 def _new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
-    limit_s = max(left_s(timeout_s), 0.1)
-    timeout = datetime.timedelta(seconds=limit_s)
-
-    def make() -> dist.ProcessGroup:
+    def make(limit_s: float) -> dist.ProcessGroup:
+        timeout = datetime.timedelta(seconds=limit_s)
         group: dist.ProcessGroup = dist.new_group(ranks, timeout, use_local_synchronization=True)
         return group
 
-    begun = time.monotonic()
+    return _limited(timeout_s, ranks.index(dist.get_rank()), len(ranks), make)
+
+
+def _limited(
+    timeout_s: float, rank: int, size: int, make: Callable[[float], dist.ProcessGroup]
+) -> dist.ProcessGroup:
+    """Return the group of `make`, which gets the time left."""
+    limit_s, begun = max(left_s(timeout_s), 0.1), time.monotonic()
     try:
         # a store whose host is stopped never answers, whatever its time-out, so the call needs a
         # thread of its own; nccl must stay on the thread of its device
-        return make() if dist.get_backend() == "nccl" else made_within(limit_s, make)
+        if dist.get_backend() == "nccl":
+            return make(limit_s)
+        return made_within(limit_s, lambda: make(limit_s))
     except RuntimeError as error:
-        rank, within = ranks.index(dist.get_rank()), f"{limit_s:g} s"
-        action = "making a process group"
-        raise explain_failure(
-            error, action=action, rank=rank, size=len(ranks), within=within
-        ) from error
+        within, action = f"{limit_s:g} s", "making a process group"
+        raise explain_failure(error, action=action, rank=rank, size=size, within=within) from error
     finally:
         waited(time.monotonic() - begun)
 

@@ -1,16 +1,26 @@
 """Writes a checkpoint on a thread during training."""
 
+import atexit
+import contextlib
+import os
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 from thinwire.comm import Group
-from thinwire.comm.group import used_by_a_thread
-from thinwire.comm.private import Private
+
+_unraised: dict[threading.Thread, str] = {}
+"""Tracebacks of failed saves that no call has raised, by thread."""
 
 
 class BackgroundSave:
-    """Writes one checkpoint at a time on a thread, over process groups of its own."""
+    """Writes one checkpoint at a time on a thread, over a process group of its own.
+
+    The thread is no daemon, so Python waits for it before it ends; it must not use executors, which
+    refuse work from then on.
+    """
 
     def __init__(self) -> None:
         self._group: Group | None = None
@@ -22,24 +32,18 @@ class BackgroundSave:
         """Wait for the previous save, then call `write` on the thread with a group of the savers.
         All of them call this.
 
-        Communication: creation of the groups, the first time.
+        Communication: creation of the group, the first time.
         """
         self.finish()
-        if self._group is None:
-            own = Group.alone(savers.timeout_s)
-            if savers.size > 1:
-                # the thread has its own groups: collectives of two threads on one group would mix
-                private = Private(savers.global_ranks, savers.timeout_s)
-                used_by_a_thread(private)
-                own = Group.over_private(private, savers.timeout_s)
-            self._group = own
-        group = self._group
+        # collectives of two threads on one group would mix
+        group = self._group = self._group or savers.detached()
 
         def work() -> None:
             try:
                 self._path = write(group)
             except BaseException as error:  # raised by `finish`
                 self._error = error
+                _unraised[threading.current_thread()] = traceback.format_exc()
 
         self._thread = threading.Thread(target=work, name="thinwire: a checkpoint")
         self._thread.start()
@@ -53,8 +57,31 @@ class BackgroundSave:
         if self._thread is not None:
             # the join hands the thread's fields over: nothing else reads or writes them before it
             self._thread.join()
+            _unraised.pop(self._thread, None)
             self._thread = None
         path, self._path, error, self._error = self._path, None, self._error, None
         if error is not None:
             raise error
         return path
+
+    def close(self) -> None:
+        """Wait as `finish` does, and free the process group."""
+        try:
+            self.finish()
+        finally:
+            if self._group is not None:
+                self._group.release()
+                self._group = None
+
+
+@atexit.register
+def _fail_if_unraised() -> None:
+    """End the process with status 1 if a save failed that nothing has waited for."""
+    for text in _unraised.values():
+        print(f"{text}\nthinwire: this checkpoint was not written", file=sys.stderr)
+    if _unraised:
+        # a handler has no other way to set the status; those registered earlier do not run
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(1)

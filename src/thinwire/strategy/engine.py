@@ -73,7 +73,7 @@ class Engine:
         self._following: Following | None = None
         self._background_save = BackgroundSave()
         # hooks of the engine are on the model and the optimizer, and must not outlive the engine
-        self._finalizer = weakref.finalize(self, _close, parts, self._background_save)
+        self._finalizer = weakref.finalize(self, _close, parts)
 
     @property
     def step(self) -> int:
@@ -622,8 +622,8 @@ class Engine:
                 stored elsewhere.
             wait: True if the call returns when the checkpoint is complete. If false, the state is
                 copied, and a thread writes it during training. The next `save`, `close` or
-                `wait_for_save` waits for it and raises its error. A process killed earlier leaves
-                the previous checkpoint.
+                `wait_for_save` waits for it and raises its error. So does the end of the script,
+                whose status is then 1. A process killed earlier leaves the previous checkpoint.
 
         Returns:
             The folder of this checkpoint. Without `wait`: its expected folder, unless others write
@@ -800,6 +800,7 @@ class Engine:
         a pipeline an optimizer of this stage. A new engine with the same fields continues with it.
         """
         self._finalizer()
+        self._background_save.close()
 
     def _restore_counters(self, restored: Mapping[str, Any]) -> None:
         self._steps.step = restored["step"]
@@ -875,10 +876,9 @@ class Following:
         self._undo()
 
 
-def _close(parts: Parts, background_save: BackgroundSave) -> None:
+def _close(parts: Parts) -> None:
     parts.exchange.close()
     parts.undo.close()
-    background_save.finish()
 
 
 def _check_mean(loss: object) -> None:

@@ -1,9 +1,11 @@
 """Reads parameters and buffers from foreign files: safetensors, and torch's pickles."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +19,7 @@ from thinwire.checkpoint.files import checksum
 from thinwire.checkpoint.loading import METADATA
 from thinwire.checkpoint.manifest import MANIFEST
 from thinwire.checkpoint.shards import rows_of
+from thinwire.checkpoint.tensor_file import bytes_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of
 from thinwire.errors import (
     CheckpointCorrupt,
@@ -30,6 +33,8 @@ from thinwire.strategy.parts import Parts
 _PREFIXES = ("", "model.")
 """Prefixes of a model's names in a checkpoint of torch, which joins the keys of nested dicts."""
 _Tensors = Mapping[str, Tensor]
+_Opened = tuple[dict[str, tuple[int, ...]], Callable[[_Tensors], _Tensors]]
+"""Shapes by key, and a function that reads this rank's part for the model's tensor of each key."""
 
 
 @torch.no_grad()
@@ -40,26 +45,21 @@ def load_model_file(path: Path, parts: Parts) -> Path:
     """
     model = parts.model
     reshard_(model)
-    known = set(parts.facts["state_dict"])
-    # such a file has no buffer that is not persistent
-    kept = set(parts.facts["state_dict"].values())
     tensors = dict(named_parameters(model)) | dict(named_buffers(model))
-    tensors = {name: tensor for name, tensor in tensors.items() if name in kept}
+    # all keys of a tied tensor; none of a buffer that is not persistent, which no such file has
+    by_key = {key: name and tensors[name] for key, name in parts.facts["state_dict"].items()}
     taken: dict[str, Tensor] = {}
     is_folder = path.is_dir()
-    if path.suffix == ".safetensors":
-        take = _from_safetensors
-    else:
-        take = _from_folder if is_folder else _from_pickle
+    opened = _safetensors if path.suffix == ".safetensors" else _folder if is_folder else _pickle
 
     def read() -> str:
-        first = path / METADATA if take is _from_folder else path
+        first = path / METADATA if opened is _folder else path
         try:
-            if take is not _from_safetensors:
+            if opened is not _safetensors:
                 _require_no_checkpoint(path if is_folder else path.parent)
             if not first.is_file():  # opening a pipe may never end
                 raise CheckpointMissing(f"there is no file {first}, or it is a pipe or a device")
-            taken.update(take(path, tensors, known, parts.part))
+            taken.update(_taken(path, by_key, *opened(path, by_key, parts.part)))
             files = [path] if first == path else sorted(f for f in path.iterdir() if f.is_file())
             return " ".join(map(checksum, files))
         except (OSError, SafetensorError, UnpicklingError) as error:
@@ -71,25 +71,17 @@ def load_model_file(path: Path, parts: Parts) -> Path:
             raise CheckpointError(
                 f"{path} differs between rank 0 and rank {rank}: copy the same file to all ranks"
             )
-    for name, tensor in tensors.items():
-        shard_of(tensor).copy_(taken[name])
+    for key, value in taken.items():
+        shard_of(by_key[key]).copy_(value)
     discard_pending(parts)
     return path
 
 
-def _from_safetensors(
-    path: Path, tensors: _Tensors, known: set[str], part: int
-) -> dict[str, Tensor]:
-    with safe_open(path, framework="pt") as file:
-        stored = _by_plain_name(file.keys())
-        shapes = {name: tuple(file.get_slice(key).get_shape()) for name, key in stored.items()}
-        _require_fit(path, shapes, tensors, known)
-        return {
-            name: file.get_slice(stored[name])[rows.start : rows.stop]
-            if (rows := _rows(tensor, part)) is not None
-            else file.get_tensor(stored[name])
-            for name, tensor in tensors.items()
-        }
+def _safetensors(path: Path, known: Collection[str], part: int) -> _Opened:
+    file: Any = safe_open(path, framework="pt")
+    stored = {name: file.get_slice(key) for name, key in _by_plain_name(file.keys()).items()}
+    shapes = {name: tuple(entry.get_shape()) for name, entry in stored.items()}
+    return shapes, partial(_indexed, stored, part)
 
 
 def _require_no_checkpoint(folder: Path) -> None:
@@ -101,38 +93,50 @@ def _require_no_checkpoint(folder: Path) -> None:
         )
 
 
-def _from_pickle(path: Path, tensors: _Tensors, known: set[str], part: int) -> dict[str, Tensor]:
+def _pickle(path: Path, known: Collection[str], part: int) -> _Opened:
     found = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(found, Mapping):
         raise CheckpointMismatch(f"{path} holds a {type(found).__name__}, not a state_dict")
     found = nested if isinstance(nested := found.get("model"), Mapping) else found
-    stored = _by_plain_name(key for key, value in found.items() if isinstance(value, Tensor))
-    own = {name: found[key] for name, key in stored.items()}
-    _require_fit(path, {name: tuple(own[name].shape) for name in own}, tensors, known)
-    for name, tensor in tensors.items():
-        if (rows := _rows(tensor, part)) is not None:
-            own[name] = own[name][rows.start : rows.stop]
-    return own
+    keys = _by_plain_name(key for key, value in found.items() if isinstance(value, Tensor))
+    stored = {name: found[key] for name, key in keys.items()}
+    shapes = {name: tuple(entry.shape) for name, entry in stored.items()}
+    return shapes, partial(_indexed, stored, part)
 
 
-def _from_folder(path: Path, tensors: _Tensors, known: set[str], part: int) -> dict[str, Tensor]:
+def _indexed(stored: Mapping[str, Any], part: int, wanted: _Tensors) -> _Tensors:
+    """Return the rows of each wanted tensor that this rank holds."""
+    rows = {
+        name: rows_of(t.shape, t.device_mesh.size(), part)  # type: ignore[attr-defined]
+        for name, t in wanted.items()
+        if is_sharded(t)
+    }
+    return {
+        name: stored[name][slice(rows[name].start, rows[name].stop) if name in rows else ...]
+        for name in wanted
+    }
+
+
+def _folder(path: Path, known: Collection[str], part: int) -> _Opened:
     reader = FileSystemReader(path)
     entries = reader.read_metadata().state_dict_metadata
     sizes = {key: tuple(entry.size) for key, entry in entries.items() if hasattr(entry, "size")}
     stored = _by_plain_name(sizes)
-    shapes = {name: sizes[key] for name, key in stored.items()}
-    prefix = max(_PREFIXES, key=lambda start: sum(start + name in shapes for name in tensors))
-    own = {
-        name.removeprefix(prefix): shape
-        for name, shape in shapes.items()
+    prefix = max(_PREFIXES, key=lambda start: sum(start + name in stored for name in known))
+    shapes = {
+        name.removeprefix(prefix): sizes[key]
+        for name, key in stored.items()
         if name.startswith(prefix) and (prefix or name in known)
     }
-    _require_fit(path, own, tensors, known)
-    values = {stored[prefix + name]: torch.empty_like(tensor) for name, tensor in tensors.items()}
-    with warnings.catch_warnings():  # no_dist warns; each rank reads its own rows
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        load_dcp(values, storage_reader=FileSystemReader(path), no_dist=True)
-    return {name: shard_of(values[stored[prefix + name]]) for name in tensors}
+
+    def read(wanted: _Tensors) -> _Tensors:
+        values = {stored[prefix + name]: torch.empty_like(t) for name, t in wanted.items()}
+        with warnings.catch_warnings():  # no_dist warns; each rank reads its own rows
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            load_dcp(values, storage_reader=FileSystemReader(path), no_dist=True)
+        return {name: shard_of(values[stored[prefix + name]]) for name in wanted}
+
+    return shapes, read
 
 
 def _by_plain_name(keys: Iterable[str]) -> dict[str, str]:
@@ -141,25 +145,40 @@ def _by_plain_name(keys: Iterable[str]) -> dict[str, str]:
     return dict(zip(plain_names(given), given, strict=True))
 
 
-def _rows(tensor: Tensor, part: int) -> range | None:
-    """Return the rows of a tensor that this rank holds; None for all of them."""
-    if not is_sharded(tensor):
-        return None
-    return rows_of(tensor.shape, tensor.device_mesh.size(), part)  # type: ignore[attr-defined]
-
-
-def _require_fit(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], tensors: _Tensors, known: set[str]
-) -> None:
-    missing = [name for name in tensors if name not in shapes]
-    strange = [name for name in shapes if name not in known]
-    others = [
-        f"{name} has shape {shapes[name]} in the file and {tuple(tensor.shape)} in this model"
-        for name, tensor in tensors.items()
-        if name in shapes and shapes[name] != tuple(tensor.shape)
-    ]
+def _taken(
+    path: Path,
+    by_key: Mapping[str, Tensor | None],
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[_Tensors], _Tensors],
+) -> _Tensors:
+    """Return one value for each tensor of the model, by a key of it, if the file fits."""
+    wanted = {key: t for key, t in by_key.items() if t is not None and key in shapes}
+    tied: dict[int, list[str]] = {}
+    for key, tensor in by_key.items():
+        if tensor is not None:
+            tied.setdefault(id(tensor), []).append(key)
+    missing = [" or ".join(keys) for keys in tied.values() if wanted.keys().isdisjoint(keys)]
+    strange = [key for key in shapes if key not in by_key]
     problems = [f"it lacks {', '.join(missing[:3])}"] if missing else []
     problems += [f"the model has no {', '.join(strange[:3])}"] if strange else []
-    problems += others[:3]
+    others = [
+        f"{key} has shape {shapes[key]} in the file and {tuple(tensor.shape)} in this model"
+        for key, tensor in wanted.items()
+        if shapes[key] != tuple(tensor.shape)
+    ]
+    _require_none(path, problems + others[:3])
+    values = read(wanted)
+    found = [[key for key in keys if key in values] for keys in tied.values()]
+    differing = [
+        f"{first} and {key} differ in the file but are one tensor in this model"
+        for first, *more in found
+        for key in more
+        if not torch.equal(bytes_of(values[first]), bytes_of(values[key]))
+    ]
+    _require_none(path, differing[:3])
+    return {key: values[key] for key, *_ in found}
+
+
+def _require_none(path: Path, problems: list[str]) -> None:
     if problems:
         raise CheckpointMismatch(f"{path} does not fit this model: {'; '.join(problems)}")

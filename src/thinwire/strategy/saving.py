@@ -67,6 +67,7 @@ OF_OTHER_RANKS: dict[str, Rule] = {
     "optimizer/state/*/residual": "mean_zero",
     "optimizer/state/*/step": "first",
     "optimizer/state/*/momentum_buffer": "mean_zero",
+    "optimizer/state/*": "whole",
 }
 """Rules for another number of ranks, where the mean of the ranks that have a value is wrong: sums
 (absent ranks gave 0) and counts.
