@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import dataclasses
 import gc
 import os
 import signal
@@ -800,10 +799,6 @@ def wrapped(rank: int, size: int) -> None:
 
 def test_a_ddp_model_is_refused_with_what_to_do(ranks: Pool) -> None:
     ranks.raise_alike("TypeError", ["ddp.module", "attach"], wrapped, size=2)
-
-
-def test_every_field_has_a_setting_in_these_tests() -> None:
-    assert set(FIELDS) == {field.name for field in dataclasses.fields(tw.DistributedStrategy)}
 
 
 class WithoutRate(torch.optim.Optimizer):

@@ -277,26 +277,6 @@ def test_ranks_are_equal_whatever_was_stepped_last(last: int, ranks: Pool) -> No
     assert all(map(torch.equal, first, second))
 
 
-def muon_and_adamw(rank: int, size: int, local: bool) -> list[torch.Tensor]:
-    model = make_model(plain=True)
-    named = dict(model.named_parameters())
-    matrices = {n: p for n, p in named.items() if p.dim() == 2 and n != "3.weight"}
-    muon = tw.optim.Muon(matrices.items(), 0.02)
-    adamw = torch.optim.AdamW([p for n, p in named.items() if n not in matrices], 0.01)
-    config = tw.LocalSGD(2, compression=tw.Quantized(1)) if local else None
-    engine = tw.DistributedStrategy(localsgd=config).prepare(model, [muon, adamw], cross_entropy)
-    losses = train(engine, (), 0, 20)
-    engine.flush()
-    assert losses[-1] < losses[0]
-    return [p.detach().clone() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("local", [False, True])
-def test_muon_beside_adamw(local: bool, ranks: Pool) -> None:
-    first, second = ranks.run(muon_and_adamw, local)
-    assert all(map(torch.equal, first, second))
-
-
 def by_local_sgd(model: nn.Module, optimizers: Any) -> Any:
     return tw.local_sgd(model, optimizers, tw.LocalSGD(2))
 

@@ -86,9 +86,7 @@ class Interval:
         self.observed.clear()
 
     def read(self, answers: Answers, step: int, *, adapt: bool = False) -> int:
-        """Return the interval that follows from all ranks' losses and rank 0's rate, if it may
-        `adapt`. Store the first ones; refuse a loss or a rate that is none.
-        """
+        """Return the interval by all ranks' losses and rank 0's rate, if it may `adapt`."""
         if self._adaptive is None:
             return self.k_steps
         losses = [loss for _, loss in answers.of("loss")]

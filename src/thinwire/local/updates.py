@@ -81,8 +81,8 @@ def local_sgd(
         model: The bare model, the same on all ranks; not wrapped in DistributedDataParallel.
         optimizer: Any optimizer of its parameters that does not exchange by itself. Every call of
             its `step` counts. A sequence of optimizers of different parameters is accepted too: a
-            local step ends when each has stepped once, in any order. Wrappers of Accelerate,
-            transformers' Trainer and Lightning are removed.
+            local step ends when each has stepped once, in any order, or one a second time. Wrappers
+            of Accelerate, transformers' Trainer and Lightning are removed.
         config: `LocalSGD` or `AdaptiveLocalSGD`.
         process_group: The ranks that average; None for all of them. One process alone works too.
         digest_every: Steps within which a difference between the ranks' anchors, outer momentum or
