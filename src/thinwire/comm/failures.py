@@ -257,11 +257,8 @@ _state_text = _StateText()
 
 @contextmanager
 def state_in_errors(state: str) -> Iterator[None]:
-    """Let errors of exchanges inside the block describe this rank's state, if it has changed before
-    them.
-
-    Args:
-        state: A sentence without its full stop.
+    """Let errors of exchanges inside the block describe this rank's state, which has changed before
+    them, in a sentence without its full stop.
     """
     before, _state_text.state = _state_text.state, state
     try:

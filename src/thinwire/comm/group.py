@@ -20,15 +20,7 @@ from torch import Tensor
 
 from thinwire.comm.failures import explain_failure, state_after_failure
 from thinwire.comm.macs import MessageMacs, wrong_mac_text
-from thinwire.comm.private import (
-    Detached,
-    Private,
-    forget,
-    is_alone,
-    keep_alive,
-    private_group,
-    timeout_s_of,
-)
+from thinwire.comm.private import Private, forget, is_alone, keep_alive, private_group, timeout_s_of
 from thinwire.comm.torch_versions import all_gather_single
 from thinwire.comm.waiting import (
     left_s,
@@ -161,7 +153,7 @@ class Group:
     _agreement_macs: MessageMacs | None = None
     _ask_before_s = 0.0
     """Time before a time-out at which it asks whether missing ranks are busy."""
-    _shared: Private | Detached | None
+    _shared: Private | None
 
     def __init__(
         self,
@@ -206,19 +198,12 @@ class Group:
         return group
 
     def detached(self) -> "Group":
-        """Return a group over the same ranks for the agreements of one other thread; collective.
-        `release` ends it, `destroy_process_group` does not.
-        """
-        group, shared = Group.alone(self.timeout_s), self._shared
-        group.rank, group.size = ranks = self.rank, self.size
-        if shared is not None:
-            group._shared = Detached(self._private, *ranks, self.timeout_s, shared.heartbeats)
-        return group
-
-    def release(self) -> None:
-        """Free the threads and connections of a detached group."""
+        """Return a group for one other thread; see `Private.detached`."""
+        group = Group.alone(self.timeout_s)
+        group.rank, group.size = self.rank, self.size
         if self._shared is not None:
-            self._shared.release()
+            group._shared = self._shared.detached(self.timeout_s)
+        return group
 
     def _begin(self, timeout_s: float) -> None:
         """Set the counters and the state of one rank that has exchanged nothing yet."""

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ class Private:
         control: The process group of the small messages by which ranks agree, separate from the
             data. A rank that makes a different call then meets the others in an agreement, never in
             a message of another length, for which gloo aborts the process.
-        heartbeats: Heartbeat thread; None if the group has no store.
+        heartbeats: Heartbeat thread; None if `timed`.
         abandoned: Reason why further exchanges are refused; None if they are not.
 
     Args:
@@ -76,13 +76,30 @@ class Private:
             backend.options._timeout = datetime.timedelta(seconds=timeout_s)
             backend._set_default_timeout(datetime.timedelta(seconds=timeout_s))
         self.watched_here = gloo and not timed
-        store = None if timed else store_of(self._group)
-        if store is not None:
-            self.heartbeats = HeartbeatThread(
-                store, dist.get_rank(self._group), len(ranks), timeout_s
-            )
+        if not timed:
+            store, rank = self._group.get_group_store(), dist.get_rank(self._group)
+            self.heartbeats = HeartbeatThread(store, rank, len(ranks), timeout_s)
             weakref.finalize(self, self.heartbeats.stop).atexit = False
+        self._registered = True
         released_at_exit(self)
+
+    def detached(self, timeout_s: float) -> "Private":
+        """Return a gloo group over the same ranks, for the agreements of one other thread.
+
+        torch's registry does not have it, so that `destroy_process_group` does not end it: it ends
+        with its last reference. Making it is collective, and raises as the constructor does.
+        """
+        parent, new = self._group, Private.__new__(Private)
+        assert parent is not None, "an exchange has just succeeded"
+        store = PrefixStore(f"detached/{next_identity(parent)}", parent.get_group_store())
+        here = dist.get_rank(parent), parent.size()
+        new._group = new.control = _limited(
+            timeout_s, *here, lambda limit_s: gloo_group(store, *here, limit_s)
+        )
+        new.heartbeats, new.abandoned = self.heartbeats, None
+        new.watched_here, new._registered = True, False
+        released_at_exit(new)
+        return new
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -93,54 +110,22 @@ class Private:
     def lives(self) -> bool:
         """True until `destroy_process_group` is called for it or for the world."""
         try:
-            dist.get_backend(self._group)
+            return not self._registered or bool(dist.get_backend(self._group))
         except (ValueError, AssertionError):
             return False
-        return True
 
     def release(self) -> None:
         """Drop the groups, which joins their threads, unless one of these may be blocked."""
-        groups = [] if self._group is None else list(dict.fromkeys([self._group, self.control]))
-        self._group = None
+        if self._group is None:
+            return
+        groups, self._group = dict.fromkeys([self._group, self.control]), None
+        del self.control
         for group in groups:
             stuck = any(pending[0] is group for pending in _pending.values())
             if not stuck and dist.is_initialized():
                 # it belongs to a world that was destroyed
                 with contextlib.suppress(ValueError, AssertionError):
                     dist.destroy_process_group(group)
-
-
-class Detached:
-    """A gloo group over the ranks of `parent`, for the agreements of one other thread.
-
-    torch's registry does not have it: `destroy_process_group` leaves it, `release` ends it. Making
-    it is collective, and raises as `Private` does.
-    """
-
-    lives = watched_here = True
-    abandoned: str | None = None
-
-    def __init__(
-        self,
-        parent: dist.ProcessGroup,
-        rank: int,
-        size: int,
-        timeout_s: float,
-        heartbeats: HeartbeatThread | None,
-    ) -> None:
-        self.heartbeats = heartbeats
-        store = PrefixStore(f"detached/{next_identity(parent)}", store_of(parent))
-        self.group: dist.ProcessGroup | None = _limited(
-            timeout_s, rank, size, lambda limit_s: gloo_group(store, rank, size, limit_s)
-        )
-        self.control = self.group
-        released_at_exit(self)
-
-    def release(self) -> None:
-        """Drop the group, which joins its threads; may be called twice."""
-        if self.group is not None:
-            self.group = None
-            del self.control
 
 
 _made: list[weakref.ref[_Released]] = []
@@ -209,11 +194,6 @@ def warn_of_restarts() -> None:
             UserWarning,
             stacklevel=2,
         )
-
-
-def store_of(group: dist.ProcessGroup) -> Any:
-    """Return the rendezvous store of a group, or None."""
-    return group.get_group_store() if hasattr(group, "get_group_store") else None
 
 
 def timeout_s_of(group: dist.ProcessGroup) -> float:

@@ -221,11 +221,7 @@ class RelayClient:
         self._present: set[int] = set()
         self._sent: deque[SentMessage] = deque()
         self._queue: deque[tuple[SentMessage, int]] = deque()
-        self._work_available, self._consumed, self._closing = (
-            asyncio.Event(),
-            asyncio.Event(),
-            asyncio.Event(),
-        )
+        self._work_available, self._consumed, self._closing = (asyncio.Event() for _ in range(3))
         self._runner = asyncio.Runner()
         self._loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._run, name="thinwire-relayed", daemon=True)

@@ -57,9 +57,6 @@ class _RelayedWork(Work):
         if error is not None:
             raise error
 
-    def _is_over(self) -> bool:
-        return self._is_here() or self._failure() is not None
-
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         client, limit_s, begun = self._client, timeout.total_seconds() or None, time.monotonic()
         with client.changed:
@@ -69,7 +66,7 @@ class _RelayedWork(Work):
             forget(work)
         with client.changed:
             left_s = None if limit_s is None else _left(limit_s, begun).total_seconds()
-            client.changed.wait_for(self._is_over, left_s)
+            client.changed.wait_for(lambda: self._is_here() or self._failure(), left_s)
             if not self._is_here():
                 self._raise_failure()
                 raise RuntimeError(f"Timed out{client.outage()}")

@@ -90,15 +90,9 @@ def make_equal_(
     with own_deadlines():
         digests = [_digest(_bytes_of(tensor)) for tensor in nonempty.values()]
         rows = group.gather_bytes(b"".join(digests), action=f"{action}: comparing it")
-        expected = rows[source]
-        expected_digests = [
-            expected[at : at + _DIGEST_BYTES] for at in range(0, len(expected), _DIGEST_BYTES)
-        ]
-        moved = [
-            i
-            for i in range(len(expected_digests))
-            if len({row[i * _DIGEST_BYTES :][:_DIGEST_BYTES] for row in rows}) > 1
-        ]
+        cuts = [slice(at, at + _DIGEST_BYTES) for at in range(0, len(rows[source]), _DIGEST_BYTES)]
+        expected_digests = [rows[source][cut] for cut in cuts]
+        moved = [i for i, cut in enumerate(cuts) if len({row[cut] for row in rows}) > 1]
         names, own = list(nonempty), list(nonempty.values())
         copies = [_bytes_of(own[i]).to(group.device) for i in moved]
         if group.rank != source:

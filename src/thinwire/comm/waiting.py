@@ -154,8 +154,3 @@ def idle_s() -> float | None:
 def activity() -> tuple[str, bool, float]:
     """Return the current or last exchange, True if this process waits there, and since when."""
     return _activity[0]
-
-
-def waits() -> bool:
-    """Return True if this process waits in an exchange."""
-    return _activity[0][1]

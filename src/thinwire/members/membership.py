@@ -14,7 +14,7 @@ from typing import Any
 from thinwire.comm.member_groups import MemberGroups
 from thinwire.comm.private import forget_ended
 from thinwire.comm.relay import RelayEndpoint
-from thinwire.comm.waiting import idle_s, waits
+from thinwire.comm.waiting import activity, idle_s
 from thinwire.errors import Evicted, PayloadCorrupt, PeerStalled, QuorumLost, ThinwireError
 from thinwire.members.generation import Decision, Generation, next_decision, packed
 from thinwire.members.kv import KeyValueView, no_answer_message
@@ -460,7 +460,7 @@ class Membership:
     def _beat(self) -> None:
         """Write a heartbeat. Its number grows, so that a replayed one is recognized."""
         self._beat_count += 1
-        heartbeat = {"beat": self._beat_count, "idle": idle_s(), "waits": waits()}
+        heartbeat = {"beat": self._beat_count, "idle": idle_s(), "waits": activity()[1]}
         self.kv.put(f"hb/{self.own_id}", heartbeat)
 
     def _extension_s(self, timeout_s: float) -> float:

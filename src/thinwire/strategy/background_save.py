@@ -69,9 +69,7 @@ class BackgroundSave:
         try:
             self.finish()
         finally:
-            if self._group is not None:
-                self._group.release()
-                self._group = None
+            self._group = None
 
 
 @atexit.register
