@@ -19,7 +19,7 @@ import thinwire as tw
 from tests.api import Group, Nodes, left_s, one_deadline, require_agreement, sources_of
 from tests.api import group as group_module
 from tests.api import private as private_module
-from tests.ranks import Lost, Pool, Raised, say, wait_for_word
+from tests.ranks import BACKENDS, Lost, Pool, Raised, say, wait_for_word
 from tests.waiting import time_out
 from thinwire.errors import PeerStalled, ThinwireError
 
@@ -215,8 +215,11 @@ def die_or_gather(rank: int, size: int, how: int) -> None:
 
 
 @pytest.mark.fault
-def test_a_killed_rank_is_lost_on_the_others(ranks: Pool) -> None:
-    answers = ranks.run(die_or_gather, signal.SIGKILL, size=3, expect_errors=True)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_killed_rank_is_lost_on_the_others(ranks: Pool, backend: str | None) -> None:
+    answers = ranks.run(
+        die_or_gather, signal.SIGKILL, size=3, expect_errors=True, backend=backend
+    )
     assert isinstance(answers[1], Lost)
     for answer in (answers[0], answers[2]):
         assert isinstance(answer, Raised)
@@ -272,8 +275,11 @@ def stall(rank: int, size: int) -> None:
 
 
 @pytest.mark.fault
-def test_a_late_rank_is_stalled_on_the_others_within_the_time_out(ranks: Pool) -> None:
-    answers = ranks.run(stall, size=2, expect_errors=True)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_late_rank_is_stalled_on_the_others_within_the_time_out(
+    ranks: Pool, backend: str | None
+) -> None:
+    answers = ranks.run(stall, size=2, expect_errors=True, backend=backend)
     assert answers[0].type_name == "PeerStalled"
     assert f"rank 1 did not take part within {LIMIT_S:g} s: rank 1 was alive " in answers[0].text
     assert (
@@ -330,9 +336,12 @@ def timeouts_of(rank: int, size: int) -> tuple[float, float]:
 
 
 @pytest.mark.fault
-def test_every_group_keeps_the_time_out_that_it_was_given(ranks: Pool) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_group_keeps_the_time_out_that_it_was_given(
+    ranks: Pool, backend: str | None
+) -> None:
     """That of the process group is not cut down, and groups over the same ranks may have others."""
-    assert ranks.run(timeouts_of, group_timeout_s=300) == [(300.0, 600.0)] * 2
+    assert ranks.run(timeouts_of, group_timeout_s=300, backend=backend) == [(300.0, 600.0)] * 2
 
 
 def left_after_making(rank: int, size: int) -> tuple[float, float]:
