@@ -217,9 +217,7 @@ def die_or_gather(rank: int, size: int, how: int) -> None:
 @pytest.mark.fault
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_killed_rank_is_lost_on_the_others(ranks: Pool, backend: str | None) -> None:
-    answers = ranks.run(
-        die_or_gather, signal.SIGKILL, size=3, expect_errors=True, backend=backend
-    )
+    answers = ranks.run(die_or_gather, signal.SIGKILL, size=3, expect_errors=True, backend=backend)
     assert isinstance(answers[1], Lost)
     for answer in (answers[0], answers[2]):
         assert isinstance(answer, Raised)
@@ -337,9 +335,7 @@ def timeouts_of(rank: int, size: int) -> tuple[float, float]:
 
 @pytest.mark.fault
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_group_keeps_the_time_out_that_it_was_given(
-    ranks: Pool, backend: str | None
-) -> None:
+def test_every_group_keeps_the_time_out_that_it_was_given(ranks: Pool, backend: str | None) -> None:
     """That of the process group is not cut down, and groups over the same ranks may have others."""
     assert ranks.run(timeouts_of, group_timeout_s=300, backend=backend) == [(300.0, 600.0)] * 2
 

@@ -53,7 +53,7 @@ class MemberGroups:
 
     heartbeats = None
     """Heartbeat thread of `Private`; here members send heartbeats to the store themselves."""
-    watched_here = True
+    watched = frozenset({"cpu"})
     _client: RelayClient | None = None
 
     def __init__(

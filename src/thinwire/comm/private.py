@@ -30,6 +30,8 @@ class _Released(Protocol):
 
 _NEVER = datetime.timedelta(days=30)
 _EXIT_PATIENCE_S = 0.5
+_NOTHING_SENT = 1
+"""Tag under which no message is sent."""
 _SLACK_S = 1.6
 """Slack for waits at the store, which end up to a second late."""
 _RESTART_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -46,6 +48,8 @@ class Private:
             a message of another length, for which gloo aborts the process.
         heartbeats: Heartbeat thread; None if the group has no store.
         abandoned: Reason why further exchanges are refused; None if they are not.
+        watched: Types of the devices whose exchanges the waiting caller limits: those of gloo,
+            by whatever name the job calls its backend.
 
     Args:
         ranks: Global ranks, this one among them; making it is collective over them.
@@ -59,21 +63,22 @@ class Private:
     """
 
     def __init__(self, ranks: list[int], timeout_s: float, *, timed: bool = False) -> None:
-        self._group: dist.ProcessGroup | None = _new_group(ranks, timeout_s)
+        self.control = _new_group(ranks, timeout_s)
+        self._group: dist.ProcessGroup | None = self.control
         self.abandoned: str | None = None
         self.heartbeats: HeartbeatThread | None = None
-        gloo = dist.get_backend(self._group) == "gloo"
-        self.control = _new_group(ranks, timeout_s) if gloo and not timed else self._group
-        if gloo and not timed:
-            for group in (self._group, self.control):
-                # set afterwards: the same value limits the construction
-                group._get_backend(torch.device("cpu"))._set_default_timeout(_NEVER)
-        if gloo and timed:
+        gloo = _gloo_backends(self._group)
+        self.watched = frozenset(() if timed else gloo)
+        if timed:
             # construction was limited by the rest of a deadline, which differs between ranks
-            backend = self._group._get_backend(torch.device("cpu"))
-            backend.options._timeout = datetime.timedelta(seconds=timeout_s)
-            backend._set_default_timeout(datetime.timedelta(seconds=timeout_s))
-        self.watched_here = gloo and not timed
+            for backend in gloo.values():
+                backend.options._timeout = datetime.timedelta(seconds=timeout_s)
+                backend._set_default_timeout(datetime.timedelta(seconds=timeout_s))
+        elif gloo:
+            self.control = _new_group(ranks, timeout_s)
+            for backend in (*gloo.values(), *_gloo_backends(self.control).values()):
+                # set afterwards: the same value limits the construction
+                backend._set_default_timeout(_NEVER)
         store = None if timed else store_of(self._group)
         if store is not None:
             self.heartbeats = HeartbeatThread(
@@ -86,6 +91,21 @@ class Private:
     def group(self) -> dist.ProcessGroup | None:
         """Process group; None after `release`."""
         return self._group
+
+    def refuse(self, reason: str) -> None:
+        """Refuse further exchanges, and close the connections: other ranks wait for this one, which
+        has received a damaged message, in another exchange.
+        """
+        self.abandoned = reason
+        if self.heartbeats is None or self._group is None or not self.watched:
+            return
+        self.heartbeats.ask("damaged", 0.0)
+        peer = (self._group.rank() + 1) % self._group.size()
+        for group in (self._group, self.control):
+            # gloo closes all connections of a group when a receive of it runs out
+            work = group.recv([torch.empty(1, device="cpu")], peer, _NOTHING_SENT)
+            with contextlib.suppress(RuntimeError):
+                work.wait(datetime.timedelta(milliseconds=1))
 
     @property
     def lives(self) -> bool:
@@ -183,10 +203,19 @@ def store_of(group: dist.ProcessGroup) -> Any:
 
 def timeout_s_of(group: dist.ProcessGroup) -> float:
     """Return the time-out that the user gave to a group; torch has no public way to read it."""
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    options = getattr(group._get_backend(device), "options", None)
+    options = getattr(group._get_backend(min(group._device_types, key=str)), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout.total_seconds() if timeout is not None else _LONGEST_UNKNOWN_S
+
+
+def has_cpu(group: dist.ProcessGroup) -> bool:
+    """Return True if a group carries tensors on the CPU; one of nccl alone does not."""
+    return torch.device("cpu") in group._device_types
+
+
+def _gloo_backends(group: dist.ProcessGroup) -> dict[str, Any]:
+    backends = {device.type: group._get_backend(device) for device in group._device_types}
+    return {kind: backend for kind, backend in backends.items() if backend.name() == "gloo"}
 
 
 def _new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
@@ -201,7 +230,8 @@ def _new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
     try:
         # a store whose host is stopped never answers, whatever its time-out, so the call needs a
         # thread of its own; nccl must stay on the thread of its device
-        return make() if dist.get_backend() == "nccl" else made_within(limit_s, make)
+        world = dist.distributed_c10d._get_default_group()
+        return made_within(limit_s, make) if has_cpu(world) else make()
     except RuntimeError as error:
         rank, within = ranks.index(dist.get_rank()), f"{limit_s:g} s"
         action = "making a process group"
