@@ -159,7 +159,7 @@ def test_a_rank_raises(ranks: Pool, phase: str) -> None:
 
 
 def flipped(rank: int, size: int, bit: int) -> Seen:
-    """One bit of what rank 0 says in the first agreement of step 5 changes on its way to rank 1."""
+    """One bit of rank 0's header in the agreement of step 5 changes on its way to rank 1."""
     launched, flips = Group.launch_now, rank == 1
 
     def launch_now(self: Group, payload: bytes, action: str) -> Pending[list[bytes]]:
@@ -185,11 +185,12 @@ def flipped(rank: int, size: int, bit: int) -> Seen:
 def test_a_bit_that_flips_in_the_header_of_an_agreement_is_refused_at_once_on_all_ranks(
     ranks: Pool, bit: int
 ) -> None:
-    """Nobody waits for the time-out, and no message meets another one's length."""
+    """Nobody waits for the time-out, and no message meets another one's length. Ranks that have
+    received this vote make the update before the error."""
     answers = ranks.run(flipped, bit, size=3, expect_errors=True)
     for answer in answers:
         assert isinstance(answer, Seen), answer
         assert answer.error == "PayloadCorrupt", answer.text
         assert "rank 1" in answer.text
-        assert answer.updates == 5
+        assert answer.updates in ((5,) if answer is answers[1] else (5, 6))
     assert "from rank 0" in answers[1].text

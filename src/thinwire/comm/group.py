@@ -274,9 +274,10 @@ class Group:
                 "init_process_group make a new engine or optimizer"
             )
         if shared.abandoned is not None:
-            raise ThinwireError(
-                f"an earlier exchange was aborted, so ranks are out of step ({shared.abandoned}): "
-                "restart from the last checkpoint"
+            kind, reason = shared.abandoned
+            raise kind(
+                f"an earlier exchange was aborted, so ranks are out of step ({reason}): restart "
+                "from the last checkpoint"
             )
         return shared.group
 
@@ -285,10 +286,12 @@ class Group:
         """Moving mean of this rank's throughput, in bits a second; see `Rate`."""
         return self._rate.bit_s
 
-    def abandon(self, reason: str) -> None:
+    def abandon(self, reason: str, kind: type[ThinwireError] = ThinwireError) -> None:
         """Refuse all further traffic over these ranks: it would mix with exchanges in flight."""
         if self._shared is not None:
-            self._shared.abandoned = reason
+            self._shared.abandoned = kind, reason
+            if kind is PayloadCorrupt:  # other ranks wait in other exchanges
+                self._shared.disconnect()
 
     @property
     def answer_index(self) -> int:
@@ -515,8 +518,9 @@ class Group:
     def _damaged(self, action: str, message: str) -> PayloadCorrupt:
         where = f"rank {self.rank} of {self.size}, {action}"
         text = f"{where}: {message} was damaged in transit. {state_after_failure()}"
-        if isinstance(self._shared, Private):
-            self._shared.refuse(text)
+        if self._shared is not None and self._shared.heartbeats is not None:
+            self._shared.heartbeats.ask("damaged", 0.0)
+        self.abandon(text, PayloadCorrupt)
         return PayloadCorrupt(text)
 
     def gather_now(self, payload: bytes, action: str) -> list[bytes]:
@@ -663,7 +667,7 @@ class Group:
         explained = explain_failure(
             error, action=action, within=within, heartbeats=heartbeats, **ranks
         )
-        self.abandon(str(explained))
+        self.abandon(str(explained), type(explained))
         return explained
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from thinwire._watchdog import Late, within
 from thinwire.comm.failures import HeartbeatThread, explain_failure, stop_all
 from thinwire.comm.waiting import left_s, one_deadline, waited
+from thinwire.errors import ThinwireError
 
 _T = TypeVar("_T")
 _Pending = tuple[dist.ProcessGroup, dist.Work, Sequence[Tensor]]
@@ -47,7 +48,7 @@ class Private:
             data. A rank that makes a different call then meets the others in an agreement, never in
             a message of another length, for which gloo aborts the process.
         heartbeats: Heartbeat thread; None if the group has no store.
-        abandoned: Reason why further exchanges are refused; None if they are not.
+        abandoned: Error with which further exchanges are refused; None if they are not.
         watched: Types of the devices whose exchanges the waiting caller limits: those of gloo,
             by whatever name the job calls its backend.
 
@@ -65,7 +66,7 @@ class Private:
     def __init__(self, ranks: list[int], timeout_s: float, *, timed: bool = False) -> None:
         self.control = _new_group(ranks, timeout_s)
         self._group: dist.ProcessGroup | None = self.control
-        self.abandoned: str | None = None
+        self.abandoned: tuple[type[ThinwireError], str] | None = None
         self.heartbeats: HeartbeatThread | None = None
         gloo = _gloo_backends(self._group)
         self.watched = frozenset(() if timed else gloo)
@@ -92,19 +93,15 @@ class Private:
         """Process group; None after `release`."""
         return self._group
 
-    def refuse(self, reason: str) -> None:
-        """Refuse further exchanges, and close the connections: other ranks wait for this one, which
-        has received a damaged message, in another exchange.
-        """
-        self.abandoned = reason
-        if self.heartbeats is None or self._group is None or not self.watched:
+    def disconnect(self) -> None:
+        """Close the connections of gloo, which ends every wait for this rank at once."""
+        if self._group is None or not self.watched:
             return
-        self.heartbeats.ask("damaged", 0.0)
         peer = (self._group.rank() + 1) % self._group.size()
         for group in (self._group, self.control):
             # gloo closes all connections of a group when a receive of it runs out
-            work = group.recv([torch.empty(1, device="cpu")], peer, _NOTHING_SENT)
             with contextlib.suppress(RuntimeError):
+                work = group.recv([torch.empty(1, device="cpu")], peer, _NOTHING_SENT)
                 work.wait(datetime.timedelta(milliseconds=1))
 
     @property
