@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+import warnings
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -158,19 +159,45 @@ def user_collectives_interleave(rank: int, size: int) -> list[bytes]:
 def test_ranks_that_train_each_for_itself_are_warned(
     set_up: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script that forgot init_process_group; without a launcher it is one worker."""
+    """A script that forgot init_process_group."""
     model = torch.nn.Linear(2, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.warns(UserWarning, match=r"rank 1 of 2 .*init_process_group\("):
         set_up(model, sgd)
-    for size in ("1", "", "many"):
-        monkeypatch.setenv("WORLD_SIZE", size)
+
+
+OF_SRUN = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"}
+OF_BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}
+ONE_OF_MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        (OF_SRUN, "rank 0 of 4 "),
+        (OF_SRUN | {"WORLD_SIZE": "1"}, None),
+        (OF_SRUN | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}, None),
+        (OF_BATCH, None),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "rank 1 of 2 "),
+        (OF_SRUN | ONE_OF_MPI, None),
+        ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}, "rank 1 of 2 "),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "rank 1 of 2 "),
+        ({"PMIX_RANK": "1"}, "rank 1 of several "),
+        ({"PMIX_RANK": "0"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "many"}, None),
+        ({"WORLD_SIZE": "2"}, None),
+    ],
+)
+def test_a_process_of_a_launcher_is_warned_unless_it_is_alone(
+    environment: dict[str, str], told: str | None
+) -> None:
+    with patch.dict(os.environ, environment), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
         assert Group().size == 1
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("RANK")
-    assert Group().size == 1
+    assert len(found) == (told is not None)
+    assert told is None or told in str(found[0].message)
 
 
 def test_user_collectives_do_not_meet_ours(ranks: Pool) -> None:
