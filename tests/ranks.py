@@ -21,10 +21,13 @@ from typing import Any
 
 from tests.waiting import PATIENCE_S
 
-__all__ = ["Lost", "Pool", "Raised", "say", "wait_for_word"]
+__all__ = ["BACKENDS", "Lost", "Pool", "Raised", "say", "wait_for_word"]
 
 _PATIENCE = timedelta(seconds=PATIENCE_S)
 _LEAVING = timedelta(seconds=30)
+BACKENDS = ("gloo", None, "cpu:gloo", "cpu:gloo,cuda:gloo")
+"""Names under which a job without a GPU runs over gloo; None: `init_process_group` was given
+none."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Pool:
         size: int = 2,
         timeout_s: float = PATIENCE_S,
         group_timeout_s: float = 60.0,
+        backend: str | None = "gloo",
         expect_errors: bool = False,
         group: bool = True,
         together: bool = True,
@@ -84,7 +88,7 @@ class Pool:
         self._jobs += 1
         store = Path(self._folder.name, f"store-{self._jobs}")
         together = together and not expect_errors
-        job = (function, args, size, group, str(store), group_timeout_s, together)
+        job = (function, args, size, group, backend, str(store), group_timeout_s, together)
         try:
             for rank in range(count):
                 self._workers[rank][1].send((rank, *job))
@@ -209,7 +213,8 @@ def _serve(pipe: Connection) -> None:
     faulthandler.enable()
     while True:
         try:
-            rank, function, args, size, group, path, group_timeout_s, together = pipe.recv()
+            rank, function, args, size, group, *job = pipe.recv()
+            backend, path, group_timeout_s, together = job
         except (EOFError, OSError):
             return
         with warnings.catch_warnings():
@@ -224,7 +229,7 @@ def _serve(pipe: Connection) -> None:
                 if size and group:
                     store = _met(path, rank, size)
                     dist.init_process_group(
-                        "gloo",
+                        backend,
                         store=store,
                         rank=rank,
                         world_size=size,

@@ -12,7 +12,7 @@ from torch import nn
 
 import thinwire as tw
 from tests.laws.frontends import Case, LocalBlock, OwnStep, WithEngine, batches, bits_of
-from tests.ranks import Pool
+from tests.ranks import BACKENDS, Pool
 
 WAYS = {"engine": WithEngine, "local": LocalBlock, "dgc": OwnStep}
 
@@ -110,9 +110,19 @@ def rank_0_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "how"), [*((way, "busy") for way in WAYS), ("engine", "evaluate")])
-def test_a_rank_that_says_that_it_is_busy_is_waited_for(ranks: Pool, way: str, how: str) -> None:
-    (seconds, first), (waited, second) = ranks.run(rank_0_alone, way, 10.0, how, 6.0)
+@pytest.mark.parametrize(
+    ("way", "how", "backend"),
+    [
+        *(("engine", "busy", backend) for backend in BACKENDS),
+        *((way, "busy", "gloo") for way in ("local", "dgc")),
+        ("engine", "evaluate", "gloo"),
+    ],
+)
+def test_a_rank_that_says_that_it_is_busy_is_waited_for(
+    ranks: Pool, way: str, how: str, backend: str | None
+) -> None:
+    answers = ranks.run(rank_0_alone, way, 10.0, how, 6.0, backend=backend)
+    (seconds, first), (waited, second) = answers
     assert min(seconds, waited) > 8  # longer than the time-out
     assert first == second
     assert ":" not in first

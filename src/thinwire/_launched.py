@@ -4,6 +4,17 @@ torch.
 
 from collections.abc import Mapping
 
+_PLACES = {
+    "WORLD_SIZE": "RANK",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+    # of a step: in a batch script SLURM_NTASKS counts tasks that srun has not started
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+}
+"""Variables of launchers: the number of ranks, and the rank. The first one that is set counts, as
+mpirun may start processes through srun.
+"""
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 
@@ -26,6 +37,21 @@ def environment_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
     if not (rank.isdigit() and size.isdigit() and int(rank) < int(size)):
         raise ValueError(f"RANK={rank!r} and WORLD_SIZE={size!r} do not name a rank of a world")
     return int(rank), int(size)
+
+
+def one_of_several(environment: Mapping[str, str]) -> str | None:
+    """Return which of several processes this is by the variables of its launcher; None if alone.
+
+    >>> one_of_several({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"})
+    'rank 1 of 4 by OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE'
+    """
+    for size_name, rank_name in _PLACES.items():
+        if size := environment.get(size_name):
+            rank = environment.get(rank_name)
+            several = rank and size.isdigit() and int(size) > 1
+            return f"rank {rank} of {size} by {rank_name} and {size_name}" if several else None
+    rank = environment.get("PMIX_RANK", "0")  # PMIx has no variable for the number
+    return f"rank {rank} of several by PMIX_RANK" if rank.isdigit() and int(rank) else None
 
 
 def launched_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:

@@ -20,14 +20,19 @@ def neighbours(
     ]
     told = grid.peers.gather_bytes(bytes([rank]), action="test")
     assert Group(grid.replica_group).size == grid.replicas
+    assert Group(grid.stage_group).timeout_s == Group().timeout_s
     return (grid.stages, grid.replicas, grid.stage, grid.replica), members[0], members[1], told
 
 
-@pytest.mark.parametrize(("size", "stages"), [(4, 2), (4, 1), (4, 4), (3, 1)])
-def test_stages_of_a_replica_are_consecutive_ranks(ranks: Pool, size: int, stages: int) -> None:
-    for rank, (facts, pipeline, replicas, told) in enumerate(
-        ranks.run(neighbours, stages, size=size)
-    ):
+@pytest.mark.parametrize(
+    ("size", "stages", "backend"),
+    [(4, 2, "gloo"), (4, 1, "cpu:gloo,cuda:gloo"), (4, 4, "cpu:gloo"), (3, 1, None)],
+)
+def test_stages_of_a_replica_are_consecutive_ranks(
+    ranks: Pool, size: int, stages: int, backend: str | None
+) -> None:
+    answers = ranks.run(neighbours, stages, size=size, backend=backend)
+    for rank, (facts, pipeline, replicas, told) in enumerate(answers):
         stage, replica = rank % stages, rank // stages
         assert facts == (stages, size // stages, stage, replica)
         assert pipeline == [other for other in range(size) if other // stages == replica]

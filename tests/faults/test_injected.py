@@ -2,17 +2,19 @@
 
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
+from tests.api import Group, Pending
 from tests.attacks.outcome import Seen
 from tests.attacks.training import Trainer, digest, make
 from tests.faults.injector import PHASES, Fault, injected
 from tests.faults.lines import alike
 from tests.launched import free_port
 from tests.ranks import Lost, Pool, Raised
-from tests.waiting import time_out
+from tests.waiting import PATIENCE_S, time_out
 
 TIMEOUT_S = time_out(6.0)
 WAYS = ("dense", "dgc", "local")
@@ -23,7 +25,14 @@ NEVER = {("dense", "second sending"), ("local", "second sending")}
 """They have one message a step."""
 
 
-def train(rank: int, size: int, way: str, fault: Fault | None, port: int = 0) -> Seen:
+def train(
+    rank: int,
+    size: int,
+    way: str,
+    fault: Fault | None,
+    port: int = 0,
+    timeout: float = TIMEOUT_S,
+) -> Seen:
     """Train to step `LAST` or to the first error; `port`: over a store that rank 0 hosts there."""
     if port:
         dist.barrier()
@@ -31,7 +40,7 @@ def train(rank: int, size: int, way: str, fault: Fault | None, port: int = 0) ->
         dist.init_process_group(
             "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size
         )
-    trainer, seen = make(way, timeout=TIMEOUT_S), Seen()
+    trainer, seen = make(way, timeout=timeout), Seen()
     none = Fault("raise", -1, -1, "")
     with warnings.catch_warnings(), injected(fault or none, trainer, rank) as done:
         warnings.simplefilter("ignore", UserWarning)
@@ -147,3 +156,41 @@ def test_a_rank_raises(ranks: Pool, phase: str) -> None:
     assert "told so by the test" in answers[1].text
     for rank in (0, 2):
         assert answers[rank].family
+
+
+def flipped(rank: int, size: int, bit: int) -> Seen:
+    """One bit of rank 0's header in the agreement of step 5 changes on its way to rank 1."""
+    launched, flips = Group.launch_now, rank == 1
+
+    def launch_now(self: Group, payload: bytes, action: str) -> Pending[list[bytes]]:
+        pending = launched(self, payload, action)
+
+        def rows() -> list[bytes]:
+            nonlocal flips
+            first, *others = pending.wait()
+            if flips and action == "agreeing on step 5":
+                flips = False
+                number = int.from_bytes(first, "little") ^ 1 << bit
+                first = number.to_bytes(len(first), "little")
+            return [first, *others]
+
+        return Pending(rows)
+
+    with patch.object(Group, "launch_now", launch_now):
+        return train(rank, size, "dgc", None, timeout=2 * PATIENCE_S)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("bit", [0, 31, 32, 42, 63, 100, 191])
+def test_a_bit_that_flips_in_the_header_of_an_agreement_is_refused_at_once_on_all_ranks(
+    ranks: Pool, bit: int
+) -> None:
+    """Nobody waits for the time-out, and no message meets another one's length. Ranks that have
+    received this vote make the update before the error."""
+    answers = ranks.run(flipped, bit, size=3, expect_errors=True)
+    for answer in answers:
+        assert isinstance(answer, Seen), answer
+        assert answer.error == "PayloadCorrupt", answer.text
+        assert "rank 1" in answer.text
+        assert answer.updates in ((5,) if answer is answers[1] else (5, 6))
+    assert "from rank 0" in answers[1].text

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.comm.sockets import Connection, connections, shut_down
 from thinwire.comm.waiting import activity, idle_s
-from thinwire.errors import PeerLost, PeerStalled, ThinwireError
+from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -47,7 +47,7 @@ class Heartbeat:
         action: Its current or last exchange; empty before the first.
         waiting: True if it was waiting there.
         since_s: Time spent waiting or away, at that moment.
-        failed: Failure of an exchange of this group there: "stalled", "lost" or empty.
+        failed: Failure of an exchange of this group there: "stalled", "lost", "damaged" or empty.
         idle_s: Time since its last `busy` work was known to last; None: there was none.
     """
 
@@ -96,7 +96,7 @@ class HeartbeatThread:
         self._thread.start()
 
     def ask(self, failed: str, wait_s: float) -> Sequence[Heartbeat | None] | None:
-        """Report a failure here ("stalled", "lost" or "") and return the heartbeats of all ranks.
+        """Report a failure here, or "", and return the heartbeats of all ranks; see `Heartbeat`.
 
         Takes at most half a second more than `wait_s`, the time to wait for ranks that have not
         reported a failure too.
@@ -293,8 +293,8 @@ def explain_failure(
         heartbeats: Heartbeat thread through which living ranks report.
 
     Returns:
-        `PeerStalled` for a time-out, here or on the rank that hung up; `PeerLost` for a closed
-        connection; else `ThinwireError`.
+        `PayloadCorrupt` if another rank received a damaged message; `PeerStalled` for a time-out,
+        here or on the rank that hung up; `PeerLost` for a closed connection; else `ThinwireError`.
     """
     text = str(error)
     stalled, lost = _STALLED.search(text), _LOST.search(text)
@@ -305,10 +305,12 @@ def explain_failure(
     if heartbeats is not None:
         latest = heartbeats.ask("stalled" if stalled else "lost", _REPORT_WAIT_S)
     others = None if latest is None else {r: h for r, h in enumerate(latest) if r != rank}
+    failed = {h.failed: r for r, h in (others or {}).items() if h is not None}
+    if "damaged" in failed:
+        cause = f"rank {failed['damaged']} received a damaged message and ended the exchanges"
+        return PayloadCorrupt(f"{where}: {cause}. {state_after_failure()}. {text}")
     # a rank that stalled closes its connections, which the others see as a lost rank
-    if stalled or (
-        others and any(h is not None and h.failed == "stalled" for h in others.values())
-    ):
+    if stalled or "stalled" in failed:
         cause = _stalled_text(others, within, action, known=heartbeats is not None)
         return PeerStalled(f"{where}: {cause} ({text})")
     return PeerLost(f"{where}: {_lost_text(others)}; restart from the last checkpoint. ({text})")

@@ -8,6 +8,7 @@ import os
 import struct
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,9 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire._launched import one_of_several
 from thinwire.comm.failures import explain_failure, state_after_failure
 from thinwire.comm.macs import MessageMacs, wrong_mac_text
-from thinwire.comm.private import Private, forget, is_alone, keep_alive, private_group, timeout_s_of
+from thinwire.comm.private import (
+    Private,
+    forget,
+    has_cpu,
+    is_alone,
+    keep_alive,
+    private_group,
+    timeout_s_of,
+)
 from thinwire.comm.torch_versions import all_gather_single
 from thinwire.comm.waiting import (
     left_s,
@@ -39,11 +49,10 @@ _LOG_EVERY_S = 10.0
 _ALONE_S = 1800.0
 _SHORT_BYTES = 1024
 """Longest control message that goes to all ranks at once."""
-_LONGEST_BYTES = 64 << 20
 _log = logging.getLogger("thinwire")
-_HEAD = struct.Struct("<Q8s8s")
-"""Header of a message: its length, its digest, and the digest of what ranks of all parts must
-have in common.
+_HEAD = struct.Struct("<I8s8sI")
+"""Header of a message: its length, its digest, the digest of what ranks of all parts must have in
+common, and the checksum of these three.
 """
 _T = TypeVar("_T")
 
@@ -272,9 +281,10 @@ class Group:
                 "init_process_group make a new engine or optimizer"
             )
         if shared.abandoned is not None:
-            raise ThinwireError(
-                f"an earlier exchange was aborted, so ranks are out of step ({shared.abandoned}): "
-                "restart from the last checkpoint"
+            kind, reason = shared.abandoned
+            raise kind(
+                f"an earlier exchange was aborted, so ranks are out of step ({reason}): restart "
+                "from the last checkpoint"
             )
         return shared.group
 
@@ -283,10 +293,12 @@ class Group:
         """Moving mean of this rank's throughput, in bits a second; see `Rate`."""
         return self._rate.bit_s
 
-    def abandon(self, reason: str) -> None:
+    def abandon(self, reason: str, kind: type[ThinwireError] = ThinwireError) -> None:
         """Refuse all further traffic over these ranks: it would mix with exchanges in flight."""
         if self._shared is not None:
-            self._shared.abandoned = reason
+            self._shared.abandoned = kind, reason
+            if kind is PayloadCorrupt:  # other ranks wait in other exchanges
+                self._shared.disconnect()
 
     @property
     def answer_index(self) -> int:
@@ -296,8 +308,7 @@ class Group:
     @property
     def device(self) -> torch.device:
         """Device on which this group's backend needs small control tensors."""
-        shared = self._shared
-        if shared and not shared.watched_here and dist.get_backend(self._private) == "nccl":
+        if self.size > 1 and not has_cpu(self._private):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
@@ -448,9 +459,7 @@ class Group:
         round, padded to the longest.
 
         Raises:
-            PayloadCorrupt: A rank announces more than 64 MiB and 16 times the shortest string:
-                raised on every rank. Or a received string differs from the sent one: raised on the
-                rank that sees it.
+            PayloadCorrupt: A string or its header arrived damaged. Nothing more is exchanged.
         """
         return self.launch_bytes(payload, action=action).wait()
 
@@ -494,26 +503,28 @@ class Group:
         """Return the strings whose headers are `heads`, after a second round if they differ."""
         if all(head == own for head in heads):
             return [payload] * self.size
-        fields = [_HEAD.unpack(head) for head in heads]
+        for rank, head in enumerate(heads):
+            if _HEAD.unpack(head)[-1] != zlib.crc32(head[:-4]):
+                raise self._damaged(action, f"the header from rank {rank}")
+        fields = [_HEAD.unpack(head)[:-1] for head in heads]
         equal_within_parts = len(set(zip(parts, fields, strict=False))) == len(set(parts))
         if parts and equal_within_parts and len({agreed for *_, agreed in fields}) == 1:
             return [payload if part == parts[self.rank] else None for part in parts]
         lengths = [length for length, *_ in fields]
-        bound = _LONGEST_BYTES + 16 * min(lengths)
-        for rank, length in enumerate(lengths):
-            if length > bound:
-                raise PayloadCorrupt(
-                    f"{action}: rank {rank} announces {length} bytes, more than the limit {bound} "
-                    f"(another rank announces {min(lengths)}): its message is damaged. "
-                    f"{state_after_failure()}"
-                )
         rows = self.gather_now(payload.ljust(max(lengths), b"\0"), action)
         answers = [row[:length] for row, length in zip(rows, lengths, strict=True)]
         for rank, (answer, (_, digest, _)) in enumerate(zip(answers, fields, strict=True)):
             if _digest(answer) != digest:
-                damage = f"the message from rank {rank} was damaged in transit"
-                raise PayloadCorrupt(f"{action}: {damage}. {state_after_failure()}")
+                raise self._damaged(action, f"the message from rank {rank}")
         return list(answers)
+
+    def _damaged(self, action: str, message: str) -> PayloadCorrupt:
+        where = f"rank {self.rank} of {self.size}, {action}"
+        text = f"{where}: {message} was damaged in transit. {state_after_failure()}"
+        if self._shared is not None and self._shared.heartbeats is not None:
+            self._shared.heartbeats.ask("damaged", 0.0)
+        self.abandon(text, PayloadCorrupt)
+        return PayloadCorrupt(text)
 
     def gather_now(self, payload: bytes, action: str) -> list[bytes]:
         """Gather strings of equal length on all ranks, in one round."""
@@ -569,7 +580,7 @@ class Group:
             set_activity(action, waiting=True)
             begin_s = time.perf_counter()
             try:
-                self._wait_for_all(works, action, sum(tensor.nbytes for tensor in held))
+                self._wait_for_all(works, action, held)
                 nbytes = wire_bytes if rated else 0.0
                 self._rate.ended(nbytes, launched_s, begin_s, time.perf_counter())
             finally:
@@ -579,10 +590,14 @@ class Group:
 
         return Pending(finish)
 
-    def _wait_for_all(self, works: Sequence[dist.Work], action: str, nbytes: int) -> None:
+    def _wait_for_all(
+        self, works: Sequence[dist.Work], action: str, held: Sequence[Tensor]
+    ) -> None:
+        assert self._shared is not None, "something was launched"
         began_s = logged_s = time.monotonic()
+        watched = held[0].device.type in self._shared.watched
         for done, work in enumerate(works):
-            self._wait_for(work, action)
+            self._wait_for(work, action, watched)
             if len(works) == 1:
                 return
             progressed()
@@ -590,7 +605,7 @@ class Group:
             if now - logged_s >= _LOG_EVERY_S:
                 logged_s, share = now, (done + 1) / len(works)
                 left = (now - began_s) * (1 - share) / share
-                rate = nbytes * share / (now - began_s) / 1e6
+                rate = sum(each.nbytes for each in held) * share / (now - began_s) / 1e6
                 _log.info(
                     "%s: %.0f %% done, %.2f MB/s, about %.0f s left",
                     action,
@@ -599,8 +614,7 @@ class Group:
                     left,
                 )
 
-    def _wait_for(self, work: dist.Work, action: str) -> None:
-        assert self._shared is not None, "something was launched"
+    def _wait_for(self, work: dist.Work, action: str, watched: bool) -> None:
         # wait in slices; shortly before the limit ask whether the missing ranks are busy: if so,
         # the limit moves (`longer`), else it stands (`denied`) and the wait runs out
         limit_s, began_s, ended = left_s(self.timeout_s), time.monotonic(), False
@@ -608,7 +622,7 @@ class Group:
         while True:
             until_s = limit_s if denied else limit_s - self._ask_before_s
             try:
-                if self._shared.watched_here:
+                if watched:
                     left = until_s - (time.monotonic() - began_s)
                     work.wait(datetime.timedelta(seconds=max(min(left, _SLICE_S), 0.001)))
                 else:
@@ -656,12 +670,13 @@ class Group:
         explained = explain_failure(
             error, action=action, within=within, heartbeats=heartbeats, **ranks
         )
-        self.abandon(str(explained))
+        self.abandon(str(explained), type(explained))
         return explained
 
 
 def _head(payload: bytes, common: bytes) -> bytes:
-    return _HEAD.pack(len(payload), _digest(payload), _digest(common))
+    content = _HEAD.pack(len(payload), _digest(payload), _digest(common), 0)[:-4]
+    return content + zlib.crc32(content).to_bytes(4, "little")
 
 
 def _digest(content: bytes) -> bytes:
@@ -711,13 +726,12 @@ def require_process_group(value: object) -> None:
 
 
 def _warn_unless_alone() -> None:
-    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
-    if rank is not None and size.isdigit() and int(size) > 1:
+    place = one_of_several(os.environ)
+    if place is not None:
         warnings.warn(
-            f"this is rank {rank} of {size} by RANK and WORLD_SIZE, and there is no process group, "
-            "so that each rank trains for itself: call "
-            'torch.distributed.init_process_group("gloo") first. To train alone, take WORLD_SIZE '
-            "out of the environment",
+            f"this is {place}, and there is no process group, so that each rank trains for itself: "
+            'call torch.distributed.init_process_group("gloo") first, with RANK, WORLD_SIZE, '
+            "MASTER_ADDR and MASTER_PORT set (docs/machines.md). To train alone, set WORLD_SIZE=1",
             UserWarning,
             stacklevel=4,
         )

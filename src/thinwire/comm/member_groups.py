@@ -18,6 +18,7 @@ from thinwire.comm.private import made_within, released_at_exit
 from thinwire.comm.relay import Kind, RelayClient, RelayEndpoint
 from thinwire.comm.relayed import RelayedGroup
 from thinwire.comm.sockets import Connection, Endpoint, connections, shut_down
+from thinwire.errors import ThinwireError
 
 _JOIN_S = 2.0
 
@@ -53,13 +54,13 @@ class MemberGroups:
 
     heartbeats = None
     """Heartbeat thread of `Private`; here members send heartbeats to the store themselves."""
-    watched_here = True
+    watched = frozenset({"cpu"})
     _client: RelayClient | None = None
 
     def __init__(
         self, store: Store, rank: int, size: int, timeout_s: float, endpoint: RelayEndpoint
     ) -> None:
-        self.abandoned: str | None = None
+        self.abandoned: tuple[type[ThinwireError], str] | None = None
         self.relayed, self.copies = False, size - 1
         self.group: ProcessGroup | None
         self.control: ProcessGroup | None

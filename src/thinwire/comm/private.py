@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from thinwire._watchdog import Late, within
 from thinwire.comm.direct import gloo_group
 from thinwire.comm.failures import HeartbeatThread, explain_failure, stop_all
 from thinwire.comm.waiting import left_s, one_deadline, waited
+from thinwire.errors import ThinwireError
 
 _T = TypeVar("_T")
 _Pending = tuple[dist.ProcessGroup, dist.Work, Sequence[Tensor]]
@@ -32,6 +33,8 @@ class _Released(Protocol):
 
 _NEVER = datetime.timedelta(days=30)
 _EXIT_PATIENCE_S = 0.5
+_NOTHING_SENT = 1
+"""Tag under which no message is sent."""
 _SLACK_S = 1.6
 """Slack for waits at the store, which end up to a second late."""
 _RESTART_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -47,7 +50,9 @@ class Private:
             data. A rank that makes a different call then meets the others in an agreement, never in
             a message of another length, for which gloo aborts the process.
         heartbeats: Heartbeat thread; None if `timed`.
-        abandoned: Reason why further exchanges are refused; None if they are not.
+        abandoned: Error with which further exchanges are refused; None if they are not.
+        watched: Types of the devices whose exchanges the waiting caller limits: those of gloo,
+            by whatever name the job calls its backend.
 
     Args:
         ranks: Global ranks, this one among them; making it is collective over them.
@@ -61,21 +66,22 @@ class Private:
     """
 
     def __init__(self, ranks: list[int], timeout_s: float, *, timed: bool = False) -> None:
-        self._group: dist.ProcessGroup | None = _new_group(ranks, timeout_s)
-        self.abandoned: str | None = None
+        self.control = _new_group(ranks, timeout_s)
+        self._group: dist.ProcessGroup | None = self.control
+        self.abandoned: tuple[type[ThinwireError], str] | None = None
         self.heartbeats: HeartbeatThread | None = None
-        gloo = dist.get_backend(self._group) == "gloo"
-        self.control = _new_group(ranks, timeout_s) if gloo and not timed else self._group
-        if gloo and not timed:
-            for group in (self._group, self.control):
-                # set afterwards: the same value limits the construction
-                group._get_backend(torch.device("cpu"))._set_default_timeout(_NEVER)
-        if gloo and timed:
+        gloo = _gloo_backends(self._group)
+        self.watched = frozenset(() if timed else gloo)
+        if timed:
             # construction was limited by the rest of a deadline, which differs between ranks
-            backend = self._group._get_backend(torch.device("cpu"))
-            backend.options._timeout = datetime.timedelta(seconds=timeout_s)
-            backend._set_default_timeout(datetime.timedelta(seconds=timeout_s))
-        self.watched_here = gloo and not timed
+            for backend in gloo.values():
+                backend.options._timeout = datetime.timedelta(seconds=timeout_s)
+                backend._set_default_timeout(datetime.timedelta(seconds=timeout_s))
+        elif gloo:
+            self.control = _new_group(ranks, timeout_s)
+            for backend in (*gloo.values(), *_gloo_backends(self.control).values()):
+                # set afterwards: the same value limits the construction
+                backend._set_default_timeout(_NEVER)
         if not timed:
             store, rank = self._group.get_group_store(), dist.get_rank(self._group)
             self.heartbeats = HeartbeatThread(store, rank, len(ranks), timeout_s)
@@ -97,7 +103,7 @@ class Private:
             timeout_s, *here, lambda limit_s: gloo_group(store, *here, limit_s)
         )
         new.heartbeats, new.abandoned = self.heartbeats, None
-        new.watched_here, new._registered = True, False
+        new.watched, new._registered = frozenset({"cpu"}), False
         released_at_exit(new)
         return new
 
@@ -105,6 +111,17 @@ class Private:
     def group(self) -> dist.ProcessGroup | None:
         """Process group; None after `release`."""
         return self._group
+
+    def disconnect(self) -> None:
+        """Close the connections of gloo, which ends every wait for this rank at once."""
+        if self._group is None or not self.watched:
+            return
+        peer = (self._group.rank() + 1) % self._group.size()
+        for group in (self._group, self.control):
+            # gloo closes all connections of a group when a receive of it runs out
+            with contextlib.suppress(RuntimeError):
+                work = group.recv([torch.empty(1, device="cpu")], peer, _NOTHING_SENT)
+                work.wait(datetime.timedelta(milliseconds=1))
 
     @property
     def lives(self) -> bool:
@@ -198,10 +215,19 @@ def warn_of_restarts() -> None:
 
 def timeout_s_of(group: dist.ProcessGroup) -> float:
     """Return the time-out that the user gave to a group; torch has no public way to read it."""
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    options = getattr(group._get_backend(device), "options", None)
+    options = getattr(group._get_backend(min(group._device_types, key=str)), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout.total_seconds() if timeout is not None else _LONGEST_UNKNOWN_S
+
+
+def has_cpu(group: dist.ProcessGroup) -> bool:
+    """Return True if a group carries tensors on the CPU; one of nccl alone does not."""
+    return torch.device("cpu") in group._device_types
+
+
+def _gloo_backends(group: dist.ProcessGroup) -> dict[str, Any]:
+    backends = {device.type: group._get_backend(device) for device in group._device_types}
+    return {kind: backend for kind, backend in backends.items() if backend.name() == "gloo"}
 
 
 def _new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
@@ -221,7 +247,7 @@ def _limited(
     try:
         # a store whose host is stopped never answers, whatever its time-out, so the call needs a
         # thread of its own; nccl must stay on the thread of its device
-        if dist.get_backend() == "nccl":
+        if not has_cpu(dist.distributed_c10d._get_default_group()):
             return make(limit_s)
         return made_within(limit_s, lambda: make(limit_s))
     except RuntimeError as error:
