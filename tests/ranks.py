@@ -71,12 +71,9 @@ class Pool:
     ) -> list[Any]:
         """`[function(rank, size, *args) for every rank]`, each in a process of its own.
 
-        `function` must be importable (top level of a module). A rank that raises fails the test
-        with its traceback, and a rank that does not answer within `timeout_s` fails it by number;
-        with `expect_errors` they are returned as `Raised`, `Lost` (it died) and None (it did not
-        answer). size 0 runs one process without any process group; so do
-        all with `group=False`. Without `together` a rank that has returned ends its group at once,
-        and not once all have: so does one of which errors are expected.
+        With `expect_errors` a rank that raises, dies or does not answer within `timeout_s` is
+        `Raised`, `Lost` or None, else it fails the test. size 0 is one process without a group; so
+        are all with `group=False`. Without `together` a rank that returns ends its group at once.
         """
         count = max(size, 1)
         self._grow(count)

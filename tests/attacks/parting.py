@@ -283,13 +283,8 @@ def on_the_wire(
     whole: bool,
     seed: int,
 ) -> Seen:
-    """One bit of one rank's traffic is flipped below the library, in a call of one kind.
-
-    Args:
-        names: The collectives, of which the first that fits is hit.
-        small: Whether it is one of less than 2000 bytes.
-        sent: Whether the rank gives it damaged to all, or it alone gets it so.
-        whole: Whether dense sums are all-reduces, as those of larger models are.
+    """One bit of a rank's traffic is flipped below the library, in a call of one kind: in what it
+    gives to all (`sent`), or in what it alone gets.
     """
     chance = random.Random(seed)
     victim, at = (

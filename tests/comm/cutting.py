@@ -24,15 +24,7 @@ _ENTER = Path(__file__).parents[2] / "src/thinwire/tools/network/enter.py"
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended.
-
-    Attributes:
-        type_name: Of its error.
-        text: Of its error.
-        error_s: From the attack to the error, seconds.
-        exit_s: From the attack to the end of the process, seconds.
-        exit_code: Of the process.
-    """
+    """How a rank ended; seconds are from the attack on."""
 
     type_name: str
     text: str
