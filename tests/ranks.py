@@ -45,8 +45,7 @@ class Lost:
 
 
 class Pool:
-    """Processes that run one function on every rank of a fresh gloo group and bring the results
-    back."""
+    """Processes that run one function on every rank of a fresh gloo group."""
 
     def __init__(self, *, fresh: bool = False) -> None:
         """`fresh`: processes that import everything anew, with the environment and path of the

@@ -32,8 +32,7 @@ class Outcome:
 
 @dataclass
 class Seen:
-    """What one rank reports of its run under attack; plain, since it comes out of another
-    process."""
+    """What one rank reports of its run under attack, in plain values."""
 
     error: str = ""
     """Class of the error that ended it, empty without one."""
@@ -60,8 +59,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Attack:
-    """A kind of attack: its letter in the list, its name, how often it is cheap to make, and how it
-    is made."""
+    """A kind of attack: letter, name, how often it is cheap to make, and how it is made."""
 
     letter: str
     name: str

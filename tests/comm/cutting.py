@@ -42,8 +42,7 @@ class Trainees:
     def ended(
         self, who: list[int], attack: Callable[[], None], limit_s: float
     ) -> list[Ended | None]:
-        """Attack, and wait for the ranks `who`; None for one that has not ended within the
-        limit."""
+        """Attack, and wait for the ranks `who`; None for one that has not ended in time."""
         begun, wall = time.monotonic(), time.time()
         attack()
         ends: dict[int, float] = {}

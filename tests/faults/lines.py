@@ -128,8 +128,7 @@ def _inside(
 def trained(
     rank: int, size: int, folder: str, way: str, last: int, timeout_s: float, after: int = -1
 ) -> Seen:
-    """Train to step `last` or to the first error. Step `after` begins once the line is another
-    one."""
+    """Train to step `last` or to the first error; step `after` waits for the other line."""
     trainer, seen = make(way, timeout=timeout_s), Seen()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
