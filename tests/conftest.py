@@ -17,8 +17,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def pytest_collection_finish() -> None:
-    """Spare every later collection of garbage, and every save, the objects of all that is
-    imported."""
+    """Spare later garbage collections and saves the objects of all that is imported."""
     gc.collect()
     gc.freeze()
 

@@ -21,9 +21,7 @@ def lines_of(name: str) -> list[str]:
 
 
 def changes(name: str) -> list[str]:
-    """The lines that go (-) and come (+), each place with the line before it; another depth is no
-    change.
-    """
+    """The lines that go (-) and come (+), each with the line before it."""
     before, after = lines_of(MOVED[name]), lines_of(name)
     matcher = difflib.SequenceMatcher(
         None, [line.strip() for line in before], [line.strip() for line in after], autojunk=False

@@ -20,8 +20,7 @@ __all__ = ["as_torchrun_starts", "free_port", "run_script"]
 
 @contextlib.contextmanager
 def as_torchrun_starts(rank: int, size: int, port: int) -> Iterator[io.StringIO]:
-    """No process group, and the environment that torchrun sets; yields what is printed
-    meanwhile."""
+    """No process group, and torchrun's environment; yields what is printed meanwhile."""
     dist.barrier()  # else the other may still be connecting
     dist.destroy_process_group()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}

@@ -48,8 +48,7 @@ class Lost:
 
 
 class Pool:
-    """Processes that run one function on every rank of a fresh gloo group and bring the results
-    back."""
+    """Processes that run one function on every rank of a fresh gloo group."""
 
     def __init__(self, *, fresh: bool = False) -> None:
         """`fresh`: processes that import everything anew, with the environment and path of the
@@ -75,12 +74,9 @@ class Pool:
     ) -> list[Any]:
         """`[function(rank, size, *args) for every rank]`, each in a process of its own.
 
-        `function` must be importable (top level of a module). A rank that raises fails the test
-        with its traceback, and a rank that does not answer within `timeout_s` fails it by number;
-        with `expect_errors` they are returned as `Raised`, `Lost` (it died) and None (it did not
-        answer). size 0 runs one process without any process group; so do
-        all with `group=False`. Without `together` a rank that has returned ends its group at once,
-        and not once all have: so does one of which errors are expected.
+        With `expect_errors` a rank that raises, dies or does not answer within `timeout_s` is
+        `Raised`, `Lost` or None, else it fails the test. size 0 is one process without a group; so
+        are all with `group=False`. Without `together` a rank that returns ends its group at once.
         """
         count = max(size, 1)
         self._grow(count)

@@ -15,13 +15,10 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import thinwire as tw
-from tests.api import Group
 from tests.integrations.packages import needs
 from tests.members.places import TOKEN, meeting_place
 
@@ -30,38 +27,26 @@ EXAMPLE = re.compile(r"^Example::\n\n((?:    .*\n|\n)+)", re.MULTILINE)
 ADDRESS = "tcp://10.0.0.1:29400"
 PACKAGES = {"lightning": "lightning", "transformers": "transformers", "logs": "tensorboard"}
 """By module, the optional package without which its examples cannot run."""
-COMPRESSED = ("Attached", "PerRankState")
-"""Classes whose examples have an optimizer that exchanges gradients."""
 X, Y = torch.randn(8, 4), torch.randn(8, 4)
 
 
 def examples() -> Iterator[Any]:
     """Module, name and code of every example, found without an import."""
     for path in sorted(SOURCE.rglob("*.py")):
+        module = ".".join(["thinwire", *path.relative_to(SOURCE).with_suffix("").parts])
+        package = PACKAGES.get(path.stem)
+        marks = (pytest.mark.integrations, needs(package)) if package else ()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 for code in EXAMPLE.findall(f"{ast.get_docstring(node) or ''}\n"):
-                    module = ".".join(["thinwire", *path.relative_to(SOURCE).with_suffix("").parts])
-                    package = PACKAGES.get(path.stem)
-                    marks = (pytest.mark.integrations, needs(package)) if package else ()
+                    text = re.sub("^    ", "", code, flags=re.MULTILINE)
                     label = f"{module}.{node.name}"
-                    text = "".join(line[4:] or "\n" for line in code.splitlines(keepends=True))
                     yield pytest.param(module, node.name, text, id=label, marks=marks)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks[1](self.blocks[0](x))
 
 
 def step(names: dict[str, Any], *_: object) -> None:
     names["loss_fn"](names["model"](X), Y).backward()
     names["optimizer"].step()
-    names["optimizer"].zero_grad()
     if "members" in names:
         names["members"].leave()
 
@@ -83,33 +68,30 @@ LATE: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 def given(kind: str) -> dict[str, Any]:
     """Names of a script that an example may use, and the public ones."""
-    model = module = Net()
-    inputs = batch = tensor = X
-    targets, data = Y, TensorDataset(X, Y)
-    loader = DataLoader(data, 4)
-    make = tw.optim.DGCMomentum if kind in COMPRESSED else torch.optim.SGD
-    optimizer, head = make(model.parameters(), 0.1), nn.Linear(4, 4)
-    loss_fn, penalty = nn.functional.mse_loss, lambda model: 0.0
-    config, sampler = tw.LocalSGD(1, 0), tw.ShardedSampler(data)
-    my_batches = my_evaluate = args = None
-    accelerator, Trainer = MagicMock(), MagicMock()
-    group, rank, path, log = Group(None), 0, Path("file"), logging.getLogger("test")
     public = {name: getattr(module, name) for module in (tw, tw.optim) for name in module.__all__}
-    imported = {"tw": tw, "torch": torch, "DataLoader": DataLoader, "load_file": load_file}
-    return public | imported | {"DistributedDataParallel": DistributedDataParallel} | locals()
+    model = module = nn.Sequential()
+    model.add_module("blocks", nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    inputs, batch, targets, data = X, X, Y, TensorDataset(X, Y)
+    loader, sampler = DataLoader(data, 4), tw.ShardedSampler(data)
+    make = tw.optim.DGCMomentum if kind in ("Attached", "PerRankState") else torch.optim.SGD
+    optimizer, head = make(model.parameters(), 0.1), nn.Linear(4, 4)
+    loss_fn, penalty, config = nn.functional.mse_loss, lambda model: 0.0, tw.LocalSGD(1, 0)
+    my_batches = my_evaluate = args = lambda *_: None
+    accelerator, Trainer = MagicMock(), MagicMock()
+    DistributedDataParallel = nn.parallel.DistributedDataParallel
+    rank, path, log = 0, Path("file"), logging.getLogger("test")
+    return public | globals() | locals()
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files that examples read."""
-    folder = tmp_path_factory.mktemp("saved")
-    names = given("")
+    folder, names = tmp_path_factory.mktemp("saved"), given("")
     engine = LATE["engine"](names)
     engine.train_step(X, Y)
     engine.save(folder / "checkpoints", extra={"sampler": names["sampler"]})
     tw.checkpoint.export(folder / "checkpoints", folder / "pretrained.safetensors")
     tw.DistributedStrategy(dgc=tw.DGC()).save(folder / "strategy.yaml")
-    (folder / "file").write_text("content")
     (folder / "token").write_bytes(TOKEN)
     (folder / "token").chmod(0o600)
     return folder
@@ -117,32 +99,26 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("module", "name", "code"), examples())
 def test_the_example_of_a_docstring_runs(
-    module: str,
-    name: str,
-    code: str,
-    saved: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    module: str, name: str, code: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    own = vars(importlib.import_module(module))
-    names = {**own, **given(name)}
+    names = {**vars(importlib.import_module(module)), **given(name)}
     uses = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)]
     made = {node.id for node in uses if isinstance(node.ctx, ast.Store)}
+    used = {node.id for node in uses} - made
     with contextlib.ExitStack() as ends:
-        if "DistributedDataParallel" in code:
+        if "DistributedDataParallel" in used:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             ends.callback(dist.destroy_process_group)
         if ADDRESS in code:
             code = code.replace(ADDRESS, ends.enter_context(meeting_place()))
-        used = {node.id for node in uses} - made
         names |= {late: make(names) for late, make in LATE.items() if late in used}
         if "sync" in used:
             ends.enter_context(names["sync"])
         exec(compile(code, f"the example of {module}.{name}", "exec", dont_inherit=True), names)
-        if "make" in made:
-            names["make"](0)
+    if "def make(" in code:
+        names["make"](0)
 
 
 def test_every_example_of_the_sources_is_found() -> None:

@@ -63,9 +63,7 @@ def test_another_number_of_ranks_goes_on_in_the_middle(ranks: Pool, batches: int
 
 
 def resumes(rank: int, size: int) -> list[list[list[int]]]:
-    """By history and epoch this rank's samples, in a hundred runs that stop and resume on other
-    numbers of ranks.
-    """
+    """By history and epoch this rank's samples, in a hundred runs that stop and resume."""
     groups = {n: dist.new_group(list(range(n))) for n in range(1, size + 1)}
     found = []
     for seed in range(100):

@@ -84,11 +84,7 @@ def test_a_slow_rank_may_fall_behind_by_the_time_out_between_two_averagings_and_
 def rank_0_alone(
     rank: int, size: int, way: str, seconds: float, how: str, limit_s: float
 ) -> tuple[float, str]:
-    """Two steps over a time-out; rank 0 works for longer than that between them.
-
-    Returns:
-        The seconds from the first step to the end, and the parameters or the error.
-    """
+    """Two steps over a time-out, for longer than which rank 0 works between them."""
     trainer = WAYS[way](Case(told={"timeout": limit_s}, local=tw.LocalSGD(1)))
     trainer.train(rank, 0, 1)
     begin_s = time.monotonic()

@@ -1,97 +1,55 @@
-"""The checks of arguments: kinds, ranges and wording."""
+"""The checks of arguments, through configs: kinds, ranges and wording."""
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from thinwire import _validate as check
+import thinwire as tw
 
 
 @pytest.mark.parametrize("value", [1, 1.0, np.float32(1), np.int64(1), Fraction(1)])
-def test_numbers_become_floats(value: object) -> None:
-    number = check.real("x", value)
-    assert number == 1.0
-    assert type(number) is float
-
-
-@pytest.mark.parametrize("value", [True, np.bool_(True), "1", None, [1], 1j, torch.tensor(1.0)])
-def test_other_kinds_are_no_numbers(value: object) -> None:
-    with pytest.raises(TypeError, match="x must be a number"):
-        check.real("x", value)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400])
-def test_numbers_have_to_be_finite(value: float) -> None:
-    with pytest.raises(ValueError, match="x must be a finite number"):
-        check.real("x", value)
-
-
-def test_infinity_is_let_through_on_request_and_nan_never() -> None:
-    assert check.real("x", math.inf, finite=False) == math.inf
-    with pytest.raises(ValueError, match="x must be a number"):
-        check.real("x", math.nan, finite=False)
-
-
-@pytest.mark.parametrize(
-    ("bounds", "good", "bad"),
-    [
-        ({"at_least": 1}, 1, 0.9),
-        ({"above": 1}, 1.1, 1),
-        ({"at_most": 1}, 1, 1.1),
-        ({"below": 1}, 0.9, 1),
-    ],
-)
-def test_bounds(bounds: dict, good: float, bad: float) -> None:
-    assert check.real("x", good, **bounds) == good
-    sign = {"at_least": ">= 1", "above": "> 1", "at_most": "<= 1", "below": "< 1"}[
-        next(iter(bounds))
-    ]
-    with pytest.raises(ValueError, match=f"x must be a finite number {sign}, got {bad}"):
-        check.real("x", bad, **bounds)
-
-
-def test_two_bounds_read_well() -> None:
-    with pytest.raises(ValueError, match="x must be a finite number >= 0 and < 1, got 2"):
-        check.real("x", 2, at_least=0, below=1)
+def test_numbers_become_floats(value: Any) -> None:
+    number = tw.FixedLossScale(value).loss_scale
+    assert (number, type(number)) == (1.0, float)
 
 
 @pytest.mark.parametrize("value", [3, np.int32(3), torch.tensor(3)])
-def test_integers(value: object) -> None:
-    assert check.integer("x", value) == 3
-    with pytest.raises(ValueError, match="x must be an integer >= 4, got"):
-        check.integer("x", value, at_least=4)
+def test_integers_are_what_counts_as_one(value: Any) -> None:
+    assert tw.GradientMerge(value) == tw.GradientMerge(3)
 
 
 @pytest.mark.parametrize(
-    "value", [True, 3.0, "3", None, torch.tensor([3]), torch.tensor(3.0), torch.tensor(True)]
+    ("make", "values", "error", "says"),
+    [
+        (tw.FixedLossScale, [True, np.True_, "1", None, [1], 1j], TypeError, "must be a number"),
+        (tw.FixedLossScale, [math.nan, math.inf, 10**400], ValueError, "must be a finite number"),
+        (tw.FixedLossScale, [0.9, -1], ValueError, r"number >= 1 and <= 3.* got (0\.9|-1)"),
+        (tw.ClipByNorm, [0], ValueError, "> 0, got 0"),
+        (tw.Sparse, [1, 2.0], ValueError, ">= 0 and < 1, got [12]"),
+        (tw.GradientMerge, [True, 3.0, "3", None, torch.tensor([3])], TypeError, "an integer"),
+        (tw.GradientMerge, [torch.tensor(3.0), torch.tensor(True)], TypeError, "an integer"),
+        (tw.GradientMerge, [0, -3], ValueError, "must be an integer >= 1, got"),
+        (lambda v: tw.GradientMerge(2, avg=v), [1], TypeError, "avg must be True or False, got 1"),
+        (tw.Quantized, [3], ValueError, "value_bits must be one of"),
+        (tw.AMP, ["bfloat"], ValueError, "'float16'.*did you mean 'bfloat16'"),
+    ],
 )
-def test_other_kinds_are_no_integers(value: object) -> None:
-    with pytest.raises(TypeError, match="x must be an integer"):
-        check.integer("x", value)
+def test_other_kinds_and_values_are_refused(
+    make: Any, values: list[Any], error: type[Exception], says: str
+) -> None:
+    for value in values:
+        with pytest.raises(error, match=says):
+            make(value)
 
 
-def test_scalars_may_be_tensors_of_one_element() -> None:
-    assert check.scalar("x", torch.tensor([[2.5]])) == 2.5
+def test_numbers_of_a_group_may_be_tensors_of_one_element() -> None:
+    params = [torch.nn.Parameter(torch.ones(2))]
+    assert tw.optim.SGD(params, 0.1, weight_decay=torch.tensor([[0.5]])).defaults
     with pytest.raises(ValueError, match=r"shape \(2,\)"):
-        check.scalar("x", torch.ones(2))
-    with pytest.raises(TypeError, match="x must be a number"):
-        check.scalar("x", torch.tensor(True))
-
-
-def test_flags_kinds_and_choices() -> None:
-    assert check.boolean("x", False) is False
-    with pytest.raises(TypeError, match="x must be True or False, got 1"):
-        check.boolean("x", 1)
-    check.instance("x", 1, (int, str))
-    with pytest.raises(
-        TypeError, match=r"x must be int or str, got 1\.0 of type float; use an int"
-    ):
-        check.instance("x", 1.0, (int, str), advice="use an int")
-    check.one_of("x", "dense", ("dense", "dgc"))
-    with pytest.raises(ValueError, match=r"x must be one of .*'dgc'.*did you mean 'dense'"):
-        check.one_of("x", "dens", ("dense", "dgc"))
-    assert check.closest("zzz", ["dense"]) == ""
-    assert check.closest(3, ["dense"]) == ""
+        tw.optim.SGD(params, 0.1, weight_decay=torch.ones(2))
+    with pytest.raises(TypeError, match="must be a number"):
+        tw.optim.SGD(params, 0.1, weight_decay=torch.tensor(True))

@@ -15,11 +15,7 @@ SMALL_BLOCK = 32
 
 
 def require_triton() -> None:
-    """Skips the module where triton is not installed, unless THINWIRE_TRITON=required: then its
-    tests must run.
-
-    To be called before the kernels are imported, since the interpreter has to be chosen by then.
-    """
+    """Skips the module without triton; call it before the kernels are imported."""
     if find_spec("triton") is None and os.environ.get("THINWIRE_TRITON") != "required":
         pytest.skip(
             "triton is not installed (make test-triton installs it)", allow_module_level=True

@@ -187,8 +187,7 @@ def _link_down() -> None:
 
 
 def _filter(verdict: str, *ways: str) -> None:
-    """What becomes of all of TCP but resets that goes through eth0 on these ways, "input" or
-    "output"."""
+    """What becomes of all TCP but resets through eth0, on "input" or "output"."""
     chains = [
         f'chain {way} {{ type filter hook {way} priority 0; {way[0]}ifname "eth0" tcp flags & rst '
         f"== 0 {verdict}; }}"

@@ -32,8 +32,7 @@ class Outcome:
 
 @dataclass
 class Seen:
-    """What one rank reports of its run under attack; plain, since it comes out of another
-    process."""
+    """What one rank reports of its run under attack, in plain values."""
 
     error: str = ""
     """Class of the error that ended it, empty without one."""
@@ -60,8 +59,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Attack:
-    """A kind of attack: its letter in the list, its name, how often it is cheap to make, and how it
-    is made."""
+    """A kind of attack: letter, name, how often it is cheap to make, and how it is made."""
 
     letter: str
     name: str
@@ -85,12 +83,7 @@ def said_nothing_moved(text: str) -> bool:
 def judged(
     answers: Sequence[Any], *, expected: Sequence[str] = (), within: int | None = None
 ) -> Outcome:
-    """The verdict on an attack that parts ranks, or would.
-
-    Held: every rank ended with an error of the library (of a class in `expected`, if given), or
-    none did and all hold the same. A rank that raises an error of its own making (`Seen.family`
-    False, its class in `expected`) counts too.
-    """
+    """Held: every rank ended with an error of the library, or none did and all hold the same."""
     details = "; ".join(_line(rank, answer) for rank, answer in enumerate(answers))
     if any(answer is None for answer in answers):
         return Outcome("late", "a rank did not come back: " + details)

@@ -94,8 +94,7 @@ def changes(way: str, what: str) -> Callable[[Pool, int], Outcome]:
 
 
 class _Cache(nn.Module):
-    """Keeps what it has seen, a batch more in every step: its buffer has another shape in each of
-    them."""
+    """Keeps what it has seen, so its buffer has another shape in every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,8 +232,7 @@ def other_machine(way: str, kind: str) -> Callable[[Pool, int], Outcome]:
 
 
 def undisturbed(way: str) -> Callable[[Pool, int], Outcome]:
-    """Without any attack there is no error, and all ranks hold the same: else the campaign itself
-    is wrong."""
+    """Without an attack there is no error, and all ranks hold the same."""
 
     def make_it(pool: Pool, seed: int) -> Outcome:
         outcome = judged(pool.run(trained, way, False, expect_errors=True))
@@ -283,13 +281,8 @@ def on_the_wire(
     whole: bool,
     seed: int,
 ) -> Seen:
-    """One bit of one rank's traffic is flipped below the library, in a call of one kind.
-
-    Args:
-        names: The collectives, of which the first that fits is hit.
-        small: Whether it is one of less than 2000 bytes.
-        sent: Whether the rank gives it damaged to all, or it alone gets it so.
-        whole: Whether dense sums are all-reduces, as those of larger models are.
+    """One bit of a rank's traffic is flipped below the library, in a call of one kind: in what it
+    gives to all (`sent`), or in what it alone gets.
     """
     chance = random.Random(seed)
     victim, at = (

@@ -44,8 +44,7 @@ class RaisingAdamW(_RaisingOnce, torch.optim.AdamW):
 
 
 def raised(rank: int, size: int, where: str, everywhere: bool, seed: int) -> Seen:
-    """The optimizer, or a hook after its step, raises once; whoever catches it goes on as if
-    nothing were."""
+    """The optimizer, or a hook after its step, raises once, and the script goes on."""
     chance = random.Random(seed)
     victim, at = chance.randrange(size), 3 + chance.randrange(5)
     mine = everywhere or rank == victim

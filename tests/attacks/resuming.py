@@ -361,8 +361,7 @@ def _start(cache: Path) -> tuple[int, str, str]:
 
 
 def damaged_cache(pool: Pool, seed: int) -> Outcome:
-    """Files of numba's cache are cut, emptied or changed: they are made again, once, with a
-    warning."""
+    """Files of numba's cache are cut, emptied or changed: they are made again, with a warning."""
     chance = random.Random(seed)
     whole = Path(tempfile.gettempdir(), f"thinwire-attack-cache-{os.getpid()}")
     if not whole.exists():

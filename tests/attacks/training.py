@@ -135,10 +135,7 @@ class Trainer:
 
 
 def make(way: str, *, norm: bool = True, apart: bool = False, **options: Any) -> Trainer:
-    """Everything up to the first step; collective.
-
-    `apart`: with models that have to be made equal first.
-    """
+    """Everything up to the first step; `apart`: with models that have to be made equal first."""
     model, rank = small_model(norm=norm), dist.get_rank()
     if apart:
         with torch.no_grad():
@@ -224,15 +221,7 @@ def joined(*, relay: bool) -> Iterator[tw.Members]:
 def under_attack(
     trainer: Trainer, attack: Callable[[], None] | None, *, at: int, last: int, **told: Any
 ) -> Seen:
-    """Train to update `at`, do it, go on to update `last` or to the first error.
-
-    Args:
-        trainer: From `make`.
-        attack: What is done before update number `at`, on this rank; None for nothing.
-        at: From 0.
-        last: Where training ends.
-        told: For `Seen.more`.
-    """
+    """Train to update `at`, do it, go on to update `last` or to the first error."""
     seen, ended = Seen(more=told), None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

@@ -136,8 +136,7 @@ def started(root: Path, body: Callable[[int], Any]) -> list[int]:
 
 
 def scenarios_of(base: Path, mode: str) -> list[dict[str, Any]]:
-    """The points of a kind of save, counted in one that nobody is killed in; makes the folder that
-    all start from."""
+    """The points of a kind of save, in one that nobody is killed in; makes their first folder."""
     template, counted = base / f"{mode}-template", base / f"{mode}-counted"
     template.mkdir()
     answers(template, started(template, lambda rank: save_old(template, mode, rank)))

@@ -150,8 +150,7 @@ def test_sequences() -> None:
 
 
 def test_the_mean_of_the_pending_update_is_kept() -> None:
-    """Old ranks with residuals r: every new rank gets mean(r), so the mean over new ranks is
-    mean(r)."""
+    """Every new rank gets the mean of the old residuals, so the mean over ranks stays."""
     states = [{"residual": some(seed, torch.float32, 100)} for seed in range(4)]
     twice = combine([combine(states, rank=rank) for rank in range(2)])["residual"]
     expected = np.mean([state["residual"].numpy().astype(np.float64) for state in states], axis=0)

@@ -24,15 +24,7 @@ _ENTER = Path(__file__).parents[2] / "src/thinwire/tools/network/enter.py"
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended.
-
-    Attributes:
-        type_name: Of its error.
-        text: Of its error.
-        error_s: From the attack to the error, seconds.
-        exit_s: From the attack to the end of the process, seconds.
-        exit_code: Of the process.
-    """
+    """How a rank ended; seconds are from the attack on."""
 
     type_name: str
     text: str
@@ -50,8 +42,7 @@ class Trainees:
     def ended(
         self, who: list[int], attack: Callable[[], None], limit_s: float
     ) -> list[Ended | None]:
-        """Attack, and wait for the ranks `who`; None for one that has not ended within the
-        limit."""
+        """Attack, and wait for the ranks `who`; None for one that has not ended in time."""
         begun, wall = time.monotonic(), time.time()
         attack()
         ends: dict[int, float] = {}

@@ -16,8 +16,7 @@ LIMIT_S = TIMEOUT_S + 2
 
 
 def check(ends: Sequence[Ended | None]) -> list[str]:
-    """The texts of the errors, which came in time, from processes that came to an end of
-    their own."""
+    """The texts of the errors, which came in time, from processes that ended by themselves."""
     for end in ends:
         assert end is not None, "a rank is still blocked"
         assert (end.type_name, end.exit_code) == ("PeerStalled", 1)

@@ -6,8 +6,7 @@ from tests.api import _connections_to
 
 
 def test_pipes_between_processes_are_no_connections_to_the_store() -> None:
-    """Processes started by multiprocessing, workers that load data and notebooks have such
-    pipes."""
+    """Processes of multiprocessing and workers that load data have such pipes."""
     near, far = socket.socketpair()
     with near, far, socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

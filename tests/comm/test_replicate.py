@@ -74,8 +74,7 @@ def test_a_flipped_bit_is_an_error_on_all_ranks_and_nothing_is_written(ranks: Po
 
 
 def slow_line(rank: int, size: int) -> list[str]:
-    """Every piece takes time in proportion to its size, the whole of them more than the
-    time-out."""
+    """Every piece takes time in proportion to its size, all together more than the time-out."""
     real, told = Group.broadcast_, []
 
     class Told(logging.Handler):

@@ -31,8 +31,7 @@ def test_interval(values: dict[str, float], expected: int) -> None:
 
 
 def test_the_interval_stays_where_loss_and_rate_stay() -> None:
-    """With the start inside the root, as another library has it, it would fall to its
-    square root."""
+    """With the start inside the root it would fall to its square root."""
     for init in range(1, 17):
         assert (
             adapted_interval(init, 16, loss=0.7, first_loss=0.7, rate=0.3, first_rate=0.3) == init

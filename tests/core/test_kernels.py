@@ -31,8 +31,7 @@ SIZES = [1, 2, 63, 64, 65, 129, 1000, 8193, 29_000]
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    """Three threads and little room for candidates, so that small tensors show what large
-    ones do."""
+    """Three threads and little room, so that small tensors show what large ones do."""
     monkeypatch.setattr(threads, "SMALLEST_PART", 64)
     monkeypatch.setattr(select, "_SMALLEST_ROOM", 1)
     monkeypatch.setattr(select, "_FEW", 100)

@@ -153,8 +153,7 @@ def test_over_senders_means_of_the_largest_sums_go_on_and_means_over_all_stay() 
 
 
 def test_one_bit_of_a_half_full_part_is_the_mean_of_what_came() -> None:
-    """Else every value would arrive at half its size, since a part has room for twice the usual
-    number."""
+    """A part has room for twice the usual number: values must not arrive at half their size."""
     indices, values = torch.tensor([3, 9]), torch.tensor([2.0, -4.0])
     part = Layout((Slot(50, 8),), 1, ";to 0")
     message, (sent,) = pack(part, 0, 0, [(indices, values)])

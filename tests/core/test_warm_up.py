@@ -78,8 +78,7 @@ for line in sys.stdin:
 
 
 class Starts:
-    """Starts of a program that cost no imports: forks of a process that has compiled and read
-    nothing yet, and looked for no folder."""
+    """Starts that cost no imports: forks of a process that has compiled and read nothing yet."""
 
     def __init__(self, folder):
         self._folder = folder

@@ -177,8 +177,7 @@ def test_a_header_that_is_wrong_from_the_start_is_judged_as_on_the_host(at, valu
 
 @pytest.mark.parametrize(("byte", "bit"), [(7, 4), (10, 7)])
 def test_low_bits_of_positions_that_did_not_come_are_found(byte, bit):
-    """17 positions of 5 low bits each, of which 9 came: bit 60 belongs to the 13th, bit 87
-    to none."""
+    """Of 17 positions of 5 bits 9 came: bit 60 belongs to the 13th, bit 87 to none."""
     layout = Layout(SLOTS[:1], 1)
     row, _ = packed(layout, [entries(SLOTS[0], with_zeros=True)])
     row[HEADER_BYTES + byte] |= 1 << bit

@@ -165,8 +165,7 @@ def test_a_damaged_message_is_refused_by_name_on_every_rank(ranks: Pool) -> None
 
 
 class HostReads(TorchDispatchMode):
-    """Counts, by the function of this library it happens in, what makes the host wait for a
-    device."""
+    """Counts, by function of this library, what makes the host wait for a device."""
 
     WAITING = frozenset(
         {

@@ -57,15 +57,7 @@ def doctors(
     *,
     etc_hosts: Path | None = None,
 ) -> tuple[dict[str, Any], list[subprocess.CompletedProcess[str]]]:
-    """One rank in each host, as torchrun would start it; what rank 0 finds, and what became of
-    all.
-
-    Args:
-        net: The hosts.
-        environments: Of each rank, beside what torchrun sets.
-        options: Of the command.
-        etc_hosts: What /etc/hosts is in all of them.
-    """
+    """One rank in each host, as under torchrun; what rank 0 finds, and what became of all."""
     size = len(net.addresses)
     places = [
         {

@@ -35,14 +35,7 @@ PHASES = (
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault.
-
-    Attributes:
-        how: Of `HOWS`.
-        rank: To whom it is done.
-        step: Number of the call of `Trainer.step`, from 0.
-        phase: Of `PHASES`: where in that step.
-    """
+    """How (`HOWS`), to which rank, and in which step and phase (`PHASES`) of `Trainer.step`."""
 
     how: str
     rank: int
@@ -100,11 +93,7 @@ HOWS: dict[str, Callable[[], None]] = {
 
 @contextlib.contextmanager
 def injected(fault: Fault, trainer: Trainer, rank: int) -> Iterator[list[str]]:
-    """While this holds, the trainer's step of that number meets the fault on that rank.
-
-    Yields:
-        What was done so far, on this rank: a test looks whether anything was.
-    """
+    """While this holds, the trainer's step meets the fault; yields what was done so far."""
     done: list[str] = []
     if rank != fault.rank:
         yield done

@@ -128,8 +128,7 @@ def _inside(
 def trained(
     rank: int, size: int, folder: str, way: str, last: int, timeout_s: float, after: int = -1
 ) -> Seen:
-    """Train to step `last` or to the first error. Step `after` begins once the line is another
-    one."""
+    """Train to step `last` or to the first error; step `after` waits for the other line."""
     trainer, seen = make(way, timeout=timeout_s), Seen()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -159,9 +158,7 @@ def alike(trainer: Trainer) -> str:
 def wide(
     rank: int, size: int, folder: str, fields: dict[str, Any], last: int, after: int = -1
 ) -> Any:
-    """Steps of a model of a million parameters: per step the bytes that the library says it has
-    given to exchanges, those that left the interface, and seconds. Step `after` begins once the
-    line is another one."""
+    """Per step of a large model the bytes given to exchanges, those that left, and seconds."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(1024, 512), torch.nn.Linear(512, 1024))
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.01, momentum=0.9)

@@ -13,12 +13,7 @@ Change = Callable[[bytes], bytes]
 
 
 class Proxy:
-    """Forwards every connection to a target.
-
-    Attributes:
-        port: On which it listens, at 127.0.0.1.
-        there, back: What is done to the bytes on their way to the target, and from it.
-    """
+    """Forwards every connection on its port to a target; `there`, `back`: what is done to bytes."""
 
     def __init__(self, target: tuple[str, int]) -> None:
         self._target = target

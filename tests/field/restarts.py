@@ -43,11 +43,7 @@ def start(folder: Path, restarts: int, seed: int, apart_s: float) -> None:
 
 
 def train(folder: Path, restarts: int, seed: int, incarnation: int) -> str:
-    """Train from the newest checkpoint to the end; returns a digest of parameters and residuals.
-
-    One of the ranks kills itself at a moment that follows from seed and incarnation, unless the
-    seed is negative.
-    """
+    """Train from the newest checkpoint to the end; with a seed >= 0 one rank kills itself."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
@@ -93,13 +89,7 @@ def note(folder: Path, rank: int, **fields: Any) -> None:
 def torchrun(
     folder: Path, *, restarts: int, seed: int, apart_s: float = 0.0, workaround: bool = True
 ) -> dict[str, Any]:
-    """Run to the end, or until torchrun gives up.
-
-    Returns:
-        `begins`: per incarnation the step from which each rank trained on; `digests` per rank at
-            the end, empty where
-        it was not reached; `log`: what was printed.
-    """
+    """Run to the end, or until torchrun gives up; first steps by incarnation, digests and log."""
     folder.mkdir(parents=True, exist_ok=True)
     allowed = str(2 * restarts)  # those that fail by themselves take one, too
     agent = [

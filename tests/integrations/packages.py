@@ -12,8 +12,7 @@ import pytest
 
 
 def needs(package: str) -> pytest.MarkDecorator:
-    """Skips where the package is not installed, unless THINWIRE_INTEGRATIONS=required: then the
-    test must run."""
+    """Skips where the package is missing, unless THINWIRE_INTEGRATIONS=required."""
     skipped = find_spec(package) is None and os.environ.get("THINWIRE_INTEGRATIONS") != "required"
     return pytest.mark.skipif(
         skipped, reason=f"{package} is not installed (make test-integrations installs it)"

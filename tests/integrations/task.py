@@ -34,8 +34,7 @@ def dgc(model: nn.Module, **settings: Any) -> tw.optim.DGCMomentum:
 def own_batches(
     data: TensorDataset, rank: int, *, of_batches: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's batches: every second batch (Accelerate), or batches of every second sample
-    (Lightning)."""
+    """This rank's batches: every second batch (Accelerate), or of every second sample."""
     x, y = data.tensors
     for i in range(STEPS):
         if of_batches:

@@ -263,8 +263,7 @@ def test_what_the_trainer_does_itself_is_refused(field: str, config: Any, advice
 
 
 def resumed(rank: int, size: int, folder: Path, method: str) -> dict[str, Any]:
-    """A fit of 4 epochs, and one that goes on after the first (not at an averaging) with another
-    initial model."""
+    """A fit of 4 epochs, and one that goes on after the first with another initial model."""
     with as_under_torchrun(rank, size):
         from lightning.pytorch.callbacks import ModelCheckpoint
 

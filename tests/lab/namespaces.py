@@ -15,8 +15,7 @@ NETNS = [
 
 
 def needs_netns(test: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test that needs network namespaces and skips it, with the reason, where there are
-    none."""
+    """Marks a test that needs network namespaces, and skips it where there are none."""
     for mark in NETNS:
         test = mark(test)
     return test

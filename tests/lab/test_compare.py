@@ -103,8 +103,7 @@ def test_torchs_own_hooks_run_without_hanging(strategy: str, tmp_path: Path) -> 
 
 @needs_netns
 def test_sites_shard_the_model_and_share_a_link(tmp_path: Path) -> None:
-    """Bytes are of a site's link, as its interface counts them: nothing inside a site is among
-    them."""
+    """Bytes are those of a site's interface: nothing inside a site is among them."""
     names = ["dense", "dense-muon", "muon-local"]
     shards = settings(tmp_path, workers=4, shard=2, strategies=names, steps=33, batch=1)
     results = compare(shards, Display())

@@ -19,16 +19,6 @@ def test_rates(text: str, rate: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["0mbit", "9kbit", "31gbit", "fast", "", "mbit", "100", "-1mbit", "1e3mbit", "5mb", "nan"],
-)
-def test_what_is_no_rate_is_named(text: str) -> None:
-    with pytest.raises(ValueError, match="link=") as error:
-        Link.parse(text)
-    assert repr(text) in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("text", "seconds"), [("10ms", 0.01), ("0", 0.0), ("0ms", 0.0), ("250us", 2.5e-4), ("1s", 1.0)]
 )
 def test_latencies(text: str, seconds: float) -> None:
@@ -42,15 +32,8 @@ def test_links_without_a_rate() -> None:
 
 
 def test_a_link_prints_as_it_was_typed() -> None:
-    assert [
-        str(Link.parse(text)) for text in ("100mbit", "1gbit", "64kbit", "none", "loopback")
-    ] == [
-        "100mbit",
-        "1gbit",
-        "64kbit",
-        "none",
-        "loopback",
-    ]
+    typed = ["100mbit", "1gbit", "64kbit", "none", "loopback"]
+    assert [str(Link.parse(text)) for text in typed] == typed
     assert str(Link.parse("20mbit", "10ms")) == "20mbit + 10ms"
 
 

@@ -25,14 +25,6 @@ def test_all_are_there() -> None:
     assert names("dgc", "dense") == ["dgc", "dense"]
 
 
-def test_the_nearest_name_is_suggested() -> None:
-    with pytest.raises(ValueError, match="did you mean powersgd"):
-        names("PowerSDG")
-    with pytest.raises(ValueError, match="choose from") as error:
-        names("zzz")
-    assert "did you mean" not in str(error.value)
-
-
 def test_a_file_is_called_by_its_stem_and_carries_the_whole_strategy(tmp_path: Path) -> None:
     dense, plan = choose(
         ["dense", file(tmp_path, "dgc:\n  sparsity: [0.99]\ngradient_merge:\n  k_steps: 2\n")]

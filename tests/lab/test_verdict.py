@@ -146,8 +146,7 @@ def test_a_link_that_was_not_emulated_is_only_estimated() -> None:
 
 @pytest.mark.parametrize("names", [("dense", "dgc"), ("dgc", "dense")])
 def test_the_loss_is_looked_for_in_the_same_way_for_all(names: tuple[str, str]) -> None:
-    """Two equal curves are equally soon at dense's loss, dense's own included, and also if it rose
-    again at the end."""
+    """Equal curves are equally soon at dense's loss, also if it rose again at the end."""
     for losses in ([5.0, 4.0, 3.0], [5.0, 3.0, 3.5]):
         found = judged(*(run(name, losses, 1.0, 4000) for name in names))
         times = re.findall(r"\((\d+\.\d) s and (\d+\.\d) s\)", found.text)

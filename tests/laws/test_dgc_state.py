@@ -125,8 +125,7 @@ def test_loaded_state_takes_on_the_type_of_the_one_that_loads(saved: str, here: 
 
 
 def test_before_compression_the_update_is_that_of_a_buffer_rounded_step_by_step() -> None:
-    """Oracle: SGD in float32 whose buffer is rounded by the random words of the step; the bias has
-    none."""
+    """Oracle: SGD in float32 whose buffer is rounded by the random words of the step."""
     p = nn.Parameter(torch.linspace(-1, 1, 300))
     optimizer = DGCMomentum(
         [p], lr=0.1, min_numel=100, rampup_begin_step=100, state_dtype="bfloat16"

@@ -18,8 +18,7 @@ NUMEL = 400_000
 
 
 class Allocations(TorchDispatchMode):
-    """The most bytes that tensors of at least a fifth of the parameters held at a time, of those
-    made inside."""
+    """The most bytes that large tensors made inside held at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,8 +47,7 @@ class Allocations(TorchDispatchMode):
 
 
 def words_of_a_step(step: Any) -> float:
-    """What one step held at its peak beyond what was there before, per parameter, in words of four
-    bytes."""
+    """What one step held at its peak beyond what was there, in words per parameter."""
     step()
     step()
     gc.collect()

@@ -50,9 +50,7 @@ def expected(
     tokens: tuple[int, ...] = (1, 1, 1),
     outer: tuple[float, float, bool] = (1.0, 0.0, False),
 ) -> list[Any]:
-    """The anchors after each averaging of `paced`, in loops over ranks, rounds and steps: the
-    change of a fragment counts by the work since it was averaged last.
-    """
+    """The anchors after each averaging of `paced`, in loops over ranks, rounds and steps."""
     rate, momentum, nesterov = outer
     anchor = {name: value.numpy().copy() for name, value in start_values().items()}
     velocity = {name: np.zeros_like(value) for name, value in anchor.items()}
@@ -233,11 +231,7 @@ def test_a_fragment_counts_by_the_steps_since_it_was_averaged(ranks: Pool) -> No
 
 
 def slow_and_fast_with_delay(rank: int, size: int, stop: bool) -> tuple[list[int], int, str]:
-    """As `slow_and_fast`, with two fragments whose results arrive a quarter of a round later.
-
-    With `stop` the block is left after the third averaging, with its result in flight, and
-    another goes on from the state.
-    """
+    """As `slow_and_fast`, with two fragments and a delay; `stop`: left and begun anew in flight."""
     model, made, state = Bag(), [0], None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     config = tw.LocalSGD(

@@ -72,8 +72,7 @@ def test_nothing_is_lost_by_shares(ranks: Pool, size: int, own: bool) -> None:
 
 
 def much_alike(rank: int, size: int) -> float:
-    """Which share of what the ranks changed, nearly the same on all of them, is applied in 60
-    rounds."""
+    """Which share of nearly equal changes of the ranks is applied in 60 rounds."""
     common, own = (torch.Generator().manual_seed(seed) for seed in (7, 100 + rank))
     model = Bag({"w": (40, 30), "u": (30,)}, dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -85,8 +85,7 @@ def overlapped(compression: Any, fragments: int = 3) -> tw.LocalSGD:
 
 
 def keep_books(rank: int, size: int, config: Any, steps: int) -> tuple[float, str, bool]:
-    """Largest error of: the anchors moved by the mean of all changes less the mean of what is
-    kept."""
+    """Largest error of: anchors moved by the mean of all changes less the mean of what is kept."""
     model = Stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}

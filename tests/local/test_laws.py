@@ -389,8 +389,7 @@ def test_a_delay_does_not_change_when_ranks_average(ranks: Pool, name: str) -> N
 
 
 def keep_books(rank: int, size: int, compression: Any, dtype: torch.dtype) -> float:
-    """Largest error of: what the ranks sent in all, plus what they keep, is what they changed in
-    all."""
+    """Largest error of: what ranks sent, plus what they keep, is what they changed."""
     model = Bag(dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = tw.LocalSGD(2, begin_step=0, compression=compression)

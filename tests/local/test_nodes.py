@@ -68,8 +68,7 @@ def test_a_node_of_two_is_one_rank_with_their_data(ranks: Pool, name: str, of: s
 
 
 def conserved(rank: int, size: int, compression: Any, loaded: Any) -> dict[str, Any]:
-    """Gradients that depend on step and rank alone, in nodes of two, from a state if there is
-    one."""
+    """Gradients that depend on step and rank alone, in nodes of two."""
     model = Bag()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     config = tw.LocalSGD(2, begin_step=0, node_size=2 if size == 4 else 1, compression=compression)

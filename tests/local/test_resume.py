@@ -78,8 +78,7 @@ def steps_of(
 
 
 def mean_of(states: list[Any]) -> Any:
-    """The mean of the ranks' floating-point tensors, in any nesting; the rest is the first
-    rank's."""
+    """The mean of the ranks' floating-point tensors, in any nesting; the rest is rank 0's."""
     first = states[0]
     if isinstance(first, dict):
         return {key: mean_of([state[key] for state in states]) for key in first}
@@ -89,8 +88,7 @@ def mean_of(states: list[Any]) -> Any:
 
 
 def some_steps(rank: int, size: int, config: Any, mean: Any, dgc: Any) -> dict[str, Any]:
-    """From `mean` on, if there is one, some steps; the state after them, and what became of
-    `mean`."""
+    """Some steps, from `mean` on if there is one; the state, and what became of `mean`."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with LocalUpdates(model, optimizer, config, compression=dgc) as sync:

@@ -29,8 +29,7 @@ from tests.ranks import Pool
 
 
 class OneFactor(ErrorsOnly):
-    """Rank 1 of PowerSGD (arXiv 1905.13727, algorithm 1) for matrices; everything else travels
-    whole."""
+    """Rank 1 of PowerSGD (arXiv 1905.13727) for matrices; all else travels whole."""
 
     def begin(self, anchor: Tensor) -> dict[str, Tensor]:
         return {**super().begin(anchor), "factors": torch.ones(anchor.shape[1], dtype=anchor.dtype)}

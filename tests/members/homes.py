@@ -34,9 +34,7 @@ def needs_homes(test: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def homes(count: int, link: Link) -> Iterator[tuple[Network, list[int]]]:
-    """Yield a network and the namespaces of `count` homes. The first worker of the network is open;
-    each other one is the router of a home. All homes have the same private address.
-    """
+    """Yield a network, whose first worker is open, and namespaces behind the others' routers."""
     with network(1 + count, link) as net, contextlib.ExitStack() as ends:
         found = []
         for router in net.namespace_fds[1:]:

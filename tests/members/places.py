@@ -78,9 +78,7 @@ def host_command(*options: str, namespace: int = -1) -> Iterator[tuple[subproces
 
 
 def lines_of_two(folder: Path, command: Sequence[str], *more: str) -> list[list[str]]:
-    """The lines of two processes of a script that are members at the same time, and end well: its
-    arguments are the address, the token file, and `more`.
-    """
+    """The lines of two processes of a script that are members at the same time, and end well."""
     token = folder / "token"
     token.write_bytes(TOKEN)
     token.chmod(0o600)

@@ -426,9 +426,7 @@ def _last_to_hear(rank: int, size: int, address: str, folder: str, ends: str) ->
 
 @pytest.mark.parametrize("case", ["one after another", "closed inside", "forgotten"])
 def test_some_end_by_themselves(ranks: Pool, tmp_path: Path, case: str) -> None:
-    """None is lost by that; and what was heard from who has gone is not forgotten where the next
-    generation fails to connect.
-    """
+    """None is lost by that, nor what was heard from who has gone."""
     found = met(ranks, _ending, str(tmp_path), case, size=3, errors=True)
     if case == "one after another":
         assert [step for step, _ in found] == [6, 14, 22]

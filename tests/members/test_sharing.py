@@ -63,9 +63,7 @@ def endless(sampler: tw.ShardedSampler) -> Iterator[int]:
 def sharer(
     rank: int, size: int, address: str, folder: str, events: list[tuple[str, int]]
 ) -> tuple[dict[int, list[int]], dict[str, Any]]:
-    """Train, with the events that process 0 begins one after the other; then tell the samples left
-    of this epoch and the next, and the state before.
-    """
+    """Train, with the events that process 0 begins; then tell the samples left, and the state."""
     flags, coming, size_before = Path(folder), iter(events), 0
     wait_for(str(flags / f"join {rank}") if rank >= FOUNDERS else "")
     model = torch.nn.Linear(1, 1)

@@ -98,9 +98,7 @@ def faulty(rank: int, fault: dict[str, Any] | None) -> Iterator[dict[str, Any] |
 
 @contextmanager
 def deaf(at: int) -> Iterator[list[int]]:
-    """Give a generation up just before this process accepts agreement number `at`, from 1; the
-    list holds the number once that has happened.
-    """
+    """Give a generation up just before this process accepts agreement number `at`, from 1."""
     accept, calls, times = Membership.accept_agreement, itertools.count(1), list[int]()
 
     def late(self: Membership, number: int, vote: int, answers: Any) -> bool:

@@ -72,8 +72,7 @@ def test_compression_that_begins_later_in_a_resumed_run(ranks: Pool, tmp_path: A
 
 
 class Net(nn.Module):
-    """A parameter whose entries lie in the order of its columns, and a convolution in that of
-    channels."""
+    """A parameter in the order of its columns, and a convolution in that of channels."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -562,8 +562,7 @@ def test_a_process_group_that_is_none_is_refused_at_construction(group: Any) -> 
 
 
 def joined_by_ddp(rank: int, size: int) -> list[str]:
-    """Rank 1 has fewer batches, inside DDP's own context; then without the exchange in the backward
-    pass."""
+    """Rank 1 has fewer batches, inside DDP's own context; then without `attach`."""
     model = nn.Linear(6, 3)
     ddp = DistributedDataParallel(model)
     optimizer = DGCMomentum(model.named_parameters(), lr=0.1, min_numel=4, timeout=5)

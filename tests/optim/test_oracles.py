@@ -214,8 +214,7 @@ def test_lars_with_its_ratio_at_one_is_sgd() -> None:
 @pytest.mark.parametrize("method", ["Lamb", "Lars"])
 @pytest.mark.parametrize("hyper", [{}, {"weight_decay": 0.0}])
 def test_layouts_that_fused_kernels_do_not_take(method: str, hyper: dict) -> None:
-    """A transposed parameter, a gradient in another layout, and a state that was saved in another
-    layout."""
+    """A transposed parameter, a gradient and a saved state in other layouts."""
     generator = torch.Generator().manual_seed(2)
     table = torch.randn(4, 6, generator=generator).double()
     grads = [torch.randn(4, 6, generator=generator).double() for _ in range(UPDATES)]

@@ -41,8 +41,7 @@ def test_lamb(trust_clip: tuple[float, float] | None) -> None:
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_lars_at_a_constant_rate(nesterov: bool) -> None:
-    """timm's rate stands outside the momentum, so the two agree only while the rate does not
-    change."""
+    """timm's rate stands outside the momentum, so the two agree at a constant rate only."""
     ours, theirs = model(torch.float64), model(torch.float64)
     a = optim.Lars(
         ours.parameters(),

@@ -16,8 +16,7 @@ NOTHING = {"grad_clip": optim.ClipByNorm(1e30), "regularizer": optim.L2Decay(0.0
 
 
 def data_base(name: str) -> list[tuple[str, dict]]:
-    """Every configuration (its name, its keyword arguments) that torch tests its class with on a
-    CPU."""
+    """Every configuration (name, keyword arguments) that torch tests its class with on a CPU."""
     pytest.importorskip("expecttest")
     from torch.testing._internal.common_optimizers import optim_db  # for seconds, so not above
 

@@ -148,10 +148,7 @@ def train_case(rank: int, size: int, case: str, schedule: str) -> dict[str, Any]
 
 
 def case_alone(case: str) -> dict[str, Any]:
-    """A plain loop over the micro-batches.
-
-    Random numbers are drawn in no stage but one, so they are the same.
-    """
+    """A plain loop over the micro-batches; random numbers are drawn in no stage but one."""
     model = made(case)
     torch.manual_seed(5)
     losses = []

@@ -70,8 +70,7 @@ def levels(values, bits, k):
 
 
 def nearest_on_grid(magnitude, low, high, steps):
-    """The nearest of low, ..., high in `steps` equal steps, the lower of two, found with exact
-    fractions."""
+    """The nearest of low, ..., high in `steps` equal steps, by exact fractions."""
     if low == high:
         return low
     step = (Fraction(high) - Fraction(low)) / steps

@@ -61,8 +61,7 @@ class Simulation:
         self.sent = {n: np.zeros_like(v) for n, v in start.items()}
 
     def advance(self, gradient):
-        """One local step on every rank and what follows from it; `gradient(step, rank,
-        name, p)`."""
+        """One local step on every rank and its consequences; `gradient(step, rank, name, p)`."""
         self.step += 1
         for number, rank in enumerate(self.ranks):
             for name in self.names:

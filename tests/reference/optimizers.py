@@ -183,12 +183,7 @@ METHODS = {
 def run_rows(
     method: str, table: Array, updates: list[tuple[Array, Array]], rates: list[float], o: Options
 ) -> Array:
-    """One table of rows with (row numbers, values) gradients: every row is a parameter of its own,
-    but for t.
-
-    Duplicated row numbers are summed; rows that are absent keep all they have. Clipping sees all
-    rows together.
-    """
+    """One table with gradients of (row numbers, values): every row is a parameter of its own."""
     p = table.astype(np.float64).copy()
     state: list[dict[str, Any]] = [{} for _ in p]
     for t, ((rows, values), lr) in enumerate(zip(updates, rates, strict=True), start=1):

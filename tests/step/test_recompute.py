@@ -27,8 +27,7 @@ class Counting(nn.Module):
 
 
 class Block(nn.Module):
-    """Everything whose repetition could differ: dropout, running statistics, buffers of all
-    sorts."""
+    """All whose repetition could differ: dropout, running statistics, buffers."""
 
     def __init__(self) -> None:
         super().__init__()

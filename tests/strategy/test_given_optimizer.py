@@ -351,9 +351,7 @@ COUNTS = ("dropped_steps", "bytes_sent", "bytes_received", "bytes_between_nodes"
 def one_engine_after_another(
     rank: int, size: int, node_size: int, folder: str
 ) -> list[dict[str, float]]:
-    """What two engines with one optimizer count, the first one with a dropped update and the other
-    one after one more; and what is told of a checkpoint of the second, here and in a new engine.
-    """
+    """What two engines with one optimizer count, the first one with a dropped update."""
     strategy = tw.DistributedStrategy(
         dgc=tw.DGC(sparsity=(0.75,), min_numel=64, value_bits=8, node_size=node_size)
     )

@@ -42,10 +42,7 @@ def trained(
 def test_a_node_of_two_is_one_rank_with_their_data(
     ranks: Pool, fields: tuple[str, ...], exchange: str
 ) -> None:
-    """The mean of two equal gradients is exact, so nothing but the grouping differs.
-
-    A pipeline has two stages.
-    """
+    """The mean of two equal gradients is exact, so nothing but the grouping differs."""
     in_nodes = ranks.run(trained, fields, {"node_size": 2, "exchange": exchange}, 2, size=4)
     single = ranks.run(trained, fields, {"node_size": 1, "exchange": exchange}, 1, size=2)
     for rank, answer in enumerate(in_nodes):

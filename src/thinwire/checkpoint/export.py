@@ -71,8 +71,10 @@ def export(
 
     Example::
 
+        from safetensors.torch import load_file
+
         export("checkpoints", "model.safetensors")
-        model.load_state_dict(load_file("model.safetensors"))  # of safetensors.torch
+        model.load_state_dict(load_file("model.safetensors"))
 
     Args:
         folder: Folder of one checkpoint, or the argument of `engine.save`: then the newest whole
