@@ -117,10 +117,7 @@ class DGCSynchronizer:
 
     @contextlib.contextmanager
     def launching(self) -> Iterator[None]:
-        """Send, inside the block, the number of entries on which ranks agreed last.
-
-        Message lengths must be equal on all ranks before the vote can find a difference.
-        """
+        """Send, inside the block, the number of entries on which ranks agreed last."""
         self._in_force = self._agreed
         try:
             with self.fixed_rules():

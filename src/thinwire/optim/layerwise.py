@@ -47,10 +47,7 @@ def update_runs_(
     pairs: Sequence[ParamGrad],
     update_: Callable[[Run, list[Tensor]], TensorList],
 ) -> None:
-    """Update the parameters of `pairs` in place, in runs of one device, type, decay and count.
-
-    `update_` gets each run and its parameters in the working type, and returns their ratios.
-    """
+    """Update the parameters of `pairs` in place, in runs of one device, type, decay and count."""
     for run in _runs(optimizer, group, pairs, count=optimizer._loops == "lamb"):
         with widened(run.params) as wide:
             ratios = update_(run, wide)

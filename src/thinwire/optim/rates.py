@@ -38,11 +38,7 @@ def parse_rate(name: str, lr: object) -> float | Schedule:
 
 
 def rate_ahead(schedule: Schedule, step: int, before: float) -> float:
-    """Return the rate that a group shows before update `step`; `before` if the schedule has none.
-
-    A schedule that ends, or has no finite value, raises in the update that needs the value, not in
-    the one before.
-    """
+    """Return the rate that a group shows before update `step`; `before` if there is none."""
     try:
         return rate_at(schedule, step)
     except (IndexError, ValueError):
