@@ -99,3 +99,36 @@ def test_ranks_of_another_launcher_train_together(tmp_path: Path) -> None:
     assert b"report: out/report.html" in said
     told_there = (tmp_path / "out" / "results.json").read_text(encoding="utf-8")
     assert "2 workers, started by a launcher, over the network between them" in told_there
+
+
+STAND_INS = {
+    "python": 'exec {python} "$@"',
+    "scontrol": "echo 127.0.0.1; echo 127.0.0.2",
+    "srun": 'for SLURM_PROCID in 0 1; do export SLURM_PROCID; "$@" & done; wait',
+}
+
+
+def test_the_lines_for_slurm_start_ranks_that_meet(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "machines.md").read_text(encoding="utf-8")
+    lines = page.partition("```bash\n#SBATCH ")[2].partition("```")[0].partition("\n")[2]
+    assert "srun" in lines
+    for name, text in STAND_INS.items():
+        (tmp_path / name).write_text(
+            f"#!/bin/bash\n{text.format(python=sys.executable)}\n", "utf-8"
+        )
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "train.py").write_text(
+        "import sys\nfrom torch.distributed import *\ninit_process_group('gloo')\n"
+        "sys.stdout.write(f'{get_rank()} {get_world_size()}\\n')\ndestroy_process_group()\n",
+        "utf-8",
+    )
+    place = {"SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
+    done = subprocess.run(
+        ["bash", "-c", lines.replace("29500", str(free_port()))],
+        env=clean(**place, PATH=f"{tmp_path}:{os.environ['PATH']}"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert sorted(done.stdout.splitlines()) == ["0 2", "1 2"], done.stderr

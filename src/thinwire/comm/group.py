@@ -605,7 +605,7 @@ class Group:
             if now - logged_s >= _LOG_EVERY_S:
                 logged_s, share = now, (done + 1) / len(works)
                 left = (now - began_s) * (1 - share) / share
-                rate = sum(each.nbytes for each in held) * share / (now - began_s) / 1e6
+                rate = sum(tensor.nbytes for tensor in held) * share / (now - began_s) / 1e6
                 _log.info(
                     "%s: %.0f %% done, %.2f MB/s, about %.0f s left",
                     action,
@@ -726,10 +726,10 @@ def require_process_group(value: object) -> None:
 
 
 def _warn_unless_alone() -> None:
-    place = one_of_several(os.environ)
-    if place is not None:
+    which = one_of_several(os.environ)
+    if which is not None:
         warnings.warn(
-            f"this is {place}, and there is no process group, so that each rank trains for itself: "
+            f"this is {which}, and there is no process group, so that each rank trains for itself: "
             'call torch.distributed.init_process_group("gloo") first, with RANK, WORLD_SIZE, '
             "MASTER_ADDR and MASTER_PORT set (docs/machines.md). To train alone, set WORLD_SIZE=1",
             UserWarning,
