@@ -27,11 +27,6 @@ def note_progress() -> None:
     _moved[0] = time.monotonic()
 
 
-def last_progress() -> float:
-    """Return the time of the last progress, on the clock of `time.monotonic`."""
-    return _moved[0]
-
-
 def make_directory(path: Path) -> None:
     """Make a directory and its missing parents, and force them to the disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -120,10 +115,6 @@ def on_all_ranks(group: Group, action: str, act: Callable[[], _T]) -> list[_T]:
     """Run `act` on every rank and wait for all of them, as `while_busy` does, as long as it makes
     progress.
 
-    Example::
-
-        sizes = on_all_ranks(group, "measuring a file", lambda: path.stat().st_size)
-
     Raises:
         CheckpointError: `act` failed on a rank, or read and wrote nothing for the time-out of the
             group. Raised on every rank with the same text; a subclass if all failed ranks raised
@@ -132,8 +123,12 @@ def on_all_ranks(group: Group, action: str, act: Callable[[], _T]) -> list[_T]:
         PeerLost, PeerStalled: A rank died or stopped.
     """
     return while_busy(
-        group, action, act, limit_s=group.timeout_s, moved=last_progress, error=CheckpointError
+        group, action, act, limit_s=group.timeout_s, moved=_last_progress, error=CheckpointError
     )
+
+
+def _last_progress() -> float:
+    return _moved[0]
 
 
 def clean_up(act: Callable[[], None]) -> None:

@@ -165,11 +165,6 @@ def write_rank_file(path: Path, state: Any) -> str:
     """Write a state as a safetensors file, plain values in its header, and return its SHA-256 in
     hex. An existing file is replaced atomically; missing folders are made.
 
-    Example::
-
-        checksum = write_rank_file(path, {"step": 3, "w": tensor})
-        state = read_rank_file(path, checksum)
-
     Raises:
         TypeError: The state holds a type that checkpoints do not support.
         OSError: Writing failed.

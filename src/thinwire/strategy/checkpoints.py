@@ -192,12 +192,7 @@ def _owners(tree: Mapping[str, Any]) -> dict[Any, str]:
 
 
 def _complete(state: Mapping[str, Any], parts: Parts) -> None:
-    """Initialize compression state that a new sharding needs: zero, or as drawn where all ranks
-    hold the same.
-
-    Raises:
-        CheckpointMismatch: The saved state belongs to a shard that is not compressed now.
-    """
+    """Initialize compression state that a new sharding needs: zeros, or as drawn on all ranks."""
     saved, here = state["exchange"], parts.exchange.state_dict()
     for kind, tensors in here.items():
         if not isinstance(tensors, dict) or not isinstance(saved.get(kind), dict):

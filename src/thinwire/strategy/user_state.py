@@ -18,17 +18,8 @@ from thinwire.core.several import all_of
 
 
 def plain(value: Any, path: str = "extra", *, objects: bool = True) -> Any:
-    """Return the same tree with `state_dict()` in place of each object that has one.
-
-    Args:
-        value: Nested dicts, lists and tuples of None, bool, int, float, str, bytes, tensors,
-            NumPy's bool, int and float, which become Python's, and objects with a `state_dict`.
-            Read only.
-        path: Position in the tree, for errors.
-        objects: True if such objects are allowed.
-
-    Raises:
-        TypeError: The tree holds another type; names its path and the remedy.
+    """Return the same tree with `state_dict()` in place of each object that has one, if `objects`
+    are allowed, and with Python's numbers in place of NumPy's.
     """
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         number = value.item()
@@ -67,11 +58,7 @@ def _key(key: object, path: str) -> int | str:
 
 
 def saved_modules(model: nn.Module) -> dict[str, Any]:
-    """Return the extra state of each module that has both methods, by its key in `state_dict`.
-
-    Raises:
-        TypeError: A state cannot be saved in a file; names the module.
-    """
+    """Return the extra state of each module that has both methods, by its key in `state_dict`."""
     return {key: _state_of_module(key, module) for key, module in _modules(model).items()}
 
 
@@ -84,9 +71,6 @@ def unmatched_modules(model: nn.Module, states: Mapping[str, Any]) -> tuple[list
 def restore_modules_(model: nn.Module, states: Mapping[str, Any], undo: ExitStack) -> None:
     """Restore the extra states of modules, on the device of the present state. `undo` gets the
     functions that undo it.
-
-    Raises:
-        ValueError: A module does not take its state.
     """
     for key, module in _modules(model).items():
         if key not in states:
@@ -158,9 +142,6 @@ class Matched(NamedTuple):
 def saved_schedulers(optimizer: torch.optim.Optimizer, extra: Any = None) -> list[dict[str, Any]]:
     """Return the states of the living schedulers of `optimizer`, without those inside others. A
     scheduler in `extra` is marked: the user may restore it by hand.
-
-    Raises:
-        TypeError: A state cannot be saved in a file; names the scheduler.
     """
     kept = set(map(id, _objects(extra)))
     return [

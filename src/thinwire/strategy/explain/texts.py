@@ -98,15 +98,7 @@ def _dgc_message(dgc: DGC, params: Sequence[Tensor]) -> str:
 
 
 def _dgc_advice(dgc: DGC, *, local: bool, replaced: bool, peers: str, here: str) -> Iterator[str]:
-    """Return advice on DGC.
-
-    Args:
-        dgc: The config.
-        local: True if it compresses changes of local updates.
-        replaced: True if a method of the strategy replaces the given optimizer.
-        peers: The ranks that exchange, in words.
-        here: The sources in this job, in words; may be empty.
-    """
+    """Return advice on DGC. `replaced`: a method of the strategy replaces the given optimizer."""
     size = dgc.node_size
     if local:
         if size not in (None, 1):
