@@ -12,8 +12,8 @@ counts):
   is bit-identical on all of them is unchanged. Anything else under this rule: `first`.
 - `mean_zero`: as `mean`, but a rank that lacks the tensor, where others have it, counts as zero.
   For pending state.
-- `whole`: as `mean`, but a dict with tensors that have no mean (ints, bools) and differ between
-  ranks comes from the first rank that has one: codes mean nothing with another rank's scales.
+- `whole`: as `mean`, but a dict with tensors of ints or bools that differ between ranks comes from
+  the first rank that has one: codes mean nothing with another rank's scales.
 - `first`: the value of the first rank that has one; of a dict, list or tuple all of it. The default
   of ints, bools, str, bytes and other tensors.
 - `min`, `max`, `sum`: element by element, of ints too; of bools `min` is all and `max` is any.
@@ -24,7 +24,7 @@ first rank. No rule applies to the state of `random_state()`: new rank r takes t
 rank beyond the old ones starts new streams, derived from those of old rank r mod their number.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import reduce
 from typing import Any, Literal, get_args
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from thinwire._validate import instance, one_of
 from thinwire.checkpoint.random_state import derived, is_random_state
-from thinwire.checkpoint.tensor_file import bytes_of
+from thinwire.checkpoint.tensor_file import bytes_of, digest
 from thinwire.checkpoint.tree import TensorRef, with_tensors
 from thinwire.errors import CheckpointError
 
@@ -94,7 +94,7 @@ class _Combiner:
         present = [node for node in nodes if node is not None]
         first = present[0] if present else None
         rule = self._rule(path)
-        if first is None or rule == "first" or (rule == "whole" and self._differ(path, present)):
+        if first is None or rule == "first" or (rule == "whole" and self._codes_differ(present)):
             return with_tensors(first, self.read)
         if all(is_random_state(node) for node in present):
             return self._random_state(present)
@@ -117,27 +117,8 @@ class _Combiner:
             (rule for pattern, rule in self.rules.items() if fnmatchcase(path, pattern)), "mean"
         )
 
-    def _codes(self, path: str, node: Any) -> Iterator[tuple[str, Any]]:
-        """Return the tensors under `whole` that have no mean, with their paths."""
-        if isinstance(node, Mapping | list | tuple):
-            entries = node.items() if isinstance(node, Mapping) else enumerate(node)
-            for key, entry in entries:
-                yield from self._codes(_joined(path, key), entry)
-        elif self._rule(path) == "whole" and isinstance(node, Tensor | TensorRef):
-            yield from () if _has_mean(node.dtype) else [(path, node)]
-
-    def _differ(self, path: str, nodes: list[Any]) -> bool:
-        first: dict[str, Any] = {}
-        return any(
-            not self._equal(first.setdefault(at, code), code)
-            for node in nodes
-            for at, code in self._codes(path, node)
-        )
-
-    def _equal(self, leaf: Any, other: Any) -> bool:
-        # ranks with the same bytes refer to the same tensor of a file
-        same = leaf is other or (isinstance(leaf, TensorRef) and leaf == other)
-        return same or torch.equal(bytes_of(self.read(leaf)), bytes_of(self.read(other)))
+    def _codes_differ(self, nodes: list[Any]) -> bool:
+        return len({tuple(digest(self.read(leaf)) for leaf in _codes(node)) for node in nodes}) > 1
 
     def _leaf(self, path: str, present: list[Any], *, absent: int) -> Any:
         rule = self._rule(path)
@@ -208,6 +189,15 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _has_mean(dtype: torch.dtype) -> bool:
     """Return True if the tensor stands for numbers by itself. Scales and packed pairs do not."""
     return (dtype.is_floating_point or dtype.is_complex) and dtype not in _ONLY_STORAGE
+
+
+def _codes(node: Any) -> list[Any]:
+    """Return the tensors of a tree that have no mean; one without a dimension is a count."""
+    if isinstance(node, Mapping | list | tuple):
+        entries = node.values() if isinstance(node, Mapping) else node
+        return [leaf for entry in entries for leaf in _codes(entry)]
+    is_code = isinstance(node, Tensor | TensorRef) and node.shape and not _has_mean(node.dtype)
+    return [node] if is_code else []
 
 
 def entry_of(node: Any, key: Any) -> Any:

@@ -32,11 +32,6 @@ def note_progress() -> None:
     _moved[0] = time.monotonic()
 
 
-def last_progress() -> float:
-    """Return the time of the last progress, on the clock of `time.monotonic`."""
-    return _moved[0]
-
-
 def make_directory(path: Path) -> None:
     """Make a directory and its missing parents, and force them to the disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -133,8 +128,12 @@ def on_all_ranks(group: Group, action: str, act: Callable[[], _T]) -> list[_T]:
         PeerLost, PeerStalled: A rank died or stopped.
     """
     return while_busy(
-        group, action, act, limit_s=group.timeout_s, moved=last_progress, error=CheckpointError
+        group, action, act, limit_s=group.timeout_s, moved=_last_progress, error=CheckpointError
     )
+
+
+def _last_progress() -> float:
+    return _moved[0]
 
 
 def clean_up(act: Callable[[], None]) -> None:

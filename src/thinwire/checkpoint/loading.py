@@ -247,10 +247,18 @@ def load(
         if any(answers):
             problems += [(at, text) for text in by_rank(answers)]
             continue
-        _warn_of([text for other, text in problems if other >= at], verified[0].path)
+        path, newer = verified[0].path, [text for other, text in problems if other >= at]
+        if newer:
+            text = f"loading {path}, because the newer checkpoints cannot be loaded: "
+            warnings.warn(text + "; ".join(newer), UserWarning, stacklevel=2)
         return _read(group, verified[0], rules)
-    raise _no_intact_checkpoint(
-        sorted({row["root"] for row in surveys}), [text for _, text in problems]
+    if problems:
+        texts = "; ".join(text for _, text in problems)
+        raise CheckpointCorrupt(f"no checkpoint is intact on all ranks: {texts}")
+    roots = " nor in ".join(sorted({row["root"] for row in surveys}))
+    raise CheckpointMissing(
+        f"there is no checkpoint in {roots}: no folder named step_ and ten digits has a "
+        f"{MANIFEST}. Pass the directory given to save"
     )
 
 
@@ -323,21 +331,4 @@ def _read(group: Group, reader: CheckpointReader, rules: Mapping[str, Rule]) -> 
         path=reader.path,
         ranks=len(reader.manifest.parts),
         resharded=reader.resharded,
-    )
-
-
-def _warn_of(problems: list[str], path: Path) -> None:
-    if problems:
-        message = (
-            f"loading {path}, because the newer checkpoints cannot be loaded: {'; '.join(problems)}"
-        )
-        warnings.warn(message, UserWarning, stacklevel=3)
-
-
-def _no_intact_checkpoint(roots: list[str], problems: list[str]) -> CheckpointError:
-    if problems:
-        return CheckpointCorrupt(f"no checkpoint is intact on all ranks: {'; '.join(problems)}")
-    return CheckpointMissing(
-        f"there is no checkpoint in {' nor in '.join(roots)}: no folder named step_ and ten "
-        f"digits has a {MANIFEST}. Pass the directory given to save"
     )

@@ -107,15 +107,6 @@ class RankWriter:
         }
 
 
-def assign_tensors(surveys: Mapping[int, Survey]) -> Assignment:
-    """Return the writer of each tensor in a directory: the first rank that has the bytes."""
-    result: Assignment = {}
-    for rank, row in surveys.items():
-        for name, tensor_digest, _ in row["tensors"]:
-            result.setdefault(tensor_digest, (rank, name))
-    return result
-
-
 _SPARE_BYTES = 1 << 20
 """Spare bytes for manifests, directories and rounding by the file system."""
 
@@ -167,7 +158,10 @@ class SaveLayout:
         # the time too: an unreadable manifest may hide the newest serial number
         self.serial = max(surveys[0]["now_ms"], 1 + max(row["serial"] for row in surveys))
         here = {r: surveys[r] for r in self._neighbours}
-        self.writing: Assignment = assign_tensors(here)
+        self.writing: Assignment = {}
+        for writer, row in here.items():  # the first rank that has the bytes
+            for tensor, tensor_digest, _ in row["tensors"]:
+                self.writing.setdefault(tensor_digest, (writer, tensor))
         sizes = {checksum: size for row in here.values() for _, checksum, size in row["tensors"]}
         # the table of tensors repeats their names
         self._needed_bytes = sum(sizes.values()) + sum(

@@ -7,9 +7,9 @@ import secrets
 import warnings
 from collections.abc import Iterable, Mapping
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from os import PathLike
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from thinwire._validate import integer
@@ -224,20 +224,11 @@ def _damage(entry: Found | None) -> str | None:
         if missing_file(entry.path, manifest, names) is None
     ]
     names = [name for directory in here for name in directory]
-    problems: dict[str, str | None] = {name: f"{name} was not read" for name in names}
-    left = iter(names)
-
-    def read() -> None:
-        for name in left:
-            problems[name] = _difference(entry.path / name, manifest.files[name][1])
-
-    # an executor refuses work once the script has ended, and its last save may still run then
-    readers = [Thread(target=read, name="thinwire-reader", daemon=True) for _ in range(_READERS)]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join()
-    return _first(problems.values())
+    # an executor refuses work once the script has ended, while its last save may still run
+    with ThreadPool(_READERS) as pool:
+        return _first(
+            pool.map(lambda name: _difference(entry.path / name, manifest.files[name][1]), names)
+        )
 
 
 def _difference(path: Path, wanted: str) -> str | None:

@@ -18,8 +18,7 @@ _unraised: dict[threading.Thread, str] = {}
 class BackgroundSave:
     """Writes one checkpoint at a time on a thread, over a process group of its own.
 
-    The thread is no daemon, so Python waits for it before it ends; it must not use executors, which
-    refuse work from then on.
+    Python waits for the thread when the script ends. It must not use executors, which end before.
     """
 
     def __init__(self) -> None:
@@ -29,12 +28,9 @@ class BackgroundSave:
         self._error: BaseException | None = None
 
     def begin(self, savers: Group, write: Callable[[Group], Path]) -> None:
-        """Wait for the previous save, then call `write` on the thread with a group of the savers.
-        All of them call this.
-
-        Communication: creation of the group, the first time.
+        """Call `write` on the thread with a group of the savers, which the first call makes. All of
+        them call this, and `finish` before.
         """
-        self.finish()
         # collectives of two threads on one group would mix
         group = self._group = self._group or savers.detached()
 

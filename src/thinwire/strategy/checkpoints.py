@@ -187,7 +187,7 @@ def _owners(tree: Mapping[str, Any]) -> dict[Any, str]:
 
 
 def _complete(state: Mapping[str, Any], parts: Parts) -> None:
-    """Initialize compression state that a new sharding needs: zero, or as all ranks draw it."""
+    """Initialize compression state that a new sharding needs: zeros, or as drawn on all ranks."""
     saved, here = state["exchange"], parts.exchange.state_dict()
     for kind, tensors in here.items():
         if not isinstance(tensors, dict) or not isinstance(saved.get(kind), dict):

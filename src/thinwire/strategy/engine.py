@@ -792,8 +792,7 @@ class Engine:
         return checkpoints.load_parameters(path, self._parts)
 
     def close(self) -> None:
-        """Remove all hooks from the model and the optimizer. The engine cannot train afterwards.
-        May be called twice.
+        """Remove all hooks from the model and the optimizer, for good. May be called twice.
 
         The optimizer may be stepped by hand again, or be given to another engine. It keeps its new
         class: a `DGCMomentum` whose `step` exchanges, with its residuals; a `Lars` or `Lamb`; under

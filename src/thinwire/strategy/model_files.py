@@ -46,8 +46,8 @@ def load_model_file(path: Path, parts: Parts) -> Path:
     model = parts.model
     reshard_(model)
     tensors = dict(named_parameters(model)) | dict(named_buffers(model))
-    # all keys of a tied tensor; none of a buffer that is not persistent, which no such file has
-    by_key = {key: name and tensors[name] for key, name in parts.facts["state_dict"].items()}
+    # of each key; a tied tensor has several, a buffer that is not persistent none
+    names: dict[str, str | None] = parts.facts["state_dict"]
     taken: dict[str, Tensor] = {}
     is_folder = path.is_dir()
     opened = _safetensors if path.suffix == ".safetensors" else _folder if is_folder else _pickle
@@ -59,7 +59,7 @@ def load_model_file(path: Path, parts: Parts) -> Path:
                 _require_no_checkpoint(path if is_folder else path.parent)
             if not first.is_file():  # opening a pipe may never end
                 raise CheckpointMissing(f"there is no file {first}, or it is a pipe or a device")
-            taken.update(_taken(path, by_key, *opened(path, by_key, parts.part)))
+            taken.update(_taken(path, names, tensors, *opened(path, names, parts.part)))
             files = [path] if first == path else sorted(f for f in path.iterdir() if f.is_file())
             return " ".join(map(checksum, files))
         except (OSError, SafetensorError, UnpicklingError) as error:
@@ -71,8 +71,8 @@ def load_model_file(path: Path, parts: Parts) -> Path:
             raise CheckpointError(
                 f"{path} differs between rank 0 and rank {rank}: copy the same file to all ranks"
             )
-    for key, value in taken.items():
-        shard_of(by_key[key]).copy_(value)
+    for name, value in taken.items():
+        shard_of(tensors[name]).copy_(value)
     discard_pending(parts)
     return path
 
@@ -147,38 +147,30 @@ def _by_plain_name(keys: Iterable[str]) -> dict[str, str]:
 
 def _taken(
     path: Path,
-    by_key: Mapping[str, Tensor | None],
+    names: Mapping[str, str | None],
+    tensors: _Tensors,
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[_Tensors], _Tensors],
 ) -> _Tensors:
-    """Return one value for each tensor of the model, by a key of it, if the file fits."""
-    wanted = {key: t for key, t in by_key.items() if t is not None and key in shapes}
-    tied: dict[int, list[str]] = {}
-    for key, tensor in by_key.items():
-        if tensor is not None:
-            tied.setdefault(id(tensor), []).append(key)
-    missing = [" or ".join(keys) for keys in tied.values() if wanted.keys().isdisjoint(keys)]
-    strange = [key for key in shapes if key not in by_key]
-    problems = [f"it lacks {', '.join(missing[:3])}"] if missing else []
-    problems += [f"the model has no {', '.join(strange[:3])}"] if strange else []
+    """Return the values of the model's tensors by name, each under any of its keys."""
+    wanted = {key: tensors[name] for key, name in names.items() if name and key in shapes}
+    found = {None, *(names[key] for key in wanted)}
+    missing = [key for key, name in names.items() if name not in found]
+    strange = [key for key in shapes if key not in names]
     others = [
         f"{key} has shape {shapes[key]} in the file and {tuple(tensor.shape)} in this model"
         for key, tensor in wanted.items()
         if shapes[key] != tuple(tensor.shape)
     ]
-    _require_none(path, problems + others[:3])
-    values = read(wanted)
-    found = [[key for key in keys if key in values] for keys in tied.values()]
-    differing = [
-        f"{first} and {key} differ in the file but are one tensor in this model"
-        for first, *more in found
-        for key in more
-        if not torch.equal(bytes_of(values[first]), bytes_of(values[key]))
-    ]
-    _require_none(path, differing[:3])
-    return {key: values[key] for key, *_ in found}
-
-
-def _require_none(path: Path, problems: list[str]) -> None:
+    problems = [f"it lacks {', '.join(missing[:3])}"] if missing else []
+    problems += [f"the model has no {', '.join(strange[:3])}"] if strange else []
+    problems += others[:3]
+    taken: dict[str, Tensor] = {}
+    for key, value in ({} if problems else read(wanted)).items():
+        first = taken.setdefault(names[key] or key, value)
+        if first is not value and not torch.equal(bytes_of(first), bytes_of(value)):
+            tied = " and ".join(other for other in wanted if names[other] == names[key])
+            problems.append(f"{tied} are one tensor in this model and differ in the file")
     if problems:
         raise CheckpointMismatch(f"{path} does not fit this model: {'; '.join(problems)}")
+    return taken

@@ -81,10 +81,6 @@ def saved(
 ) -> dict[str, Any]:
     """Return everything that a later step depends on. Tensors that the engine changes are copied.
     Without `frozen`, frozen parameters are replaced by digests.
-
-    Raises:
-        TypeError: A file cannot hold the state of a scheduler, the extra state of a module, or a
-            value in `extra`. Or the optimizer keeps row-sparse state.
     """
     _require_dense_state(parts)
     of_modules = _copied(saved_modules(parts.model), sharded=True)
@@ -167,10 +163,9 @@ def load_all(
     keep: Collection[str],
     agreed: Callable[[Exception | None, frozenset[str]], frozenset[str]],
 ) -> Restored:
-    """Run `load` with the agreement of several ranks. Groups of the optimizer `keep` these keys.
-
-    `agreed` gets this rank's error or None, and the buffers that it must not load, before
-    parameters change. It raises if any rank has an error; else it returns the buffers of all.
+    """Run `load` with the agreement of several ranks: `agreed` gets this rank's error or None, and
+    the buffers that it must not load, before parameters change. It raises if any rank has an error;
+    else it returns the buffers that any rank must not load. Groups keep their values of `keep`.
     """
     left: frozenset[str] = frozenset()
     of_modules = state.get(_OF_MODULES, {})
@@ -282,7 +277,7 @@ def _require_frozen(
 
 
 def _left(state: Mapping[str, Any], parts: Parts) -> frozenset[str]:
-    """Return the buffers with persistent=False that differ in presence or shape: not loaded."""
+    """Return the buffers with persistent=False that one side lacks or has in another shape."""
     theirs, ours = state["buffers"], _buffers(parts)
     saved_only = set(state.get(_NON_PERSISTENT, ())) - ours.keys()
     return frozenset(

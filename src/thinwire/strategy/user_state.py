@@ -18,11 +18,8 @@ from thinwire.core.several import all_of
 
 
 def plain(value: Any, path: str = "extra", *, objects: bool = True) -> Any:
-    """Return the same tree of plain values and tensors, with NumPy's numbers as Python's, and
-    `state_dict()` in place of each object that has one, if `objects` are allowed.
-
-    Raises:
-        TypeError: The tree holds another type; names its path and the remedy.
+    """Return the same tree with `state_dict()` in place of each object that has one, if `objects`
+    are allowed, and with Python's numbers in place of NumPy's.
     """
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         number = value.item()

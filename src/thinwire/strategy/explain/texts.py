@@ -98,7 +98,7 @@ def _dgc_message(dgc: DGC, params: Sequence[Tensor]) -> str:
 
 
 def _dgc_advice(dgc: DGC, *, local: bool, replaced: bool, peers: str, here: str) -> Iterator[str]:
-    """Return advice on DGC. `peers` exchange, and `here` are this job's sources, in words."""
+    """Return advice on DGC. `replaced`: a method of the strategy replaces the given optimizer."""
     size = dgc.node_size
     if local:
         if size not in (None, 1):
