@@ -12,9 +12,7 @@ from thinwire.local.config import AdaptiveLocalSGD, LocalConfig
 
 
 class Interval:
-    """State of the interval: its value, the losses observed since the last step, and the loss
-    and rate at the start.
-    """
+    """State of the interval: its value, and the losses and rates that it follows."""
 
     def __init__(self, config: LocalConfig, optimizer: torch.optim.Optimizer) -> None:
         self._adaptive = config if isinstance(config, AdaptiveLocalSGD) else None
@@ -37,9 +35,7 @@ class Interval:
             )
 
     def allowed(self, k_steps: int) -> int:
-        """Return the interval with which a loaded state continues: the saved one, within the
-        limits of the config.
-        """
+        """Return the interval of a loaded state, within the limits of the config."""
         return self._fixed if self._adaptive is None else min(k_steps, self._adaptive.max_k_steps)
 
     @property
@@ -64,11 +60,7 @@ class Interval:
             self.observed.append(loss)
 
     def before_step(self, step: int, *, dropped: bool = False) -> None:
-        """Record the rate that the update will use.
-
-        Raises:
-            RuntimeError: No loss was observed, and the interval follows it.
-        """
+        """Record the rate that the update will use; raise if a loss is needed and missing."""
         self._dropped = dropped
         if self._adaptive is None:
             return
@@ -94,16 +86,8 @@ class Interval:
         self.observed.clear()
 
     def read(self, answers: Answers, step: int, *, adapt: bool = False) -> int:
-        """Return the interval that follows from all ranks' losses and rank 0's rate. Store the
-        first ones.
-
-        Args:
-            answers: Answers of all ranks, the same on every rank.
-            step: Local step, for errors.
-            adapt: True if the interval may change.
-
-        Raises:
-            ThinwireError: The mean loss is not finite or negative, or the rate is not a rate.
+        """Return the interval that follows from all ranks' losses and rank 0's rate; store the
+        first ones. It stays without `adapt`.
         """
         if self._adaptive is None:
             return self.k_steps
@@ -155,18 +139,8 @@ def adapted_interval(
     >>> adapted_interval(8, 64, loss=1.0, first_loss=4.0, rate=0.1, first_rate=0.1)
     4
 
-    Ranks average more often as the loss falls, and less often as the rate falls.
-
-    Args:
-        init_k_steps: Interval at the start, 1 <= init_k_steps <= max_k_steps.
-        max_k_steps: Largest interval.
-        loss: F, the mean loss now, >= 0. 0 gives the interval 1.
-        first_loss: F0, the mean loss at the start, >= 0. For 0 the interval is `init_k_steps`.
-        rate: lr, the learning rate now, > 0.
-        first_rate: lr0, the learning rate at the start, > 0.
-
-    Returns:
-        Between 1 and `max_k_steps`; float64 arithmetic, clipped before it becomes an integer.
+    F >= 0 and lr > 0 are mean loss and rate now, F0 and lr0 those at the start. Ranks average more
+    often as the loss falls, and less often as the rate falls.
 
     Source: Wang and Joshi, 2018, arXiv 1810.08313, section 4. Differs: guards where a loss is 0.
     """

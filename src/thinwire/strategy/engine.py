@@ -418,19 +418,18 @@ class Engine:
         if self.sync is not None and self.sync.left:
             self._steps.forget_merged()
             return
-        parts, merge, uneven = self._parts, self._parts.merge, self._steps.by_time
+        parts, merge = self._parts, self._parts.merge
         microsteps = 0 if merge is None else merge.microsteps
         with self._steps.with_advice(), parts.group.one_deadline():
             # local updates compare steps in their own flush, and ranks have unequal ones by time
-            if uneven is None and not (merge is None and parts.exchange.local):
+            if self._steps.by_time is None and not (merge is None and parts.exchange.local):
                 position = {"step": self._steps.position()}
                 position["microsteps of the unfinished update"] = microsteps
                 require_agreement(parts.group, position, action="engine.flush()")
             if merge is not None and microsteps:
                 self._steps.clear_grads()  # before a second set is made
                 left, overflow = merge.take(avg=parts.merge_avg), merge.overflowed
-                with contextlib.nullcontext() if uneven is None else uneven.counting_only():
-                    self._steps.update(left, overflow=overflow, complete=True)
+                self._steps.update(left, overflow=overflow, complete=True)
             parts.exchange.flush()
             if not parts.exchange.local:
                 parts.buffers.synchronize()
