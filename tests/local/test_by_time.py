@@ -213,6 +213,45 @@ def test_a_slow_rank_makes_fewer_steps_and_nobody_waits_for_them(ranks: Pool) ->
     assert fast == [1, 16, 16, 16, 16]
 
 
+PULLS = (1.0, -2.0)
+"""The gradient of each rank, in every step."""
+
+
+def equally_often(rank: int, size: int, others: dict[str, Any]) -> tuple[float, int]:
+    """The same loop on a slow and a fast rank, with a flush in its middle."""
+    layer = torch.nn.Linear(1, 1, bias=False).double()
+    torch.nn.init.zeros_(layer.weight)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    config = tw.LocalSGD(1000, round_seconds=4.0, **{"begin_step": 0, **others})
+    with steps_that_take((1.0, 0.25)[rank]), tw.local_sgd(layer, optimizer, config) as sync:
+        for step in range(31):
+            layer.weight.grad = torch.full_like(layer.weight, PULLS[rank])
+            sync.observe(0.0, tokens=1)
+            optimizer.step()
+            if step == 8:
+                sync.flush()
+    return float(layer.weight.detach()), sync.step
+
+
+@pytest.mark.parametrize(
+    "others", [{}, {"delay": 300}, {"compression": tw.Quantized(8)}, {"begin_step": 3}], ids=str
+)
+def test_equal_loops_of_unequal_ranks_end_together_and_lose_no_step(
+    ranks: Pool, others: dict[str, Any]
+) -> None:
+    """Rank 1 makes 16 steps in a round, and waits for rank 0 at the flush and at the end."""
+    first, second = ranks.run(equally_often, others)
+    assert first == second
+    if others:
+        return
+    value, steps = 0.0, 0
+    for made in [(4, 9), (4, 0), (1, 0), (4, 16), (4, 6), *[(4, 0)] * 3, (2, 0)]:
+        # each rank has moved by its own steps, which are its weight too
+        value -= sum(n * n * pull for n, pull in zip(made, PULLS, strict=True)) / sum(made)
+        steps += max(made)
+    assert first == (pytest.approx(value), steps)
+
+
 def fragments(rank: int, size: int) -> tuple[Any, list[int]]:
     config = tw.LocalSGD(99, begin_step=0, round_seconds=LONG_S, fragments=2)
     model = paced(rank, config, False, lambda *_: None)

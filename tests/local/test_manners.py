@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -155,6 +156,63 @@ def test_all_start_from_rank_0_and_floating_point_buffers_are_averaged(ranks: Po
     assert a["start"] == b["start"]
     assert a["mean"] == b["mean"] == [1.5] * 9
     assert (a["count"], b["count"]) == (7, 8)
+
+
+class Shuffled(nn.Linear):
+    """A layer with buffers of no floating-point type, drawn from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(4, 4)
+        generator = torch.Generator().manual_seed(seed)
+        self.register_buffer("order", torch.randperm(64, generator=generator), persistent=False)
+        self.register_buffer("mask", torch.rand(4, 4, generator=generator) > 0.5)
+        self.register_buffer("turns", torch.randn(3, dtype=torch.cfloat, generator=generator))
+        self.register_buffer("count", torch.tensor(100 * seed))
+
+
+def drawn_apart(rank: int, size: int, by_engine: bool) -> tuple[dict[str, Any], list[str]]:
+    """All ranks change `order` alike and `count` apart, and rank 1 changes the mask."""
+    model, config = Shuffled(rank), tw.LocalSGD(2, begin_step=0)
+    optimizer = sgd(model)
+    with warnings.catch_warnings(record=True) as said, contextlib.ExitStack() as stack:
+        warnings.simplefilter("always")
+        if by_engine:
+            engine = tw.DistributedStrategy(localsgd=config).prepare(model, optimizer)
+            stack.callback(engine.follow_steps().remove)
+        else:
+            stack.enter_context(tw.local_sgd(model, optimizer, config))
+        start = {name: buffer.tolist() for name, buffer in model.named_buffers()}
+        for step in range(8):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            model.count.add_(1 + rank)
+            model.order.copy_(model.order.roll(1))
+            if step >= 4 and rank == 1:
+                model.mask.logical_not_()
+    return start, [str(each.message) for each in said if "buffer" in str(each.message)]
+
+
+@pytest.mark.parametrize("by_engine", [False, True])
+def test_integers_and_masks_start_as_on_rank_0_and_a_later_difference_is_named_once(
+    ranks: Pool, by_engine: bool
+) -> None:
+    expected = {name: buffer.tolist() for name, buffer in Shuffled(0).named_buffers()}
+    for start, said in ranks.run(drawn_apart, by_engine):
+        assert start == expected
+        [text] = said
+        assert "buffer mask" in text
+        assert "rank 1" in text
+
+
+def other_shape(rank: int, size: int) -> None:
+    model = Shuffled(0)
+    model.register_buffer("order", torch.arange(64 + rank))
+    with tw.local_sgd(model, sgd(model), tw.LocalSGD(2)):
+        pass
+
+
+def test_an_integer_buffer_of_another_shape_is_named_on_all(ranks: Pool) -> None:
+    ranks.raise_alike("Mismatch", "buffer order", other_shape)
 
 
 def partly_unused(rank: int, size: int, average_state: bool) -> tuple[Any, Any, bool]:
@@ -521,7 +579,7 @@ def test_a_wrapper_that_takes_no_hooks_is_refused_in_words() -> None:
         tw.local_sgd(model, Wrapper(sgd(model)), tw.LocalSGD(2))
 
 
-def two_optimizers(rank: int, size: int, config: Any, first: str) -> tuple[list[str], str, float]:
+def two_optimizers(rank: int, size: int, config: Any, first: str) -> tuple[Any, ...]:
     """One is followed, the other steps after it; the last step averages."""
     model = Bag()
     followed, other = torch.optim.SGD([model.a], 0.1), torch.optim.SGD([model.b, model.c], 0.1)
@@ -537,7 +595,9 @@ def two_optimizers(rank: int, size: int, config: Any, first: str) -> tuple[list[
             flushed = digest(model)
             set_gradients(model, 9, rank)
             other.step()
-    return [str(each.message) for each in said], flushed + digest(model), sync.stats()["averagings"]
+            moved = values(model)
+    texts, averagings = [str(each.message) for each in said], sync.stats()["averagings"]
+    return texts, flushed + digest(model), averagings, moved, values(model)
 
 
 @pytest.mark.parametrize(
@@ -545,12 +605,16 @@ def two_optimizers(rank: int, size: int, config: Any, first: str) -> tuple[list[
     [
         tw.LocalSGD(1),
         tw.LocalSGD(4, begin_step=0, outer_momentum=0.5),
-        tw.LocalSGD(2, begin_step=0),
+        tw.LocalSGD(4, begin_step=0, compression=tw.Quantized(1)),
     ],
 )
-def test_what_a_second_optimizer_moved_is_averaged_again(config: Any, ranks: Pool) -> None:
-    (said, first, _), (_, second, _) = ranks.run(two_optimizers, config, "followed")
+def test_what_a_second_optimizer_moved_is_averaged_as_it_is(config: Any, ranks: Pool) -> None:
+    found = ranks.run(two_optimizers, config, "followed")
+    (said, first, _, moved, mean), (_, second, _, others, _) = found
     assert first == second
+    for name in mean:
+        # 1e-12: float64 sums in another order
+        np.testing.assert_allclose(mean[name], (moved[name] + others[name]) / 2, rtol=1e-12)
     assert len(said) == 1
     assert "3 parameters" in said[0]
     assert ": b, c, d." in said[0]
@@ -559,7 +623,7 @@ def test_what_a_second_optimizer_moved_is_averaged_again(config: Any, ranks: Poo
 
 def test_where_nothing_has_moved_nothing_is_averaged_again(ranks: Pool) -> None:
     """4 steps, and what the second optimizer moved after the flush."""
-    for _, _, averagings in ranks.run(two_optimizers, tw.LocalSGD(1), "other"):
+    for _, _, averagings, *_ in ranks.run(two_optimizers, tw.LocalSGD(1), "other"):
         assert averagings == 5  # of which the flush is none
 
 

@@ -323,7 +323,8 @@ def _engine(rank: int, size: int, address: str, flag: str) -> Any:
             time.sleep(0.02)
         engine.flush()
         engine.close()
-        state = {name: p.detach().sum().item() for name, p in net.named_parameters()}
+        # batch norm has a count of its batches, which no averaging touches
+        state = {name: value.sum().item() for name, value in net.state_dict().items()}
         return entered, (members.step, members.size), state
 
 

@@ -104,25 +104,30 @@ def test_other_fields_beside_it(ranks: Pool, fields: tuple[str, ...]) -> None:
     assert len(set(first)) == ROUNDS
 
 
-def leftover(rank: int, size: int) -> tuple[str, str, int]:
-    """Ranks stop after one and after two of three microsteps, beside two whole updates."""
+def leftover(rank: int, size: int, steps: int) -> tuple[str, str, int]:
+    """Ranks stop after one and after two of three microsteps, beside two whole updates; rounds of
+    so many updates end meanwhile on rank 0.
+    """
     engine = make_engine(
         ("gradient_merge", "localsgd"),
         replace={"gradient_merge": tw.GradientMerge(3), "localsgd": CONFIG},
         plain=True,
     )
-    for microstep in range((7, 2)[rank]):
-        engine.train_step(*batch(microstep, rank))
+    with rounds_of(steps):
+        for microstep in range((7, 2)[rank]):
+            engine.train_step(*batch(microstep, rank))
     pending = engine.pending
     engine.flush()
     assert not engine.pending
     return digest(engine), pending, engine.step
 
 
-def test_what_was_merged_is_flushed_however_much_each_rank_has(ranks: Pool) -> None:
-    (one, first, steps), (other, second, fewer) = ranks.run(leftover)
+@pytest.mark.parametrize("each", [99, 2])
+def test_what_was_merged_is_flushed_however_much_each_rank_has(ranks: Pool, each: int) -> None:
+    (one, first, steps), (other, second, fewer) = ranks.run(leftover, each)
     assert one == other
-    assert (first, second) == ("1 merged microsteps and an averaging", "2 merged microsteps")
+    averaging = " and an averaging" if each > 2 else ""
+    assert (first, second) == (f"1 merged microsteps{averaging}", "2 merged microsteps")
     assert (steps, fewer) == (3, 1)
 
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from tests.ranks import Pool, Raised
-from tests.strategy.training import batch, make_engine, make_model, train
+from tests.strategy.training import batch, make_model
+from tests.waiting import time_out
 
 cross_entropy = nn.functional.cross_entropy
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
@@ -239,18 +240,32 @@ def test_a_mean_loss_of_some_ranks_only_is_an_error_in_words(ranks: Pool, others
         assert raised.type_name == "Mismatch", raised.traceback
 
 
-def flushed_alone(rank: int, size: int) -> None:
-    engine = make_engine(("gradient_merge",), plain=True)
-    train(engine, (), 0, 1)
-    engine.flush() if rank == 0 else train(engine, (), 1, 9)
+def flushed_after(rank: int, size: int, fields: dict[str, Any], counts: list[int]) -> None:
+    model = make_model(plain=True)
+    engine = tw.DistributedStrategy(**fields).prepare(model, sgd(model, 0.9), cross_entropy)
+    for step in range(counts[rank]):
+        engine.train_step(*batch(step, rank))
+    engine.flush()
 
 
-def test_a_flush_of_some_ranks_only_is_an_error_that_names_it_on_all(ranks: Pool) -> None:
-    for raised in ranks.run(flushed_alone, expect_errors=True, group_timeout_s=5.0):
+@pytest.mark.parametrize("counts", [[1, 2], [7, 5]], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"dgc": ALL_SENT}, {"gradient_merge": tw.GradientMerge(2)}, {"localsgd": tw.LocalSGD(4)}],
+    ids="-".join,
+)
+def test_a_flush_after_unequal_numbers_of_batches_is_an_error_with_advice_on_all(
+    ranks: Pool, fields: dict[str, Any], counts: list[int]
+) -> None:
+    """Ranks that send before they agree notice it by their time-out only."""
+    limit_s = time_out(2.0)
+    for raised in ranks.run(
+        flushed_after, fields, counts, expect_errors=True, group_timeout_s=limit_s
+    ):
         assert isinstance(raised, Raised)
-        assert raised.type_name == "Mismatch", raised.traceback
-        assert "engine.flush()" in raised.text
-        assert "TypeError" not in raised.traceback, raised.traceback
+        assert raised.type_name in ("Mismatch", "PeerStalled"), raised.traceback
+        assert "flush" in raised.text
+        assert "engine.join()" in raised.traceback
 
 
 def stopping(rank: int, size: int) -> str:

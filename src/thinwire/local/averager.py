@@ -10,14 +10,14 @@ from torch import Tensor
 from thinwire.comm import Group, Pending, Regrouped
 from thinwire.comm.private import forget_ended
 from thinwire.errors import Diverged, Mismatch, NonFinite, PayloadCorrupt
-from thinwire.exchange.agreement import Answers, Report, Vote
+from thinwire.exchange.agreement import Answers, Check, Report, Vote
 from thinwire.exchange.digest import RollingDigest
 from thinwire.exchange.synchronizer import Synchronizer
 from thinwire.layout.traffic import AGREEING_DELAY
 from thinwire.local.averaging import Averaging, PendingAveraging, widened
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, fragments_of
 from thinwire.local.interval import Interval
-from thinwire.local.model import LocalModel, refuse_scaler
+from thinwire.local.model import LocalModel, OtherBuffers, refuse_scaler
 from thinwire.local.work import RoundWork, of_site, weights_of
 from thinwire.members.members import Members
 
@@ -71,7 +71,9 @@ class Averager(Synchronizer):
         after_averaging: Callable[[bool], bool] = lambda goes_on: True,
     ) -> None:
         # after_averaging(another follows in this call) -> this rank continues with the others
-        super().__init__(group, averaging.sources, kind="changes", before=[_SameWrites(self)])
+        self.other_buffers = OtherBuffers(tensors)
+        before: list[Check] = [_SameWrites(self), self.other_buffers]
+        super().__init__(group, averaging.sources, kind="changes", before=before)
         self.tensors = tensors
         self.interval = interval
         self.averaging = averaging
@@ -83,8 +85,8 @@ class Averager(Synchronizer):
         """Work of this rank in a timed round; None if rounds are counted in steps."""
         self.steps_made = 0
         """Local steps since construction, dropped ones included."""
-        self.counting_only = False
-        """True while steps end no timed round, because all ranks will flush."""
+        self.flushing = self.all_flush = False
+        """True while this rank only waits for the end of timed rounds; if all ranks do."""
         self.given_up: str | None = None
         """Reason why this rank cannot continue; sent to all ranks at the next averaging."""
         self.written: str | None = None
@@ -232,8 +234,6 @@ class Averager(Synchronizer):
         """Count a step of a timed round. `Counters.step`, equal on all ranks, moves later."""
         self.synced = False
         work.step()
-        if self.counting_only:
-            return
         config, k_steps = self.config, self.interval.k_steps
         arrived = self.pending is not None and self._over(
             work, config.delay, config.delay / k_steps
@@ -253,7 +253,9 @@ class Averager(Synchronizer):
         return shards.gather_now(bytes([over]), "asking whether a round is over")[0] == b"\x01"
 
     def end_round(self) -> None:
-        """Average the work of this rank in a timed round, even if it made no step."""
+        """Average the work of this rank in a timed round, even if it made no step; nothing if all
+        ranks are `flushing`.
+        """
         if self.counters.step < self.config.begin_step:
             self._average_all("averaging", with_loss=False)
         else:
@@ -282,13 +284,15 @@ class Averager(Synchronizer):
             steps for _, (_, steps, _) in answers.of("work")
         )  # other ranks may have made steps
         parted = any(answers.differences("moved"))
-        if some or parted or self.counters.step > self.counters.last_full_sync:
+        if some or self.counters.step > self.counters.last_full_sync:
             self._average_all("averaging for the last time", with_loss=False)
-        elif any(state for _, state in answers.of("state")):
-            # such as after update_bn(): no step was made, so outer momentum must not move either
-            pending = self._propose("averaging buffers", [])
+        elif parted or any(state for _, state in answers.of("state")):
+            # such as after update_bn(): no step was made, so values are averaged as they are
+            pending = self._propose("averaging without a step", [], written=parted)
             self._agreed(pending)
             self._finish(pending)
+            if parted:
+                self.averaging.anchor_()
             self._after_averaging(False)
 
     def _average_all(self, phase: str, *, with_loss: bool) -> None:
@@ -296,6 +300,8 @@ class Averager(Synchronizer):
         self._apply_pending(goes_on=True)  # a loaded state may hold one
         pending = self._propose(phase, list(self.tensors.params))
         answers = self._agreed(pending)
+        if self.all_flush:
+            return
         if with_loss:
             self.interval.read(answers, at.step)
         self._finish(pending)
@@ -314,6 +320,8 @@ class Averager(Synchronizer):
         pending.last = at.last
         if self._answers_at_once:
             answers = self._agreed(pending)
+            if self.all_flush:
+                return
             k_steps = self.interval.read(answers, at.step, adapt=True)
             if delayed:
                 self._send(pending)
@@ -357,6 +365,7 @@ class Averager(Synchronizer):
         part: int | None = None,
         *,
         keep: bool = False,
+        written: bool = False,
     ) -> PendingAveraging:
         """Measure the change of this rank, and launch the agreement to send it."""
         step = self.counters.step
@@ -375,10 +384,12 @@ class Averager(Synchronizer):
                 state = {key: tensor for key, tensor in states if tensor.data_ptr() not in own}
             values = {**self.tensors.params, **copies}
             changed = self.tensors.changed_buffers()
+            others = self.tensors.parameters() if written else {}
+            changed |= dict.fromkeys(others, True)
             pending = self.averaging.measure(
                 step,
                 {name: values[name] for name in names},
-                {**self.tensors.buffers(), **state},
+                {**self.tensors.buffers(), **state, **others},
                 keep=keep,
                 fold=self.work is None,
             )
@@ -398,6 +409,7 @@ class Averager(Synchronizer):
         agreement, pending.agreement = pending.agreement, None
         assert agreement is not None, "proposed"
         answers = agreement.wait()
+        self.all_flush = all("flushing" in report for report in answers)
         shards, buffers = self.group.shards, self.tensors.buffers()
         if shards is not None and buffers:
             pending.refused = self.tensors.settle_buffers(shards)
@@ -456,6 +468,7 @@ class Averager(Synchronizer):
             scale=None if self._scaler is None else self._scaler.scale,
             state=state,
             work=self._work_report(part),
+            flushing=self.flushing or None,
             failure=failure,
         )
 
@@ -475,8 +488,8 @@ class Averager(Synchronizer):
         if pending.measured is None:  # a delayed result: the round began when it was measured
             self._begin_round(pending, part)
         # second vote passed: from here on nothing may fail on one rank only
-        extras = {**self.tensors.buffers(), **self.tensors.state(names)}
-        self.averaging.commit_(pending, extras, self.tensors.weight_copies())
+        targets = self.tensors.buffers() | self.tensors.state(names) | self.tensors.parameters()
+        self.averaging.commit_(pending, targets, self.tensors.weight_copies())
         self.tensors.made_common(pending.extras)
         self.written = None
         self.counters.averagings += 1
@@ -516,6 +529,7 @@ class Averager(Synchronizer):
         user_error = self.tensors.difference()
         if user_error is None:
             there = {*self.tensors.buffers(), *self.tensors.state(pending.moved)}
+            there |= self.tensors.parameters().keys()
             user_error = _missing_state(key for key in pending.extras if key not in there)
         if self.same is not None and self.group.size > 1:
             self.same.read(pending.step, self.counters.averagings)

@@ -137,18 +137,8 @@ def adapted_interval(
     >>> adapted_interval(8, 64, loss=1.0, first_loss=4.0, rate=0.1, first_rate=0.1)
     4
 
-    Ranks average more often as the loss falls, and less often as the rate falls.
-
-    Args:
-        init_k_steps: Interval at the start, 1 <= init_k_steps <= max_k_steps.
-        max_k_steps: Largest interval.
-        loss: F, the mean loss now, >= 0. 0 gives the interval 1.
-        first_loss: F0, the mean loss at the start, >= 0. For 0 the interval is `init_k_steps`.
-        rate: lr, the learning rate now, > 0.
-        first_rate: lr0, the learning rate at the start, > 0.
-
-    Returns:
-        Between 1 and `max_k_steps`; float64 arithmetic, clipped before it becomes an integer.
+    F >= 0 and lr > 0 are mean loss and rate now, F0 and lr0 those at the start. Ranks average more
+    often as the loss falls, and less often as the rate falls.
 
     Source: Wang and Joshi, 2018, arXiv 1810.08313, section 4. Differs: guards where a loss is 0.
     """

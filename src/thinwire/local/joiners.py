@@ -10,7 +10,7 @@ from torch import Tensor
 from thinwire.compress import KEPT
 from thinwire.local.averager import Averager
 from thinwire.local.averaging import PendingAveraging, real_view, widened
-from thinwire.local.saving import INTERVAL
+from thinwire.local.saving import INTERVAL, copied
 from thinwire.members.group import ElasticGroup
 from thinwire.members.transfer import StateMessage
 
@@ -28,16 +28,18 @@ class JoinerState:
     @property
     def max_bytes(self) -> int:
         """Upper bound on one message's tensor bytes: 64 times the model's, and 64 MiB."""
-        tensors = [t for of_kind in self._shared().values() for t in of_kind.values()]
+        kinds = [*self._shared().values(), self._averager.tensors.other_buffers()]
+        tensors = [tensor for of_kind in kinds for tensor in of_kind.values()]
         return 64 * sum(tensor.nbytes for tensor in tensors) + (64 << 20)
 
     def full_state(self) -> StateMessage:
         """Return a copy of the shared state for a joiner; see `SharedState`."""
         found = {
-            f"{kind} {name}": tensor.detach().clone(memory_format=torch.contiguous_format)
+            f"{kind} {name}": copy
             for kind, tensors in self._shared().items()
-            for name, tensor in tensors.items()
+            for name, copy in copied(tensors).items()
         }
+        found |= copied(self._averager.tensors.other_buffers())
         return StateMessage("state", self._plain(), found)
 
     def last_update(self) -> StateMessage:
@@ -63,6 +65,7 @@ class JoinerState:
             for n, answers in enumerate(received)
             for index, answer in enumerate(answers)
         }
+        tensors |= copied(self._averager.other_buffers.variable())
         return StateMessage("round", {**self._plain(), "about": about}, tensors)
 
     @torch.no_grad()
@@ -75,6 +78,7 @@ class JoinerState:
         else:
             self._replay(given)
         averaging, counters = self._averager.averaging, self._averager.counters
+        self._averager.other_buffers.take_(given.tensors)
         tensors = self._averager.tensors
         tensors.forget_common()
         for kind in self._own_kinds():
@@ -123,6 +127,7 @@ class JoinerState:
         with self._group.as_if(about["rank"], about["size"]):
             nothing = {name: torch.zeros_like(averaging.anchors[name]) for name in about["moved"]}
             targets = {**tensors.buffers(), **self._state_targets(about["extras"])}
+            targets |= tensors.parameters()
             pending = PendingAveraging(
                 about["step"],
                 nothing,
@@ -136,6 +141,8 @@ class JoinerState:
             )
             averaging.replay(pending, received)
             averaging.commit_(pending, targets)
+            if not tensors.parameters().keys().isdisjoint(about["extras"]):
+                averaging.anchor_()
 
     def _state_targets(self, keys: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors for averaged optimizer state: this member's own, or new ones."""

@@ -2,6 +2,7 @@
 inside a framework's wrapper.
 """
 
+import hashlib
 import math
 import sys
 import warnings
@@ -19,10 +20,12 @@ from thinwire import _validate as check
 from thinwire._names import named_buffers, named_parameters, require_shapes
 from thinwire.comm import Group
 from thinwire.comm.ddp import living
-from thinwire.comm.replicate import copy_from_first_, make_models_equal_
+from thinwire.comm.replicate import copy_from_first_, make_models_equal_, overwrite_
+from thinwire.core.checksum import flat_bytes
 from thinwire.core.several import SeveralOptimizers, all_of, combined, kinds_of
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
 from thinwire.errors import PayloadCorrupt
+from thinwire.exchange.agreement import Answers, Report, Vote
 
 
 class LocalModel:
@@ -32,10 +35,6 @@ class LocalModel:
         model: Whole, or sharded over the ranks of a site.
         optimizer: The optimizer of its parameters.
         shards: The mesh of one site's shards; None where the model is whole.
-
-    Raises:
-        TypeError: The model or the optimizer exchanges by itself, or has another type.
-        ValueError: The model has nothing to train, or the optimizer trains something else.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class LocalModel:
         """Return the facts that must be equal on all ranks."""
         return {
             "optimizer": kinds_of(self.optimizer),
-            "layout": [f"{n}: {t}" for n, t in self._layout.items()],
+            "layout": [f"{n}: {t}" for n, t in _layout(self.model, every=True)],
         }
 
     def difference(self) -> str | None:
@@ -114,9 +113,18 @@ class LocalModel:
         return None
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the current floating-point buffers by name."""
+        """Return the current floating-point buffers by name, which are averaged."""
         named = named_buffers(self.model)
         return {f"buffer {n}": b for n, b in named if b.is_floating_point() and b.numel()}
+
+    def other_buffers(self) -> dict[str, Tensor]:
+        """Return all other buffers by name: integers, booleans and complex numbers."""
+        named = named_buffers(self.model)
+        return {f"buffer {n}": b for n, b in named if not b.is_floating_point()}
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return `params` by the names under which they are averaged as they are."""
+        return {f"parameter {name}": param for name, param in self.params.items()}
 
     def changed_buffers(self) -> dict[str, bool]:
         """Return the buffers that differ from their last common value; True if that is known."""
@@ -190,10 +198,10 @@ class LocalModel:
         """Copy parameters and buffers of rank 0, or the first site, to ranks where they differ."""
         params = {f"parameter {name}": shard_of(p) for name, p in named_parameters(self.model)}
         copies = self.weight_copies()
-        make_models_equal_(params, self.buffers(), group)
+        make_models_equal_(params, self.buffers() | self.other_buffers(), group)
         for name, copy in copies.items():
             if not _is_copy(copy, self.params[name]):
-                copy.copy_(self.params[name])
+                copy.copy_(self.params[name].detach())
         self.made_common()
 
     def settle_buffers(self, shards: Group) -> str | None:
@@ -256,14 +264,12 @@ def _check_kinds(model: object, optimizer: object) -> None:
         )
 
 
-def _layout(model: nn.Module) -> Iterator[tuple[str, str]]:
+def _layout(model: nn.Module, *, every: bool = False) -> Iterator[tuple[str, str]]:
     for name, p in named_parameters(model):
-        yield (
-            f"parameter {name}",
-            f"{shape_text(p)}, {'trainable' if p.requires_grad else 'frozen'}",
-        )
+        kind = "trainable" if p.requires_grad else "frozen"
+        yield f"parameter {name}", f"{shape_text(p)}, {kind}"
     for name, b in named_buffers(model):
-        if b.is_floating_point():
+        if every or b.is_floating_point():
             yield f"buffer {name}", shape_text(b)
 
 
@@ -360,6 +366,62 @@ def _differs(now: Tensor, before: Tensor | None) -> Tensor:
 def shape_text(tensor: Tensor) -> str:
     """Return type and shape of a tensor, for comparisons over ranks."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+class OtherBuffers:
+    """Check that ranks hold the same `other_buffers`, which are not averaged; it warns once.
+
+    Counters of one element may differ, as in rounds that end by time.
+    """
+
+    def __init__(self, tensors: LocalModel) -> None:
+        self._tensors, self._warned = tensors, False
+        self._changed: dict[str, Tensor] = {}
+        self._common = {name: buffer.clone() for name, buffer in self._compared().items()}
+        self._constant = set(self._common)
+
+    def take_(self, given: Mapping[str, Tensor]) -> None:
+        """Overwrite them with the values of a donor, which the other ranks hold too."""
+        for name, buffer in self._tensors.other_buffers().items():
+            value = given.get(name, buffer)
+            if value.shape == buffer.shape:  # a cache may have grown
+                overwrite_(buffer, value)
+        self._common = {name: buffer.clone() for name, buffer in self._compared().items()}
+
+    def variable(self) -> dict[str, Tensor]:
+        """Return those that have changed since the start, or may have."""
+        every = self._tensors.other_buffers()
+        return {name: buffer for name, buffer in every.items() if name not in self._constant}
+
+    def _compared(self) -> dict[str, Tensor]:
+        return {n: b for n, b in self._tensors.other_buffers().items() if b.numel() > 1}
+
+    def report(self, vote: Vote) -> Report:
+        """Implement `Check.report`."""
+        if vote.last or self._warned:
+            return {}
+        now = self._compared()
+        self._changed = {name: now[name].clone() for name in changed_since(self._common, now)}
+        self._constant -= self._changed.keys()
+        digests = {name: _digest(buffer) for name, buffer in self._changed.items()}
+        return {"other_buffers": digests} if digests else {}
+
+    def judge(self, vote: Vote, answers: Answers) -> None:
+        """Implement `Check.judge`."""
+        for first, ours, rank, theirs in answers.differences("other_buffers", {}):
+            name = next(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
+            self._warned = True
+            self._constant.clear()
+            _warn(
+                f"{name} differs between rank {first} and rank {rank} at step {vote.step}. Only "
+                "floating-point buffers are averaged: change the others alike on all ranks"
+            )
+            return
+        self._common.update(self._changed)
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.blake2b(flat_bytes(tensor).cpu().numpy().data, digest_size=8).hexdigest()
 
 
 _HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__

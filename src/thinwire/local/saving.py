@@ -19,12 +19,7 @@ INTERVAL = ("k_steps", "first_loss", "first_rate")
 
 
 def saved(averager: Averager) -> dict[str, Any]:
-    """Return a copy of all state on which a later step depends. An agreement about a result in
-    flight is waited for.
-
-    Raises:
-        RuntimeError: A timed round is under way, so that ranks are at unequal steps.
-    """
+    """Return a copy of all state on which a later step depends; refuse within a timed round."""
     if averager.work is not None and averager.work.steps:
         raise RuntimeError(
             f"{averager.work.steps} steps were made since the last averaging, and with "
@@ -39,19 +34,19 @@ def saved(averager: Averager) -> dict[str, Any]:
         "observed": [float(loss) for loss in averager.interval.observed],
         "work": None if averager.work is None else averager.work.state(),
         "bytes_sent": averager.bytes_sent,
-        "anchors": _copied(averaging.anchors),
-        "outer_momentum": _copied(averaging.momentum),
-        **{kind: _copied(tensors) for kind, tensors in averaging.kept.items()},
+        "anchors": copied(averaging.anchors),
+        "outer_momentum": copied(averaging.momentum),
+        **{kind: copied(tensors) for kind, tensors in averaging.kept.items()},
         "sketches": averaging.sketches.clone(),
         "pending": None
         if pending is None
         else {
             "step": pending.step,
             "weight": averager.weight,
-            "measured": _copied(pending.measured or {}),
-            "extras": _copied(pending.extras),
+            "measured": copied(pending.measured or {}),
+            "extras": copied(pending.extras),
         },
-        "local": _copied(_local(averager.tensors))
+        "local": copied(_local(averager.tensors))
         if counters.step > counters.last_full_sync
         else None,
         "unchanged_buffers": averager.tensors.unchanged_buffers(),
@@ -128,5 +123,6 @@ def _local(tensors: LocalModel) -> dict[str, Tensor]:
     return {**tensors.params, **tensors.buffers()}
 
 
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of all tensors."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}

@@ -25,20 +25,14 @@ _DRAWS, _SIGNS = 1, 2
 
 
 def sketch(values: Tensor, key: int) -> Tensor:
-    """Return the 64 sums of one tensor.
+    """Return the 64 sums of one real tensor, float64; no host synchronization.
 
     >>> import torch
     >>> a = torch.ones(100)
     >>> bool(torch.equal(sketch(a + a, 0), 2 * sketch(a, 0)))
     True
 
-    Args:
-        values: Any shape, real, finite; read only.
-        key: Index of the tensor among all, >= 0, so that tensors add up as parts of one long
-            vector.
-
-    Returns:
-        Shape (64,), float64, on `values.device`; no host synchronization.
+    `key` is the index of the tensor among all, so that tensors add up as parts of one long vector.
     """
     flat = values.reshape(-1)
     draws, signs = _plan(flat.numel(), key, flat.device)

@@ -4,8 +4,7 @@ import datetime
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any
@@ -91,21 +90,21 @@ def local_sgd(
         timeout: Longest wait for other ranks in one call, in seconds or as a timedelta; None: the
             time-out of the process group. The same on all ranks.
         members: The result of `thinwire.join`: the ranks that average are the members of that run,
-            who may come and go; instead of `process_group` and `timeout`. A member that dies costs
-            the others a part of one averaging. A joiner receives the shared state when it enters
-            the block, and continues from the others' step.
+            who may come and go; instead of `process_group` and `timeout`. A joiner receives the
+            shared state when it enters the block, and continues from the others' step.
         plan: The result of `thinwire.plan`, or a row of it. Rank 0 warns once if 20 rounds in a row
             (the local steps up to an averaging) take less or more time than planned.
         mesh: Of sites and shards, with the dimensions "replicate" and "shard", over all ranks,
             where the model was sharded by `fully_shard(model, mesh=mesh["shard"])`: sites train
-            independently, and each rank averages its shards with the ranks that hold the same ones.
-            All ranks vote together. Instead of `process_group` and `node_size`. With members: the
-            mesh that `thinwire.join` was given, of this site alone.
+            independently. Instead of `process_group` and `node_size`. With members: the mesh that
+            `thinwire.join` was given, of this site alone.
 
     Returns:
         A context manager. Entering it compares the model over the ranks by name and copies rank 0's
-        parameters and floating-point buffers to all. Leaving it without an error averages once
-        more. Leaving it always removes its hooks.
+        parameters and buffers to all. Floating-point buffers are averaged with the parameters. Each
+        rank changes all others by itself; one warning names a mask, permutation or table that ranks
+        change differently, but no counter of one element such as `num_batches_tracked`. Leaving the
+        block without an error averages once more. Leaving it always removes its hooks.
 
     Raises:
         TypeError: An argument of another kind; a model or an optimizer that exchanges gradients
@@ -141,25 +140,19 @@ class LocalUpdates:
     Two arguments serve combinations of methods. `compression`, one of gradients, replaces
     `config.compression`: local step s (from 1) compresses the averaged change as update s - 1
     would, and the unsent part is kept as residual. Where it compresses nothing, the change is sent
-    densely. `scaler` is this rank's own loss scale. At every averaging all ranks take the smallest
-    scale, which is sent with the agreement. A rank adapts its scale before the step, so that it
-    counts.
+    densely. `scaler` is this rank's own loss scale; at every averaging all ranks take the smallest.
 
     **State** in `state_dict`: counters, interval, first loss and rate, anchors, outer momentum,
-    residuals, a result in flight, and this rank's own parameters between two averagings. Every rank
-    saves its own, and waits for an agreement in flight. On another number of ranks, each may load
-    the mean of the old ranks' tensors without `provenance`, the record of the rank that saved it.
+    residuals, a result in flight, and this rank's own parameters between two averagings. On another
+    number of ranks, each may load the mean of the old ranks' tensors without `provenance`.
     **Communication** per averaging: 24 bytes a rank of agreement before and after (more where
     losses or scales differ), one all-reduce per dtype, and for what is compressed one all-gather of
     equally long messages; where ranks share nodes, one all-reduce per dtype inside each before, and
-    only its first rank sends. Between two averagings there is none, except the first loss and rate
-    of an adaptive interval. With a delay of 3 steps or more, local steps continue during the
-    agreements. **Failure**: an averaging that fails on any rank changes only the step counter, on
-    all ranks.
+    only its first rank sends. **Failure**: an averaging that fails on any rank changes only the
+    step counter, on all ranks.
 
     Raises:
-        TypeError, ValueError: As `local_sgd`; `compression` together with one of the config, or
-            with state in bfloat16.
+        TypeError, ValueError: As `local_sgd`; `compression` beside one of the config.
     """
 
     def __init__(
@@ -344,7 +337,6 @@ class LocalUpdates:
                 p.numel() * p.element_size() for p in self._tensors.params.values()
             )
         if self.synced:
-            _log.debug("averaged after local step %d", self.step)
             self._round_over(averager)
         if self.k_steps != k_steps:
             _log.info(
@@ -378,10 +370,7 @@ class LocalUpdates:
             warnings.warn(warning, UserWarning, stacklevel=6)
 
     def close(self) -> None:
-        """Remove the hooks without an averaging; may be called twice.
-
-        Leaving the block does it.
-        """
+        """Remove the hooks without an averaging; may be called twice."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -428,8 +417,7 @@ class LocalUpdates:
         return None if self._averager is None else self._averager.pending
 
     def observe(self, loss: float | Tensor, *, tokens: int | None = None) -> None:
-        """Report the loss of this step. `AdaptiveLocalSGD` needs it before every
-        `optimizer.step()`; `LocalSGD` does not.
+        """Report the loss of this step, which `AdaptiveLocalSGD` needs before every step.
 
         Example::
 
@@ -437,11 +425,10 @@ class LocalUpdates:
             optimizer.step()
 
         Args:
-            loss: This rank's mean loss, unscaled: a number or a tensor of one element, which is not
-                read before it is needed. Several before one step are averaged.
-            tokens: Weight of this rank's step in timed rounds, >= 1: its tokens or samples. Only
-                with `round_seconds`, and before every step on all ranks or never. Several before
-                one step are added.
+            loss: This rank's mean loss, unscaled: a number or a tensor of one element. Several
+                before one step are averaged.
+            tokens: Weight of this rank's step in timed rounds, >= 1: its tokens or samples. Before
+                every step on all ranks or never. Several before one step are added.
 
         Raises:
             TypeError: Not a number.
@@ -459,12 +446,7 @@ class LocalUpdates:
         work.observe(tokens)
 
     def skip_step(self) -> None:
-        """Count a step whose update this rank drops, for instance after an overflow. Call it
-        instead of `step`.
-
-        Ranks must average at the same step, so a dropped one counts. A loss that is not finite is
-        left out of the mean.
-        """
+        """Count a step that this rank drops, for instance after an overflow; instead of `step`."""
         averager = self._open_averager()
         averager.before_step()
         self._interval.before_step(self.step + 1, dropped=True)
@@ -483,13 +465,9 @@ class LocalUpdates:
         self._open_averager().given_up = why
 
     def end_round(self) -> None:
-        """Join the averaging of a timed round with the steps made so far, even none. For a rank
-        that has no more work while others do.
+        """Join the averaging of a timed round with the steps made so far, even none.
 
-        It waits for the others until their round is over.
-
-        Raises:
-            ValueError: Rounds are counted in steps; use `skip_step` instead.
+        It waits for the others until their round is over; see also `flush`.
         """
         if not self.config.by_time:
             raise ValueError(
@@ -498,24 +476,15 @@ class LocalUpdates:
             )
         self._follow(self._open_averager().end_round)
 
-    @contextmanager
-    def counting_only(self) -> Iterator[None]:
-        """Count steps inside the block without ending a timed round, before a flush."""
-        averager = self._open_averager()
-        averager.counting_only = True
-        try:
-            yield
-        finally:
-            averager.counting_only = False
-
     def flush(self) -> None:
-        """Apply a result in flight, and average everything if ranks made steps, or parameters
-        moved, since the last full sync.
+        """Apply a result in flight, and average everything if ranks made steps since the last
+        full sync.
 
-        Otherwise average the floating-point buffers that changed since, as `update_bn` changes
-        them.
+        Otherwise average, uncompressed, what other code has changed since: buffers, as `update_bn`
+        does, and parameters.
 
-        All ranks must call it after the same step. Leaving the block calls it.
+        All ranks must call it after the same step. With `round_seconds`, a rank takes part in the
+        rounds of the others until all have called it. Leaving the block calls it.
 
         Raises:
             Mismatch: Ranks are at different steps.
@@ -523,7 +492,16 @@ class LocalUpdates:
         """
         averager = self._open_averager()
         self._steps.finish()
-        group = averager.group
+        group, averager.all_flush = averager.group, not self.config.by_time
+        averager.flushing = True
+        try:
+            with own_deadlines():
+                while not averager.all_flush:
+                    self._follow(averager.end_round)
+                    if self.left:
+                        return
+        finally:
+            averager.flushing = False
         with group.one_deadline():
             averager.flush()
         if group.size > 1 and not self._looked:
@@ -531,11 +509,7 @@ class LocalUpdates:
             warn_of_averages(self._tensors.model, self._counters.averagings)
 
     def require_equal(self) -> None:
-        """Raise if values that must be equal on all ranks differ; call it on all ranks.
-
-        Raises:
-            Diverged: On every rank.
-        """
+        """Raise `Diverged` on all ranks if values that must be equal differ; call it on all."""
         self._entered_averager().require_equal()
 
     def traffic(self) -> dict[str, Any]:
@@ -571,15 +545,10 @@ class LocalUpdates:
 
         `applied_share` estimates <applied, change> / <change, change>: `change` is the sum, over
         the averagings so far, of the mean change by local steps, and `applied` is the sum of the
-        moves of the anchors, outer optimizer included. At 1 the anchors have moved as far as the
-        ranks' mean. Below 1 a part is lost to decay, or still in residuals. Above 1 sent values
-        count more than once (`mean_over="senders"`). It comes from 64 sums of entries with random
-        signs (`local.sketch`), 256 bytes beside every compressed averaging, so its standard error
-        is about an eighth of what was applied across the change, relative to the change. Equal on
-        all ranks. If all of it is applied in time (without compression, with one of gradients, and
-        at decay 1 with a mean over all ranks), no byte is sent for it. It is then the factor of the
-        outer optimizer for changes of one size, 1 for plain averaging and outer_lr without outer
-        momentum.
+        moves of the anchors, outer optimizer included. Below 1 a part is lost to decay, or still in
+        residuals. Above 1 sent values count more than once (`mean_over="senders"`). It comes from
+        256 bytes beside a compressed averaging (`local.sketch`), with a standard error of about an
+        eighth. If all is applied in time, it is the factor of the outer optimizer instead.
         """
         return numbers(
             step=self.step,
@@ -593,9 +562,8 @@ class LocalUpdates:
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all state of this rank on which a later step depends.
 
-        Between two averagings it holds this rank's own parameters and buffers too, since those of
-        rank 0 are copied on entry; `load_state_dict` puts them back. The optimizer's state is not
-        included. No communication, but an agreement in flight is waited for.
+        Between two averagings it holds this rank's own parameters and buffers too; the optimizer's
+        state is not included. No communication, but an agreement in flight is waited for.
         """
         state = self.plain_state_dict()
         return {
@@ -636,9 +604,6 @@ class LocalUpdates:
 
         The next averaging is measured from them. Residuals and outer momentum are cleared. For
         weights restored in the middle of a run, after `flush()`.
-
-        Raises:
-            RuntimeError: The block is not open, or a result is in flight.
         """
         averager = self._open_averager()
         if averager.pending is not None:

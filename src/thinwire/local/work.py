@@ -44,9 +44,7 @@ class RoundWork:
         self._now = (self._now or 0) + tokens
 
     def step(self) -> None:
-        """Count a step. Set `problem` if only some steps of the round reported tokens; all ranks
-        receive it when they average.
-        """
+        """Count a step. Set `problem` if only some steps of the round reported tokens."""
         now, self._now = self._now, None
         self.steps += 1
         self._steps_with_tokens += now is not None
@@ -65,9 +63,7 @@ class RoundWork:
         return self.steps >= most_steps or time.monotonic() >= self._begun_s + self._seconds * share
 
     def totals(self, fragment: int | None = None) -> RoundTotals:
-        """Return the work of this rank on a fragment, for the other ranks; for the whole model
-        that on the fragment which was averaged longest ago.
-        """
+        """Return the work on a fragment; without one, on that averaged longest ago."""
         steps, tokens = max(self._fragments) if fragment is None else self._fragments[fragment]
         return steps, tokens or None
 
@@ -97,9 +93,6 @@ def weights_of(totals: Sequence[RoundTotals]) -> list[float]:
 
     w_r n / sum(w) for n ranks, where w is a rank's tokens if all ranks reported some, else its
     steps. Equal work gives exactly 1.
-
-    Raises:
-        ThinwireError: Some ranks reported tokens and some did not.
     """
     # a rank without a step reports no tokens, and its weight is 0 either way
     silent = [rank for rank, (steps, tokens) in enumerate(totals) if tokens is None and steps]

@@ -399,7 +399,7 @@ class Engine:
 
         Call it on all ranks at the end of training, and under local updates before an evaluation.
         Afterwards all ranks have the same model, and the next averaging is `k_steps` steps later.
-        Does nothing if nothing is pending. A member that has left only drops its merge.
+        If nothing is pending it only compares steps. A member that has left only drops its merge.
 
         Example::
 
@@ -407,27 +407,25 @@ class Engine:
             loss = engine.mean_loss(engine.evaluate(inputs, targets))
 
         Raises:
-            Mismatch: Ranks are out of step.
+            Mismatch, PeerStalled: Ranks have made unequal numbers of steps.
             ThinwireError: The exchange failed.
         """
         self._require_open()
         if self.sync is not None and self.sync.left:
             self._steps.forget_merged()
             return
-        parts = self._parts
-        merge = parts.merge
-        with parts.group.one_deadline():
-            if merge is not None:
-                uneven = self._steps.by_time
+        parts, merge = self._parts, self._parts.merge
+        microsteps = 0 if merge is None else merge.microsteps
+        with self._steps.with_advice(), parts.group.one_deadline():
+            # local updates compare steps in their own flush, and ranks have unequal ones by time
+            if self._steps.by_time is None and not (merge is None and parts.exchange.local):
                 position = {"step": self._steps.position()}
-                if uneven is None:
-                    position["microsteps of the unfinished update"] = merge.microsteps
+                position["microsteps of the unfinished update"] = microsteps
                 require_agreement(parts.group, position, action="engine.flush()")
-                if merge.microsteps:
-                    self._steps.clear_grads()  # before a second set is made
-                    left, overflow = merge.take(avg=parts.merge_avg), merge.overflowed
-                    with contextlib.nullcontext() if uneven is None else uneven.counting_only():
-                        self._steps.update(left, overflow=overflow, complete=True)
+            if merge is not None and microsteps:
+                self._steps.clear_grads()  # before a second set is made
+                left, overflow = merge.take(avg=parts.merge_avg), merge.overflowed
+                self._steps.update(left, overflow=overflow, complete=True)
             parts.exchange.flush()
             if not parts.exchange.local:
                 parts.buffers.synchronize()
