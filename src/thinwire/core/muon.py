@@ -50,17 +50,20 @@ def muon_(param: Tensor, grad: Tensor, momentum_buffer: Tensor, lr: float, rule:
     Liu et al., 2025, arXiv 2502.16982. Differs: without Nesterov, torch.optim.Muon normalises the
     buffer itself where that is bfloat16.
     """
-    update = newton_schulz(direction_(grad, momentum_buffer, rule).flatten(1), rule)
+    accumulate_(momentum_buffer, grad, rule)
+    update = newton_schulz(direction(grad, momentum_buffer, rule).flatten(1), rule)
     descend_(param, update.reshape(param.shape), param.shape, lr, rule)
 
 
 @torch.no_grad()
-def direction_(grad: Tensor, momentum_buffer: Tensor, rule: MuonRule) -> Tensor:
-    """Update the momentum buffer, and return the matrix to orthogonalise.
+def accumulate_(momentum_buffer: Tensor, grad: Tensor, rule: MuonRule) -> Tensor:
+    """Update and return the momentum buffer, or a part of it."""
+    return momentum_buffer.lerp_(grad, 1 - rule.momentum)
 
-    Computed entry by entry, so it works on a part of a matrix too.
-    """
-    momentum_buffer.lerp_(grad, 1 - rule.momentum)
+
+@torch.no_grad()
+def direction(grad: Tensor, momentum_buffer: Tensor, rule: MuonRule) -> Tensor:
+    """Return the matrix, or a part of it, to orthogonalise from the updated buffer."""
     return grad.lerp(momentum_buffer, rule.momentum) if rule.nesterov else momentum_buffer
 
 

@@ -8,10 +8,20 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from thinwire.comm import Group, Pending, require_agreement, state_in_errors
+from thinwire.comm import Group, Pending, require_agreement
 from thinwire.comm.waiting import progressed
-from thinwire.core.muon import MuonRule, descend_, direction_, muon_, newton_schulz, products
+from thinwire.core.checksum import bit_sums
+from thinwire.core.muon import (
+    MuonRule,
+    accumulate_,
+    descend_,
+    direction,
+    muon_,
+    newton_schulz,
+    products,
+)
 from thinwire.core.sharded import is_sharded, shard_of
+from thinwire.errors import PayloadCorrupt
 from thinwire.layout.owners import assign_owners, shard_lengths
 
 
@@ -78,9 +88,9 @@ class Owners:
 
     Communication: 24 bytes a rank if the matrices differ from those of the last update. For every
     matrix each rank sends its shard to the owner, in the gradient's type, and receives its shard of
-    the result, in the type of the iteration.
-    Failure: `Mismatch` on all ranks if their matrices differ; `PeerLost` or `PeerStalled` within
-    the time-out of the ranks' process group.
+    the result, in the type of the iteration. In the end sums of all bits.
+    Failure: `Mismatch` on all ranks if their matrices differ, `PayloadCorrupt` if a part arrives
+    damaged; `PeerLost` or `PeerStalled` within the time-out of the ranks' process group.
     """
 
     def __init__(self) -> None:
@@ -107,20 +117,32 @@ class Owners:
                 facts, cures = {"matrices": own}, {"matrices": cure}
                 require_agreement(self._groups[ranks], facts, action=purpose, cures=cures)
                 self._agreed[ranks] = own
+        moves: list[tuple[Matrix, Tensor]] = []
+        sums: dict[ProcessGroup, list[Tensor]] = {ranks: [] for ranks in descriptions}
+        for (ranks, dim, *_), some in by_kind.items():
+            moves += _updates(self._groups[ranks], dim, some, sums[ranks])
+        for ranks, some_sums in sums.items():
+            _require_intact(self._groups[ranks], some_sums)
+        # all ranks have verified all parts: only now does any state change
+        for m, part in moves:
+            accumulate_(shard_of(m.momentum_buffer), shard_of(m.grad), m.rule)
+            descend_(shard_of(m.param), part, m.param.shape, m.lr, m.rule)
         for m, cut in cuts:
             if cut is None:
                 param, grad, buffer = map(shard_of, (m.param, m.grad, m.momentum_buffer))
                 muon_(param, grad, buffer, m.lr, m.rule)
-        with state_in_errors("Some matrices may have moved on some ranks"):
-            for (ranks, dim, *_), some in by_kind.items():
-                _update_(self._groups[ranks], dim, some)
 
 
-def _update_(group: Group, dim: int, matrices: Sequence[Matrix]) -> None:
-    """Update matrices of one type and sharding, as many at once as there are ranks."""
+def _updates(
+    group: Group, dim: int, matrices: Sequence[Matrix], sums: list[Tensor]
+) -> list[tuple[Matrix, Tensor]]:
+    """Return matrices of one type and sharding, each with this rank's part of its update; add the
+    sums of the bits that have travelled.
+    """
     costs = [products(matrix.param.shape) for matrix in matrices]
+    moves: list[tuple[Matrix, Tensor]] = []
     rounds = [
-        _round(group, dim, [None if i is None else matrices[i] for i in owned])
+        _round(group, dim, [None if i is None else matrices[i] for i in owned], moves, sums)
         for owned in assign_owners(costs, group.size)
     ]
     try:
@@ -133,16 +155,40 @@ def _update_(group: Group, dim: int, matrices: Sequence[Matrix]) -> None:
     except BaseException as error:
         group.abandon(str(error))
         raise
+    return moves
 
 
-def _round(group: Group, dim: int, owned: Sequence[Matrix | None]) -> Iterator[None]:
-    """Update one matrix of each owner; yield after its shards, and after the results, are sent."""
+def _require_intact(group: Group, sums: Sequence[Tensor]) -> None:
+    """Raise on all ranks unless each has received what the others have sent.
+
+    Communication: 16 bytes for each rank, gathered from all.
+    """
+    own = torch.stack(list(sums)).sum(0).cpu()
+    rows = group.gather_now(own.numpy().tobytes(), "comparing matrices that Muon moved")
+    tables = [torch.frombuffer(bytearray(row), dtype=torch.int64).view_as(own) for row in rows]
+    sent, received = torch.stack(tables).unbind(1)
+    for source, rank in (sent != received.T).nonzero().tolist():
+        raise PayloadCorrupt(
+            f"rank {rank} refused parts of matrices from rank {source} that Muon updates: "
+            "bits were damaged on their way. None of the ranks that share these matrices has "
+            "updated a parameter; restart from the last checkpoint"
+        )
+
+
+def _round(
+    group: Group,
+    dim: int,
+    owned: Sequence[Matrix | None],
+    moves: list[tuple[Matrix, Tensor]],
+    sums: list[Tensor],
+) -> Iterator[None]:
+    """Compute one update of each owner; yield after its shards, and after the results, are sent."""
     own, some = owned[group.rank], [matrix for matrix in owned if matrix is not None]
     shapes = [[] if matrix is None else matrix.shards(dim, group.size) for matrix in owned]
     numels = [[prod(shape) for shape in row] or [0] * group.size for row in shapes]
     empty = shard_of(some[0].grad).new_empty(0)
-    shards = (direction_(shard_of(m.grad), shard_of(m.momentum_buffer), m.rule) for m in some)
-    coming = _all_to_all(group, [empty, *shards], list(zip(*numels, strict=True)))
+    shards = (_direction(shard_of(m.grad), shard_of(m.momentum_buffer), m.rule) for m in some)
+    coming = _all_to_all(group, [empty, *shards], list(zip(*numels, strict=True)), sums)
     yield
     results = [empty.to(some[0].rule.dtype)]
     if own is None:
@@ -150,13 +196,16 @@ def _round(group: Group, dim: int, owned: Sequence[Matrix | None]) -> Iterator[N
     else:
         results += _orthogonal(own.rule, coming.wait(), shapes[group.rank], dim)
     del coming  # free its buffer before the results are sent
-    going = _all_to_all(group, results, numels)
+    going = _all_to_all(group, results, numels, sums)
     del results
     yield
     for matrix, update, row in zip(owned, going.wait(), shapes, strict=True):
         if matrix is not None:
-            part = update.view(row[group.rank])
-            descend_(shard_of(matrix.param), part, matrix.param.shape, matrix.lr, matrix.rule)
+            moves.append((matrix, update.view(row[group.rank])))
+
+
+def _direction(grad: Tensor, momentum_buffer: Tensor, rule: MuonRule) -> Tensor:
+    return direction(grad, accumulate_(momentum_buffer.clone(), grad, rule), rule)
 
 
 def _orthogonal(
@@ -169,16 +218,22 @@ def _orthogonal(
 
 
 def _all_to_all(
-    group: Group, parts: Sequence[Tensor], numels: Sequence[Sequence[int]]
+    group: Group, parts: Sequence[Tensor], numels: Sequence[Sequence[int]], sums: list[Tensor]
 ) -> Pending[list[Tensor]]:
-    """Launch an all-to-all of parts; `numels` are by sender and then by receiver."""
+    """Launch an all-to-all of parts; `numels` are by sender and then by receiver.
+
+    Appends to `sums` those of the bits sent to each rank and received from each, (2, ranks).
+    """
     flat = torch.cat([part.reshape(-1) for part in parts])
+    sent = torch.stack(bit_sums(torch.split(flat, list(numels[group.rank]))))
     dtype, lengths = flat.dtype, [[n * flat.itemsize for n in row] for row in numels]
     pending = group.swap(flat.view(torch.uint8), lengths, action="moving matrices of Muon")
 
     def received() -> list[Tensor]:
         shards = pending.wait().view(dtype)
         progressed()
-        return list(torch.split(shards, [row[group.rank] for row in numels]))
+        split = list(torch.split(shards, [row[group.rank] for row in numels]))
+        sums.append(torch.stack([sent, torch.stack(bit_sums(split))]))
+        return split
 
     return Pending(received)
