@@ -36,11 +36,7 @@ class Attached:
         stats: Callable[[], dict[str, float]],
         removed: Callable[[], None],
     ) -> None:
-        """Move the exchange of `optimizer` into the backward pass of `ddp`; see
-        `DGCMomentum.attach`.
-
-        `stats` are those of the optimizer; `remove` calls `removed` once.
-        """
+        """See `DGCMomentum.attach`; `remove` calls `removed` once."""
         check.instance("ddp", ddp, DistributedDataParallel)
         if synchronizer.ranks.mesh is not None:
             raise ValueError(
@@ -70,9 +66,7 @@ class Attached:
         return self._stats()
 
     def remove(self) -> None:
-        """Move the exchange back into `step`, which then reads local gradients. May be called
-        twice.
-        """
+        """Move the exchange back into `step`, which reads local gradients. May be called twice."""
         if self._optimizer is not None:
             self._tap.close()
             self._optimizer = None
