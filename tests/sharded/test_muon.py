@@ -262,11 +262,12 @@ def bytes_of(rank: int, size: int, ns_dtype: str) -> float:
 
 @pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16"])
 def test_bytes_of_a_step(ranks: Pool, ns_dtype: str) -> None:
-    """2 x matrix / ranks, without what a rank keeps; half of the way back in bfloat16."""
+    """2 x matrix / ranks, without what a rank keeps; half of the way back in bfloat16. And sums of
+    bits, 16 bytes for each pair of ranks."""
     matrices = 8 * 64 * 64 * 4
     words = 2 if ns_dtype == "float32" else 1.5
     for sent in ranks.run(bytes_of, ns_dtype, size=4):
-        assert sent == words * matrices / 4 * 3 / 4
+        assert sent == words * matrices / 4 * 3 / 4 + 16 * 4 * 3
 
 
 def wrong(rank: int, size: int, case: str) -> str:
@@ -315,6 +316,71 @@ def test_what_does_not_work_is_said(ranks: Pool, case: str, texts: list[str]) ->
     for rank, text in enumerate(told):
         if rank != 1 or case != "lost":
             assert all(each in text for each in texts), told
+
+
+def damaged(rank: int, size: int, way: str, index: int) -> tuple[str, str, bool]:
+    """How a step ends in which rank 1 receives a wrong bit in an exchange of matrices; the next."""
+    engine, mesh = None, mesh_of(1, size)
+    if way == "bare":
+        model = sharded(mesh["shard"], torch.float32)
+        optimizer: torch.optim.Optimizer = muon_of(model)
+    else:
+        model, engine = engine_of((1, size), way)
+        optimizer = engine.optimizer
+    swap, launched = Group.swap, []
+
+    def flipped(self: Group, *args: Any, action: str) -> Pending[Tensor]:
+        pending = swap(self, *args, action=action)
+        launched.append(action)
+        if rank != 1 or len(launched) != index + 1:
+            return pending
+
+        def received() -> Tensor:
+            content = pending.wait()
+            content[0] ^= 1
+            return content
+
+        return Pending(received)
+
+    def taken(step: int) -> str:
+        x, y = batch(0, step, torch.float32)
+        try:
+            if engine is not None:
+                engine.train_step(x, y)
+            else:
+                mse_loss(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    def state() -> list[Tensor]:
+        tensors = [p for p in model.parameters() if p.requires_grad]
+        tensors += [optimizer.state[p]["momentum_buffer"] for p in tensors if p.ndim > 1]
+        return [t.to_local().clone() for t in tensors]
+
+    assert taken(0) == "nothing"
+    before = state()
+    with mock.patch.object(Group, "swap", flipped):
+        told = taken(1)
+    assert set(launched) == {"moving matrices of Muon"}
+    unmoved = all(map(torch.equal, before, state()))
+    return told, taken(2) if engine is None else "", unmoved
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("way", ["bare", "none", "localsgd"])
+@pytest.mark.parametrize("index", [0, 3])
+def test_a_damaged_bit_of_a_matrix_is_refused_by_all_shards(
+    ranks: Pool, way: str, index: int
+) -> None:
+    """Of a shard on its way to the owner, and of the last result. Nothing has moved."""
+    for told, later, unmoved in ranks.run(damaged, way, index, size=4):
+        assert told.startswith("PayloadCorrupt: ")
+        assert "rank 1 refused parts of matrices from rank " in told
+        assert unmoved
+        assert later in ("", "nothing")
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])

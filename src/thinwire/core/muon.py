@@ -50,28 +50,29 @@ def muon_(param: Tensor, grad: Tensor, momentum_buffer: Tensor, lr: float, rule:
     Liu et al., 2025, arXiv 2502.16982. Differs: without Nesterov, torch.optim.Muon normalises the
     buffer itself where that is bfloat16.
     """
-    update = newton_schulz(direction_(grad, momentum_buffer, rule).flatten(1), rule)
-    descend_(param, update.reshape(param.shape), param.shape, lr, rule)
+    update = newton_schulz(direction(grad, momentum_buffer, rule).flatten(1), rule)
+    descend_(param, grad, momentum_buffer, update.reshape(param.shape), param.shape, lr, rule)
 
 
 @torch.no_grad()
-def direction_(grad: Tensor, momentum_buffer: Tensor, rule: MuonRule) -> Tensor:
-    """Update the momentum buffer, and return the matrix to orthogonalise.
-
-    Computed entry by entry, so it works on a part of a matrix too.
-    """
-    momentum_buffer.lerp_(grad, 1 - rule.momentum)
-    return grad.lerp(momentum_buffer, rule.momentum) if rule.nesterov else momentum_buffer
+def direction(grad: Tensor, momentum_buffer: Tensor, rule: MuonRule) -> Tensor:
+    """Return the matrix to orthogonalise, or this part of it. Nothing changes."""
+    moved = momentum_buffer.lerp(grad, 1 - rule.momentum)
+    return grad.lerp(moved, rule.momentum) if rule.nesterov else moved
 
 
 @torch.no_grad()
 def descend_(
-    param: Tensor, update: Tensor, shape: Sequence[int], lr: float, rule: MuonRule
+    param: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor,
+    update: Tensor,
+    shape: Sequence[int],
+    lr: float,
+    rule: MuonRule,
 ) -> None:
-    """Decay a parameter and subtract its orthogonal update.
-
-    Computed entry by entry, so it works on a part of a matrix too; `shape` is the whole matrix's.
-    """
+    """Update a matrix and its buffer, or this part of them; `shape` is the whole matrix's."""
+    momentum_buffer.lerp_(grad, 1 - rule.momentum)
     rows, columns = _sides(shape)
     if rule.match_rms_adamw:
         factor = 0.2 * sqrt(max(rows, columns))

@@ -66,9 +66,7 @@ class Attached:
         return self._stats()
 
     def remove(self) -> None:
-        """Move the exchange back into `step`, which then reads local gradients. May be called
-        twice.
-        """
+        """Move the exchange back into `step`, which reads local gradients. May be called twice."""
         if self._optimizer is not None:
             self._tap.close()
             self._optimizer = None

@@ -430,9 +430,7 @@ class CommonOptimizer(torch.optim.Optimizer):
     def apply_optimize(
         self, loss: Tensor, params_grads: Iterable[tuple[Tensor, Tensor | None]]
     ) -> list[Any]:
-        """Call `apply_gradients(params_grads)`. `loss` is accepted for the signature and not
-        used.
-        """
+        """Call `apply_gradients(params_grads)`. `loss` is not used."""
         return self.apply_gradients(params_grads)
 
     def minimize(

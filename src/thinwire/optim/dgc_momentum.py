@@ -3,7 +3,7 @@
 import datetime
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -228,9 +228,7 @@ class DGCMomentum(DGCSettings):
         return needs_of("sparse", params, state_dtype=state, value_bits=self.value_bits)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in the base class. The next step compares settings and parameters over
-        the ranks again.
-        """
+        """Add a group, as in the base class. The next step compares settings and parameters."""
         super().add_param_group(param_group)
         if self._synchronizer is not None:
             self._synchronizer.relist()
@@ -276,15 +274,9 @@ class DGCMomentum(DGCSettings):
         return self._ranks.process_group
 
     def call_params(self, names: Mapping[Tensor, str]) -> None:
-        """Name parameters, as `CommonOptimizer.call_params` does; the exchange uses these names
-        too.
-        """
+        """Name parameters, as in the base class; the exchange uses these names too."""
         super().call_params(names)
         self.synchronizer.relist()
-
-    def one_deadline(self) -> AbstractContextManager[None]:
-        """Count all waiting inside the block against one time-out of this optimizer."""
-        return self._ranks.deadline()
 
     @contextmanager
     def updating_from(self, done: Round) -> Iterator[None]:
@@ -413,7 +405,7 @@ class DGCMomentum(DGCSettings):
 
     def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
         sync = self.synchronizer
-        with self.one_deadline(), sync.fixed_rules():
+        with self._ranks.deadline(), sync.fixed_rules():
             exchange, names, received = sync.joined(), sync.names, self._arrived
             try:
                 if received is not None:

@@ -46,16 +46,11 @@ class DGCSettings(CommonOptimizer):
             return 0.0
         return config_of(self.param_groups[0]).sparsity_in_force(self.position)
 
-    def _stored_dtype(self, param: Tensor) -> torch.dtype:
-        """Return the dtype in which the state of this parameter is stored."""
-        return (
-            stored_dtype(param, self.state_dtype) if self.compresses(param) else wide_dtype(param)
-        )
-
     def _as_loaded(self, param: Tensor, value: Tensor) -> Tensor:
+        compressed = self.compresses(param)
+        dtype = stored_dtype(param, self.state_dtype) if compressed else wide_dtype(param)
         # flat views of it are folded, so it is contiguous whatever the layout of the parameter
-        here = shard_of(value).to(param.device)
-        return narrowed(here, self._stored_dtype(param)).contiguous()
+        return narrowed(shard_of(value).to(param.device), dtype).contiguous()
 
 
 _config = functools.lru_cache(maxsize=256)(DGC)

@@ -38,7 +38,8 @@ class DGCSynchronizer:
         self.optimizer, self.ranks, self._identity = optimizer, ranks, identity
         self.compressor: DGCCompressor | None = None
         """Compressor of the gradients; None before the first step."""
-        self._exchange: GradientExchange | None = None
+        self.last: GradientExchange | None = None
+        """Exchange with the other ranks, kept after parameters were added."""
         self._participants = Participants()
         self._buckets: Sequence[Sequence[str]] = ()
         self._names_of_engine: Mapping[Tensor, str] = {}
@@ -76,20 +77,15 @@ class DGCSynchronizer:
     @property
     def gradients(self) -> GradientExchange | None:
         """Exchange with the other ranks; None before the first step."""
-        known = self._exchange
+        known = self.last
         return known if known is not None and known.names == list(self.params) else None
-
-    @property
-    def last(self) -> GradientExchange | None:
-        """Exchange with the other ranks, kept after parameters were added."""
-        return self._exchange
 
     def joined(self) -> GradientExchange:
         """Return the exchange, after a comparison of the settings over the ranks if needed."""
         known = self.gradients
         if known is None:
             require_shards(self.params, self.ranks.shards)
-            known = self._exchange = self._compared()
+            known = self.last = self._compared()
         known.make_common()
         return known
 
@@ -105,15 +101,15 @@ class DGCSynchronizer:
         self.optimizer.digest_every = digest_every
         self.relist()
         # counters start again
-        self._exchange = None
+        self.last = None
         self.ranks = self.ranks.fresh()
         self._report_coverage()
 
     def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
         """Set which parameters travel together, for an engine; the same on all ranks."""
         self._buckets = buckets
-        if self._exchange is not None:
-            self._exchange.buckets = buckets
+        if self.last is not None:
+            self.last.buckets = buckets
 
     @contextlib.contextmanager
     def launching(self) -> Iterator[None]:
@@ -219,7 +215,7 @@ class DGCSynchronizer:
             num_trainers=optimizer.num_trainers,
             decayed=self._decayed,
         )
-        made = self._exchange
+        made = self.last
         if made is None:
             sources = ranks.sources(optimizer.node_size, compared=True)
             compressors, participants = [self.compressor], self._participants

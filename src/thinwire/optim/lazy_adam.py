@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Unpack
 
 from torch import Tensor
@@ -16,10 +17,10 @@ from thinwire.optim.pairs import ParamGrad
 def adam_(
     param: Tensor,
     grad: Tensor,
+    step: int,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    step: int,
     lr: float,
     betas: tuple[float, float],
     eps: float,
@@ -93,9 +94,5 @@ class LazyAdam(CommonOptimizer):
         check.real("eps", values["eps"], above=0)
 
     def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
-        betas, eps = group["betas"], group["eps"]
-
-        def update_(param: Tensor, grad: Tensor, step: int, **moments: Tensor) -> None:
-            adam_(param, grad, **moments, step=step, lr=rate, betas=betas, eps=eps)
-
+        update_ = partial(adam_, lr=rate, betas=group["betas"], eps=group["eps"])
         update_rows_(self, pairs, {"exp_avg": 0.0, "exp_avg_sq": 0.0}, update_)

@@ -61,8 +61,9 @@ class Muon(TorchOptimizer):
     and the bits equal those of whole matrices in one process. **Communication**, only between the
     shards of one model: each rank sends its shard of a matrix to the owner, in the gradient's
     dtype, and receives its shard of the result, in the dtype of the iteration. The next matrices
-    travel meanwhile. **Failure**: an error of `thinwire.errors` within the time-out of the mesh's
-    process group; some matrices may have moved then.
+    travel meanwhile. Then they compare sums of all bits, 16 bytes for each rank. **Failure**: an
+    error of `thinwire.errors` within the time-out of the mesh's process group, `PayloadCorrupt` on
+    all ranks for a damaged bit; nothing has moved then.
 
     With `adjust_lr_fn="match_rms_adamw"` an update of a matrix has the RMS of AdamW's. The rate,
     schedule and weight decay of AdamW then suit both.

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from thinwire.comm import Group, Pending, require_agreement, state_in_errors
+from thinwire.comm import Group, Pending, require_agreement
 from thinwire.comm.waiting import progressed
-from thinwire.core.muon import MuonRule, descend_, direction_, muon_, newton_schulz, products
+from thinwire.core.checksum import bit_sums
+from thinwire.core.muon import MuonRule, descend_, direction, muon_, newton_schulz, products
 from thinwire.core.sharded import is_sharded, shard_of
+from thinwire.errors import PayloadCorrupt
 from thinwire.layout.owners import assign_owners, shard_lengths
 
 
@@ -27,12 +29,7 @@ class Matrix(NamedTuple):
     rule: MuonRule
 
     def cut(self) -> tuple[ProcessGroup, int] | None:
-        """Return the ranks over which it is sharded and the sharded dimension; None if it is whole
-        here.
-
-        Raises:
-            ValueError: It is sharded in more than one way, or its gradient is sharded differently.
-        """
+        """Return the ranks and the dimension over which it is sharded; None if it is whole here."""
         if not is_sharded(self.param):
             return None
         # it is a DTensor
@@ -56,6 +53,10 @@ class Matrix(NamedTuple):
             )
         return mesh.get_group(cuts[0]), placements[cuts[0]].dim
 
+    def here(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this rank's parts of the parameter, the gradient and the buffer."""
+        return shard_of(self.param), shard_of(self.grad), shard_of(self.momentum_buffer)
+
     def shards(self, dim: int, ranks: int) -> list[tuple[int, ...]]:
         """Return the shape of each rank's shard."""
         before, after = self.param.shape[:dim], self.param.shape[dim + 1 :]
@@ -70,17 +71,15 @@ class Matrix(NamedTuple):
 
 _Kind = tuple[ProcessGroup, int, torch.device, torch.dtype, torch.dtype]
 """Key of matrices that travel together: ranks, sharded dimension, device and both types."""
+_Move = tuple[Matrix, Tensor]
+"""A matrix and this rank's part of its orthogonal update."""
 
 
 class Owners:
-    """Assign each sharded matrix an owner for its update. A matrix that is whole here is updated
-    here.
+    """Assign each sharded matrix an owner for its update; see `Muon`. A matrix that is whole here
+    is updated here.
 
-    Communication: 24 bytes a rank if the matrices differ from those of the last update. For every
-    matrix each rank sends its shard to the owner, in the gradient's type, and receives its shard of
-    the result, in the type of the iteration.
-    Failure: `Mismatch` on all ranks if their matrices differ; `PeerLost` or `PeerStalled` within
-    the time-out of the ranks' process group.
+    Communication: 24 bytes a rank if the matrices differ from those of the last update.
     """
 
     def __init__(self) -> None:
@@ -107,21 +106,65 @@ class Owners:
                 facts, cures = {"matrices": own}, {"matrices": cure}
                 require_agreement(self._groups[ranks], facts, action=purpose, cures=cures)
                 self._agreed[ranks] = own
+        parts = {ranks: _Parts(self._groups[ranks]) for ranks in descriptions}
+        moves: list[_Move] = []
+        for (ranks, dim, *_), some in by_kind.items():
+            moves += _updates(parts[ranks], dim, some)
+        # nothing changes on any rank before all have verified what they received
+        for exchanged in parts.values():
+            exchanged.require_intact()
+        for m, part in moves:
+            descend_(*m.here(), part, m.param.shape, m.lr, m.rule)
         for m, cut in cuts:
             if cut is None:
-                param, grad, buffer = map(shard_of, (m.param, m.grad, m.momentum_buffer))
-                muon_(param, grad, buffer, m.lr, m.rule)
-        with state_in_errors("Some matrices may have moved on some ranks"):
-            for (ranks, dim, *_), some in by_kind.items():
-                _update_(self._groups[ranks], dim, some)
+                muon_(*m.here(), m.lr, m.rule)
 
 
-def _update_(group: Group, dim: int, matrices: Sequence[Matrix]) -> None:
-    """Update matrices of one type and sharding, as many at once as there are ranks."""
-    costs = [products(matrix.param.shape) for matrix in matrices]
+class _Parts:
+    """Parts of matrices that these ranks send each other in an update."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._sums: list[Tensor] = []
+        """Sums of the bits sent to each rank and received from each, shape (2, ranks)."""
+
+    def swap(
+        self, parts: Sequence[Tensor], numels: Sequence[Sequence[int]]
+    ) -> Pending[list[Tensor]]:
+        """Launch an all-to-all of parts; `numels` are by sender and then by receiver."""
+        flat, rank = torch.cat([part.reshape(-1) for part in parts]), self.group.rank
+        sent = bit_sums(torch.split(flat, list(numels[rank])))
+        dtype, lengths = flat.dtype, [[n * flat.itemsize for n in row] for row in numels]
+        pending = self.group.swap(flat.view(torch.uint8), lengths, action="moving matrices of Muon")
+
+        def received() -> list[Tensor]:
+            shards = torch.split(pending.wait().view(dtype), [row[rank] for row in numels])
+            progressed()
+            self._sums.append(torch.stack([*sent, *bit_sums(shards)]).view(2, -1))
+            return list(shards)
+
+        return Pending(received)
+
+    def require_intact(self) -> None:
+        """Raise on all ranks unless each has received what the others have sent."""
+        own = torch.stack(self._sums).sum(0).cpu()
+        rows = self.group.gather_now(own.numpy().tobytes(), "comparing matrices that Muon moved")
+        tables = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.int64)
+        sent, received = tables.view(-1, *own.shape).unbind(1)
+        for source, rank in (sent != received.T).nonzero().tolist():
+            raise PayloadCorrupt(
+                f"rank {rank} refused parts of matrices from rank {source} that Muon updates: bits "
+                "were damaged on their way. No rank that has shards of these matrices has updated "
+                "a parameter; restart from the last checkpoint"
+            )
+
+
+def _updates(parts: _Parts, dim: int, matrices: Sequence[Matrix]) -> list[_Move]:
+    """Compute the updates of matrices of one type and sharding, as many at once as ranks."""
+    costs, moves = [products(matrix.param.shape) for matrix in matrices], list[_Move]()
     rounds = [
-        _round(group, dim, [None if i is None else matrices[i] for i in owned])
-        for owned in assign_owners(costs, group.size)
+        _round(parts, dim, [None if i is None else matrices[i] for i in owned])
+        for owned in assign_owners(costs, parts.group.size)
     ]
     try:
         for index in range(len(rounds) + 2):
@@ -129,34 +172,37 @@ def _update_(group: Group, dim: int, matrices: Sequence[Matrix]) -> None:
             # receive the results of the one before that. All ranks launch in this order, oldest
             # round last
             for one_round in reversed(rounds[max(index - 2, 0) : index + 1]):
-                next(one_round, None)
+                moves += next(one_round)
     except BaseException as error:
-        group.abandon(str(error))
+        parts.group.abandon(str(error))
         raise
+    return moves
 
 
-def _round(group: Group, dim: int, owned: Sequence[Matrix | None]) -> Iterator[None]:
-    """Update one matrix of each owner; yield after its shards, and after the results, are sent."""
-    own, some = owned[group.rank], [matrix for matrix in owned if matrix is not None]
-    shapes = [[] if matrix is None else matrix.shards(dim, group.size) for matrix in owned]
-    numels = [[prod(shape) for shape in row] or [0] * group.size for row in shapes]
+def _round(parts: _Parts, dim: int, owned: Sequence[Matrix | None]) -> Iterator[list[_Move]]:
+    """Send the shards of a matrix of each owner; then the results; then yield their updates."""
+    rank, size = parts.group.rank, parts.group.size
+    own, some = owned[rank], [matrix for matrix in owned if matrix is not None]
+    shapes = [[] if matrix is None else matrix.shards(dim, size) for matrix in owned]
+    numels = [[prod(shape) for shape in row] or [0] * size for row in shapes]
     empty = shard_of(some[0].grad).new_empty(0)
-    shards = (direction_(shard_of(m.grad), shard_of(m.momentum_buffer), m.rule) for m in some)
-    coming = _all_to_all(group, [empty, *shards], list(zip(*numels, strict=True)))
-    yield
+    shards = (direction(shard_of(m.grad), shard_of(m.momentum_buffer), m.rule) for m in some)
+    coming = parts.swap([empty, *shards], list(zip(*numels, strict=True)))
+    yield []
     results = [empty.to(some[0].rule.dtype)]
     if own is None:
         coming.wait()
     else:
-        results += _orthogonal(own.rule, coming.wait(), shapes[group.rank], dim)
+        results += _orthogonal(own.rule, coming.wait(), shapes[rank], dim)
     del coming  # free its buffer before the results are sent
-    going = _all_to_all(group, results, numels)
+    going = parts.swap(results, numels)
     del results
-    yield
-    for matrix, update, row in zip(owned, going.wait(), shapes, strict=True):
-        if matrix is not None:
-            part = update.view(row[group.rank])
-            descend_(shard_of(matrix.param), part, matrix.param.shape, matrix.lr, matrix.rule)
+    yield []
+    yield [
+        (matrix, update.view(row[rank]))
+        for matrix, update, row in zip(owned, going.wait(), shapes, strict=True)
+        if matrix is not None
+    ]
 
 
 def _orthogonal(
@@ -166,19 +212,3 @@ def _orthogonal(
     whole = torch.cat([shard.view(to) for shard, to in zip(shards, shapes, strict=True)], dim)
     result = newton_schulz(whole.flatten(1), rule).reshape(whole.shape)
     return torch.split(result, [shape[dim] for shape in shapes], dim)
-
-
-def _all_to_all(
-    group: Group, parts: Sequence[Tensor], numels: Sequence[Sequence[int]]
-) -> Pending[list[Tensor]]:
-    """Launch an all-to-all of parts; `numels` are by sender and then by receiver."""
-    flat = torch.cat([part.reshape(-1) for part in parts])
-    dtype, lengths = flat.dtype, [[n * flat.itemsize for n in row] for row in numels]
-    pending = group.swap(flat.view(torch.uint8), lengths, action="moving matrices of Muon")
-
-    def received() -> list[Tensor]:
-        shards = pending.wait().view(dtype)
-        progressed()
-        return list(torch.split(shards, [row[group.rank] for row in numels]))
-
-    return Pending(received)

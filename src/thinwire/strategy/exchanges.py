@@ -245,7 +245,7 @@ class ExchangingStep(_EveryStep):
     def update(self, step: int, grads: Grads, **how: Any) -> StepDecision:
         self.moved = False
         optimizer, sync = self._optimizer, self._optimizer.synchronizer
-        with optimizer.one_deadline():
+        with sync.ranks.deadline():
             gradients = sync.joined()
             outcome = gradients.exchange(optimizer.position, sync.limited(grads), **how)
             sync.agreed()
