@@ -124,7 +124,7 @@ def test_a_message_of_another_length_is_refused(length):
     ("at", "value", "complaint"),
     [
         (0, 0, "magic"),
-        (4, 2, "wire version 2 came, expected 1"),
+        (4, 1, "wire version 1 came, expected 2"),
         (5, 2, "flags 2 came, expected 0"),
         (24, 0, r"number of entries \(k\) 82 came, expected 0"),
     ],

@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.api import Group, Pending
 from tests.attacks.outcome import Seen
@@ -160,23 +161,22 @@ def test_a_rank_raises(ranks: Pool, phase: str) -> None:
 
 def flipped(rank: int, size: int, bit: int) -> Seen:
     """One bit of rank 0's header in the agreement of step 5 changes on its way to rank 1."""
-    launched, flips = Group.launch_now, rank == 1
+    gather, flips = Group._gather, rank == 1
 
-    def launch_now(self: Group, payload: bytes, action: str) -> Pending[list[bytes]]:
-        pending = launched(self, payload, action)
+    def launch(self: Group, message: Tensor, action: str, *, control: bool) -> Pending[Tensor]:
+        pending = gather(self, message, action, control=control)
 
-        def rows() -> list[bytes]:
+        def rows() -> Tensor:
             nonlocal flips
-            first, *others = pending.wait()
+            came = pending.wait()
             if flips and action == "agreeing on step 5":
                 flips = False
-                number = int.from_bytes(first, "little") ^ 1 << bit
-                first = number.to_bytes(len(first), "little")
-            return [first, *others]
+                came[0, bit // 8] ^= 1 << bit % 8
+            return came
 
         return Pending(rows)
 
-    with patch.object(Group, "launch_now", launch_now):
+    with patch.object(Group, "_gather", launch):
         return train(rank, size, "dgc", None, timeout=2 * PATIENCE_S)
 
 

@@ -50,10 +50,12 @@ _ALONE_S = 1800.0
 _SHORT_BYTES = 1024
 """Longest control message that goes to all ranks at once."""
 _log = logging.getLogger("thinwire")
-_HEAD = struct.Struct("<I8s8sI")
-"""Header of a message: its length, its digest, the digest of what ranks of all parts must have in
-common, and the checksum of these three.
+_HEAD = struct.Struct("<I8s8s")
+"""Header of a string: its length, its digest, and the digest of what ranks of all parts must have
+in common.
 """
+_CHECKSUM = struct.Struct("<I")
+"""CRC-32 at the end of each control message."""
 _T = TypeVar("_T")
 
 
@@ -459,7 +461,7 @@ class Group:
         round, padded to the longest.
 
         Raises:
-            PayloadCorrupt: A string or its header arrived damaged. Nothing more is exchanged.
+            PayloadCorrupt: A message arrived damaged on a rank. Nothing more can be exchanged.
         """
         return self.launch_bytes(payload, action=action).wait()
 
@@ -488,39 +490,26 @@ class Group:
     def _launch_gathering(
         self, payload: bytes, common: bytes, parts: Sequence[int], action: str
     ) -> Pending[list[bytes | None]]:
-        own = _head(payload, common)
+        own = _HEAD.pack(len(payload), _digest(payload), _digest(common))
         heads = self.launch_now(own, action)
-        return Pending(lambda: self._gathered(own, heads.wait(), payload, parts, action))
 
-    def _gathered(
-        self,
-        own: bytes,
-        heads: Sequence[bytes],
-        payload: bytes,
-        parts: Sequence[int],
-        action: str,
-    ) -> list[bytes | None]:
-        """Return the strings whose headers are `heads`, after a second round if they differ."""
-        if all(head == own for head in heads):
-            return [payload] * self.size
-        for rank, head in enumerate(heads):
-            if _HEAD.unpack(head)[-1] != zlib.crc32(head[:-4]):
-                raise self._damaged(action, f"the header from rank {rank}")
-        fields = [_HEAD.unpack(head)[:-1] for head in heads]
-        equal_within_parts = len(set(zip(parts, fields, strict=False))) == len(set(parts))
-        if parts and equal_within_parts and len({agreed for *_, agreed in fields}) == 1:
-            return [payload if part == parts[self.rank] else None for part in parts]
-        lengths = [length for length, *_ in fields]
-        rows = self.gather_now(payload.ljust(max(lengths), b"\0"), action)
-        answers = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-        for rank, (answer, (_, digest, _)) in enumerate(zip(answers, fields, strict=True)):
-            if _digest(answer) != digest:
-                raise self._damaged(action, f"the message from rank {rank}")
-        return list(answers)
+        def gathered() -> list[bytes | None]:
+            fields = [_HEAD.unpack(head) for head in heads.wait()]
+            if len(set(fields)) == 1:
+                return [payload] * self.size
+            equal_within_parts = len(set(zip(parts, fields, strict=False))) == len(set(parts))
+            if parts and equal_within_parts and len({agreed for *_, agreed in fields}) == 1:
+                return [payload if part == parts[self.rank] else None for part in parts]
+            # all ranks have these headers, so all of them make a second round
+            lengths = [length for length, *_ in fields]
+            rows = self.gather_now(payload.ljust(max(lengths), b"\0"), action)
+            return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
-    def _damaged(self, action: str, message: str) -> PayloadCorrupt:
-        where = f"rank {self.rank} of {self.size}, {action}"
-        text = f"{where}: {message} was damaged in transit. {state_after_failure()}"
+        return Pending(gathered)
+
+    def _damaged(self, action: str, source: int) -> PayloadCorrupt:
+        where = f"rank {self.rank} of {self.size}, {action}: the message from rank {source}"
+        text = f"{where} was damaged in transit. {state_after_failure()}"
         if self._shared is not None and self._shared.heartbeats is not None:
             self._shared.heartbeats.ask("damaged", 0.0)
         self.abandon(text, PayloadCorrupt)
@@ -531,8 +520,9 @@ class Group:
         return self.launch_now(payload, action).wait()
 
     def launch_now(self, payload: bytes, action: str) -> Pending[list[bytes]]:
-        """Launch a gather of strings of equal length on all ranks."""
-        message = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        """Launch a gather of strings of equal length on all ranks, each with a checksum."""
+        checked = payload + _CHECKSUM.pack(zlib.crc32(payload))
+        message = torch.frombuffer(bytearray(checked), dtype=torch.uint8)
         macs = self._agreement_macs
         number = 0 if macs is None else macs.next()
         if macs is not None:
@@ -546,7 +536,11 @@ class Group:
                 if wrong:
                     text = wrong_mac_text(action, wrong[0])
                     raise PayloadCorrupt(f"{text}. {state_after_failure()}")
-            return [row.numpy().tobytes() for row in rows]
+            found = [row.numpy().tobytes() for row in rows]
+            for rank, row in enumerate(found):
+                if row[-4:] != _CHECKSUM.pack(zlib.crc32(row[:-4])):
+                    raise self._damaged(action, rank)
+            return [row[:-4] for row in found]
 
         return Pending(strings)
 
@@ -606,13 +600,8 @@ class Group:
                 logged_s, share = now, (done + 1) / len(works)
                 left = (now - began_s) * (1 - share) / share
                 rate = sum(tensor.nbytes for tensor in held) * share / (now - began_s) / 1e6
-                _log.info(
-                    "%s: %.0f %% done, %.2f MB/s, about %.0f s left",
-                    action,
-                    100 * share,
-                    rate,
-                    left,
-                )
+                seen = action, 100 * share, rate, left
+                _log.info("%s: %.0f %% done, %.2f MB/s, about %.0f s left", *seen)
 
     def _wait_for(self, work: dist.Work, action: str, watched: bool) -> None:
         # wait in slices; shortly before the limit ask whether the missing ranks are busy: if so,
@@ -672,11 +661,6 @@ class Group:
         )
         self.abandon(str(explained), type(explained))
         return explained
-
-
-def _head(payload: bytes, common: bytes) -> bytes:
-    content = _HEAD.pack(len(payload), _digest(payload), _digest(common), 0)[:-4]
-    return content + zlib.crc32(content).to_bytes(4, "little")
 
 
 def _digest(content: bytes) -> bytes:

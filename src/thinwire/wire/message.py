@@ -41,7 +41,7 @@ from thinwire.layout.message import (
 )
 from thinwire.wire.codes import decode_positions, decode_values, encode_positions, encode_values
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 _MAGIC = b"thwr"
 _CRC_BYTES = 4
 CHECKSUM = (HEADER_BYTES - _CRC_BYTES, HEADER_BYTES)
