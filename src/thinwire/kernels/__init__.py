@@ -195,7 +195,6 @@ def compiled_steps(*lists: Sequence[Tensor]) -> CompiledSteps | None:
     Raises:
         ValueError: `THINWIRE_KERNELS` is wrong. Tensors of one index have different lengths.
     """
-    require_lengths(zip(*filter(None, lists), strict=True))
     dtype, device = lists[0][0].dtype, lists[0][0].device
     tensors = (tensor for group in lists for tensor in group)
     if dtype not in _STEP_TYPES:
@@ -204,7 +203,10 @@ def compiled_steps(*lists: Sequence[Tensor]) -> CompiledSteps | None:
         fit = all(has_address(tensor, dtype) for tensor in tensors)
     else:
         fit = all(is_plain(tensor, dtype) and tensor.device == device for tensor in tensors)
-    return _steps_for(device) if fit and not share_memory(lists[0]) else None
+    if not fit or share_memory(lists[0]):
+        return None
+    require_lengths(zip(*filter(None, lists), strict=True))
+    return _steps_for(device)
 
 
 def _steps_for(device: torch.device) -> CompiledSteps | None:
