@@ -21,24 +21,7 @@ def real(
     below: float | None = None,
     finite: bool = True,
 ) -> float:
-    """Return `value` as a float if it is a number in the range.
-
-    >>> real("momentum", 0.9, at_least=0, below=1)
-    0.9
-
-    Args:
-        name: Name of the argument in messages.
-        value: An int or a float; bool, str and None are refused.
-        at_least: Smallest value allowed.
-        above: The value must be larger than this.
-        at_most: Largest value allowed.
-        below: The value must be smaller than this.
-        finite: False allows infinity; NaN is always refused.
-
-    Raises:
-        TypeError: Not a number.
-        ValueError: NaN, infinite or outside the range.
-    """
+    """Return `value` as a float; raise `TypeError` or `ValueError` unless it is in the range."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
             f"{name} must be a number (int or float), got {shown(value)} of type "
@@ -67,21 +50,7 @@ def real(
 def integer(
     name: str, value: object, *, at_least: int | None = None, at_most: int | None = None
 ) -> int:
-    """Return `value` as an int if it is an integer in the range.
-
-    >>> integer("k_steps", 16, at_least=1)
-    16
-
-    Args:
-        name: Name of the argument in messages.
-        value: Anything with `__index__` (a 0-dim integer tensor too) except bool.
-        at_least: Smallest value allowed.
-        at_most: Largest value allowed.
-
-    Raises:
-        TypeError: Not an integer.
-        ValueError: Outside the range.
-    """
+    """Return `value` as an int; raise `TypeError` or `ValueError` unless it is in the range."""
     if isinstance(value, bool) or _is_unfit_tensor(value) or not hasattr(value, "__index__"):
         raise TypeError(
             f"{name} must be an integer, got {shown(value)} of type {type(value).__name__}"
@@ -102,14 +71,7 @@ def integer(
 def set_fields(
     config: object, kind: Callable[..., float], *names: str, **limits: float | None
 ) -> None:
-    """Replace fields of a frozen dataclass by their values as `kind` returns them.
-
-    Args:
-        config: The dataclass, in its `__post_init__`.
-        kind: `real` or `integer`.
-        names: Fields within the same limits.
-        limits: Of `kind`.
-    """
+    """Replace fields of a frozen dataclass by their values as `kind` returns them."""
     for name in names:
         object.__setattr__(config, name, kind(name, getattr(config, name), **limits))
 
