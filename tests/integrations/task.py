@@ -79,6 +79,8 @@ def own_local(
                 sync.observe(loss)
                 optimizer.step()
                 optimizer.zero_grad()
+            if not of_batches:  # Lightning's callbacks average after every epoch
+                sync.flush()
     return parameters(model)
 
 
@@ -126,6 +128,8 @@ def own_engine(
             if i % accumulated == 0:
                 engine.apply_gradients(torch.stack(losses[-accumulated:]).mean())
                 model.zero_grad()
+        if not of_batches:
+            engine.flush()
     engine.flush()
     engine.close()
     return parameters(model), torch.stack(losses).tolist()

@@ -1,5 +1,6 @@
 """The callbacks under the real Trainer of Lightning, on two ranks."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -423,6 +424,46 @@ def test_a_checkpoint_of_an_exception_is_no_beginning(
     )
 
 
+def swapped(rank: int, size: int, folder: Path, which: str, first: bool) -> dict[str, Any]:
+    """A fit with a callback that swaps an average of the weights in; what was held at saves too."""
+    with as_under_torchrun(rank, size):
+        from lightning.pytorch import callbacks
+
+        from thinwire.integrations.lightning import LocalAveraging, ThinwireCallback, UnwrappedDDP
+
+        noted: list[float] = []
+        student = module(sgd)
+
+        def note(*_: Any) -> None:
+            noted.extend(float(p.detach().sum()) for p in student.net.parameters())
+
+        student.on_save_checkpoint = student.on_validation_epoch_end = note
+        rate = {"swa_lrs": 0.01, "swa_epoch_start": 2} if "SWA" in which else {}
+        kind = callbacks.StochasticWeightAveraging if rate else callbacks.WeightAveraging
+        ours: Any = LocalAveraging(CONFIGS["every seven steps"])
+        if which == "SWA of a strategy":
+            ours = ThinwireCallback(STRATEGIES["localsgd"])
+        parts = [ours, kind(**rate)] if first else [kind(**rate), ours]
+        keep = callbacks.ModelCheckpoint(
+            dirpath=folder, every_n_train_steps=5, save_top_k=-1, save_weights_only=True
+        )
+        trainer = trainer_of(UnwrappedDDP(), [*parts, keep], folder, enable_checkpointing=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            trainer.fit(student, loader(rank), loader(rank))
+    return {"noted": noted, "parameters": parameters(student.net)}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("which", ["SWA", "SWA of a strategy", "average of every step"])
+def test_all_ranks_hold_the_mean_where_a_callback_swaps_it_in_or_validates_or_saves(
+    ranks: Pool, tmp_path: Path, which: str, first: bool
+) -> None:
+    one, other = ranks.run(swapped, tmp_path, which, first)
+    assert equal(one["parameters"], other["parameters"])
+    assert one["noted"] == other["noted"]
+
+
 def after_the_fit(rank: int, size: int, folder: Path) -> tuple[int, int, bool]:
     with as_under_torchrun(rank, size):
         from lightning.pytorch.callbacks import Callback
@@ -433,7 +474,7 @@ def after_the_fit(rank: int, size: int, folder: Path) -> tuple[int, int, bool]:
 
         class First(Callback):
             def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-                seen.append(trainer.callbacks[0].sync.step)
+                seen.append(again.sync.step)
 
         config = tw.LocalSGD(k_steps=5, begin_step=3, outer_lr=0.7, outer_momentum=0.5)
         first = LocalAveraging(config)
@@ -441,7 +482,8 @@ def after_the_fit(rank: int, size: int, folder: Path) -> tuple[int, int, bool]:
         trainer.fit(module(sgd), loader(rank))
         trainer.save_checkpoint(folder / "final.ckpt")
         end = first.sync.step
-        second = trainer_of(UnwrappedDDP(), [LocalAveraging(config), First()], folder, max_epochs=5)
+        again = LocalAveraging(config)
+        second = trainer_of(UnwrappedDDP(), [again, First()], folder, max_epochs=5)
         second.fit(module(sgd, 7), loader(rank), ckpt_path=folder / "final.ckpt")
         return end, seen[0], bool(list(folder.glob("final.ckpt.0.*")))
 

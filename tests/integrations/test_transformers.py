@@ -297,8 +297,19 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(
 
 
 def saved(rank: int, size: int, folder: Path, name: str, arguments: dict[str, Any]) -> Any:
+    """A training whose parameters are noted at every evaluation and every save."""
+    from transformers import TrainerCallback
+
+    class Notes(TrainerCallback):
+        def on_evaluate(self, *_: Any, model: nn.Module, **others: Any) -> None:
+            noted.append([float(p.detach().double().sum()) for p in model.parameters()])
+
+        on_save = on_evaluate
+
+    noted: list[list[float]] = []
     with trainers(rank, size):
         trainer, _ = trainer_of(STRATEGIES[name], folder, **arguments)
+        trainer.add_callback(Notes)
         trainer.train()
         evaluated = trainer.evaluate()["eval_loss"]
     best = trainer.state.best_model_checkpoint
@@ -309,6 +320,7 @@ def saved(rank: int, size: int, folder: Path, name: str, arguments: dict[str, An
             each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each
         ],
         "evaluated": evaluated,
+        "noted": noted,
         "best": best and Path(best).name,
         "steps": trainer.state.global_step,
     }
@@ -328,6 +340,7 @@ def test_evaluation_and_the_last_checkpoint_see_what_all_ranks_end_with(
     ranks: Pool, tmp_path: Path, name: str
 ) -> None:
     first, second = ranks.run(saved, tmp_path, name, EVALUATED, timeout_s=120)
+    assert first["noted"] == second["noted"]
     assert first["evaluations"] == second["evaluations"]
     assert len(first["evaluations"]) == 4
     assert first["evaluations"][-1] == first["evaluations"][-2] == first["evaluated"]
@@ -344,6 +357,28 @@ def test_no_averaging_comes_after_the_best_model_was_loaded(ranks: Pool, tmp_pat
     for answer in answers:
         assert answer["best"] == "checkpoint-4"
         assert equal(answer["parameters"], [best[name] for name in answer["names"]])
+
+
+def swapped(rank: int, size: int, folder: Path) -> Any:
+    """A callback, listed after ours, that puts other weights into the model at the end."""
+    from transformers import TrainerCallback
+
+    class Swap(TrainerCallback):
+        @torch.no_grad()
+        def on_train_end(self, *_: Any, model: nn.Module, **others: Any) -> None:
+            for p in model.parameters():
+                p.fill_(1.0 + rank)
+
+    with trainers(rank, size):
+        trainer, _ = trainer_of(STRATEGIES["sparse localsgd"], folder)
+        trainer.add_callback(Swap)
+        trainer.train()
+    return parameters(trainer.model)
+
+
+def test_weights_that_another_callback_swaps_in_are_averaged(ranks: Pool, tmp_path: Path) -> None:
+    for found in ranks.run(swapped, tmp_path, timeout_s=120):
+        assert all(torch.equal(p, torch.full_like(p, 1.5)) for p in found)
 
 
 def interrupted(rank: int, size: int, folder: Path) -> Any:

@@ -1,11 +1,14 @@
 """Callbacks and a strategy for Lightning's Trainer. Imports the optional package `lightning`."""
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
@@ -36,8 +39,7 @@ _INSTEAD = {
 
 
 class _PerRankCallback(Callback):
-    """Saves the state of every rank beside Lightning's checkpoint, which by itself has that of rank
-    0 only.
+    """Saves the state of every rank beside Lightning's checkpoint, which has that of rank 0 only.
 
     Each rank writes its own file beside the checkpoint, and deletes it with the checkpoint.
     Lightning reads the state of callbacks before the path is known. The path is therefore taken
@@ -47,7 +49,9 @@ class _PerRankCallback(Callback):
     def __init__(self) -> None:
         self._states: list[PerRankState | EngineState] = []
         self._saved: list[dict[str, Any]] | None = None
-        self._strategy: Any = None
+        self._undo = ExitStack()
+        self._flush: Callable[[], None] = lambda: None
+        """Averages, during a fit under local updates."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the dictionary that `save_checkpoint` fills. Lightning calls this on all ranks."""
@@ -70,16 +74,29 @@ class _PerRankCallback(Callback):
             )
         return self._saved is not None
 
-    def _attach_states(self, trainer: Trainer, *states: PerRankState | EngineState) -> None:
+    def _attach_states(
+        self,
+        trainer: Trainer,
+        *states: PerRankState | EngineState,
+        flush: Callable[[], None] = lambda: None,
+    ) -> None:
         resumes = self._resumes(trainer)
         self._states = list(states)
         for state, saved in zip(self._states, self._saved or [], strict=resumes):
             state.folder = Path(trainer.ckpt_path).parent
             state.load_state_dict(saved)
-        self._saved = None
-        self._restore_strategy_methods()
-        self._strategy = strategy = trainer.strategy
+        self._saved, self._flush = None, flush
+        self._undo.close()
+        # after callbacks that put other weights into the model, but before those that save it
+        trainer.callbacks = sorted(
+            trainer.callbacks, key=lambda each: (isinstance(each, Checkpoint), each is self)
+        )
+        strategy, save_all = trainer.strategy, trainer.save_checkpoint
         save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
+
+        def save_equal(*args: Any, **kwargs: Any) -> None:
+            self._flush()
+            save_all(*args, **kwargs)
 
         def save_checkpoint(
             checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any
@@ -94,6 +111,10 @@ class _PerRankCallback(Callback):
                 state.remove(Path(filepath).parent, _name(filepath, i))
 
         strategy.save_checkpoint, strategy.remove_checkpoint = save_checkpoint, remove_checkpoint
+        trainer.save_checkpoint = save_equal
+        self._undo.callback(vars(strategy).pop, "save_checkpoint")
+        self._undo.callback(vars(strategy).pop, "remove_checkpoint")
+        self._undo.callback(vars(trainer).pop, "save_checkpoint")
 
     def _written(self, filepath: str | Path) -> list[dict[str, Any]]:
         if "://" in str(filepath):
@@ -109,18 +130,20 @@ class _PerRankCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Remove all hooks from strategy, model and optimizer, without an averaging."""
-        self._restore_strategy_methods()
+        self._undo.close()
+        self._flush = lambda: None
         self._release(trainer)
 
     def _release(self, trainer: Trainer) -> None:
         """Release the objects of a fit."""
 
-    def _restore_strategy_methods(self) -> None:
-        """Restore the strategy's methods. May be called twice."""
-        if self._strategy is not None:
-            for name in ("save_checkpoint", "remove_checkpoint"):
-                vars(self._strategy).pop(name, None)
-            self._strategy = None
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Average first, so that all ranks validate the same model."""
+        self._flush()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Average, so that an average over epochs, of another callback, is equal on all ranks."""
+        self._flush()
 
 
 def _name(filepath: str | Path, i: int) -> str:
@@ -178,7 +201,7 @@ class LocalAveraging(_PerRankCallback):
 
     Works with any optimizer of the module. From the start of the fit, `sync` is the result of
     `local_sgd`. An adaptive interval follows the loss that `training_step` returns. The state of
-    all ranks is in files beside Lightning's checkpoints.
+    all ranks is in files beside Lightning's checkpoints. It averages as `ThinwireCallback` does.
 
     Example::
 
@@ -202,35 +225,28 @@ class LocalAveraging(_PerRankCallback):
         check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
         self._config = config
         self._process_group = process_group
-        self._entered = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Enter the block of local updates. Lightning calls this after it has restored a
-        checkpoint.
-        """
+        """Enter the block of local updates, after Lightning has restored a checkpoint."""
         _require_unwrapped(trainer, pl_module)
         optimizer = _only_optimizer(trainer)
         self.sync = local_sgd(
             pl_module, optimizer, self._config, process_group=self._process_group
         ).__enter__()
-        self._entered = True
-        self._attach_states(trainer, PerRankState(self.sync), PerRankState(optimizer))
+        states = PerRankState(self.sync), PerRankState(optimizer)
+        self._attach_states(trainer, *states, flush=self.sync.flush)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Observe the loss of a batch. Lightning has divided it by the number of accumulated
-        batches.
-        """
+        """Observe the loss of a batch, which Lightning has divided by the accumulated batches."""
         self.sync.observe(loss.detach() * trainer.accumulate_grad_batches)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average once more and end. The saving of checkpoints stays in place, for one after the
-        fit.
-        """
-        self._entered = False
+        """Average once more and end. Saving stays in place, for a checkpoint after the fit."""
+        self._flush = lambda: None
         self.sync.__exit__(None, None, None)
 
     def _release(self, trainer: Trainer) -> None:
-        if self._entered:
+        if hasattr(self, "sync"):
             self.sync.close()
 
 
@@ -240,8 +256,9 @@ class ThinwireCallback(_PerRankCallback):
     The Trainer runs the backward passes, `accumulate_grad_batches` per update. Then the engine of
     the strategy runs the update: exchange, clipping, optimizer. `gradient_clip_val` limits the
     gradient that the optimizer gets: the mean over the ranks, or under local updates this rank's
-    own gradient. The state of all ranks is in a folder beside Lightning's checkpoints. After the
-    fit all ranks average once more.
+    own gradient. The state of all ranks is in a folder beside Lightning's checkpoints. Under local
+    updates all ranks also average after every epoch, before validations and checkpoints, and at the
+    end, where weights that another callback puts into the model are averaged too.
 
     Example::
 
@@ -282,18 +299,15 @@ class ThinwireCallback(_PerRankCallback):
         trainer.gradient_clip_val = None  # the engine clips, after the exchange
         self._losses.clear()
         self.engine.follow_steps(self._loss)
-        self._attach_states(trainer, EngineState(self.engine))
+        self._attach_states(trainer, EngineState(self.engine), flush=self.engine.flush)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Observe the loss of a batch. Lightning has divided it by the number of accumulated
-        batches.
-        """
+        """Observe the loss of a batch, which Lightning has divided by the accumulated batches."""
         self._losses.append(loss.detach() * trainer.accumulate_grad_batches)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average once more and end. The saving of checkpoints stays in place, for one after the
-        fit.
-        """
+        """Average once more and end. Saving stays in place, for a checkpoint after the fit."""
+        self._flush = lambda: None
         self.engine.flush()
         self.engine.close()
         trainer.gradient_clip_val = self._limit

@@ -37,8 +37,7 @@ class PerRankState:
     Accelerate and Lightning save the optimizer of rank 0 and load it everywhere. But residuals and
     momentum of an optimizer that exchanges gradients, and all state under local updates, differ
     between ranks. Their checkpoint alone would give the pending update of one rank to all others.
-    Lightning's callbacks use this class by themselves. In your own loop, set `folder` to that of
-    the checkpoint.
+    In your own loop, set `folder` to that of the checkpoint.
 
     Example::
 
@@ -49,18 +48,15 @@ class PerRankState:
         stateful: An optimizer that exchanges gradients, the result of `local_sgd`, or any optimizer
             under local updates.
         process_group: The ranks whose states differ; None for all. A single process works too.
-        folder: Folder of the files: that of the checkpoint. May be set later, and again for every
-            checkpoint.
+        folder: Folder of the files: that of the checkpoint. May be set later, for every checkpoint.
         name: Distinguishes it from others in the same folder.
 
     **State**: names and checksums only, in the dictionary that rank 0 saves; a rank's state in the
     safetensors file `NAME.rank_00000.safetensors` of the folder. An existing file stays as
     `.NAME.rank_00000.safetensors.before` until the next save. A framework that is killed before it
     has written its own file resumes from that one.
-    **Communication**: about 100 bytes a rank, in `state_dict` and `load_state_dict`, which all
-    ranks must call.
-    **Failure**: if one rank cannot write or read, all ranks raise `CheckpointError` with rank and
-    cause.
+    **Communication**: about 100 bytes a rank, in the two methods, which all ranks must call.
+    **Failure**: if one rank cannot write or read, all ranks raise `CheckpointError` that names it.
     """
 
     def __init__(
@@ -83,9 +79,7 @@ class PerRankState:
         """File of this rank that was last loaded or saved."""
 
     def register(self, accelerator: Any) -> "PerRankState":
-        """Register the state with Accelerate, and return this object. The files are in the folder
-        of `save_state` and `load_state`. Several may be registered with one accelerator.
-        """
+        """Register the state with Accelerate, and return this object. Several may be registered."""
         self.name = _free_name(accelerator, f"{self.name}_0", self.name)
         _follow_folder(self, accelerator)
         return self
@@ -125,8 +119,7 @@ class PerRankState:
         """Load this rank's own state. With another number of ranks, load the mean of the saved
         states.
 
-        The mean of the residuals is the update that was still pending, so nothing of it is lost.
-        The mean of the momentum is the next part of that update. All ranks must call this.
+        The mean of the residuals is the update that was still pending. All ranks must call this.
 
         Raises:
             ValueError: The argument is no such state, or there is no folder yet.
@@ -225,9 +218,7 @@ def _read(file: Path, sha256: str) -> tuple[Any, Path]:
 
 
 def _mean(values: Sequence[Any], where: str) -> Any:
-    """Return the common value, with floating-point tensors and numbers averaged. Of the readable
-    bytes of each rank the first counts. `where` is for the error.
-    """
+    """Return the common value, with floating-point tensors and numbers averaged."""
     first = values[0]
     if all(isinstance(v, float) for v in values):
         same = all(v == first for v in values)
@@ -288,9 +279,8 @@ class EngineState:
         self._engine = engine
 
     def register(self, accelerator: Any) -> "EngineState":
-        """Register the state with Accelerate, and return this object. The folder is in that of
-        `save_state` and `load_state`. Several may be registered with one accelerator; a name in use
-        becomes `NAME_1`, and so on.
+        """Register the state with Accelerate, and return this object. A name in use becomes
+        `NAME_1`, and so on.
         """
         self.name = _free_name(accelerator, self.name, self.name)
         _follow_folder(self, accelerator)
@@ -327,9 +317,7 @@ class EngineState:
         self._engine.load(self._path(name), step=step)
 
     def remove(self, folder: str | Path, name: str) -> None:
-        """Delete the folder of a checkpoint that is deleted. Any rank may call this; no
-        communication.
-        """
+        """Delete the folder of a checkpoint that is deleted. No communication."""
         shutil.rmtree(Path(folder) / Path(name).name, ignore_errors=True)
 
     def _path(self, name: str) -> Path:
@@ -337,9 +325,7 @@ class EngineState:
 
 
 def require_fields(strategy: object, instead: Mapping[str, str]) -> None:
-    """Raise `StrategyError` if a Trainer has its own argument for a field of `strategy`. `instead`
-    names the argument by field.
-    """
+    """Raise `StrategyError` for a field with an argument of the Trainer, which `instead` names."""
     check.instance("strategy", strategy, DistributedStrategy)
     assert isinstance(strategy, DistributedStrategy)
     refused = [f"{name}: use {text}" for name, text in instead.items() if name in strategy.on]
@@ -350,10 +336,7 @@ def require_fields(strategy: object, instead: Mapping[str, str]) -> None:
 
 
 def reset_optimizer_(optimizer: torch.optim.Optimizer) -> None:
-    """Reset `optimizer`, after it loaded the state of the class that an engine had converted it to.
-
-    The engine's own state has all of it. Changes `optimizer`.
-    """
+    """Reset `optimizer`, after it loaded the state of the class that an engine converted it to."""
     optimizer.state.clear()
     kept = {*optimizer.defaults, "params", "param_names", "initial_lr"}
     for group in optimizer.param_groups:

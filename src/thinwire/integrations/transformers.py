@@ -61,9 +61,9 @@ class ThinwireCallback(TrainerCallback):
 
     Every checkpoint of the Trainer gets a folder `thinwire` with the state of all ranks; it must be
     in `output_dir`. Training resumes from it bit for bit, or from the mean on another number of
-    ranks. Under local updates the Trainer's own files have the state of rank 0. `evaluate` then
-    gives the mean over the ranks, each with its own model. After the last step all ranks average
-    once more.
+    ranks. Under local updates all ranks average before each evaluation and checkpoint, and after
+    the last step; the next averaging is `k_steps` later. Weights that another callback puts into
+    the model at the end are averaged too.
 
     Example::
 
@@ -117,8 +117,11 @@ class ThinwireCallback(TrainerCallback):
             self._undo.callback(hook.remove)
         self.engine.follow_steps(partial(self._loss, args))
         for trainer in living(Trainer):
-            if self in trainer.callback_handler.callbacks:
+            handler = trainer.callback_handler
+            if self in handler.callbacks:
                 self._log_numbers_in(trainer)
+                # after those that ask for evaluations, or put other weights into the model
+                handler.callbacks = sorted(handler.callbacks, key=lambda each: each is self)
         if resumed:
             self._resume(_folder(args, state), state, loaded)
 
@@ -149,11 +152,11 @@ class ThinwireCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Apply pending work after the last step, before the last evaluation and checkpoint."""
-        if control.should_training_stop:
+        """Apply pending work before an evaluation, before a checkpoint, and after the last step."""
+        if control.should_evaluate or control.should_save or control.should_training_stop:
             self.engine.flush()
 
-    on_epoch_end = on_step_end  # if another callback has ended the training
+    on_epoch_end = on_step_end  # also if another callback has ended the training
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
