@@ -425,14 +425,36 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_no_more_connections_are_let_in_than_there_may_be() -> None:
+def test_no_more_members_are_let_in_than_there_may_be() -> None:
+    """One whose line broke takes its own place again."""
     with relay_alone() as place, contextlib.ExitStack() as ends:
         ends.enter_context(pytest.MonkeyPatch.context()).setattr(relay, "MOST_CONNECTIONS", 3)
-        for _ in range(3):
-            held = ends.enter_context(socket.create_connection(place[:2], timeout=PATIENCE_S))
-            held.sendall(GREETING)
+        for rank in (0, 1, 2, 0):
+            ends.enter_context(rank_by_hand(place, "room", rank))
         with pytest.raises(PeerLost, match="has reached its limit of connections"):
             require_relay(place, PATIENCE_S)
+
+
+@pytest.mark.parametrize("words", [b"", GREETING])
+def test_silent_strangers_keep_no_member_out(words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many: the relay drops the oldest, so that they take no more than so much memory."""
+    monkeypatch.setattr(relay, "_HELLO_S", 10 * PATIENCE_S)
+    with relay_alone() as place, contextlib.ExitStack() as ends:
+        client, strangers = RelayClient(place, "room", 0, 2), []
+        ends.callback(client.close, PATIENCE_S)
+        member = rank_by_hand(place, "room", 1)
+        for _ in range(relay.MOST_CONNECTIONS + 50):
+            stranger = socket.create_connection(place[:2], timeout=PATIENCE_S)
+            strangers.append(ends.enter_context(stranger))
+            stranger.sendall(words)
+        assert client.wait_for_all(PATIENCE_S)
+        member.close()
+        with rank_by_hand(place, "room", 1):
+            client.send(Kind.DATA, b"x")
+        for stranger in strangers[:50]:
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(64):
+                    pass
 
 
 def test_a_relay_that_stays_away_is_an_error(ranks: Pool, token_file: str, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from thinwire.comm.relay import (
 from thinwire.members.credentials import derived_key
 
 MOST_CONNECTIONS = 200
+"""Most ranks that are connected, and most clients that have not been admitted."""
 _HELLO_S = 5.0
 _SIGN_S = 2.0
 _RETRY_S = 0.2
@@ -78,20 +79,24 @@ class _Relay:
     ) -> None:
         self._key, self._tls, self._store_port, self._stop = key, tls, store_port, stop
         self._rooms: defaultdict[str, _Room] = defaultdict(dict)
-        self._open: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers: dict[socket.socket, asyncio.Task[None]] = {}
+        """Clients that have not been admitted, the oldest first."""
 
     async def run(self, listener: socket.socket) -> None:
         """Accept connections until `stop` is set, and then abort those of all ranks."""
         accepting = asyncio.create_task(self._accept(listener))
         while not self._stop.is_set():
-            for writer in [writer for room in self._rooms.values() for writer in room.values()]:
+            for writer in self._members():
                 writer.write(HEAD.pack(0, ALL, 0, Kind.ALIVE, 0, 0, 0))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), _SIGN_S)
         accepting.cancel()
-        for writer in self._open:
+        for writer in self._members():
             writer.transport.abort()
+
+    def _members(self) -> list[asyncio.StreamWriter]:
+        return [writer for room in self._rooms.values() for writer in room.values()]
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -103,63 +108,62 @@ class _Relay:
                 except OSError:  # too many open files
                     await asyncio.sleep(_RETRY_S)
                     continue
-                task = loop.create_task(self._receive(sock))
+                task = loop.create_task(self._serve(sock))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+                self._strangers[sock] = task
+                if len(self._strangers) > MOST_CONNECTIONS:
+                    self._strangers.pop(next(iter(self._strangers))).cancel()
 
-    async def _receive(self, sock: socket.socket) -> None:
-        """Take a client as a rank or as one of the store, by the first byte that it sends."""
-        first = b""
-        with contextlib.suppress(OSError, TimeoutError):  # it has disconnected, or sends nothing
+    async def _serve(self, sock: socket.socket) -> None:
+        """Serve a client until it disconnects: as a rank, or as one of the store."""
+        errors = OSError, EOFError, ValueError, KeyError, TypeError  # it has gone, or is no member
+        with contextlib.suppress(*errors), contextlib.ExitStack() as ends:
+            ends.callback(self._strangers.pop, sock, None)
             async with asyncio.timeout(_HELLO_S):
-                first = await _first_byte(sock)
-        tls = self._tls if first == _TLS_CLIENT else None
-        if not first or (first == _TLS_CLIENT and tls is None):
-            sock.close()
-            return
-        handler = self._pass_on if first == _STORE_CLIENT else self._handle_client
-        with contextlib.suppress(OSError):  # the handshake failed, and the socket is closed
+                of_store, reader, writer = await self._connected(sock)
+                ends.enter_context(contextlib.closing(writer))
+                if not of_store:
+                    name, rank, direct = await self._admitted(reader, writer)
+            self._strangers.pop(sock, None)
+            if of_store:
+                await self._pass_on(reader, writer)
+                return
+            room = self._enter(name, rank, writer)
+            ends.callback(self._leave, name, rank, writer)
+            while True:
+                await self._hand_on(room, rank, reader, direct)
+
+    async def _connected(
+        self, sock: socket.socket
+    ) -> tuple[bool, asyncio.StreamReader, asyncio.StreamWriter]:
+        """Return True for a client of the store, by its first byte, and the client's streams."""
+        with contextlib.ExitStack() as failed:
+            failed.callback(sock.close)
+            first = await _first_byte(sock)
+            tls = self._tls if first == _TLS_CLIENT else None
+            if not first or (first == _TLS_CLIENT and tls is None):
+                raise ValueError("no client")
             # asyncio sets it only if the listener was made with IPPROTO_TCP
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader(), handler),
-                sock,
-                ssl=tls,
-                ssl_handshake_timeout=_HELLO_S if tls else None,
-            )
+            failed.pop_all()
+        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock, ssl=tls)
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        return first == _STORE_CLIENT, reader, writer
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Connect a client with the store until one of them closes its connection."""
         # else the connections of machines that vanished stay open for ever
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        with contextlib.closing(writer), contextlib.suppress(OSError):  # one of them is lost
-            answers, store = await asyncio.open_connection("127.0.0.1", self._store_port)
-            await asyncio.gather(_copy(reader, store), _copy(answers, writer))
-
-    async def _handle_client(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self._open.add(writer)
-        name, rank = "", -1
-        try:
-            async with asyncio.timeout(_HELLO_S):
-                name, rank, direct = await self._admitted(reader, writer)
-            room = self._enter(name, rank, writer)
-            while True:
-                await self._hand_on(room, rank, reader, direct)
-        except (OSError, EOFError, TimeoutError, ValueError, KeyError, TypeError):
-            pass  # it has disconnected, or is no member
-        finally:
-            self._leave(name, rank, writer)
-            self._open.discard(writer)
-            writer.close()
+        answers, store = await asyncio.open_connection("127.0.0.1", self._store_port)
+        await asyncio.gather(_copy(reader, store), _copy(answers, writer))
 
     async def _admitted(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> tuple[str, int, set[int]]:
-        """Return room and rank of a client that has proved that it is a member, and the ranks for
-        which its messages for all are not.
-        """
+        """Return room and rank of a client that proves to be a member, and the ranks it reaches."""
         if await reader.readexactly(len(GREETING)) != GREETING:
             raise ValueError("no member")
         if self._tls is not None and writer.get_extra_info("ssl_object") is None:
@@ -175,14 +179,15 @@ class _Relay:
         if not hmac.compare_digest(mac, hello_mac(self._key, nonce, hello)):
             writer.write(Answer.TOKEN)
             raise ValueError("another token")
-        if len(self._open) > MOST_CONNECTIONS:
-            writer.write(Answer.FULL)
-            raise ValueError("full")
         hello_fields = json.loads(hello)
         name, rank = str(hello_fields["room"]), int(hello_fields["rank"])
         direct = {int(other) for other in hello_fields.get("direct", ())}
         if not 0 <= rank < MOST_CONNECTIONS:
             raise ValueError("no rank")
+        is_back = rank in self._rooms.get(name, {})
+        if len(self._members()) >= MOST_CONNECTIONS and not is_back:
+            writer.write(Answer.FULL)
+            raise ValueError("full")
         writer.write(Answer.OK)
         return name, rank, direct
 
@@ -234,9 +239,7 @@ class _Relay:
 
 
 async def _first_byte(sock: socket.socket) -> bytes:
-    """Return the first byte that a client sends, and leave it in the socket; empty if the client
-    has disconnected.
-    """
+    """Return the first byte that a client sends, and leave it there; empty if it disconnects."""
     loop, readable = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(sock, readable.set)
     try:
