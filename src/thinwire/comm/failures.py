@@ -260,11 +260,6 @@ def state_in_errors(state: str) -> Iterator[None]:
     """Let errors of exchanges inside the block describe this rank's state, if it has changed before
     them.
 
-    Example::
-
-        with state_told("Some matrices may have moved on some ranks"):
-            pending.wait()
-
     Args:
         state: A sentence without its full stop.
     """

@@ -140,10 +140,6 @@ def while_busy(
 ) -> list[_T]:
     """Run `act` on every rank and wait for all of them, however long they take.
 
-    Example::
-
-        paths = while_busy(group, "writing a file", write)
-
     The work runs on a second thread, so that the main thread can report that it is still running. A
     rank that reports nothing within the time-out of the group counts as lost. Every wait for the
     others has a deadline of its own. The log of `thinwire` names the slow ranks from time to time.

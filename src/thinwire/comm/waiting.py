@@ -33,12 +33,6 @@ _call = _Call()
 def one_deadline(timeout_s: float) -> Iterator[None]:
     """Count all waiting inside the block against one time-out; nested blocks share the outer one.
 
-    Example::
-
-        with one_deadline(60.0):
-            first.wait()
-            second.wait()  # has what is left of the 60 s
-
     Only the time for which this rank is blocked counts; its own work in between does not.
     """
     if _call.left_s is not None:
@@ -106,11 +100,6 @@ def _seconds(name: str, value: float | datetime.timedelta) -> float:
 def long_waits_logged(action: str, wait_s: Callable[[], float]) -> Iterator[None]:
     """Log how long this rank waited inside the block, measured by `wait_s`, if that was more than
     10 s.
-
-    Example::
-
-        with long_waits_logged("saving", lambda: group.wait_s):
-            save()
     """
     before = wait_s()
     try:
