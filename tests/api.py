@@ -8,7 +8,7 @@ from typing import Any
 _NAMES = {
     "tests.one_tensor": "FoldRule commit_ propose",
     "thinwire._watchdog": "Late within",
-    "thinwire._launched": "is_launched launched_rank",
+    "thinwire._launched": "launched_rank",
     "thinwire._names": "named_parameters names_matches=matches plain_name plain_names",
     "thinwire._wording": "near shown",
     "thinwire.checkpoint": (
@@ -24,7 +24,6 @@ _NAMES = {
     ),
     "thinwire.comm.direct": "connections_between",
     "thinwire.comm.channel": "Channel",
-    "thinwire.comm.failures": "_connections_to",
     "thinwire.comm.group": "Rate",
     "thinwire.comm.nodes": "Grid",
     "thinwire.comm.private": "next_identity warn_of_restarts",

@@ -22,11 +22,6 @@ _TORCHRUN = "TORCHELASTIC_RUN_ID"
 def environment_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
     """Return rank and number of ranks, or None unless all four variables are set.
 
-    >>> environment_rank(
-    ...     {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
-    ... )
-    (1, 4)
-
     Raises:
         ValueError: They are not numbers, or the rank is not below the size.
     """
@@ -40,11 +35,7 @@ def environment_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def one_of_several(environment: Mapping[str, str]) -> str | None:
-    """Return which of several processes this is by the variables of its launcher; None if alone.
-
-    >>> one_of_several({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"})
-    'rank 1 of 4 by OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE'
-    """
+    """Return which of several processes this is by the variables of its launcher; None if alone."""
     for size_name, rank_name in _PLACES.items():
         if size := environment.get(size_name):
             rank = environment.get(rank_name)
@@ -68,8 +59,7 @@ def launched_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
     if rank_and_size is not None:
         return rank_and_size if by_torchrun or rank_and_size[1] > 1 else None
     started = [name for name in (_TORCHRUN, *_NAMES[:2]) if environment.get(name)]
-    alone = environment.get("WORLD_SIZE") == "1"
-    if not by_torchrun and (not started or alone):
+    if not by_torchrun and (not started or environment.get("WORLD_SIZE") == "1"):
         return None
     missing = [name for name in _NAMES if not environment.get(name)]
     raise ValueError(
@@ -77,11 +67,3 @@ def launched_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
         f"launcher such as torchrun sets {', '.join(_NAMES)} for each rank; set all of them, or "
         "none to run without a launcher"
     )
-
-
-def is_launched(environment: Mapping[str, str]) -> bool:
-    """Return True if a launcher started this process, even with some of its variables missing."""
-    try:
-        return _TORCHRUN in environment or launched_rank(environment) is not None
-    except ValueError:
-        return False

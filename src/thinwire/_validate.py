@@ -48,14 +48,12 @@ def real(
 
 
 def integer(
-    name: str, value: object, *, at_least: int | None = None, at_most: int | None = None
+    name: str, value: Any, *, at_least: int | None = None, at_most: int | None = None
 ) -> int:
     """Return `value` as an int; raise `TypeError` or `ValueError` unless it is in the range."""
-    if isinstance(value, bool) or _is_unfit_tensor(value) or not hasattr(value, "__index__"):
-        raise TypeError(
-            f"{name} must be an integer, got {shown(value)} of type {type(value).__name__}"
-        )
     try:
+        if isinstance(value, bool) or _is_unfit_tensor(value):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise TypeError(

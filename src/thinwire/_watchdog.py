@@ -3,6 +3,7 @@
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -22,23 +23,18 @@ def within(limit_s: float, work: Callable[[], _T], *, name: str) -> _T:
     Raises:
         Late: It takes longer.
     """
-    results: list[_T] = []
-    failures: list[BaseException] = []
+    outcome: Future[_T] = Future()
 
     def run() -> None:
         try:
-            results.append(work())
+            outcome.set_result(work())
         except BaseException as failure:
-            failures.append(failure)
+            outcome.set_exception(failure)
 
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if failures:
-        raise failures[0]
-    if not results:
+    threading.Thread(target=run, name=name, daemon=True).start()
+    if not wait([outcome], limit_s).done:
         raise Late
-    return results[0]
+    return outcome.result()
 
 
 def addresses_of(host: str, limit_s: float) -> tuple[str, ...]:

@@ -55,7 +55,8 @@ def log_stats(source: Any, writer: Any, step: int | None = None) -> dict[str, fl
 
 
 def _write(writer: Any, numbers: dict[str, float], step: int) -> None:
-    client, run = writer if _is_pair(writer) else (writer, getattr(writer, "run_id", None))
+    pair = isinstance(writer, tuple) and len(writer) == 2
+    client, run = writer if pair else (writer, getattr(writer, "run_id", None))
 
     def has(method: str) -> bool:
         return callable(getattr(client, method, None))
@@ -82,7 +83,3 @@ def _write(writer: Any, numbers: dict[str, float], step: int) -> None:
             "client and its run_id, or a function of (numbers, step); got a "
             f"{type(writer).__name__}"
         )
-
-
-def _is_pair(writer: object) -> bool:
-    return isinstance(writer, tuple) and len(writer) == 2

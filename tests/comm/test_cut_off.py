@@ -48,31 +48,17 @@ def test_another_rank_is_stopped() -> None:
 
 @pytest.mark.fault
 @pytest.mark.slow  # a time-out that a loaded machine keeps
-@pytest.mark.parametrize("moment_s", [0.5, 7.0])
-def test_a_busy_rank_is_stopped(moment_s: float) -> None:
-    """Before and after the time-out of those who wait for it."""
+@pytest.mark.parametrize(("victim", "moment_s"), [(0, 0.5), (0, 7.0), (1, 7.0)])
+def test_a_busy_rank_is_stopped(
+    victim: int, moment_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after the time-out of those who wait for it; the host of the store or not."""
+    monkeypatch.setenv("BUSY_RANK", str(victim))
     with trainees("busy", 3, TIMEOUT_S) as job:
         time.sleep(moment_s)
         assert [process.poll() for process in job.processes] == [None] * 3
-        check(job.ended([1, 2], lambda: job.stop(0), 40))
-
-
-@pytest.mark.fault
-@pytest.mark.slow  # a time-out that a loaded machine keeps
-def test_a_busy_rank_that_is_no_host_of_the_store_is_stopped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("BUSY_RANK", "1")
-    with trainees("busy", 3, TIMEOUT_S) as job:
-        time.sleep(7)
-        assert [process.poll() for process in job.processes] == [None] * 3
-        texts = check(job.ended([0, 2], lambda: job.stop(1), 40))
-    assert all("rank 1 has sent no heartbeat for" in text for text in texts)
-
-
-def down(namespace: int, _: Sequence[str]) -> None:
-    """Take the interface inside a namespace down."""
-    put(namespace, "down")
+        texts = check(job.ended([1 - victim, 2], lambda: job.stop(victim), 40))
+    assert victim == 0 or all("rank 1 has sent no heartbeat for" in text for text in texts)
 
 
 def put(namespace: int, state: str) -> None:
@@ -101,7 +87,7 @@ def drop(namespace: int, addresses: Sequence[str]) -> None:
 @pytest.mark.fault
 @pytest.mark.slow  # a time-out that a loaded machine keeps
 @needs_netns
-@pytest.mark.parametrize(("cut", "victim"), [(down, 0), (drop, 1)])
+@pytest.mark.parametrize(("cut", "victim"), [(lambda there, _: put(there, "down"), 0), (drop, 1)])
 def test_the_network_of_a_rank_is_cut(
     cut: Callable[[int, Sequence[str]], None], victim: int
 ) -> None:

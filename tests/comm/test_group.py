@@ -1,7 +1,6 @@
 """The seam to the ranks: gathers, sums, agreement, and how failures are named."""
 
 import gc
-import math
 import os
 import re
 import signal
@@ -53,26 +52,6 @@ def test_gather_and_sum(ranks: Pool, size: int) -> None:
     n = max(size, 1)
     expected = ([[r] * 3 for r in range(n)], [float(sum(range(n))), float(n)])
     assert ranks.run(gather_and_sum, size=size) == [expected] * n
-
-
-def exchange_parts(rank: int, size: int) -> tuple[list[list[int]], int, int]:
-    group = Group()
-    lengths = [receiver + 1 for receiver in range(group.size)]
-    parts = torch.cat([torch.full((n,), 10 * rank + n, dtype=torch.uint8) for n in lengths])
-    return (
-        group.all_to_all(parts, lengths, action="test").wait().tolist(),
-        group.bytes_sent,
-        group.bytes_received,
-    )
-
-
-@pytest.mark.parametrize("size", [0, 2, 4])
-def test_deal_gives_every_rank_what_is_meant_for_it(ranks: Pool, size: int) -> None:
-    n = max(size, 1)
-    total = n * (n + 1) // 2
-    for rank, (rows, sent, received) in enumerate(ranks.run(exchange_parts, size=size)):
-        assert rows == [[10 * source + rank + 1] * (rank + 1) for source in range(n)]
-        assert (sent, received) == (total - (rank + 1), (n - 1) * (rank + 1))
 
 
 def swapped(rank: int, size: int, unit: int) -> bool:
@@ -285,32 +264,6 @@ def test_a_rank_that_dies_while_the_group_connects_is_lost(ranks: Pool) -> None:
     assert [answer.type_name for answer in answers] == ["PeerLost"] * 2
 
 
-def stall(rank: int, size: int) -> None:
-    group = Group(timeout=LIMIT_S)
-    group.gather_bytes(b"", action="warming up")
-    if rank == 1:
-        wait_for_word("over")
-        return
-    try:
-        group.gather_bytes(b"after", action="gathering messages")
-    finally:
-        say("over")
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_late_rank_is_stalled_on_the_others_within_the_time_out(
-    ranks: Pool, backend: str | None
-) -> None:
-    answers = ranks.run(stall, size=2, expect_errors=True, backend=backend)
-    assert answers[0].type_name == "PeerStalled"
-    assert f"rank 1 did not take part within {LIMIT_S:g} s: rank 1 was alive " in answers[0].text
-    assert (
-        "s ago, busy with other work for " in answers[0].text
-        and "after 'warming up'" in answers[0].text
-    )
-
-
 @pytest.mark.fault
 def test_a_stopped_rank_is_named_by_all_others(ranks: Pool) -> None:
     answers = ranks.run(
@@ -347,10 +300,12 @@ def timeouts_of(rank: int, size: int) -> tuple[float, float]:
     own, longer = Group(), Group(timeout=timedelta(minutes=10))
     assert own._shared is longer._shared
     shorter = Group(timeout=LIMIT_S)
+    own.gather_bytes(b"", action="warming up")
     if rank == 1:
         wait_for_word("over")
     else:
-        with pytest.raises(PeerStalled, match=rf"within {LIMIT_S:g} s: rank 1 was alive"):
+        told = rf"rank 1 did not take part within {LIMIT_S:g} s: rank 1 was alive .* s ago, busy"
+        with pytest.raises(PeerStalled, match=f"{told} with other work .* after 'warming up'"):
             shorter.gather_bytes(b"", action="test")
         with pytest.raises(ThinwireError, match="was aborted"):
             longer.gather_bytes(b"", action="test")
@@ -383,18 +338,8 @@ def test_making_the_first_group_counts_against_the_call_that_it_is_made_in(ranks
     assert 0 < 60 - left <= taken_s
 
 
-@pytest.mark.parametrize("timeout", [0, -1, math.nan, math.inf, timedelta(0)])
-def test_a_time_out_that_is_none_is_refused(timeout: float) -> None:
-    with pytest.raises(
-        ValueError, match="timeout, in seconds or as a timedelta, must be a finite number > 0"
-    ):
-        Group(timeout=timeout)
-    with pytest.raises(TypeError, match="timeout, in seconds or as a timedelta, must be a number"):
-        Group(timeout="5")  # type: ignore[arg-type]
-
-
 def late_in_the_second(rank: int, size: int) -> None:
-    group = Group(timeout=LIMIT_S)
+    group = Group(timeout=10 * LIMIT_S)
     group.gather_bytes(b"", action="warming up")
     if rank == 1:
         time.sleep(LIMIT_S / 3)
@@ -402,7 +347,7 @@ def late_in_the_second(rank: int, size: int) -> None:
         wait_for_word("over")
         return
     told = rf"within the \d[\d.]* s that were left of {LIMIT_S:g} s for the whole call"
-    with pytest.raises(PeerStalled, match=told), group.one_deadline():
+    with pytest.raises(PeerStalled, match=told), one_deadline(LIMIT_S):
         group.gather_bytes(b"", action="test")
         group.gather_bytes(b"", action="test")
     say("over")
@@ -411,25 +356,6 @@ def late_in_the_second(rank: int, size: int) -> None:
 @pytest.mark.fault
 def test_a_call_of_several_exchanges_has_one_deadline(ranks: Pool) -> None:
     ranks.run(late_in_the_second)
-
-
-def late_in_a_shorter_call(rank: int, size: int) -> str:
-    group = Group(timeout=40)
-    group.gather_bytes(b"", action="warming up")
-    if rank == 1:
-        wait_for_word("over")
-        return ""
-    with pytest.raises(PeerStalled) as caught, one_deadline(2):
-        group.gather_bytes(b"", action="test")
-    say("over")
-    return str(caught.value)
-
-
-@pytest.mark.fault
-def test_the_time_out_that_is_told_is_that_of_the_call(ranks: Pool) -> None:
-    told, _ = ranks.run(late_in_a_shorter_call)
-    assert "within 2 s" in told  # whatever is known of the other rank by then
-    assert "40 s" not in told
 
 
 def in_pieces(rank: int, size: int) -> tuple[bool, bool, bool]:

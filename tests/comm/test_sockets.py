@@ -37,6 +37,13 @@ def test_both_ends_of_a_connection_are_found(pair: tuple[socket.socket, socket.s
     assert one.inode == os.fstat(client.fileno()).st_ino
 
 
+def test_pipes_between_processes_are_no_connections() -> None:
+    """Processes started by multiprocessing, workers that load data and notebooks have them."""
+    near, far = socket.socketpair()
+    with near, far:
+        assert not {near.fileno(), far.fileno()} & {each.descriptor for each in connections()}
+
+
 def test_over_ipv6_too() -> None:
     with (
         socket.create_server(("::1", 0), family=socket.AF_INET6) as server,

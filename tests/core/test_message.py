@@ -68,7 +68,7 @@ def test_the_header_is_little_endian_and_32_bytes():
         "<4sBBHQQII", bytes(message[:32].tolist())
     )
     assert HEADER_BYTES == 32
-    assert (magic, version, flags, bucket, step) == (b"thwr", 1, 0, 3, 12)
+    assert (magic, version, flags, bucket, step) == (b"thwr", 2, 0, 3, 12)
     assert digest == layout.digest
     assert carried == sum(indices.numel() for indices, _ in parts)
     assert torch.equal(message, resealed(message.tolist()))

@@ -182,7 +182,7 @@ def flipped(rank: int, size: int, bit: int) -> Seen:
 
 @pytest.mark.fault
 @pytest.mark.parametrize("bit", [0, 31, 32, 42, 63, 100, 191])
-def test_a_bit_that_flips_in_the_header_of_an_agreement_is_refused_at_once_on_all_ranks(
+def test_a_bit_that_flips_in_the_header_of_an_agreement_is_refused_at_once(
     ranks: Pool, bit: int
 ) -> None:
     """Nobody waits for the time-out, and no message meets another one's length. Ranks that have

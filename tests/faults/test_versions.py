@@ -27,4 +27,4 @@ def test_another_wire_version_on_one_rank_is_a_mismatch_on_all(way: str, ranks: 
         assert isinstance(answer, Raised)
         assert answer.type_name == "Mismatch"
         assert "wire" in answer.text
-        assert "rank 0 has 1, rank 1 has 2" in answer.text
+        assert "rank 0 has 2, rank 1 has 3" in answer.text

@@ -270,11 +270,6 @@ class Grid:
     """Pipelines side by side. Rank = replica · stages + stage: the stages of a replica are
     consecutive ranks.
 
-    Example, on every rank::
-
-        grid = Grid(stages=4)
-        grid.stage, grid.replica
-
     Attributes:
         stages: Number of stages of a pipeline.
         replicas: Number of pipelines, ranks / stages.

@@ -62,10 +62,6 @@ def make_equal_(
 ) -> None:
     """Copy those of `tensors` that differ between ranks from rank `source`: all of them or none.
 
-    Example, on every rank::
-
-        make_equal_(dict(model.named_parameters()), group, action="copying the model")
-
     It works over slow lines: the size of the pieces follows the speed, so that each takes a small
     part of the time-out. The log of `thinwire` reports progress every 5 s. Received tensors are
     compared with the digests of `source` before anything is written.
