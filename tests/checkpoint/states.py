@@ -1,11 +1,12 @@
 """States to save, and what it means that two are the same."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["bits", "rank_state", "same"]
+__all__ = ["bits", "fail", "flip", "rank_state", "same"]
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -39,3 +40,14 @@ def rank_state(rank: int, value: float) -> dict[str, Any]:
         "optimizer": {0: {"step": int(value), "rate": value / 8, "betas": (0.9, 0.999)}},
         "rank": rank,
     }
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def fail(path: Any, *args: Any) -> Any:
+    """In place of a function of files."""
+    raise PermissionError(13, "Permission denied", str(path))

@@ -1,7 +1,6 @@
 """The rule for another number of ranks, against NumPy and plain loops."""
 
 import math
-import pickle
 import random
 from typing import Any
 
@@ -89,16 +88,16 @@ def test_kinds_and_their_defaults() -> None:
         ("first", 1.0, 1, [1.0, 5.0]),
         ("min", 1.0, 1, [1.0, 1.0]),
         ("max", 5.0, 3, [3.0, 5.0]),
-        ("sum", 6.0, 4, [4.0, 6.0]),
     ],
 )
 def test_rules(rule: Rule, number: float, integer: int, tensor: list[float]) -> None:
     a, b = (
-        {"p": {"f": 1.0, "i": 1, "t": torch.tensor([1.0, 5.0])}},
-        {"p": {"f": 5.0, "i": 3, "t": torch.tensor([3.0, 1.0])}},
+        {"p": {"f": 1.0, "i": 1, "t": torch.tensor([1.0, 5.0]), "b": True}},
+        {"p": {"f": 5.0, "i": 3, "t": torch.tensor([3.0, 1.0]), "b": False}},
     )
     came = combine([a, b], {"p/*": rule})["p"]
     assert (came["f"], came["i"], came["t"].tolist()) == (number, integer, tensor)
+    assert came["b"] is (rule != "min")
 
 
 def test_the_first_pattern_that_matches_counts() -> None:
@@ -108,24 +107,6 @@ def test_the_first_pattern_that_matches_counts() -> None:
     ]
     came = combine(states, {"loss_scale/*": "min", "*/scale": "max"})
     assert came == {"loss_scale": {"scale": 4.0}, "x": {"scale": 8.0}}
-
-
-def test_flags_by_rule() -> None:
-    states = [
-        {"low": True, "high": False, "first": False},
-        {"low": False, "high": True, "first": True},
-    ]
-    assert combine(states, {"low": "min", "high": "max"}) == {
-        "low": False,
-        "high": True,
-        "first": False,
-    }
-
-
-def test_integer_tensors_by_rule() -> None:
-    states = [torch.tensor([1, 9], dtype=torch.int64), torch.tensor([5, 2**62], dtype=torch.int64)]
-    assert combine(states, {"": "sum"}).tolist() == [6, 2**62 + 9]
-    assert combine(states, {"": "max"}).tolist() == [5, 2**62]
 
 
 def test_what_only_some_ranks_have() -> None:
@@ -220,13 +201,6 @@ def test_random_numbers_go_on_where_they_were() -> None:
     state = random_state()
     expected = draws()
     draws()
-    set_random_state(state)
-    assert draws() == expected
-
-
-def test_they_are_kept_by_pickle_too() -> None:
-    state = pickle.loads(pickle.dumps(random_state()))
-    expected = draws()
     set_random_state(state)
     assert draws() == expected
 

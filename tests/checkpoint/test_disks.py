@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.api import Group, load, save
+from tests.checkpoint.states import fail
 from thinwire.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]
@@ -102,11 +103,7 @@ def test_an_older_checkpoint_that_cannot_be_deleted_is_no_error(
     for step in (1, 2):
         save(tmp_path, {"a": step}, step=step, group=group, facts={})
     with monkeypatch.context() as patch:
-        patch.setattr(
-            shutil,
-            "rmtree",
-            lambda path: (_ for _ in ()).throw(PermissionError(13, "no", str(path))),
-        )
+        patch.setattr(shutil, "rmtree", fail)
         with pytest.warns(UserWarning, match="an older checkpoint could not be deleted"):
             save(tmp_path, {"a": 3}, step=3, group=group, facts={})
     assert load(tmp_path, group=group).state == {"a": 3}
@@ -114,17 +111,6 @@ def test_an_older_checkpoint_that_cannot_be_deleted_is_no_error(
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step_0000000003",
         "step_0000000004",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("keep", "left"), [(1, [5]), (2, [4, 5]), (3, [3, 4, 5]), (9, [1, 2, 3, 4, 5])]
-)
-def test_how_many_stay(tmp_path: Path, keep: int, left: list[int]) -> None:
-    for step in range(1, 6):
-        save(tmp_path, {}, step=step, group=Group(), facts={}, keep=keep)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        f"step_{step:010d}" for step in left
     ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.api import Group, load, plan, save, saving
-from tests.checkpoint.states import rank_state, same
+from tests.checkpoint.states import fail, flip, rank_state, same
 from thinwire.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
 
 GROUP = Group()
@@ -22,12 +22,6 @@ def saved(root: Path, *steps: int, keep: int = 2) -> Path:
 
 def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
-
-
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
 
 
 def test_a_link_to_a_checkpoint_elsewhere_goes_as_a_link(tmp_path: Path) -> None:
@@ -60,11 +54,7 @@ def test_a_leftover_that_cannot_be_removed_does_not_keep_one_from_saving(
 ) -> None:
     (tmp_path / ".step_0000000009.tmp-0123abcd").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(
-            shutil,
-            "rmtree",
-            lambda path: (_ for _ in ()).throw(PermissionError(13, "no", str(path))),
-        )
+        patch.setattr(shutil, "rmtree", fail)
         with pytest.warns(UserWarning, match=r"interrupted save .*could not be removed.*0123abcd"):
             saved(tmp_path, 1)
     assert load(tmp_path, group=GROUP).step == 1

@@ -12,10 +12,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from tests.api import Group, files, load, on_all_ranks, plan, save
-from tests.checkpoint.states import rank_state, same
+from tests.checkpoint.states import fail, rank_state, same
 from tests.ranks import Pool
 from tests.waiting import PATIENCE_S, time_out, until
 
@@ -123,20 +122,6 @@ def test_another_number_of_ranks_needs_the_files_of_all_machines(
         assert state["residual"]["weight"].unique().tolist() == [153.0]
 
 
-def test_ranks_that_moved_to_other_machines_are_told(ranks: Pool, tmp_path: Path) -> None:
-    ranks.run(save_and_load, str(tmp_path), 2, size=2)
-    (tmp_path / "machine0").rename(tmp_path / "x")
-    (tmp_path / "machine1").rename(tmp_path / "machine0")
-    (tmp_path / "x").rename(tmp_path / "machine1")
-    texts = {answer.text for answer in ranks.run(load_here, str(tmp_path), 2, expect_errors=True)}
-    assert len(texts) == 1
-    assert (
-        "rank 0: " in (text := texts.pop())
-        and "rank 1: " in text
-        and "rank_00000.json is not there" in text
-    )
-
-
 @pytest.mark.parametrize("harm", ["damaged", "not there"])
 def test_damage_on_one_machine_sends_all_ranks_back(ranks: Pool, tmp_path: Path, harm: str) -> None:
     ranks.run(save_and_load, str(tmp_path), 2, size=2)
@@ -215,10 +200,6 @@ def test_ranks_must_agree(ranks: Pool, tmp_path: Path, what: str) -> None:
     assert {(a.type_name, a.text) for a in answers} == {("Mismatch", answers[0].text)}
     assert f"saving a checkpoint: {what}" in answers[0].text
     assert list(tmp_path.iterdir()) == []
-
-
-def fail(path: Any, *args: Any) -> Any:
-    raise PermissionError(13, "Permission denied", str(path))
 
 
 def fail_then_save(rank: int, size: int, root: str, victim: int, where: str) -> list[str]:
@@ -407,33 +388,3 @@ def test_a_checkpoint_that_is_listed_late_is_loaded(ranks: Pool, tmp_path: Path)
     ranks.run(save_and_load, str(tmp_path), 1, size=2)
     found = ranks.run(load_late, str(tmp_path), "step_0000000003", size=2)
     assert [(step, told) for step, _, told in found] == [(3, [])] * 2
-
-
-def save_random(rank: int, size: int, root: str) -> list[float]:
-    state = {"residual": residual(rank), "equal": torch.full((5,), 0.1), "name": f"rank {rank}"}
-    save(root, state, step=1, group=Group(), facts={})
-    return residual(rank).tolist()
-
-
-def residual(rank: int) -> torch.Tensor:
-    return torch.randn(1000, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
-
-
-def load_and_save_again(
-    rank: int, size: int, root: str, step: int
-) -> tuple[list[float], list[float], str]:
-    group = Group()
-    state = load(root, group=group).state
-    save(root, state, step=step, group=group, facts={})
-    return state["residual"].tolist(), state["equal"].tolist(), state["name"]
-
-
-def test_four_to_two_to_four_ranks_keeps_the_mean(ranks: Pool, tmp_path: Path) -> None:
-    before = torch.tensor(ranks.run(save_random, str(tmp_path), size=4), dtype=torch.float64).mean(
-        0
-    )
-    for size, step in ((2, 2), (4, 3)):
-        answers = ranks.run(load_and_save_again, str(tmp_path), step, size=size)
-        after = torch.tensor([answer[0] for answer in answers], dtype=torch.float64).mean(0)
-        torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-6)
-        assert all(answer[1:] == (torch.full((5,), 0.1).tolist(), "rank 0") for answer in answers)

@@ -193,24 +193,3 @@ def test_what_a_checkpoint_cannot_hold_is_named(tmp_path: Path, state: Any, text
         save(tmp_path, state, step=1, group=Group(), facts={})
     assert text in str(caught.value)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_tensors_are_no_facts(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="facts/a is a tensor"):
-        save(tmp_path, {}, step=1, group=Group(), facts={"a": torch.ones(1)})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"step": -1}, ValueError, "step must be an integer >= 0, got -1"),
-        ({"step": 1.0}, TypeError, "step must be an integer, got 1.0"),
-        ({"keep": 0}, ValueError, "keep must be an integer >= 1, got 0"),
-        ({"part": -1}, ValueError, "part must be an integer >= 0, got -1"),
-    ],
-)
-def test_arguments(
-    tmp_path: Path, arguments: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        save(tmp_path, {}, **{"step": 1, "group": Group(), "facts": {}, **arguments})

@@ -73,11 +73,9 @@ def test_what_is_there_is_not_nothing_because_the_argument_is_wrong(tmp_path: Pa
         engine.load(tmp_path, if_any="no")  # type: ignore[arg-type]
     with pytest.raises(CheckpointMissing, match=r"there is no file .*model\.safetensors"):
         engine.load_parameters(tmp_path / "model.safetensors")
-
-
-def test_a_damaged_one_is_not_nothing(tmp_path: Path) -> None:
-    engine = prepared()
-    (engine.save(tmp_path) / "rank_00000.json").write_text("?")
+    with pytest.raises(ValueError, match="keep must be an integer >= 1, got 0"):
+        engine.save(tmp_path, keep=0)
+    (path / "rank_00000.json").write_text("?")
     with pytest.raises(CheckpointError, match="no checkpoint is intact"):
         engine.load(tmp_path, if_any=True)
 
@@ -434,6 +432,14 @@ def test_settings_that_touch_state_are_named_with_both_values_and_the_way_on(
     assert digest(other) == digest(engine)
     assert other.step == 0
     train(other, (), 3, 6)
+
+
+def test_a_checkpoint_of_another_optimizer_or_model_is_refused(tmp_path: Path) -> None:
+    prepared().save(tmp_path)
+    adam = prepared(make=lambda net: torch.optim.Adam(net.parameters()))
+    for other, what in ((adam, "optimizer was"), (prepared(blocks=3), "parameters")):
+        with pytest.raises(CheckpointMismatch, match=f"does not fit this engine: {what}"):
+            other.load(tmp_path)
 
 
 def test_a_merge_that_is_not_finished_keeps_its_field(tmp_path: Path) -> None:

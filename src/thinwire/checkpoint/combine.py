@@ -16,7 +16,7 @@ counts):
   the first rank that has one: codes mean nothing with another rank's scales.
 - `first`: the value of the first rank that has one; of a dict, list or tuple all of it. The default
   of ints, bools, str, bytes and other tensors.
-- `min`, `max`, `sum`: element by element, of ints too; of bools `min` is all and `max` is any.
+- `min`, `max`: element by element, of ints too; of bools `min` is all and `max` is any.
 
 None counts as absent if another rank has a value. Dicts are joined, keys in order of their first
 appearance. Lists and tuples of equal length are joined entry by entry; others are taken from the
@@ -38,7 +38,7 @@ from thinwire.checkpoint.tensor_file import bytes_of, digest
 from thinwire.checkpoint.tree import TensorRef, with_tensors
 from thinwire.errors import CheckpointError
 
-Rule = Literal["mean", "mean_zero", "whole", "first", "min", "max", "sum"]
+Rule = Literal["mean", "mean_zero", "whole", "first", "min", "max"]
 _MEANS = ("mean", "mean_zero", "whole")
 _ONLY_STORAGE = {getattr(torch, name, None) for name in ("float4_e2m1fn_x2", "float8_e8m0fnu")}
 Read = Callable[[Any], Tensor]
@@ -149,9 +149,9 @@ class _Combiner:
         [(dtype, _)] = looks
         if rule in _MEANS:
             return self._mean(leaves, zeros) if _has_mean(dtype) else self.read(leaves[0])
-        if dtype.is_complex and rule != "sum":
+        if dtype.is_complex:
             raise CheckpointError(f"{path} is {dtype}, which has no {rule}: choose another rule")
-        fold = {"min": Tensor.minimum, "max": Tensor.maximum, "sum": Tensor.add}[rule]
+        fold = Tensor.minimum if rule == "min" else Tensor.maximum
         wide = _wide(dtype) if _has_mean(dtype) else dtype
         return reduce(fold, (self.read(leaf).to(wide) for leaf in leaves)).to(dtype)
 
@@ -172,7 +172,7 @@ class _Combiner:
 
 def _number(rule: str, values: list[int | float], zeros: int) -> int | float:
     if rule not in _MEANS:
-        return min(values) if rule == "min" else max(values) if rule == "max" else sum(values)
+        return min(values) if rule == "min" else max(values)
     equal = len({repr(float(value)) for value in values}) == 1
     if all(isinstance(value, int) for value in values) or (not zeros and equal):
         return values[0]
