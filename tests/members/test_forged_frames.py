@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
@@ -141,13 +140,13 @@ def sent(turns: list[tuple[Kind, int, bytes]]) -> Iterator[bytes]:
 
 
 class Liar:
-    """A relay for one member, whose others are all there."""
+    """A relay for one member, whose others are all there. It sends these frames, then signs of
+    life."""
 
-    def __init__(self) -> None:
+    def __init__(self, frames: bytes) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = RelayEndpoint(*self.listener.getsockname(), b"")
-        self.frames: list[bytes] = []
-        self._ready = threading.Event()
+        self._frames = frames
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
@@ -162,21 +161,19 @@ class Liar:
                 member.sendall(frame(Kind.CONNECTED, 0, rank, b""))
             drain = threading.Thread(target=self._drain, args=(member,))
             drain.start()
-            self._ready.wait()
-            member.sendall(b"".join(self.frames))
+            with contextlib.suppress(ConnectionError):  # the member hangs up
+                member.sendall(self._frames)
+                while drain.is_alive():
+                    member.sendall(frame(Kind.ALIVE, 0, 0, b""))
+                    drain.join(1.0)
             drain.join()
 
     def _drain(self, member: socket.socket) -> None:
-        with contextlib.suppress(ConnectionError):  # the member hangs up
+        with contextlib.suppress(ConnectionError):
             while member.recv(1 << 16):
                 pass
 
-    def send(self, frames: list[bytes]) -> None:
-        self.frames = frames
-        self._ready.set()
-
     def join(self) -> None:
-        self._ready.set()
         self._thread.join()
 
 
@@ -186,20 +183,25 @@ class OnCpu(Group):
     device = torch.device("cpu")  # type: ignore[assignment]
 
 
-@pytest.fixture
-def member() -> Iterator[tuple[Liar, Group]]:
-    """Member 0 of three, with a key, whose messages go through a relay that lies."""
-    relay, store = Liar(), HashStore()
+@contextlib.contextmanager
+def member(turns: list[tuple[Kind, int, bytes]]) -> Iterator[Group]:
+    """Member 0 of three, with a key, whose messages go through a relay that lies in these turns.
+
+    The relay has all that it will send before the member connects: one that waits for messages to
+    be made could find the relay silent for too long."""
+    relay, store = Liar(b"".join(sent(turns))), HashStore()
     for rank in range(1, SIZE):
         store.set(f"endpoint/{rank}", "null")  # nobody listens
     groups = MemberGroups(store, 0, SIZE, PATIENCE_S, relay.endpoint)
     group = OnCpu.alone(PATIENCE_S)
     group.rank, group.size, group.relayed = 0, SIZE, True
     group._shared = groups
-    group.authenticate(KEY)
-    yield relay, group
-    groups.release()
-    relay.join()
+    try:
+        group.authenticate(KEY)
+        yield group
+    finally:
+        groups.release()
+        relay.join()
 
 
 def received(group: Group, kind: Kind, number: int) -> tuple[list[Any], list[int]]:
@@ -219,39 +221,38 @@ def received(group: Group, kind: Kind, number: int) -> tuple[list[Any], list[int
     return [bytes(row.tolist()) for row in kept], wrong
 
 
-def turns_of(tries: int, make: Callable[[random.Random, int, Kind, int], bytes]) -> list[Any]:
+def turns_of(
+    tries: int, make: Callable[[random.Random, int, Kind, int], bytes]
+) -> list[tuple[Kind, int, bytes]]:
     rng = random.Random(5)
     places = ((list(CHANNELS)[turn % 2], turn // 2) for turn in range(tries))
     return [(*place, make(rng, turn, *place)) for turn, place in enumerate(places)]
 
 
-def test_ten_thousand_forged_messages_are_refused(member: tuple[Liar, Group]) -> None:
-    relay, group = member
-
+def test_ten_thousand_forged_messages_are_refused() -> None:
     def forged(rng: random.Random, turn: int, kind: Kind, number: int) -> bytes:
         content = FORGERIES[turn // 2 % len(FORGERIES)](rng, kind, number)
         assert content != HONEST(kind, number, 1)
         return frame(kind, number, 1, content)
 
     turns = turns_of(TRIES, forged)
-    relay.send(list(sent(turns)))
-    for kind, number, _ in turns:
-        kept, wrong = received(group, kind, number)
-        assert wrong == [1]
-        if kept:
-            assert kept == [content_of(number, 0), bytes(CONTENT_BYTES), content_of(number, 2)]
+    with member(turns) as group:
+        for kind, number, _ in turns:
+            kept, wrong = received(group, kind, number)
+            assert wrong == [1]
+            if kept:
+                assert kept == [content_of(number, 0), bytes(CONTENT_BYTES), content_of(number, 2)]
 
 
-def test_frames_of_nobody_reach_nobody(member: tuple[Liar, Group]) -> None:
+def test_frames_of_nobody_reach_nobody() -> None:
     """They come before the honest ones, which are taken all the same."""
-    relay, group = member
 
     def beside(rng: random.Random, turn: int, kind: Kind, number: int) -> bytes:
         return misplaced(rng, kind, number) + frame(kind, number, 1, HONEST(kind, number, 1))
 
     turns = turns_of(TRIES // 10, beside)
-    relay.send(list(sent(turns)))
-    for kind, number, _ in turns:
-        kept, wrong = received(group, kind, number)
-        assert wrong == []
-        assert kept == [content_of(number, rank) for rank in range(SIZE)]
+    with member(turns) as group:
+        for kind, number, _ in turns:
+            kept, wrong = received(group, kind, number)
+            assert wrong == []
+            assert kept == [content_of(number, rank) for rank in range(SIZE)]
