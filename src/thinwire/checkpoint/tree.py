@@ -58,17 +58,9 @@ def parsed_table(raw: Mapping[str, Any], ranks: int) -> dict[str, TensorRef]:
 
 
 def encoded(tree: Any, tensors: dict[str, Tensor] | None, path: str = "") -> Any:
-    """Return the tree as values that JSON holds exactly.
+    """Return a tree of plain values and tensors as values that JSON holds exactly.
 
-    Args:
-        tree: Nested dicts (str or int keys), lists and tuples of None, bool, int, float, str, bytes
-            and tensors.
-        tensors: Filled with the tensors of the tree under names made from their paths; None:
-            tensors are refused.
-        path: Path of this tree in a larger one, for names and errors.
-
-    Raises:
-        TypeError: The tree holds another type; names the path and the type.
+    `tensors` is filled with its tensors, by names made from their paths; None refuses them.
     """
     if tree is None or isinstance(tree, bool | int | float | str):
         return _scalar(tree)

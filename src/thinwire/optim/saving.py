@@ -61,8 +61,7 @@ def restoring(
     accepted the rest. `as_loaded(param, value)` gives floating-point state the type and layout that
     it has here; None leaves it to torch. `label(param)` is the name of a parameter in messages.
 
-    Both run innermost, around torch's own work: after the user's hooks that change the dictionary,
-    before those that look at the result.
+    Both run innermost: after the user's hooks that change the dictionary, before those that look.
     """
     positions: list[int] = []
 

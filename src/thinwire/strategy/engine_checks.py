@@ -95,21 +95,7 @@ class Joining:
 
 
 class MovingBuffers:
-    """Keeps the buffers of replicas equal, by sending the buffers that changed since the last
-    update.
-
-    DDP copies all buffers of rank 0 before every forward pass. This class copies after the update,
-    and only buffers that changed. Replicas are equal after every update, and constant masks and
-    tables are never sent.
-
-    It is a check of the agreements. The first agreement of an update reports the changed buffers;
-    `copy_` then copies them.
-
-    Communication: nothing for a model without buffers, or on one rank; else the names in an
-    agreement, and the changed ones with a digest from rank 0.
-    Failure: buffers that arrive damaged are an error on this rank. If this rank continues, all
-    ranks raise at the next agreement.
-    """
+    """Copies the buffers that changed from rank 0 after each update; the agreement names them."""
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self._model = model

@@ -104,8 +104,7 @@ def select_optimizer(
     for `Lars`, whose velocity contains the rate.
 
     DGC turns an SGD into a `DGCMomentum`; other configs, and DGC under `lars`, `lamb` or local
-    updates, compress before the optimizer. Names of the optimizer itself precede `names`. `keep`
-    has the parameters that this process trains under a pipeline.
+    updates, compress before the optimizer.
 
     Raises:
         StrategyError: The strategy does not go with this optimizer; lists every reason, and nothing
