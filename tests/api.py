@@ -96,7 +96,7 @@ _NAMES = {
     "thinwire.local.joiners": "JoinerState",
     "thinwire.local.sketch": "sketch",
     "thinwire.local.updates": "LocalUpdates",
-    "thinwire.local.work": "RoundWork weights_of",
+    "thinwire.local.work": "RoundWork",
     "thinwire.members": "meeting membership relay transfer",
     "thinwire.members.kv": "AuthenticatedStore KeyValueView",
     "thinwire.members.credentials": "derived_key new_token read_token Address parse_address",

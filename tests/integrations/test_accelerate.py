@@ -158,7 +158,7 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def local(rank: int, size: int, precision: str, wrapped: bool = False) -> dict[str, Any]:
+def local(rank: int, size: int, precision: str, wrapped: bool) -> dict[str, Any]:
     config = tw.LocalSGD(k_steps=7, begin_step=3)
     with accelerator_for(rank, size, mixed_precision=precision) as accelerator:
         model, data = task()
@@ -183,45 +183,13 @@ def local(rank: int, size: int, precision: str, wrapped: bool = False) -> dict[s
         }
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_local_updates(ranks: Pool, precision: str) -> None:
-    first, second = ranks.run(local, precision)
+@pytest.mark.parametrize(("precision", "wrapped"), [("no", True), ("bf16", False)])
+def test_local_updates(ranks: Pool, precision: str, wrapped: bool) -> None:
+    first, second = ranks.run(local, precision, wrapped)
     assert equal(first["parameters"], second["parameters"])
     assert sum(first["losses"][-5:]) < 0.5 * sum(first["losses"][:5])
     assert first["stats"]["ratio"] > 5
     assert equal(first["parameters"], first["own"]) == (precision == "no")
-
-
-def test_local_updates_take_the_wrapped_optimizer(ranks: Pool) -> None:
-    first, second = ranks.run(local, "no", True)
-    assert equal(first["parameters"], second["parameters"])
-    assert equal(first["parameters"], first["own"])
-    assert first["stats"]["averagings"] > 3
-
-
-def by_engine(rank: int, size: int, wrapped: bool) -> tuple[list[torch.Tensor], bool, str]:
-    with accelerator_for(rank, size) as accelerator:
-        model, data = task()
-        bare = sgd(model)
-        optimizer, loader = accelerator.prepare(bare, DataLoader(data, BATCH))
-        strategy = tw.DistributedStrategy(dgc=tw.DGC(sparsity=(0.9,), min_numel=64))
-        engine = strategy.prepare(model, optimizer if wrapped else bare, cross_entropy)
-        for x, y in loader:
-            engine.train_step(x, y)
-        said = ""
-        try:
-            optimizer.step()
-        except RuntimeError as error:
-            said = str(error)
-        return parameters(model), engine.optimizer is bare, said
-
-
-def test_an_engine_takes_the_wrapped_optimizer(ranks: Pool) -> None:
-    wrapped, plain = ranks.run(by_engine, True), ranks.run(by_engine, False)
-    for (values, same, said), (expected, _, _) in zip(wrapped, plain, strict=True):
-        assert same
-        assert "engine.train_step" in said
-        assert equal(values, expected)
 
 
 class ByStrategy:

@@ -9,7 +9,6 @@ from torch.nn.functional import cross_entropy
 from tests.integrations.task import STRATEGIES, adamw, own_batches, task
 from tests.ranks import Pool
 from thinwire.integrations import EngineState
-from thinwire.integrations.per_rank import reset_optimizer_
 
 
 def trained(rank: int, steps: int) -> Any:
@@ -102,19 +101,3 @@ def test_misuse_is_an_error_that_says_what_to_do(
     ranks: Pool, tmp_path: Path, how: str, kind: str, text: str
 ) -> None:
     ranks.raise_alike(kind, text, misused, tmp_path, how)
-
-
-def test_an_optimizer_that_has_loaded_another_one_is_as_it_was_made() -> None:
-    import torch
-
-    model, _ = task()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    made = dict(optimizer.param_groups[0])
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    cross_entropy(model(torch.ones(2, 20)), torch.ones(2, dtype=torch.long)).backward()
-    optimizer.step()
-    optimizer.param_groups[0]["sparsity"] = (0.9,)
-    del optimizer.param_groups[0]["dampening"]
-    reset_optimizer_(optimizer)
-    assert not optimizer.state
-    assert optimizer.param_groups[0] == made | {"initial_lr": 0.1}

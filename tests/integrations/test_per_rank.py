@@ -69,21 +69,8 @@ def test_every_rank_gets_its_own_state_back(ranks: Pool, tmp_path: Path) -> None
     assert not equal(answers[0]["loaded"][0], answers[1]["loaded"][0])
 
 
-class Counting:
-    """State of many numbers."""
-
-    def __init__(self, numel: int) -> None:
-        self.value = torch.zeros(numel)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.value = state_dict["value"]
-
-
 def sent_for(rank: int, size: int, folder: str, numel: int) -> tuple[int, int]:
-    part = PerRankState(Counting(numel), folder=folder)
+    part = PerRankState(Box(torch.zeros(numel)), folder=folder)
     saved = part.state_dict()
     part.load_state_dict(saved)
     group = part._joined()

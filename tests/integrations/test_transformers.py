@@ -5,7 +5,7 @@ standard library.
 import shutil
 import sysconfig
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -414,22 +414,6 @@ def test_a_training_after_one_that_ended_by_an_error_is_as_if_it_had_not_been(
         assert limit == 0.05
 
 
-def twice(rank: int, size: int, folder: Path) -> Any:
-    with trainers(rank, size):
-        trainer, callback = trainer_of(STRATEGIES["dgc"], folder, make=sgd, max_grad_norm=0)
-        trainer.train()
-        first = (callback.engine, losses(trainer)[-1])
-        trainer.train()
-    return first[0] is not callback.engine, first[1], losses(trainer)[-1], callback.engine.step
-
-
-def test_a_second_training_goes_on_with_the_model_of_the_first(ranks: Pool, tmp_path: Path) -> None:
-    for another, before, after, steps in ranks.run(twice, tmp_path, timeout_s=120):
-        assert another
-        assert after < before
-        assert steps == STEPS
-
-
 @pytest.mark.parametrize(
     ("field", "config", "advice"),
     [
@@ -494,41 +478,6 @@ def test_a_checkpoint_without_this_state_is_an_error(
     ranks: Pool, tmp_path: Path, how: str, kind: str, text: str
 ) -> None:
     ranks.raise_alike(kind, text, elsewhere, tmp_path, how, timeout_s=120)
-
-
-def averaging_callback(trainer: Any) -> Any:
-    from transformers import TrainerCallback
-
-    class Averaging(TrainerCallback):
-        def on_train_begin(self, args, state, control, model, optimizer, **others):  # type: ignore
-            self.block = ExitStack()
-            self.block.enter_context(trainer.model_wrapped.no_sync())  # DDP around the model
-            self.block.enter_context(tw.local_sgd(model, optimizer, tw.LocalSGD(k_steps=5)))
-
-        def on_train_end(self, args, state, control, **others):  # type: ignore
-            self.block.close()  # averages once more
-
-    return Averaging()
-
-
-def by_callback(rank: int, size: int, folder: Path) -> Any:
-    """Local updates in a Trainer without our callback."""
-    config = tw.DistributedStrategy(localsgd=tw.LocalSGD(k_steps=5))
-    with trainers(rank, size):
-        trainer, _ = trainer_of(config, folder, max_grad_norm=0)
-        trainer.train()
-        by_hand, ours = trainer_of(config, folder, max_grad_norm=0)
-        by_hand.remove_callback(ours)
-        by_hand.add_callback(averaging_callback(by_hand))
-        by_hand.train()
-    return losses(trainer), losses(by_hand), parameters(trainer.model), parameters(by_hand.model)
-
-
-def test_local_sgd_alone_averages_as_the_callback_does(ranks: Pool, tmp_path: Path) -> None:
-    (first, second, ours, theirs), (*_, others) = ranks.run(by_callback, tmp_path, timeout_s=120)
-    assert first == second
-    assert equal(ours, theirs)
-    assert equal(theirs, others)
 
 
 def logged(rank: int, size: int, folder: Path) -> tuple[Any, ...]:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import thinwire as tw
-from tests.api import weights_of
 from tests.local.rounds import rounds_of, steps_that_take
 from tests.local.test_laws import Bag, bag, digest, gradient, set_gradients, start_values, values
 from tests.ranks import Pool, Raised
@@ -196,25 +195,6 @@ def until_averaged(
             made.append(0)
 
 
-def slow_and_fast(rank: int, size: int) -> tuple[list[int], int, str]:
-    """Steps that this rank made in each round, and what it holds in the end."""
-    model, made = Bag(), [0]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    config = tw.LocalSGD(1000, begin_step=1, round_seconds=4.0)
-    with steps_that_take((1.0, 0.25)[rank]), tw.local_sgd(model, optimizer, config) as sync:
-        until_averaged(5, rank, model, optimizer, sync, made)
-        set_gradients(model, 1, rank)
-        optimizer.step()  # leaving averages what has been begun
-    return made[:-1], sync.step, digest(model)
-
-
-def test_a_slow_rank_makes_fewer_steps_and_nobody_waits_for_them(ranks: Pool) -> None:
-    (slow, step, bits), (fast, other_step, other_bits) = ranks.run(slow_and_fast)
-    assert (step, bits) == (other_step, other_bits)
-    assert slow == [1, 4, 4, 4, 4]
-    assert fast == [1, 16, 16, 16, 16]
-
-
 PULLS = (1.0, -2.0)
 """The gradient of each rank, in every step."""
 
@@ -272,7 +252,7 @@ def test_a_fragment_counts_by_the_steps_since_it_was_averaged(ranks: Pool) -> No
 
 
 def slow_and_fast_with_delay(rank: int, size: int, stop: bool) -> tuple[list[int], int, str]:
-    """As `slow_and_fast`, with two fragments whose results arrive a quarter of a round later.
+    """A slow and a fast rank, with two fragments whose results arrive a quarter of a round later.
 
     With `stop` the block is left after the third averaging, with its result in flight, and
     another goes on from the state.
@@ -301,17 +281,6 @@ def test_fragments_and_delay_go_by_the_clock(ranks: Pool) -> None:
     assert fast == [1, 16, 16, 16, 16, 16]
     again = ranks.run(slow_and_fast_with_delay, True)
     assert again == [(slow, step, bits), (fast, step, bits)]
-
-
-def test_weights() -> None:
-    assert weights_of([(3, None), (1, None)]) == [1.5, 0.5]
-    assert weights_of([(3, 10), (1, 30)]) == [0.5, 1.5]
-    assert weights_of([(7, None)] * 3) == [1.0, 1.0, 1.0]
-    assert weights_of([(7, 123_457)] * 7) == [1.0] * 7
-    assert weights_of([(0, None), (4, 8)]) == [0.0, 2.0]
-    assert weights_of([(0, None), (0, None)]) == [1.0, 1.0]
-    with pytest.raises(tw.errors.ThinwireError, match=r"ranks \[1\] reported no tokens"):
-        weights_of([(3, 10), (1, None)])
 
 
 def telling(rank: int, size: int, case: str) -> None:
@@ -355,12 +324,3 @@ def test_what_does_not_go_together_is_an_error_on_all(ranks: Pool, case: str, te
 def test_settings_that_do_not_go_with_it(others: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         tw.LocalSGD(8, **{"round_seconds": 1.0, **others})
-
-
-def test_tokens_are_for_rounds_that_end_by_time() -> None:
-    model, optimizer = bag()
-    with (
-        tw.local_sgd(model, optimizer, tw.LocalSGD(2)) as sync,
-        pytest.raises(ValueError, match="round_seconds"),
-    ):
-        sync.observe(0.0, tokens=3)

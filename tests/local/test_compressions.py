@@ -422,14 +422,6 @@ def test_of_a_repeated_change_a_little_more_is_applied_than_is_told(
     assert estimate == pytest.approx(applied, abs=0.02)
 
 
-def test_the_share_follows_the_outer_rate() -> None:
-    half, whole = (
-        steady(0, 1, tw.LocalSGD(1, 0, outer_lr=rate, compression=tw.Sparse(0.9)), 40)[0]
-        for rate in (0.5, 1.0)
-    )
-    assert half == pytest.approx(whole / 2, rel=1e-3)
-
-
 # ---- refusals, and what every compression tells
 
 

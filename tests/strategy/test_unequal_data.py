@@ -268,23 +268,6 @@ def test_a_flush_after_unequal_numbers_of_batches_is_an_error_with_advice_on_all
         assert "engine.join()" in raised.traceback
 
 
-def stopping(rank: int, size: int) -> str:
-    """Without a join, one rank stops earlier, and its process group ends."""
-    model = make_model(plain=True)
-    engine = tw.DistributedStrategy().prepare(model, sgd(model), cross_entropy)
-    try:
-        for step in range(2 + 4 * rank):
-            engine.train_step(*batch(step, rank))
-    except Exception as error:
-        return f"{type(error).__name__}: {error} {' '.join(getattr(error, '__notes__', []))}"
-    return ""
-
-
-def test_without_a_join_the_others_hear_what_to_do(ranks: Pool) -> None:
-    _, told = ranks.run(stopping, group_timeout_s=5.0)
-    assert "engine.join()" in told
-
-
 def failing(rank: int, size: int) -> str:
     model = make_model(plain=True)
     engine = tw.DistributedStrategy().prepare(model, sgd(model), cross_entropy)
@@ -325,11 +308,6 @@ def test_a_scheduler_that_a_rank_without_batches_cannot_step_is_told(ranks: Pool
     for notes in ranks.run(scheduled, False):
         assert any("cannot call scheduler.step()" in note for note in notes)
     assert ranks.run(scheduled, True) == [4, 4]
-
-
-def test_alone_it_changes_nothing() -> None:
-    (result,) = [joined(0, 1, [3], {}, "sgd")]
-    assert torch.allclose(wide(result["params"]), wide(by_one_process([3], 1, "sgd")))
 
 
 def staged(rank: int, size: int) -> None:

@@ -89,7 +89,7 @@ class _PerRankCallback(Callback):
         self._undo.close()
         # after callbacks that put other weights into the model, but before those that save it
         trainer.callbacks = sorted(
-            trainer.callbacks, key=lambda each: (isinstance(each, Checkpoint), each is self)
+            trainer.callbacks, key=lambda part: (isinstance(part, Checkpoint), part is self)
         )
         strategy, save_all = trainer.strategy, trainer.save_checkpoint
         save, remove = strategy.save_checkpoint, strategy.remove_checkpoint

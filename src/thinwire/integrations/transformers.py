@@ -121,7 +121,7 @@ class ThinwireCallback(TrainerCallback):
             if self in handler.callbacks:
                 self._log_numbers_in(trainer)
                 # after those that ask for evaluations, or put other weights into the model
-                handler.callbacks = sorted(handler.callbacks, key=lambda each: each is self)
+                handler.callbacks = sorted(handler.callbacks, key=lambda callback: callback is self)
         if resumed:
             self._resume(_folder(args, state), state, loaded)
 
