@@ -431,8 +431,7 @@ def swapped(rank: int, size: int, folder: Path, kind: str, first: bool) -> dict[
 
         from thinwire.integrations.lightning import LocalAveraging, ThinwireCallback, UnwrappedDDP
 
-        noted: list[float] = []
-        student = module(sgd)
+        noted, student = list[float](), module(sgd)
 
         def note(*_: Any) -> None:
             noted.extend(float(p.detach().sum()) for p in student.net.parameters())
@@ -449,6 +448,7 @@ def swapped(rank: int, size: int, folder: Path, kind: str, first: bool) -> dict[
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             trainer.fit(student, loader(rank), loader(rank))
+        theirs._average_model = None  # the next test in this process would be told of it
     return {"noted": noted, "parameters": parameters(student.net)}
 
 
