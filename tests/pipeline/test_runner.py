@@ -6,11 +6,13 @@ import signal
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import thinwire as tw
 from tests.api import Grid, PipelineRunner, split_model
 from tests.ranks import Lost, Pool, Raised
 from thinwire import Pipeline
@@ -469,6 +471,49 @@ def test_what_cannot_travel_is_refused(
     ranks: Pool, function: Callable[..., None], kind: str, text: str
 ) -> None:
     ranks.raise_alike(kind, text, function)
+
+
+def damaged(rank: int, size: int, stage: int, steps: int) -> tuple[str, bool]:
+    """How a step ends in which a stage of the first replica receives a wrong bit, and if the model
+    has changed. With `steps` > 1 the ranks of a stage average only now and then."""
+    local = {"localsgd": tw.LocalSGD(steps)} if steps > 1 else {}
+    pipeline = Pipeline(2, 2, split_points=("4",))
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    engine = tw.DistributedStrategy(pipeline=pipeline, **local).prepare(
+        model, optimizer, nn.functional.cross_entropy
+    )
+    for seed in range(3):
+        engine.train_step(*batch(seed=2 * seed + rank // 2))
+    before = [p.clone() for p in engine.model.parameters()]
+    transfer, times = Grid.transfer, []
+
+    def flipped(self: Grid, leaving: Any, to: int, arriving: Any = (), source: int = 0) -> Any:
+        works = transfer(self, leaving, to, arriving, source)
+        if rank == stage and arriving and not times:
+            times.append(1)
+            arriving[0].view(torch.int64).view(-1)[3] ^= 1
+        return works
+
+    told = "nothing"
+    with mock.patch.object(Grid, "transfer", flipped):
+        try:
+            engine.train_step(*batch(seed=6 + rank // 2))
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+    return told, all(map(torch.equal, before, engine.model.parameters()))
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_damaged_bit_between_stages_is_refused(ranks: Pool, stage: int, steps: int) -> None:
+    """By all ranks that make the update: both replicas, or the one that is by itself."""
+    size = 4 if steps == 1 else 2
+    for told, unmoved in ranks.run(damaged, stage, steps, size=size):
+        assert told.startswith("PayloadCorrupt: ")
+        assert f"stage {stage + 1} of 2 received damaged bits from stage {2 - stage}" in told
+        assert unmoved
 
 
 def lose_a_stage(rank: int, size: int, how: int) -> None:

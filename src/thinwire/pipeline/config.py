@@ -34,10 +34,8 @@ class Pipeline:
     split_points: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stages", check.integer("stages", self.stages, at_least=1))
-        object.__setattr__(
-            self, "micro_batches", check.integer("micro_batches", self.micro_batches, at_least=1)
-        )
+        for name in ("stages", "micro_batches"):
+            object.__setattr__(self, name, check.integer(name, getattr(self, name), at_least=1))
         check.instance("schedule", self.schedule, str, advice='write "1f1b" or "gpipe"')
         check.one_of("schedule", self.schedule, ("1f1b", "gpipe"))
         advice = 'write a single name as ("blocks.4",)'

@@ -4,6 +4,7 @@ import json
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,12 +12,12 @@ from torch import Tensor, nn
 
 from thinwire.comm import Group, Pending, mapping_of, wrong_call_site
 from thinwire.comm.nodes import Grid
-from thinwire.errors import Mismatch, ThinwireError
+from thinwire.errors import Mismatch, PayloadCorrupt, ThinwireError
 from thinwire.pipeline.config import Pipeline
 from thinwire.pipeline.schedule import Schedule
 from thinwire.pipeline.worker import Parcel, StageWorker, content, describe, micro_batches
 
-_CONCLUSION = struct.Struct("<?Bd")
+_CONCLUSION = struct.Struct("<?Bd4q")
 _LOSS_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TRANSFER = "passing activations and gradients between stages"
 
@@ -29,8 +30,8 @@ class PipelineRunner:
     """Runs mini-batches through the stages of one replica. Every rank of the replica makes the same
     calls.
 
-    Communication: per call 24 bytes a rank to agree on the mini-batch, and 10 bytes to report loss
-    and outcome. An update does not wait for these 10 bytes: the runner is a check of its agreement,
+    Communication: per call 24 bytes a rank to agree on the mini-batch, and 42 bytes to report loss,
+    outcome and sums of the bits that travelled. The runner is a check of the update's agreement,
     which reports failures. Per micro-batch each stage sends its output to the next one, and
     receives the gradient if the output needs one. The first mini-batch with new shapes, types or
     mode (training or evaluation) costs one more forward pass of a micro-batch, which determines the
@@ -108,11 +109,16 @@ class PipelineRunner:
 
     def report(self, vote: Any) -> dict[str, Any]:
         """Return this stage's report for an agreement: its error, if any."""
-        if self._outcomes is None or not vote.first:
-            return {}
-        self._broken = False
+        facts: dict[str, Any] = {}
+        if self._outcomes is None:
+            return facts
         error = self._worker.error
-        return {} if error is None else {"stage failed": [type(error).__name__, str(error)]}
+        if vote.first:
+            self._broken = False
+            facts |= {} if error is None else {"stage failed": [type(error).__name__, str(error)]}
+        if vote.last and (damage := _damage(self._concluded())):
+            facts["corrupt"] = damage
+        return facts
 
     def judge(self, vote: Any, answers: Any) -> None:
         """Raise the error of a stage that failed."""
@@ -128,15 +134,22 @@ class PipelineRunner:
 
     def conclude(self, *, agreed: bool = True) -> Tensor:
         """Return the mean loss of a step from the last stage. Raise if a stage has failed."""
-        assert self._outcomes is not None, "a step was made"
-        ending, self._outcomes = self._outcomes, None
-        conclusions = [_CONCLUSION.unpack(row.numpy().tobytes()) for row in ending.wait().cpu()]
+        conclusions, self._outcomes = self._concluded(), None
         self._broken = False
-        if not agreed and any(failed for failed, _, _ in conclusions):
+        if not agreed and any(failed for failed, *_ in conclusions):
             self._raise_on_all()
         self._worker.begin([], None, None, 1.0)  # frees the mini-batch
-        _, kind, value = conclusions[-1]
+        if not agreed and (damage := _damage(conclusions)):
+            raise PayloadCorrupt(f"{damage}. No stage of this replica has made the update")
+        _, kind, value, *_ = conclusions[-1]
         return torch.tensor(value, dtype=_LOSS_TYPES[kind], device=self._device)
+
+    def _concluded(self) -> list[tuple[Any, ...]]:
+        """Wait for the outcomes of all stages."""
+        assert self._outcomes is not None, "a step was made"
+        rows = self._outcomes.wait()
+        self._outcomes = Pending(lambda: rows)  # the agreement reads them too
+        return [_CONCLUSION.unpack(row.numpy().tobytes()) for row in rows.cpu()]
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> Tensor:
@@ -165,8 +178,12 @@ class PipelineRunner:
             self._parcels[key] = self._rehearsed(parts[0][0])
         source, result = self._parcels[key]
         worker.begin(parts, source, result, self._scale() / count if backward else 1.0)
+        bits = [0] * 4
         if self._grid.stages == 1:
-            self._run_single(count, backward=backward)
+            for _ in range(count):
+                loss = worker()
+                if backward:
+                    worker.guarded(loss.backward)
         else:
             schedule = Schedule(
                 worker,
@@ -181,11 +198,11 @@ class PipelineRunner:
                 schedule.run()
             except RuntimeError as error:
                 raise self._grid.explain(error, action=_TRANSFER) from error
-        self._passed_bytes += count * (result.bytes_forth if result else 0)
-        self._passed_bytes += count * (source.bytes_back if source and backward else 0)
-        # not waited for: the agreement of the update has this runner as a check and reports
-        # failures
-        self._outcomes = self._gather_outcomes()
+            bits = schedule.bits()
+        self._passed_bytes += count * (result.nbytes() if result else 0)
+        self._passed_bytes += count * (source.nbytes(back=True) if source and backward else 0)
+        # not waited for: the agreement of the update has this runner as a check
+        self._outcomes = self._gather_outcomes(bits)
         return self.conclude(agreed=False) if concludes else None
 
     def _agreed(
@@ -217,7 +234,8 @@ class PipelineRunner:
         if problem is not None:
             facts["problem"] = f"{type(problem).__name__}: {problem}"
         look = describe(parts[0][0] if parts else None)
-        key = json.dumps([facts["call"], look, self._stage.training, self._parameter_kinds()])
+        kinds = [f"{p.dtype} {p.requires_grad}" for p in self._stage.parameters()]
+        key = json.dumps([facts["call"], look, self._stage.training, kinds])
         known = key in self._parcels
         payload = json.dumps({"facts": facts, "known": known}).encode()
         action = "agreeing on a mini-batch"
@@ -230,9 +248,6 @@ class PipelineRunner:
         _require_equal([answer["facts"] for answer in answers])
         return parts, key, all(answer["known"] for answer in answers)
 
-    def _parameter_kinds(self) -> list[str]:
-        return [f"{p.dtype} {p.requires_grad}" for p in self._stage.parameters()]
-
     def _rehearsed(self, inputs: Any) -> _Parcels:
         try:
             learned = rehearse(self._worker, inputs, self._grid.peers, self._device)
@@ -242,16 +257,10 @@ class PipelineRunner:
         source, result = [None, *learned, None][self._grid.stage : self._grid.stage + 2]
         return source, result
 
-    def _run_single(self, count: int, *, backward: bool) -> None:
-        for _ in range(count):
-            loss = self._worker()
-            if backward:
-                self._worker.guarded(loss.backward)
-
-    def _gather_outcomes(self) -> Pending[Tensor]:
+    def _gather_outcomes(self, bits: list[int]) -> Pending[Tensor]:
         """Start the gather of the stages' outcomes."""
         peers, worker = self._grid.peers, self._worker
-        outcome = _CONCLUSION.pack(worker.error is not None, *self._mean_loss())
+        outcome = _CONCLUSION.pack(worker.error is not None, *self._mean_loss(), *bits)
         message = torch.frombuffer(bytearray(outcome), dtype=torch.uint8).to(peers.device)
         return peers.all_gather(message, action="concluding a step")
 
@@ -275,6 +284,17 @@ class PipelineRunner:
         raise failure(stage, self._grid.stages, *json.loads(answers[stage]))
 
 
+def _damage(conclusions: list[tuple[Any, ...]]) -> str:
+    """Return which stage received other bits than its neighbour has sent; empty if none did."""
+    bits = [rest for _, _, _, *rest in conclusions]
+    for stage, (one, other) in enumerate(pairwise(bits), start=1):
+        if one[2] != other[1]:
+            return f"stage {stage + 1} of {len(bits)} received damaged bits from stage {stage}"
+        if one[3] != other[0]:
+            return f"stage {stage} of {len(bits)} received damaged bits from stage {stage + 1}"
+    return ""
+
+
 def _require_equal(facts: list[dict[str, Any]]) -> None:
     for stage, other in enumerate(facts[1:], start=2):
         for name in [*facts[0], *other]:
@@ -293,13 +313,7 @@ def rehearse(worker: StageWorker, inputs: Any, peers: Group, device: torch.devic
 
     The first stage gets real inputs, the others zeros. Buffers and torch's random numbers are
     restored afterwards. Hooks are called, and other state that a module keeps sees one more
-    micro-batch. `begin` is called on the worker of this rank's stage.
-
-    Raises:
-        Exception: The original error, on the rank whose stage failed.
-        TypeError, ValueError, ThinwireError: Its text, on the other ranks.
-
-    Communication: per stage but the last a gather of the parcel's description.
+    micro-batch. An error of a stage is raised there, and its text on the other ranks.
     """
     parcels: list[Parcel] = []
     for stage in range(peers.size - 1):

@@ -1,10 +1,13 @@
 """Order of the forward and backward passes of one stage, and the transfers between them."""
 
+from collections import defaultdict
+
 import torch
 from torch import Tensor
 from torch.distributed import Work
 
 from thinwire.comm.nodes import Grid
+from thinwire.core.checksum import bit_sums
 from thinwire.pipeline.config import Pipeline
 from thinwire.pipeline.worker import Parcel, StageWorker
 
@@ -48,6 +51,8 @@ class Schedule:
                 self._passes.append((index + 1 - ahead, False))
         self._kept: dict[int, tuple[list[Tensor], tuple[Tensor, ...]]] = {}
         """Inputs and outputs of the micro-batches whose backward pass is still to come."""
+        self._bits: defaultdict[tuple[int, bool], list[Tensor]] = defaultdict(list)
+        """Sum of the bits of each tensor, by the other stage, and True if it was sent."""
 
     def run(self) -> None:
         """Make all passes.
@@ -63,12 +68,20 @@ class Schedule:
             blanks, end = (self._inputs, before) if forward else (self._gradients, after)
             arriving = [torch.empty_like(blank, device=self._device) for blank in blanks]
             in_flight += self._grid.transfer(leaving, to, arriving, end)
+            self._bits[to, True] += bit_sums(leaving)
+            self._bits[end, False] += bit_sums(arriving)
             if forward:
                 leaving, to = self._forward(index, arriving), after
             else:
                 leaving, to = self._back(index, arriving), before
+        self._bits[to, True] += bit_sums(leaving)
         for work in [*in_flight, *self._grid.transfer(leaving, to)]:
             work.wait()
+
+    def bits(self) -> list[int]:
+        """Return sums of bits: sent to and received from the previous stage, and the next one."""
+        ends = self._grid.stage - 1, self._grid.stage + 1
+        return [int(sum(self._bits[end, sent])) for end in ends for sent in (True, False)]
 
     def _forward(self, index: int, received: list[Tensor]) -> list[Tensor]:
         """Return tensors for the next stage."""

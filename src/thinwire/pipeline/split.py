@@ -129,16 +129,10 @@ def _balanced(links: Sequence[ChainModule], stages: int) -> list[int]:
             f"the pipeline has {stages} stages, but the model has only {len(heads)} modules with "
             f"parameters in sequence: use at most {len(heads)} stages, or divide its modules"
         )
-    seen: set[nn.Parameter] = set()
-    sizes = [sum(p.numel() for p in _new(links[head].module, seen)) for head in heads]
+    # a parameter counts at the first module that has it
+    firsts = {p: i for i in reversed(heads) for p in links[i].module.parameters()}
+    sizes = [sum(p.numel() for p, first in firsts.items() if first == i) for i in heads]
     return [0, *(heads[i] for i in partition(sizes, stages)[1:])]
-
-
-def _new(module: nn.Module, seen: set[nn.Parameter]) -> Iterator[nn.Parameter]:
-    for p in module.parameters():
-        if p not in seen:
-            seen.add(p)
-            yield p
 
 
 def _starts(model: nn.Module, links: Sequence[ChainModule], points: Sequence[str]) -> list[int]:

@@ -61,12 +61,7 @@ def unpack(layout: Any, tensors: list[Tensor]) -> Any:
 def tensors_of(value: Any) -> list[Tensor]:
     """Return the tensors inside tuples, lists and mappings, in order."""
     found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    mapped(note, value)
+    mapped(found.append, value)
     return found
 
 
@@ -132,16 +127,10 @@ def micro_batches(inputs: Any, targets: Any, count: int) -> list[tuple[Any, Any]
 
 
 def _part(value: Any, index: int, count: int) -> Any:
-    def part(tensor: Tensor) -> Tensor:
-        if not tensor.ndim:
-            return tensor
-        size = tensor.shape[0] // count
-        return tensor[index * size : (index + 1) * size]
-
-    return mapped(part, value)
+    return mapped(lambda t: t.tensor_split(count)[index] if t.ndim else t, value)
 
 
-def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+def mapped(change: Callable[[Tensor], object], value: Any) -> Any:
     """Return the value with every tensor changed; mappings become dicts."""
     if isinstance(value, Tensor):
         return change(value)
@@ -168,7 +157,7 @@ class Parcel:
         """Return the parcel for a value, and the tensors in it."""
         layout, tensors = pack(value, name=name)
         return cls(
-            layout, tuple((_short(t.dtype), tuple(t.shape), t.requires_grad) for t in tensors)
+            layout, tuple((str(t.dtype)[6:], tuple(t.shape), t.requires_grad) for t in tensors)
         ), tensors
 
     def blanks(self, device: torch.device) -> tuple[Tensor, ...]:
@@ -180,15 +169,10 @@ class Parcel:
             for dtype, shape, requires_grad in self.tensors
         )
 
-    @property
-    def bytes_forth(self) -> int:
-        """Bytes of the values."""
-        return sum(t.nbytes for t in self.blanks(torch.device("meta")))
-
-    @property
-    def bytes_back(self) -> int:
-        """Bytes of the gradients."""
-        return sum(t.nbytes for t in self.blanks(torch.device("meta")) if t.requires_grad)
+    def nbytes(self, *, back: bool = False) -> int:
+        """Return the bytes of the values, or of the gradients that come back."""
+        blanks = self.blanks(torch.device("meta"))
+        return sum(t.nbytes for t in blanks if t.requires_grad or not back)
 
 
 class StageWorker(nn.Module):
@@ -296,7 +280,3 @@ def _as_loss(loss: object) -> Tensor:
             "the loss depends on no parameter that requires a gradient: there is nothing to train"
         )
     return loss.reshape(())
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
