@@ -178,7 +178,7 @@ _NAMES = {
         "Broadcast Deal Gather Jitter Lines Reduce finished homes sites switch Vote"
     ),
     "thinwire.tools.simulation.run": "Entries Method Trouble Whole dense_sum simulate",
-    "thinwire.wire": "device_message message",
+    "thinwire.wire": "message",
     "thinwire.wire.codes": "decode_values encode_values decode_positions encode_positions",
     "thinwire.wire.message": (
         "message_pack=pack message_unpack=unpack pack_nonfinite decode_whole pack_whole "
