@@ -69,9 +69,6 @@ _NAMES = {
     "thinwire.exchange.round": "Round",
     "thinwire.kernels": "Kernels compiled_steps reference warm",
     "thinwire.kernels.cpu": "cpu_select=select numba_body numba_steps threads",
-    "thinwire.kernels.cuda": "codes device_steps launching triton_body",
-    "thinwire.kernels.cuda.codes": "crc32",
-    "thinwire.kernels.cuda.launching": "launch",
     "thinwire.kernels.reference": "mixed",
     "thinwire.kernels.rules": (
         "Fold LambRule LarsRule LoopKind OuterRule TrustRule has_address needs_of share_memory"
