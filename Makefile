@@ -6,19 +6,18 @@ INSTALLED := $(VENV)/.installed
 
 # a venv of its own, because `make test` must pass without what this one adds
 EXTRA_VENV := .venv-integrations
-TRITON_VENV := .venv-triton
 SITE_VENV := .venv-site
 
 # many tests wait for a time-out or for another rank, so two cores are busy with four of them
 AT_ONCE ?= 4
 PYTEST = -m pytest -n $(AT_ONCE) --dist worksteal --durations 40 $(ONLY)
 # threads of torch that wait for each other would spin, on cores that other processes have work for
-test test-torch test-slow test-integrations test-triton: export OMP_WAIT_POLICY := passive
+test test-torch test-slow test-integrations: export OMP_WAIT_POLICY := passive
 
 # the tests start hundreds of processes: where nobody keeps byte code, each would compile all sources
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-torch test-slow test-integrations test-triton test-soak soak check format bench docs site package clean
+.PHONY: help demo test test-torch test-slow test-integrations test-soak soak check format bench docs site package clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -55,10 +54,10 @@ test-integrations: $(EXTRA_VENV)/.installed  ## the loops of Accelerate, Lightni
 TORCH ?= 2.11.0
 OTHER_VENV := .venv-torch-$(TORCH)
 
-# several GB: the builds of torch for CUDA, which bring an older triton; its interpreter fails beside numpy 2.4
+# several GB: the builds of torch for CUDA
 $(OTHER_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OTHER_VENV)
-	{ grep -Ev '^(torch|triton|numpy)==' constraints.txt; echo torch==$(TORCH); echo 'numpy<2.4'; } > $(OTHER_VENV)/constraints.txt
+	{ grep -v '^torch==' constraints.txt; echo torch==$(TORCH); } > $(OTHER_VENV)/constraints.txt
 	$(OTHER_VENV)/bin/python -m pip install --quiet -c constraints.txt pip
 	$(OTHER_VENV)/bin/python -m pip install --quiet --no-compile -c $(OTHER_VENV)/constraints.txt torch numpy
 	$(OTHER_VENV)/bin/python -m pip install --quiet --no-compile -c $(OTHER_VENV)/constraints.txt -e '.[fast,cli]' --group dev
@@ -68,17 +67,6 @@ test-torch: $(OTHER_VENV)/.installed  ## the tests with another version of torch
 	$(OTHER_VENV)/bin/python $(PYTEST) -m "not slow"
 
 PACKAGES := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
-
-# it sees the packages of the other one, and adds to them
-$(TRITON_VENV)/.installed: $(INSTALLED)
-	$(PYTHON) -m venv $(TRITON_VENV)
-	$(BIN)/python $(PACKAGES) > $$($(TRITON_VENV)/bin/python $(PACKAGES))/shared.pth
-	$(TRITON_VENV)/bin/python -m pip install --quiet -c constraints.txt pip
-	$(TRITON_VENV)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[fast,cli,cuda]' --group test
-	touch $@
-
-test-triton: $(TRITON_VENV)/.installed  ## the CUDA kernels, on a GPU or else in the interpreter (triton unpacks to 1 GB)
-	THINWIRE_TRITON=required $(TRITON_VENV)/bin/python $(PYTEST) -m triton tests/cuda
 
 test-soak: $(INSTALLED)  ## a minute of it, on a machine with nothing else to do
 	THINWIRE_SOAK=required $(BIN)/python -m pytest tests/members/test_soak.py
@@ -127,4 +115,4 @@ package:  ## wheel and sdist in dist/, installed into a folder of their own and 
 	.ci/package $(PYTHON) dist
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) .venv-torch-* $(EXTRA_VENV) $(TRITON_VENV) $(SITE_VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* $(EXTRA_VENV) $(SITE_VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

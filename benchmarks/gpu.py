@@ -1,14 +1,14 @@
-"""Kernels, strategies, times and waits on one GPU, from a source tree, in some minutes.
+"""Messages, strategies, times and waits on one GPU, from a source tree, in some minutes.
 
 python -m benchmarks.gpu                      # about nine minutes on one GPU
 python -m benchmarks.gpu --device cpu --only kernels strategies waits
 python -m benchmarks.gpu table FILE           # Markdown of the results
 
-Nothing has to be installed but torch, numpy, numba, safetensors, PyYAML, pytest and, for the
-kernels, triton. Parts: "kernels" compares every CUDA kernel with its twin in torch, bit for bit (on
-a CPU by Triton's interpreter); "strategies" trains two ranks on the one device over gloo, by every
-method, and compares the losses with those on the CPU; "steps" times a transformer in bfloat16
-beside torch's DDP; "waits" counts where the host waits for the device, and trains a compiled model,
+Nothing has to be installed but torch, numpy, numba, safetensors and PyYAML. Parts: "kernels" makes
+and reads messages by torch operations on the device, and compares their bits with those of the
+CPU's kernels; "strategies" trains two ranks on the one device over gloo, by every method, and
+compares the losses with those on the CPU; "steps" times a transformer in bfloat16 beside torch's
+DDP; "waits" counts where the host waits for the device, and trains a compiled model,
 a CUDA graph and in a stream; "law" trains local workers (`benchmarks.law`) for the time that is
 left. A part that its share of the minutes is too short for says so, beside what it has found until
 then. Results are JSON. The status is 1 if a part failed, or has found nothing.
@@ -16,12 +16,10 @@ then. Results are JSON. The status is 1 if a part failed, or has found nothing.
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +32,13 @@ from benchmarks.common import RanksLate, bare_parser, markdown, run_on_ranks, sa
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 PARTS = ("kernels", "strategies", "steps", "waits", "law")
-RANKS, TO_END_S = 2, 20.0
+RANKS = 2
 SHARES = {"kernels": 0.3, "strategies": 0.2, "steps": 0.25, "waits": 0.15, "law": 0.1}
 """Of the minutes, the most that a part may take; what one leaves is for those after it."""
 SIZE = {"cuda": ("124M", "8"), "cpu": ("0.14M", "4")}
 """The model of "steps" and its sequences a step and rank."""
+COUNTED = {"kernels": "codes", "strategies": "methods"}
+"""The rows of a part."""
 
 
 class PartFailed(Exception):
@@ -51,57 +51,27 @@ def _environment() -> dict[str, str]:
 
 
 def _run(command: list[str], limit_s: float) -> bool:
-    """Run a command; return False if it was interrupted at its limit.
+    """Run a command; return False if it was ended at its limit.
 
     Raises:
         PartFailed: With the last of what the command printed.
     """
-    with subprocess.Popen(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            printed, _ = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # pytest still writes its report
-            try:
-                process.communicate(timeout=TO_END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            return False
-    if process.returncode:
-        raise PartFailed(printed[-2000:])
+    try:
+        subprocess.run(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=True,
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    except subprocess.CalledProcessError as error:
+        raise PartFailed(error.stdout[-2000:]) from error
     return True
-
-
-def kernels(device: str, limit_s: float) -> dict[str, Any]:
-    """Counts of the tests of `tests/cuda`, and the ends of those that failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        report, config = Path(folder, "report.xml"), Path(folder, "pytest.ini")
-        config.write_text("[pytest]\nmarkers =\n  triton\n  slow\n  fault\n")
-        command = ["-m", "pytest", "-q", "-c", str(config), "--rootdir", str(ROOT)]
-        command += ["-p", "no:cacheprovider", f"--junitxml={report}", "tests/cuda"]
-        ended, printed = True, ""
-        try:
-            ended = _run(command, limit_s)
-        except PartFailed as error:
-            printed = str(error)
-        suite = ET.parse(report).getroot().find("testsuite") if report.exists() else None
-        if suite is None or suite.get("tests") == "0":
-            raise PartFailed(printed or _nothing(limit_s))
-        counts = {name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors")}
-        counts["skipped"] = int(suite.get("skipped", "0"))
-        passed = counts["failures"] + counts["errors"] == 0
-        return {
-            **counts,
-            "ended": ended,
-            "passed": passed,
-            **({} if passed else {"printed": printed}),
-        }
 
 
 def _nothing(limit_s: float) -> str:
@@ -160,12 +130,7 @@ def measured(device: str, minutes: float, parts: list[str]) -> dict[str, Any]:
             continue
         part_s = time.monotonic()
         try:
-            if part == "kernels":
-                result = kernels(device, limit_s)
-            elif part == "law":
-                result = law(device, limit_s)
-            else:
-                result = on_ranks(part, device, limit_s)
+            result = law(device, limit_s) if part == "law" else on_ranks(part, device, limit_s)
         except PartFailed as error:
             result = {"passed": False, "printed": str(error)}
         found[part] = {**result, "seconds": round(time.monotonic() - part_s, 1)}
@@ -180,10 +145,8 @@ def table(found: dict[str, Any]) -> str:
         if part in found:
             result = found[part]
             outcome = "passed" if result["passed"] else "failed"
-            if part == "kernels" and "tests" in result:
-                outcome += f", {result['tests']} tests, {result['skipped']} skipped"
-            if part == "strategies" and "rows" in result:
-                outcome += f", {len(result['rows'])} methods"
+            if part in ("kernels", "strategies") and "rows" in result:
+                outcome += f", {len(result['rows'])} {COUNTED[part]}"
             if not result.get("ended", True):
                 outcome += f"; not finished in {result['seconds']:.0f} s"
             parts.append((part, result.get("left out", outcome)))

@@ -3,6 +3,7 @@ torchrun. Rank 0 prints a line of JSON whenever it has a new row: all results so
 """
 
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,8 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from benchmarks.gaps import SIZES
 from benchmarks.law import numel_of
+from thinwire.core.feedback import commit_list_, propose_list, sum_sparse
+from thinwire.kernels.rules import Fold
+from thinwire.layout.message import VALUE_BITS, WHOLE_BITS, Layout, Slot, WholeLayout
 from thinwire.tools.run.built_in import VOCABULARY, ByteTransformer, loss_of
 from thinwire.tools.run.config import ModelSize
+from thinwire.wire.message import decode_whole, pack, pack_whole, unpack, unpack_whole
 
 Maker = Callable[[nn.Module], torch.optim.Optimizer]
 Found = dict[str, Any]
@@ -134,6 +140,38 @@ def _engine(model: nn.Module, method: Method) -> AbstractContextManager[tw.Engin
     """An engine that is closed at the end of the block."""
     strategy = tw.DistributedStrategy(**method.fields)
     return closing(strategy.prepare(model, method.make(model), loss_of))
+
+
+def kernels(on: Rank, *_: str) -> Iterator[Found]:
+    """Whether the torch operations of this device give the bits of the CPU's kernels."""
+    rows = list[Found]()
+    for dtype, bits in itertools.product((torch.float32, torch.float64), VALUE_BITS):
+        with patch.dict(os.environ, {"THINWIRE_KERNELS": "reference"}):
+            here = _exchanged(on.device, dtype, bits)
+        alike = here == _exchanged(torch.device("cpu"), dtype, bits)
+        rows.append({"method": f"{bits} bits of {dtype}", "passed": alike})
+        yield {"rows": rows}
+
+
+def _exchanged(device: torch.device, dtype: torch.dtype, bits: int) -> list[bytes]:
+    """Messages, what was read from them, and the state, of one tensor and two ranks."""
+    numel, k, generator = 100_003, 1009, torch.Generator().manual_seed(0)
+    layout, parts, found = Layout((Slot(numel, k),), bits), [], list[Tensor]()
+    for step in range(2):
+        g, v, u = torch.randn(3, numel, dtype=dtype, generator=generator).to(device)
+        fold = Fold(g, v, u, 0.9, False)
+        proposal = propose_list([fold], [k])[0]
+        message, sent = pack(layout, step, 0, [proposal[:2]])
+        parts += unpack(layout, message, step=step, bucket=0, source=0).parts
+        commit_list_([fold], [(proposal.indices, sent[0])], [0])
+        found += [message, v, u]
+        if bits in WHOLE_BITS:
+            whole = WholeLayout((numel,), bits)
+            message = pack_whole(whole, step, 0, [g])
+            codes = unpack_whole(whole, message, step=step, bucket=0, source=0)
+            found += [message, decode_whole(codes[0], numel, bits)]
+    found += sum_sparse(parts, dtype)
+    return [tensor.cpu().numpy().tobytes() for tensor in found]
 
 
 def strategies(on: Rank, *_: str) -> Iterator[Found]:
@@ -394,6 +432,7 @@ def _streamed(on: Rank) -> str:
 
 
 PARTS: dict[str, Callable[..., Iterator[Found]]] = {
+    "kernels": kernels,
     "strategies": strategies,
     "steps": steps,
     "waits": waits,

@@ -68,9 +68,6 @@ _NAMES = {
     "thinwire.exchange.round": "Round",
     "thinwire.kernels": "Kernels compiled_steps reference warm",
     "thinwire.kernels.cpu": "cpu_select=select numba_body numba_steps threads",
-    "thinwire.kernels.cuda": "codes device_steps launching triton_body",
-    "thinwire.kernels.cuda.codes": "crc32",
-    "thinwire.kernels.cuda.launching": "launch",
     "thinwire.kernels.reference": "mixed",
     "thinwire.kernels.rules": (
         "Fold LambRule LarsRule LoopKind OuterRule TrustRule has_address needs_of share_memory"
@@ -177,7 +174,7 @@ _NAMES = {
         "Broadcast Deal Gather Jitter Lines Reduce finished homes sites switch Vote"
     ),
     "thinwire.tools.simulation.run": "Entries Method Trouble Whole dense_sum simulate",
-    "thinwire.wire": "device_message message",
+    "thinwire.wire": "message",
     "thinwire.wire.codes": "decode_values encode_values decode_positions encode_positions",
     "thinwire.wire.message": (
         "message_pack=pack message_unpack=unpack pack_nonfinite decode_whole pack_whole "

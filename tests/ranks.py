@@ -217,8 +217,6 @@ def _serve(pipe: Connection) -> None:
             warnings.simplefilter("error")
             # advice, with a test of its own
             warnings.filterwarnings("ignore", "low_rank with")
-            # the interpreter of triton 3.6 and older, beside numpy 2.3
-            warnings.filterwarnings("ignore", "Conversion of an array", DeprecationWarning)
             store = None
             try:
                 torch.manual_seed(0)

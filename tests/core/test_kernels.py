@@ -260,7 +260,10 @@ def test_the_environment_and_a_missing_numba_choose_torch(monkeypatch):
     monkeypatch.setenv("THINWIRE_KERNELS", "reference")
     assert kernels.for_device(CPU) is reference
     monkeypatch.setenv("THINWIRE_KERNELS", "fast")
-    with pytest.raises(ValueError, match="THINWIRE_KERNELS is 'fast'"):
+    with pytest.raises(ValueError, match="THINWIRE_KERNELS is 'fast': allowed"):
+        kernels.for_device(CPU)
+    monkeypatch.setenv("THINWIRE_KERNELS", "triton")
+    with pytest.raises(ValueError, match=r"'triton': .* left in 0\.4, .* torch .* 'reference'"):
         kernels.for_device(CPU)
     monkeypatch.delenv("THINWIRE_KERNELS")
     monkeypatch.setitem(sys.modules, "numba", None)

@@ -1,4 +1,5 @@
 import struct
+import zlib
 
 import pytest
 import torch
@@ -8,10 +9,26 @@ from hypothesis import strategies as st
 from tests.api import HEADER_BYTES, VALUE_BITS, Layout, Slot, pack_nonfinite
 from tests.api import message_pack as pack
 from tests.api import message_unpack as unpack
-from tests.core.messages import entries, resealed
 from thinwire.errors import PayloadCorrupt
 
 WHERE = {"step": 12, "bucket": 3, "source": 5}
+
+
+def entries(slot, seed=0, with_zeros=False):
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.randperm(slot.numel, generator=generator)[: slot.k].sort().values
+    values = torch.randn(slot.k, generator=generator).abs() + 0.1
+    values[::3] *= -1
+    if with_zeros:
+        values[1::2] = 0
+    return indices, values
+
+
+def resealed(raw):
+    """The bytes with a checksum that fits, as only a sender could have made it."""
+    body = bytes(raw[:28]) + bytes(4) + bytes(raw[32:])
+    sealed = bytes(raw[:28]) + struct.pack("<I", zlib.crc32(body)) + bytes(raw[32:])
+    return torch.tensor(list(sealed), dtype=torch.uint8)
 
 
 def example(bits=1):

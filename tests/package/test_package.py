@@ -95,7 +95,7 @@ def test_the_metadata_says_who_what_and_where() -> None:
     assert python in (found.get_all("Classifier") or [])
     assert f"version: {found['Version']}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in in_the_wheel())
-    assert set(found.get_all("Provides-Extra") or []) == {"fast", "cuda", "cli"}
+    assert set(found.get_all("Provides-Extra") or []) == {"fast", "cli"}
 
 
 def test_the_page_of_a_package_index_has_no_link_into_the_repository() -> None:

@@ -1,9 +1,11 @@
 """What torch's default device is changes nothing: every tensor that the library makes has its
 device named. "meta" stands for "cuda", which this machine has not."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -63,3 +65,14 @@ def trained(rank: int, size: int, case: str, device: str) -> str:
 def test_the_bits_are_those_without_one(case: str, ranks: Pool) -> None:
     expected = ranks.run(trained, case, "cpu", size=2)
     assert ranks.run(trained, case, "meta", size=2) == expected
+
+
+def trained_by_torch(rank: int, size: int, case: str) -> str:
+    with patch.dict(os.environ, {"THINWIRE_KERNELS": "reference"}):
+        return trained(rank, size, case, "cpu")
+
+
+@pytest.mark.parametrize("case", [case for case in FIELDS if case != "lars"])
+def test_torch_operations_train_with_the_bits_of_the_kernels(case: str, ranks: Pool) -> None:
+    """They are what runs on a GPU. Those of LARS round differently."""
+    assert ranks.run(trained_by_torch, case, size=2) == ranks.run(trained, case, "cpu", size=2)

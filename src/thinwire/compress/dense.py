@@ -14,7 +14,6 @@ from thinwire.compress.protocol import AllGather, AllReduce, Arrived, Collective
 from thinwire.core.checksum import ODD, checked_mean_, flat_bytes, odd_weights
 from thinwire.core.tensors import state_dtype
 from thinwire.errors import PayloadCorrupt
-from thinwire.kernels import is_static
 from thinwire.layout.message import CHECKSUM_BYTES
 from thinwire.layout.traffic import travels_checksummed
 
@@ -197,10 +196,10 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _own_flags(tensors: Mapping[str, Tensor]) -> dict[str, bool | Tensor]:
-    """Return flags for all tensors of a CUDA device, and for those on CPU that are not finite."""
+    """Return flags of all tensors on other devices, and of those on the CPU that are not finite."""
     waiting: dict[str, bool | Tensor] = {}
     for name, tensor in tensors.items():
-        if tensor.numel() and is_static(tensor.device):
+        if tensor.numel() and not tensor.is_cpu:
             # the largest magnitude is finite only if all are; it needs no temporary of full size
             largest: Tensor = torch.linalg.vector_norm(tensor, torch.inf)
             waiting[name] = largest.isfinite()

@@ -8,7 +8,7 @@ source sends each owner the entries of its part, and owners send all sources the
 
 import functools
 from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,15 +27,11 @@ from thinwire.compress.split import Sums, add_up, joined, shares
 from thinwire.core.feedback import Proposal, rounding_seed, store_, sum_sparse
 from thinwire.core.tensors import state_dtype
 from thinwire.errors import PayloadCorrupt
-from thinwire.kernels import is_static
 from thinwire.kernels.reference import divided_
 from thinwire.layout.message import Layout, Slot
 from thinwire.layout.shares import split_plan
 from thinwire.layout.traffic import GATHER, chosen_split
 from thinwire.wire.message import pack, pack_nonfinite, unpack
-
-if TYPE_CHECKING:
-    from thinwire.wire.device_message import Rows
 
 _KEPT = 1 << 31
 """Added to a seed's key where an owner's residual is rounded: these bits are unused by the
@@ -65,44 +61,19 @@ class ArrivedEntries(Arrived):
         """
         self.parts: dict[str, list[Entries]] = {}
         """Entries of each source, or of the sum over all sources: float32."""
-        self.rows: dict[str, tuple[Rows, int]] = {}
-        """Rows on a device, with the number of entries of the tensor."""
         self.owned = False
         """True if owners added the entries up."""
         self.kept: dict[str, Entries] = {}
         """Residual of the sums owned by this rank's source."""
-        self.bad_sum: str | None = None
-        self.refused: tuple[Layout, Tensor] | None = None
-        """Layout and messages that `checks` refers to."""
-
-    def first_bad_sum(self) -> str | None:
-        return self.overflowed() if self.rows else self.bad_sum
 
     def overflowed(self) -> str | None:
         """Return the first tensor whose sum exceeds float32, though no part does."""
-        for name in self.rows or self.parts:
+        for name in self.parts:
             if not self.sparse_mean(name, torch.float32)[1].isfinite().all():
                 return name
         return None
 
-    def refuse(self, checks: Sequence[int]) -> None:
-        from thinwire.wire import device_message
-
-        assert self.refused is not None, "there are checks"
-        layout, messages = self.refused
-        at = self.context
-        for source, verdict in enumerate(checks):
-            if verdict:
-                rank = source * at.node_size
-                device_message.explain(
-                    layout, messages[source], verdict, step=at.step, bucket=at.bucket, source=rank
-                )
-
-    def entries(self, name: str, dtype: torch.dtype) -> list[Entries]:
-        if name in self.rows:
-            from thinwire.wire import device_message
-
-            return [device_message.sum_rows(*self.rows[name], dtype)]
+    def entries(self, name: str) -> list[Entries]:
         return self.parts[name]
 
     def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
@@ -114,9 +85,9 @@ class ArrivedEntries(Arrived):
     def sparse_mean(self, name: str, dtype: torch.dtype) -> Entries:
         """Return indices (u,), ascending, and values (u,) of the mean; zero elsewhere.
 
-        Added in the order of the sources. On CUDA as with `entries`.
+        Added in the order of the sources.
         """
-        indices, total = sum_sparse(self.entries(name, dtype), dtype)
+        indices, total = sum_sparse(self.parts[name], dtype)
         return indices, divided_(total, self.context.sources)
 
     def add_kept_(self, name: str, residual: Tensor, key: int) -> None:
@@ -168,8 +139,6 @@ def send_entries(
     arrived.owned = chosen_split(exchange, layout, context.sources) is not None
     if arrived.owned:
         yield from _split(context, proposed, layout, arrived, over_senders)
-    elif is_static(_device(proposed)):
-        yield from _gathered_on_device(context, proposed, layout, arrived)
     else:
         yield from _gathered(context, proposed, layout, arrived)
     return arrived
@@ -208,30 +177,6 @@ def _gathered(
         largest += float(values.abs().max()) if values.numel() else 0.0
     if not largest < torch.finfo(torch.float32).max:
         arrived.bad_sum = arrived.overflowed()
-        arrived.sums_finite = arrived.bad_sum is None
-
-
-def _gathered_on_device(
-    context: Context, proposed: Mapping[str, Proposed], layout: Layout, arrived: ArrivedEntries
-) -> _Steps:
-    """Gather entries as `_gathered` does, without host synchronization.
-
-    The host reads the checks later.
-    """
-    from thinwire.wire import device_message
-
-    proposals = [item.proposal for item in proposed.values()]
-    message, sent = device_message.pack(layout, context.step, context.bucket, proposals)
-    for (name, item), values in zip(proposed.items(), sent, strict=True):
-        arrived.given[name] = (item.proposal.indices, values)
-    [rows] = yield [AllGather(message, _purpose(f"gathering {arrived.given_word}", context))]
-    read = device_message.read(layout, rows, step=context.step, bucket=context.bucket)
-    for (name, item), part in zip(proposed.items(), read.parts, strict=True):
-        arrived.rows[name] = (part, item.numel)
-    arrived.checks, arrived.refused = read.verdicts, (layout, rows)
-    largest = torch.stack([part.values.abs().amax(1) for part in read.parts]).amax(0).sum()
-    finite = largest < torch.finfo(torch.float32).max  # else some sum may not be
-    arrived.sums = [finite.long().view(1)]
 
 
 def _split(
@@ -285,7 +230,6 @@ def _split(
     for name, total in zip(names, joined(plan, len(names), received), strict=True):
         if total is not None:
             arrived.parts[name] = [total]
-    arrived.sums_finite = arrived.bad_sum is None
 
 
 def _for_owners(

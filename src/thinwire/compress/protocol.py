@@ -84,10 +84,9 @@ class Arrived:
         context: Of the sending.
         names: Tensors that were sent.
         finite: False if the method found that this rank's own gradients are not finite.
-        sums_finite: False if the host found that the sums over the sources are not finite.
+        bad_sum: First tensor whose sum over the sources the host found not finite.
         sums: Results of `checked_mean_` for each sum that is bit-identical on all ranks unless a
-            message was damaged: int64, shape (2,), or (1,) without bits to compare, where the host
-            has not looked yet.
+            message was damaged: int64, shape (2,), where the host has not looked yet.
         checks: Code of the problem with each message, 0 for none, int64 (sources,), where the host
             has not looked yet.
         node_means: The gradients that were folded in, where they are means over a node.
@@ -98,7 +97,7 @@ class Arrived:
         self.context = context
         self.names = tuple(names)
         self.finite: Flags = {}
-        self.sums_finite = True
+        self.bad_sum: str | None = None
         self.sums: Sequence[Tensor] = ()
         self.checks: Tensor | None = None
         self.node_means: Mapping[str, Tensor] = {}
@@ -109,13 +108,12 @@ class Arrived:
 
     def first_bad_sum(self) -> str | None:
         """Return the first tensor whose sum is not finite, if there may be one."""
-        return None
+        return self.bad_sum
 
-    def entries(self, name: str, dtype: torch.dtype) -> list[Entries] | None:
-        """Return indices and values of each source, or of their sum, in `dtype`.
+    def entries(self, name: str) -> list[Entries] | None:
+        """Return indices and values of each source, or of their sum.
 
-        None if every entry has a value. On CUDA an index may occur several times, each time with
-        the same value: assign, do not accumulate.
+        None if every entry has a value.
         """
         return None
 

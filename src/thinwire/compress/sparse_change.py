@@ -132,30 +132,14 @@ class _Largest(ArrivedEntries, MeanChange):
         error.view(-1)[indices] -= values.to(error.dtype)
         self.add_kept_(name, error.view(-1), key=0)
         change = torch.zeros_like(folded)
-        positions, mean = self._mean(name, folded.dtype)
-        change.view(-1)[positions] = mean
+        if parts := self.parts.get(name):  # none if owners sent no entry
+            positions, mean = self._mean(parts, folded.dtype)
+            change.view(-1)[positions] = mean
         return change
 
-    def _mean(self, name: str, dtype: torch.dtype) -> Entries:
+    def _mean(self, parts: list[Entries], dtype: torch.dtype) -> Entries:
         """Return positions, and the mean there over all ranks or over the senders."""
-        if name in self.rows:
-            return self._mean_on_device(name, dtype)
-        parts = self.parts.get(name, [])
-        if not parts:  # owners sent no entry
-            none = torch.empty(0, dtype=torch.int64, device="cpu")
-            return none, none.to(dtype)
         positions, total = sum_sparse(parts, dtype)
         if self.over_senders:
             return positions, total if self.owned else total.div_(senders(parts, dtype))
         return positions, divided_(total, self.context.sources)
-
-    def _mean_on_device(self, name: str, dtype: torch.dtype) -> Entries:
-        from thinwire.wire import device_message  # needs Triton
-
-        received, numel = self.rows[name]
-        positions, total = device_message.sum_rows(received, numel, dtype)
-        if not self.over_senders:
-            return positions, divided_(total, self.context.sources)
-        ones = received._replace(values=torch.ones_like(received.values))
-        counts = device_message.sum_rows(ones, numel, dtype)[1]
-        return positions, total.div_(counts.clamp_(min=1))  # 0 where no entry was sent

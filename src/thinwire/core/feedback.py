@@ -38,13 +38,11 @@ class Proposal(NamedTuple):
     """Entries that one tensor would send."""
 
     indices: Tensor
-    """Shape (k,), int64, ascending; empty if not finite (but never where `finite` is a tensor)."""
+    """Shape (k,), int64, ascending; empty if not finite."""
     values: Tensor
     """Shape (k,), the folded residual at `indices`, in the type of the computation."""
-    finite: bool | Tensor
-    """True if gradient and folded residual are finite. A tensor of shape () and dtype bool if the
-    host need not know.
-    """
+    finite: bool
+    """True if gradient and folded residual are finite."""
 
 
 def in_chunks(sizes: Mapping[_Key, int]) -> Iterator[list[_Key]]:

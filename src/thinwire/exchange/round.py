@@ -145,11 +145,10 @@ class Round:
         # messages before sums: a damaged message also makes a sum wrong
         for (arrived, _), numbers in zip(checked, read, strict=False):
             arrived.refuse(numbers)
-        suspects = [arrived for arrived in self._ended if not arrived.sums_finite]
-        for (arrived, _), (finite, *digest) in zip(summed, read[len(checked) :], strict=True):
-            for bits in digest:
-                # order counts, so that swapped sums are noticed as well
-                self.sums_digest = (self.sums_digest * 1_000_003 + bits) % (1 << 64)
+        suspects = [arrived for arrived in self._ended if arrived.bad_sum is not None]
+        for (arrived, _), (finite, bits) in zip(summed, read[len(checked) :], strict=True):
+            # order counts, so that swapped sums are noticed as well
+            self.sums_digest = (self.sums_digest * 1_000_003 + bits) % (1 << 64)
             suspects += [] if finite else [arrived]
         bad_sums = [name for arrived in suspects if (name := arrived.first_bad_sum()) is not None]
         bad_sum = min(bad_sums, key=lambda name: 0 if order is None else order[name], default=None)

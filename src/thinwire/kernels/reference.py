@@ -1,6 +1,6 @@
 """Kernels in torch operations, for any device.
 
-They are the reference implementation of the other bodies, and the fallback.
+They run on every device but the CPU, and are the reference for the numba body.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,9 +55,7 @@ def commit_(fold: Fold, indices: Tensor, sent: Tensor, seed: int) -> None:
             buffer.copy_(_rounded(u, seed, for_buffer=True))
 
 
-def propose_list(
-    folds: Sequence[Fold], ks: Sequence[int]
-) -> list[tuple[Tensor, Tensor, bool | Tensor]]:
+def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor, Tensor, bool]]:
     return [propose(fold, k) for fold, k in zip(folds, ks, strict=True)]
 
 
@@ -84,11 +82,7 @@ def summed(
     dtype: torch.dtype,
     sum_several: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Return the single part, or the sum of several by a body's `sum_sparse`.
-
-    A single part keeps its order: on a device an index may occur several times, with the same
-    value.
-    """
+    """Return the single part, or the sum of several by a body's `sum_sparse`."""
     if len(parts) == 1:
         return parts[0][0], parts[0][1].to(dtype) + 0.0  # from zero: no minus zero, as with several
     indices, values = map(list, zip(*parts, strict=True))

@@ -175,13 +175,8 @@ _PLAIN_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def has_address(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if its entries have type `dtype` and are contiguous in the CPU's memory."""
-    return tensor.is_cpu and is_plain(tensor, dtype)
-
-
-def is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Return True for a contiguous tensor of torch's own classes that owns memory."""
-    plain = type(tensor) in _PLAIN_CLASSES and tensor.dtype == dtype
+    """Return True for a contiguous tensor of torch's own classes in the CPU's memory."""
+    plain = tensor.is_cpu and type(tensor) in _PLAIN_CLASSES and tensor.dtype == dtype
     strided = (
         plain and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
     )

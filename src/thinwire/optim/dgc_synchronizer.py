@@ -413,16 +413,13 @@ class DGCUpdate:
     def _step_along(self, names: Sequence[str], rates: Sequence[float], done: Round) -> None:
         """Update p <- p - lr * mean, at the entries that any rank sent."""
         params = [self._synchronizer.params[name] for name in names]
-        wide = [wide_dtype(p) for p in params]
-        entries = [
-            done.arrived[name].entries(name, dtype) for name, dtype in zip(names, wide, strict=True)
-        ]
+        entries = [done.arrived[name].entries(name) for name in names]
         step_along_list_(
             [shard_of(param).detach() for param in params],
             [entry for entry in entries if entry is not None],
             [rates[self._optimizer._facts(param).group_index] for param in params],
             done.arrived[names[0]].context.sources,
-            wide,
+            [wide_dtype(param) for param in params],
         )
 
     def _apply_dense(self, name: str, mean: Tensor, key: int, rate: float, *, clip: bool) -> None:

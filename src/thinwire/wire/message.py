@@ -14,7 +14,6 @@ Each sign has its own mean, so that the error never has a larger norm than the i
 asymmetric the entries are.
 """
 
-import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -44,8 +43,6 @@ from thinwire.wire.codes import decode_positions, decode_values, encode_position
 WIRE_VERSION = 2
 _MAGIC = b"thwr"
 _CRC_BYTES = 4
-CHECKSUM = (HEADER_BYTES - _CRC_BYTES, HEADER_BYTES)
-"""First byte of the checksum, and the end of it."""
 _FLAG_NONFINITE = 1
 
 
@@ -192,16 +189,6 @@ def opened(form: Form, message: Tensor, step: int, bucket: int) -> tuple[memoryv
     _expect("bucket", its_bucket, bucket)
     _expect("layout", digest, form.digest)
     return raw, flags, carried
-
-
-def header_words(layout: Layout, step: int, bucket: int) -> tuple[int, int, int]:
-    """Return the header up to the number of entries, with no flag set.
-
-    Three little-endian signed numbers of 64 bits.
-    """
-    header = HEADER.pack(_MAGIC, WIRE_VERSION, 0, bucket, step, layout.digest, 0, 0)
-    words: tuple[int, int, int] = struct.unpack_from("<3q", header)
-    return words
 
 
 def _encoded(
