@@ -38,11 +38,8 @@ class Exchange(Protocol):
 
     Attributes:
         local: True if ranks train independently between two averagings.
-        dropped_steps: Updates dropped for a gradient that is not finite.
-        k_steps: Current number of updates between two exchanges.
         pending: Work that `flush` would do, in words; empty if none.
-        moved: True if a failed `update` raised after its exchange, so that other ranks have made
-            the update; or after this rank's own step.
+        moved: True if a failed `update` raised after its exchange, or after this rank's own step.
     """
 
     local: bool
