@@ -68,7 +68,7 @@ def test_the_header_is_little_endian_and_32_bytes():
         "<4sBBHQQII", bytes(message[:32].tolist())
     )
     assert HEADER_BYTES == 32
-    assert (magic, version, flags, bucket, step) == (b"thwr", 1, 0, 3, 12)
+    assert (magic, version, flags, bucket, step) == (b"thwr", 2, 0, 3, 12)
     assert digest == layout.digest
     assert carried == sum(indices.numel() for indices, _ in parts)
     assert torch.equal(message, resealed(message.tolist()))
@@ -124,7 +124,7 @@ def test_a_message_of_another_length_is_refused(length):
     ("at", "value", "complaint"),
     [
         (0, 0, "magic"),
-        (4, 2, "wire version 2 came, expected 1"),
+        (4, 3, "wire version 3 came, expected 2"),
         (5, 2, "flags 2 came, expected 0"),
         (24, 0, r"number of entries \(k\) 82 came, expected 0"),
     ],

@@ -175,8 +175,8 @@ def test_another_version_on_one_side(net: Network, tmp_path: Path) -> None:
     (copy / "_version.py").write_text('__version__ = "0.0.1"\n', encoding="utf-8")
     message = copy / "wire" / "message.py"
     text = message.read_text(encoding="utf-8")
-    assert "\nWIRE_VERSION = 1\n" in text
-    message.write_text(text.replace("\nWIRE_VERSION = 1\n", "\nWIRE_VERSION = 7\n"), "utf-8")
+    assert "\nWIRE_VERSION = 2\n" in text
+    message.write_text(text.replace("\nWIRE_VERSION = 2\n", "\nWIRE_VERSION = 7\n"), "utf-8")
     found, _ = doctors(net, [{}, {"PYTHONPATH": str(tmp_path)}], SLOW_MACHINE)
     assert worst(found) == [
         "versions: the wire format is 1 on rank 0 and 7 on rank 1 -> "
