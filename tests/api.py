@@ -177,9 +177,9 @@ _NAMES = {
     "thinwire.wire": "message",
     "thinwire.wire.codes": "decode_values encode_values decode_positions encode_positions",
     "thinwire.wire.message": (
-        "message_pack=pack message_unpack=unpack pack_nonfinite decode_whole pack_whole "
-        "unpack_whole"
+        "message_pack=pack message_unpack=unpack pack_nonfinite pack_whole unpack_whole"
     ),
+    "thinwire.wire.whole": "decode_whole",
 }
 """By module its names, or `name here=name there` where two modules have the same."""
 _HOMES = {

@@ -39,5 +39,5 @@ def signs_message(tensors, step, digest):
         bitmap = sum(1 << i for i, v in enumerate(values) if v < 0)
         payload += struct.pack("<ff", *means_of_signs(values))
         payload += bitmap.to_bytes(math.ceil(len(values) / 8), "little")
-    head = struct.pack("<4sBBHQQI", b"thwr", 1, 0, 0, step, digest, 0)
+    head = struct.pack("<4sBBHQQI", b"thwr", 2, 0, 0, step, digest, 0)
     return head + struct.pack("<I", zlib.crc32(head + bytes(4) + payload)) + payload

@@ -23,7 +23,8 @@ from thinwire.kernels.reference import divided_
 from thinwire.layout.message import WHOLE_BITS, WholeLayout
 from thinwire.layout.shares import Piece, SplitLayout
 from thinwire.layout.traffic import EXCHANGES, chosen_split
-from thinwire.wire.message import decode_whole, pack_whole, unpack_whole
+from thinwire.wire.message import pack_whole, unpack_whole
+from thinwire.wire.whole import decode_whole
 
 _NARROWEST_PLAIN = 32
 
@@ -92,10 +93,8 @@ class Quantized(ErrorsOnly):
             unpack_whole(layout, row, step=step, bucket=0, source=source * context.node_size)
             for source, row in enumerate(rows)
         ]
-        own = unpack_whole(layout, message, step=step, bucket=0, source=0)
         made = _Whole(context, list(folded))
         made.value_bits = self.value_bits
-        made.own = dict(zip(folded, own, strict=True))
         made.received = dict(zip(folded, zip(*codes, strict=True), strict=True))
         return made
 
@@ -107,18 +106,16 @@ class _Whole(MeanChange):
     """
 
     value_bits: int
-    own: Mapping[str, Tensor]
     received: Mapping[str, Sequence[Tensor]]
 
     def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
-        torch.sub(folded, self._decoded(self.own[name], folded), out=kept[ERRORS][name])
         mean = torch.zeros_like(folded)
-        for code in self.received[name]:
-            mean += self._decoded(code, folded)
-        return divided_(mean, len(self.received[name]))
-
-    def _decoded(self, code: Tensor, like: Tensor) -> Tensor:
-        return decode_whole(code, like.numel(), self.value_bits).view_as(like)
+        for source, code in enumerate(self.received[name]):
+            sent = decode_whole(code, folded.numel(), self.value_bits).view_as(folded)
+            if source == self.context.source:
+                torch.sub(folded, sent, out=kept[ERRORS][name])
+            mean += sent
+        return divided_(mean, self.context.sources)
 
 
 def _by_shares(

@@ -6,12 +6,8 @@ field zero. Flag bit 0: a gradient was not finite; the payload is then the numbe
 bytes) and zeros. Entries whose value is 0 are not sent. The length follows from the layout, so the
 messages of all ranks are equally long and one all-gather moves them.
 
-A message of whole tensors (`pack_whole`) has every entry in few bits. It has no positions, no flag
-and no count of entries. At 2, 4, 8 and 16 bits a tensor is the code of `wire.codes`. At 1 bit it
-has two scales in float32, the mean of the nonnegative entries and the mean magnitude of the
-negative ones, and one bit per entry, set if the entry is negative, the least significant bit first.
-Each sign has its own mean, so that the error never has a larger norm than the input, however
-asymmetric the entries are.
+A message of whole tensors (`pack_whole`) has the code of each by `wire.whole`: every entry in few
+bits, without positions, flag and count of entries.
 """
 
 import zlib
@@ -30,7 +26,6 @@ from thinwire.layout.message import (
     CULPRIT,
     HEADER,
     HEADER_BYTES,
-    SCALE_BYTES,
     Layout,
     Slot,
     WholeLayout,
@@ -39,6 +34,7 @@ from thinwire.layout.message import (
     whole_bytes,
 )
 from thinwire.wire.codes import decode_positions, decode_values, encode_positions, encode_values
+from thinwire.wire.whole import encode_whole, scale_bytes
 
 WIRE_VERSION = 2
 _MAGIC = b"thwr"
@@ -264,12 +260,13 @@ def pack_whole(layout: WholeLayout, step: int, bucket: int, tensors: Sequence[Te
 
     >>> layout = WholeLayout((4,), 1)
     >>> message = pack_whole(layout, 0, 0, [torch.tensor([1.0, 3.0, -2.0, -4.0])])
+    >>> from thinwire.wire.whole import decode_whole
     >>> (code,) = unpack_whole(layout, message, step=0, bucket=0, source=1)
     >>> decode_whole(code, 4, 1)
     tensor([ 2.,  2., -3., -3.])
     """
     return with_checksum(
-        layout, step, bucket, [_encoded_whole(tensor, layout.value_bits) for tensor in tensors]
+        layout, step, bucket, [encode_whole(tensor, layout.value_bits) for tensor in tensors]
     )
 
 
@@ -279,7 +276,7 @@ def unpack_whole(
     """Return the codes in a message after all checks; arguments and errors as in `unpack`.
 
     Returns:
-        One per tensor for `decode_whole`, which accepts all of them; views of the message.
+        One per tensor for `wire.whole.decode_whole`; views of the message.
     """
     try:
         _, flags, carried = opened(layout, message, step, bucket)
@@ -287,7 +284,7 @@ def unpack_whole(
             raise PayloadCorrupt(f"flags {flags} and {carried} entries came, expected 0 and 0")
         lengths = [whole_bytes(numel, layout.value_bits) for numel in layout.numels]
         codes = list(torch.split(message[HEADER_BYTES:], lengths))
-        scales = torch.cat([code[: _scale_bytes(layout.value_bits)] for code in codes]).view(
+        scales = torch.cat([code[: scale_bytes(layout.value_bits)] for code in codes]).view(
             torch.float32
         )
         if not bool(scales.isfinite().all()):
@@ -295,49 +292,3 @@ def unpack_whole(
     except PayloadCorrupt as refusal:
         raise refused(refusal, step=step, bucket=bucket, source=source) from None
     return codes
-
-
-def decode_whole(code: Tensor, numel: int, value_bits: int) -> Tensor:
-    """Return the entries of one tensor.
-
-    Args:
-        code: Result of `unpack_whole`; read only.
-        numel: Entries of the tensor.
-        value_bits: Of the layout.
-
-    Returns:
-        Shape (numel,), float32, finite, on `code.device`; the same bits on every rank and device.
-    """
-    if value_bits != 1:
-        return decode_values(code, numel, value_bits, numel)
-    bitmap = code[2 * SCALE_BYTES :]
-    upper, lower = (
-        decode_values(torch.cat([scale, bitmap]), numel, 1, numel)
-        for scale in torch.split(code[: 2 * SCALE_BYTES], SCALE_BYTES)
-    )
-    return torch.where(torch.signbit(upper), lower, upper)
-
-
-def _scale_bytes(bits: int) -> int:
-    return value_bytes(0, bits) + (SCALE_BYTES if bits == 1 else 0)
-
-
-def _encoded_whole(values: Tensor, bits: int) -> Tensor:
-    if bits != 1:
-        return encode_values(values, bits, values.numel())[0]
-    negative = values < 0
-    lower = values[negative]
-    scales = [
-        _mean(values[values > 0], values.numel() - lower.numel()),
-        _mean(lower, lower.numel()),
-    ]
-    signs = torch.where(negative, -1.0, 1.0).to(values.dtype)
-    return torch.cat([*scales, encode_values(signs, 1, values.numel())[0][SCALE_BYTES:]])
-
-
-def _mean(values: Tensor, count: int) -> Tensor:
-    """Return the float32 mean magnitude of `count` entries as 4 bytes.
-
-    Missing entries count as 0.
-    """
-    return encode_values(values, 1, max(1, count))[0][:SCALE_BYTES]
