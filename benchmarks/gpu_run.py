@@ -30,7 +30,8 @@ from thinwire.kernels.rules import Fold
 from thinwire.layout.message import VALUE_BITS, WHOLE_BITS, Layout, Slot, WholeLayout
 from thinwire.tools.run.built_in import VOCABULARY, ByteTransformer, loss_of
 from thinwire.tools.run.config import ModelSize
-from thinwire.wire.message import decode_whole, pack, pack_whole, unpack, unpack_whole
+from thinwire.wire.message import pack, pack_whole, unpack, unpack_whole
+from thinwire.wire.whole import decode_whole
 
 Maker = Callable[[nn.Module], torch.optim.Optimizer]
 Found = dict[str, Any]

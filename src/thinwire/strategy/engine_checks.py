@@ -67,11 +67,7 @@ class Batches:
 
 
 class Joining:
-    """Votes inside `engine.join()` under local updates, on which ranks still have batches.
-
-    Communication: 24 bytes a rank and vote if all agree, before the first microstep after an
-    averaging.
-    """
+    """Votes inside `engine.join()` under local updates, on which ranks still have batches."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

@@ -34,7 +34,7 @@ Grads = Mapping[str, Tensor]
 
 
 class Exchange(Protocol):
-    """One update over the ranks. Methods with a body suit an exchange in every step.
+    """One update over the ranks.
 
     Attributes:
         local: True if ranks train independently between two averagings.
