@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch._C._distributed_c10d import HashStore
@@ -44,7 +45,9 @@ class Honest:
         }
 
     def __call__(self, kind: Kind, number: int, rank: int) -> bytes:
-        message = torch.frombuffer(bytearray(content_of(number, rank)), dtype=torch.uint8)
+        content = content_of(number, rank)
+        checksum = crc32(content).to_bytes(4, "little") if kind == Kind.CONTROL else b""
+        message = torch.frombuffer(bytearray(content + checksum), dtype=torch.uint8)
         return self._macs[kind, rank].with_mac(message, number).numpy().tobytes()
 
 
