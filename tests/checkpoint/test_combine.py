@@ -125,6 +125,13 @@ def test_what_only_some_ranks_have() -> None:
     assert combine([{"x": {"f": 3.0}}, {}], {"x/f": "mean_zero"}) == {"x": {"f": 1.5}}
 
 
+def test_codes_come_with_their_scales_from_the_first_rank_that_has_them() -> None:
+    first, second = ({"q": torch.tensor([n, 1]), "scale": torch.tensor(float(n))} for n in (2, 4))
+    assert same(combine([{"a": {}}, {"a": first}, {"a": second}], {"a*": "whole"}), {"a": first})
+    equal = combine([{"a": first}, {"a": {**second, "q": first["q"]}}], {"a*": "whole"})
+    assert same(equal, {"a": {**first, "scale": torch.tensor(3.0)}})
+
+
 def test_sequences() -> None:
     assert combine([[1.0, (2.0, "a")], [3.0, (4.0, "b")]]) == [2.0, (3.0, "a")]
     assert combine([{"a": [1.0]}, {"a": [2.0, 3.0]}]) == {"a": [1.0]}

@@ -171,11 +171,6 @@ def rewritten(path: Path, **changes: Any) -> None:
     (path / "manifest.json").write_bytes(sealed({**content, **changes}))
 
 
-def test_the_manifest_can_be_written_by_others(tmp_path: Path) -> None:
-    rewritten(saved(tmp_path, 1), serial=7)
-    assert load(tmp_path, group=GROUP).step == 1
-
-
 def test_a_newer_format_is_an_error_and_no_older_state_takes_its_place(tmp_path: Path) -> None:
     path = saved(tmp_path, 1, 2)
     rewritten(path, format=2)

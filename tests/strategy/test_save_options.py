@@ -224,7 +224,5 @@ def held(rank: int, size: int, folder: str) -> list[tuple[int, ...]]:
     return counts
 
 
-def test_a_save_beside_training_leaves_no_thread_and_no_descriptor(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_a_save_beside_training_leaves_no_thread_behind(ranks: Pool, tmp_path: Path) -> None:
     assert all(len(set(counts)) == 1 for counts in ranks.run(held, str(tmp_path)))

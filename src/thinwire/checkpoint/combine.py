@@ -94,8 +94,9 @@ class _Combiner:
         present = [node for node in nodes if node is not None]
         first = present[0] if present else None
         rule = self._rule(path)
-        if first is None or rule == "first" or (rule == "whole" and self._codes_differ(present)):
-            return with_tensors(first, self.read)
+        coded = [node for node in present if rule == "whole" and _codes(node)]
+        if first is None or rule == "first" or self._codes_differ(coded):
+            return with_tensors(coded[0] if coded else first, self.read)
         if all(is_random_state(node) for node in present):
             return self._random_state(present)
         if all(isinstance(node, Mapping) for node in present):
