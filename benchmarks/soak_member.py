@@ -196,8 +196,8 @@ class _Member:
         inherit = JoinerState.add_handoff
         taken = 0
 
-        def committed(averaging: Averaging, pending: PendingAveraging, extras: Any) -> None:
-            commit(averaging, pending, extras)
+        def committed(averaging: Averaging, pending: PendingAveraging, *others: Any) -> None:
+            commit(averaging, pending, *others)
             assert self._members is not None, "joined"
             about = {"step": pending.step, "digest": digest(averaging, self._me.net)}
             if self._members.joiner:

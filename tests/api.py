@@ -78,7 +78,6 @@ _NAMES = {
         "HEADER_BYTES Layout CHECKSUM_BYTES SKETCH_NUMEL Slot VALUE_BITS WHOLE_BITS WholeLayout "
         "count_sent position_bytes position_parts value_bytes"
     ),
-    "thinwire.layout.owners": "assign_owners",
     "thinwire.layout.shares": "split_plan whole_split fragments_partition=contiguous",
     "thinwire.layout.traffic": (
         "GATHER begin_step chosen_split first_split messages travels_checksummed"

@@ -238,8 +238,8 @@ def agreed_bytes(rank: int, size: int) -> tuple[bool, int]:
 
 
 def test_an_agreement_is_counted_in_bytes(ranks: Pool) -> None:
-    """24 bytes to compare, and a byte more where the answers differ."""
-    assert ranks.run(agreed_bytes) == [(True, 25), (True, 25)]
+    """24 bytes to compare; where answers differ a byte more, and a checksum of 4."""
+    assert ranks.run(agreed_bytes) == [(True, 29), (True, 29)]
 
 
 def test_gradients_that_share_storage_are_unscaled_once() -> None:

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from thinwire._launched import one_of_several
 from thinwire._version import __version__
 from thinwire._wording import near
 
@@ -165,7 +164,7 @@ def _exit(status: int, message: str) -> NoReturn:
 
 
 def _leave(status: int) -> NoReturn:
-    if one_of_several(os.environ):
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         # the process has aborted in 3 of 70 runs of three ranks while the interpreter shut down, in
         # a thread of torch's
         for stream in (sys.stdout, sys.stderr):

@@ -523,7 +523,6 @@ MATRIX = _numbered(
             "the update still pending is kept",
             (
                 "strategy/test_resume.py::test_four_ranks_to_two_to_four_keep_the_update_still_pending",
-                "checkpoint/test_ranks.py::test_four_to_two_to_four_ranks_keeps_the_mean",
             ),
             "",
         ),

@@ -27,21 +27,22 @@ LOOPBACK = RelayEndpoint("127.0.0.1", 0, b"", own_address="127.0.0.1")
 def meeting_place(token: bytes | None = TOKEN, host: str = "127.0.0.1") -> Iterator[str]:
     """The address of a meeting place in this process."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
-    listener.bind((host, 0))
-    listener.listen()
+    listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
+    with hosted(listener, token):
+        yield f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+@contextlib.contextmanager
+def hosted(listener: socket.socket, token: bytes | None) -> Iterator[None]:
+    """Serve a meeting place on this socket, on a thread, while the block runs."""
     stop, ready = threading.Event(), threading.Event()
-    said: list[str] = []
-    thread = threading.Thread(
-        target=run_host,
-        args=(listener, token),
-        kwargs={"say": said.append, "ready": ready.set, "stop": stop},
-    )
+    options = {"say": lambda _: None, "ready": ready.set, "stop": stop}
+    thread = threading.Thread(target=run_host, args=(listener, token), kwargs=options)
     thread.start()
     try:
         assert ready.wait(PATIENCE_S)
-        yield f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        yield
     finally:
         stop.set()
         thread.join(PATIENCE_S)

@@ -6,7 +6,6 @@ import random
 import socket
 import ssl
 import struct
-import threading
 from collections.abc import Iterator
 
 from tests.api import (
@@ -17,9 +16,8 @@ from tests.api import (
     hello_mac,
     relay_key,
     relaying,
-    run_host,
 )
-from tests.members.places import TOKEN
+from tests.members.places import TOKEN, hosted
 from tests.waiting import PATIENCE_S
 
 
@@ -40,9 +38,8 @@ def listening() -> socket.socket:
 def relay_alone(token: bytes | None = None) -> Iterator[RelayEndpoint]:
     """A relay without a store behind it, as a member with that token reaches it."""
     listener = listening()
-    port = listener.getsockname()[1]
     with relaying(listener, token, None, 0):
-        yield RelayEndpoint("127.0.0.1", port, relay_key(token))
+        yield RelayEndpoint(*listener.getsockname(), relay_key(token))
 
 
 def rank_by_hand(place: RelayEndpoint, room: str, rank: int) -> socket.socket:
@@ -60,15 +57,14 @@ def rank_by_hand(place: RelayEndpoint, room: str, rank: int) -> socket.socket:
 def relay_place(token: bytes | None = TOKEN, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """The address of a meeting place in this process that relays."""
     listener, behind = listening(), listening()
-    port, stop, ready = listener.getsockname()[1], threading.Event(), threading.Event()
-    store_port = behind.getsockname()[1]
-    options = {"say": lambda _: None, "ready": ready.set, "stop": stop}
-    thread = threading.Thread(target=run_host, args=(behind, token), kwargs=options)
-    with relaying(listener, token, tls, store_port):
-        thread.start()
-        try:
-            assert ready.wait(PATIENCE_S)
-            yield f"tcp://127.0.0.1:{port}"
-        finally:
-            stop.set()
-            thread.join(PATIENCE_S)
+    with relaying(listener, token, tls, behind.getsockname()[1]), hosted(behind, token):
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def listens(address: str, port: int) -> bool:
+    """Whether a connection to there is answered."""
+    try:
+        socket.create_connection((address, port), timeout=1).close()
+    except OSError:
+        return False
+    return True

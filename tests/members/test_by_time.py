@@ -34,9 +34,9 @@ def member(
     commit = Averaging.commit_
     shares: list[float] = []
 
-    def committed(self: Averaging, pending: Any, extras: Any) -> None:
+    def committed(self: Averaging, pending: Any, *others: Any) -> None:
         shares.append(pending.share)
-        commit(self, pending, extras)
+        commit(self, pending, *others)
 
     fault = {"rank": 1, "phase": "once sent", "at": 3}
     found: dict[int, tuple[str, int]] = {}

@@ -150,8 +150,8 @@ class Liar:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = RelayEndpoint(*self.listener.getsockname(), b"")
         self._frames = frames
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._serve)
+        self.thread.start()
 
     def _serve(self) -> None:
         with self.listener, self.listener.accept()[0] as member:
@@ -175,9 +175,6 @@ class Liar:
         with contextlib.suppress(ConnectionError):
             while member.recv(1 << 16):
                 pass
-
-    def join(self) -> None:
-        self._thread.join()
 
 
 class OnCpu(Group):
@@ -204,7 +201,7 @@ def member(turns: list[tuple[Kind, int, bytes]]) -> Iterator[Group]:
         yield group
     finally:
         groups.release()
-        relay.join()
+        relay.thread.join()
 
 
 def received(group: Group, kind: Kind, number: int) -> tuple[list[Any], list[int]]:

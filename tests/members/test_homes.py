@@ -15,7 +15,7 @@ from tests.api import Link, inside, interface_bytes
 from tests.lab.namespaces import needs_netns
 from tests.members.homes import at_home, homes, needs_homes, walled
 from tests.members.places import host_command
-from tests.members.relays import relay_place
+from tests.members.relays import listens, relay_place
 from tests.members.test_relay import CONFIGS, in_order
 from tests.members.training import digest
 from tests.ranks import Pool
@@ -27,15 +27,7 @@ PORT = 29_400
 
 def reaches(namespace: int, address: str) -> bool:
     """Whether a connection from there to this address is answered by a member."""
-
-    def connected() -> bool:
-        try:
-            socket.create_connection((address, PORT), timeout=1).close()
-        except OSError:
-            return False
-        return True
-
-    return bool(inside(namespace, connected))
+    return bool(inside(namespace, lambda: listens(address, PORT)))
 
 
 def listening(namespace: int) -> socket.socket:

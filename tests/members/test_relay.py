@@ -34,7 +34,7 @@ from tests.api import (
     require_relay,
 )
 from tests.members.places import TOKEN, host_command, meeting_place
-from tests.members.relays import listening, rank_by_hand, relay_alone, relay_place
+from tests.members.relays import listening, listens, rank_by_hand, relay_alone, relay_place
 from tests.members.training import TIMEOUT_S, digest, member, model
 from tests.ranks import Lost, Pool, Raised
 from tests.waiting import PATIENCE_S, until
@@ -193,7 +193,7 @@ def test_a_relay_that_is_killed_and_comes_back_costs_nothing(
         host = threading.Thread(target=hold_host, args=(port, token_file, flag, kills, over))
         host.start()
         try:
-            until(lambda: listens(port), "the host")
+            until(lambda: listens("127.0.0.1", port), "the host")
             paced = {**options, "flag": str(flag) if kills else ""}
             args = (f"tcp://127.0.0.1:{port}", CONFIGS["sparse"], paced)
             found += ranks.run(in_order, *args, size=3, group=False)
@@ -201,14 +201,6 @@ def test_a_relay_that_is_killed_and_comes_back_costs_nothing(
             over.set()
             host.join()
     assert found == 6 * [found[0]]
-
-
-def listens(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
-    except OSError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from tests.optim.cases import ALL, give_gradients, model
 from tests.ranks import Pool
@@ -15,10 +18,6 @@ from thinwire import optim
 def train_sharded(
     rank: int, size: int, name: str, clip: float, foreach: bool | None
 ) -> list[Tensor]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import distribute_tensor
-
     net = model(torch.float64)
     mesh = init_device_mesh("cpu", (size,))
     for layer in net:
@@ -63,9 +62,6 @@ def test_sharding_changes_no_number(ranks: Pool, name: str, foreach: bool | None
 
 
 def of_large_gradients(rank: int, size: int, name: str, clip: Any) -> list[list[Tensor]]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     found = []
     for scale in (2.0**10, 2.0**70):
         net = model()
@@ -95,9 +91,6 @@ def test_norms_have_room_for_large_gradients(ranks: Pool, name: str, clip: Any, 
 
 
 def minimized(rank: int, size: int, name: str) -> list[bool]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     ends = []
     for by_minimize in (True, False):
         net = model(torch.float64)

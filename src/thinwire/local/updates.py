@@ -337,6 +337,7 @@ class LocalUpdates:
                 p.numel() * p.element_size() for p in self._tensors.params.values()
             )
         if self.synced:
+            _log.debug("averaged after local step %d", self.step)
             self._round_over(averager)
         if self.k_steps != k_steps:
             _log.info(
