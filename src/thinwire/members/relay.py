@@ -108,14 +108,14 @@ class _Relay:
                 except OSError:  # too many open files
                     await asyncio.sleep(_RETRY_S)
                     continue
-                task = loop.create_task(self._serve(sock))
+                task = loop.create_task(self._handle_client(sock))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
                 self._strangers[sock] = task
                 if len(self._strangers) > MOST_CONNECTIONS:
                     self._strangers.pop(next(iter(self._strangers))).cancel()
 
-    async def _serve(self, sock: socket.socket) -> None:
+    async def _handle_client(self, sock: socket.socket) -> None:
         """Serve a client until it disconnects: as a rank, or as one of the store."""
         errors = OSError, EOFError, ValueError, KeyError, TypeError  # it has gone, or is no member
         with contextlib.suppress(*errors), contextlib.ExitStack() as ends:
