@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import thinwire as tw
 from tests.precision import products_in
 from thinwire.optim import Muon, muon_groups
 
