@@ -425,7 +425,7 @@ MATRIX = _numbered(
             "`engine.join`, or an error that names it",
             (
                 "strategy/test_unequal_data.py::test_ranks_that_ran_out_count_with_zero",
-                "strategy/test_unequal_data.py::test_without_a_join_the_others_hear_what_to_do",
+                "strategy/test_unequal_data.py::test_a_flush_after_unequal_numbers_of_batches_is_an_error_with_advice_on_all",
             ),
             "",
         ),

@@ -108,22 +108,14 @@ class _Relay:
                 except OSError:  # too many open files
                     await asyncio.sleep(_RETRY_S)
                     continue
-<<<<<<< HEAD
-                task = loop.create_task(self._admit(sock))
-=======
                 task = loop.create_task(self._handle_client(sock))
->>>>>>> w-g
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
                 self._strangers[sock] = task
                 if len(self._strangers) > MOST_CONNECTIONS:
                     self._strangers.pop(next(iter(self._strangers))).cancel()
 
-<<<<<<< HEAD
-    async def _admit(self, sock: socket.socket) -> None:
-=======
     async def _handle_client(self, sock: socket.socket) -> None:
->>>>>>> w-g
         """Serve a client until it disconnects: as a rank, or as one of the store."""
         errors = OSError, EOFError, ValueError, KeyError, TypeError  # it has gone, or is no member
         with contextlib.suppress(*errors), contextlib.ExitStack() as ends:
