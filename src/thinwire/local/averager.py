@@ -253,9 +253,7 @@ class Averager(Synchronizer):
         return shards.gather_now(bytes([over]), "asking whether a round is over")[0] == b"\x01"
 
     def end_round(self) -> None:
-        """Average the work of this rank in a timed round, even if it made no step; nothing if all
-        ranks are `flushing`.
-        """
+        """Average this rank's work in a timed round, even none; nothing if all are `flushing`."""
         if self.counters.step < self.config.begin_step:
             self._average_all("averaging", with_loss=False)
         else:

@@ -408,7 +408,8 @@ class OtherBuffers:
 
     def judge(self, vote: Vote, answers: Answers) -> None:
         """Implement `Check.judge`."""
-        for first, ours, rank, theirs in answers.differences("other_buffers", {}):
+        found = () if self._warned else answers.differences("other_buffers", {})
+        for first, ours, rank, theirs in found:
             name = next(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
             self._warned = True
             self._constant.clear()
