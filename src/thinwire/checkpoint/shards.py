@@ -18,9 +18,8 @@ Path = tuple[Any, ...]
 
 def rows_of(shape: Sequence[int], shards: int, shard: int) -> range:
     """Return the rows of a tensor that one of several shards holds."""
-    rows = shape[0]
-    length = -(-rows // shards)
-    return range(min(shard * length, rows), min((shard + 1) * length, rows))
+    length = -(-shape[0] // shards)
+    return range(*(min(edge * length, shape[0]) for edge in (shard, shard + 1)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +80,7 @@ class Sharding:
         )
 
     def _shape(self, name: str, shards: int, shard: int) -> tuple[int, ...]:
-        shape = self.shapes[name]
-        return (len(rows_of(shape, shards, shard)), *shape[1:])
+        return (len(rows_of(self.shapes[name], shards, shard)), *self.shapes[name][1:])
 
     def _rows(self, name: str, node: Tensor | None, shard: int, nodes: Sequence[Any]) -> Tensor:
         if node is not None:
