@@ -191,6 +191,26 @@ def followed_gan(rank: int, size: int, kind: str, config: Any, odd: tuple[int, .
     return ["", False]
 
 
+def flushed_between(rank: int, size: int, config: Any) -> list[Any]:
+    model, generator, critic = gan()
+    engine = tw.DistributedStrategy(localsgd=config).prepare(model, [generator, critic])
+    before = digest(engine)
+    engine.follow_steps()
+    model["critic"](model["generator"](batch(0, rank)[0])).mean().backward()
+    generator.step()
+    try:
+        engine.flush()
+    except RuntimeError as error:
+        return [str(error), digest(engine) == before]
+    return ["", False]
+
+
+@pytest.mark.parametrize("config", [None, tw.LocalSGD(2)], ids=["dense", "local"])
+def test_a_flush_between_the_steps_of_two_optimizers_is_an_error(config: Any, ranks: Pool) -> None:
+    for text, unmoved in ranks.run(flushed_between, config):
+        assert "flush" in text and "[0]" in text and unmoved
+
+
 @pytest.mark.parametrize("config", [None, tw.LocalSGD(2)], ids=["dense", "local"])
 @pytest.mark.parametrize("kind", GANS)
 def test_optimizers_that_do_not_step_in_turn_are_an_error_on_all_ranks_before_an_update(

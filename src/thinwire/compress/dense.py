@@ -65,13 +65,14 @@ def send_dense(
     if check_finite and (context.sources == 1 or context.node_size > 1):
         finite = _own_flags(tensors)
     purpose = f"averaging dense tensors of step {context.step}, bucket {context.bucket}"
-    asked = [sum_of(joined(group.values()), context, purpose) for group in groups]
+    flats = [joined(group.values()) for group in groups]
+    asked = [sum_of(flat, context, purpose) for flat in flats]
     answers = yield asked
     arrived = DenseMeans(context, list(tensors))
     arrived.finite = finite
     damaged, sums = [], []
-    for group, collective, answer in zip(groups, asked, answers, strict=True):
-        total, wrong = opened(collective, answer, _summed_in(group), context)
+    for group, flat, collective, answer in zip(groups, flats, asked, answers, strict=True):
+        total, wrong = opened(collective, answer, flat.dtype, context)
         damaged += [] if wrong is None else [wrong]
         sums.append(checked_mean_(total, context.sources, bits=context.read_sums))
         arrived.means |= parted(total, group)
@@ -210,11 +211,6 @@ def _own_flags(tensors: Mapping[str, Tensor]) -> dict[str, bool | Tensor]:
 def _salt(context: Context) -> int:
     """Return the number that ties a checksum to one sending."""
     return (context.step << 20) + context.bucket
-
-
-def _summed_in(group: Mapping[str, Tensor]) -> torch.dtype:
-    dtype = next(iter(group.values())).dtype
-    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def with_checksum(part: Tensor, salt: int) -> Tensor:

@@ -316,10 +316,8 @@ class Engine:
                 raise RuntimeError(SCALER)
             if target._parts.group.size > 1 and target._steps.by_time is None:
                 refuse_scaler(target._parts.optimizer)
-            value = None
-            if closure is not None:
-                with torch.enable_grad():
-                    value = closure()
+            with torch.enable_grad():
+                value = None if closure is None else closure()
             if (problem := joint.add(which)) is not None:
                 target._steps.refuse(problem)
             if joint.complete:
@@ -330,7 +328,7 @@ class Engine:
 
         for index, optimizer in enumerate(self.optimizers):
             undo.callback(replace_step_(optimizer, partial(update, index)))
-        self._following = Following(undo.close)
+        self._following = Following(undo.close, joint)
         self._parts.undo.callback(self._following.remove)
         return self._following
 
@@ -414,7 +412,9 @@ class Engine:
         if self.sync is not None and self.sync.left:
             self._steps.forget_merged()
             return
-        parts, merge = self._parts, self._parts.merge
+        following, parts, merge = self._following, self._parts, self._parts.merge
+        if following is not None and following.active and (why := following.joint.unfinished()):
+            self._steps.refuse(why)
         microsteps = 0 if merge is None else merge.microsteps
         with self._steps.with_advice(), parts.group.one_deadline():
             # local updates compare steps in their own flush, and ranks have unequal ones by time
@@ -853,17 +853,10 @@ class Engine:
 
 
 class Following:
-    """Handle of `Engine.follow_steps`.
+    """Handle of `Engine.follow_steps`; `remove` stops following."""
 
-    Example::
-
-        handle = engine.follow_steps()
-        framework_loop()  # calls optimizer.step()
-        handle.remove()
-    """
-
-    def __init__(self, undo: Callable[[], None]) -> None:
-        self.active = True
+    def __init__(self, undo: Callable[[], None], joint: JointUpdate) -> None:
+        self.active, self.joint = True, joint
         """True if steps are followed."""
         self._undo = undo
 

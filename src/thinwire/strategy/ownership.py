@@ -165,6 +165,12 @@ class JointUpdate:
         self._seen |= {p: (p.grad, _version(p.grad)) for p in own}
         return None
 
+    def unfinished(self) -> str:
+        """Return why a flush would drop steps; empty unless only some optimizers have stepped."""
+        made, self._stepped = self._stepped, []
+        why = f"engine.flush() came after a step of optimizer {made} and before that of all others"
+        return f"{why}: step all, or give each part an engine of its own" if made else ""
+
     @property
     def complete(self) -> bool:
         """True if each has stepped."""

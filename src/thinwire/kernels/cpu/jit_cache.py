@@ -98,7 +98,7 @@ class LoopCache(_Cache):
         name, folder = self._file_name(sig, data.codegen), _writable_folder()
         try:
             if folder is None:
-                wanted = _wanted_folder()
+                wanted = next(iter(_folders()), None)
                 danger = _danger(wanted.stat()) if wanted and wanted.exists() else None
                 _warn_once(danger or "no cache folder is writable", wanted)
             elif not data.library.has_dynamic_globals:
@@ -205,10 +205,6 @@ def _folders() -> tuple[Path, ...]:
     users = [] if not home else [Path(home) / "thinwire" / own]
     beside = Path(__file__).parent
     return tuple([beside / "__pycache__", *users] if beside.is_dir() else users)
-
-
-def _wanted_folder() -> Path | None:
-    return next(iter(_folders()), None)
 
 
 @functools.cache

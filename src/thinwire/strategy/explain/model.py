@@ -107,8 +107,7 @@ def _exchanged(
         if rest := {name: p for name, p in params.items() if name not in compressed}:
             yield f"dense, {subject} {_sized(rest)}"
         return
-    compression = strategy.compression
-    if compression is None:
+    if (compression := strategy.compression) is None:
         yield f"dense, {subject} {_sized(params)}"
         return
     row_sparse = set() if local is not None else _row_sparse(model)
