@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import product
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -116,9 +117,10 @@ class Private:
         """Close the connections of gloo, which ends every wait for this rank at once."""
         if self._group is None or not self.watched:
             return
-        peer = (self._group.rank() + 1) % self._group.size()
-        for group in (self._group, self.control):
-            # gloo closes all connections of a group when a receive of it runs out
+        others = set(range(self._group.size())) - {self._group.rank()}
+        for group, peer in product((self._group, self.control), others):
+            # gloo closes all connections of a group when a receive of it runs out: not from a peer
+            # that has gone, of which it fails at once
             with contextlib.suppress(RuntimeError):
                 work = group.recv([torch.empty(1, device="cpu")], peer, _NOTHING_SENT)
                 work.wait(datetime.timedelta(milliseconds=1))
