@@ -115,13 +115,10 @@ class HeartbeatThread:
             return None
 
     def extension_s(self, timeout_s: float) -> float:
-        """Return how long this rank may still wait for busy ranks: until `timeout_s` after the last
-        of them was known to be busy.
+        """Return how many seconds this rank may still wait for busy ranks: `timeout_s` after the
+        last of them was known to be busy; 0 or less if a missing rank is not busy, or none is.
 
         Takes milliseconds, or a second if the store does not answer.
-
-        Returns:
-            Seconds from now; 0 or less if a rank is missing that is not busy, or none is missing.
         """
         latest = self.ask("", _QUICK_S)
         if latest is None or latest[self._rank] is None:
