@@ -178,7 +178,6 @@ _NAMES = {
     "thinwire.wire.message": (
         "message_pack=pack message_unpack=unpack pack_nonfinite pack_whole unpack_whole"
     ),
-    "thinwire.wire.whole": "decode_whole",
 }
 """By module its names, or `name here=name there` where two modules have the same."""
 _HOMES = {

@@ -124,7 +124,10 @@ def kept(rank: int, size: int, config: tw.LocalSGD) -> tuple[Any, Any, Any]:
 
     def measured(self: Any, step: int, given: Any, *args: Any, **kwargs: Any) -> Any:
         pending = measure(self, step, given, *args, **kwargs)
-        last["change"] = {name: c.clone() for name, c in pending.moved.items()}
+        changes = pending.moved
+        last["change"] = {
+            n: changes.new_part(n, 0, c.numel()).view_as(c) for n, c in changes.items()
+        }
         return pending
 
     with patch.object(averaging, "measure", measured):
