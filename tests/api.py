@@ -169,10 +169,10 @@ _NAMES = {
     "thinwire.tools.run.task": "TaskError called work_of",
     "thinwire.tools.run.text": "Corpus read_digits read_folder read_standard_library",
     "thinwire.tools.run.trainers": "DDPTrainer Prepared Setup build_trainer",
-    "thinwire.tools.simulation.lines": (
+    "benchmarks.simulation_lines": (
         "Broadcast Deal Gather Jitter Lines Reduce finished homes sites switch Vote"
     ),
-    "thinwire.tools.simulation.run": "Entries Method Trouble Whole dense_sum simulate",
+    "benchmarks.simulation": "Entries Method Trouble Whole dense_sum simulate",
     "thinwire.wire": "message",
     "thinwire.wire.codes": "decode_values encode_values decode_positions encode_positions",
     "thinwire.wire.message": (

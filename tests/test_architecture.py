@@ -75,8 +75,6 @@ TOOLS = {
     "report": {"run"},
     "compare": {"app", "network", "run", "report"},
     "planning": {"app", "network", "run", "report", "compare"},
-    # steps of many ranks, on the network of the plan
-    "simulation": {"planning"},
     # looks at what is between machines before anything of the library is made
     "doctor": set(),
 }
