@@ -56,7 +56,7 @@ def can_mount() -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.fault
+@pytest.mark.fault("a full disk")
 @pytest.mark.skipif(not can_mount(), reason="needs a mount namespace: root, or user namespaces")
 def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
     script = 'mount -t tmpfs -o size=3m tmpfs "$1" && exec "$2" -c "$3" "$1"'
@@ -77,6 +77,7 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.fault("a directory that is read-only, vanishes or hangs")
 def test_a_directory_that_vanishes_during_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

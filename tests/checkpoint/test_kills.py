@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 OLD, NEW = 2, 7
 
 
-@pytest.mark.fault
+@pytest.mark.fault("SIGKILL at every operation of a save")
+@pytest.mark.fault("two saves at once")
 @pytest.mark.slow
 def test_what_loads_after_a_kill_is_the_old_or_the_new_state(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.checkpoint.killing", str(tmp_path)]

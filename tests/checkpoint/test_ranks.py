@@ -276,6 +276,7 @@ CAUSES = {
 }
 
 
+@pytest.mark.fault("a full disk")
 @pytest.mark.parametrize("where", BROKEN)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_failure_on_one_rank_is_an_error_on_all_and_training_goes_on(
@@ -332,6 +333,7 @@ def hung(rank: int, size: int, root: str, where: str) -> tuple[str, bool]:
     return text, same(load(directory, group=group).state, rank_state(rank, 3))
 
 
+@pytest.mark.fault("a directory that is read-only, vanishes or hangs")
 @pytest.mark.parametrize("where", ["fsync", "rename"])
 def test_a_disk_that_hangs_is_an_error_on_all_within_the_time_out(
     ranks: Pool, tmp_path: Path, where: str

@@ -91,6 +91,7 @@ def test_the_header_is_little_endian_and_32_bytes():
     assert torch.equal(message, resealed(message.tolist()))
 
 
+@pytest.mark.fault("one bit flipped in a message")
 @pytest.mark.parametrize("bits", [1, 32])
 def test_ten_thousand_single_bit_flips_are_all_found(bits):
     layout, _, message, _ = example(bits)
@@ -125,6 +126,7 @@ def test_a_message_of_another_layout_of_equal_length_is_refused():
         unpack(other, message, **WHERE)
 
 
+@pytest.mark.fault("cut, long and forged messages; messages of another step")
 @pytest.mark.parametrize("length", [0, 1, 31, 32, -1, +1])
 def test_a_message_of_another_length_is_refused(length):
     layout, _, message, _ = example()
@@ -153,6 +155,7 @@ def test_a_header_that_is_wrong_from_the_start_is_refused(at, value, complaint):
         unpack(layout, resealed(message.tolist()), **WHERE)
 
 
+@pytest.mark.fault("cut, long and forged messages; messages of another step")
 @given(st.data())
 def test_any_payload_with_a_fitting_checksum_is_refused_or_is_legal(data):
     layout, _, message, _ = example(data.draw(st.sampled_from(VALUE_BITS)))

@@ -63,6 +63,7 @@ def test_two_ranks_of_one_machine_have_nothing_wrong() -> None:
         assert levels[check] == "ok"
 
 
+@pytest.mark.fault("nobody at the meeting point, at the start or later")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "told"),

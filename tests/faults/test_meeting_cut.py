@@ -70,6 +70,7 @@ def joined(line: Proxy) -> tw.Members:
     return tw.join(line.address, run="test", timeout=TIMEOUT_S)
 
 
+@pytest.mark.fault("nobody at the meeting point, at the start or later")
 def test_the_line_is_cut_before_a_run_is_entered(line: Proxy) -> None:
     with joined(line) as members:
         line.cut()
@@ -102,11 +103,13 @@ def test_the_line_is_cut_while_members_meet(line: Proxy) -> None:
     )
 
 
+@pytest.mark.fault("nobody at the meeting point, at the start or later")
 def test_the_line_is_cut_before_anybody_joins(line: Proxy) -> None:
     line.cut()
     in_time(lambda: joined(line), PeerStalled, "did not answer within 3 s")
 
 
+@pytest.mark.fault("nobody at the meeting point, at the start or later")
 @pytest.mark.parametrize("cut_s", [0.05, 0.5, 0.95])
 def test_the_line_is_cut_while_a_joiner_waits(line: Proxy, cut_s: float) -> None:
     """Another member gives signs of life until then, over a line of its own."""
@@ -157,7 +160,7 @@ def test_no_connection_is_made_anew_to_another_life_of_the_host(line: Proxy) -> 
         in_time(blocks(members).__enter__, PeerLost, r"meeting place closed the connection")
 
 
-@pytest.mark.fault
+@pytest.mark.fault("nobody at the meeting point, at the start or later")
 def test_rounds_go_on_without_the_meeting_place_and_the_next_loss_ends_the_run_in_time(
     ranks: Pool, tmp_path: Path, line: Proxy
 ) -> None:

@@ -289,6 +289,7 @@ def test_replicas_stay_bit_identical_for_500_steps_on_4_ranks(ranks: Pool) -> No
     assert np.mean(answers[0]["losses"][-20:]) < 0.5 * np.mean(answers[0]["losses"][:20])
 
 
+@pytest.mark.fault("DDP makes other buckets after the first step")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ddp_options",

@@ -113,6 +113,7 @@ def test_a_greeting_that_a_stranger_has_written_is_refused() -> None:
         assert "has no token" in refused(address, TOKEN, Mismatch)
 
 
+@pytest.mark.fault("nobody at the meeting point, at the start or later")
 def test_where_nobody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -67,6 +67,7 @@ def _alike(found: list[dict[str, Any]], steps: int | None = 24) -> dict[int, tup
     return first
 
 
+@pytest.mark.fault("survivors go on without a restart")
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("rank", [0, 2])
 def test_whoever_is_killed_the_others_make_the_round_again(
@@ -95,6 +96,7 @@ def test_local_steps_continue_while_members_agree_and_one_is_killed(
     assert _alike([found[0], found[2]])[24][1] == 2
 
 
+@pytest.mark.fault("a rank dies between two averagings; a joiner; a stage of a pipeline dies")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_method_goes_on_without_a_member_that_was_killed(ranks: Pool, name: str) -> None:
     fault = {"rank": 1, "phase": "before the last agreement", "at": 3, "how": "kill"}
@@ -103,6 +105,7 @@ def test_every_method_goes_on_without_a_member_that_was_killed(ranks: Pool, name
     _alike([found[0], found[2]])
 
 
+@pytest.mark.fault("a rank dies between two averagings; a joiner; a stage of a pipeline dies")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_joiner_has_the_bits_of_the_others(ranks: Pool, tmp_path: Path, name: str) -> None:
@@ -207,6 +210,7 @@ def test_the_last_but_one_may_leave(ranks: Pool) -> None:
     assert [size for _, size, _ in found[1]["rounds"].values()] == [2, 2, 2, 2, 1, 1]
 
 
+@pytest.mark.fault("two halves without a way between them")
 def test_half_of_them_cannot_go_on(ranks: Pool) -> None:
     fault = {"rank": 1, "phase": "once sent", "at": 3, "how": "kill"}
     found = met(ranks, _member_with, SPARSE, {"fault": fault}, size=2, errors=True)

@@ -98,6 +98,7 @@ def test_state_is_at_least_float32_and_stays_so_through_a_state_dict(dtype: torc
     assert p.dtype == dtype
 
 
+@pytest.mark.fault("zero gradients, none, empty and scalar parameters")
 def test_shapes_of_all_kinds() -> None:
     params = {
         "zero size": nn.Parameter(torch.zeros(0, 3)),
@@ -140,6 +141,7 @@ def test_a_group_may_stay_dense_and_have_its_own_ramp() -> None:
     assert "residual" not in optimizer.state[b]
 
 
+@pytest.mark.fault("zero gradients, none, empty and scalar parameters")
 def test_zeros_are_not_sent_and_nothing_moves() -> None:
     p, optimizer = one_param()
     before = p.detach().clone()
@@ -170,7 +172,7 @@ def only_some_have_a_gradient(rank: int, size: int) -> None:
     optimizer.step()
 
 
-@pytest.mark.fault
+@pytest.mark.fault("a parameter that one rank does not use")
 def test_a_gradient_on_some_ranks_only_is_an_error_on_all(ranks: Pool) -> None:
     answers = ranks.run(only_some_have_a_gradient, size=3, expect_errors=True)
     assert {(a.type_name, a.text) for a in answers} == {("Mismatch", answers[0].text)}
@@ -202,6 +204,7 @@ def no_gradient_anywhere(rank: int, size: int) -> bool:
     return torch.equal(p, before) and optimizer.stats()["step"] == 1
 
 
+@pytest.mark.fault("zero gradients, none, empty and scalar parameters")
 def test_no_gradient_on_any_rank_is_a_step_that_changes_nothing(ranks: Pool) -> None:
     assert ranks.run(no_gradient_anywhere) == [True, True]
 
@@ -240,7 +243,10 @@ def disagreeing(rank: int, size: int, what: str) -> None:
     optimizer.step()
 
 
-@pytest.mark.fault
+@pytest.mark.fault("another setting on one rank")
+@pytest.mark.fault("another order of the parameters")
+@pytest.mark.fault("another shape, dtype, number of parameters, or requires_grad")
+@pytest.mark.fault("other initial values")
 @pytest.mark.parametrize(
     ("what", "text"),
     [
@@ -340,6 +346,7 @@ def lambda_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[
     return future
 
 
+@pytest.mark.fault("a second hook, a hook on another model, DDP's own join")
 def test_attaching_wrongly_is_refused(ranks: Pool) -> None:
     for texts in ranks.run(misuse):
         for text, part in zip(
@@ -584,7 +591,7 @@ def joined_by_ddp(rank: int, size: int) -> list[str]:
     return told
 
 
-@pytest.mark.fault
+@pytest.mark.fault("a second hook, a hook on another model, DDP's own join")
 def test_ddps_own_join_is_refused_while_attached(ranks: Pool) -> None:
     for refused, afterwards in ranks.run(joined_by_ddp, expect_errors=True):
         assert refused.startswith(

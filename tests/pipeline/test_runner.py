@@ -527,7 +527,7 @@ def lose_a_stage(rank: int, size: int, how: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.fault
+@pytest.mark.fault("a rank dies between two averagings; a joiner; a stage of a pipeline dies")
 @pytest.mark.parametrize(
     ("how", "kinds"), [(signal.SIGKILL, {"PeerLost"}), (signal.SIGSTOP, {"PeerStalled"})]
 )

@@ -51,6 +51,7 @@ def probed(rank: int, size: int, port: int, path: str) -> str:
     return said.getvalue()
 
 
+@pytest.mark.fault("one slow line among fast ones")
 @pytest.mark.slow
 def test_every_pair_and_every_gradient_is_measured(file: Path) -> None:
     found = json.loads(file.read_text())

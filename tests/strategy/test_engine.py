@@ -375,6 +375,7 @@ def overflowing(
     return digests, scales, dropped
 
 
+@pytest.mark.fault("an overflow under a loss scale")
 @pytest.mark.parametrize(
     "fields", [("amp",), ("amp", "dgc"), ("amp", "dgc", "lamb"), ("amp", "lars")]
 )
@@ -585,6 +586,7 @@ def refuse(rank: int, size: int, case: str) -> None:
         engine.flush()
 
 
+@pytest.mark.fault("another setting on one rank")
 @pytest.mark.parametrize(
     ("case", "size", "needles"),
     [

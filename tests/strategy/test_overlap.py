@@ -384,6 +384,7 @@ def lopsided(rank: int, size: int, fields: dict[str, Any], recovered: bool) -> t
     return text, digest(engine), engine.stats()["step"]
 
 
+@pytest.mark.fault("a parameter that one rank does not use")
 @pytest.mark.parametrize("fields", [{}, {"dgc": DGC}], ids=["dense", "dgc"])
 def test_a_parameter_unused_on_one_rank_is_a_mismatch_on_all_and_training_goes_on(
     fields: dict[str, Any], ranks: Pool
@@ -422,6 +423,7 @@ def raising(rank: int, size: int, where: str) -> tuple[str, str, int, list[str]]
     return text, digest(engine), engine.stats()["step"], events
 
 
+@pytest.mark.fault("an exception on one rank: in its backward pass, forward pass, or update")
 @pytest.mark.parametrize("where", ["begin", "middle", "end"])
 def test_an_error_in_the_backward_pass_of_one_rank_is_told_to_all_who_then_go_on(
     where: str, ranks: Pool

@@ -283,6 +283,7 @@ def overflow_in_the_sum(rank: int, size: int, way: str, early: int) -> tuple[int
     return int(engine.stats()["dropped_steps"]), float(model.weight.detach().abs().max())
 
 
+@pytest.mark.fault("values beyond what the wire's numbers hold")
 @pytest.mark.parametrize("early", [0, 5])
 @pytest.mark.parametrize("way", ["dense", "gather", "split"])
 def test_finite_gradients_whose_sum_is_not_drop_the_step(way: str, early: int, ranks: Pool) -> None:
@@ -347,6 +348,7 @@ def flip_in_a_sum(rank: int, size: int, kind: str, where: str) -> None:
             raise
 
 
+@pytest.mark.fault("one bit flipped in a message")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "where"),

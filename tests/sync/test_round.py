@@ -102,7 +102,7 @@ def receive_damage(rank: int, size: int, position: int) -> None:
     one_round.finish()
 
 
-@pytest.mark.fault
+@pytest.mark.fault("one bit flipped in a message")
 @pytest.mark.parametrize("position", [0, 4, 8, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 5])
 def test_a_damaged_message_is_refused_by_name_on_every_rank(ranks: Pool, position: int) -> None:
     ranks.raise_alike("PayloadCorrupt", "rank 1", receive_damage, position, size=2)
@@ -114,7 +114,7 @@ def receive_another_step(rank: int, size: int) -> None:
     one_round.finish()
 
 
-@pytest.mark.fault
+@pytest.mark.fault("cut, long and forged messages; messages of another step")
 def test_a_message_of_another_step_is_refused(ranks: Pool) -> None:
     first, second = ranks.run(receive_another_step, expect_errors=True)
     assert first.type_name == second.type_name == "PayloadCorrupt"

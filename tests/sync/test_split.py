@@ -107,6 +107,7 @@ def keep_books(
     }
 
 
+@pytest.mark.fault("residuals that grow")
 @pytest.mark.parametrize("exchange", ["gather", "split"])
 @pytest.mark.parametrize(
     ("bits", "dtype", "nodes", "tolerance"),
