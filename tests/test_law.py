@@ -100,7 +100,7 @@ def test_runs_of_real_ranks_have_gaps_too() -> None:
         )
         return {"cell": {**asdict(cell), **more}, "loss": loss, "parameters": 139_584}
 
-    sparse = {"k_steps": 16, "compression": {"sparsity": 0.9, "value_bits": 2}}
+    sparse = {"k_steps": 16, "compression": {"sparse": {"sparsity": 0.9, "value_bits": 2}}}
     found = evidence_gaps(
         [
             trained("muon-local", 2.1),

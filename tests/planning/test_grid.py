@@ -79,7 +79,7 @@ def test_nothing_sends_fewer_entries_than_a_setting_whose_progress_is_known() ->
     for row in tw.plan(**NUMBERS, workers=8).strategies:
         if "known for density" in row.progress_source:
             local = (row.document or {})["localsgd"]
-            assert local["compression"]["sparsity"] < 0.9
+            assert local["compression"]["sparse"]["sparsity"] < 0.9
 
 
 def test_a_plan_is_no_more_work_for_more_ranks() -> None:
@@ -104,7 +104,7 @@ def test_shares_among_many_ranks_follow_from_those_of_few(bits: int) -> None:
 
     plan = split_plan(Layout(tuple(Slot(n, n // 10) for n in numels), bits), ranks)
     dealt = sum(each.nbytes for each in plan.first) + (ranks - 2) * plan.row_bytes
-    assert sent({"sparsity": 0.9, "value_bits": bits}) == pytest.approx(dealt, rel=0.05)
+    assert sent({"sparse": {"sparsity": 0.9, "value_bits": bits}}) == pytest.approx(dealt, rel=0.05)
     whole = whole_split(WholeLayout(tuple(numels), bits), ranks)
     assert whole is not None
     dealt = sum(each.nbytes for each in whole.first[1:]) + (ranks - 1) * whole.row_bytes

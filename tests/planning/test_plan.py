@@ -159,7 +159,7 @@ def test_strings_to_one_receiver_wait_for_each_other(ranks: int) -> None:
 @pytest.mark.parametrize(
     "compression",
     [
-        {"sparsity": 0.9, "value_bits": 2},
+        {"sparse": {"sparsity": 0.9, "value_bits": 2}},
         {"quantized": {"value_bits": 4}},
         {"low_rank": {"rank": 2, "min_numel": 1}},
     ],
@@ -207,7 +207,7 @@ def test_an_update_by_muon_takes_longer_as_the_probe_has_measured() -> None:
 @pytest.mark.parametrize("value_bits", [1, 4])
 def test_bytes_by_shares_are_dealt_once_and_passed_on_in_a_ring(value_bits: int) -> None:
     """Owners' rows go round a ring: each rank passes on those of all others."""
-    ranks, sparse = 64, {"sparsity": 0.9, "value_bits": value_bits}
+    ranks, sparse = 64, {"sparse": {"sparsity": 0.9, "value_bits": value_bits}}
     work = Work(4_000_000, matrices(4_000_000), 0.1)
     numels = [prod(shape) for shape in work.shapes]
     layout = Layout(tuple(Slot(n, count_sent(n, 0.9)) for n in numels), value_bits)

@@ -101,20 +101,19 @@ def _compressions(
     yield "", None
     if base is None:
         return
-    quantized = "quantized" in base
-    own = base.get("quantized", base)
+    ((tag, own),) = base.items()
     choices: list[tuple[str, dict[str, float]]] = [
         (f" {_density(sparsity)} b{bits}", {"sparsity": sparsity, "value_bits": bits})
         for sparsity in _SPARSITIES
         for bits in _SPARSE_BITS
     ]
-    if quantized:
+    if tag == "quantized":
         choices = [(f" b{bits}", {"value_bits": bits}) for bits in _BITS]
     for words, choice in choices:
         for word, more in _exchanges(workers):
             made = {**own, **choice, **more}
             if made != own:
-                yield f"{words}{word}", {"quantized": made} if quantized else made
+                yield f"{words}{word}", {tag: made}
 
 
 def _exchanges(workers: int) -> Iterator[tuple[str, Mapping[str, str]]]:
@@ -254,10 +253,10 @@ def _loss_by_workers(method: str, k_steps: int, known: int, asked: int) -> tuple
 def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that affect progress; 1 or 0 for settings missing from a document."""
     local = document.get("localsgd", {})
-    compression = local.get("compression") or {}
+    of_changes = next(iter((local.get("compression") or {}).values()), {})
     # of gradients a field by itself says what is sent
     of_gradients = next((own for field, own in document.items() if field != "localsgd"), None)
-    own = of_gradients or compression.get("quantized") or compression
+    own = of_gradients or of_changes
     sparsity = own.get("sparsity", 0.0)
     return {
         "k_steps": local.get("k_steps", 1),

@@ -336,9 +336,9 @@ def _exchanged(
         exchange = exchange or own.get("exchange", "auto")
         whole = WholeLayout(work.numels, own.get("value_bits", 4))
         return _dealt(whole, exchange, network.ranks)
-    own = compression.get("sparse", compression)
-    if "sparsity" not in own:
+    if "sparse" not in compression:
         return None
+    own = compression["sparse"]
     exchange, bits = exchange or own.get("exchange", "auto"), own.get("value_bits", 2)
     return _sparse_dealt(work.numels, own["sparsity"], bits, exchange, network.ranks)
 

@@ -248,7 +248,8 @@ class Prepared:
         taken_over = strategy.lars is not None or strategy.lamb is not None
         named = {"optimizer": type(self.optimizer).__name__} if taken_over else {}
         shown = {**document} if field is None else {**document[field]}
-        shown |= {} if field is None else shown.pop("compression", None) or {}
+        for changes in (shown.pop("compression", None) or {}).values():
+            shown |= changes
         self.settings: Mapping[str, Any] = {**named, **shown}
         self.agreed = True
         self.local_step_s = self.exchanging_step_s = self.finish_s = 0.0
