@@ -253,7 +253,7 @@ def _loss_by_workers(method: str, k_steps: int, known: int, asked: int) -> tuple
 def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that affect progress; 1 or 0 for settings missing from a document."""
     local = document.get("localsgd", {})
-    of_changes = next(iter((local.get("compression") or {}).values()), {})
+    of_changes: Mapping[str, Any] = next(iter((local.get("compression") or {}).values()), {})
     # of gradients a field by itself says what is sent
     of_gradients = next((own for field, own in document.items() if field != "localsgd"), None)
     own = of_gradients or of_changes

@@ -94,7 +94,7 @@ def _of_local(own: Mapping[str, Any], optimizer: str, numel: int, workers: int) 
 
 def local_factor(own: Mapping[str, Any], optimizer: str) -> float:
     """Return the factor of interval, bits and delay on the gap of the law."""
-    values = next(iter((own.get("compression") or {}).values()), {})
+    values: Mapping[str, Any] = next(iter((own.get("compression") or {}).values()), {})
     factor = _OWN[optimizer] * (own["k_steps"] / _STEPS) ** _BY_STEPS
     if "sparsity" in values:
         factor *= _SPARSE
