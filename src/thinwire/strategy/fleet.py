@@ -198,7 +198,7 @@ _NOTED = (
     "calc_comm_same_stream _calc_comm_same_stream build_strategy execution_strategy "
     "cudnn_exhaustive_search conv_workspace_size_limit cudnn_batchnorm_spatial_persistent "
     "adam_d2sum heter_ccl_mode trainer_desc_configs downpour_table_param fs_client_param"
-).split()  # noqa: SIM905 - a list of names in one line each
+)
 """Attributes without counterpart, whatever their value."""
 _THEIR_NAMES = {
     "init_loss_scale": "init_loss_scaling",
@@ -214,9 +214,10 @@ def from_fleet(kind: type[F], description: Mapping[str, Any]) -> F:
     """See `DistributedStrategy.from_fleet`."""
     given = _mapping("description", description)
     wrong: list[Exception] = []
+    noted = _NOTED.split()
     notes: list[str] = []
     unread = ("a_sync", "a_sync_configs", "sharding_configs", "tensor_parallel_configs", "mode")
-    _require_known("", given, (*_FEATURES, *_CONFIGS, *_REFUSED, *_NOTED, *unread), wrong)
+    _require_known("", given, (*_FEATURES, *_CONFIGS, *_REFUSED, *noted, *unread), wrong)
     on = {name for name in (*_FEATURES, *_REFUSED, "a_sync") if _flag(name, given, wrong)}
     wrong += [_refused(f"{name}=True", _REFUSED[name]) for name in _REFUSED if name in on]
     a_sync = given.get("a_sync_configs") or {}
@@ -224,7 +225,7 @@ def from_fleet(kind: type[F], description: Mapping[str, Any]) -> F:
         wrong.append(_refused("a_sync=True", "no parameter servers; use localsgd instead"))
     if given.get("mode") not in (1, "COLLECTIVE", "collective", None):
         wrong.append(_refused(f"mode={given['mode']!r}", "only COLLECTIVE training is supported"))
-    if without := [name for name in _NOTED if name in given]:
+    if without := [name for name in noted if name in given]:
         notes.append(f"{', '.join(without)}: without effect here")
     configs = {name: _config(name, given, on, wrong, notes) for name in _CONFIGS}
     pp_degree = configs["hybrid_configs"]["pp_degree"]
