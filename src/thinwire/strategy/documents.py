@@ -38,6 +38,7 @@ _LEFT = {
 """Keys of configs that left in 0.4, and what holds without them."""
 
 _ROOT = "strategy"
+_MOST_UNKNOWN = 5
 F = TypeVar("F", bound=Fields)
 
 
@@ -70,9 +71,7 @@ def _entries(config: Any) -> Iterator[tuple[str, Any, str | None]]:
 def from_dict(
     kind: type[F], document: Mapping[str, Any], where: Callable[[str], str] = lambda _: ""
 ) -> F:
-    """See `DistributedStrategy.from_dict`. `where` returns the text before the dotted path of a key
-    in an error, such as "plan.yaml:3: ".
-    """
+    """See `DistributedStrategy.from_dict`."""
     _require_keys(_ROOT, document, CONFIGS, where)
     configs = {
         name: _config(f"{_ROOT}.{name}", CONFIGS[name], value, where)
@@ -147,7 +146,12 @@ def _require_keys(
             continue
         problems.append(where(below) + problem)
     if problems:
-        raise StrategyError("; ".join(problems))
+        more = len(problems) - _MOST_UNKNOWN
+        shown_ones = [
+            *problems[:_MOST_UNKNOWN],
+            *([f"{more} more are unknown"] if more > 0 else []),
+        ]
+        raise StrategyError("; ".join(shown_ones))
 
 
 def load(kind: type[F], path: Path) -> F:
@@ -222,9 +226,7 @@ _REFERENCE = re.compile(r"(?:See|As in) `(\w+)`")
 
 
 def attribute_lines(config: type) -> dict[str, str]:
-    """Return the text on each attribute in the docstring's section "Attributes", on one line. An
-    entry "See `Other`" stands for that of another class. Empty without docstrings (`python -OO`).
-    """
+    """Return the text on each attribute in the docstring's section "Attributes", on one line."""
     section = _SECTION.search(inspect.getdoc(config) or "")
     entries = {
         name: " ".join(text.split()) for name, text in _ENTRY.findall(section[1] if section else "")

@@ -50,11 +50,7 @@ for _name, _pattern, _first in (
 
 
 def read_file(path: Path) -> tuple[Any, dict[str, int]]:
-    """Read a strategy. Return its value, and the line (from 1) of every dotted path in it.
-
-    Raises:
-        StrategyError: It is none; the text begins with file and line.
-    """
+    """Read a strategy."""
     try:
         content = read_regular(path, _MOST_BYTES)
     except ValueError as error:

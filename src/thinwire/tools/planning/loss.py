@@ -45,10 +45,8 @@ class LossGap(NamedTuple):
 
 
 def beta(optimizer: str, numel: int) -> float:
-    """Return the exponent of the law for a number of parameters.
-
-    Source: fitted to losses of MuLoCo, arXiv 2505.23725: 16 workers, 30 steps, 150 M to 3.1 B.
-    """
+    """Return the exponent of the law for a number of parameters."""
+    # Source: fitted to losses of MuLoCo, arXiv 2505.23725: 16 workers, 30 steps, 150 M to 3.1 B.
     factor, power = _LAW[optimizer]
     return float(factor * numel**power)
 
@@ -136,10 +134,8 @@ def _sends_more(method: str, document: Mapping[str, Any]) -> str | None:
 
 
 def elasticity(numel: int) -> float:
-    """Return the percentage by which a loss falls for 1 % more steps, at 20 tokens a parameter.
-
-    Source: Hoffmann et al., 2022, arXiv 2203.15556: L = 1.69 + 406.4 / N^0.34 + 410.7 / D^0.28.
-    """
+    """Return the percentage by which a loss falls for 1 % more steps, at 20 tokens a parameter."""
+    # Source: Hoffmann et al., 2022, arXiv 2203.15556: L = 1.69 + 406.4 / N^0.34 + 410.7 / D^0.28.
     by_tokens = 410.7 / (20 * numel) ** 0.28
     return float(0.28 * by_tokens / (1.69 + 406.4 / numel**0.34 + by_tokens))
 
