@@ -150,7 +150,7 @@ _NAMES = {
     "thinwire.tools.planning.methods": "MOST_PARAMS cost_by_number cost_of grown member_exchanges",
     "thinwire.tools.planning.network": "FRAMES crowding network_Network=Network reduce_pairs",
     "thinwire.tools.planning.command": "plan_page=render",
-    "thinwire.tools.planning.plan": "members_text",
+    "thinwire.tools.planning.plan": "Plan members_text",
     "thinwire.tools.planning.work": "Probe matrices work_Work=Workload",
     "thinwire.tools.report.page": "Axis PALETTE bytes_text loss_text sample",
     "thinwire.tools.report.progress": "Bar Display",

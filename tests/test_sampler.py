@@ -121,7 +121,7 @@ def history(seed: int) -> None:
     start = tw.ShardedSampler(range(length), seed=seed).state_dict()
     sharers = [Sharer(length, seed) for _ in range(size)]
     for rank, each in enumerate(sharers):
-        each.sampler.start_as_joiner(start, rank, size)
+        each.sampler._start_as_joiner(start, rank, size)
     trained: Counter[int] = Counter()
     for _ in range(chance.randint(3, 12)):
         for each in sharers:
@@ -129,14 +129,14 @@ def history(seed: int) -> None:
         kept = [each for each in sharers if chance.random() < 0.8] or sharers[:1]
         for each in kept:
             trained.update(each.since)
-            each.since, each.report = [], each.sampler.taken
+            each.since, each.report = [], each.sampler._progress
         new = [Sharer(length, 0) for _ in range(chance.choice([0, 0, 1, 2]))]
         if kept != sharers or new:
             reports, now = [each.report for each in sharers], [*kept, *new]
             for rank, each in enumerate(kept):
-                each.sampler.redistribute(reports, rank, len(now))
+                each.sampler._redistribute(reports, rank, len(now))
             for rank, each in enumerate(new, len(kept)):
-                each.sampler.start_as_joiner(kept[0].sampler.state_dict(), rank, len(now))
+                each.sampler._start_as_joiner(kept[0].sampler.state_dict(), rank, len(now))
             for each in now:
                 each.samples, each.report = iter(each.sampler), None
             sharers = now

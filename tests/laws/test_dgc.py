@@ -74,17 +74,17 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "decay": ({"sparsity": (0.9,), "weight_decay": 0.02}, {}, {"levels": (0.9,), "decay": 0.02}),
     "l1": (
-        {"sparsity": (0.9,), "regularizer": tw.L1Decay(0.03)},
+        {"sparsity": (0.9,), "regularizer": tw.optim.L1Decay(0.03)},
         {},
         {"levels": (0.9,), "l1": 0.03},
     ),
     "l2 of the group": (
-        {"sparsity": (0.9,), "regularizer": tw.L1Decay(0.5), "rampup_begin_step": 3},
-        {"regularizer": tw.L2Decay(0.03)},
+        {"sparsity": (0.9,), "regularizer": tw.optim.L1Decay(0.5), "rampup_begin_step": 3},
+        {"regularizer": tw.optim.L2Decay(0.03)},
         {"levels": (0.9,), "l2": 0.03, "begin": 3},
     ),
     "clip by norm": (
-        {"sparsity": (0.9,), "grad_clip": tw.ClipByNorm(2.0), "rampup_begin_step": 3},
+        {"sparsity": (0.9,), "grad_clip": tw.optim.ClipByNorm(2.0), "rampup_begin_step": 3},
         {},
         {"levels": (0.9,), "clip": 2.0, "begin": 3},
     ),

@@ -257,7 +257,7 @@ def parted(rank: int, size: int, row: Row, harm: str) -> tuple[int, str]:
     for step in range(4 * EVERY):
         try:
             way.train(rank, begin + merge * step, begin + merge * (step + 1))
-        except tw.Diverged as error:
+        except tw.errors.Diverged as error:
             way.close()
             return step, str(error)
     return -1, ""

@@ -444,7 +444,7 @@ def moved_teacher(rank: int, size: int, when_synced: bool) -> list[str]:
                 if sync.synced or not when_synced:
                     with torch.no_grad():
                         model.teacher.weight.lerp_(model.layer.weight, 0.1)
-    except tw.Diverged as error:
+    except tw.errors.Diverged as error:
         return [str(error), *error.__notes__]
     return []
 

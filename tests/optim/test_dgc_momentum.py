@@ -50,10 +50,10 @@ NAN = float("nan")
         ({"lr": NAN}, ValueError, "lr"),
         ({"weight_decay": -1.0}, ValueError, "weight_decay"),
         ({"grad_clip": tw.ClipByGlobalNorm(1.0)}, TypeError, "ClipByNorm"),
-        ({"grad_clip": tw.ClipByValue(1.0)}, TypeError, "ClipByNorm"),
+        ({"grad_clip": tw.optim.ClipByValue(1.0)}, TypeError, "ClipByNorm"),
         ({"grad_clip": 1.0}, TypeError, "grad_clip"),
         (
-            {"grad_clip": tw.ClipByNorm(1.0), "local_grad_clip_norm": 1.0},
+            {"grad_clip": tw.optim.ClipByNorm(1.0), "local_grad_clip_norm": 1.0},
             ValueError,
             "give only one",
         ),

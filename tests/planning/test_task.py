@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import thinwire as tw
+from tests.api import Plan
 from tests.planning.test_probe import TASK
 from tests.processes import ran_code, ran_thinwire
 
@@ -93,7 +94,7 @@ def test_a_process_that_belongs_to_a_group_is_told_to_probe(task: str) -> None:
     assert "ValueError: task is measured in a single process" in said.stderr
 
 
-def planned(folder: Path, model: str) -> tw.Plan:
+def planned(folder: Path, model: str) -> Plan:
     # Python takes a file of the same size and second for the same
     path = folder / f"own{len(list(folder.iterdir()))}.py"
     path.write_text(

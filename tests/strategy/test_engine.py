@@ -561,8 +561,8 @@ def refuse(rank: int, size: int, case: str) -> None:
     elif case.startswith("setting"):
         settings: dict[str, Any] = {
             "setting: of prepare": {},
-            "setting: clip": {"grad_clip": tw.ClipByNorm(1.0 + rank)},
-            "setting: clip on one": {"grad_clip": tw.ClipByValue(1.0) if rank else None},
+            "setting: clip": {"grad_clip": tw.optim.ClipByNorm(1.0 + rank)},
+            "setting: clip on one": {"grad_clip": tw.optim.ClipByValue(1.0) if rank else None},
             "setting: exclusion": {"exclude_from_weight_decay": ("*.bias",) if rank else None},
             "setting: schedule": {"lr": tw.schedules.CosineDecay(0.0, 0.1, 100 + rank)},
             "setting: table": {"lr": [0.1] * 50 + [0.2 + rank] + [0.1] * 9},

@@ -146,7 +146,7 @@ def train_locally(rank: int, size: int, harm: str) -> tuple[int, str]:
                 flip_(held[harm], 7, 3)
             try:
                 optimizer.step()
-            except tw.Diverged as error:
+            except tw.errors.Diverged as error:
                 sync.close()
                 return step, str(error)
     return -1, ""
@@ -179,7 +179,7 @@ def train_with_intervals_that_grow(rank: int, size: int) -> tuple[int, int]:
             sync.observe(loss)
             try:
                 optimizer.step()
-            except tw.Diverged:
+            except tw.errors.Diverged:
                 sync.close()
                 return step, sync.k_steps
     return -1, sync.k_steps
@@ -200,7 +200,7 @@ def save_harmed(rank: int, size: int, harm: str, folder: str) -> tuple[str, int]
     engine.save(folder)
     if rank == 1:
         {"parameter": hurt_parameter, "moment": hurt_moment}[harm](engine)
-    with pytest.raises(tw.Diverged) as caught:
+    with pytest.raises(tw.errors.Diverged) as caught:
         engine.save(folder)
     written = len(list(Path(folder).iterdir()))
     engine.load(folder)
@@ -419,7 +419,7 @@ def updates_until_found(engine: Engine, rank: int, begin: int) -> int:
     for step in range(begin, begin + EVERY + 2):
         try:
             engine.train_step(*data(rank, step))
-        except tw.Diverged:
+        except tw.errors.Diverged:
             return step - begin + 1
     return -1
 
