@@ -53,7 +53,7 @@ def test_the_grid_goes_on_until_the_best_has_neighbours(
     assert seen == tried
 
 
-def test_the_steps_of_a_timed_cell_hold_whole_rounds() -> None:
+def test_steps_of_a_timed_cell_have_whole_rounds() -> None:
     assert timed(CELL).steps == 4 * 16
     assert timed(replace(CELL, **as_it_is("localsgd"))).steps == 4 * 32
     assert timed(replace(CELL, **as_it_is("dense"))).steps == 16
@@ -124,7 +124,7 @@ def test_a_strategy_with_another_optimizer_has_a_row_of_its_own() -> None:
     assert not any("low-rank" in line for line in choosing.settings(made, TINY))
 
 
-def test_trainings_on_a_link_stand_beside_what_was_put_together() -> None:
+def test_trainings_on_a_link_stand_beside_combined_rows() -> None:
     made = lines()
     for line, seconds in ((made[0], 160.0), (made[3], 150.0)):
         cell = {**line["cell"], "kind": "whole", "link": "20mbit"}
@@ -158,7 +158,7 @@ def test_pages_have_the_tables_of_today() -> None:
     assert old == [], "run: python -m benchmarks.choosing --write"
 
 
-def test_a_strategy_whose_options_changed_is_not_left_out_silently() -> None:
+def test_strategy_with_changed_options_is_not_left_out_silently() -> None:
     made = lines()
     made[0]["cell"]["options"] = {"other": 1}
     with pytest.raises(ValueError, match="dense was measured, but not as it is now"):

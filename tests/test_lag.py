@@ -14,7 +14,7 @@ CELL = lag.Cell(kind="tuning", variant="dense", workers=2, size="200k", steps=24
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "strategy"), [("dense", "dense"), ("0.1 %", "dgc")])
-def test_losses_are_those_of_real_ranks(
+def test_losses_equal_real_ranks(
     variant: str, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evidence, "EVALUATIONS", 3)
@@ -62,7 +62,7 @@ def test_nothing_is_lost_where_momentum_is_not_cleared() -> None:
     assert exchange.sent == 40 * 2 * 10
 
 
-def test_the_mean_of_those_who_sent_and_of_all() -> None:
+def test_mean_of_ranks_that_sent_and_of_all() -> None:
     for name, divisor in (("1 %", 2), ("1 %, senders", 1)):
         exchange = Exchange(VARIANTS[name], 1000, 2, False)
         exchange.grads[0, :10] = 3.0
@@ -103,7 +103,7 @@ def test_a_tensor_sends_more_while_its_gradient_changes() -> None:
     assert sent[249] == 1
 
 
-def test_the_table_sets_each_beside_dense_of_the_same_seeds() -> None:
+def test_table_sets_every_beside_dense_of_the_same_seeds() -> None:
     lines = []
     for name, seed, loss, workers in (
         ("dense", 5, 2.0, 2),

@@ -47,7 +47,7 @@ CELL = Cell(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interval", [0, 4])
-def test_losses_are_those_of_real_ranks(interval: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_equal_real_ranks(interval: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "EVALUATIONS", 1)
     monkeypatch.setattr(law, "EVALUATIONS", 1)
     monkeypatch.setattr(law, "HELD_OUT_SEQUENCES", evidence.HELD_OUT_SEQUENCES)
@@ -150,7 +150,7 @@ def test_a_law_is_found_again_and_its_intervals_cover_other_runs() -> None:
     assert inside > 180
 
 
-def test_what_does_not_vary_has_no_effect() -> None:
+def test_factors_that_do_not_vary_have_no_effect() -> None:
     law = Law.of([each for each in grid(0.0) if each.numel == 10**5])
     assert law.theta[1] == pytest.approx(0, abs=1e-12)
     assert (law.free, law.identified) == (12 - 4, True)
@@ -229,7 +229,7 @@ def test_a_prediction_has_its_date_and_the_command_that_falsifies_it() -> None:
     assert "python -m benchmarks.law --size 124M --device cuda" in text
 
 
-def test_a_file_is_text_whose_end_is_held_out(tmp_path: Path) -> None:
+def test_text_file_end_is_held_out(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_bytes(bytes(range(200)) * 10)
     corpus = law._corpus(str(file))

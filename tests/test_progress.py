@@ -52,7 +52,7 @@ def test_muon_is_compared_with_muon_and_the_best_rate_counts() -> None:
     assert found["value_bits"] == 1
 
 
-def test_priors_follow_what_was_measured() -> None:
+def test_priors_follow_measurements() -> None:
     priors = [
         {"method": "localsgd", "workers": 2, "k_steps": k, "progress": p}
         for k, p in ((16, 0.9), (64, 0.6))

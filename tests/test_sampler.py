@@ -25,7 +25,7 @@ def epochs(rank: int, size: int, length: int, shuffle: bool) -> list[list[int]]:
 
 @pytest.mark.parametrize("length", [2, 12, 13])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_each_sample_of_an_epoch_is_seen_once(ranks: Pool, length: int, shuffle: bool) -> None:
+def test_every_sample_of_an_epoch_is_seen_once(ranks: Pool, length: int, shuffle: bool) -> None:
     found = ranks.run(epochs, length, shuffle, size=3)
     for each in zip(*found, strict=True):
         assert sorted(chain(*each)) == list(range(length))
@@ -173,7 +173,7 @@ def member(rank: int, size: int, address: str) -> list[int]:
         return seen
 
 
-def test_members_share_what_one_that_leaves_has_not_taken(ranks: Pool) -> None:
+def test_members_share_samples_left_by_a_leaving_member(ranks: Pool) -> None:
     with meeting_place(None) as address:
         found = ranks.run(member, address, size=3, group=False)
     seen = Counter(chain(*found))
@@ -211,7 +211,7 @@ def test_members_that_share_batches_are_noticed(ranks: Pool) -> None:
             assert "same batches" in message and "ShardedSampler" in message
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_state_that_does_not_fit_is_refused() -> None:
     sampler = tw.ShardedSampler(range(10))
     state = sampler.state_dict()
     with pytest.raises(TypeError, match=r"data must be .* with a length"):

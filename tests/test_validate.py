@@ -18,7 +18,7 @@ def test_numbers_become_floats(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [3, np.int32(3), torch.tensor(3)])
-def test_integers_are_what_counts_as_one(value: Any) -> None:
+def test_integers_accept_integer_like_values(value: Any) -> None:
     assert tw.GradientMerge(value) == tw.GradientMerge(3)
 
 

@@ -175,7 +175,7 @@ def rewritten(path: Path, **changes: Any) -> None:
 
 
 @pytest.mark.fault("another method, or a newer format")
-def test_a_newer_format_is_an_error_and_no_older_state_takes_its_place(tmp_path: Path) -> None:
+def test_newer_format_is_an_error_and_no_older_state_loads(tmp_path: Path) -> None:
     path = saved(tmp_path, 1, 2)
     rewritten(path, format=2)
     with pytest.raises(
@@ -294,7 +294,7 @@ def test_a_hostile_tensor_file_is_refused(tmp_path: Path, content: bytes) -> Non
 
 
 @pytest.mark.fault("hostile files")
-def test_nothing_here_can_execute_what_it_reads() -> None:
+def test_loading_cannot_execute_a_file() -> None:
     folder = Path(thinwire.checkpoint.__file__).parent
     words = set()
     for path in folder.glob("*.py"):

@@ -115,7 +115,7 @@ def test_an_older_checkpoint_that_cannot_be_deleted_is_no_error(
     ]
 
 
-def test_what_interrupted_saves_left_behind_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_interrupted_saves_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".step_0000000009.tmp-0123abcd").mkdir()
     (tmp_path / ".step_0000000009.tmp-0123abcd" / "rank_00000.json").touch()
     (tmp_path / ".rank_00003.token-0123abcd").touch()

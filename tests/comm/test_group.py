@@ -135,7 +135,7 @@ def user_collectives_interleave(rank: int, size: int) -> list[bytes]:
         lambda model, sgd: tw.optim.DGCMomentum(model.parameters(), 0.1, min_numel=1).step(),
     ],
 )
-def test_ranks_that_train_each_for_itself_are_warned(
+def test_ranks_that_train_every_for_itself_are_warned(
     set_up: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A script that forgot init_process_group."""
@@ -238,7 +238,7 @@ def die_or_join(rank: int, size: int, how: int) -> None:
 
 @pytest.mark.fault("a rank comes too late")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_does_not_come_to_the_making_of_the_group_is_told_apart(
+def test_rank_that_does_not_come_to_the_making_of_the_group_is_distinguished(
     ranks: Pool, how: int
 ) -> None:
     answers = ranks.run(die_or_join, how, size=3, group_timeout_s=60, expect_errors=True)

@@ -55,7 +55,7 @@ def digests(folder: Path) -> list[str]:
 
 @pytest.mark.fault("SIGTERM to torchrun (preemption)")
 @pytest.mark.slow
-def test_a_job_that_is_told_to_end_goes_on_later_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_job_that_is_reported_to_end_goes_on_later_as_if_it_had_not_been(tmp_path: Path) -> None:
     """By SIGTERM to torchrun, which all workers hear at different moments."""
     with launched(tmp_path / "whole", 0.0) as whole:
         assert whole.wait(PATIENCE_S) == 0

@@ -127,9 +127,7 @@ def test_two_halves_that_part_in_mid_step_both_stop(
 @pytest.mark.slow
 @pytest.mark.fault("1 Gbit/s becomes 20 Mbit/s")
 @needs_netns
-def test_a_line_becomes_fifty_times_slower_and_the_bytes_that_are_told_are_those_on_the_wire(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_line_fifty_times_slower_counts_bytes_on_the_wire(ranks: Pool, tmp_path: Path) -> None:
     def slow(net: Network) -> None:
         replace(net, link=Link.parse("20mbit")).limit()
 

@@ -77,7 +77,7 @@ def test_the_line_is_cut_before_a_run_is_entered(line: Proxy) -> None:
         in_time(blocks(members).__enter__, PeerStalled, "meeting place did not answer within 3 s")
 
 
-def test_nothing_waits_for_the_meeting_place_any_more_once_members_are_closed(line: Proxy) -> None:
+def test_nothing_waits_for_the_meeting_point_any_more_once_members_are_closed(line: Proxy) -> None:
     members = joined(line)
     line.cut()
     in_time(blocks(members).__enter__, PeerStalled, "meeting place did not answer")
@@ -161,7 +161,7 @@ def test_no_connection_is_made_anew_to_another_life_of_the_host(line: Proxy) -> 
 
 
 @pytest.mark.fault("nobody at the meeting point, at the start or later")
-def test_rounds_go_on_without_the_meeting_place_and_the_next_loss_ends_the_run_in_time(
+def test_rounds_go_on_without_the_meeting_point_and_the_next_loss_ends_the_run_in_time(
     ranks: Pool, tmp_path: Path, line: Proxy
 ) -> None:
     """All lines to it are cut at step 10; a member dies some steps later, and not even then does

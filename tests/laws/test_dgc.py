@@ -203,7 +203,7 @@ def conserve(rank: int, size: int, bits: int, exchange: str) -> list[tuple[Tenso
 
 @pytest.mark.parametrize("exchange", ["gather", "split"])
 @pytest.mark.parametrize("bits", [1, 2, 4, 8, 16, 32])
-def test_what_is_not_sent_stays(ranks: Pool, bits: int, exchange: str) -> None:
+def test_unsent_entries_stay(ranks: Pool, bits: int, exchange: str) -> None:
     """1e-4 of sums of size 40: float32 throughout, and the update is a difference of parameters."""
     histories = ranks.run(conserve, bits, exchange, size=3)
     for step in range(50):

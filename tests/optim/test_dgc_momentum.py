@@ -189,7 +189,7 @@ def reshaped(rank: int, size: int, rows: int, odd: set[int]) -> None:
 
 
 @pytest.mark.parametrize("odd", [{0, 1}, {1}], ids=["all ranks", "one rank"])
-def test_a_parameter_that_changes_in_place_is_an_error_on_all_ranks(
+def test_parameter_that_changes_inplace_is_an_error_on_all_ranks(
     odd: set[int], ranks: Pool
 ) -> None:
     for rows in (300, 900):
@@ -269,7 +269,7 @@ def disagreeing(rank: int, size: int, what: str) -> None:
         ("initial values", "initial value (CRC-32) of.b differs"),
     ],
 )
-def test_ranks_that_disagree_are_told_before_anything_moves(
+def test_ranks_that_disagree_are_reported_before_anything_moves(
     ranks: Pool, what: str, text: str
 ) -> None:
     answers = ranks.run(disagreeing, what, size=2, expect_errors=True)
@@ -508,7 +508,7 @@ def test_a_refused_handshake_stays_refused(ranks: Pool) -> None:
     assert ranks.run(refused_then_tried_again) == [["Mismatch"] * 2] * 2
 
 
-def test_a_state_dict_holds_what_a_hook_has_left_in_the_state() -> None:
+def test_state_dict_has_state_left_by_a_hook() -> None:
     p = nn.Parameter(torch.zeros(64))
     optimizer = DGCMomentum([("p", p)], lr=0.1, min_numel=1)
     p.grad = torch.ones(64)
@@ -538,7 +538,7 @@ def other_calls(rank: int, size: int) -> None:
 
 
 @pytest.mark.fault
-def test_ranks_that_make_different_calls_are_told(ranks: Pool) -> None:
+def test_ranks_that_make_different_calls_are_reported(ranks: Pool) -> None:
     ranks.raise_alike(
         "Mismatch", ["in another exchange", "add_param_group"], other_calls, group_timeout_s=8
     )
@@ -638,7 +638,7 @@ def unused(rank: int, size: int, attach: bool, bucket_mb: float) -> dict[str, Te
 
 
 @pytest.mark.parametrize("bucket_mb", [25.0, 0.0005])
-def test_what_no_rank_has_used_is_left_out_of_an_attached_step(
+def test_parameters_unused_on_all_ranks_are_left_out_of_an_attached_step(
     ranks: Pool, bucket_mb: float
 ) -> None:
     attached, stepped = (ranks.run(unused, way, bucket_mb) for way in (True, False))

@@ -69,7 +69,7 @@ def test_interval_bits_and_delay_multiply_the_law(
 
 
 @pytest.mark.parametrize("workers", [2, 4])
-def test_what_was_measured_lies_inside(workers: int) -> None:
+def test_measured_gaps_lie_inside(workers: int) -> None:
     """At 0.87 million parameters, where the figures are from."""
     plan = tw.plan(params=SMALL, step_seconds=0.1, workers=workers)
     found = {row.name: row.loss for row in rows(evidence(), Scope(workers, "small"))}
@@ -104,7 +104,7 @@ def test_every_row_has_a_gap_its_source_and_a_finite_time(workers: int) -> None:
         assert (row["loss_gap"] == [0, 0, 0]) == (row["name"] == "dense")
 
 
-def test_what_cannot_be_closed_is_never_and_after_dense() -> None:
+def test_gap_that_cannot_close_is_never_and_after_dense() -> None:
     plan = tw.plan(**NUMBERS, workers=8, link="5mbit")
     assert plan["dgc"].times_sooner == plan["powersgd"].times_sooner == "never"
     assert plan["muon-local"].times_sooner != "never"

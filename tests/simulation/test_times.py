@@ -67,7 +67,7 @@ def test_events_and_formulas_agree_where_all_are_alike(
 
 
 @pytest.mark.parametrize("nbytes", [24, 20_000, 3_000_000])
-def test_after_silence_events_lie_between_the_formula_and_one_latency_a_turn_more(
+def test_silence_events_lie_within_one_latency_a_round_of_the_formula(
     nbytes: int,
 ) -> None:
     """The formula lets the windows of a whole ring open behind its latencies; a turn cannot."""
@@ -96,7 +96,7 @@ def event_queue(edges: list[tuple[float, float]], begin: list[float], nbytes: in
     return [max(each) for each in over]
 
 
-def test_a_ring_of_unlike_lines_is_what_a_queue_of_its_messages_makes() -> None:
+def test_ring_of_unlike_lines_equals_a_queue_of_its_messages() -> None:
     lines = sites(7, 3, bit_s=1e9, near_s=1e-4, site_bit_s=2e7, far_s=0.03).slowed(4, 30.0)
     begin = np.linspace(0.0, 0.5, 7)[None, :]
     edges = lines.edges(np.arange(7)[None, :])
@@ -137,7 +137,7 @@ def test_lines_that_receive_faster_or_slower_than_they_send(ranks: int, speed: f
     assert took == pytest.approx(seconds_of_drawn_orders(ranks, speed), rel=0.06)
 
 
-def test_one_slow_line_among_fast_ones_has_no_pause() -> None:
+def test_one_slow_line_between_fast_ones_has_no_pause() -> None:
     lines = switch(8, 1e8, 0.0).slowed(3, 10.0)
     slow = Network(1e7, 0.0, 2)
     assert over(Deal((1_000_000,) * 8), lines) == pytest.approx(slow.transfer_s(7e6), rel=0.03)
@@ -192,7 +192,7 @@ def test_the_slowest_rank_keeps_all_others_waiting(name: str) -> None:
     assert slow.given.tolist() == calm.given.tolist()
 
 
-def test_a_delay_hides_what_comes_in_time() -> None:
+def test_delay_hides_results_in_time() -> None:
     hidden = Method(NUMELS, Whole(4, "gather"), k_steps=8, delay=4)
     plain = Method(NUMELS, Whole(4, "gather"), k_steps=8)
     lines = switch(8, 4e6, 1e-3)
@@ -243,7 +243,7 @@ def test_a_rank_that_comes_after_the_time_out_is_named() -> None:
     assert "rank 6 was late for the exchange" in outcome.error
 
 
-def test_what_does_not_divide_is_refused() -> None:
+def test_sizes_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="node_size=4 does not divide the 6 ranks"):
         simulate(METHODS["nodes"], switch(6, 1e9, 0), step_s=1.0, steps=1)
     with pytest.raises(ValueError, match="steps=6 must be a multiple of 4"):
@@ -282,7 +282,7 @@ DENSE = Method(NUMELS)
         (lambda: with_trouble(Trouble(slow_lines={0: 0.0})), "slowed by 0"),
     ],
 )
-def test_what_cannot_be_is_refused(make: Callable[[], object], says: str) -> None:
+def test_impossible_arguments_are_refused(make: Callable[[], object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         make()
 

@@ -118,7 +118,7 @@ def local(rank: int, size: int) -> tuple[list[float], list[float]]:
     return flat(model).tolist(), flat(plain).tolist()
 
 
-def test_under_local_updates_each_rank_clips_its_own(ranks: Pool) -> None:
+def test_under_local_updates_every_rank_clips_its_own(ranks: Pool) -> None:
     (a, b), (c, d) = ranks.run(local)
     assert a != c
     for got, expected in ((a, b), (c, d)):
@@ -207,12 +207,12 @@ def by_dgc(rank: int, size: int, given: bool) -> list[float]:
     return trained
 
 
-def test_dgc_momentum_clips_each_tensor_itself(ranks: Pool) -> None:
+def test_dgc_momentum_clips_every_tensor_itself(ranks: Pool) -> None:
     assert ranks.run(by_dgc, True) == ranks.run(by_dgc, False)
 
 
 @pytest.mark.parametrize("clip", [tw.ClipByGlobalNorm(1.0), tw.optim.ClipByValue(1.0)])
-def test_what_dgc_momentum_cannot_clip_by_is_said_with_what_to_use(clip: Any) -> None:
+def test_clipping_that_dgc_momentum_lacks_is_reported_with_a_remedy(clip: Any) -> None:
     for fields, make in (
         ({"dgc": tw.DGC()}, lambda p: torch.optim.SGD(p, lr=0.1)),
         ({}, lambda p: tw.optim.DGCMomentum(p, lr=0.1)),
@@ -273,7 +273,7 @@ def test_something_else_is_no_clipping() -> None:
         )
 
 
-def test_explain_says_what_is_clipped_by_what() -> None:
+def test_explain_grad_clip_names_the_clipped_gradient() -> None:
     clip = tw.ClipByGlobalNorm(1.5)
     assert (
         "clipping of the mean gradient by ClipByGlobalNorm(c=1.5)"
@@ -334,7 +334,7 @@ def test_clipping_after_minimize_is_noticed_once_with_the_cure(fields: dict[str,
 
 
 @pytest.mark.parametrize("how", ["zero_grad", "to zero", "to None", "nothing", "read"])
-def test_what_does_no_harm_is_not_noticed(how: str) -> None:
+def test_harmless_edit_is_not_noticed(how: str) -> None:
     model = make_model(plain=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     engine = tw.DistributedStrategy().prepare(model, optimizer)

@@ -93,9 +93,7 @@ def train_whole(rank: int, size: int, kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "dgc"])
-def test_what_is_changed_on_purpose_and_what_lies_otherwise_in_memory_is_no_error(
-    kind: str, ranks: Pool
-) -> None:
+def test_change_on_purpose_or_of_the_memory_layout_is_no_error(kind: str, ranks: Pool) -> None:
     assert ranks.run(train_whole, kind) == ["24", "24"]
 
 
@@ -210,7 +208,7 @@ def save_harmed(rank: int, size: int, harm: str, folder: str) -> tuple[str, int]
 
 
 @pytest.mark.parametrize("harm", ["parameter", "moment"])
-def test_no_checkpoint_is_written_of_ranks_that_do_not_hold_the_same(
+def test_no_checkpoint_is_written_of_ranks_that_do_not_have_the_same(
     harm: str, ranks: Pool, tmp_path: Path
 ) -> None:
     """The one before can be loaded, and gone on from, in the same process."""
@@ -286,7 +284,9 @@ def overflow_in_the_sum(rank: int, size: int, way: str, early: int) -> tuple[int
 @pytest.mark.fault("values beyond what the wire's numbers hold")
 @pytest.mark.parametrize("early", [0, 5])
 @pytest.mark.parametrize("way", ["dense", "gather", "split"])
-def test_finite_gradients_whose_sum_is_not_drop_the_step(way: str, early: int, ranks: Pool) -> None:
+def test_finite_gradients_with_an_infinite_sum_drop_the_step(
+    way: str, early: int, ranks: Pool
+) -> None:
     first, second = ranks.run(overflow_in_the_sum, way, early)
     assert first == second
     assert first[0] == 1
@@ -476,7 +476,7 @@ def raise_after_the_exchange(rank: int, size: int, kind: str) -> tuple[str, str]
 
 
 @pytest.mark.parametrize("kind", ["dense", "dgc", "dgc adamw"])
-def test_an_optimizer_that_raises_after_the_exchange_is_heard_of_in_the_next_update(
+def test_optimizer_that_raises_after_the_exchange_is_received_of_in_the_next_update(
     kind: str, ranks: Pool
 ) -> None:
     (nothing, first), (told, second) = ranks.run(raise_after_the_exchange, kind)

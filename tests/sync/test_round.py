@@ -44,9 +44,7 @@ def exchange(rank: int, size: int, bits: int) -> dict[str, object]:
 
 @pytest.mark.parametrize("bits", [1, 2, 8, 32])
 @pytest.mark.parametrize("size", [0, 3])
-def test_the_mean_is_that_of_what_was_sent_and_equal_on_all_ranks(
-    ranks: Pool, bits: int, size: int
-) -> None:
+def test_mean_equals_that_of_sent_values_on_all_ranks(ranks: Pool, bits: int, size: int) -> None:
     answers = ranks.run(exchange, bits, size=size)
     world = len(answers)
     for key in (0, 1, 3):
