@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.ranks import Pool
-from thinwire import ClipByNorm, schedules
-from thinwire.optim import DGCMomentum
+from thinwire import schedules
+from thinwire.optim import ClipByNorm, DGCMomentum
 
 NAN = float("nan")
 

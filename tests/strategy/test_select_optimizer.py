@@ -10,17 +10,8 @@ import torch
 from torch import nn
 
 from tests.api import schedulers_of, select_optimizer
-from thinwire import (
-    DGC,
-    LAMB,
-    LARS,
-    ClipByGlobalNorm,
-    ClipByNorm,
-    L1Decay,
-    L2Decay,
-    StrategyError,
-    optim,
-)
+from thinwire import DGC, LAMB, LARS, ClipByGlobalNorm, StrategyError, optim
+from thinwire.optim import ClipByNorm, L1Decay, L2Decay
 from thinwire.schedules import CosineDecay, PiecewiseConstant, ScheduledLR
 
 DENSE = DGC(min_numel=10**6)
