@@ -325,11 +325,7 @@ class LocalUpdates:
         members = self._members
         # take up a change of membership here; ranks of a site, and ranks that have already agreed
         # on a change, do so at the averaging instead
-        if (
-            members is not None
-            and members._shared_site is None
-            and members.group.pending_after is None
-        ):
+        if members is not None and members._sharded is None and members.group.pending_after is None:
             members.group.bind_latest()
         with (
             averager.group.one_deadline(),

@@ -110,14 +110,14 @@ class Members:
         make_membership: Callable[[KeyValueView, str], Membership],
     ) -> None:
         self._site, self._make_membership, self.timeout_s = site, make_membership, timeout_s
-        self._kv = kv if self._shared_site is None else kv.under(f"shard/{site.rank}")
+        self._kv = kv if self._sharded is None else kv.under(f"shard/{site.rank}")
         key = self._kv.store.key_for("state") or b""
         self._transfer_context = TransferContext(self._kv, endpoint, timeout_s, key)
         self._membership = self._join_run()
         self.group = ElasticGroup(self._membership)
         self.job: Group = self.group
-        if self._shared_site is not None:
-            self.job = SiteGroup(self._shared_site, self.group)
+        if self._sharded is not None:
+            self.job = SiteGroup(self._sharded, self.group)
         self._callbacks: list[Callable[[Members], None]] = []
         self.group.on_rebind.append(self._notify)
         self._donors: list[Donor] = []
@@ -136,7 +136,7 @@ class Members:
         """States of the samplers that a joiner received."""
 
     @property
-    def _shared_site(self) -> Site | None:
+    def _sharded(self) -> Site | None:
         """The ranks that form this member; None for a single rank."""
         return self._site if isinstance(self._site, Site) else None
 
