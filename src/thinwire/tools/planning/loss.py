@@ -1,7 +1,4 @@
-"""Expected loss of a method above dense training's (docs/law.md), and the cost of closing the gap.
-
-Local updates follow a published law in workers and parameters; the rest is what was measured here.
-"""
+"""Expected loss of a method above dense training's (docs/law.md), and the cost of closing the gap."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

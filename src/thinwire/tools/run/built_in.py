@@ -1,7 +1,4 @@
-"""Built-in tasks: the next byte of a text, and scanned digits.
-
-Batches are the same for every strategy, different on every rank.
-"""
+"""Built-in tasks: the next byte of a text, and scanned digits."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,8 +1,4 @@
-"""Measure the network between real ranks, and a model's step, in a few seconds.
-
-Each rank spends at most `_MOST_BYTES` on the network. What is not measured for lack of time is
-named.
-"""
+"""Measure the network between real ranks, and a model's step, in a few seconds."""
 
 import socket
 import time
