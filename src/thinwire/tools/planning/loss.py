@@ -1,4 +1,4 @@
-"""Expected loss of a method above dense training's (docs/law.md), and the cost of closing the gap."""
+"""Loss of a method above dense training (docs/law.md), and the cost of closing the gap."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
