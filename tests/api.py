@@ -150,7 +150,7 @@ _NAMES = {
     "thinwire.tools.planning.methods": "MOST_PARAMS cost_by_number cost_of grown member_exchanges",
     "thinwire.tools.planning.network": "FRAMES crowding network_Network=Network reduce_pairs",
     "thinwire.tools.planning.command": "plan_page=render",
-    "thinwire.tools.planning.plan": "members_text",
+    "thinwire.tools.planning.plan": "Plan members_text",
     "thinwire.tools.planning.work": "Probe matrices work_Work=Workload",
     "thinwire.tools.report.page": "Axis PALETTE bytes_text loss_text sample",
     "thinwire.tools.report.progress": "Bar Display",
@@ -169,10 +169,10 @@ _NAMES = {
     "thinwire.tools.run.task": "TaskError called work_of",
     "thinwire.tools.run.text": "Corpus read_digits read_folder read_standard_library",
     "thinwire.tools.run.trainers": "DDPTrainer Prepared Setup build_trainer",
-    "thinwire.tools.simulation.lines": (
+    "benchmarks.simulation_lines": (
         "Broadcast Deal Gather Jitter Lines Reduce finished homes sites switch Vote"
     ),
-    "thinwire.tools.simulation.run": "Entries Method Trouble Whole dense_sum simulate",
+    "benchmarks.simulation": "Entries Method Trouble Whole dense_sum simulate",
     "thinwire.wire": "message",
     "thinwire.wire.codes": "decode_values encode_values decode_positions encode_positions",
     "thinwire.wire.message": (

@@ -250,7 +250,7 @@ def test_the_readable_twins_agree(dtype):
             torch.testing.assert_close(a, c, rtol=tolerance, atol=tolerance)
 
 
-def test_norms_that_float32_cannot_hold_give_the_right_ratio():
+def test_norms_that_float32_cannot_have_give_the_right_ratio():
     for size in (1e25, 1e-30):
         p, g, m, v = (
             [torch.full((2000,), size)],
@@ -347,7 +347,7 @@ def test_gradients_and_parameters_in_bfloat16_take_the_same_way(make, monkeypatc
     assert (results[0] == results[1]).float().mean() > 0.99
 
 
-def test_works_in_turns_all_run_and_errors_come_last(monkeypatch):
+def test_works_one_after_another_all_run_and_errors_come_last(monkeypatch):
     for count in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
         done = []

@@ -285,7 +285,7 @@ OPENED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OPENED)
-def test_what_others_can_write_is_not_run(starts, warm_cache, tmp_path, kind):
+def test_code_writable_by_others_is_not_run(starts, warm_cache, tmp_path, kind):
     if "another" in kind and os.geteuid():
         pytest.skip("only root gives files away")
     cache, proof = copied(warm_cache, tmp_path / "cache"), tmp_path / "proof"
@@ -315,7 +315,7 @@ def test_a_mask_that_lets_others_write_is_not_that_of_the_cache(starts, tmp_path
 
 
 @pytest.mark.slow
-def test_a_folder_in_the_place_of_a_file_does_not_end_a_start(starts, warm_cache, tmp_path):
+def test_cache_folder_instead_of_a_file_does_not_stop_a_start(starts, warm_cache, tmp_path):
     cache = copied(warm_cache, tmp_path / "cache")
     path = the_loop(cache)
     path.unlink()
@@ -327,7 +327,7 @@ def test_a_folder_in_the_place_of_a_file_does_not_end_a_start(starts, warm_cache
 
 @pytest.mark.slow
 @pytest.mark.parametrize("obstacle", ["file", "read-only"])
-def test_a_cache_that_cannot_be_written_is_said_once_and_loops_work(starts, tmp_path, obstacle):
+def test_cache_that_cannot_be_written_is_reported_once_and_loops_work(starts, tmp_path, obstacle):
     cache = tmp_path / "cache"
     if obstacle == "file":
         cache.write_text("")
@@ -345,7 +345,7 @@ def test_a_cache_that_cannot_be_written_is_said_once_and_loops_work(starts, tmp_
     assert len(re.findall(r"compiled \d+ loops", output)) == 2
 
 
-def test_what_was_compiled_is_read_where_nothing_can_be_written(starts, warm_cache, tmp_path):
+def test_compiled_code_is_read_where_nothing_can_be_written(starts, warm_cache, tmp_path):
     cache = copied(warm_cache, tmp_path / "cache")
     mount_or_skip("--bind", str(cache), str(cache))
     try:

@@ -353,7 +353,7 @@ class Averager(Synchronizer):
 
     def _launch(self, pending: PendingAveraging) -> None:
         self.averaging.launch(
-            pending, record=self._members is not None and self._members.has_joiners
+            pending, record=self._members is not None and self._members._has_joiners
         )
 
     def _propose(
@@ -491,8 +491,8 @@ class Averager(Synchronizer):
         self.written = None
         self.counters.averagings += 1
         if self._members is not None:
-            self._members.receive_reports([report.get("members", {}) for report in answers])
-            self.last = pending if self._members.has_joiners else None
+            self._members._receive_reports([report.get("members", {}) for report in answers])
+            self.last = pending if self._members._has_joiners else None
 
     def _verified(self, pending: PendingAveraging) -> Answers:
         """Return the answers of all ranks after everything has arrived."""
@@ -538,7 +538,7 @@ class Averager(Synchronizer):
             last=True,
             corrupt=corrupt,
             user_error=user_error,
-            members=None if self._members is None else self._members.report(),
+            members=None if self._members is None else self._members._report(),
             weight=None if self.work is None else self.weight,
         )
 

@@ -96,20 +96,9 @@ def select_optimizer(
     mesh: DeviceMesh | None = None,
     is_only: bool = True,
 ) -> SelectedOptimizer:
-    """Return the optimizer that trains under a strategy.
-
-    A replacement has the rates, schedules (at the same update), groups, exclusions, order, clipping
-    and regularizer of the given optimizer, and its state where that means the same: the momentum of
-    SGD for a `DGCMomentum`, the moments and steps of an Adam for `Lamb`. State of SGD is refused
-    for `Lars`, whose velocity contains the rate.
-
-    DGC turns an SGD into a `DGCMomentum`; other configs, and DGC under `lars`, `lamb` or local
-    updates, compress before the optimizer.
-
-    Raises:
-        StrategyError: The strategy does not go with this optimizer; lists every reason, and nothing
-            has changed.
-    """
+    """Return the optimizer that trains under a strategy."""
+    # state is taken over where it means the same: momentum of SGD for DGCMomentum, moments and
+    # steps of Adam for Lamb; state of SGD is refused for Lars, whose velocity contains the rate
     prefix = f"the strategy does not work with the optimizer {type(optimizer).__name__}: "
     dgc = compression if isinstance(compression, DGC) and is_only else None
     conversion = (dgc, lars, lamb)
