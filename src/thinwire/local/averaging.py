@@ -160,15 +160,10 @@ class PendingAveraging:
 
 
 class Averaging:
-    """State of averaging: anchors, outer momentum and residuals by name, and how a result changes
-    them.
+    """State of averaging by name: anchors, outer momentum and residuals; `commit_` changes it.
 
-    An anchor S is the exact value of a parameter after its last averaging, in float32 or wider; the
-    parameter holds it rounded to its own type. Anchors and outer momentum are equal on all ranks;
-    residuals belong to this rank or its node. Nothing changes before `commit_`.
-
-    If `sources` are `Nodes`, the ranks of a node first average their changes and then send the same
-    message, so their residuals are the same too.
+    An anchor is the exact value of a parameter after its last averaging, equal on all ranks like
+    outer momentum. A residual belongs to this rank, or its node.
     """
 
     def __init__(

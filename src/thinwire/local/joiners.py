@@ -18,8 +18,6 @@ from thinwire.members.transfer import StateMessage
 class JoinerState:
     """Shared state of local updates, copied from a donor to a joiner; implements
     `thinwire.members.members.SharedState`.
-
-    A joiner has no residual, the state of its own optimizer, and parameters equal to the anchors.
     """
 
     def __init__(self, averager: Averager, group: ElasticGroup) -> None:

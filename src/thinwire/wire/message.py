@@ -107,8 +107,6 @@ def pack(
 def pack_nonfinite(layout: Layout, step: int, bucket: int, culprit: int) -> Tensor:
     """Return a message on the CPU that reports a gradient that was not finite.
 
-    `culprit` is the number of the tensor, in [0, 2^32). Other arguments as in `pack`.
-
     >>> layout = Layout.of([10], sparsity=0.5, value_bits=8)
     >>> unpack(layout, pack_nonfinite(layout, 0, 0, 3), step=0, bucket=0, source=1).culprit
     3
@@ -120,22 +118,7 @@ def pack_nonfinite(layout: Layout, step: int, bucket: int, culprit: int) -> Tens
 
 
 def unpack(layout: Layout, message: Tensor, *, step: int, bucket: int, source: int) -> Unpacked:
-    """Return the content of a message after all checks.
-
-    Args:
-        layout: That it must have.
-        message: uint8, one dimension; read only.
-        step: Update that it must belong to.
-        bucket: Bucket that it must belong to.
-        source: Rank that it came from, for the error.
-
-    Returns:
-        The parts on `message.device`, or the culprit.
-
-    Raises:
-        PayloadCorrupt: The message is damaged or belongs to another step, bucket or layout; names
-            the rank, the expected and the actual value.
-    """
+    """Return the content of a message after all checks."""
     try:
         return _unpack(layout, message, step, bucket)
     except PayloadCorrupt as refusal:
@@ -151,16 +134,7 @@ def refused(refusal: PayloadCorrupt, *, step: int, bucket: int, source: int) -> 
 def with_checksum(
     form: Form, step: int, bucket: int, payload: list[Tensor], *, flags: int = 0, carried: int = 0
 ) -> Tensor:
-    """Return the header with its checksum, followed by the payload, on the payload's device.
-
-    Args:
-        form: Of the message.
-        step: As in `pack`.
-        bucket: As in `pack`.
-        payload: At least one, uint8, one dimension each.
-        flags: Of the header.
-        carried: Number of entries, in [0, 2^32).
-    """
+    """Return the header with its checksum, followed by the payload, on the payload's device."""
     raw = np.concatenate(
         [np.zeros(HEADER_BYTES, np.uint8), *(part.cpu().numpy() for part in payload)]
     )
@@ -169,11 +143,7 @@ def with_checksum(
 
 
 def opened(form: Form, message: Tensor, step: int, bucket: int) -> tuple[memoryview, int, int]:
-    """Return the bytes of a message on the CPU, its flags and its number of entries.
-
-    Raises:
-        PayloadCorrupt: It is damaged, of another form, or of another step or bucket.
-    """
+    """Return the bytes of a message on the CPU, its flags and its number of entries."""
     _expect("length in bytes", message.numel(), form.nbytes)
     raw = message.cpu().contiguous().numpy().data
     header = HEADER.unpack(raw[:HEADER_BYTES])
