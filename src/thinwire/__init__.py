@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from thinwire.compress.low_rank import LowRank
     from thinwire.compress.quantized_change import Quantized
     from thinwire.compress.sparse_change import Sparse
-    from thinwire.core.gradients import ClipByGlobalNorm
+    from thinwire.core.gradients import ClipByGlobalNorm, ClipByNorm, ClipByValue, L1Decay, L2Decay
     from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale
-    from thinwire.errors import StrategyError
+    from thinwire.errors import Diverged, StrategyError
     from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
     from thinwire.local.updates import LocalUpdates, local_sgd
     from thinwire.logs import log_stats
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from thinwire.strategy.distributed_strategy import DistributedStrategy
     from thinwire.strategy.engine import Engine
     from thinwire.task import Task
-    from thinwire.tools.planning.plan import plan
+    from thinwire.tools.planning.plan import Plan, plan
 
 logging.getLogger("thinwire").addHandler(logging.NullHandler())
 
@@ -40,16 +40,22 @@ __all__ = [
     "AdaptiveLocalSGD",
     "Attached",
     "ClipByGlobalNorm",
+    "ClipByNorm",
+    "ClipByValue",
     "DistributedStrategy",
+    "Diverged",
     "DynamicLossScale",
     "Engine",
     "FixedLossScale",
     "GradientMerge",
+    "L1Decay",
+    "L2Decay",
     "LocalSGD",
     "LocalUpdates",
     "LowRank",
     "Members",
     "Pipeline",
+    "Plan",
     "Quantized",
     "Recompute",
     "ShardedSampler",
@@ -76,12 +82,17 @@ _HOMES = {
     "AdaptiveLocalSGD": "thinwire.local.config",
     "Attached": "thinwire.optim.attached",
     "ClipByGlobalNorm": "thinwire.core.gradients",
+    "ClipByNorm": "thinwire.core.gradients",
+    "ClipByValue": "thinwire.core.gradients",
     "DGC": "thinwire.compress.dgc",
     "DistributedStrategy": "thinwire.strategy.distributed_strategy",
+    "Diverged": "thinwire.errors",
     "DynamicLossScale": "thinwire.core.loss_scale",
     "Engine": "thinwire.strategy.engine",
     "FixedLossScale": "thinwire.core.loss_scale",
     "GradientMerge": "thinwire.step.config",
+    "L1Decay": "thinwire.core.gradients",
+    "L2Decay": "thinwire.core.gradients",
     "LAMB": "thinwire.optim.config",
     "LARS": "thinwire.optim.config",
     "LocalSGD": "thinwire.local.config",
@@ -90,6 +101,7 @@ _HOMES = {
     "ShardedSampler": "thinwire.sampler",
     "Members": "thinwire.members.members",
     "Pipeline": "thinwire.pipeline.config",
+    "Plan": "thinwire.tools.planning.plan",
     "Quantized": "thinwire.compress.quantized_change",
     "Recompute": "thinwire.step.config",
     "Sparse": "thinwire.compress.sparse_change",
