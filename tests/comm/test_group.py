@@ -305,8 +305,8 @@ def timeouts_of(rank: int, size: int) -> tuple[float, float]:
     if rank == 1:
         wait_for_word("over")
     else:
-        told = rf"rank 1 did not take part within {LIMIT_S:g} s: rank 1 was alive .* s ago, busy"
-        with pytest.raises(PeerStalled, match=f"{told} with other work .* after 'warming up'"):
+        told = rf"rank 1 did not take part within {LIMIT_S:g} s: rank 1 was alive .* s ago"
+        with pytest.raises(PeerStalled, match=told):
             shorter.gather_bytes(b"", action="test")
         with pytest.raises(ThinwireError, match="was aborted"):
             longer.gather_bytes(b"", action="test")
