@@ -10,9 +10,7 @@ before the averagings. Not part of `make bench`.
 
 import argparse
 import os
-import resource
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,6 +18,7 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 
 import thinwire as tw
+from benchmarks.memory import reset_peak, resident_bytes
 
 RUNS = 6
 
@@ -48,20 +47,16 @@ def averaged(rank: int, numel: int, tensors: int, port: int) -> None:
         1, compression=tw.Quantized(1), outer_lr=0.7, outer_momentum=0.9, outer_nesterov=True
     )
     with tw.local_sgd(model, optimizer, config):
-        before = _resident_bytes()
+        before = resident_bytes("VmRSS")
+        reset_peak()
         found = sorted((step_s() - alone) * 1e9 / total for _ in range(RUNS))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    peak = resident_bytes("VmHWM") - before
     if rank == 0:
         print(
             f"{total / 1e6:.1f} M parameters in {tensors} tensors: {found[0]:.1f} ns a parameter "
             f"(median {found[RUNS // 2]:.1f}), peak {peak / total:.1f} bytes a parameter"
         )
     dist.destroy_process_group()
-
-
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ _NAMES = {
     "thinwire.core.lars": "lars_ lars_list_",
     "thinwire.core.loss_scale": "any_non_finite initial_scale next_scale",
     "thinwire.core.norms": "global_norm norm trust_ratio",
-    "thinwire.core.outer": "outer_list_ outer_step_",
+    "thinwire.core.outer": "outer_step_",
     "thinwire.core.stats": "Pace planned_row",
     "thinwire.core.tensors": "with_own_storage narrowed",
     "thinwire.exchange": "ranks=synchronizer",

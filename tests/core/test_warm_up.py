@@ -155,7 +155,6 @@ def the_loop(cache):
 NOTHING_IS_LEFT = f"""{WARM}
 from numba.core import event
 from thinwire import optim
-from thinwire.core import outer
 from thinwire.kernels.cpu import jit_cache
 from thinwire.core.feedback import top_k
 
@@ -214,13 +213,10 @@ def test_steps_and_changes_compile_nothing_that_was_not_compiled_ahead(starts):
     uses = """[
         lambda: train(optim.Lamb(ps := params_of(torch.float32, (5, 100_000))), ps),
         lambda: train(optim.Lars(ps := params_of(torch.float32, (5, 100_000)), 0.1), ps),
-        lambda: outer.outer_list_(
-            *[[torch.ones(9)] for _ in range(3)], outer.OuterRule(0.1, 0.9, True)
-        ),
         lambda: top_k(torch.randn(300_000), 3_000),
         lambda: top_k(torch.randn(300_000), 200_000),
     ]"""
-    needs = "[(('lamb',), {}), (('lars',), {}), (('outer',), {}), (('changes',), {})]"
+    needs = "[(('lamb',), {}), (('lars',), {}), (('changes',), {})]"
     code = NOTHING_IS_LEFT.replace("NEEDS", needs).replace("USES", uses)
     starts.run(code, None, strict=False)
 
@@ -335,7 +331,7 @@ def test_cache_that_cannot_be_written_is_reported_once_and_loops_work(starts, tm
         cache.mkdir()
         mount_or_skip("-t", "tmpfs", "-o", "ro", "none", str(cache))
     try:
-        output = starts.run(f"{WARM}\nwarm('lars')\nwarm('outer')", cache, strict=False)
+        output = starts.run(f"{WARM}\nwarm('lars')\nwarm('lamb')", cache, strict=False)
     finally:
         if obstacle == "read-only":
             subprocess.run(["umount", str(cache)], check=True)
@@ -357,7 +353,7 @@ def test_compiled_code_is_read_where_nothing_can_be_written(starts, warm_cache, 
 
 @pytest.mark.slow
 def test_processes_that_start_together_share_the_work(starts, tmp_path):
-    code = f"{WARM}\nfor work in ('lamb', 'lars', 'outer'): warm(work)"
+    code = f"{WARM}\nfor work in ('lamb', 'lars'): warm(work)"
     outputs = starts.run_together([code] * 3, tmp_path)
     compiled = [
         int(line.split()[2])

@@ -311,7 +311,8 @@ class Averaging:
         """Return an averaging's round, its tensors, and the plan by which they are sent."""
         # a loaded averaging may list its tensors in another order: all ranks sort alike
         names = sorted(pending.moved, key=self._keys.__getitem__)
-        taken = [name for name in names if name in pending.moved.compressed]
+        compressed = pending.moved.compressed
+        taken = [name for name in names if name in compressed]
         others = {_extra(key): value for key, value in pending.extras.items()}
         if pending.sketch is not None:
             others[_SKETCH] = pending.sketch.float()
@@ -326,14 +327,14 @@ class Averaging:
             return found
 
         def of_node(means: Mapping[str, Tensor]) -> list[Sending]:
-            dense = {name: mean for name, mean in means.items() if name not in set(taken)}
+            dense = {name: mean for name, mean in means.items() if name not in compressed}
             return sendings({name: means[name] for name in taken}, dense)
 
         if isinstance(self.sources, Nodes):
             given = {name: pending.moved[name] for name in names} | others
             sending = in_nodes(context, given, of_node)
         else:
-            dense = {name: pending.moved[name] for name in names if name not in set(taken)}
+            dense = {name: pending.moved[name] for name in names if name not in compressed}
             sending = combined(sendings(pending.moved.only(taken), dense | others))
         return one_round, {*names, *others}, sending
 
@@ -414,22 +415,22 @@ class Averaging:
         self, name: str, pending: PendingAveraging, parts: Sequence[tuple[int, int]]
     ) -> Iterator[Tensor]:
         """Yield each part of the mean of all sent changes; what is not sent stays as residual."""
+        if name not in pending.moved.compressed:
+            whole = pending.mean_of(name, self.anchors[name]).reshape(-1)
+            yield from (whole[start:end] for start, end in parts)
+            return
         assert pending.round is not None, "launched"
         arrived = pending.round.arrived[name]
-        folded, whole = arrived.node_means or pending.moved, None
-        if name not in pending.moved.compressed:
-            whole = arrived.mean(name, self.anchors[name])
-        else:
-            assert isinstance(arrived, MeanChange), "compressed"
-            if not arrived.has_parts:
-                whole = arrived.take_mean_(name, folded[name], self.kept)
+        assert isinstance(arrived, MeanChange), "compressed"
+        folded = arrived.node_means or pending.moved
+        if not arrived.has_parts:
+            whole = arrived.take_mean_(name, folded[name], self.kept).reshape(-1)
         for start, end in parts:
-            if whole is not None:
-                mean = whole.reshape(-1)[start:end]
-            else:
-                assert isinstance(arrived, MeanChange), "in parts"
+            if arrived.has_parts:
                 error = self.errors[name].view(-1)[start:end]
                 mean = arrived.take_part_(name, start, part_of(folded, name, start, end), error)
+            else:
+                mean = whole[start:end]
             yield mean if pending.share == 1 else mean / pending.share
 
 

@@ -28,7 +28,7 @@ from thinwire.core.stats import Pace, numbers, planned_row
 from thinwire.errors import PeerLost
 from thinwire.exchange.digest import DIGEST_EVERY
 from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
-from thinwire.kernels.rules import OuterRule, needs_of
+from thinwire.kernels.rules import OuterRule
 from thinwire.local import saving
 from thinwire.local.averager import Averager, Counters, OwnScale
 from thinwire.local.averaging import Averaging, PendingAveraging
@@ -245,8 +245,7 @@ class LocalUpdates:
         dense = self.config.node_size is None and self._changes is None
         separate = ranks.mesh is None and (dense or self.config.by_time)
         sources = group if separate else ranks.sources(self.config.node_size)
-        loops = loops_of(self._changes, self._compressed, of_gradients=False)
-        ranks.compile(loops | needs_of("outer", list(self._tensors.params.values())))
+        ranks.compile(loops_of(self._changes, self._compressed, of_gradients=False))
         self._tensors.copy_from_first(group)
         outer = OuterRule(
             self.config.outer_lr, self.config.outer_momentum, self.config.outer_nesterov

@@ -321,14 +321,7 @@ def _about_optimizer(
             known = group.get("param_names", [])
             for i, p in enumerate(group["params"]):
                 names[p] = known[i] if i < len(known) else f"parameter {len(names)}"
-    selected = select_optimizers(
-        optimizer,
-        compression=strategy.compression,
-        lars=strategy.lars,
-        lamb=strategy.lamb,
-        local=strategy.local is not None,
-        names=names,
-    )
+    selected = select_optimizers(optimizer, strategy, names=names)
     for single in [*all_of(optimizer), *(one.optimizer for one in selected)]:
         require_one_clip(single, grad_clip)
     return [note for one in selected for note in one.notes]

@@ -226,10 +226,7 @@ def _planned(setup: Setup) -> Preparation:
     of_stages = [[n for n, p in named_parameters(part) if p in trained] for part in stages]
     selected = select_optimizers(
         optimizer,
-        compression=strategy.compression,
-        lars=strategy.lars,
-        lamb=strategy.lamb,
-        local=strategy.local is not None,
+        strategy,
         names=names,
         keep=own.__contains__,
         process_group=setup.replica_group,

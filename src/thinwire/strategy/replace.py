@@ -20,6 +20,7 @@ from thinwire.optim import Lamb, Lars
 from thinwire.optim.config import LAMB, LARS
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.settings import OptimizerSettings, restrict_, settings_of
+from thinwire.strategy.fields import Fields
 from thinwire.strategy.ownership import conversion_obstacles, converted_by
 from thinwire.strategy.replacements import (
     ADAMS,
@@ -54,14 +55,11 @@ class SelectedOptimizer:
 
 
 def select_optimizers(
-    optimizer: torch.optim.Optimizer,
-    *,
-    lars: LARS | None = None,
-    lamb: LAMB | None = None,
-    **rest: Any,
+    optimizer: torch.optim.Optimizer, strategy: Fields, **rest: Any
 ) -> list[SelectedOptimizer]:
     """Call `select_optimizer` for every optimizer; LARS and LAMB replace those that they can."""
-    every = all_of(optimizer)
+    every, lars, lamb = all_of(optimizer), strategy.lars, strategy.lamb
+    rest |= {"compression": strategy.compression, "local": strategy.local is not None}
     if len(every) == 1:
         return [select_optimizer(optimizer, lars=lars, lamb=lamb, **rest)]
     found: list[SelectedOptimizer] = []
