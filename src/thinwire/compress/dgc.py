@@ -2,7 +2,7 @@
 
 Algorithm 4 of the paper, top to bottom, per tensor of n entries and update t (from 0):
 
-    s       the fraction that is kept back in update t          `DGC.sparsity_in_force`  (3.3)
+    s       the fraction that is kept back in update t          `DGC.unsent_share`  (3.3)
     k       n (1 - s), at least 1                               `DGC.count_at`
     g       the rank's own gradient, limited to its share       `locally_clipped`        (3.2)
     u, v    u <- m u + g,  v <- v + u                           `core.feedback.propose_list`  (3.1)
@@ -21,7 +21,7 @@ at 2^24.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,14 +30,21 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.compress.entries import ArrivedEntries, Proposed, send_entries
-from thinwire.compress.protocol import Arrived, Context, ErrorsOnly, Kept, Sending
+from thinwire.compress.protocol import (
+    Arrived,
+    ChangeCompression,
+    Compression,
+    Context,
+    Kept,
+    Sending,
+)
 from thinwire.compress.sparse_change import send_largest
 from thinwire.core.feedback import commit_list_, in_chunks, propose_list, rounding_seed
 from thinwire.core.gradients import ClipByNorm, clipped
 from thinwire.core.norms import norms_over_shards
 from thinwire.core.tensors import named_dtype, state_dtype, stored_dtype
 from thinwire.kernels.rules import Fold
-from thinwire.layout.message import VALUE_BITS, count_sent
+from thinwire.layout.message import VALUE_BITS, Layout, count_sent
 from thinwire.layout.traffic import EXCHANGES
 from thinwire.schedules import sparsity_at
 
@@ -50,7 +57,7 @@ def compressible(param: Tensor, min_numel: int) -> bool:
 
 
 @dataclass(frozen=True)
-class DGC(ErrorsOnly):
+class DGC(Compression, ChangeCompression):
     """Each rank sends only the largest accumulated entries of every gradient.
 
     That is about 2,000 times fewer bytes with the usual settings.
@@ -127,18 +134,33 @@ class DGC(ErrorsOnly):
         """Return the type in which the residual of this tensor is stored."""
         return stored_dtype(param, named_dtype("state_dtype", self.state_dtype))
 
-    def sparsity_in_force(self, step: int) -> float:
+    def unsent_share(self, step: int) -> float:
         """Return the fraction of a tensor that update `step` (from 0) does not send.
 
         0 before compression begins.
 
         >>> config = DGC(rampup_begin_step=10, rampup_step=2, sparsity=(0.75, 0.999))
-        >>> [config.sparsity_in_force(step) for step in (9, 10, 11, 12)]
+        >>> [config.unsent_share(step) for step in (9, 10, 11, 12)]
         [0.0, 0.75, 0.999, 0.999]
         """
         if step < self.rampup_begin_step:
             return 0.0
         return sparsity_at(step, self.rampup_begin_step, self.rampup_step, self.sparsity)
+
+    @property
+    def last_dense_step(self) -> int:
+        """Return `rampup_begin_step`."""
+        return self.rampup_begin_step
+
+    @property
+    def settled_step(self) -> int:
+        """Return the update that the last level of `sparsity` begins with."""
+        levels = len(self.sparsity)
+        return 1 + self.rampup_begin_step - (-self.rampup_step * (levels - 1) // levels)
+
+    def layout(self, step: int, numels: Sequence[int]) -> Layout:
+        """See `Config`; the ramp counts from 0."""
+        return Layout.of(numels, self.unsent_share(step - 1), self.value_bits)
 
     def compressor(
         self, params: Mapping[str, Tensor], *, num_trainers: int | None = None
@@ -182,7 +204,7 @@ class DGC(ErrorsOnly):
         """
         if step < self.rampup_begin_step:
             return None
-        return count_sent(numel, self.sparsity_in_force(step))
+        return count_sent(numel, self.unsent_share(step))
 
 
 def limited(grad: Tensor, limit: float, sources: int, dtype: torch.dtype) -> Tensor:

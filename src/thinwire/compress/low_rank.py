@@ -34,21 +34,25 @@ from thinwire.compress.protocol import (
     ERRORS,
     AllReduce,
     Arrived,
+    ChangeCompression,
+    Compression,
     Context,
     Kept,
     MeanChange,
     Sending,
+    Shapes,
     buffer_for,
 )
 from thinwire.core.arithmetic import products_are_exact
 from thinwire.core.checksum import checked_mean_
 from thinwire.core.tensors import state_dtype
+from thinwire.layout.message import factor_numels
 
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LowRank(Compression, ChangeCompression):
     """Send each matrix of gradients as two factors of few columns (PowerSGD).
 
     The approximation error is kept and added to the next gradient (error feedback).
@@ -85,6 +89,33 @@ class LowRank:
         if param.dtype not in _TYPES or param.dim() < 2 or param.numel() < self.min_numel:
             return False
         return self.rank < min(_sides(param))
+
+    def why_dense(self, param: Tensor) -> str | None:
+        """See `Config`.
+
+        >>> LowRank().why_dense(torch.zeros(512, 512)) is None
+        True
+        """
+        if param.dim() < 2:
+            return "of fewer than two dimensions"
+        other = self.compresses(param) or param.numel() < self.min_numel
+        if other or param.dtype not in _TYPES:
+            return super().why_dense(param)
+        return f"because rank={self.rank} is not below its smaller side"
+
+    @property
+    def last_dense_step(self) -> int:
+        """Return `begin_step`."""
+        return self.begin_step
+
+    @property
+    def settled_step(self) -> int:
+        """Return the update after the dense ones."""
+        return 1 + self.begin_step
+
+    def sent_bytes(self, step: int, shapes: Shapes, sources: int = 2, source: int = 0) -> int:
+        """Return the bytes of both factors, which have no headers."""
+        return sum(4 * sum(factor_numels(shape, self.rank)) for shape in shapes)
 
     def begin(self, anchor: Tensor) -> dict[str, Tensor]:
         factor = _drawn(self.rank, _sides(anchor)[1], anchor.numel())
@@ -245,12 +276,7 @@ def _products(
     *,
     turned: bool = False,
 ) -> Tensor:
-    """Return (G Q)^T, shape (r, n), of several matrices; `turned`: P^T G, shape (r, m).
-
-    The results lie side by side.
-
-    With columns as contiguous rows, products of few columns are four times as fast.
-    """
+    """Return (G Q)^T, shape (r, n), of several matrices; `turned`: P^T G, shape (r, m)."""
     lengths = [parts[name][0].shape[1 if turned else 0] for name in names]
     found = factors[0].new_empty(len(factors[0]), sum(lengths))
     for name, factor, product in zip(names, factors, torch.split(found, lengths, 1), strict=True):
@@ -354,10 +380,7 @@ def _with_zero(values: Tensor) -> Tensor:
 
 
 def _orthonormalized(chunks: Tensor, plan: _RowChunks) -> tuple[Tensor, Tensor]:
-    """Make one pass over the chunks of all matrices, shape (r, K, _CHUNK), float64.
-
-    Return the result and the columns that are only rounding.
-    """
+    """Make one pass over the chunks of all matrices, shape (r, K, _CHUNK), float64."""
     r = len(chunks)
     # chunks are added up each by one thread, and then those of a matrix
     sums = torch.cat([(chunks[: j + 1] * chunks[j]).sum(2) for j in range(r)])
@@ -378,12 +401,8 @@ def _orthonormalized(chunks: Tensor, plan: _RowChunks) -> tuple[Tensor, Tensor]:
 def _inverse_of_factor(gram: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], Tensor]:
     """Return the inverse of R of b matrices at once, from R^T R.
 
-    Args:
-        gram: `gram[j][i]` is the entry (i, j), i <= j, shape (b,).
-
-    Returns:
-        Its entries (i, j), column by column, with zeros in a column that is only rounding; and
-        those columns as flags, shape (r, b).
+    `gram[j][i]` is the entry (i, j), i <= j, shape (b,). Returns the entries (i, j), column by
+    column, with zeros in a column that is only rounding; and those columns as flags, shape (r, b).
     """
     upper: list[list[Tensor]] = []
     inverse: list[list[Tensor]] = []

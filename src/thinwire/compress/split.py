@@ -23,10 +23,7 @@ from thinwire.layout.shares import SplitLayout
 
 
 class Sums(NamedTuple):
-    """Sums that an owner made of one of its pieces.
-
-    Positions count from the beginning of the piece.
-    """
+    """Sums that an owner made of one of its pieces."""
 
     indices: Tensor
     """Positions of entries that any source sent, ascending."""
@@ -43,10 +40,7 @@ class Sums(NamedTuple):
         return self.indices[self.chosen], self.totals[self.chosen]
 
     def left_over(self, sent: Tensor) -> Tensor:
-        """Return the residual of the owner at `indices`.
-
-        `sent`, in the shape of `chosen`, are the values that all others decode.
-        """
+        """Return the residual of the owner at `indices`."""
         rest = self.unsent.clone()
         rest[self.chosen] = self.totals[self.chosen] - sent.to(rest.dtype)
         return rest
@@ -124,15 +118,7 @@ def senders(parts: Sequence[Entries], dtype: torch.dtype) -> Tensor:
 def joined(
     plan: SplitLayout[Layout], slots: int, parts: Sequence[Sequence[Entries]]
 ) -> list[Entries | None]:
-    """Convert entries by owner and piece to entries by tensor, in the tensor's own positions.
-
-    None for a tensor without a report from any piece.
-
-    Args:
-        plan: Of the message.
-        slots: Number of tensors in it.
-        parts: By owner and piece; an owner without pieces here is left out.
-    """
+    """Convert entries by owner and piece to entries by tensor, in the tensor's own positions."""
     by_slot: list[list[Entries]] = [[] for _ in range(slots)]
     for pieces, theirs in zip(plan.pieces, parts, strict=True):
         for piece, (indices, values) in zip(pieces, theirs, strict=False):

@@ -44,7 +44,7 @@ class DGCSettings(CommonOptimizer):
         """Return the fraction of a compressed tensor that the next update does not send."""
         if not any(map(self.compresses, self._ordered_params())):
             return 0.0
-        return config_of(self.param_groups[0]).sparsity_in_force(self.position)
+        return config_of(self.param_groups[0]).unsent_share(self.position)
 
     def _as_loaded(self, param: Tensor, value: Tensor) -> Tensor:
         compressed = self.compresses(param)

@@ -13,7 +13,6 @@ from thinwire.comm.group import collective_calls
 from thinwire.compress import buckets_of
 from thinwire.compress.dense import not_finite
 from thinwire.compress.dgc import DGC
-from thinwire.compress.figures import unsent_share
 from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.several import all_of
 from thinwire.core.sharded import Shards, shard_of, sharded_like
@@ -160,7 +159,8 @@ class MeanThenStep(_EveryStep):
         self._compression = compression if some else None
 
     def counts(self, step: int) -> dict[str, Any]:
-        return self.traffic() | {"sparsity": unsent_share(self._compression, step)}
+        unsent = 0.0 if self._compression is None else self._compression.unsent_share(step)
+        return self.traffic() | {"sparsity": unsent}
 
     def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
         self.gradients.buckets = buckets
