@@ -5,6 +5,7 @@ that it needs and receives their results. The driver launches the collectives of
 together, waits for all of them, and resumes the generators. `commit_` follows the vote.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
@@ -180,7 +181,7 @@ ERRORS = "errors"
 """The kind that always exists: the unsent part of a change, of this rank alone."""
 
 
-class Config:
+class Config(ABC):
     """Numbers of a method, such as `LowRank`, in a frozen dataclass; and what follows from them.
 
     Steps of gradients are completed updates, from 0, those of changes local steps, from 1.
@@ -188,9 +189,9 @@ class Config:
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
+    @abstractmethod
     def compresses(self, param: Tensor) -> bool:
         """Return True if this tensor, or its change, is ever compressed."""
-        raise NotImplementedError(f"{type(self).__name__} must define compresses")
 
     @property
     def exchange(self) -> str:
@@ -231,6 +232,7 @@ class Config:
 class Compression(Config):
     """Config of a gradient compression, registered in `compress.COMPRESSIONS`."""
 
+    @abstractmethod
     def compressor(
         self, params: Mapping[str, Tensor], *, num_trainers: int | None = None
     ) -> "Compressor":
@@ -240,7 +242,6 @@ class Compression(Config):
             params: The trainable parameters by name, in the same order on all ranks.
             num_trainers: Number that scales a local clip; None: the sources.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define compressor")
 
 
 class Compressor(Protocol):
@@ -304,6 +305,7 @@ class ChangeCompression(Config):
         """Return the initial state of a parameter by kind. An error is zeros like the anchor."""
         return {ERRORS: torch.zeros_like(anchor)}
 
+    @abstractmethod
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
         """Yield the collectives of one averaging, and return a `MeanChange`.
 
@@ -314,7 +316,6 @@ class ChangeCompression(Config):
                 compressed at this step, at least one, in the same order on all ranks.
             kept: The state; read only.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define send")
 
 
 class MeanChange(Arrived):
