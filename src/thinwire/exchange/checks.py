@@ -241,7 +241,7 @@ class SameHyperparameters:
         for first, ours, rank, theirs in answers.differences("rates"):
             raise Mismatch(
                 f"{vote.purpose}: the learning rates of the parameter groups are {ours} on rank "
-                f"{first} and {theirs} on rank {rank}. Change them on all ranks alike. A rank without "
+                f"{first} and {theirs} on rank {rank}. Change them on all alike. A rank without "
                 "batches cannot call scheduler.step(): use thinwire.schedules inside engine.join()"
             )
         for first, ours, rank, theirs in answers.differences("settings"):
