@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.soak import Process, Soak, generations_of
 from benchmarks.soak_member import Part, live
-from benchmarks.soak_replay import Trace, replay, undisturbed
+from benchmarks.soak_replay import Trace, replay
 from tests.members.places import meeting_place
 from tests.ranks import Pool
 
@@ -48,13 +48,6 @@ def test_a_replay_tells_other_members_from_the_same(changes: dict[str, Any]) -> 
     assert list(whole.digests) == [1, 5, 9]
     assert replay(_trace()) == whole
     assert replay(_trace(**changes)).digests != whole.digests
-
-
-def test_run_that_nobody_disturbs_has_as_many_averagings_of_ranks_that_began() -> None:
-    calm = undisturbed(_trace(averagings={**AVERAGINGS, 5: ["ann", "bob"]}))
-    assert list(calm.averagings.values()) == [["ann", "bob"]] * 3
-    assert not calm.inherited
-    assert 0 < replay(calm).loss < 2
 
 
 def test_leaving_member_is_replayed_with_its_residual(ranks: Pool, tmp_path: Path) -> None:

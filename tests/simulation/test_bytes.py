@@ -1,34 +1,17 @@
-"""The simulation sends what the library sends: the collectives of its generators, and every byte
-that real ranks count."""
+"""The simulation sends what the library sends: every byte that real ranks count."""
 
-import contextlib
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import thinwire as tw
 from tests.api import (
-    ERRORS,
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Collective,
-    Context,
-    Deal,
     Entries,
-    Gather,
     Method,
-    Reduce,
-    Sending,
     Whole,
-    combined,
-    dense_sum,
-    send_dense,
     simulate,
     switch,
 )
@@ -36,77 +19,6 @@ from tests.ranks import Pool
 
 SHAPES = {"a": (40, 30), "b": (70,), "c": (50, 50), "d": (3,), "e": (20, 11)}
 NUMELS = tuple(int(np.prod(shape)) for shape in SHAPES.values())
-
-
-def length_of(collective: Collective) -> Gather | Deal | Reduce:
-    if isinstance(collective, AllGather):
-        return Gather(collective.message.nbytes)
-    if isinstance(collective, AllToAll):
-        return Deal(tuple(collective.lengths))
-    assert isinstance(collective, AllReduce)
-    return Reduce(collective.buffer.nbytes)
-
-
-def answers(yielded: Sequence[Collective], rank: int) -> Tensor:
-    """Of one collective that all sources have yielded, to one of them."""
-    first = yielded[0]
-    if isinstance(first, AllGather):
-        return torch.stack([each.message for each in yielded])
-    if isinstance(first, AllToAll):
-        strings = [torch.split(each.messages, list(each.lengths))[rank] for each in yielded]
-        return torch.stack(strings)
-    return torch.stack([each.buffer for each in yielded]).sum(0)
-
-
-def run_together(sendings: list[Any]) -> list[list[list[Collective]]]:
-    """Several sources in one process, in step: by source the rounds of what it yields."""
-    rounds: list[list[list[Collective]]] = [[] for _ in sendings]
-    waiting = [next(sending) for sending in sendings]
-    while waiting:
-        for source, yielded in enumerate(waiting):
-            rounds[source].append(list(yielded))
-        results = [
-            [answers([each[place] for each in waiting], source) for place in range(len(waiting[0]))]
-            for source in range(len(sendings))
-        ]
-        following = []
-        for sending, result in zip(sendings, results, strict=True):
-            with contextlib.suppress(StopIteration):
-                following.append(sending.send(result))
-        waiting = following
-    return rounds
-
-
-def changes(source: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(source)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-
-@pytest.mark.parametrize("sources", [1, 2, 3, 8, 33])
-@pytest.mark.parametrize("exchange", ["auto", "gather", "split"])
-@pytest.mark.parametrize(
-    ("make", "of"),
-    [
-        (lambda e: tw.Sparse(0.9, exchange=e), lambda e: Entries(0.9, 2, e)),
-        (lambda e: tw.Sparse(0.75, 32, exchange=e), lambda e: Entries(0.75, 32, e)),
-        (lambda e: tw.Quantized(exchange=e), lambda e: Whole(4, e)),
-        (lambda e: tw.Quantized(1, exchange=e), lambda e: Whole(1, e)),
-    ],
-)
-def test_generators_yield_the_simulated_bytes(
-    make: Any, of: Any, exchange: str, sources: int
-) -> None:
-    """Of every source, in order, kind and length: of changes, with a dense sum beside them."""
-    compression, sendings = make(exchange), []
-    for source in range(sources):
-        context, folded = Context(5, 0, source, sources), changes(source)
-        kept = {ERRORS: {name: torch.zeros_like(tensor) for name, tensor in folded.items()}}
-        sending: Sending = compression.send(context, folded, kept)
-        sendings.append(combined([sending, send_dense(context, {"more": torch.zeros(64)})]))
-    expected = [*Method(NUMELS, of(exchange)).rounds(NUMELS, sources)]
-    expected[0] = [*expected[0], dense_sum(256, sources)]
-    for rounds in run_together(sendings):
-        assert [[length_of(each) for each in one] for one in rounds] == expected
 
 
 class Bag(torch.nn.Module):
