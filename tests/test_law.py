@@ -1,4 +1,4 @@
-"""`benchmarks.law`: losses of real ranks, a fit by hand, lines that are not made again."""
+"""`benchmarks.law`: a law that is found again, and lines that are not made again."""
 
 import json
 import math
@@ -15,8 +15,6 @@ from benchmarks.gaps import (
     Gap,
     Law,
 )
-from benchmarks.law import train
-from tests.api import rate_factor
 
 CELL = Cell(
     part="held_out",
@@ -85,31 +83,3 @@ def test_a_line_is_made_once(
     capsys.readouterr()
     law.main()
     assert "| 139,584 | muon | 2 | 1 | 1 | 2 (few) |" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("interval", [0, 4])
-def test_a_run_that_was_interrupted_goes_on_to_the_bit(
-    interval: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cell = replace(CELL, interval=interval, bits=1 if interval else 32, batch=2)
-    monkeypatch.setattr(law, "HELD_OUT_SEQUENCES", 2)
-    whole = train(cell)
-    factor = rate_factor
-
-    def stopped(progress: float) -> float:
-        if progress > 0.6:
-            raise KeyboardInterrupt
-        return factor(progress)
-
-    monkeypatch.setattr(law, "_KEPT_EVERY_S", -1.0)
-    monkeypatch.setattr(law, "rate_factor", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        train(cell, kept=tmp_path)
-    assert len(list(tmp_path.iterdir())) == 1
-    monkeypatch.setattr(
-        law, "rate_factor", lambda progress: factor(progress) if progress > 0.6 else 0
-    )
-    again = train(cell, kept=tmp_path)
-    assert again["losses"] == whole["losses"]
-    assert again["rounds"] == whole["rounds"]
-    assert not list(tmp_path.iterdir())

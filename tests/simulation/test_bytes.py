@@ -1,6 +1,5 @@
 """The simulation sends what the library sends: every byte that real ranks count."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import thinwire as tw
 from tests.api import (
     Entries,
     Method,
-    Whole,
     simulate,
     switch,
 )
@@ -69,49 +67,3 @@ def test_real_ranks_send_the_simulated_bytes(
     found = ranks.run(sent_by_gradients, options, 3, size=size)
     outcome = simulate(method, switch(size, 1e8, 1e-3), step_s=0.1, steps=1)
     assert outcome.given.tolist() == [counts[2] - counts[1] for counts in found]
-
-
-def sent_by_changes(rank: int, size: int, config: tw.LocalSGD, steps: int) -> list[float]:
-    model = Bag()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    counts = []
-    with tw.local_sgd(model, optimizer, config) as sync:
-        for step in range(steps):
-            draw_gradients(model, step, rank)
-            optimizer.step()
-            counts.append(sync.stats()["bytes_sent"])
-    return counts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(
-    ("config", "method"),
-    [
-        (tw.LocalSGD(4), Method(NUMELS, k_steps=4)),
-        (
-            tw.LocalSGD(4, compression=tw.Sparse(0.9)),
-            Method(NUMELS, Entries(0.9, 2, sketch=True), k_steps=4),
-        ),
-        (
-            tw.LocalSGD(4, fragments=2, delay=1, compression=tw.Sparse(0.9, exchange="split")),
-            Method(NUMELS, Entries(0.9, 2, "split", sketch=True), k_steps=4, fragments=2, delay=1),
-        ),
-        (tw.LocalSGD(4, compression=tw.Quantized(1)), Method(NUMELS, Whole(1), k_steps=4)),
-        (
-            tw.LocalSGD(6, fragments=3, compression=tw.Quantized(exchange="split")),
-            Method(NUMELS, Whole(4, "split"), k_steps=6, fragments=3),
-        ),
-    ],
-)
-@pytest.mark.parametrize("node_size", [1, 2])
-def test_real_ranks_send_the_simulated_bytes_in_local_updates(
-    ranks: Pool, config: tw.LocalSGD, method: Method, size: int, node_size: int
-) -> None:
-    """A whole round after the first one, with a delay as it arrives."""
-    config, method = (replace(each, node_size=node_size) for each in (config, method))
-    k = config.k_steps
-    first = config.begin_step + k + config.delay
-    found = ranks.run(sent_by_changes, config, first + k, size=size)
-    outcome = simulate(method, switch(size, 1e8, 1e-3), step_s=0.1, steps=k)
-    assert outcome.given.tolist() == [counts[first + k - 1] - counts[first - 1] for counts in found]
