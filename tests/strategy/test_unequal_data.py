@@ -112,22 +112,6 @@ def test_three_ranks_that_run_out_one_after_the_other(ranks: Pool) -> None:
         assert torch.allclose(wide(result["params"]), expected, rtol=0, atol=1e-9)
 
 
-def residuals_joined(rank: int, size: int) -> tuple[list[float], int]:
-    model = make_model(plain=True)
-    strategy = tw.DistributedStrategy(dgc=tw.DGC(sparsity=(0.75,), min_numel=64, value_bits=8))
-    engine = strategy.prepare(model, sgd(model, 0.9), cross_entropy)
-    with engine.join():
-        for step in range(8 if rank else 3):
-            engine.train_step(*batch(step, rank))
-    return flat(model), engine.step
-
-
-def test_unsent_residual_of_a_rank_is_sent_later(ranks: Pool) -> None:
-    (first, step), (second, _) = ranks.run(residuals_joined)
-    assert first == second
-    assert step == 8
-
-
 def local_joined(
     rank: int, size: int, config: str, counts: list[int]
 ) -> tuple[list[float], int, list[float]]:
@@ -399,19 +383,6 @@ def test_without_being_reported_it_is_an_error_that_names_the_parameter_and_the_
 ) -> None:
     ranks.raise_alike(
         "Mismatch", ["branches.0", "find_unused_parameters=True"], branching, {}, "sgd", False, 1
-    )
-
-
-def test_the_same_on_all_ranks_or_a_mismatch(ranks: Pool) -> None:
-    for raised in ranks.run(one_told, expect_errors=True):
-        assert isinstance(raised, Raised)
-        assert "find_unused_parameters" in raised.text
-
-
-def one_told(rank: int, size: int) -> None:
-    model = Branches()
-    tw.DistributedStrategy().prepare(
-        model, sgd(model), cross_entropy, find_unused_parameters=rank == 1
     )
 
 
