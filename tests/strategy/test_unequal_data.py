@@ -112,6 +112,22 @@ def test_three_ranks_that_run_out_one_after_the_other(ranks: Pool) -> None:
         assert torch.allclose(wide(result["params"]), expected, rtol=0, atol=1e-9)
 
 
+def residuals_joined(rank: int, size: int) -> tuple[list[float], int]:
+    model = make_model(plain=True)
+    strategy = tw.DistributedStrategy(dgc=tw.DGC(sparsity=(0.75,), min_numel=64, value_bits=8))
+    engine = strategy.prepare(model, sgd(model, 0.9), cross_entropy)
+    with engine.join():
+        for step in range(8 if rank else 3):
+            engine.train_step(*batch(step, rank))
+    return flat(model), engine.step
+
+
+def test_a_rank_without_batches_sends_its_residual_later(ranks: Pool) -> None:
+    (first, step), (second, _) = ranks.run(residuals_joined)
+    assert first == second
+    assert step == 8
+
+
 def local_joined(
     rank: int, size: int, config: str, counts: list[int]
 ) -> tuple[list[float], int, list[float]]:
