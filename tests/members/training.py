@@ -40,7 +40,7 @@ def model(seed: int) -> nn.Module:
 
 def digest(sync: tw.LocalUpdates) -> str:
     """Of all that members must hold alike after an averaging."""
-    state = sync.plain_state_dict()
+    state = sync.state_dict()
     found = hashlib.blake2b(digest_size=8)
     for kind in ("anchors", "outer_momentum"):
         for name, tensor in sorted(state[kind].items()):

@@ -7,12 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.comm import own_deadlines
 from thinwire.compress import KEPT
 from thinwire.local.averager import Averager
 from thinwire.local.averaging import Changes, PendingAveraging, real_view, widened
 from thinwire.local.saving import INTERVAL, copied
 from thinwire.members.group import ElasticGroup
+from thinwire.members.members import Members
 from thinwire.members.transfer import StateMessage
+
+
+def receive_state(averager: Averager, members: Members) -> None:
+    """Copy the state of the run to this process, and continue where the others are."""
+    with own_deadlines():
+        members._fetch_state(JoinerState(averager, members._group))
+        step = averager.counters.step
+        for optimizer in averager.tensors.optimizers:
+            begin_at = getattr(optimizer, "begin_at", None)
+            if begin_at is not None:  # the schedules of the other ranks are at this step
+                begin_at(step)
+        averager.make(averager.when.due_by_steps())
 
 
 class JoinerState:

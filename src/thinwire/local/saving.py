@@ -9,7 +9,8 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.core.provenance import checksum_of
-from thinwire.local.averager import Averager, Counters
+from thinwire.local.averager import Averager
+from thinwire.local.interval import Counters
 from thinwire.local.model import LocalModel
 
 _ADVICE = "Load a state of the same model and the same config"

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -114,12 +113,12 @@ class Members:
         key = self._kv.store.key_for("state") or b""
         self._transfer_context = TransferContext(self._kv, endpoint, timeout_s, key)
         self._membership = self._join_run()
-        self.group = ElasticGroup(self._membership)
-        self.job: Group = self.group
+        self._group = ElasticGroup(self._membership)
+        self.job: Group = self._group
         if self._sharded is not None:
-            self.job = SiteGroup(self._sharded, self.group)
+            self.job = SiteGroup(self._sharded, self._group)
         self._callbacks: list[Callable[[Members], None]] = []
-        self.group.on_rebind.append(self._notify)
+        self._group.on_rebind.append(self._notify)
         self._donors: list[Donor] = []
         self._incoming_handoffs: list[IncomingHandoff] = []
         self._leaving = self._has_state = self.left = False
@@ -170,18 +169,13 @@ class Members:
     def __enter__(self) -> "Members":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._close(leaves=kind is None)
 
     @property
     def _joiner(self) -> bool:
         """True until this process has received the state of a run that had begun without it."""
-        return self.group.bound is None and self.group.pending_after is None
+        return self._group.bound is None and self._group.pending_after is None
 
     @property
     def id(self) -> str:
@@ -219,7 +213,7 @@ class Members:
 
     def _present(self) -> tuple[int, tuple[str, ...]]:
         """Number and members of the current generation."""
-        bound = self.group.bound
+        bound = self._group.bound
         if bound is not None:
             return bound.number, bound.ids
         admitted = None if self._joiner else self._membership.admitted
@@ -291,10 +285,6 @@ class Members:
         self._kv.disconnect()
 
     # for local updates
-
-    def _set_step_source(self, step: Callable[[], int]) -> None:
-        """Take `step` from this function."""
-        self._step = step
 
     def _register_sampler(self, sampler: SharedSampler) -> None:
         """Distribute the remaining samples of this sampler again at each membership change."""
@@ -373,7 +363,7 @@ class Members:
         except ThinwireError as error:
             self._site.announce_end(error)
             raise
-        self.group.pending_after = -1
+        self._group.pending_after = -1
 
     def _wait_for_admission(self, state: SharedState) -> None:
         while True:
@@ -391,7 +381,7 @@ class Members:
             if ready:
                 # the others may have admitted this member, which has no state: join as a new one
                 self._membership.close()
-                self._membership = self.group.membership = self._join_run()
+                self._membership = self._group.membership = self._join_run()
                 self._has_state = False
             _log.warning("asking another member for the state: %s", problem)
 
@@ -455,7 +445,7 @@ class Members:
         if self._samplers:
             taken = [sampler._progress for sampler in self._samplers]
             report["taken"] = [self.id, self._site.rank, taken]
-        if self.group.rank == self._site.rank == 0:
+        if self._group.rank == self._site.rank == 0:
             report["assign"] = self._membership.waiting_joiners()
             report["admit"] = self._membership.ready_joiners()
         return report
@@ -481,7 +471,7 @@ class Members:
         agreed, self._agreed = {} if goes_on else self._agreed, {}
         leaving_ids, self._leaving_ids = () if goes_on else self._leaving_ids, ()
         # the generation of the agreement, equal on all members, even if a new one has formed since
-        now = self.group.bound
+        now = self._group.bound
         assert now is not None, "exchanged"
         leaving_ids = tuple(member for member in leaving_ids if member in now.ids)
         remaining = [member for member in now.ids if member not in leaving_ids]
@@ -490,7 +480,7 @@ class Members:
             self._redistribute_samples([*remaining, *admitted])
         self._donors = [donor for donor in self._donors if donor.alive]
         if self._donors:
-            update = state.last_update() if self.group.size > 1 else state.full_state()
+            update = state.last_update() if self._group.size > 1 else state.full_state()
             for donor in self._donors:
                 # over a link slower than the rounds, the updates would pile up for ever
                 message = state.full_state() if donor.behind else update
@@ -518,7 +508,7 @@ class Members:
                 self._membership.wait_for_decision()
                 self.left = True
                 return
-            self.group.pending_after = now.number  # the next one connects while this member trains
+            self._group.pending_after = now.number  # the next one connects while this member trains
 
     @property
     def _has_joiners(self) -> bool:
