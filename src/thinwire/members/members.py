@@ -152,11 +152,7 @@ class Members:
         return membership
 
     def _require_mesh(self, mesh: DeviceMesh | None) -> None:
-        """Check that `mesh` is the one passed to `join`.
-
-        Raises:
-            ValueError: It is another mesh.
-        """
+        """Check that `mesh` is the one passed to `join`."""
         own_mesh = self._site.mesh
         if mesh != own_mesh:
             which = "no mesh" if mesh is None else "a mesh" if own_mesh is None else "another mesh"
@@ -180,7 +176,7 @@ class Members:
     @property
     def id(self) -> str:
         """Identity of this member: host, process and eight digits."""
-        return self._membership.own_id
+        return self._membership.shared.own_id
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -216,7 +212,7 @@ class Members:
         bound = self._group.bound
         if bound is not None:
             return bound.number, bound.ids
-        admitted = None if self._joiner else self._membership.admitted
+        admitted = None if self._joiner else self._membership.shared.admitted
         return (-1, ()) if admitted is None else admitted
 
     @property
@@ -240,9 +236,7 @@ class Members:
         now: Generation,
         size: int,
     ) -> None:
-        """Move the own state of leaving members to the first remaining one, one of `size` members
-        from then on.
-        """
+        """Move the own state of leaving members to the first of those that remain."""
         for leaving_id in leaving_ids:
             number = handoff_number(now.number, now.ids.index(leaving_id))
             if remaining[0] == self.id:
@@ -276,11 +270,11 @@ class Members:
             self._outgoing_handoff.close(self.timeout_s)
         if (
             leaves
-            and self._membership.end_reason is None
-            and self._membership.store_problem is None
+            and self._membership.shared.end_reason is None
+            and self._membership.shared.store_problem is None
         ):
             self._kv.limit_s = min(_LEAVE_S, self.timeout_s)
-            self._membership.announce_leaving(self._kv)
+            self._membership.shared.announce_leaving(self._kv)
         self._membership.close()
         self._kv.disconnect()
 
@@ -317,9 +311,8 @@ class Members:
         return ids.index(self.id) * site.size + site.rank, len(ids) * site.size
 
     def _redistribute_samples(self, ids: Sequence[str]) -> None:
-        """Distribute the remaining samples to these members. A lost member has taken those of its
-        last report: what it computed after that reached nobody.
-        """
+        """Distribute the remaining samples to these members."""
+        # a lost one has taken those of its last report: what it computed later reached nobody
         if not self._samplers or tuple(ids) == self._sharing_ids or self.id not in ids:
             return
         for sampler in self._samplers:
@@ -327,9 +320,7 @@ class Members:
         self._sharing_ids, self._taken = tuple(ids), {}
 
     def _taken_of(self, sampler: SharedSampler) -> list[tuple[int, int] | None]:
-        """Return the progress of each rank that shares the samples, as reported at the last
-        averaging; None if it has reported none since the last distribution.
-        """
+        """Return what each rank had taken at the last averaging; None if nothing since it began."""
         index = self._samplers.index(sampler)
         sharing = [
             (member, rank) for member in self._sharing_ids for rank in range(self._site.size)
@@ -338,26 +329,12 @@ class Members:
         return [None if report is None else tuple(report[index]) for report in reports]
 
     def _require_same_setup(self, occasion: str, facts: Facts) -> None:
-        """Compare this member's setup with that of the run; the first member sets it.
-
-        Args:
-            occasion: One word that names the comparison.
-            facts: Facts that must be equal on all members, as JSON values.
-
-        Raises:
-            Mismatch: The facts differ; raised on this member alone.
-            PeerLost, PeerStalled: The meeting place was lost, or does not answer.
-        """
+        """Compare JSON values with those of the run; raise here alone where they differ."""
         kv = self._kv
         kv.call(lambda: require_same(kv.store.under(occasion), dict(leaves("", facts))))
 
     def _fetch_state(self, state: SharedState) -> None:
-        """Copy the state of the run from a member, and wait for admission.
-
-        Raises:
-            PeerStalled: No member sends heartbeats, or the meeting place does not answer.
-            PeerLost: The meeting place was lost.
-        """
+        """Copy the state of the run from a member, and wait for admission."""
         try:
             self._wait_for_admission(state)
         except ThinwireError as error:
@@ -398,7 +375,7 @@ class Members:
 
     def _fetch_from_donor(self, state: SharedState) -> None:
         site, problem = self._site, None
-        number = self._membership.say_hello(self._kv) if site.rank == 0 else 0
+        number = self._membership.shared.say_hello(self._kv) if site.rank == 0 else 0
         number = site.broadcast_value("asking for admission", number)
         recipient = message = None
         try:
@@ -417,7 +394,7 @@ class Members:
             assert recipient is not None and message is not None, "received"
             self._has_state = True
             if site.rank == 0:
-                self._kv.put(f"ready/{number}", {"id": self._membership.own_id})
+                self._kv.put(f"ready/{number}", {"id": self._membership.shared.own_id})
             while not message.last:
                 message = recipient.receive(state.max_bytes)
                 state.apply(message)
@@ -460,14 +437,8 @@ class Members:
         self._taken |= {(member, rank): taken for member, rank, taken in progress}
 
     def _end_round(self, state: SharedState, *, goes_on: bool = False) -> None:
-        """Send states, admit joiners and release leaving members, as agreed in the reports. All
-        members call it after the same round.
-
-        Args:
-            state: State that the members share.
-            goes_on: True if the same call makes another round at once: then no member joins or
-                leaves before that round.
-        """
+        """Send states, admit joiners and release leaving members, as all members have agreed."""
+        # goes_on: the same call makes another round at once, before which no member joins or leaves
         agreed, self._agreed = {} if goes_on else self._agreed, {}
         leaving_ids, self._leaving_ids = () if goes_on else self._leaving_ids, ()
         # the generation of the agreement, equal on all members, even if a new one has formed since
@@ -488,7 +459,7 @@ class Members:
                 plain = {**message.plain, **(self._sampler_facts() if last else {})}
                 donor.enqueue(replace(message, plain=plain, last=last))
         for number, joiner in agreed.get("assign", []):
-            self._membership.donor_assigned_s[number] = time.monotonic()
+            self._membership.shared.donor_assigned_s[number] = time.monotonic()
             if remaining and remaining[number % len(remaining)] == self.id:
                 donor = Donor(self._transfer_context, number, joiner, own_id=self.id)
                 donor.enqueue(state.full_state())
@@ -517,15 +488,13 @@ class Members:
 
 
 def _meet(membership: Membership, site: SingleRank) -> None:
-    """Let the first rank of the site meet the other sites; then each rank meets the ranks that hold
-    the same shard.
-    """
+    """Let the first rank meet the other sites; then each rank those that hold the same shard."""
     problem: ThinwireError | None = None
     ids: tuple[str, ...] = ()
     if site.rank == 0:
         try:
             membership.meet()
-            ids = () if membership.joiner else membership.current().ids
+            ids = () if membership.shared.joiner else membership.current().ids
         except ThinwireError as error:
             problem = error
     site.raise_first("meeting the other sites", problem)
