@@ -140,7 +140,8 @@ class _Member:
         values = dict(self.model.params)
         pending = self.averaging.measure(self.step, values, self.model.buffers())
         self.averaging.launch(pending)
-        pending.finish()
+        assert pending.round is not None, "launched"
+        pending.round.finish()
         return pending
 
 

@@ -424,7 +424,7 @@ class Averager(Synchronizer):
                 # a rank that received damaged data still votes: else the others would wait
                 corrupt = pending.refused
                 try:
-                    pending.finish()
+                    pending.round.finish()
                 except PayloadCorrupt as refusal:
                     corrupt = str(refusal)
                 if self.same is not None and self.group.size > 1:

@@ -136,11 +136,6 @@ class PendingAveraging:
     last: int = 0
     """Step of the averaging before it."""
 
-    def finish(self) -> None:
-        """Wait for everything and check it; see `Round.finish`."""
-        assert self.round is not None, "launched"
-        self.round.finish()
-
     def mean_of(self, name: str, like: Tensor) -> Tensor:
         """Return the mean over the ranks of a dense tensor, by name."""
         assert self.round is not None, "launched"

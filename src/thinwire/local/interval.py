@@ -1,9 +1,10 @@
 """When local updates average: by steps and seconds, at a fixed interval or an adapted one."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
 from enum import Enum, auto
+from typing import Any
 
 import numpy as np
 import torch
@@ -142,6 +143,11 @@ class Counters:
     """Averagings so far."""
 
 
+COUNTERS = tuple(entry.name for entry in fields(Counters))
+INTERVAL = ("k_steps", "first_loss", "first_rate")
+"""State of an `Interval` that is the same on all ranks."""
+
+
 class Due(Enum):
     """What follows a local step."""
 
@@ -184,6 +190,18 @@ class Timetable:
         """True if this rank made steps since the last full sync."""
         begun = self.work is not None and self.work.steps > 0
         return begun or self.counters.step > self.counters.last_full_sync
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Return what is the same on all ranks, by kind and name."""
+        interval = {key: getattr(self.interval, key) for key in INTERVAL}
+        return {"counters": asdict(self.counters), "interval": interval}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned, by name."""
+        for key in COUNTERS:
+            setattr(self.counters, key, state[key])
+        for key in INTERVAL:
+            setattr(self.interval, key, state[key])
 
     @property
     def fragment(self) -> int:

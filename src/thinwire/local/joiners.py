@@ -1,7 +1,6 @@
 """State of local updates for a joiner: all values that ranks share, and every averaging since."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from thinwire.comm import own_deadlines
 from thinwire.compress import KEPT
 from thinwire.local.averager import Averager
 from thinwire.local.averaging import Changes, PendingAveraging, real_view, widened
-from thinwire.local.saving import INTERVAL, copied
+from thinwire.local.saving import copied
 from thinwire.members.group import ElasticGroup
 from thinwire.members.members import Members
 from thinwire.members.transfer import StateMessage
@@ -52,7 +51,7 @@ class JoinerState:
             for name, copy in copied(tensors).items()
         }
         found |= copied(self._averager.tensors.other_buffers())
-        return StateMessage("state", self._plain(), found)
+        return StateMessage("state", self._averager.when.state(), found)
 
     def last_update(self) -> StateMessage:
         """Return the messages received in the last averaging; see `SharedState`."""
@@ -78,7 +77,7 @@ class JoinerState:
             for index, answer in enumerate(answers)
         }
         tensors |= copied(self._averager.other_buffers.variable())
-        return StateMessage("round", {**self._plain(), "about": about}, tensors)
+        return StateMessage("round", {**self._averager.when.state(), "about": about}, tensors)
 
     @torch.no_grad()
     def apply(self, given: StateMessage) -> None:
@@ -99,10 +98,7 @@ class JoinerState:
         targets = [*tensors.params.items(), *tensors.weight_copies().items()]
         for name, target in targets:
             real_view(target).copy_(averaging.anchors[name])
-        for key, value in given.plain["counters"].items():
-            setattr(counters, key, value)
-        for key, value in given.plain["interval"].items():
-            setattr(self._averager.interval, key, value)
+        self._averager.when.load({**given.plain["counters"], **given.plain["interval"]})
         if self._averager.digest is not None:
             self._averager.digest.start_from(counters.step)
         self._averager.duplicates.skip()
@@ -164,10 +160,6 @@ class JoinerState:
                 param = params[key.removeprefix("state ").rpartition(" ")[0]]
                 found[key] = own.get(key, torch.zeros_like(param))
         return found
-
-    def _plain(self) -> dict[str, Any]:
-        interval = {key: getattr(self._averager.interval, key) for key in INTERVAL}
-        return {"counters": asdict(self._averager.counters), "interval": interval}
 
     def _own_kinds(self) -> list[str]:
         """Kinds of state that belong to one rank."""

@@ -108,15 +108,15 @@ class Members:
         site: SingleRank,
         make_membership: Callable[[KeyValueView, str], Membership],
     ) -> None:
-        self._site, self._make_membership, self.timeout_s = site, make_membership, timeout_s
+        self._site, self._make_membership, self._timeout_s = site, make_membership, timeout_s
         self._kv = kv if self._sharded is None else kv.under(f"shard/{site.rank}")
         key = self._kv.store.key_for("state") or b""
         self._transfer_context = TransferContext(self._kv, endpoint, timeout_s, key)
         self._membership = self._join_run()
         self._group = ElasticGroup(self._membership)
-        self.job: Group = self._group
+        self._job: Group = self._group
         if self._sharded is not None:
-            self.job = SiteGroup(self._sharded, self._group)
+            self._job = SiteGroup(self._sharded, self._group)
         self._callbacks: list[Callable[[Members], None]] = []
         self._group.on_rebind.append(self._notify)
         self._donors: list[Donor] = []
@@ -267,13 +267,13 @@ class Members:
             donor.close()
         self._donors = []
         if self._outgoing_handoff is not None:
-            self._outgoing_handoff.close(self.timeout_s)
+            self._outgoing_handoff.close(self._timeout_s)
         if (
             leaves
             and self._membership.shared.end_reason is None
             and self._membership.shared.store_problem is None
         ):
-            self._kv.limit_s = min(_LEAVE_S, self.timeout_s)
+            self._kv.limit_s = min(_LEAVE_S, self._timeout_s)
             self._membership.shared.announce_leaving(self._kv)
         self._membership.close()
         self._kv.disconnect()
@@ -348,7 +348,7 @@ class Members:
             try:
                 self._fetch_from_donor(state)
             except (PeerLost, PeerStalled, PayloadCorrupt) as error:
-                if self._membership.kv.waiting_s > self.timeout_s / 2:
+                if self._membership.kv.waiting_s > self._timeout_s / 2:
                     raise  # the meeting place is stalled: no other member can be asked either
                 self._membership.require_heartbeat()
                 problem = error
@@ -382,9 +382,7 @@ class Members:
             try:
                 self._wait_for_donor(number)
                 recipient = Recipient(self._transfer_context, number)
-                message = recipient.receive(state.max_bytes)
-                state.apply(message)
-                while message.waiting > 1:  # catch up before admission: the others wait for it
+                while message is None or message.waiting > 1:  # catch up: the others wait for it
                     message = recipient.receive(state.max_bytes)
                     state.apply(message)
             except (PeerLost, PeerStalled, PayloadCorrupt) as error:
