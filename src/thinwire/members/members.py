@@ -457,7 +457,7 @@ class Members:
                 plain = {**message.plain, **(self._sampler_facts() if last else {})}
                 donor.enqueue(replace(message, plain=plain, last=last))
         for number, joiner in agreed.get("assign", []):
-            self._membership.shared.donor_assigned_s[number] = time.monotonic()
+            self._membership.donor_assigned(number)
             if remaining and remaining[number % len(remaining)] == self.id:
                 donor = Donor(self._transfer_context, number, joiner, own_id=self.id)
                 donor.enqueue(state.full_state())

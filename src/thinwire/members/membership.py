@@ -36,7 +36,7 @@ _log = logging.getLogger("thinwire")
 
 
 class Shared:
-    """What the main thread and the membership thread share; each changes it under `changed`."""
+    """What the main thread and the membership thread share; what both write, under `changed`."""
 
     # agreements are numbered over all generations. One is valid as soon as one member has received
     # all answers. When a generation breaks, every member announces its last agreement with its
@@ -245,12 +245,14 @@ class Membership:
         shared = self.shared
         with shared.changed:  # a member that has just left asks no more
             asked = [(n, value["id"]) for n, value in sorted(shared.hellos.items())]
-            asked = [(n, member) for n, member in asked if member not in shared.past_members]
-        return [
-            (n, member)
-            for n, member in asked
-            if n not in shared.donor_assigned_s and shared.is_alive(member)
-        ]
+            asked = [(n, m) for n, m in asked if m not in shared.past_members]
+            asked = [(n, m) for n, m in asked if n not in shared.donor_assigned_s]
+        return [(n, member) for n, member in asked if shared.is_alive(member)]
+
+    def donor_assigned(self, number: int) -> None:
+        """Note that the joiner with this request has a donor now."""
+        with self.shared.changed:
+            self.shared.donor_assigned_s[number] = time.monotonic()
 
     def ready_joiners(self) -> list[str]:
         """Return the joiners that have the state of the run."""
@@ -529,7 +531,8 @@ class Watcher:
                 with shared.changed:
                     shared.ready.add(number)
             elif self._lacks_donor(number):
-                del shared.donor_assigned_s[number]
+                with shared.changed:
+                    del shared.donor_assigned_s[number]
 
     def _read_hellos(self, until: float) -> None:
         """Read the new requests, and, while time is left, older ones from the last on."""
@@ -641,8 +644,8 @@ class Watcher:
                         decision.answers,
                         shared.generation.ids,
                     )
+                shared.past_members.update(decision.ids)
             self.kv.put("gen", number)
-            shared.past_members.update(decision.ids)
             formed = Generation(number, decision, decision.ids.index(self.own_id))
             if formed.size == 1:
                 break
