@@ -1,5 +1,6 @@
 """State of local updates for a joiner: all values that ranks share, and every averaging since."""
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,8 +17,9 @@ from thinwire.members.members import Members
 from thinwire.members.transfer import StateMessage
 
 
-def receive_state(averager: Averager, members: Members) -> None:
-    """Copy the state of the run to this process, and continue where the others are."""
+def receive_state(averager: Averager, members: Members) -> float:
+    """Copy the state of the run to this process, continue where the others are; return seconds."""
+    began_s = time.perf_counter()
     with own_deadlines():
         members._fetch_state(JoinerState(averager, members._group))
         step = averager.counters.step
@@ -26,6 +28,7 @@ def receive_state(averager: Averager, members: Members) -> None:
             if begin_at is not None:  # the schedules of the other ranks are at this step
                 begin_at(step)
         averager.make(averager.when.due_by_steps())
+    return time.perf_counter() - began_s
 
 
 class JoinerState:

@@ -240,18 +240,17 @@ class LocalUpdates:
             members=members,
             after_averaging=self._after_averaging,
         )
-        began_s = time.perf_counter()
+        joining_s = 0.0
         if members is not None:
             members._step = lambda: self.step
             if members._joiner:
-                receive_state(averager, members)
-        joining_s = time.perf_counter() - began_s
-        averager.start_counting()  # traffic of the start is not counted as exchange of updates
+                joining_s = receive_state(averager, members)
         first = ranks.rank_and_size[0] == 0
-        if first and self._changes is not None:
-            report_coverage(self._changes, tensors.params.values())
         averager.pace = Pace(self._planned if first else None)
         averager.pace.exclude(joining_s, "joining")
+        averager.start_counting()  # traffic of the start is not counted as exchange of updates
+        if first and self._changes is not None:
+            report_coverage(self._changes, tensors.params.values())
         group.take_regroup_s()  # the start does not count
         self._paced_step = self.step
         self._steps = FollowedSteps(
