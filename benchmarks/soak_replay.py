@@ -22,7 +22,6 @@ from thinwire.comm.member_groups import MemberGroups
 from thinwire.comm.relay import RelayEndpoint
 from thinwire.compress import compression_of
 from thinwire.compress.figures import loops_of
-from thinwire.kernels.rules import OuterRule
 from thinwire.kernels.warm import warm_up
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.model import LocalModel
@@ -97,12 +96,8 @@ class _Member:
 
     def _fresh(self) -> Averaging:
         config = self._config
-        return Averaging(
-            self.group,
-            self.model.params,
-            outer=OuterRule(config.outer_lr, config.outer_momentum, config.outer_nesterov),
-            changes=compression_of(config.compression, None),
-        )
+        changes = compression_of(config.compression, None)
+        return Averaging(self.group, self.model.params, config, changes)
 
     @torch.no_grad()
     def begin_like(self, first: "_Member") -> None:
@@ -145,7 +140,8 @@ class _Member:
         values = dict(self.model.params)
         pending = self.averaging.measure(self.step, values, self.model.buffers())
         self.averaging.launch(pending)
-        pending.finish()
+        assert pending.round is not None, "launched"
+        pending.round.finish()
         return pending
 
 

@@ -95,7 +95,7 @@ _NAMES = {
     "thinwire.members.generation": "Decision",
     "thinwire.members.transfer": "Donor Recipient StateMessage TransferContext",
     "thinwire.members.group": "ElasticGroup",
-    "thinwire.members.membership": "Membership",
+    "thinwire.members.membership": "Membership Shared",
     "thinwire.members.meeting": "connect require_same run_host run_store",
     "thinwire.members.members": "Members",
     "thinwire.members.relay": "certificate relay_key relaying _Relay",

@@ -28,6 +28,7 @@ from thinwire.exchange.nodes import in_nodes, make_common_
 from thinwire.exchange.round import Round
 from thinwire.kernels.rules import OuterRule
 from thinwire.layout.message import SKETCH_NUMEL
+from thinwire.local.config import LocalConfig
 from thinwire.local.model import changed_since
 from thinwire.local.sketch import sketch
 from thinwire.wire.whole import spans
@@ -133,11 +134,6 @@ class PendingAveraging:
     last: int = 0
     """Step of the averaging before it."""
 
-    def finish(self) -> None:
-        """Wait for everything and check it; see `Round.finish`."""
-        assert self.round is not None, "launched"
-        self.round.finish()
-
     def mean_of(self, name: str, like: Tensor) -> Tensor:
         """Return the mean over the ranks of a dense tensor, by name."""
         assert self.round is not None, "launched"
@@ -168,21 +164,22 @@ class Averaging:
         self,
         sources: Sources,
         params: Mapping[str, Tensor],
-        *,
-        outer: OuterRule,
+        config: LocalConfig,
         changes: ChangeCompression | None,
     ) -> None:
         self.sources = sources
         self._common = True
         self._params = params
-        self._outer = outer
+        self._outer = OuterRule(config.outer_lr, config.outer_momentum, config.outer_nesterov)
         self.changes = changes
         self._keys = {name: key for key, name in enumerate(params)}
         self.anchors = {
             n: widened(p).clone(memory_format=torch.contiguous_format) for n, p in params.items()
         }
         self.momentum = (
-            {n: torch.zeros_like(a) for n, a in self.anchors.items()} if outer.momentum else {}
+            {n: torch.zeros_like(a) for n, a in self.anchors.items()}
+            if self._outer.momentum
+            else {}
         )
         self.kept: dict[str, dict[str, Tensor]] = {
             kind: {}

@@ -649,8 +649,7 @@ class Engine:
             path = write(savers)
         else:
             self._background_save.begin(savers, write)
-        exclude = self._steps.pace.exclude if self.sync is None else self.sync.exclude
-        exclude(time.perf_counter() - begun_s)
+        self._steps.pace.exclude(time.perf_counter() - begun_s)
         return path
 
     def wait_for_save(self) -> Path | None:

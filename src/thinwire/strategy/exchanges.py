@@ -22,6 +22,7 @@ from thinwire.exchange.checks import SameHyperparameters
 from thinwire.exchange.gradients import GradientExchange, Outcome
 from thinwire.exchange.round import Round
 from thinwire.exchange.synchronizer import NO_TRAFFIC
+from thinwire.local.saving import saved
 from thinwire.local.updates import LocalUpdates
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.dgc_momentum import DGCMomentum
@@ -283,16 +284,17 @@ class LocalSteps:
     ) -> None:
         self._limit, self._checks, self._drops = limit, checks, Drops()
         self._optimizer, self._params, self.sync, self._clip = optimizer, params, sync, clip
+        self._averager = sync._open_averager()
 
     @property
     def dropped_steps(self) -> int:
         return self._drops.total
 
     def traffic(self) -> dict[str, Any]:
-        return self.sync.traffic()
+        return self._averager.traffic()
 
     def counts(self, step: int) -> dict[str, Any]:
-        return self.sync.counts()
+        return self.sync._counts()
 
     @property
     def k_steps(self) -> int:
@@ -300,7 +302,7 @@ class LocalSteps:
 
     @property
     def pending(self) -> str:
-        return "an averaging" if self.sync.unsynced else ""
+        return "an averaging" if self._averager.when.unsynced else ""
 
     def observe(self, loss: Tensor) -> None:
         self.sync.observe(loss)
@@ -313,16 +315,16 @@ class LocalSteps:
                 self._drops.applied()
             else:
                 self._drops.dropped_here(self.sync.step + 1, culprit)
-            self.sync.give_up(self._drops.given_up)
+            self._averager.given_up = self._drops.given_up
             if culprit is not None:
                 self.sync.skip_step()
                 return StepDecision.DROP
         limited = dict(grads) if self._limit is None else self._limit(self.sync.step, grads)
-        made = self.sync.steps_made
+        made = self._averager.when.steps_made
         try:
             apply_(self._optimizer, self._params, self._clip(limited, []))
         finally:  # the local step precedes an averaging, which may fail
-            self.moved = self.sync.steps_made > made
+            self.moved = self._averager.when.steps_made > made
         return StepDecision.APPLY
 
     def skip(self) -> None:
@@ -335,13 +337,13 @@ class LocalSteps:
         self.sync.require_equal()
 
     def state_dict(self) -> dict[str, Any]:
-        return self.sync.plain_state_dict()
+        return saved(self._averager)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.sync.load_state_dict(state)
 
     def buffers_loaded(self) -> None:
-        self.sync.buffers_loaded()
+        self._averager.tensors.buffers_restored()
 
     def start_anew(self) -> None:
         self.sync.start_anew()

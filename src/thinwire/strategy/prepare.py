@@ -327,7 +327,7 @@ def _assembled(setup: Setup, plan: Preparation, undo: ExitStack) -> Parts:
         peers = optimizer.process_group
         partly = peers is not None
     members = setup.members
-    buffers = MovingBuffers(plan.stage, Group(peers) if members is None else members.group)
+    buffers = MovingBuffers(plan.stage, Group(peers) if members is None else members._group)
     batches = Batches()
     job = None if grid is None else grid.job
     checks: list[Check] = [batches, buffers] if runner is None else [runner, batches, buffers]
