@@ -10,7 +10,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from thinwire.compress.protocol import AllGather, AllReduce, Arrived, Collective, Context, Sending
+from thinwire.compress.protocol import (
+    AllGather,
+    AllReduce,
+    Arrived,
+    Collective,
+    Compressor,
+    Context,
+    Sending,
+)
 from thinwire.core.checksum import ODD, checked_mean_, flat_bytes, odd_weights
 from thinwire.core.tensors import state_dtype
 from thinwire.errors import PayloadCorrupt
@@ -18,7 +26,7 @@ from thinwire.layout.message import CHECKSUM_BYTES
 from thinwire.layout.traffic import travels_checksummed
 
 
-class Dense:
+class Dense(Compressor):
     """Takes all remaining gradients; row-sparse ones become dense.
 
     The mean is sum / W in the gradient's dtype, float32 for float16.

@@ -21,18 +21,33 @@ at 2^24.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.compress.entries import ArrivedEntries, Proposed, send_entries
-from thinwire.compress.protocol import Arrived, Context, ErrorsOnly, Kept, Sending
+from thinwire.compress.protocol import (
+    Arrived,
+    Compressor,
+    Context,
+    ErrorsOnly,
+    Kept,
+    Momentum,
+    Sending,
+)
 from thinwire.compress.sparse_change import send_largest
-from thinwire.core.feedback import commit_list_, in_chunks, propose_list, rounding_seed
+from thinwire.core.feedback import (
+    commit_list_,
+    in_chunks,
+    propose_list,
+    rounding_seed,
+    step_along_list_,
+    store_,
+)
 from thinwire.core.gradients import ClipByNorm, clipped
 from thinwire.core.norms import norms_over_shards
 from thinwire.core.tensors import named_dtype, state_dtype, stored_dtype
@@ -94,6 +109,8 @@ class DGC(ErrorsOnly):
     node_size: int | None = None
     exchange: str = "auto"
 
+    accumulates: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         check.set_fields(self, check.integer, "rampup_begin_step", at_least=0)
         check.set_fields(self, check.integer, "rampup_step", "min_numel", at_least=1)
@@ -141,20 +158,20 @@ class DGC(ErrorsOnly):
         return sparsity_at(step, self.rampup_begin_step, self.rampup_step, self.sparsity)
 
     def compressor(
-        self, params: Mapping[str, Tensor], *, num_trainers: int | None = None
+        self,
+        params: Mapping[str, Tensor],
+        *,
+        num_trainers: int | None = None,
+        momentum: Momentum | None = None,
     ) -> "DGCCompressor":
-        """Return the compressor without momentum correction; see `Compression`.
-
-        The state exists from the beginning.
-        """
-        rule = Rule(self)
+        """Return the compressor; see `Compression`. The state exists from the beginning."""
         made = DGCCompressor(
             params,
-            lambda name: rule,
-            state={},
+            lambda name: self,
             value_bits=self.value_bits,
             exchange=self.exchange,
             num_trainers=num_trainers,
+            momentum=momentum,
         )
         made.fill(name for name, param in params.items() if self.compresses(param))
         return made
@@ -249,47 +266,45 @@ def locally_clipped(
     return within
 
 
-class Rule(NamedTuple):
-    """Settings for the compression of one tensor."""
-
-    config: DGC
-    momentum: float | None = None
-    """m. None without momentum correction, if another optimizer has its own momentum."""
-    nesterov: bool = False
-
-
-class DGCCompressor:
+class DGCCompressor(Compressor):
     """Deep gradient compression of the tensors that `DGC.compresses` selects.
 
-    It begins with update `rampup_begin_step`.
+    It begins with update `rampup_begin_step`. With momentum, u and v are kept here, and `apply_`
+    makes the update: what ranks send has their momentum in it, and what travels densely enters u.
 
     Args:
         params: By name, in the same order on all ranks.
-        rule: By name; the same on all ranks.
-        state: By name `residual` v and, with momentum, `momentum_buffer` u: in the shape of the
-            parameter, contiguous. Filled when it is first needed.
+        config: By name; the same on all ranks.
         value_bits: Bits per sent value.
         exchange: "gather", "split" or "auto".
         num_trainers: N of the local clip only; None: the number of sources.
-        decayed: Transforms a gradient after the local clip, such as by weight decay.
+        momentum: Momentum and decay of the optimizer; None: it has momentum of its own.
+        of_all: Keep the momentum of tensors that are never compressed, too.
 
-    **State**: v and u, of this rank, or common to the ranks of a node.
+    **State**: v and u, of this rank, or common to the ranks of a node: in the shape of the
+    parameter, contiguous. Created when it is first needed.
     """
 
     def __init__(
         self,
         params: Mapping[str, Tensor],
-        rule: Callable[[str], Rule],
+        config: Callable[[str], DGC],
         *,
-        state: MutableMapping[str, dict[str, Tensor]],
         value_bits: int,
         exchange: str,
         num_trainers: int | None = None,
-        decayed: Callable[[str, Tensor], Tensor] | None = None,
+        momentum: Momentum | None = None,
+        of_all: bool = False,
     ) -> None:
-        self._params, self._rule, self._state = params, rule, state
+        self._params, self._config, self._momentum = params, config, momentum
         self._value_bits, self._exchange = value_bits, exchange
-        self._num_trainers, self._decayed = num_trainers, decayed
+        self._num_trainers, self._of_all = num_trainers, of_all
+        self.entries: dict[str, dict[str, Tensor]] = {}
+        """By name `residual` v and, with momentum, `momentum_buffer` u."""
+        self._differing: frozenset[str] | None = frozenset()
+        """Tensors whose u differs between ranks since they were compressed; None: not known, after
+        a load.
+        """
 
     def takes(self, step: int, name: str, grad: Tensor) -> bool:
         return not grad.is_sparse and self._count(step, name) is not None
@@ -305,59 +320,134 @@ class DGCCompressor:
 
     def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived) -> None:
         assert isinstance(arrived, ArrivedEntries)
-        keys = {name: key for key, name in enumerate(self._params)}
+        keys = self._keys()
         sizes = {name: self._params[name].numel() for name in arrived.names if name in grads}
         for names in in_chunks(sizes):
-            folds = []
-            for name in names:
-                self._state[name] = self.state_of(name)
-                # the second fold: `send` kept no copy of the first, which would cost as much memory
-                # as the gradients; so gradients and state must be unchanged since `send`
-                grad = arrived.node_means.get(name, grads[name])
-                folds.append(self._fold(arrived.context, name, grad))
+            self.fill(names)
+            # the second fold: `send` kept no copy of the first, which would cost as much memory as
+            # the gradients; so gradients and state must be unchanged since `send`
+            folds = [
+                self._fold(arrived.context, name, arrived.node_means.get(name, grads[name]))
+                for name in names
+            ]
             given = [arrived.given[name] for name in names]
             seeds = [rounding_seed(arrived.context.step, keys[name]) for name in names]
             commit_list_(folds, given, seeds)
             for name, fold in zip(names, folds, strict=True):
                 arrived.add_kept_(name, fold.residual, keys[name])
+        self._differing = None if self._differing is None else self._differing.union(sizes)
+
+    def keeps_momentum(self, name: str) -> bool:
+        return self._momentum is not None and (self._of_all or self._compresses(name))
+
+    def uncommon(self, arrived: Mapping[str, Arrived]) -> dict[str, Tensor]:
+        """Return each u that may differ between ranks and that a dense mean is about to enter."""
+        known, momentum = self._differing, self._momentum
+        return {
+            name: self.entries[name]["momentum_buffer"]
+            for name, got in arrived.items()
+            if momentum is not None and not isinstance(got, ArrivedEntries)
+            if (known is None or name in known) and momentum.factors(name)[0]
+            if "momentum_buffer" in self.entries.get(name, {})
+        }
+
+    def apply_(self, arrived: Mapping[str, Arrived], row_sparse: Collection[str]) -> None:
+        """Update p <- p - lr * mean of the tensors whose momentum is kept here."""
+        momentum, keys = self._momentum, self._keys()
+        assert momentum is not None, "something is kept"
+        sparse = {n: got for n, got in arrived.items() if isinstance(got, ArrivedEntries)}
+        dense = [name for name in arrived if name not in sparse]
+        for name in dense:
+            lasting = name in row_sparse or not self._compresses(name)
+            self._enter_(name, arrived[name], keys[name], momentum, clip=lasting)
+        if dense:  # their momentum is common now
+            known = frozenset(self._params) if self._differing is None else self._differing
+            self._differing = known.difference(dense)
+        for names in in_chunks({name: self._params[name].numel() for name in sparse}):
+            params = [self._params[name].detach() for name in names]
+            step_along_list_(
+                params,
+                [sparse[name].entries(name) for name in names],
+                [momentum.rate(name) for name in names],
+                sparse[names[0]].context.sources,
+                [_wide(param) for param in params],
+            )
+
+    def _enter_(
+        self, name: str, arrived: Arrived, key: int, momentum: Momentum, *, clip: bool
+    ) -> None:
+        """Make one step of SGD with momentum from a mean that travelled densely."""
+        param, (m, nesterov) = self._params[name].detach(), momentum.factors(name)
+        self.fill([name])
+        stored = self.entries[name]["momentum_buffer"]
+        buffer = stored.to(_wide(param))
+        grad = arrived.mean(name, param).to(buffer.dtype)
+        if clip and momentum.limit is not None:
+            grad = clipped(ClipByNorm(momentum.limit), [grad])[0]
+        grad = momentum.decayed(name, grad)
+        buffer.mul_(m).add_(grad)
+        update = grad.add(buffer, alpha=m) if nesterov else buffer
+        if param.dtype == buffer.dtype:
+            param.add_(update, alpha=-momentum.rate(name))
+        else:
+            param.copy_(param.to(buffer.dtype).add_(update, alpha=-momentum.rate(name)))
+        if buffer is not stored:
+            seed = rounding_seed(arrived.context.step, key)
+            store_(stored.view(-1), buffer.view(-1), seed)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         found: dict[str, dict[str, Tensor]] = {}
-        for name, param in self._params.items():
-            if name in self._state and self._rule(name).config.compresses(param):
-                for kind, entry in self._state[name].items():
+        for name, entries in self.entries.items():
+            if self._compresses(name):
+                for kind, entry in entries.items():
                     found.setdefault(kind, {})[name] = entry
         return found
+
+    def state_loaded(self) -> None:
+        self._differing = None
 
     def fill(self, names: Iterable[str]) -> None:
         """Create the state of these tensors, filled with zeros."""
         for name in names:
-            self._state[name] = self.state_of(name)
+            self.entries[name] = self._state_of(name)
 
-    def state_of(self, name: str) -> dict[str, Tensor]:
-        """Return the state of a tensor that is, or will be, compressed.
-
-        Zeros if it has none yet; they enter the state only when the update is applied.
-        """
-        state = self._state.get(name) or {}
-        rule, param = self._rule(name), self._params[name]
-        kinds = ("residual",) if rule.momentum is None else ("momentum_buffer", "residual")
-        for kind in (kind for kind in kinds if kind not in state):
-            dtype = rule.config.stored_dtype(param)
-            state[kind] = torch.zeros(param.shape, dtype=dtype, device=param.device)
+    def _state_of(self, name: str) -> dict[str, Tensor]:
+        """Return the state of a tensor; what it lacks is zeros, which enter the state later."""
+        param, state = self._params[name], self.entries.get(name) or {}
+        compresses = self._compresses(name)
+        dtype = self._config(name).stored_dtype(param) if compresses else _wide(param)
+        kinds = ["momentum_buffer"] if self._momentum is not None else []
+        for kind in [*kinds, *(["residual"] if compresses else [])]:
+            if kind not in state:
+                state[kind] = torch.zeros(param.shape, dtype=dtype, device=param.device)
         return state
 
+    def _keys(self) -> dict[str, int]:
+        return {name: key for key, name in enumerate(self._params)}
+
+    def _compresses(self, name: str) -> bool:
+        return self._config(name).compresses(self._params[name])
+
     def _count(self, step: int, name: str) -> int | None:
-        config, param = self._rule(name).config, self._params[name]
+        config, param = self._config(name), self._params[name]
         return config.count_at(step, param.numel()) if config.compresses(param) else None
 
     def _fold(self, context: Context, name: str, grad: Tensor) -> Fold:
-        rule, param, state = self._rule(name), self._params[name], self.state_of(name)
-        if rule.config.local_grad_clip_norm is not None:
+        param, state, momentum = self._params[name], self._state_of(name), self._momentum
+        limit = self._config(name).local_grad_clip_norm
+        if momentum is not None and momentum.limit is not None:
+            limit = momentum.limit
+        if limit is not None:
             sources = self._num_trainers or context.sources
-            grad = limited(grad, rule.config.local_grad_clip_norm, sources, state_dtype(param))
-        if self._decayed is not None:
-            grad = self._decayed(name, grad)
-        u = state["momentum_buffer"].view(-1) if rule.momentum is not None else None
+            grad = limited(grad, limit, sources, state_dtype(param))
         v = state["residual"].view(-1)
-        return Fold(grad.reshape(-1).contiguous(), v, u, rule.momentum or 0.0, rule.nesterov)
+        if momentum is None:
+            return Fold(grad.reshape(-1).contiguous(), v, None, 0.0, False)
+        grad = momentum.decayed(name, grad)
+        u = state["momentum_buffer"].view(-1)
+        return Fold(grad.reshape(-1).contiguous(), v, u, *momentum.factors(name))
+
+
+def _wide(param: Tensor) -> torch.dtype:
+    """Return the dtype in which the update of this parameter is computed."""
+    return param.dtype if param.is_complex() else state_dtype(param)

@@ -34,9 +34,11 @@ from thinwire.compress.protocol import (
     ERRORS,
     AllReduce,
     Arrived,
+    Compressor,
     Context,
     Kept,
     MeanChange,
+    Momentum,
     Sending,
     buffer_for,
 )
@@ -73,6 +75,7 @@ class LowRank:
     begin_step: int = 10
     min_numel: int = 16384
 
+    accumulates: ClassVar[bool] = False
     node_size: ClassVar[None] = None
     """None: nodes are looked for. Ranks of one machine average densely and count as one source."""
 
@@ -96,12 +99,16 @@ class LowRank:
         return _send_factors(context, {name: kept["factors"][name] for name in folded}, parts)
 
     def compressor(
-        self, params: Mapping[str, Tensor], *, num_trainers: int | None = None
+        self,
+        params: Mapping[str, Tensor],
+        *,
+        num_trainers: int | None = None,
+        momentum: Momentum | None = None,
     ) -> "LowRankCompressor":
         return LowRankCompressor(self, params)
 
 
-class LowRankCompressor:
+class LowRankCompressor(Compressor):
     """PowerSGD of the tensors that `LowRank.compresses` selects, from `begin_step` on.
 
     **State**: per tensor `residual` E in the shape of the parameter, of this rank or its node, and

@@ -5,7 +5,7 @@ that it needs and receives their results. The driver launches the collectives of
 together, waits for all of them, and resumes the generators. `commit_` follows the vote.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -176,15 +176,41 @@ class Config(Protocol):
 class Compression(Config, Protocol):
     """Config of a gradient compression, registered in `compress.COMPRESSIONS`."""
 
+    accumulates: ClassVar[bool]
+    """True if it accumulates gradients, so that momentum and decay of an SGD act before it."""
+
     def compressor(
-        self, params: Mapping[str, Tensor], *, num_trainers: int | None = None
+        self,
+        params: Mapping[str, Tensor],
+        *,
+        num_trainers: int | None = None,
+        momentum: "Momentum | None" = None,
     ) -> "Compressor":
-        """Build the compressor for an optimizer that has its own momentum and clipping.
+        """Build the compressor.
 
         Args:
             params: The trainable parameters by name, in the same order on all ranks.
             num_trainers: Number that scales a local clip; None: the sources.
+            momentum: Of an SGD, if the compressor `accumulates`. None: momentum and clipping are
+                the optimizer's.
         """
+
+
+class Momentum(Protocol):
+    """The part of an SGD that acts on a rank's own gradients, by name of the parameter."""
+
+    @property
+    def limit(self) -> float | None:
+        """Limit on the norm of each tensor, if any."""
+
+    def factors(self, name: str) -> tuple[float, bool]:
+        """Return the momentum, and True for Nesterov's."""
+
+    def decayed(self, name: str, grad: Tensor) -> Tensor:
+        """Return the gradient to accumulate, with sign and decay."""
+
+    def rate(self, name: str) -> float:
+        """Return the learning rate of this update."""
 
 
 class Compressor(Protocol):
@@ -212,6 +238,22 @@ class Compressor(Protocol):
 
         `compress.OTHER_RANKS` has each kind.
         """
+
+    def state_loaded(self) -> None:
+        """Record that the state was loaded, so that it may differ between ranks."""
+        return
+
+    def keeps_momentum(self, name: str) -> bool:
+        """Return True if it keeps the momentum of this tensor, and makes its update by `apply_`."""
+        return False
+
+    def uncommon(self, arrived: Mapping[str, Arrived]) -> dict[str, Tensor]:
+        """Return the live state that all ranks must share before this update is committed."""
+        return {}
+
+    def apply_(self, arrived: Mapping[str, Arrived], row_sparse: Collection[str]) -> None:
+        """Update the parameters whose momentum it keeps, after the commit."""
+        return
 
 
 class ChangeCompression(Config, Protocol):

@@ -6,7 +6,6 @@ Only after the second agreement may a rank change anything.
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,16 @@ from torch import Tensor
 from thinwire import _validate as check
 from thinwire.comm import Group, Nodes, Sources
 from thinwire.compress.dense import Dense, all_finite
-from thinwire.compress.protocol import Compression, Compressor, Context, Flags, Sending, combined
+from thinwire.compress.protocol import (
+    Compression,
+    Compressor,
+    Context,
+    Flags,
+    Momentum,
+    Sending,
+    combined,
+)
+from thinwire.core.checksum import bit_sums
 from thinwire.core.tensors import narrowed
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.exchange.agreement import Answers, Drops, Participants, StepDecision, verdict_of
@@ -102,8 +110,6 @@ class GradientExchange(Synchronizer):
         """Names of the tensors that travel together. Tensors in no bucket travel in one more."""
         self.at_once = participants.job is not None
         """True if `exchange` sends before ranks agree, once gradients are steady."""
-        self.launching: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        """Returns a context manager that is entered for messages sent before ranks agree."""
         self.measure: Callable[[Round, Grads], float] | None = None
         """Returns a number for all ranks, under the key `measured` of the last agreement."""
         self.poisoned: str | None = None
@@ -339,13 +345,53 @@ class GradientExchange(Synchronizer):
             done: Result of `exchange` or `vote`.
             grads: The gradients passed there, unchanged since. A launched tensor that is not among
                 them changes nothing.
+
+        Communication: where a compressor's momentum enters a dense update after tensors were
+        compressed, their sums and means over the ranks.
         """
+        received = {name: done.arrived[name] for name in grads}
+        for compressor in self.compressors:
+            self._make_equal_(compressor.uncommon(received))
         # one result brings several tensors, but its compressor must commit it once
         for arrived in dict.fromkeys(done.arrived.values()):
             assert arrived.sender is not None, "said when it was sent"
             arrived.sender.commit_(grads, arrived)
         self.forget()
         self.pace.round(1, time.perf_counter(), self.wait_s)
+
+    def _make_equal_(self, held: Mapping[str, Tensor]) -> None:
+        """Replace tensors that differ between replicas by their mean, on all of them or none."""
+        group = self.sources.all_ranks if isinstance(self.sources, Nodes) else self.sources
+        if not held or group.size == 1:
+            return
+        purpose = "making momentum common"
+        sums = torch.stack(bit_sums(list(held.values()))).cpu().numpy().tobytes()
+        rows = group.gather_bytes(sums, action=purpose)
+        differ = [
+            tensor
+            for at, tensor in enumerate(held.values())
+            if len({row[8 * at : 8 * at + 8] for row in rows}) > 1
+        ]
+        wide = [t.float() if t.dtype == torch.bfloat16 else t.clone() for t in differ]
+        totals = [group.all_reduce_(tensor, action=purpose) for tensor in wide]
+        means = [total.wait().div_(group.size) for total in totals]
+        if differ:
+            # vote: no rank overwrites its momentum before all have received the means
+            group.gather_bytes(b"", action=purpose)
+        for tensor, mean in zip(differ, means, strict=True):
+            tensor.copy_(mean)
+
+    def keeps_momentum(self, name: str) -> bool:
+        """Return True if a compressor keeps the momentum of this tensor, and updates it."""
+        return any(compressor.keeps_momentum(name) for compressor in self.compressors)
+
+    @torch.no_grad()
+    def apply_(self, done: Round, names: Collection[str]) -> None:
+        """Update the tensors whose momentum a compressor keeps, after `commit_`."""
+        for compressor in self.compressors:
+            kept = {n: done.arrived[n] for n in names if compressor.keeps_momentum(n)}
+            if kept:
+                compressor.apply_(kept, done.row_sparse)
 
     def forget(self) -> None:
         """End a step, applied or not."""
@@ -403,9 +449,8 @@ class GradientExchange(Synchronizer):
         # a missing gradient travels as zeros; the vote then repeats the exchange
         whole = {n: g if n in present else self.presence.zeros(n) for n, g in whole.items()}
         # always all steady tensors: the others launch the same buckets before any vote
-        with self.launching():
-            for number, names in self._buckets_of(whole):
-                self._send(fresh, number, {name: whole[name] for name in names})
+        for number, names in self._buckets_of(whole):
+            self._send(fresh, number, {name: whole[name] for name in names})
         other = next(iter(present.keys() ^ steady | grads.keys() - present.keys()), None)
         return fresh, None if other is None else f"parameter {other} differs from the last step"
 
@@ -502,6 +547,8 @@ class GradientExchange(Synchronizer):
         """
         self._nodes_compared = False
         self.poisoned = None
+        for compressor in self.compressors:
+            compressor.state_loaded()
 
     def _buckets_of(self, grads: Grads) -> list[tuple[int, list[str]]]:
         """Return the number and the names of each bucket that has gradients."""
@@ -546,6 +593,7 @@ def gradients_of(
     compression: Compression | None = None,
     *,
     num_trainers: int | None = None,
+    momentum: Momentum | None = None,
     check_finite: bool = True,
     sources: Sources | None = None,
     participants: Participants = _NO_OTHERS,
@@ -558,6 +606,7 @@ def gradients_of(
         params: The trainable parameters by name, in the same order on all ranks.
         compression: The compression, or None for the dense mean.
         num_trainers: See `Compression.compressor`.
+        momentum: See `Compression.compressor`.
         check_finite: Drop the step if a dense gradient is not finite.
         sources: The units that count once each; None to look for nodes among the ranks.
         participants: See `GradientExchange`.
@@ -569,12 +618,13 @@ def gradients_of(
         check.integer("num_trainers", num_trainers, at_least=1)
     compressors = []
     if compression is not None:
-        compressors = [compression.compressor(params, num_trainers=num_trainers)]
+        made = compression.compressor(params, num_trainers=num_trainers, momentum=momentum)
+        compressors = [made]
         check_finite = True
         if sources is None:
             sources = agreed_sources(group, getattr(compression, "node_size", None))
     sources = group if sources is None else sources
-    made = GradientExchange(
+    exchange = GradientExchange(
         group,
         params,
         compressors,
@@ -582,8 +632,8 @@ def gradients_of(
         check_dense=check_finite,
         participants=participants,
     )
-    made.count_from(0)  # the comparisons of the start are not counted
-    return made
+    exchange.count_from(0)  # the comparisons of the start are not counted
+    return exchange
 
 
 def _from(sender: Compressor, sending: Sending) -> Sending:

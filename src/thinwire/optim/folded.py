@@ -1,0 +1,54 @@
+"""Momentum, decay and rate of an SGD, for a compressor that accumulates with them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.core.gradients import Clip, ClipByNorm, decayed
+from thinwire.core.sharded import shard_of
+from thinwire.core.tensors import state_dtype
+from thinwire.optim.common import CommonOptimizer
+
+
+class FoldedSGD:
+    """See `thinwire.compress.protocol.Momentum`. Groups are read anew in every update."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor], clip: Clip | None
+    ) -> None:
+        self.optimizer, self.params = optimizer, params
+        self.limit = clip.c if isinstance(clip, ClipByNorm) else None
+        self._places = {
+            param: place
+            for place, group in enumerate(optimizer.param_groups)
+            for param in group["params"]
+        }
+
+    def group(self, name: str) -> dict[str, Any]:
+        """Return the group of a parameter."""
+        found: dict[str, Any] = self.optimizer.param_groups[self._places[self.params[name]]]
+        return found
+
+    def factors(self, name: str) -> tuple[float, bool]:
+        """See `Momentum`."""
+        group = self.group(name)
+        return group["momentum"], group["nesterov"]
+
+    def decayed(self, name: str, grad: Tensor) -> Tensor:
+        """See `Momentum`."""
+        optimizer, param, group = self.optimizer, self.params[name], self.group(name)
+        grad = -grad if group["maximize"] else grad
+        common = optimizer if isinstance(optimizer, CommonOptimizer) else None
+        decay = group["weight_decay"] if common is None else common._facts(param).weight_decay
+        if not (decay or group.get("regularizer") or group.get("grad_centralization")):
+            return grad
+        wide = grad if grad.is_complex() else grad.to(state_dtype(param))
+        if common is not None:
+            return common._with_decay(param, wide)
+        return decayed(wide, shard_of(param), weight_decay=decay)
+
+    def rate(self, name: str) -> float:
+        """See `Momentum`."""
+        return float(self.group(name)["lr"])
