@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.gradients import Clip, ClipByNorm, decayed
+from thinwire.core.gradients import Clip, ClipByNorm, centralized, decayed
 from thinwire.core.sharded import shard_of
 from thinwire.core.tensors import state_dtype
 from thinwire.optim.common import CommonOptimizer
@@ -40,14 +40,14 @@ class FoldedSGD:
         """See `Momentum`."""
         optimizer, param, group = self.optimizer, self.params[name], self.group(name)
         grad = -grad if group["maximize"] else grad
-        common = optimizer if isinstance(optimizer, CommonOptimizer) else None
-        decay = group["weight_decay"] if common is None else common._facts(param).weight_decay
-        if not (decay or group.get("regularizer") or group.get("grad_centralization")):
+        decay, regularizer = group["weight_decay"], group.get("regularizer")
+        if isinstance(optimizer, CommonOptimizer):  # some parameters are excluded
+            decay = optimizer._facts(param).weight_decay
+        if not (decay or regularizer or group.get("grad_centralization")):
             return grad
         wide = grad if grad.is_complex() else grad.to(state_dtype(param))
-        if common is not None:
-            return common._with_decay(param, wide)
-        return decayed(wide, shard_of(param), weight_decay=decay)
+        wide = decayed(wide, shard_of(param), weight_decay=decay, regularizer=regularizer)
+        return centralized(wide) if group.get("grad_centralization") else wide
 
     def rate(self, name: str) -> float:
         """See `Momentum`."""

@@ -195,6 +195,7 @@ def _unfolded(optimizer: torch.optim.Optimizer, compression: Compression) -> Ite
     if dampening:
         yield f"{field} has no dampening, but the optimizer has {dampening[0]}: set dampening=0"
     yield from not_differentiable(field, groups)
+    yield from conversion_obstacles(optimizer)
     clip = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
     if clip is not None and (why := why_no_local_clip(compression, clip)) is not None:
         yield f"the optimizer clips by {clip}, but {why}"

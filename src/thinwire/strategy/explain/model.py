@@ -63,8 +63,9 @@ def about_optimizer(
         local=local,
         names=names,
     )
-    for single in [*all_of(optimizer), *(one.optimizer for one in selected)]:
+    for single, one in zip(all_of(optimizer), selected, strict=True):
         require_one_clip(single, grad_clip)
+        require_one_clip(one.optimizer, grad_clip, one.compressor if one.folds else None)
     return [note for one in selected for note in one.notes]
 
 
