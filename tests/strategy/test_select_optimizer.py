@@ -109,7 +109,7 @@ def assert_dense_alike(net, own, twin, given, min_numel, **tolerance):
     assert_same(net, twin, **tolerance)
 
 
-def full(model):
+def full(model, clip=ClipByNorm(0.5)):  # noqa: B008
     """Everything that an SGD of ours can be told."""
     named = [(f"net.{name}", p) for name, p in model.named_parameters()]
     return optim.SGD(
@@ -127,7 +127,7 @@ def full(model):
         lr=PiecewiseConstant([2, 4], [0.1, 0.05, 0.02]),
         momentum=0.9,
         weight_decay=0.1,
-        grad_clip=ClipByNorm(0.5),
+        grad_clip=clip,
         regularizer=L2Decay(0.2),
         exclude_from_weight_decay=("*.bias",),
     )
@@ -156,10 +156,10 @@ def test_schedules_groups_exclusions_order_and_clipping_are_taken_over():
         assert optimizer.get_lr() == given.get_lr()
 
 
-@pytest.mark.parametrize("min_numel", [1, 10])
-def test_settings_of_our_sgd_act_before_dgc(min_numel):
+@pytest.mark.parametrize(("min_numel", "clip"), [(1, None), (10, None), (99, ClipByNorm(0.5))])
+def test_settings_of_our_sgd_act_before_dgc(min_numel, clip):
     net, twin = network(), network()
-    assert_dense_alike(net, full(net), twin, full(twin), min_numel)
+    assert_dense_alike(net, full(net, clip), twin, full(twin, clip), min_numel)
 
 
 @SGDS

@@ -20,15 +20,15 @@ class FoldedSGD:
     ) -> None:
         self.optimizer, self.params = optimizer, params
         self.limit = clip.c if isinstance(clip, ClipByNorm) else None
-        self._places = {
-            param: place
-            for place, group in enumerate(optimizer.param_groups)
+        self._index = {
+            param: index
+            for index, group in enumerate(optimizer.param_groups)
             for param in group["params"]
         }
 
     def group(self, name: str) -> dict[str, Any]:
         """Return the group of a parameter."""
-        found: dict[str, Any] = self.optimizer.param_groups[self._places[self.params[name]]]
+        found: dict[str, Any] = self.optimizer.param_groups[self._index[self.params[name]]]
         return found
 
     def factors(self, name: str) -> tuple[float, bool]:
