@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 
 from thinwire.comm.nodes import job_ranks, node_size_of
 from thinwire.compress import COMPRESSIONS, buckets_of
-from thinwire.compress.dgc import DGC
 from thinwire.compress.figures import steady_share
 from thinwire.compress.protocol import Compression
 from thinwire.core.loss_scale import FixedLossScale
@@ -68,11 +67,8 @@ def _about_exchange(strategy: Fields) -> Iterator[str]:
     if strategy.compression is not None:
         yield from _about_compression(strategy, strategy.compression)
     if local is None and strategy.pipeline is None:
-        # the optimizer is unknown here; one that exchanges compresses without a field, too
         first, others = buckets_of(strategy.compression)
         size = _mib(others)
-        if strategy.compression is None:
-            size += f", or {_mib(buckets_of(DGC)[1])} under a DGCMomentum"
         if first < others:
             size += f" (the first of {_mib(first)})"
         yield (

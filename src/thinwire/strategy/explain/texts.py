@@ -110,7 +110,7 @@ def _dgc_advice(dgc: DGC, *, local: bool, replaced: bool, peers: str, here: str)
     if not replaced:
         yield (
             "dgc: clipping, weight decay, momentum and Nesterov of an SGD come before the "
-            "exchange (DGCMomentum); any other optimizer gets the sparse mean as its gradient"
+            "exchange; any other optimizer gets the sparse mean as its gradient"
         )
     if size is None:
         text = (
