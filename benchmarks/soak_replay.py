@@ -22,7 +22,7 @@ from thinwire.comm.member_groups import MemberGroups
 from thinwire.comm.relay import RelayEndpoint
 from thinwire.compress import compression_of
 from thinwire.compress.figures import loops_of
-from thinwire.kernels.rules import OuterRule, needs_of
+from thinwire.kernels.rules import OuterRule
 from thinwire.kernels.warm import warm_up
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.model import LocalModel
@@ -220,7 +220,6 @@ def compiled(config: str) -> None:
     tensors = list(averaging.anchors.values())
     if averaging.changes is not None:
         warm_up(loops_of(averaging.changes, tensors, of_gradients=False))
-    warm_up(needs_of("outer", tensors))
 
 
 def _entered(

@@ -90,7 +90,6 @@ WORKS = {
     "DGC, four bits a value": '"sparse", value_bits=4',
     "DGC, state in bfloat16": '"sparse", state_dtype=torch.bfloat16',
     "sparse local updates": '"changes"',
-    "outer SGD": '"outer"',
     "LAMB": '"lamb"',
     "LARS": '"lars"',
 }

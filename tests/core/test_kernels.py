@@ -304,7 +304,7 @@ assert {archive!r} in jit_entries.__file__
     assert list((tmp_path / "home").rglob("*.loop"))
 
 
-def test_loops_tell_autograd_of_what_they_change():
+def test_loops_inform_autograd_of_changes():
     grad, residual, buffer = torch.ones(100), torch.zeros(100), torch.zeros(100)
     fold = Fold(grad, residual, buffer, 0.9, False)
     numba_body.commit_(fold, torch.tensor([3]), torch.ones(1), 0)

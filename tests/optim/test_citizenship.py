@@ -404,7 +404,7 @@ def test_torch_may_have_the_state_made_by_a_step_that_moves_nothing(case: Case) 
 
 
 @pytest.mark.parametrize("method", [optim.Lamb, optim.Lars])
-def test_what_an_update_compiles_is_known_before_it(method: type[optim.Lamb]) -> None:
+def test_loops_of_an_update_are_known_before_it(method: type[optim.Lamb]) -> None:
     """So that all ranks wait for it in `prepare`, and none in an update."""
     params = [torch.nn.Parameter(torch.ones(3))]
     assert method(params, lr=0.1).needs == needs_of(method.__name__.lower(), params)

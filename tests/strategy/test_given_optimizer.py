@@ -193,7 +193,7 @@ def test_hooks_that_were_there_go_on(case: str) -> None:
     assert seen[3:] == []
 
 
-def test_a_rate_that_is_a_tensor_goes_on_in_place() -> None:
+def test_rate_that_is_a_tensor_goes_on_inplace() -> None:
     model = make_model(plain=True)
     rate = torch.tensor(0.05)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
@@ -208,7 +208,7 @@ def test_a_rate_that_is_a_tensor_goes_on_in_place() -> None:
 
 
 @ALL
-def test_its_step_by_hand_is_an_error_that_says_what_to_call(case: str) -> None:
+def test_its_step_by_hand_is_an_error_that_says_a_remedy(case: str) -> None:
     model, optimizer, engine = prepared(case)
     updates(engine, count=2)
     before, saved = values(model), str(engine.state_dict())

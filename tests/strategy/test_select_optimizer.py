@@ -11,18 +11,8 @@ import torch
 from torch import nn
 
 from tests.api import schedulers_of, select_optimizer
-from thinwire import (
-    DGC,
-    LAMB,
-    LARS,
-    ClipByGlobalNorm,
-    ClipByNorm,
-    DistributedStrategy,
-    L1Decay,
-    L2Decay,
-    StrategyError,
-    optim,
-)
+from thinwire import DGC, LAMB, LARS, ClipByGlobalNorm, DistributedStrategy, StrategyError, optim
+from thinwire.optim import ClipByNorm, L1Decay, L2Decay
 from thinwire.schedules import CosineDecay, PiecewiseConstant, ScheduledLR
 
 
@@ -171,7 +161,7 @@ def test_momentum_goes_on_in_float32_where_parameters_are_narrow(sgd):
 
 
 @SGDS
-def test_what_dgc_cannot_take_over_is_said_at_once(sgd):
+def test_optimizer_that_dgc_cannot_take_over_is_reported_at_once(sgd):
     net = network()
     optimizer = sgd(
         [{"params": net.parameters(), "dampening": 0.1}], lr=0.1, momentum=0.9, differentiable=True
@@ -223,7 +213,7 @@ def test_without_a_replacement_nothing_is_asked():
     assert scheduler.optimizer is optimizer
 
 
-def test_an_optimizer_that_exchanges_itself_is_refused():
+def test_optimizer_that_exchanges_itself_is_refused():
     net = network()
     given = optim.DGCMomentum(net.parameters(), lr=0.1)
     assert "pass an SGD" in refused(net, given)
@@ -450,7 +440,7 @@ def test_patterns_need_named_parameters():
     )
 
 
-def test_a_pattern_that_matches_nothing_is_said_with_the_rest():
+def test_pattern_that_matches_nothing_is_reported_with_the_rest():
     net = network()
     optimizer = torch.optim.SGD(net.named_parameters(), lr=0.1, momentum=0.9, dampening=0.5)
     said = refused(net, optimizer, lars=LARS(exclude_from_weight_decay=("*.bais",)))
@@ -601,7 +591,7 @@ def test_an_optimizer_that_stays_lets_go_of_other_stages_and_can_take_them_back(
     assert_same(net, twin)
 
 
-def test_what_is_refused_has_not_changed():
+def test_refused_call_changes_nothing():
     net = network()
     given = full(net)
     steps(net, given, range(1))

@@ -1,10 +1,7 @@
 """The outer optimizer of local updates: the averaged change of the parameters is its gradient."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from thinwire.kernels import compiled_steps
 from thinwire.kernels.rules import OuterRule
 
 
@@ -34,25 +31,3 @@ def outer_step_(change: Tensor, buffer: Tensor | None, rule: OuterRule) -> Tenso
         # not add(..., alpha): that rounds once or twice, depending on the processor
         step = change + rule.momentum * buffer if rule.nesterov else buffer
     return step if rule.lr == 1 else step * rule.lr
-
-
-def outer_list_(
-    anchors: Sequence[Tensor],
-    changes: Sequence[Tensor],
-    buffers: Sequence[Tensor] | None,
-    rule: OuterRule,
-) -> None:
-    """Take the outer step on each anchor, bit for bit as `outer_step_`.
-
-    anchor <- anchor - outer_step_(change, buffer).
-
-    Changes `anchors` and `buffers`.
-    """
-    if not anchors:
-        return
-    steps = compiled_steps(anchors, changes, buffers or ())
-    if steps is not None:
-        steps.outer_(anchors, changes, buffers, rule)
-        return
-    for i, (anchor, change) in enumerate(zip(anchors, changes, strict=True)):
-        anchor.sub_(outer_step_(change, buffers[i] if buffers else None, rule))

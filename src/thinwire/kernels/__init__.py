@@ -20,7 +20,6 @@ from thinwire.kernels.rules import (
     Fold,
     LambRule,
     LarsRule,
-    OuterRule,
     has_address,
     require_lengths,
     share_memory,
@@ -118,7 +117,7 @@ def body_name(device: torch.device) -> str:
 
 
 class CompiledSteps(Protocol):
-    """Whole steps for lists of tensors, as in `core.lamb`, `core.lars` and `core.outer`."""
+    """Whole steps for lists of tensors, as in `core.lamb` and `core.lars`."""
 
     def lamb_(
         self,
@@ -136,14 +135,6 @@ class CompiledSteps(Protocol):
         velocities: Sequence[Tensor] | None,
         rule: LarsRule,
     ) -> Tensor: ...
-
-    def outer_(
-        self,
-        anchors: Sequence[Tensor],
-        changes: Sequence[Tensor],
-        buffers: Sequence[Tensor] | None,
-        rule: OuterRule,
-    ) -> None: ...
 
 
 def compiled_steps(*lists: Sequence[Tensor]) -> CompiledSteps | None:

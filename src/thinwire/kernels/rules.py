@@ -116,7 +116,7 @@ class OuterRule:
         return self.lr * (1 + m * summed if self.nesterov else summed)
 
 
-LoopKind: TypeAlias = Literal["sparse", "changes", "codes", "lamb", "lars", "outer"]
+LoopKind: TypeAlias = Literal["sparse", "changes", "codes", "lamb", "lars"]
 """A sparse exchange of gradients, one of changes of parameters, codes of whole changes, or a
 compiled step."""
 

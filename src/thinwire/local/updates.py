@@ -28,7 +28,7 @@ from thinwire.core.stats import Pace, numbers, planned_row
 from thinwire.errors import PeerLost
 from thinwire.exchange.digest import DIGEST_EVERY
 from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
-from thinwire.kernels.rules import OuterRule, needs_of
+from thinwire.kernels.rules import OuterRule
 from thinwire.local import saving
 from thinwire.local.averager import Averager, Counters, OwnScale
 from thinwire.local.averaging import Averaging, PendingAveraging
@@ -237,16 +237,15 @@ class LocalUpdates:
         facts |= arithmetic(self._tensors.device)
         facts |= {"user error": self._tensors.difference(), **self._tensors.facts()}
         if members is not None:
-            members.require_same_setup("local", facts)
-            members.set_step_source(lambda: self.step)
+            members._require_same_setup("local", facts)
+            members._set_step_source(lambda: self.step)
         ranks.compare(facts, "setting up local updates")
         if (problem := self._tensors.difference()) is not None:
             raise RuntimeError(problem)
         dense = self.config.node_size is None and self._changes is None
         separate = ranks.mesh is None and (dense or self.config.by_time)
         sources = group if separate else ranks.sources(self.config.node_size)
-        loops = loops_of(self._changes, self._compressed, of_gradients=False)
-        ranks.compile(loops | needs_of("outer", list(self._tensors.params.values())))
+        ranks.compile(loops_of(self._changes, self._compressed, of_gradients=False))
         self._tensors.copy_from_first(group)
         outer = OuterRule(
             self.config.outer_lr, self.config.outer_momentum, self.config.outer_nesterov
@@ -265,10 +264,10 @@ class LocalUpdates:
             after_averaging=self._after_averaging,
         )
         joining_s = 0.0
-        if members is not None and members.joiner:
+        if members is not None and members._joiner:
             began_s = time.perf_counter()
             with own_deadlines():
-                members.fetch_state(JoinerState(averager, members.group))
+                members._fetch_state(JoinerState(averager, members.group))
                 for optimizer in self._tensors.optimizers:
                     begin_at = getattr(optimizer, "begin_at", None)
                     if begin_at is not None:  # the schedules of the other ranks are at this step
@@ -325,7 +324,7 @@ class LocalUpdates:
         members = self._members
         # take up a change of membership here; ranks of a site, and ranks that have already agreed
         # on a change, do so at the averaging instead
-        if members is not None and members.site is None and members.group.pending_after is None:
+        if members is not None and members._sharded is None and members.group.pending_after is None:
             members.group.bind_latest()
         with (
             averager.group.one_deadline(),
@@ -348,7 +347,7 @@ class LocalUpdates:
         """Admit joiners and release leaving members; return True if this rank continues."""
         members, averager = self._members, self._averager
         if members is not None and averager is not None:
-            members.end_round(JoinerState(averager, members.group), goes_on=goes_on)
+            members._end_round(JoinerState(averager, members.group), goes_on=goes_on)
             averager.last = None
             if members.left:
                 self.close()
@@ -668,4 +667,4 @@ def _require_alone(
             f"node_size={node_size} and members were both given: members join and leave "
             "individually, so each counts on its own; omit node_size"
         )
-    members.require_mesh(mesh)
+    members._require_mesh(mesh)

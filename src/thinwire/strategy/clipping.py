@@ -40,9 +40,7 @@ class Clipping:
         return float(global_norm(summed)) if summed else 0.0
 
     def __call__(self, grads: dict[str, Tensor], norms: Sequence[float]) -> dict[str, Tensor]:
-        """Return clipped gradients; they may be the same tensors, changed. `norms` are those of the
-        ranks of this replica, if an agreement has reported them; else ranks gather 8 bytes each.
-        """
+        """Return clipped gradients; they may be the same tensors, changed."""
         if self.clip is None:
             return dict(grads)
         if isinstance(self.clip, ClipByNorm) and self.shards is not None:
@@ -83,9 +81,8 @@ def require_one_clip(
 
 
 def require_clip_of_one(optimizers: Sequence[torch.optim.Optimizer], *, parts: bool) -> None:
-    """Refuse several optimizers if one clips by norm and each rank has `parts` of a model. Only the
-    engine's single clipping sees the norms of all parts.
-    """
+    """Refuse several optimizers if one clips by norm and each rank has `parts` of a model."""
+    # only the engine's single clipping sees the norms of all parts
     for optimizer in optimizers if parts and len(optimizers) > 1 else ():
         own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
         if isinstance(own, ClipByGlobalNorm | ClipByNorm):
@@ -125,9 +122,7 @@ def take_clip_(
     stages: Group | None = None,
     shards: Group | None = None,
 ) -> Clipping:
-    """Remove from `optimizer` a clipping by norm that would see one stage or shard only. Changes
-    `optimizer`; `undo` gets the function that restores it.
-    """
+    """Remove from `optimizer` a clipping by norm that would see one stage or shard only."""
     own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
     over_parts = (ClipByGlobalNorm, ClipByNorm) if shards is not None else (ClipByGlobalNorm,)
     if (stages is not None or shards is not None) and isinstance(own, over_parts):

@@ -46,14 +46,7 @@ def encode_positions(indices: Tensor, numel: int, k: int) -> Tensor:
 
 
 def decode_positions(code: Tensor, numel: int, k: int) -> Tensor:
-    """Return the positions in the code, int64, strictly ascending, all in [0, numel), at most `k`.
-
-    Arbitrary bytes never cause an access out of bounds.
-
-    Raises:
-        PayloadCorrupt: The code is invalid: wrong length, too many positions, order, range,
-            padding.
-    """
+    """Return the positions in the code: int64, ascending, in [0, numel), at most `k`."""
     parts = position_parts(numel, k)
     nbytes = parts.low_bytes + parts.high_bytes
     if code.numel() != nbytes:
@@ -103,11 +96,6 @@ def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
 
 def decode_values(code: Tensor, count: int, bits: int, k: int) -> Tensor:
     """Return the `count` values in the code of at most `k`, float32, finite.
-
-    The result is bit-identical on every rank and device.
-
-    Raises:
-        PayloadCorrupt: The code is invalid: wrong length, too many values, not finite.
 
     >>> code, _ = encode_values(torch.tensor([0.5, -2.0]), 32, 2)
     >>> decode_values(code, 2, 32, 2)

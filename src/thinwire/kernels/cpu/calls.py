@@ -29,7 +29,7 @@ _SEED = np.uint32(0)
 
 def calls_for(need: Need) -> _Calls:
     """Return the calls of all loops, the slowest to compile first."""
-    if need.work in ("lamb", "lars", "outer"):
+    if need.work in ("lamb", "lars"):
         return [_step(need)]
     values = np.empty(0, np.float64 if need.dtype == torch.float64 else np.float32)
     if need.work == "codes":
@@ -165,8 +165,6 @@ def _step(need: Need) -> Callable[[], object]:
     rest = (_WIDE, _NUMBERS, np.empty((0, 2)), floats)
     if need.work == "lamb":
         return partial(jit_steps.lamb, *items, floats, *rest, *scratch(0, floats.dtype))
-    if need.work == "lars":
-        return partial(
-            jit_steps.lars, *items, jit_steps.PLAIN, floats, *rest, scratch(0, floats.dtype)[0]
-        )
-    return partial(jit_steps.outer, *items[:3], jit_steps.PLAIN, floats)
+    return partial(
+        jit_steps.lars, *items, jit_steps.PLAIN, floats, *rest, scratch(0, floats.dtype)[0]
+    )

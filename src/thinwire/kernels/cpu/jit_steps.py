@@ -1,4 +1,4 @@
-"""Compiled steps of LAMB, LARS and the outer SGD, for many contiguous tensors in one call.
+"""Compiled steps of LAMB and LARS, for many contiguous tensors in one call.
 
 A row of `table` holds the addresses of one tensor's arrays, `sizes` their length. An item (tensor,
 start, stop) is a part of a tensor that begins at a multiple of CHUNK. Norms are summed in float64
@@ -178,37 +178,6 @@ def _lars_move(
             velocity = momentum * b[i] + step
             b[i] = velocity
             p[i] = p[i] - (step + momentum * velocity)
-
-
-@jit
-def outer(table: Array, sizes: Array, items: Array, kind: int, constants: Array) -> None:
-    """Take the outer step of s by the change c, with momentum b; `constants`: lr, momentum."""
-    for item in range(len(items)):
-        tensor = items[item, 0]
-        n = sizes[tensor]
-        s, c = array_at(table[tensor, 0], n, constants), array_at(table[tensor, 1], n, constants)
-        b = array_at(table[tensor, 2], n, constants)
-        _outer_move(s, c, b, constants, kind, np.uint64(items[item, 1]), np.uint64(items[item, 2]))
-
-
-@jit
-def _outer_move(
-    s: Array, c: Array, b: Array, constants: Array, kind: int, first: Any, last: Any
-) -> None:
-    rate, momentum = constants[0], constants[1]
-    if kind == NO_MOMENTUM:
-        for i in range(first, last):
-            s[i] = s[i] - rate * c[i]
-    elif kind == PLAIN:
-        for i in range(first, last):
-            velocity = momentum * b[i] + c[i]
-            b[i] = velocity
-            s[i] = s[i] - rate * velocity
-    else:
-        for i in range(first, last):
-            velocity = momentum * b[i] + c[i]
-            b[i] = velocity
-            s[i] = s[i] - rate * (c[i] + momentum * velocity)
 
 
 @jit

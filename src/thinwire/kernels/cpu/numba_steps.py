@@ -1,11 +1,11 @@
-"""Steps of LAMB, LARS and the outer SGD for lists of tensors on the CPU, compiled by numba.
+"""Steps of LAMB and LARS for lists of tensors on the CPU, compiled by numba.
 
-Moments, momentum without a ratio and the outer step have the same bits as the reference
-implementations in torch. LAMB's direction may differ by a rounding, where torch's root does. Norms
-are summed in float64 here, so a ratio has no error but its rounding to the type of the tensors,
-and squares neither overflow nor underflow in float32. The reference sums n squares in that type,
-with a relative error of up to about n 2^-24. All bits follow from the values and lengths alone: the
-number of threads changes none.
+Moments and momentum without a ratio have the same bits as the reference implementations in torch.
+LAMB's direction may differ by a rounding, where torch's root does. Norms are summed in float64
+here, so a ratio has no error but its rounding to the type of the tensors, and squares neither
+overflow nor underflow in float32. The reference sums n squares in that type, with a relative error
+of up to about n 2^-24. All bits follow from the values and lengths alone: the number of threads
+changes none.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.kernels.cpu import jit_steps, threads
-from thinwire.kernels.rules import LambRule, LarsRule, OuterRule, TrustRule, bump_versions
+from thinwire.kernels.rules import LambRule, LarsRule, TrustRule, bump_versions
 
 Array = NDArray[Any]
 Item = tuple[int, int, int]
@@ -76,19 +76,6 @@ def lars_(
         _in_parts(table, partial(work, phase=jit_steps.MOVE))
     bump_versions(params, buffers)
     return torch.from_numpy(ratios)
-
-
-def outer_(
-    anchors: Sequence[Tensor],
-    changes: Sequence[Tensor],
-    buffers: Sequence[Tensor] | None,
-    rule: OuterRule,
-) -> None:
-    table = _table(anchors, changes, anchors if buffers is None else buffers)
-    kind = _kind(buffers, rule.nesterov)
-    constants = table.floats(rule.lr, rule.momentum)
-    _in_parts(table, lambda items: jit_steps.outer(table.rows, table.sizes, items, kind, constants))
-    bump_versions(anchors, buffers or ())
 
 
 def scratch(longest: int, dtype: Any) -> tuple[Array, Array]:
