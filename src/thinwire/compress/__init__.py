@@ -12,6 +12,8 @@ from thinwire.layout.traffic import BUCKET_BYTES, BUCKETS, FIRST_BUCKET_BYTES
 
 COMPRESSIONS: dict[str, type[DGC] | type[LowRank]] = {"dgc": DGC, "low_rank": LowRank}
 """The configs of gradient compression by the fields of a strategy."""
+ACCUMULATING = frozenset({"dgc"})
+"""Fields that accumulate gradients, so that momentum and decay of an SGD act before them."""
 OTHER_RANKS: dict[str, OtherRanks] = {
     "residual": "mean_zero",
     "momentum_buffer": "mean_zero",

@@ -10,15 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from thinwire.compress.protocol import (
-    AllGather,
-    AllReduce,
-    Arrived,
-    Collective,
-    Compressor,
-    Context,
-    Sending,
-)
+from thinwire.compress.protocol import AllGather, AllReduce, Arrived, Collective, Context, Sending
 from thinwire.core.checksum import ODD, checked_mean_, flat_bytes, odd_weights
 from thinwire.core.tensors import state_dtype
 from thinwire.errors import PayloadCorrupt
@@ -26,7 +18,7 @@ from thinwire.layout.message import CHECKSUM_BYTES
 from thinwire.layout.traffic import travels_checksummed
 
 
-class Dense(Compressor):
+class Dense:
     """Takes all remaining gradients; row-sparse ones become dense.
 
     The mean is sum / W in the gradient's dtype, float32 for float16.
@@ -44,12 +36,6 @@ class Dense(Compressor):
     def send(self, context: Context, grads: Mapping[str, Tensor]) -> Sending:
         dense = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
         return send_dense(context, dense, check_finite=self._check_finite)
-
-    def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived) -> None:
-        """Do nothing: there is no state."""
-
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        return {}
 
 
 def send_dense(

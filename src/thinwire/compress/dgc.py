@@ -21,24 +21,15 @@ at 2^24.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.compress.entries import ArrivedEntries, Proposed, send_entries
-from thinwire.compress.protocol import (
-    Arrived,
-    Compressor,
-    Context,
-    ErrorsOnly,
-    Kept,
-    Momentum,
-    Sending,
-)
+from thinwire.compress.protocol import Arrived, Context, ErrorsOnly, Kept, Momentum, Sending
 from thinwire.compress.sparse_change import send_largest
 from thinwire.core.feedback import (
     commit_list_,
@@ -50,18 +41,14 @@ from thinwire.core.feedback import (
 )
 from thinwire.core.gradients import ClipByNorm, clipped
 from thinwire.core.norms import norms_over_shards
-from thinwire.core.tensors import named_dtype, state_dtype, stored_dtype
+from thinwire.core.sharded import shard_of
+from thinwire.core.tensors import named_dtype, narrowed, state_dtype, stored_dtype
 from thinwire.kernels.rules import Fold
 from thinwire.layout.message import VALUE_BITS, count_sent
 from thinwire.layout.traffic import EXCHANGES
 from thinwire.schedules import sparsity_at
 
 _COMPRESSIBLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-def compressible(param: Tensor, min_numel: int) -> bool:
-    """Return True if gradients of this tensor are ever compressed; smaller tensors are not."""
-    return param.dtype in _COMPRESSIBLE and param.numel() >= min_numel
 
 
 @dataclass(frozen=True)
@@ -109,8 +96,6 @@ class DGC(ErrorsOnly):
     node_size: int | None = None
     exchange: str = "auto"
 
-    accumulates: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         check.set_fields(self, check.integer, "rampup_begin_step", at_least=0)
         check.set_fields(self, check.integer, "rampup_step", "min_numel", at_least=1)
@@ -138,16 +123,14 @@ class DGC(ErrorsOnly):
 
     def compresses(self, param: Tensor) -> bool:
         """Return True if this tensor is ever compressed; others always travel densely."""
-        return compressible(param, self.min_numel)
+        return param.dtype in _COMPRESSIBLE and param.numel() >= self.min_numel
 
     def stored_dtype(self, param: Tensor) -> torch.dtype:
         """Return the type in which the residual of this tensor is stored."""
         return stored_dtype(param, named_dtype("state_dtype", self.state_dtype))
 
     def sparsity_in_force(self, step: int) -> float:
-        """Return the fraction of a tensor that update `step` (from 0) does not send.
-
-        0 before compression begins.
+        """Return the fraction of a tensor that update `step`, from 0, does not send.
 
         >>> config = DGC(rampup_begin_step=10, rampup_step=2, sparsity=(0.75, 0.999))
         >>> [config.sparsity_in_force(step) for step in (9, 10, 11, 12)]
@@ -158,23 +141,10 @@ class DGC(ErrorsOnly):
         return sparsity_at(step, self.rampup_begin_step, self.rampup_step, self.sparsity)
 
     def compressor(
-        self,
-        params: Mapping[str, Tensor],
-        *,
-        num_trainers: int | None = None,
-        momentum: Momentum | None = None,
+        self, params: Mapping[str, Tensor], momentum: Momentum | None = None
     ) -> "DGCCompressor":
-        """Return the compressor; see `Compression`. The state exists from the beginning."""
-        made = DGCCompressor(
-            params,
-            lambda name: self,
-            value_bits=self.value_bits,
-            exchange=self.exchange,
-            num_trainers=num_trainers,
-            momentum=momentum,
-        )
-        made.fill(name for name, param in params.items() if self.compresses(param))
-        return made
+        """Return the compressor; see `Compression`."""
+        return DGCCompressor(params, lambda name: self, momentum)
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
         """Send the changes by the ramp, counted in local steps; see `ChangeCompression`.
@@ -203,16 +173,9 @@ class DGC(ErrorsOnly):
 
 
 def limited(grad: Tensor, limit: float, sources: int, dtype: torch.dtype) -> Tensor:
-    """Return one rank's gradient, scaled so that its share of the mean is limited.
+    """Return one rank's gradient g <- g * min(1, C * sqrt(N) / ||g||), a new tensor of `dtype`.
 
-    The share grad / N gets at most the norm C / sqrt(N): g <- g * min(1, C * sqrt(N) / ||g||). The
-    result is a new tensor of `dtype`; no host synchronization.
-
-    Args:
-        grad: Any shape, dense, not divided by N; read only.
-        limit: C > 0, in the gradient's unit.
-        sources: N >= 1, the number of shares that are summed.
-        dtype: Type in which the norm and the result are computed.
+    Its share g / N of the mean gets at most the norm C / sqrt(N). No host synchronization.
 
     >>> limited(torch.tensor([3.0, 4.0]), 1.0, 1, torch.float32)
     tensor([0.6000, 0.8000])
@@ -231,23 +194,9 @@ def locally_clipped(
     sources: int,
     gather: Callable[[bytes, str], list[bytes]] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the gradients to accumulate on this rank: `limited` where they are compressed.
+    """Return gradients that are `limited` where they are compressed; others are the same tensors.
 
-    Args:
-        grads: This rank's gradients, or its parts of them, by name; read only.
-        params: The parameters, or this rank's shards, which decide what is compressed.
-        config: By name.
-        step: Completed updates, from 0.
-        sources: N of the limit, >= 1.
-        gather: Over the shards of a tensor, whose joint norm counts; see `norms_over_shards`. None
-            if tensors are whole.
-
-    Returns:
-        By name `limited` in float32 (float64 for float64 parameters), or the gradient itself:
-        without `local_grad_clip_norm`, before `rampup_begin_step`, and for tensors that are always
-        exchanged densely. Shards below the limit get the same type.
-
-    Communication: with a local clip 8 bytes per tensor and shard.
+    With `gather`, over the shards of a tensor, the norm is that of all shards: 8 bytes for each.
     """
     within = dict(grads)
     if all(config(name).local_grad_clip_norm is None for name in grads):
@@ -266,45 +215,27 @@ def locally_clipped(
     return within
 
 
-class DGCCompressor(Compressor):
+class DGCCompressor:
     """Deep gradient compression of the tensors that `DGC.compresses` selects.
 
-    It begins with update `rampup_begin_step`. With momentum, u and v are kept here, and `apply_`
-    makes the update: what ranks send has their momentum in it, and what travels densely enters u.
+    With momentum, u is kept beside v, and `commit_` makes the update: what ranks send has their
+    momentum in it, and what travels densely enters u. `of_all`: of all other tensors, too.
 
-    Args:
-        params: By name, in the same order on all ranks.
-        config: By name; the same on all ranks.
-        value_bits: Bits per sent value.
-        exchange: "gather", "split" or "auto".
-        num_trainers: N of the local clip only; None: the number of sources.
-        momentum: Momentum and decay of the optimizer; None: it has momentum of its own.
-        of_all: Keep the momentum of tensors that are never compressed, too.
-
-    **State**: v and u, of this rank, or common to the ranks of a node: in the shape of the
-    parameter, contiguous. Created when it is first needed.
+    **State**: v and u, of this rank, or common to the ranks of a node, contiguous, in the shape of
+    the parameter; with momentum it stands in the state of the optimizer.
     """
 
     def __init__(
         self,
         params: Mapping[str, Tensor],
         config: Callable[[str], DGC],
-        *,
-        value_bits: int,
-        exchange: str,
-        num_trainers: int | None = None,
         momentum: Momentum | None = None,
+        *,
         of_all: bool = False,
     ) -> None:
         self._params, self._config, self._momentum = params, config, momentum
-        self._value_bits, self._exchange = value_bits, exchange
-        self._num_trainers, self._of_all = num_trainers, of_all
-        self.entries: dict[str, dict[str, Tensor]] = {}
-        """By name `residual` v and, with momentum, `momentum_buffer` u."""
-        self._differing: frozenset[str] | None = frozenset()
-        """Tensors whose u differs between ranks since they were compressed; None: not known, after
-        a load.
-        """
+        self._of_all, self._keys = of_all, {name: key for key, name in enumerate(params)}
+        self._own: dict[str, dict[str, Tensor]] = {}
 
     def takes(self, step: int, name: str, grad: Tensor) -> bool:
         return not grad.is_sparse and self._count(step, name) is not None
@@ -316,70 +247,59 @@ class DGCCompressor(Compressor):
             counts = [self._count(context.step, name) or 0 for name in names]
             for name, proposal, k in zip(names, propose_list(folds, counts), counts, strict=True):
                 proposed[name] = Proposed(proposal, self._params[name].numel(), k)
-        return send_entries(context, proposed, value_bits=self._value_bits, exchange=self._exchange)
+        of_all = self._config(next(iter(grads)))
+        return send_entries(
+            context, proposed, value_bits=of_all.value_bits, exchange=of_all.exchange
+        )
 
-    def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived) -> None:
-        assert isinstance(arrived, ArrivedEntries)
-        keys = self._keys()
-        sizes = {name: self._params[name].numel() for name in arrived.names if name in grads}
-        for names in in_chunks(sizes):
-            self.fill(names)
+    def commit_(
+        self,
+        grads: Mapping[str, Tensor],
+        arrived: Mapping[str, Arrived],
+        row_sparse: Collection[str],
+    ) -> Collection[str]:
+        sent = {n: got for n, got in arrived.items() if isinstance(got, ArrivedEntries)}
+        for names in in_chunks({name: self._params[name].numel() for name in sent}):
+            context = sent[names[0]].context
             # the second fold: `send` kept no copy of the first, which would cost as much memory as
             # the gradients; so gradients and state must be unchanged since `send`
             folds = [
-                self._fold(arrived.context, name, arrived.node_means.get(name, grads[name]))
+                self._fold(context, name, sent[name].node_means.get(name, grads[name]), keep=True)
                 for name in names
             ]
-            given = [arrived.given[name] for name in names]
-            seeds = [rounding_seed(arrived.context.step, keys[name]) for name in names]
-            commit_list_(folds, given, seeds)
+            seeds = [rounding_seed(context.step, self._keys[name]) for name in names]
+            commit_list_(folds, [sent[name].given[name] for name in names], seeds)
             for name, fold in zip(names, folds, strict=True):
-                arrived.add_kept_(name, fold.residual, keys[name])
-        self._differing = None if self._differing is None else self._differing.union(sizes)
+                sent[name].add_kept_(name, fold.residual, self._keys[name])
+        return () if self._momentum is None else self._update_(self._momentum, arrived, row_sparse)
 
-    def keeps_momentum(self, name: str) -> bool:
-        return self._momentum is not None and (self._of_all or self._compresses(name))
-
-    def uncommon(self, arrived: Mapping[str, Arrived]) -> dict[str, Tensor]:
-        """Return each u that may differ between ranks and that a dense mean is about to enter."""
-        known, momentum = self._differing, self._momentum
-        return {
-            name: self.entries[name]["momentum_buffer"]
-            for name, got in arrived.items()
-            if momentum is not None and not isinstance(got, ArrivedEntries)
-            if (known is None or name in known) and momentum.factors(name)[0]
-            if "momentum_buffer" in self.entries.get(name, {})
-        }
-
-    def apply_(self, arrived: Mapping[str, Arrived], row_sparse: Collection[str]) -> None:
-        """Update p <- p - lr * mean of the tensors whose momentum is kept here."""
-        momentum, keys = self._momentum, self._keys()
-        assert momentum is not None, "something is kept"
-        sparse = {n: got for n, got in arrived.items() if isinstance(got, ArrivedEntries)}
-        dense = [name for name in arrived if name not in sparse]
-        for name in dense:
-            lasting = name in row_sparse or not self._compresses(name)
-            self._enter_(name, arrived[name], keys[name], momentum, clip=lasting)
-        if dense:  # their momentum is common now
-            known = frozenset(self._params) if self._differing is None else self._differing
-            self._differing = known.difference(dense)
-        for names in in_chunks({name: self._params[name].numel() for name in sparse}):
+    def _update_(
+        self, momentum: Momentum, arrived: Mapping[str, Arrived], row_sparse: Collection[str]
+    ) -> list[str]:
+        """Update the parameters whose momentum is kept here; return their names."""
+        kept = [name for name in arrived if self._of_all or self._compresses(name)]
+        sent: dict[str, ArrivedEntries] = {}
+        for name in kept:
+            if isinstance(got := arrived[name], ArrivedEntries):
+                sent[name] = got
+            else:
+                lasting = name in row_sparse or not self._compresses(name)
+                self._enter_(name, got, momentum, clip=lasting)
+        for names in in_chunks({name: self._params[name].numel() for name in sent}):
             params = [self._params[name].detach() for name in names]
             step_along_list_(
                 params,
-                [sparse[name].entries(name) for name in names],
+                [sent[name].entries(name) for name in names],
                 [momentum.rate(name) for name in names],
-                sparse[names[0]].context.sources,
+                sent[names[0]].context.sources,
                 [_wide(param) for param in params],
             )
+        return kept
 
-    def _enter_(
-        self, name: str, arrived: Arrived, key: int, momentum: Momentum, *, clip: bool
-    ) -> None:
+    def _enter_(self, name: str, arrived: Arrived, momentum: Momentum, *, clip: bool) -> None:
         """Make one step of SGD with momentum from a mean that travelled densely."""
         param, (m, nesterov) = self._params[name].detach(), momentum.factors(name)
-        self.fill([name])
-        stored = self.entries[name]["momentum_buffer"]
+        stored = self._state_of(name)["momentum_buffer"]
         buffer = stored.to(_wide(param))
         grad = arrived.mean(name, param).to(buffer.dtype)
         if clip and momentum.limit is not None:
@@ -392,53 +312,48 @@ class DGCCompressor(Compressor):
         else:
             param.copy_(param.to(buffer.dtype).add_(update, alpha=-momentum.rate(name)))
         if buffer is not stored:
-            seed = rounding_seed(arrived.context.step, key)
+            seed = rounding_seed(arrived.context.step, self._keys[name])
             store_(stored.view(-1), buffer.view(-1), seed)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         found: dict[str, dict[str, Tensor]] = {}
-        for name, entries in self.entries.items():
-            if self._compresses(name):
-                for kind, entry in entries.items():
-                    found.setdefault(kind, {})[name] = entry
+        for name in filter(self._compresses, self._params):
+            for kind, entry in (self._kept(name) if self._of_all else self._state_of(name)).items():
+                found.setdefault(kind, {})[name] = entry
         return found
 
-    def state_loaded(self) -> None:
-        self._differing = None
+    def _kept(self, name: str) -> dict[str, Tensor]:
+        return self._own.get(name, {}) if self._momentum is None else self._momentum.kept(name)
 
-    def fill(self, names: Iterable[str]) -> None:
-        """Create the state of these tensors, filled with zeros."""
-        for name in names:
-            self.entries[name] = self._state_of(name)
-
-    def _state_of(self, name: str) -> dict[str, Tensor]:
-        """Return the state of a tensor; what it lacks is zeros, which enter the state later."""
-        param, state = self._params[name], self.entries.get(name) or {}
-        compresses = self._compresses(name)
+    def _state_of(self, name: str, *, keep: bool = True) -> dict[str, Tensor]:
+        """Return u and v, in the types of the config; zeros, which `keep` makes state, at first."""
+        param, compresses, state = self._params[name], self._compresses(name), self._kept(name)
         dtype = self._config(name).stored_dtype(param) if compresses else _wide(param)
         kinds = ["momentum_buffer"] if self._momentum is not None else []
-        for kind in [*kinds, *(["residual"] if compresses else [])]:
-            if kind not in state:
-                state[kind] = torch.zeros(param.shape, dtype=dtype, device=param.device)
-        return state
-
-    def _keys(self) -> dict[str, int]:
-        return {name: key for key, name in enumerate(self._params)}
+        found = {
+            kind: _fitted(state.get(kind), param, dtype)
+            for kind in [*kinds, *(["residual"] if compresses else [])]
+        }
+        if keep and any(state.get(kind) is not entry for kind, entry in found.items()):
+            keep_ = self._own.__setitem__ if self._momentum is None else self._momentum.keep_
+            keep_(name, {**state, **found})
+        return found
 
     def _compresses(self, name: str) -> bool:
         return self._config(name).compresses(self._params[name])
 
     def _count(self, step: int, name: str) -> int | None:
         config, param = self._config(name), self._params[name]
-        return config.count_at(step, param.numel()) if config.compresses(param) else None
+        at = step if self._momentum is None else self._momentum.position
+        return config.count_at(at, param.numel()) if config.compresses(param) else None
 
-    def _fold(self, context: Context, name: str, grad: Tensor) -> Fold:
-        param, state, momentum = self._params[name], self._state_of(name), self._momentum
+    def _fold(self, context: Context, name: str, grad: Tensor, *, keep: bool = False) -> Fold:
+        param, momentum = self._params[name], self._momentum
+        state, sources = self._state_of(name, keep=keep), context.sources
         limit = self._config(name).local_grad_clip_norm
-        if momentum is not None and momentum.limit is not None:
-            limit = momentum.limit
+        if momentum is not None:
+            limit, sources = momentum.limit or limit, momentum.num_trainers or sources
         if limit is not None:
-            sources = self._num_trainers or context.sources
             grad = limited(grad, limit, sources, state_dtype(param))
         v = state["residual"].view(-1)
         if momentum is None:
@@ -451,3 +366,13 @@ class DGCCompressor(Compressor):
 def _wide(param: Tensor) -> torch.dtype:
     """Return the dtype in which the update of this parameter is computed."""
     return param.dtype if param.is_complex() else state_dtype(param)
+
+
+def _fitted(entry: Tensor | None, param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the state as it is folded: flat views of it, so contiguous."""
+    if entry is None:
+        return torch.zeros(param.shape, dtype=dtype, device=param.device)
+    here = shard_of(entry)
+    return (
+        here if here.dtype == dtype and here.is_contiguous() else narrowed(here, dtype).contiguous()
+    )

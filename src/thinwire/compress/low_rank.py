@@ -19,7 +19,7 @@ travel together and any number of buckets at once; columns that are no more than
 replaced instead of made longer by an epsilon; for any optimizer, which gets the mean.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -34,7 +34,6 @@ from thinwire.compress.protocol import (
     ERRORS,
     AllReduce,
     Arrived,
-    Compressor,
     Context,
     Kept,
     MeanChange,
@@ -75,7 +74,6 @@ class LowRank:
     begin_step: int = 10
     min_numel: int = 16384
 
-    accumulates: ClassVar[bool] = False
     node_size: ClassVar[None] = None
     """None: nodes are looked for. Ranks of one machine average densely and count as one source."""
 
@@ -99,16 +97,12 @@ class LowRank:
         return _send_factors(context, {name: kept["factors"][name] for name in folded}, parts)
 
     def compressor(
-        self,
-        params: Mapping[str, Tensor],
-        *,
-        num_trainers: int | None = None,
-        momentum: Momentum | None = None,
+        self, params: Mapping[str, Tensor], momentum: Momentum | None = None
     ) -> "LowRankCompressor":
         return LowRankCompressor(self, params)
 
 
-class LowRankCompressor(Compressor):
+class LowRankCompressor:
     """PowerSGD of the tensors that `LowRank.compresses` selects, from `begin_step` on.
 
     **State**: per tensor `residual` E in the shape of the parameter, of this rank or its node, and
@@ -143,20 +137,27 @@ class LowRankCompressor(Compressor):
         parts = {name: (self._matrix(name, g), self._errors[name]) for name, g in grads.items()}
         return _send_factors(context, {name: self._factors[name] for name in grads}, parts)
 
-    def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived) -> None:
-        assert isinstance(arrived, LowRankMeans)
-        for name in (name for name in arrived.names if name in grads):
-            left, right = arrived.factors[name]
+    def commit_(
+        self,
+        grads: Mapping[str, Tensor],
+        arrived: Mapping[str, Arrived],
+        row_sparse: Collection[str],
+    ) -> Collection[str]:
+        for name, got in arrived.items():
+            if not isinstance(got, LowRankMeans):
+                continue
+            left, right = got.factors[name]
             error = self._errors[name]
-            error.add_(self._matrix(name, arrived.node_means.get(name, grads[name])))
+            error.add_(self._matrix(name, got.node_means.get(name, grads[name])))
             if products_are_exact(error):
                 error.addmm_(left.t(), right, alpha=-1)
             else:  # entry by entry, as what is applied: else a part of the gradient would be lost
                 for column, row in zip(left, right, strict=True):
                     error.addr_(column, row, alpha=-1)
             factor = self._factors[name].copy_(right)
-            if columns := arrived.lost.get(name):
-                _redraw_(factor, columns, (arrived.context.step + 1 << 24) + self._keys[name])
+            if columns := got.lost.get(name):
+                _redraw_(factor, columns, (got.context.step + 1 << 24) + self._keys[name])
+        return ()
 
     def _matrix(self, name: str, grad: Tensor) -> Tensor:
         error = self._errors[name]

@@ -91,7 +91,6 @@ class Arrived:
         checks: Code of the problem with each message, 0 for none, int64 (sources,), where the host
             has not looked yet.
         node_means: The gradients that were folded in, where they are means over a node.
-        sender: The compressor that sent it.
     """
 
     def __init__(self, context: Context, names: Sequence[str]) -> None:
@@ -102,7 +101,6 @@ class Arrived:
         self.sums: Sequence[Tensor] = ()
         self.checks: Tensor | None = None
         self.node_means: Mapping[str, Tensor] = {}
-        self.sender: Compressor | None = None
 
     def refuse(self, checks: Sequence[int]) -> None:
         """Raise `PayloadCorrupt` for the first of `checks`, read by the host, that is not 0."""
@@ -192,23 +190,12 @@ class Config(Protocol):
 class Compression(Config, Protocol):
     """Config of a gradient compression, registered in `compress.COMPRESSIONS`."""
 
-    accumulates: ClassVar[bool]
-    """True if it accumulates gradients, so that momentum and decay of an SGD act before it."""
-
     def compressor(
-        self,
-        params: Mapping[str, Tensor],
-        *,
-        num_trainers: int | None = None,
-        momentum: "Momentum | None" = None,
+        self, params: Mapping[str, Tensor], momentum: "Momentum | None" = None
     ) -> "Compressor":
-        """Build the compressor.
+        """Build the compressor of parameters by name, in the same order on all ranks.
 
-        Args:
-            params: The trainable parameters by name, in the same order on all ranks.
-            num_trainers: Number that scales a local clip; None: the sources.
-            momentum: Of an SGD, if the compressor `accumulates`. None: momentum and clipping are
-                the optimizer's.
+        `momentum`: of an SGD, if it `accumulates`; else momentum and clipping are the optimizer's.
         """
 
 
@@ -222,11 +209,25 @@ class Momentum(Protocol):
     def factors(self, name: str) -> tuple[float, bool]:
         """Return the momentum, and True for Nesterov's."""
 
+    @property
+    def num_trainers(self) -> int | None:
+        """Number that scales a local clip; None: the sources."""
+
+    @property
+    def position(self) -> int:
+        """Updates that were made with this momentum."""
+
     def decayed(self, name: str, grad: Tensor) -> Tensor:
         """Return the gradient to accumulate, with sign and decay."""
 
     def rate(self, name: str) -> float:
         """Return the learning rate of this update."""
+
+    def kept(self, name: str) -> dict[str, Tensor]:
+        """Return the state of this tensor by kind, live; empty if it has none."""
+
+    def keep_(self, name: str, entries: dict[str, Tensor]) -> None:
+        """Replace the state of this tensor."""
 
 
 class Compressor(Protocol):
@@ -241,35 +242,21 @@ class Compressor(Protocol):
     def send(self, context: Context, grads: Mapping[str, Tensor]) -> Sending:
         """Send the gradients of one bucket that it takes. Gradients and state are read only."""
 
-    def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived) -> None:
+    def commit_(
+        self,
+        grads: Mapping[str, Tensor],
+        arrived: Mapping[str, Arrived],
+        row_sparse: Collection[str],
+    ) -> Collection[str]:
         """Change the state after a vote that found no problem.
 
-        Args:
-            grads: The gradients that were sent, unchanged since.
-            arrived: Result of `send`.
+        `arrived` has all tensors of the update, and `grads` this rank's gradients, unchanged since
+        they were sent; `row_sparse` ones travelled densely. With momentum it updates parameters,
+        and returns their names.
         """
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state of this rank, or its node: live tensors, by kind and parameter.
-
-        `compress.OTHER_RANKS` has each kind.
-        """
-
-    def state_loaded(self) -> None:
-        """Record that the state was loaded, so that it may differ between ranks."""
-        return
-
-    def keeps_momentum(self, name: str) -> bool:
-        """Return True if it keeps the momentum of this tensor, and makes its update by `apply_`."""
-        return False
-
-    def uncommon(self, arrived: Mapping[str, Arrived]) -> dict[str, Tensor]:
-        """Return the live state that all ranks must share before this update is committed."""
-        return {}
-
-    def apply_(self, arrived: Mapping[str, Arrived], row_sparse: Collection[str]) -> None:
-        """Update the parameters whose momentum it keeps, after the commit."""
-        return
+        """Return the state of this rank, or its node: live tensors, by kind and parameter."""
 
 
 class ChangeCompression(Config, Protocol):

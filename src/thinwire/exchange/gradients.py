@@ -14,8 +14,9 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.comm import Group, Nodes, Sources
-from thinwire.compress.dense import Dense, all_finite
+from thinwire.compress.dense import Dense, DenseMeans, all_finite
 from thinwire.compress.protocol import (
+    Arrived,
     Compression,
     Compressor,
     Context,
@@ -128,6 +129,8 @@ class GradientExchange(Synchronizer):
         """
         self.compressors = tuple(compressors)
         self.params, self.names = params, list(params)
+        # tensors whose momentum differs between ranks since they were compressed; None: not known
+        self._apart: frozenset[str] | None = frozenset()
         self._layouts = {name: (p.shape, p.dtype) for name, p in params.items()}
         self._positions = {name: position for position, name in enumerate(self.names)}
         self.presence.restart(params)
@@ -338,38 +341,47 @@ class GradientExchange(Synchronizer):
         return Outcome(verdict, answers, grads, early)
 
     @torch.no_grad()
-    def commit_(self, done: Round, grads: Grads) -> None:
-        """Change the state of the compressors. The update must follow.
+    def commit_(self, done: Round, grads: Grads) -> set[str]:
+        """Change the state of the compressors; return the parameters that they updated.
 
-        Args:
-            done: Result of `exchange` or `vote`.
-            grads: The gradients passed there, unchanged since. A launched tensor that is not among
-                them changes nothing.
-
-        Communication: where a compressor's momentum enters a dense update after tensors were
-        compressed, their sums and means over the ranks.
+        The update of all others must follow. `done`: of `exchange`. `grads`: those passed there,
+        unchanged since; a launched tensor that is not among them changes nothing.
         """
         received = {name: done.arrived[name] for name in grads}
+        if self.compressors:
+            self._make_momentum_common_(received)
+        updated: set[str] = set()
         for compressor in self.compressors:
-            self._make_equal_(compressor.uncommon(received))
-        # one result brings several tensors, but its compressor must commit it once
-        for arrived in dict.fromkeys(done.arrived.values()):
-            assert arrived.sender is not None, "said when it was sent"
-            arrived.sender.commit_(grads, arrived)
+            updated.update(compressor.commit_(grads, received, done.row_sparse))
         self.forget()
         self.pace.round(1, time.perf_counter(), self.wait_s)
+        return updated
 
-    def _make_equal_(self, held: Mapping[str, Tensor]) -> None:
+    def _make_momentum_common_(self, received: Mapping[str, Arrived]) -> None:
+        """Give all ranks the mean of each momentum that a dense mean is about to enter.
+
+        Communication: where a tensor was compressed before, sums and means over the ranks.
+        """
+        dense = {name for name, got in received.items() if isinstance(got, DenseMeans)}
+        apart = frozenset(self.names) if self._apart is None else self._apart
+        if late := dense & apart:
+            for compressor in self.compressors:
+                kept = compressor.state().get("momentum_buffer", {})
+                self._make_equal_([kept[name] for name in received if name in late & kept.keys()])
+        self._apart = apart.union(received) - dense
+
+    def _make_equal_(self, held: Sequence[Tensor]) -> None:
         """Replace tensors that differ between replicas by their mean, on all of them or none."""
         group = self.sources.all_ranks if isinstance(self.sources, Nodes) else self.sources
         if not held or group.size == 1:
             return
         purpose = "making momentum common"
-        sums = torch.stack(bit_sums(list(held.values()))).cpu().numpy().tobytes()
-        rows = group.gather_bytes(sums, action=purpose)
+        rows = group.gather_bytes(
+            torch.stack(bit_sums(held)).cpu().numpy().tobytes(), action=purpose
+        )
         differ = [
             tensor
-            for at, tensor in enumerate(held.values())
+            for at, tensor in enumerate(held)
             if len({row[8 * at : 8 * at + 8] for row in rows}) > 1
         ]
         wide = [t.float() if t.dtype == torch.bfloat16 else t.clone() for t in differ]
@@ -380,18 +392,6 @@ class GradientExchange(Synchronizer):
             group.gather_bytes(b"", action=purpose)
         for tensor, mean in zip(differ, means, strict=True):
             tensor.copy_(mean)
-
-    def keeps_momentum(self, name: str) -> bool:
-        """Return True if a compressor keeps the momentum of this tensor, and updates it."""
-        return any(compressor.keeps_momentum(name) for compressor in self.compressors)
-
-    @torch.no_grad()
-    def apply_(self, done: Round, names: Collection[str]) -> None:
-        """Update the tensors whose momentum a compressor keeps, after `commit_`."""
-        for compressor in self.compressors:
-            kept = {n: done.arrived[n] for n in names if compressor.keeps_momentum(n)}
-            if kept:
-                compressor.apply_(kept, done.row_sparse)
 
     def forget(self) -> None:
         """End a step, applied or not."""
@@ -482,9 +482,9 @@ class GradientExchange(Synchronizer):
             }
             rest = {name: grad for name, grad in rest.items() if name not in accepted}
             if accepted:
-                sendings.append(_from(method, method.send(context, accepted)))
+                sendings.append(method.send(context, accepted))
         if rest:
-            sendings.append(_from(self._dense, self._dense.send(context, rest)))
+            sendings.append(self._dense.send(context, rest))
         return sendings
 
     def _verified(
@@ -545,10 +545,8 @@ class GradientExchange(Synchronizer):
         It may differ inside a node. Earlier failures of the state or of the last update no longer
         count.
         """
-        self._nodes_compared = False
+        self._nodes_compared, self._apart = False, None
         self.poisoned = None
-        for compressor in self.compressors:
-            compressor.state_loaded()
 
     def _buckets_of(self, grads: Grads) -> list[tuple[int, list[str]]]:
         """Return the number and the names of each bucket that has gradients."""
@@ -592,7 +590,6 @@ def gradients_of(
     params: Mapping[str, Tensor],
     compression: Compression | None = None,
     *,
-    num_trainers: int | None = None,
     momentum: Momentum | None = None,
     check_finite: bool = True,
     sources: Sources | None = None,
@@ -600,30 +597,15 @@ def gradients_of(
 ) -> GradientExchange:
     """Build the exchange of gradients for an optimizer that does not exchange.
 
-    Args:
-        group: The ranks that exchange. Names, shapes, dtypes and `compression` must have been
-            compared over them.
-        params: The trainable parameters by name, in the same order on all ranks.
-        compression: The compression, or None for the dense mean.
-        num_trainers: See `Compression.compressor`.
-        momentum: See `Compression.compressor`.
-        check_finite: Drop the step if a dense gradient is not finite.
-        sources: The units that count once each; None to look for nodes among the ranks.
-        participants: See `GradientExchange`.
-
-    Communication: if nodes must be found, one comparison of their size and the creation of their
-    groups.
+    `momentum`: see `Compression.compressor`. All ranks must have compared the settings. `sources`:
+    None to look for nodes among the ranks, by one comparison of their size.
     """
-    if num_trainers is not None:
-        check.integer("num_trainers", num_trainers, at_least=1)
     compressors = []
     if compression is not None:
-        made = compression.compressor(params, num_trainers=num_trainers, momentum=momentum)
-        compressors = [made]
+        compressors = [compression.compressor(params, momentum)]
         check_finite = True
         if sources is None:
             sources = agreed_sources(group, getattr(compression, "node_size", None))
-    sources = group if sources is None else sources
     exchange = GradientExchange(
         group,
         params,
@@ -634,13 +616,6 @@ def gradients_of(
     )
     exchange.count_from(0)  # the comparisons of the start are not counted
     return exchange
-
-
-def _from(sender: Compressor, sending: Sending) -> Sending:
-    """Return the sending with its compressor recorded in the result."""
-    arrived = yield from sending
-    arrived.sender = sender
-    return arrived
 
 
 def _changed_since_launch(name: str) -> str:

@@ -139,7 +139,6 @@ class DGCMomentum(CommonOptimizer):
     _attached: "Attached | None" = None
     _exchange: GradientExchange | None = None
     """Exchange with the other ranks; None before the first step."""
-    _compressor: DGCCompressor
     _configs: Sequence[DGC] = ()
     """Compression of each group: outside of a step, that on which all ranks last agreed."""
     _named: dict[str, Tensor] | None = None
@@ -422,7 +421,8 @@ class DGCMomentum(CommonOptimizer):
         # shards are clipped before: see `_limited`
         limit = None if self._ranks.mesh is not None else group["local_grad_clip_norm"]
         ramp = {key: group[key] for key in _RAMP} | {"sparsity": tuple(group["sparsity"])}
-        return _config(**ramp, local_grad_clip_norm=limit, state_dtype=self.state_dtype)
+        own = {key: getattr(self, key) for key in _OF_DGC}
+        return _config(**ramp, **own, local_grad_clip_norm=limit)
 
     @property
     def _params_by_name(self) -> dict[str, Tensor]:
@@ -441,14 +441,8 @@ class DGCMomentum(CommonOptimizer):
         if known is None or known.names != list(params):
             require_shards(params, self._ranks.shards)
             known = self._exchange = self._compared(params)
-        self._share_state()
         known.make_common()
         return known
-
-    def _share_state(self) -> None:
-        """Let the compressor work on `state`, which a load or its user may have replaced."""
-        state, params = self.state, self._params_by_name
-        self._compressor.entries = {n: state[p] for n, p in params.items() if p in state}
 
     def _configs_now(self) -> list[DGC]:
         return [self._config_of(group) for group in self.param_groups]
@@ -472,24 +466,21 @@ class DGCMomentum(CommonOptimizer):
             whole = {shard_of(p): p for p in params.values()}
             config = self._config_of(self.param_groups[0])
             report_coverage(config, whole, lambda shard: self._compresses(whole[shard]))
-        self._compressor = DGCCompressor(
+        compressor = DGCCompressor(
             shards,
             lambda name: self._configs[records[params[name]].group_index],
-            value_bits=self.value_bits,
-            exchange=self.exchange,
-            num_trainers=self.num_trainers,
-            momentum=FoldedSGD(self, params, self.grad_clip),
+            FoldedSGD(self, params, self.grad_clip, self.num_trainers),
             of_all=True,
         )
-        if self.state:
-            self._compressor.state_loaded()
         made = self._exchange
         if made is None:
             sources = ranks.sources(self.node_size, compared=True)
-            made = GradientExchange(group, shards, [self._compressor], sources=sources)
+            made = GradientExchange(group, shards, [compressor], sources=sources)
             made.add_check(SameHyperparameters(self))
         else:
-            made.restart(shards, [self._compressor])
+            made.restart(shards, [compressor])
+        if self.state:
+            made.state_loaded()
         made.watch(self._digest(params), self._identity)
         self._configs = self._configs_now()
         return made
@@ -580,9 +571,6 @@ class DGCMomentum(CommonOptimizer):
         if outcome.received is None:
             return False
         exchange.commit_(outcome.received, outcome.grads)
-        exchange.apply_(outcome.received, outcome.grads)
-        params, entries = self._params_by_name, self._compressor.entries
-        self.state.update({params[name]: entries[name] for name in outcome.grads})
         return True
 
     def _limited(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -622,7 +610,6 @@ class DGCMomentum(CommonOptimizer):
         if "_ranks" not in vars(self):  # a copy
             self._ranks, self._identity = Ranks(timeout=self.timeout_s), "a copied optimizer"
         if self._exchange is not None:
-            self._share_state()
             self._exchange.state_loaded()
 
 

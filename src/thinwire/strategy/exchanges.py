@@ -22,6 +22,7 @@ from thinwire.exchange.gradients import GradientExchange, Outcome
 from thinwire.exchange.round import Round
 from thinwire.local.updates import LocalUpdates
 from thinwire.optim.common import CommonOptimizer
+from thinwire.optim.folded import FoldedSGD
 from thinwire.strategy.clipping import Clipping
 from thinwire.strategy.ownership import allow_step
 
@@ -118,8 +119,9 @@ class MeanThenStep(Exchange):
         clip: Clipping,
         compression: Compression | None,
         limit: Limit | None = None,
+        momentum: FoldedSGD | None = None,
     ) -> None:
-        self._limit = limit
+        self._limit, self._momentum = limit, momentum
         self.gradients = gradients
         gradients.add_check(SameHyperparameters(optimizer))
         if clip.over_stages:
@@ -127,14 +129,6 @@ class MeanThenStep(Exchange):
         self._optimizer, self._params, self._clip = optimizer, params, clip
         some = compression is not None and any(map(compression.compresses, Shards(params).values()))
         self._compression = compression if some else None
-
-    def take_momentum_(self) -> None:
-        """Move the momentum of earlier updates to the compressor, where that keeps it."""
-        kept = self.gradients.state_dict().get("momentum_buffers", {})
-        for name, buffer in kept.items():
-            before = self._optimizer.state.pop(self._params[name], {}).get("momentum_buffer")
-            if before is not None:
-                buffer.copy_(shard_of(before))
 
     @property
     def dropped_steps(self) -> int:
@@ -156,11 +150,15 @@ class MeanThenStep(Exchange):
             raise
 
     def counts(self, step: int) -> dict[str, Any]:
-        return self.traffic() | {"sparsity": unsent_share(self._compression, step)}
+        return self.traffic() | {"sparsity": unsent_share(self._compression, self._position(step))}
+
+    def _position(self, step: int) -> int:
+        """Return the updates that a ramp counts."""
+        return step if self._momentum is None else self._momentum.position
 
     def update(self, step: int, grads: Grads, **how: Any) -> StepDecision:
         self.moved = False
-        limited = grads if self._limit is None else self._limit(step, grads)
+        limited = grads if self._limit is None else self._limit(self._position(step), grads)
         outcome = self.gradients.exchange(step, limited, **how)
         if outcome.received is not None:
             self._finish(step, outcome, outcome.received)
@@ -168,22 +166,21 @@ class MeanThenStep(Exchange):
 
     def _finish(self, step: int, outcome: Outcome, received: Round) -> None:
         grads, gradients = outcome.grads, self.gradients
-        gradients.commit_(received, grads)
-        kept = [name for name in grads if gradients.keeps_momentum(name)]
-        others = {name: grad for name, grad in grads.items() if name not in kept}
+        updated = gradients.commit_(received, grads)
+        others = {name: grad for name, grad in grads.items() if name not in updated}
         # the means reuse buffers of gradients that nothing else refers to; only after the commit,
         # which reads the gradients a last time
-        means = self._means(received, others, () if kept else with_own_storage(grads))
+        means = self._means(received, others, () if updated else with_own_storage(grads))
         # other ranks may have made the update from here on: a failure is reported to them
         with self._reporting_failure(step):
             with state_in_errors(_AFTER_EXCHANGE):
                 clipped = self._clip(means, outcome.answers.of_my_replica("measured"))
-            # before the step, after which hooks of the optimizer look at the parameters
-            gradients.apply_(received, kept)
             exchanging = apply_(self._optimizer, self._params, clipped)
+            if self._momentum is not None:
+                self._momentum.count_()
             if exchanging is not None and gradients.group.size > 1:
                 gradients.duplicates.step_exchanged(exchanging)
-        for name, grad in grads.items() if kept else ():  # this rank's own
+        for name, grad in grads.items() if updated else ():  # this rank's own
             param = self._params[name]
             param.grad = sharded_like(_laid_out(grad, shard_of(param)), param)
 

@@ -343,8 +343,6 @@ def _assembled(setup: Setup, plan: Preparation, undo: ExitStack) -> Parts:
     for single in all_of(optimizer):
         if isinstance(single, CommonOptimizer):
             single.call_params({p: name for name, p in named_parameters(model)})
-    if isinstance(exchange, MeanThenStep):
-        exchange.take_momentum_()
     return Parts(
         model=plan.stage,
         optimizer=optimizer,
@@ -403,20 +401,23 @@ def _exchange(
             compression = replace(compression, local_grad_clip_norm=None)
     params = Shards(plan.params)
     own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
+    momentum = FoldedSGD(optimizer, plan.params, clip.clip or own) if plan.folds else None
     gradients = gradients_of(
         Group(setup.replica_group) if sites is None else sites,
         params,
         compression,
-        momentum=FoldedSGD(optimizer, plan.params, clip.clip or own) if plan.folds else None,
+        momentum=momentum,
         # a loss scale has checked the gradients, or was told not to
         check_finite=plan.scaler is None,
         sources=None if sites is None else sites.replicas,
         participants=participants,
     )
+    if momentum is not None and any("residual" in momentum.kept(name) for name in params):
+        gradients.state_loaded()
     gradients.watch(_digest(setup, plan), f"engine {next_identity()}")
     if compression is not None and gradients.sources.rank == 0:
         report_coverage(compression, params.values())
-    return MeanThenStep(optimizer, plan.params, gradients, clip, compression, limit)
+    return MeanThenStep(optimizer, plan.params, gradients, clip, compression, limit, momentum)
 
 
 def _limit(strategy: Fields, plan: Preparation, setup: Setup) -> Limit | None:

@@ -83,14 +83,15 @@ def saved(
     names = sorted(non_persistent_buffers(parts.model))
     params = _parameters(parts)
     left = {} if frozen else {n: p for n, p in params.items() if n not in parts.params}
+    exchange, optimizer = parts.exchange.state_dict(), parts.optimizer.state_dict()
     return {
         "counters": dict(counters),
         "parameters": _copied({n: p for n, p in params.items() if n not in left}),
         "buffers": _copied(dict(named_buffers(parts.model))),
-        "optimizer": _copied(parts.optimizer.state_dict()),
+        "optimizer": _copied({**optimizer, "state": _without_kept(optimizer["state"], exchange)}),
         "optimizer_names": _names(parts),
         "schedulers": _copied(saved_schedulers(parts.optimizer, extra)),
-        "exchange": _copied(parts.exchange.state_dict()),
+        "exchange": _copied(exchange),
         "loss_scale": None if parts.scaler is None else parts.scaler.state_dict(),
         "merge": None if parts.merge is None else _copied(parts.merge.state_dict()),
         "random": random_state(),
@@ -98,6 +99,18 @@ def saved(
         **({_OF_MODULES: of_modules} if of_modules else {}),
         **({_NON_PERSISTENT: names} if names else {}),
         **({_FROZEN: _digests(left, parts.part)} if left else {}),
+    }
+
+
+def _without_kept(state: Mapping[Any, Any], exchange: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return an optimizer's state without the tensors that the exchange saves."""
+    kinds = [kept.values() for kept in exchange.values() if isinstance(kept, Mapping)]
+    kept = {id(tensor) for tensors in kinds for tensor in tensors}
+    return {
+        key: {kind: value for kind, value in entries.items() if id(value) not in kept}
+        if isinstance(entries, Mapping)
+        else entries
+        for key, entries in state.items()
     }
 
 
