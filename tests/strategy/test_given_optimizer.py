@@ -351,6 +351,28 @@ def test_a_closed_engine_gives_it_back(case: str) -> None:
     again.close()
 
 
+def trained_by_engines(kind: Any, counts: list[int]) -> Tensor:
+    """Parameters after as many updates by one engine after another, with one optimizer."""
+    model, step = make_model(plain=True), 0
+    optimizer = kind(model.named_parameters(), lr=0.05, momentum=0.9)
+    ramp = {"rampup_begin_step": 1, "rampup_step": 4, "sparsity": (0.5, 0.9)}
+    strategy = tw.DistributedStrategy(dgc=tw.DGC(min_numel=64, value_bits=8, **ramp))
+    for count in counts:
+        engine = strategy.prepare(model, optimizer, cross_entropy)
+        for _ in range(count):
+            engine.train_step(*batch(step, 0))
+            step += 1
+        engine.close()
+    assert any("residual" in entries for entries in optimizer.state.values())
+    return values(model)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, tw.optim.SGD], ids=["torch", "ours"])
+def test_second_engine_with_a_used_sgd_goes_on_with_momentum_residual_and_ramp(kind: Any) -> None:
+    whole, parts = (trained_by_engines(kind, counts) for counts in ([7], [3, 4]))
+    assert torch.equal(whole, parts)
+
+
 COUNTS = ("dropped_steps", "bytes_sent", "bytes_received", "bytes_between_nodes")
 
 

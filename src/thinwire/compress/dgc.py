@@ -3,7 +3,7 @@
 Algorithm 4 of the paper, top to bottom, per tensor of n entries and update t (from 0):
 
     s       the fraction that is kept back in update t          `DGC.sparsity_in_force`  (3.3)
-    k       n (1 - s), at least 1                               `DGC.count_at`
+    k       n (1 - s), at least 1                               `layout.message.count_sent`
     g       the rank's own gradient, limited to its share       `locally_clipped`        (3.2)
     u, v    u <- m u + g,  v <- v + u                           `core.feedback.propose_list`  (3.1)
     S       the k entries of largest |v|                        the same
@@ -147,29 +147,16 @@ class DGC(ErrorsOnly):
         return DGCCompressor(params, lambda name: self, momentum)
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
-        """Send the changes by the ramp, counted in local steps; see `ChangeCompression`.
-
-        The mean is over all ranks, and the residual does not decay, so that everything is sent in
-        time.
-        """
-
-        def count(numel: int) -> int:
-            found = self.count_at(context.step - 1, numel)
-            assert found is not None, "only what is taken is sent"
-            return found
-
+        """Send the changes by the ramp, counted in local steps; see `ChangeCompression`."""
+        # the mean is over all ranks, and the residual does not decay: everything is sent in time
         return send_largest(
-            context, folded, count, self.value_bits, self.exchange, over_senders=False
+            context,
+            folded,
+            lambda numel: count_sent(numel, self.sparsity_in_force(context.step - 1)),
+            self.value_bits,
+            self.exchange,
+            over_senders=False,
         )
-
-    def count_at(self, step: int, numel: int) -> int | None:
-        """Return the number of entries sent of `numel` in update `step`, from 0.
-
-        None before compression begins.
-        """
-        if step < self.rampup_begin_step:
-            return None
-        return count_sent(numel, self.sparsity_in_force(step))
 
 
 def limited(grad: Tensor, limit: float, sources: int, dtype: torch.dtype) -> Tensor:
@@ -238,18 +225,19 @@ class DGCCompressor:
         self._own: dict[str, dict[str, Tensor]] = {}
 
     def takes(self, step: int, name: str, grad: Tensor) -> bool:
-        return not grad.is_sparse and self._count(step, name) is not None
+        config, begun = self._config(name), self._at(step) >= self._config(name).rampup_begin_step
+        return begun and not grad.is_sparse and config.compresses(self._params[name])
 
     def send(self, context: Context, grads: Mapping[str, Tensor]) -> Sending:
         proposed: dict[str, Proposed] = {}
         for names in in_chunks({name: self._params[name].numel() for name in grads}):
             folds = [self._fold(context, name, grads[name]) for name in names]
-            counts = [self._count(context.step, name) or 0 for name in names]
+            counts = [self._count(context.step, name) for name in names]
             for name, proposal, k in zip(names, propose_list(folds, counts), counts, strict=True):
                 proposed[name] = Proposed(proposal, self._params[name].numel(), k)
-        of_all = self._config(next(iter(grads)))
+        common = self._config(next(iter(grads)))
         return send_entries(
-            context, proposed, value_bits=of_all.value_bits, exchange=of_all.exchange
+            context, proposed, value_bits=common.value_bits, exchange=common.exchange
         )
 
     def commit_(
@@ -342,10 +330,12 @@ class DGCCompressor:
     def _compresses(self, name: str) -> bool:
         return self._config(name).compresses(self._params[name])
 
-    def _count(self, step: int, name: str) -> int | None:
-        config, param = self._config(name), self._params[name]
-        at = step if self._momentum is None else self._momentum.position
-        return config.count_at(at, param.numel()) if config.compresses(param) else None
+    def _at(self, step: int) -> int:
+        return step if self._momentum is None else self._momentum.position
+
+    def _count(self, step: int, name: str) -> int:
+        sparsity = self._config(name).sparsity_in_force(self._at(step))
+        return count_sent(self._params[name].numel(), sparsity)
 
     def _fold(self, context: Context, name: str, grad: Tensor, *, keep: bool = False) -> Fold:
         param, momentum = self._params[name], self._momentum

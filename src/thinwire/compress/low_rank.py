@@ -253,12 +253,8 @@ def _products(
     *,
     turned: bool = False,
 ) -> Tensor:
-    """Return (G Q)^T, shape (r, n), of several matrices; `turned`: P^T G, shape (r, m).
-
-    The results lie side by side.
-
-    With columns as contiguous rows, products of few columns are four times as fast.
-    """
+    """Return (G Q)^T, shape (r, n), of several matrices side by side; `turned`: P^T G."""
+    # with columns as contiguous rows, products of few columns are four times as fast
     lengths = [parts[name][0].shape[1 if turned else 0] for name in names]
     found = factors[0].new_empty(len(factors[0]), sum(lengths))
     for name, factor, product in zip(names, factors, torch.split(found, lengths, 1), strict=True):
@@ -362,10 +358,7 @@ def _with_zero(values: Tensor) -> Tensor:
 
 
 def _orthonormalized(chunks: Tensor, plan: _RowChunks) -> tuple[Tensor, Tensor]:
-    """Make one pass over the chunks of all matrices, shape (r, K, _CHUNK), float64.
-
-    Return the result and the columns that are only rounding.
-    """
+    """Make one pass over the chunks of all matrices, and find columns that are only rounding."""
     r = len(chunks)
     # chunks are added up each by one thread, and then those of a matrix
     sums = torch.cat([(chunks[: j + 1] * chunks[j]).sum(2) for j in range(r)])
@@ -384,14 +377,9 @@ def _orthonormalized(chunks: Tensor, plan: _RowChunks) -> tuple[Tensor, Tensor]:
 
 
 def _inverse_of_factor(gram: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], Tensor]:
-    """Return the inverse of R of b matrices at once, from R^T R.
+    """Return the inverse of R of b matrices, from R^T R: `gram[j][i]` is the entry (i, j).
 
-    Args:
-        gram: `gram[j][i]` is the entry (i, j), i <= j, shape (b,).
-
-    Returns:
-        Its entries (i, j), column by column, with zeros in a column that is only rounding; and
-        those columns as flags, shape (r, b).
+    Column by column, with zeros in a column that is only rounding; and flags of those.
     """
     upper: list[list[Tensor]] = []
     inverse: list[list[Tensor]] = []

@@ -117,13 +117,9 @@ class Arrived:
         return None
 
     def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
-        """Return the mean over the sources.
+        """Return the mean over the sources, in the shape of `param` and in its `state_dtype`.
 
-        Args:
-            name: Of the tensor.
-            param: Gives the shape. The type is float32, float64 for float64 parameters, and that of
-                `param` itself if it is not floating-point.
-            into: Overwritten with the result if it fits: a gradient that is no longer needed.
+        `into`: overwritten with the result if it fits, as a gradient that is no longer needed.
         """
         raise NotImplementedError(f"{type(self).__name__} must define mean")
 
@@ -272,12 +268,8 @@ class ChangeCompression(Config, Protocol):
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
         """Yield the collectives of one averaging, and return a `MeanChange`.
 
-        Args:
-            context: Its step is a local step, from 1, for the headers of messages.
-            folded: By name the sum that this rank has to send, contiguous, float32 or float64,
-                finite; read only, and perhaps `Computed` anew at every read. All names are
-                compressed at this step, at least one, in the same order on all ranks.
-            kept: The state; read only.
+        `folded` has the sums that this rank has to send, contiguous and finite, in the same order
+        on all ranks; read only, as `kept`, and perhaps `Computed` anew at every read.
         """
 
 
@@ -288,16 +280,9 @@ class MeanChange(Arrived):
     """
 
     def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
-        """Return the mean change of one parameter, and store the unsent part as error in `kept`.
+        """Return the mean change of one parameter, a new tensor with the same bits on all ranks.
 
-        Args:
-            name: Of the parameter.
-            folded: The sum that this rank had to send; read only.
-            kept: The state of this parameter. An error has shape and dtype of `folded`, contiguous;
-                it becomes `folded` minus the part that this rank sent.
-
-        Returns:
-            A new tensor like `folded`; the same bits on all ranks.
+        The error in `kept` becomes `folded` minus the part that this rank sent.
         """
         error, parts = kept[ERRORS][name].view(-1), []
         for start, end in spans(folded.numel(), folded.device):

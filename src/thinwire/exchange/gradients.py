@@ -217,17 +217,7 @@ class GradientExchange(Synchronizer):
 
     @torch.no_grad()
     def launch(self, step: int, bucket: int, grads: Grads) -> None:
-        """Send this rank's part of one bucket, without waiting; in the same order on all ranks.
-
-        Args:
-            step: Completed updates, from 0.
-            bucket: Its number, from 0.
-            grads: Dense ones.
-
-        Raises:
-            ThinwireError: One of the tensors has been launched since the last `exchange`.
-            PeerLost, PeerStalled: See `thinwire.errors`.
-        """
+        """Send this rank's part of one bucket, without waiting; in the same order on all ranks."""
         self._require_intact()
         self.make_common()
         if self._launched is None:
@@ -279,13 +269,6 @@ class GradientExchange(Synchronizer):
             unusable: Reason for which the launched messages do not match this rank's gradients.
             again: Send everything again in that case. Otherwise such gradients are a user error.
             complete: Count a gradient that this rank lacks, and another has, as zero.
-
-        Raises:
-            PayloadCorrupt: A rank rejected a message.
-            ThinwireError: A rank reported a user error.
-            Mismatch: Ranks are out of step, or have gradients for different parameters.
-            NonFinite: Too many dropped steps in a row.
-            PeerLost, PeerStalled: A rank died or does not answer.
         """
         self._require_intact()
         self.make_common()

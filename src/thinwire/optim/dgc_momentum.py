@@ -26,20 +26,19 @@ from thinwire.core.sharded import Shards, require_shards, shard_of, sharded_like
 from thinwire.core.stats import numbers
 from thinwire.core.tensors import narrowed, state_dtype, stored_dtype
 from thinwire.exchange.checks import SameHyperparameters
-from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest
+from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest, optimizer_state
 from thinwire.exchange.gradients import GradientExchange
 from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
 from thinwire.kernels.rules import Need, needs_of
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.folded import FoldedSGD
 from thinwire.optim.layerwise import begin_compiling
-from thinwire.optim.pairs import ParamGrad
 from thinwire.optim.saving import of_params
 from thinwire.schedules import Schedule
 from thinwire.wire.message import WIRE_VERSION
 
-_RAMP = ("rampup_begin_step", "rampup_step", "sparsity", "min_numel")
-"""Keys of a group that set how many entries are sent."""
+_RAMP = ("rampup_begin_step", "rampup_step", "sparsity", "min_numel", "local_grad_clip_norm")
+"""Settings of a group that `DGC` has too."""
 _OF_DGC = ("value_bits", "state_dtype", "node_size", "exchange")
 """Settings of the whole optimizer that `DGC` has too."""
 _INSTEAD_OF_JOIN = "train with DistributedStrategy(dgc=DGC(...)) inside `with engine.join():`"
@@ -74,25 +73,12 @@ class DGCMomentum(CommonOptimizer):
         params: As in torch; all ranks must give the same, in the same order, with equal values.
         lr: A number, a schedule or a list, also per group.
         momentum: m, >= 0.
-        rampup_begin_step: Updates before compression begins, >= 0.
-        rampup_step: Updates over which the levels of `sparsity` are spread, >= 1.
-        sparsity: Fractions that are **not** sent, each in [0, 1); the last one stays.
+        rampup_begin_step, rampup_step, sparsity, local_grad_clip_norm, min_numel: As in `DGC`, also
+            per group.
+        value_bits, state_dtype, node_size, exchange: As in `DGC`.
         nesterov: True for Nesterov momentum; needs momentum.
         weight_decay: Added to each rank's own gradient before it is folded in, >= 0.
-        local_grad_clip_norm: C > 0: a source's share g / N of a compressed tensor is limited to the
-            norm C / sqrt(N). A source is a rank, or a node with the mean of its ranks.
-        num_trainers: N of that limit only; None: the number of sources.
-        min_numel: Smaller tensors are exchanged densely, >= 1.
-        value_bits: Bits of one sent value: 1, 2, 4, 8, 16 or 32. The rounding error stays in v.
-        state_dtype: u and v of compressed tensors are stored as "float32" or "bfloat16" (a torch
-            dtype is taken too), half the memory, rounded stochastically; None: float32, float64 for
-            float64 parameters.
-        node_size: Consecutive ranks that share a node, average densely among themselves and count
-            as one source, >= 1; it must divide the ranks. 1 is off. None: torchrun's
-            LOCAL_WORLD_SIZE where ranks fill two nodes or more.
-        exchange: "gather" sends every message to every source. "split" sends sums of shares, and
-            its cost does not grow with the number of sources. "auto" splits where that moves at
-            most half of the bytes.
+        num_trainers: N of `local_grad_clip_norm` only; None: the number of sources.
         process_group: The ranks that exchange; None for all of them. One process alone works too.
         mesh: Of sites and shards, with the dimensions "replicate" and "shard", over all ranks: the
             model was sharded by `fully_shard(model, mesh=mesh["shard"])` before this was made. Each
@@ -236,7 +222,7 @@ class DGCMomentum(CommonOptimizer):
         momentum = check.real("momentum", values["momentum"], at_least=0)
         if check.boolean("nesterov", values["nesterov"]) and momentum == 0:
             raise ValueError("nesterov needs a momentum above 0, got momentum=0")
-        DGC(**{key: values[key] for key in (*_RAMP, "local_grad_clip_norm")})  # checks them
+        DGC(**{key: values[key] for key in _RAMP})  # checks them
 
     @property
     def sparsity(self) -> float:
@@ -285,7 +271,6 @@ class DGCMomentum(CommonOptimizer):
             raise ValueError(
                 "this optimizer is attached already: call remove() on its handle first"
             )
-
         self._attached = Attached(self, ddp)
         return self._attached
 
@@ -417,12 +402,12 @@ class DGCMomentum(CommonOptimizer):
         """Return True if this parameter, or this rank's shard of it, is ever compressed."""
         return self._config_of(self._facts(param).group).compresses(shard_of(param))
 
-    def _config_of(self, group: Mapping[str, Any]) -> DGC:
-        # shards are clipped before: see `_limited`
-        limit = None if self._ranks.mesh is not None else group["local_grad_clip_norm"]
-        ramp = {key: group[key] for key in _RAMP} | {"sparsity": tuple(group["sparsity"])}
-        own = {key: getattr(self, key) for key in _OF_DGC}
-        return _config(**ramp, **own, local_grad_clip_norm=limit)
+    def _config_of(self, group: Mapping[str, Any], *, clips: bool = False) -> DGC:
+        """Return the compression of a group; it `clips` whole tensors, and shards before."""
+        values = {key: group[key] for key in _RAMP} | {"sparsity": tuple(group["sparsity"])}
+        if self._ranks.mesh is not None and not clips:
+            values["local_grad_clip_norm"] = None
+        return _config(**values, **{key: getattr(self, key) for key in _OF_DGC})
 
     @property
     def _params_by_name(self) -> dict[str, Tensor]:
@@ -491,12 +476,7 @@ class DGCMomentum(CommonOptimizer):
             return None
         digest = RollingDigest(
             lambda: {f"parameter {name}": shard_of(p) for name, p in params.items()},
-            lambda: {
-                f"momentum_buffer of {name}": self.state[p]["momentum_buffer"]
-                for name, p in params.items()
-                if p in self.state and "momentum_buffer" in self.state[p]
-                if not self._compresses(p)
-            },
+            lambda: optimizer_state(self, self._names),
             every=self.digest_every,
         )
         digest.start_from(self.position)
@@ -542,16 +522,12 @@ class DGCMomentum(CommonOptimizer):
         }
 
     def _run_update(self, rates: list[float]) -> bool:
-        # without a sign change: the exchange takes plain gradients
-        return self._update(self._pairs(), rates)
-
-    def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
         with self._ranks.deadline():
             exchange, agreed = self._joined(), self._configs
             if not exchange.in_flight:  # else messages were sent by what ranks agreed on before
                 self._configs = self._configs_now()
             try:
-                applied = self._exchanged(exchange, pairs)
+                applied = self._exchanged(exchange)
                 agreed = self._configs_now()
             finally:
                 self._configs = agreed
@@ -561,12 +537,16 @@ class DGCMomentum(CommonOptimizer):
             self._dense_bytes += sum(4 * shard_of(p).numel() for p in params)
         return applied
 
-    def _exchanged(self, exchange: GradientExchange, pairs: list[ParamGrad]) -> bool:
-        overflow, factor = self._read_scaler()
+    def _exchanged(self, exchange: GradientExchange) -> bool:
+        # a GradScaler tells its scale and its verdict by these
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        overflow = None if found is None else bool(found)
+        factor = 1.0 if scale is None else 1.0 / float(scale)
+        pairs = self._pairs()  # without a sign change: the exchange takes plain gradients
         given = {self._names[p]: _unscaled(p, shard_of(g), factor) for p, g in pairs}
         given, unchanged = self._limited(given), None
         if self._attached is not None:
-            unchanged = self._attached.unchanged(given, scaled=overflow is not None)
+            unchanged = self._attached.unchanged(given, scaled=found is not None)
         outcome = exchange.exchange(self.position, given, overflow=overflow, unchanged=unchanged)
         if outcome.received is None:
             return False
@@ -574,32 +554,18 @@ class DGCMomentum(CommonOptimizer):
         return True
 
     def _limited(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Clip gradients of shards to the local norm limit, with one norm over all shards.
-
-        Communication: with a local clip, 8 bytes per tensor and rank inside the site.
-        """
+        """Clip gradients of shards to the local norm limit, with one norm over all shards."""
         group, params = self._ranks.group, self._params_by_name
         if group.shards is None:
             return grads
-
-        def config(name: str) -> DGC:
-            own = self._facts(params[name]).group
-            ramp = {key: own[key] for key in _RAMP} | {"sparsity": tuple(own["sparsity"])}
-            return _config(**ramp, local_grad_clip_norm=own["local_grad_clip_norm"])
-
         return locally_clipped(
             grads,
             Shards(params),
-            config,
+            lambda name: self._config_of(self._facts(params[name]).group, clips=True),
             step=self.position,
             sources=self.num_trainers or group.replica_count,
             gather=group.shards.gather_now,
         )
-
-    def _read_scaler(self) -> tuple[bool | None, float]:
-        """Return the overflow flag of a `GradScaler`, if any, and the unscaling factor."""
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        return None if found is None else bool(found), 1.0 if scale is None else 1.0 / float(scale)
 
     def __getstate__(self) -> dict[str, Any]:
         own = (*_OF_DGC, "num_trainers", "digest_every", "timeout_s")

@@ -793,8 +793,8 @@ class Engine:
         """Remove all hooks from the model and the optimizer, for good. May be called twice.
 
         The optimizer may be stepped by hand again, or be given to another engine. It stays a `Lars`
-        or `Lamb`, or under a pipeline an optimizer of this stage. Residuals of a compression, and
-        momentum in them, are dropped: to go on with them, save before and load into a new engine.
+        or `Lamb`, or under a pipeline an optimizer of this stage. Under `dgc` an SGD keeps momentum
+        and residuals in its `state`, and a new engine with the same fields continues with them.
         """
         self._finalizer()
         self._background_save.close()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,8 +17,7 @@ from thinwire.amp import LossScaler
 from thinwire.comm import Group, next_identity, require_agreement, sites_of
 from thinwire.comm.nodes import Grid, require_divisor
 from thinwire.comm.replicate import make_models_equal_
-from thinwire.compress import buckets_of
-from thinwire.compress.dgc import DGC, locally_clipped
+from thinwire.compress import buckets_of, locally_clipped
 from thinwire.compress.figures import loops_of, report_coverage
 from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.arithmetic import arithmetic
@@ -389,16 +389,14 @@ def _exchange(
     """Return the one of the two exchanges that this engine uses."""
     optimizer = setup.optimizer
     if plan.sync is not None:
-        limit = _limit(strategy, plan, setup)
+        limit = _limit(strategy.compression, plan, setup)
         # a loss scale has checked the gradients; clipping waits for other stages and shards
         finite = plan.scaler is None and setup.grid is None and setup.sites is None
         return LocalSteps(optimizer, plan.params, plan.sync, clip, limit, checks=finite)
     sites, compression = setup.sites, plan.compressor
-    limit = None
-    if sites is not None and compression is not None:  # a compressor sees single shards
-        limit = _limit(strategy, plan, setup)
-        if isinstance(compression, DGC):
-            compression = replace(compression, local_grad_clip_norm=None)
+    limit = None if sites is None else _limit(compression, plan, setup)
+    if compression is not None and limit is not None:  # a compressor sees single shards
+        compression = replace(compression, local_grad_clip_norm=None)
     params = Shards(plan.params)
     own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
     momentum = FoldedSGD(optimizer, plan.params, clip.clip or own) if plan.folds else None
@@ -420,12 +418,12 @@ def _exchange(
     return MeanThenStep(optimizer, plan.params, gradients, clip, compression, limit, momentum)
 
 
-def _limit(strategy: Fields, plan: Preparation, setup: Setup) -> Limit | None:
+def _limit(config: Any, plan: Preparation, setup: Setup) -> Limit | None:
     """Return the local clip before compression."""
-    if strategy.dgc is None or strategy.dgc.local_grad_clip_norm is None:
+    if getattr(config, "local_grad_clip_norm", None) is None:
         return None
     gather = None if setup.shards is None else setup.shards.gather_now
-    params, config = Shards(plan.params), strategy.dgc
+    params = Shards(plan.params)
 
     def limit(step: int, grads: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         sources = setup.replicas

@@ -175,7 +175,7 @@ def _mismatches(
     if getattr(optimizer, "exchanges_gradients", False):
         yield (
             f"{kind} exchanges gradients itself, in a loop of your own: pass an SGD, and compress "
-            "by a field, such as dgc=DGC(...)"
+            "by a field of the strategy"
         )
 
 
