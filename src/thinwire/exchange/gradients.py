@@ -593,7 +593,7 @@ def gradients_of(
         group,
         params,
         compressors,
-        sources=sources,
+        sources=group if sources is None else sources,
         check_dense=check_finite,
         participants=participants,
     )

@@ -546,7 +546,7 @@ class DGCMomentum(CommonOptimizer):
         given = {self._names[p]: _unscaled(p, shard_of(g), factor) for p, g in pairs}
         given, unchanged = self._limited(given), None
         if self._attached is not None:
-            unchanged = self._attached.unchanged(given, scaled=found is not None)
+            unchanged = self._attached._unchanged(given, scaled=found is not None)
         outcome = exchange.exchange(self.position, given, overflow=overflow, unchanged=unchanged)
         if outcome.received is None:
             return False
@@ -635,7 +635,7 @@ class Attached:
             self._optimizer = None
             self._exchange.discard()
 
-    def unchanged(self, grads: Mapping[str, Tensor], *, scaled: bool) -> dict[str, Tensor] | None:
+    def _unchanged(self, grads: Mapping[str, Tensor], *, scaled: bool) -> dict[str, Tensor] | None:
         """Return for each launched gradient a tensor that is true if it has not changed since; None
         if nothing was launched.
 

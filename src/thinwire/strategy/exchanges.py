@@ -166,13 +166,13 @@ class MeanThenStep(Exchange):
 
     def _finish(self, step: int, outcome: Outcome, received: Round) -> None:
         grads, gradients = outcome.grads, self.gradients
-        updated = gradients.commit_(received, grads)
-        others = {name: grad for name, grad in grads.items() if name not in updated}
-        # the means reuse buffers of gradients that nothing else refers to; only after the commit,
-        # which reads the gradients a last time
-        means = self._means(received, others, () if updated else with_own_storage(grads))
         # other ranks may have made the update from here on: a failure is reported to them
         with self._reporting_failure(step):
+            updated = gradients.commit_(received, grads)
+            others = {name: grad for name, grad in grads.items() if name not in updated}
+            # the means reuse buffers of gradients that nothing else refers to; only after the
+            # commit, which reads the gradients a last time
+            means = self._means(received, others, () if updated else with_own_storage(grads))
             with state_in_errors(_AFTER_EXCHANGE):
                 clipped = self._clip(means, outcome.answers.of_my_replica("measured"))
             exchanging = apply_(self._optimizer, self._params, clipped)
