@@ -40,10 +40,10 @@ _NAMES = {
     "thinwire.compress.dense": "checked_sum send_dense with_checksum",
     "thinwire.compress.dgc": "DGC locally_clipped",
     "thinwire.compress.entries": "ArrivedEntries Proposed send_entries",
-    "thinwire.compress.figures": "conserves decay_of loops_of sent_bytes steady_share",
+    "thinwire.compress.figures": "loops_of",
     "thinwire.compress.low_rank": "LowRank orthonormal",
     "thinwire.compress.protocol": (
-        "AllGather AllReduce AllToAll Collective Compression Context ERRORS ErrorsOnly Kept "
+        "AllGather AllReduce AllToAll Collective Compression Context ERRORS ChangeCompression Kept "
         "MeanChange Sending combined"
     ),
     "thinwire.compress.split": "add_up joined shares",
@@ -79,9 +79,7 @@ _NAMES = {
         "count_sent position_bytes position_parts value_bytes"
     ),
     "thinwire.layout.shares": "split_plan whole_split fragments_partition=contiguous",
-    "thinwire.layout.traffic": (
-        "GATHER begin_step chosen_split first_split messages travels_checksummed"
-    ),
+    "thinwire.layout.traffic": ("GATHER chosen_split first_split messages travels_checksummed"),
     "thinwire.local": "updates work",
     "thinwire.local.averager": "Averager",
     "thinwire.local.averaging": "Averaging PendingAveraging",

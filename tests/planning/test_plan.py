@@ -25,7 +25,6 @@ from tests.api import (
     crowding,
     matrices,
     reduce_pairs,
-    sent_bytes,
     split_plan,
     whole_split,
 )
@@ -174,7 +173,7 @@ def test_bytes_of_local_updates_equal_the_real_messages(
     assert config.compression is not None
     work = Work(1_000_000, matrices(1_000_000), 0.1)
     shapes = [torch.Size(shape) for shape in work.shapes]
-    message = sent_bytes(config.compression, 100, shapes)
+    message = config.compression.sent_bytes(100, shapes)
     cost = cost_of(
         {"localsgd": {"k_steps": 1, "compression": compression}}, "", work, Network(1e8, 0.0, 2)
     )

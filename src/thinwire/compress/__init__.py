@@ -15,8 +15,6 @@ __all__ = ["DGC", "LowRank", "Quantized", "Sparse", "locally_clipped"]
 GradientConfig = DGC | LowRank
 COMPRESSIONS: dict[str, type[GradientConfig]] = {"dgc": DGC, "low_rank": LowRank}
 """The configs of gradient compression by the fields of a strategy."""
-ACCUMULATING = frozenset({"dgc"})
-"""Fields that accumulate gradients, so that momentum and decay of an SGD act before them."""
 OTHER_RANKS: dict[str, OtherRanks] = {
     "residual": "mean_zero",
     "momentum_buffer": "mean_zero",

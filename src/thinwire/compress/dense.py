@@ -93,13 +93,7 @@ class DenseMeans(Arrived):
 def sum_of(
     flat: Tensor, context: Context, purpose: str, *, within_node: bool = False
 ) -> Collective:
-    """Return the collective that sums a flat tensor.
-
-    Small tensors travel with a checksum, so that a damaged part is never added.
-
-    Communication: an all-reduce. If the parts of all other ranks have at most 64 KiB together, an
-    all-gather.
-    """
+    """Return the collective that sums a flat tensor."""
     if travels_checksummed(flat.nbytes, context.node_size if within_node else context.sources):
         return AllGather(with_checksum(flat, _salt(context)), purpose, within_node)
     return AllReduce(flat, purpose, within_node)
@@ -135,11 +129,8 @@ def by_dtype(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def joined(tensors: Iterable[Tensor]) -> Tensor:
-    """Concatenate tensors of one dtype into a copy of shape (n,); float16 becomes float32.
-
-    A sum of finite float16 values may exceed 65504, which would look like an overflow on every
-    rank.
-    """
+    """Concatenate tensors of one dtype into a copy of shape (n,); float16 becomes float32."""
+    # a sum of finite float16 values may exceed 65504, which would look like an overflow
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     return flat.float() if flat.dtype == torch.float16 else flat
 
@@ -159,10 +150,7 @@ def parted(flat: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Return True if all entries are finite.
-
-    One cheap pass; a finite tensor whose sum overflows is checked again.
-    """
+    """Return True if all entries are finite."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 

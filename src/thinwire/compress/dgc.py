@@ -2,7 +2,7 @@
 
 Algorithm 4 of the paper, top to bottom, per tensor of n entries and update t (from 0):
 
-    s       the fraction that is kept back in update t          `DGC.sparsity_in_force`  (3.3)
+    s       the fraction that is kept back in update t          `DGC.unsent_share`  (3.3)
     k       n (1 - s), at least 1                               `layout.message.count_sent`
     g       the rank's own gradient, limited to its share       `locally_clipped`        (3.2)
     u, v    u <- m u + g,  v <- v + u                           `core.feedback.propose_list`  (3.1)
@@ -21,15 +21,24 @@ at 2^24.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.compress.entries import ArrivedEntries, Proposed, send_entries
-from thinwire.compress.protocol import Arrived, Context, ErrorsOnly, Kept, Momentum, Sending
+from thinwire.compress.protocol import (
+    Arrived,
+    ChangeCompression,
+    Compression,
+    Context,
+    Kept,
+    Momentum,
+    Sending,
+)
 from thinwire.compress.sparse_change import send_largest
 from thinwire.core.feedback import (
     commit_list_,
@@ -44,7 +53,7 @@ from thinwire.core.norms import norms_over_shards
 from thinwire.core.sharded import shard_of
 from thinwire.core.tensors import named_dtype, narrowed, state_dtype, stored_dtype
 from thinwire.kernels.rules import Fold
-from thinwire.layout.message import VALUE_BITS, count_sent
+from thinwire.layout.message import VALUE_BITS, Layout, count_sent
 from thinwire.layout.traffic import EXCHANGES
 from thinwire.schedules import sparsity_at
 
@@ -52,7 +61,7 @@ _COMPRESSIBLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class DGC(ErrorsOnly):
+class DGC(Compression, ChangeCompression):
     """Each rank sends only the largest accumulated entries of every gradient.
 
     That is about 2,000 times fewer bytes with the usual settings.
@@ -96,6 +105,8 @@ class DGC(ErrorsOnly):
     node_size: int | None = None
     exchange: str = "auto"
 
+    accumulates: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         check.set_fields(self, check.integer, "rampup_begin_step", at_least=0)
         check.set_fields(self, check.integer, "rampup_step", "min_numel", at_least=1)
@@ -129,16 +140,31 @@ class DGC(ErrorsOnly):
         """Return the type in which the residual of this tensor is stored."""
         return stored_dtype(param, named_dtype("state_dtype", self.state_dtype))
 
-    def sparsity_in_force(self, step: int) -> float:
+    def unsent_share(self, step: int) -> float:
         """Return the fraction of a tensor that update `step`, from 0, does not send.
 
         >>> config = DGC(rampup_begin_step=10, rampup_step=2, sparsity=(0.75, 0.999))
-        >>> [config.sparsity_in_force(step) for step in (9, 10, 11, 12)]
+        >>> [config.unsent_share(step) for step in (9, 10, 11, 12)]
         [0.0, 0.75, 0.999, 0.999]
         """
         if step < self.rampup_begin_step:
             return 0.0
         return sparsity_at(step, self.rampup_begin_step, self.rampup_step, self.sparsity)
+
+    @property
+    def last_dense_step(self) -> int:
+        """Return `rampup_begin_step`."""
+        return self.rampup_begin_step
+
+    @property
+    def settled_step(self) -> int:
+        """Return the update that the last level of `sparsity` begins with."""
+        levels = len(self.sparsity)
+        return 1 + self.rampup_begin_step - (-self.rampup_step * (levels - 1) // levels)
+
+    def layout(self, step: int, numels: Sequence[int]) -> Layout:
+        """See `Config`; the ramp counts from 0."""
+        return Layout.of(numels, self.unsent_share(step - 1), self.value_bits)
 
     def compressor(
         self, params: Mapping[str, Tensor], momentum: Momentum | None = None
@@ -152,7 +178,7 @@ class DGC(ErrorsOnly):
         return send_largest(
             context,
             folded,
-            lambda numel: count_sent(numel, self.sparsity_in_force(context.step - 1)),
+            lambda numel: count_sent(numel, self.unsent_share(context.step - 1)),
             self.value_bits,
             self.exchange,
             over_senders=False,
@@ -181,10 +207,7 @@ def locally_clipped(
     sources: int,
     gather: Callable[[bytes, str], list[bytes]] | None = None,
 ) -> dict[str, Tensor]:
-    """Return gradients that are `limited` where they are compressed; others are the same tensors.
-
-    With `gather`, over the shards of a tensor, the norm is that of all shards: 8 bytes for each.
-    """
+    """Return gradients that are `limited` where they are compressed, by norms over all shards."""
     within = dict(grads)
     if all(config(name).local_grad_clip_norm is None for name in grads):
         return within
@@ -334,7 +357,7 @@ class DGCCompressor:
         return step if self._momentum is None else self._momentum.position
 
     def _count(self, step: int, name: str) -> int:
-        sparsity = self._config(name).sparsity_in_force(self._at(step))
+        sparsity = self._config(name).unsent_share(self._at(step))
         return count_sent(self._params[name].numel(), sparsity)
 
     def _fold(self, context: Context, name: str, grad: Tensor, *, keep: bool = False) -> Fold:

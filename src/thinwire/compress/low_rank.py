@@ -34,22 +34,26 @@ from thinwire.compress.protocol import (
     ERRORS,
     AllReduce,
     Arrived,
+    ChangeCompression,
+    Compression,
     Context,
     Kept,
     MeanChange,
     Momentum,
     Sending,
+    Shapes,
     buffer_for,
 )
 from thinwire.core.arithmetic import products_are_exact
 from thinwire.core.checksum import checked_mean_
 from thinwire.core.tensors import state_dtype
+from thinwire.layout.message import factor_numels
 
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LowRank(Compression, ChangeCompression):
     """Send each matrix of gradients as two factors of few columns (PowerSGD).
 
     The approximation error is kept and added to the next gradient (error feedback).
@@ -86,6 +90,33 @@ class LowRank:
         if param.dtype not in _TYPES or param.dim() < 2 or param.numel() < self.min_numel:
             return False
         return self.rank < min(_sides(param))
+
+    def why_dense(self, param: Tensor) -> str | None:
+        """See `Config`.
+
+        >>> LowRank().why_dense(torch.zeros(512, 512)) is None
+        True
+        """
+        if param.dim() < 2:
+            return "of fewer than two dimensions"
+        other = self.compresses(param) or param.numel() < self.min_numel
+        if other or param.dtype not in _TYPES:
+            return super().why_dense(param)
+        return f"because rank={self.rank} is not below its smaller side"
+
+    @property
+    def last_dense_step(self) -> int:
+        """Return `begin_step`."""
+        return self.begin_step
+
+    @property
+    def settled_step(self) -> int:
+        """Return the update after the dense ones."""
+        return 1 + self.begin_step
+
+    def sent_bytes(self, step: int, shapes: Shapes, sources: int = 2, source: int = 0) -> int:
+        """Return the bytes of both factors, which have no headers."""
+        return sum(4 * sum(factor_numels(shape, self.rank)) for shape in shapes)
 
     def begin(self, anchor: Tensor) -> dict[str, Tensor]:
         factor = _drawn(self.rank, _sides(anchor)[1], anchor.numel())
@@ -358,7 +389,7 @@ def _with_zero(values: Tensor) -> Tensor:
 
 
 def _orthonormalized(chunks: Tensor, plan: _RowChunks) -> tuple[Tensor, Tensor]:
-    """Make one pass over the chunks of all matrices, and find columns that are only rounding."""
+    """Make one pass over the chunks of all matrices, shape (r, K, _CHUNK), float64."""
     r = len(chunks)
     # chunks are added up each by one thread, and then those of a matrix
     sums = torch.cat([(chunks[: j + 1] * chunks[j]).sum(2) for j in range(r)])

@@ -23,10 +23,7 @@ from thinwire.layout.shares import SplitLayout
 
 
 class Sums(NamedTuple):
-    """Sums that an owner made of one of its pieces.
-
-    Positions count from the beginning of the piece.
-    """
+    """Sums that an owner made of one of its pieces."""
 
     indices: Tensor
     """Positions of entries that any source sent, ascending."""
@@ -43,10 +40,7 @@ class Sums(NamedTuple):
         return self.indices[self.chosen], self.totals[self.chosen]
 
     def left_over(self, sent: Tensor) -> Tensor:
-        """Return the residual of the owner at `indices`.
-
-        `sent`, in the shape of `chosen`, are the values that all others decode.
-        """
+        """Return the residual of the owner at `indices`."""
         rest = self.unsent.clone()
         rest[self.chosen] = self.totals[self.chosen] - sent.to(rest.dtype)
         return rest

@@ -19,7 +19,7 @@ from thinwire._names import named_parameters
 from thinwire.comm import Regrouped, long_waits_logged, own_deadlines
 from thinwire.comm.private import forget_ended
 from thinwire.compress import COMPRESSIONS, GradientConfig, compression_of, field_of
-from thinwire.compress.figures import loops_of, report_coverage, unsent_share
+from thinwire.compress.figures import loops_of, report_coverage
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.provenance import PROVENANCE, Provenance, without_provenance
 from thinwire.core.stats import Pace, numbers, planned_row
@@ -521,9 +521,10 @@ class LocalUpdates:
 
     def counts(self) -> dict[str, Any]:
         """Return `traffic` and further numbers of `thinwire.core.stats`."""
+        changes = self._changes if self._compressed else None
         found: dict[str, Any] = {
             "averagings": self._counters.averagings,
-            "sparsity": unsent_share(self._changes, self.step) if self._compressed else 0.0,
+            "sparsity": 0.0 if changes is None else changes.unsent_share(self.step),
             "applied_share": 1.0,
             **self.traffic(),
         }

@@ -229,7 +229,7 @@ class DGCMomentum(CommonOptimizer):
         """Return the fraction of a compressed tensor that the next update does not send."""
         if not any(map(self._compresses, self._ordered_params())):
             return 0.0
-        return self._config_of(self.param_groups[0]).sparsity_in_force(self.position)
+        return self._config_of(self.param_groups[0]).unsent_share(self.position)
 
     @property
     def needs(self) -> frozenset[Need]:

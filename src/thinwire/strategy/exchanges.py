@@ -11,7 +11,6 @@ from torch.nn import Parameter
 from thinwire.comm import state_in_errors
 from thinwire.comm.group import collective_calls
 from thinwire.compress.dense import not_finite
-from thinwire.compress.figures import unsent_share
 from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.several import all_of
 from thinwire.core.sharded import Shards, shard_of, sharded_like
@@ -150,7 +149,8 @@ class MeanThenStep(Exchange):
             raise
 
     def counts(self, step: int) -> dict[str, Any]:
-        return self.traffic() | {"sparsity": unsent_share(self._compression, self._position(step))}
+        unsent = self._compression and self._compression.unsent_share(self._position(step))
+        return self.traffic() | {"sparsity": unsent or 0.0}
 
     def _position(self, step: int) -> int:
         """Return the updates that a ramp counts."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from thinwire._names import named_buffers, named_parameters, plain_names
 from thinwire.compress import CHANGE_COMPRESSIONS
-from thinwire.compress.protocol import ErrorsOnly
+from thinwire.compress.protocol import ChangeCompression
 from thinwire.core.provenance import checksum_of
 from thinwire.core.several import all_of, kinds_of
 from thinwire.local.model import shape_text
@@ -34,7 +34,7 @@ _FREE = (
     *(
         f"*localsgd.compression.{key}"
         for tag, kind in CHANGE_COMPRESSIONS.items()
-        if issubclass(kind, ErrorsOnly)  # these can load each other's state
+        if kind.begin is ChangeCompression.begin  # these can load each other's state
         for key in (tag, f"{tag}.*", *(entry.name for entry in fields(kind)))
     ),
 )

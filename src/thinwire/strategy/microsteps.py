@@ -152,12 +152,6 @@ class Microsteps:
                     "If ranks have unequal numbers of batches, train inside `with "
                     "engine.join():`, or give all ranks equally many."
                 )
-            elif isinstance(error, Mismatch) and "learning rates" in str(error):
-                error.add_note(
-                    "A rank without batches cannot call scheduler.step(). Inside engine.join() "
-                    "use a schedule of thinwire.schedules, which counts updates itself, or step "
-                    "torch's scheduler after the block."
-                )
             raise
 
     def clear_grads(self) -> None:

@@ -31,7 +31,6 @@ from thinwire.exchange.gradients import gradients_of
 from thinwire.exchange.overlap import Overlap
 from thinwire.exchange.synchronizer import Ranks
 from thinwire.kernels.rules import Need
-from thinwire.layout.traffic import settled_step
 from thinwire.local.model import require_own_params, warn_of_misplaced, warn_of_others
 from thinwire.local.updates import LocalUpdates
 from thinwire.optim import Lamb, Lars
@@ -364,7 +363,7 @@ def _assembled(setup: Setup, plan: Preparation, undo: ExitStack) -> Parts:
         autocast=autocast,
         undo=undo,
         planned=setup.planned,
-        settled_step=settled_step(strategy.compression),
+        settled_step=1 if strategy.compression is None else strategy.compression.settled_step,
         facts=checkpoint_facts(strategy, model, optimizer),
     )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from thinwire.compress import ACCUMULATING, field_of
+from thinwire.compress import field_of
 from thinwire.compress.protocol import Compression
 from thinwire.core.several import all_of
 from thinwire.errors import StrategyError
@@ -103,7 +103,7 @@ def select_optimizer(
     conversion = (lars, lamb)
     if converted_by(optimizer) == conversion:  # by an earlier engine, now closed
         lars, lamb = None, None
-    folds = compression is not None and field_of(compression) in ACCUMULATING
+    folds = compression is not None and compression.accumulates
     folds = folds and is_only and not local and lars is None and type(optimizer) in SGDS
     problems = [
         *_mismatches(optimizer, lars, lamb),
