@@ -21,7 +21,7 @@ from tests.api import (
     Group,
     compression_of,
 )
-from tests.local.test_laws import Bag, bag, digest, set_gradients, sgd
+from tests.local.test_laws import Bag, bag, digest, set_gradients
 from tests.ranks import Pool
 from tests.reference import whole_codes
 
@@ -313,44 +313,6 @@ def test_of_a_repeated_change_a_little_more_is_applied_than_is_reported(
 
 
 # ---- refusals, and what every compression tells
-
-
-def differing(rank: int, size: int, kinds: list[Any]) -> str:
-    model = Bag()
-    try:
-        own = kinds[rank]
-        config = own if isinstance(own, tw.LocalSGD) else tw.LocalSGD(2, compression=own)
-        with tw.local_sgd(model, sgd(model), config):
-            pass
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("kinds", "text"),
-    [
-        (
-            [tw.Sparse(0.5), tw.Quantized()],
-            "compression differs: rank 0 has 'Sparse', rank 1 has 'Quantized'",
-        ),
-        (
-            [None, tw.Quantized()],
-            "compression differs: rank 0 has 'NoneType', rank 1 has 'Quantized'",
-        ),
-        (
-            [tw.Quantized(4), tw.Quantized(8)],
-            "settings.compression.value_bits differs: rank 0 has 4, rank 1 has 8",
-        ),
-        (
-            [tw.Sparse(0.5), tw.Sparse(0.5, mean_over="all")],
-            "mean_over differs: rank 0 has 'senders', rank 1 has 'all'",
-        ),
-    ],
-    ids=str,
-)
-def test_ranks_compare_the_compression(ranks: Pool, kinds: list[Any], text: str) -> None:
-    assert all(text in answer for answer in ranks.run(differing, kinds))
 
 
 @pytest.mark.parametrize(

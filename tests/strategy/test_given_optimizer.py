@@ -153,20 +153,6 @@ def test_schedulers_drive_it(case: str, name: str, early: bool) -> None:
     assert len(set(got)) > 2
 
 
-@pytest.mark.parametrize("case", ["dgc with SGD", "lamb", "local"])
-def test_the_rate_of_a_scheduler_is_the_rate_that_is_applied(case: str) -> None:
-    model, optimizer, engine = prepared(case)
-    scheduler = LambdaLR(optimizer, lambda step: 0.0 if step == 1 else 1.0)
-    updates(engine)
-    scheduler.step()
-    before = values(model)
-    updates(engine, 1)
-    assert torch.equal(values(model), before)
-    scheduler.step()
-    updates(engine, 2)
-    assert not torch.equal(values(model), before)
-
-
 def test_a_dropped_step_is_no_reason_for_a_warning_of_the_scheduler() -> None:
     amp = tw.AMP("bfloat16", tw.DynamicLossScale(init_loss_scale=2.0**10))
     model = make_model(plain=True)
@@ -238,27 +224,6 @@ def test_a_step_through_a_grad_scaler_is_an_error_too(case: str) -> None:
         scaler.step(optimizer)
     assert not hasattr(optimizer, "found_inf")
     updates(engine, 2)
-
-
-def leftover(rank: int, size: int, case: str) -> tuple[str, list[float]]:
-    model, optimizer, engine = prepared(case)
-    said = ""
-    for step in range(3):
-        loss = cross_entropy(model(batch(step, rank)[0]), batch(step, rank)[1])
-        engine.minimize(loss)
-        try:
-            optimizer.step()
-        except RuntimeError as error:
-            said = str(error)
-        optimizer.zero_grad()
-    return said, values(model).tolist()
-
-
-@pytest.mark.parametrize("case", ["dgc with SGD", "dgc with AdamW", "no field"])
-def test_a_left_over_step_does_not_drive_ranks_apart(case: str, ranks: Pool) -> None:
-    (said, first), (_, second) = ranks.run(leftover, case)
-    assert "engine.minimize" in said
-    assert first == second
 
 
 # ---- failure and end
@@ -497,51 +462,6 @@ def test_copies_of_it_train_on_alike(case: str) -> None:
         results.append(values(net))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
-
-
-def stages(rank: int, size: int) -> tuple[bool, float, float]:
-    model = make_model(plain=True)
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.05, momentum=0.9)
-    scheduler = LambdaLR(optimizer, lambda step: 0.0 if step == 2 else 1.0)
-    pipeline = tw.Pipeline(stages=2, micro_batches=2)
-    engine = tw.DistributedStrategy(pipeline=pipeline, **DGC).prepare(
-        model, optimizer, cross_entropy
-    )
-    moved = []
-    for step in range(3):
-        before = values(engine.model)
-        engine.train_step(*batch(step, 0))
-        scheduler.step()
-        moved.append(float((values(engine.model) - before).norm()))
-    try:
-        optimizer.step()
-    except RuntimeError:
-        return engine.optimizer is optimizer, moved[1], moved[2]
-    return False, 0.0, 0.0
-
-
-def test_stages_of_a_pipeline_train_by_the_given_object(ranks: Pool) -> None:
-    for same, at_rate, at_none in ranks.run(stages):
-        assert same
-        assert at_rate > 0
-        assert at_none == 0
-
-
-def resumed(case: str) -> bool:
-    model, _, engine = prepared(case)
-    updates(engine, count=3)
-    saved = copy.deepcopy(engine.state_dict())
-    updates(engine, 6, count=2)
-    after = values(model)
-    _, _, other = prepared(case)
-    other.load_state_dict(saved)
-    updates(other, 6, count=2)
-    return torch.equal(values(other.model), after)
-
-
-@ALL
-def test_an_engine_resumes_bit_for_bit(case: str) -> None:
-    assert resumed(case)
 
 
 def test_a_frozen_parameter_with_an_old_gradient_stays_as_it_is() -> None:

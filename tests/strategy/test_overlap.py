@@ -266,22 +266,6 @@ def test_sent_early_or_late_the_bits_are_the_same(name: str, size: int, ranks: P
         assert bits == answers[0][2]
 
 
-def two_models(rank: int, size: int) -> list[bool]:
-    names = ("dgc adam", "dense")
-    early, late = ([make(CASES[name], early=flag) for name in names] for flag in (True, False))
-    same = []
-    for step in range(10):
-        for engines in (early, late):
-            for part, engine in enumerate(engines):
-                engine.train_step(*batch(2 * step + part, rank))
-        same += [digest(a) == digest(b) for a, b in zip(early, late, strict=True)]
-    return same
-
-
-def test_two_models_alternate(ranks: Pool) -> None:
-    assert all(all(same) for same in ranks.run(two_models, size=2))
-
-
 # ---- when something is sent
 
 

@@ -2,18 +2,16 @@
 over."""
 
 import copy
-import gc
-import pickle
 import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from tests.api import schedulers_of, select_optimizer
-from thinwire import DGC, LAMB, LARS, ClipByGlobalNorm, DistributedStrategy, StrategyError, optim
+from tests.api import select_optimizer
+from thinwire import DGC, LAMB, LARS, DistributedStrategy, StrategyError, optim
 from thinwire.optim import ClipByNorm, L1Decay, L2Decay
-from thinwire.schedules import CosineDecay, PiecewiseConstant, ScheduledLR
+from thinwire.schedules import CosineDecay, PiecewiseConstant
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -160,6 +158,20 @@ def test_momentum_goes_on_in_float32_where_parameters_are_narrow(sgd):
     assert_dense_alike(net, own, twin, given, 1, rtol=0.05, atol=0.02)
 
 
+def test_a_rate_that_was_typed_over_is_the_rate():
+    net = network()
+    given = optim.SGD(
+        [{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.5}], lr=0.1
+    )
+    given.param_groups[0]["lr"] = 0.07
+    new = selected(net, given, lars=LARS()).optimizer
+    assert [g["lr"] for g in new.param_groups] == [0.07, 0.5]
+    new.set_lr(0.01)
+    assert [g["lr"] for g in new.param_groups] == [0.01, 0.5], (
+        "which group follows the constructor stays"
+    )
+
+
 @SGDS
 def test_optimizer_that_dgc_cannot_take_over_is_reported_at_once(sgd):
     net = network()
@@ -170,19 +182,6 @@ def test_optimizer_that_dgc_cannot_take_over_is_reported_at_once(sgd):
     assert "dampening" in said
     assert "0.1" in said
     assert "differentiable" in said
-
-
-@pytest.mark.parametrize(
-    ("clip", "dgc", "text"),
-    [
-        (ClipByGlobalNorm(1.0), DGC(), r"ClipByGlobalNorm\(c=1.0\)"),
-        (ClipByNorm(1.0), DGC(local_grad_clip_norm=2.0), r"local_grad_clip_norm=2.0"),
-    ],
-)
-def test_clipping_that_dgc_cannot_do(clip, dgc, text):
-    net = network()
-    with pytest.raises(StrategyError, match=text):
-        selected(net, optim.SGD(net.parameters(), lr=0.1, grad_clip=clip), dgc=dgc)
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, optim.Ftrl, torch.optim.RMSprop, optim.Lars])
@@ -201,16 +200,6 @@ def test_under_local_updates_an_sgd_stays_with_dampening_and_all():
     result = selected(net, optimizer, dgc=DGC(), local=True)
     assert result.optimizer is optimizer
     assert result.compressor == DGC()
-
-
-def test_without_a_replacement_nothing_is_asked():
-    net = network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    result = selected(net, optimizer)
-    assert result.optimizer is optimizer
-    assert result.compressor is None
-    assert scheduler.optimizer is optimizer
 
 
 def test_optimizer_that_exchanges_itself_is_refused():
@@ -460,49 +449,6 @@ def test_keys_of_the_users_own_stay_in_the_groups():
     groups = [{"params": net.parameters(), "tag": "mine", "name": "all", "initial_lr": 0.4}]
     group = selected(net, torch.optim.SGD(groups, lr=0.1), dgc=DGC()).optimizer.param_groups[0]
     assert (group["tag"], group["name"], group["initial_lr"]) == ("mine", "all", 0.4)
-
-
-def test_complex_parameters_are_refused_by_lars_in_words():
-    net = nn.Linear(2, 2, dtype=torch.complex64)
-    assert "complex" in refused(net, torch.optim.SGD(net.parameters(), lr=0.1), lars=LARS())
-
-
-def test_the_new_optimizer_can_be_copied_and_saved():
-    net = network()
-    new = selected(net, full(net)).optimizer
-    steps(net, new, range(2))
-    other, again = copy.deepcopy((net, new))
-    steps(net, new, range(2, 4))
-    steps(other, again, range(2, 4))
-    assert_same(net, other)
-    third, loaded = pickle.loads(pickle.dumps((other, again)))
-    steps(net, new, range(4, 6))
-    steps(third, loaded, range(4, 6))
-    assert_same(net, third)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda o: torch.optim.lr_scheduler.StepLR(o, 1),
-        torch.optim.lr_scheduler.ReduceLROnPlateau,
-        lambda o: ScheduledLR(o, CosineDecay(0.0, 0.1, 5)),
-    ],
-    ids=["StepLR", "ReduceLROnPlateau", "ScheduledLR"],
-)
-def test_the_living_schedulers_of_an_optimizer_are_found(make):
-    net = network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    other = make(torch.optim.SGD(net.parameters(), lr=0.1))
-    scheduler = make(optimizer)
-    assert schedulers_of(optimizer) == [scheduler]
-    scheduler.state_dict()
-    assert schedulers_of(optimizer) == [scheduler]
-    selected(net, optimizer, dgc=DGC())
-    del scheduler
-    gc.collect()
-    assert schedulers_of(optimizer) == []
-    assert other.last_epoch == 0
 
 
 def test_a_replaced_step_is_found():
