@@ -99,7 +99,7 @@ _NAMES = {
     "thinwire.members.meeting": "connect require_same run_host run_store",
     "thinwire.members.members": "Members",
     "thinwire.members.relay": "certificate relay_key relaying _Relay",
-    "thinwire.optim": "dgc_synchronizer owners",
+    "thinwire.optim": "dgc_momentum owners",
     "thinwire.pipeline.runner": "PipelineRunner",
     "thinwire.pipeline.split": "split_model split_partition=partition",
     "thinwire.step.forwarding": "autocast_forward=Autocast",

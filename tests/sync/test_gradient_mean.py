@@ -33,8 +33,8 @@ def gradients(step: int, rank: int, dtype: torch.dtype = torch.float64) -> dict[
     return {name: gradient(step, rank, name).to(dtype) for name in SHAPES}
 
 
-def follow(rank: int, size: int, dgc: DGC | None, trainers: int | None, steps: int) -> list[Any]:
-    mean = GradientMean(Group(), parameters(), dgc, num_trainers=trainers)
+def follow(rank: int, size: int, dgc: DGC | None, steps: int) -> list[Any]:
+    mean = GradientMean(Group(), parameters(), dgc)
     found = []
     for step in range(steps):
         given = gradients(step, rank)
@@ -79,7 +79,7 @@ CASES: dict[str, tuple[DGC | None, dict[str, Any]]] = {
     ),
     "clip for 7": (
         DGC(sparsity=(0.8,), local_grad_clip_norm=1.5, min_numel=84, value_bits=32),
-        {"levels": (0.8,), "clip": 1.5, "min_numel": 84, "trainers": 7},
+        {"levels": (0.8,), "clip": 1.5, "min_numel": 84},
     ),
 }
 
@@ -89,7 +89,7 @@ CASES: dict[str, tuple[DGC | None, dict[str, Any]]] = {
 def test_means_and_residuals_equal_the_oracle(ranks: Pool, case: str, size: int) -> None:
     """1e-11: float64 sums in another order; what travels as float32 is rounded alike by both."""
     dgc, settings = CASES[case]
-    found = ranks.run(follow, dgc, settings.get("trainers"), 9, size=size)
+    found = ranks.run(follow, dgc, 9, size=size)
     world = max(size, 1)
     oracle = MeanOracle(world, **settings)
     for step in range(9):

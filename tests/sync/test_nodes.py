@@ -59,7 +59,7 @@ def from_flat_to_nodes(rank: int, size: int) -> dict[str, Any]:
     grouped = dgc(model, node_size=2)
     grouped.load_state_dict(copy.deepcopy(flat.state_dict()))
     before = [flat.state[p]["residual"].clone() for p in model.parameters() if p.numel() >= 200]
-    exchange = grouped.synchronizer.joined()
+    exchange = grouped._joined()
     assert exchange.sources.size == 2
     after = [grouped.state[p]["residual"].clone() for p in model.parameters() if p.numel() >= 200]
     x, y = batch(9, rank)

@@ -19,7 +19,7 @@ travel together and any number of buckets at once; columns that are no more than
 replaced instead of made longer by an epsilon; for any optimizer, which gets the mean.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -39,6 +39,7 @@ from thinwire.compress.protocol import (
     Context,
     Kept,
     MeanChange,
+    Momentum,
     Sending,
     Shapes,
     buffer_for,
@@ -127,7 +128,7 @@ class LowRank(Compression, ChangeCompression):
         return _send_factors(context, {name: kept["factors"][name] for name in folded}, parts)
 
     def compressor(
-        self, params: Mapping[str, Tensor], *, num_trainers: int | None = None
+        self, params: Mapping[str, Tensor], momentum: Momentum | None = None
     ) -> "LowRankCompressor":
         return LowRankCompressor(self, params)
 
@@ -167,20 +168,27 @@ class LowRankCompressor:
         parts = {name: (self._matrix(name, g), self._errors[name]) for name, g in grads.items()}
         return _send_factors(context, {name: self._factors[name] for name in grads}, parts)
 
-    def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived) -> None:
-        assert isinstance(arrived, LowRankMeans)
-        for name in (name for name in arrived.names if name in grads):
-            left, right = arrived.factors[name]
+    def commit_(
+        self,
+        grads: Mapping[str, Tensor],
+        arrived: Mapping[str, Arrived],
+        row_sparse: Collection[str],
+    ) -> Collection[str]:
+        for name, got in arrived.items():
+            if not isinstance(got, LowRankMeans):
+                continue
+            left, right = got.factors[name]
             error = self._errors[name]
-            error.add_(self._matrix(name, arrived.node_means.get(name, grads[name])))
+            error.add_(self._matrix(name, got.node_means.get(name, grads[name])))
             if products_are_exact(error):
                 error.addmm_(left.t(), right, alpha=-1)
             else:  # entry by entry, as what is applied: else a part of the gradient would be lost
                 for column, row in zip(left, right, strict=True):
                     error.addr_(column, row, alpha=-1)
             factor = self._factors[name].copy_(right)
-            if columns := arrived.lost.get(name):
-                _redraw_(factor, columns, (arrived.context.step + 1 << 24) + self._keys[name])
+            if columns := got.lost.get(name):
+                _redraw_(factor, columns, (got.context.step + 1 << 24) + self._keys[name])
+        return ()
 
     def _matrix(self, name: str, grad: Tensor) -> Tensor:
         error = self._errors[name]
@@ -276,7 +284,8 @@ def _products(
     *,
     turned: bool = False,
 ) -> Tensor:
-    """Return (G Q)^T, shape (r, n), of several matrices; `turned`: P^T G, shape (r, m)."""
+    """Return (G Q)^T, shape (r, n), of several matrices side by side; `turned`: P^T G."""
+    # with columns as contiguous rows, products of few columns are four times as fast
     lengths = [parts[name][0].shape[1 if turned else 0] for name in names]
     found = factors[0].new_empty(len(factors[0]), sum(lengths))
     for name, factor, product in zip(names, factors, torch.split(found, lengths, 1), strict=True):
@@ -399,10 +408,9 @@ def _orthonormalized(chunks: Tensor, plan: _RowChunks) -> tuple[Tensor, Tensor]:
 
 
 def _inverse_of_factor(gram: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], Tensor]:
-    """Return the inverse of R of b matrices at once, from R^T R.
+    """Return the inverse of R of b matrices, from R^T R: `gram[j][i]` is the entry (i, j).
 
-    `gram[j][i]` is the entry (i, j), i <= j, shape (b,). Returns the entries (i, j), column by
-    column, with zeros in a column that is only rounding; and those columns as flags, shape (r, b).
+    Column by column, with zeros in a column that is only rounding; and flags of those.
     """
     upper: list[list[Tensor]] = []
     inverse: list[list[Tensor]] = []

@@ -6,7 +6,7 @@ together, waits for all of them, and resumes the generators. `commit_` follows t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -95,7 +95,6 @@ class Arrived:
         checks: Code of the problem with each message, 0 for none, int64 (sources,), where the host
             has not looked yet.
         node_means: The gradients that were folded in, where they are means over a node.
-        sender: The compressor that sent it.
     """
 
     def __init__(self, context: Context, names: Sequence[str]) -> None:
@@ -106,7 +105,6 @@ class Arrived:
         self.sums: Sequence[Tensor] = ()
         self.checks: Tensor | None = None
         self.node_means: Mapping[str, Tensor] = {}
-        self.sender: Compressor | None = None
 
     def refuse(self, checks: Sequence[int]) -> None:
         """Raise `PayloadCorrupt` for the first of `checks`, read by the host, that is not 0."""
@@ -123,13 +121,9 @@ class Arrived:
         return None
 
     def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
-        """Return the mean over the sources.
+        """Return the mean over the sources, in the shape of `param` and in its `state_dtype`.
 
-        Args:
-            name: Of the tensor.
-            param: Gives the shape. The type is float32, float64 for float64 parameters, and that of
-                `param` itself if it is not floating-point.
-            into: Overwritten with the result if it fits: a gradient that is no longer needed.
+        `into`: overwritten with the result if it fits, as a gradient that is no longer needed.
         """
         raise NotImplementedError(f"{type(self).__name__} must define mean")
 
@@ -232,16 +226,45 @@ class Config(ABC):
 class Compression(Config):
     """Config of a gradient compression, registered in `compress.COMPRESSIONS`."""
 
+    accumulates: ClassVar[bool] = False
+    """True if it accumulates gradients, so that momentum and decay of an SGD act before it."""
+
     @abstractmethod
     def compressor(
-        self, params: Mapping[str, Tensor], *, num_trainers: int | None = None
+        self, params: Mapping[str, Tensor], momentum: "Momentum | None" = None
     ) -> "Compressor":
-        """Build the compressor for an optimizer that has its own momentum and clipping.
+        """Build the compressor; `momentum` is that of an SGD, if it `accumulates`."""
 
-        Args:
-            params: The trainable parameters by name, in the same order on all ranks.
-            num_trainers: Number that scales a local clip; None: the sources.
-        """
+
+class Momentum(Protocol):
+    """The part of an SGD that acts on a rank's own gradients, by name of the parameter."""
+
+    @property
+    def limit(self) -> float | None:
+        """Limit on the norm of each tensor, if any."""
+
+    def factors(self, name: str) -> tuple[float, bool]:
+        """Return the momentum, and True for Nesterov's."""
+
+    @property
+    def num_trainers(self) -> int | None:
+        """Number that scales a local clip; None: the sources."""
+
+    @property
+    def position(self) -> int:
+        """Updates that were made with this momentum."""
+
+    def decayed(self, name: str, grad: Tensor) -> Tensor:
+        """Return the gradient to accumulate, with sign and decay."""
+
+    def rate(self, name: str) -> float:
+        """Return the learning rate of this update."""
+
+    def kept(self, name: str) -> dict[str, Tensor]:
+        """Return the state of this tensor by kind, live; empty if it has none."""
+
+    def keep_(self, name: str, entries: dict[str, Tensor]) -> None:
+        """Replace the state of this tensor."""
 
 
 class Compressor(Protocol):
@@ -256,19 +279,20 @@ class Compressor(Protocol):
     def send(self, context: Context, grads: Mapping[str, Tensor]) -> Sending:
         """Send the gradients of one bucket that it takes. Gradients and state are read only."""
 
-    def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived) -> None:
-        """Change the state after a vote that found no problem.
+    def commit_(
+        self,
+        grads: Mapping[str, Tensor],
+        arrived: Mapping[str, Arrived],
+        row_sparse: Collection[str],
+    ) -> Collection[str]:
+        """Change the state after a vote; return the parameters that it updated, with momentum.
 
-        Args:
-            grads: The gradients that were sent, unchanged since.
-            arrived: Result of `send`.
+        `arrived` has all tensors of the update, and `grads` are unchanged since they were sent;
+        `row_sparse` ones travelled densely.
         """
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state of this rank, or its node: live tensors, by kind and parameter.
-
-        `compress.OTHER_RANKS` has each kind.
-        """
+        """Return the state of this rank, or its node: live tensors, by kind and parameter."""
 
 
 class ChangeCompression(Config):
@@ -309,12 +333,8 @@ class ChangeCompression(Config):
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
         """Yield the collectives of one averaging, and return a `MeanChange`.
 
-        Args:
-            context: Its step is a local step, from 1, for the headers of messages.
-            folded: By name the sum that this rank has to send, contiguous, float32 or float64,
-                finite; read only, and perhaps `Computed` anew at every read. All names are
-                compressed at this step, at least one, in the same order on all ranks.
-            kept: The state; read only.
+        `folded` has the sums that this rank has to send, contiguous and finite, in the same order
+        on all ranks; read only, as `kept`, and perhaps `Computed` anew at every read.
         """
 
 
@@ -325,16 +345,9 @@ class MeanChange(Arrived):
     """
 
     def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
-        """Return the mean change of one parameter, and store the unsent part as error in `kept`.
+        """Return the mean change of one parameter, a new tensor with the same bits on all ranks.
 
-        Args:
-            name: Of the parameter.
-            folded: The sum that this rank had to send; read only.
-            kept: The state of this parameter. An error has shape and dtype of `folded`, contiguous;
-                it becomes `folded` minus the part that this rank sent.
-
-        Returns:
-            A new tensor like `folded`; the same bits on all ranks.
+        The error in `kept` becomes `folded` minus the part that this rank sent.
         """
         error, parts = kept[ERRORS][name].view(-1), []
         for start, end in spans(folded.numel(), folded.device):

@@ -214,7 +214,7 @@ class GradientPattern:
         self._patience *= 2
 
 
-_ELSEWHERE = ("params", "param_names", "lr")
+_ELSEWHERE = ("params", "param_names", "lr", "position")
 """Keys compared at the start, or separately."""
 
 

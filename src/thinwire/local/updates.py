@@ -17,10 +17,8 @@ from thinwire import _validate as check
 from thinwire._names import named_parameters
 from thinwire.comm import Regrouped, long_waits_logged, own_deadlines
 from thinwire.comm.private import forget_ended
-from thinwire.compress import COMPRESSIONS, compression_of, field_of
-from thinwire.compress.dgc import DGC
+from thinwire.compress import COMPRESSIONS, GradientConfig, compression_of, field_of
 from thinwire.compress.figures import loops_of, report_coverage
-from thinwire.compress.low_rank import LowRank
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.provenance import PROVENANCE, Provenance, without_provenance
 from thinwire.core.stats import Pace, numbers, planned_row
@@ -160,7 +158,7 @@ class LocalUpdates:
         config: LocalConfig,
         *,
         process_group: dist.ProcessGroup | None = None,
-        compression: DGC | LowRank | None = None,
+        compression: GradientConfig | None = None,
         scaler: OwnScale | None = None,
         digest_every: int = DIGEST_EVERY,
         timeout: float | datetime.timedelta | None = None,
@@ -577,7 +575,7 @@ def _compare(
         raise RuntimeError(problem)
 
 
-def _require_alone_in(config: LocalConfig, compression: DGC | LowRank) -> None:
+def _require_alone_in(config: LocalConfig, compression: GradientConfig) -> None:
     """Raise if the config has a compression beside that of gradients."""
     check.instance("compression", compression, tuple(COMPRESSIONS.values()))
     if config.compression is not None:

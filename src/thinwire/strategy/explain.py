@@ -193,7 +193,7 @@ def _about_compression(strategy: Fields) -> Iterator[str]:
     if strategy.lars is None and strategy.lamb is None:
         yield (
             "dgc: clipping, weight decay, momentum and Nesterov of an SGD come before the "
-            "exchange (DGCMomentum); any other optimizer gets the sparse mean as its gradient"
+            "exchange; any other optimizer gets the sparse mean as its gradient"
         )
     ranks = job_ranks()[:: 1 if strategy.pipeline is None else strategy.pipeline.stages]
     sources = (
@@ -321,8 +321,9 @@ def _about_optimizer(
             for i, p in enumerate(group["params"]):
                 names[p] = known[i] if i < len(known) else f"parameter {len(names)}"
     selected = select_optimizers(optimizer, strategy, names=names)
-    for single in [*all_of(optimizer), *(one.optimizer for one in selected)]:
+    for single, one in zip(all_of(optimizer), selected, strict=True):
         require_one_clip(single, grad_clip)
+        require_one_clip(one.optimizer, grad_clip, one.compressor if one.folds else None)
     return [note for one in selected for note in one.notes]
 
 
