@@ -28,15 +28,7 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path for a new file, which replaces `path` at the end.
-
-    Readers see the old file or the new one. After an error the old one remains.
-
-    Example::
-
-        with replacing(path) as temporary:
-            temporary.write_text("content")
-    """
+    """Yield a path for a new file, which replaces `path` at the end if there is no error."""
     aside = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         yield aside

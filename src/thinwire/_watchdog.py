@@ -14,15 +14,7 @@ class Late(Exception):
 
 
 def within(limit_s: float, work: Callable[[], _T], *, name: str) -> _T:
-    """Return the result of `work`, which runs on a thread of this name. Work that takes longer is
-    left running on that thread.
-
-    >>> within(1.0, lambda: 2 + 3, name="sum")
-    5
-
-    Raises:
-        Late: It takes longer.
-    """
+    """Return the result of `work` on a thread of this name, or raise `Late`; it goes on there."""
     outcome: Future[_T] = Future()
 
     def run() -> None:

@@ -1,10 +1,13 @@
 """Wording of values and of unknown words in messages; without torch."""
 
 import re
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 
 _SEPARATOR = re.compile(r"[-_.]")
 _MOST_WORDS = 3
+_PASSED = ("thinwire.", "torch.", "contextlib", "functools")
 _MOST_CHARACTERS = 120
 
 
@@ -14,6 +17,14 @@ def shown(value: object) -> str:
     if len(text) <= _MOST_CHARACTERS:
         return text
     return f"{text[:_MOST_CHARACTERS]}... ({len(text):,} characters)"
+
+
+def warn_user(text: str) -> None:
+    """Warn at the line of the user's code that called the library, through torch's hooks too."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PASSED):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, UserWarning, level)
 
 
 def plain(text: str) -> str:
@@ -37,12 +48,7 @@ def near(word: str, candidates: Iterable[str]) -> list[str]:
     >>> near("momentun", ["lr", "momentum"])
     ['momentum']
 
-    A missing, extra, replaced or transposed letter counts one. Up to a third of the longer word's
-    letters may differ, and always one. Case is ignored. Candidates that contain `word` as a whole
-    part, as `value_bits` contains `bits`, come last.
-
-    Returns:
-        At most three; on a tie the later candidates.
+    A missing, extra, replaced or transposed letter counts one, up to a third of the letters.
     """
     found = []
     for index, candidate in enumerate(candidates):

@@ -53,7 +53,7 @@ def test_rank_0_warns_once_at_the_users_line(ranks: Pool, way: str) -> None:
     assert len(told) == 1
     low, _, high = PLAN[PLAN.recommended].step_seconds
     assert f"{low:.3g} to {high:.3g} s were planned" in told[0]
-    assert told[0].endswith("test_pace.py") or way == "local engine"
+    assert told[0].endswith("test_pace.py")
     assert others == []
     assert 0 < stats["waiting_share"] < 1
     assert stats["rate_bit_s"] > 0

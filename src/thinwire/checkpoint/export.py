@@ -1,7 +1,6 @@
 """Writes the whole model of a checkpoint as one safetensors file, without ranks or a model."""
 
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire._files import replacing
-from thinwire._wording import listed
+from thinwire._wording import listed, warn_user
 from thinwire.checkpoint.combine import combine, entry_of
 from thinwire.checkpoint.files import sync_directory
 from thinwire.checkpoint.loading import CheckpointReader
@@ -163,11 +162,7 @@ def _verified(source: Path) -> list[CheckpointReader]:
             problems.append(str(error))
             continue
         if problems:
-            warnings.warn(
-                f"exporting {path}; other checkpoints are damaged: {'; '.join(problems)}",
-                UserWarning,
-                stacklevel=3,
-            )
+            warn_user(f"exporting {path}; other checkpoints are damaged: {'; '.join(problems)}")
         return stages
     if problems:
         raise CheckpointCorrupt(f"no checkpoint is intact: {'; '.join(problems)}")

@@ -1,7 +1,6 @@
 """Finds the newest checkpoint that is whole on all ranks, and reads the parts that a rank needs."""
 
 import json
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire._validate import integer
+from thinwire._wording import warn_user
 from thinwire.checkpoint.combine import Rule, combine, require_rules
 from thinwire.checkpoint.files import LATE, checksum, is_regular, on_all_ranks
 from thinwire.checkpoint.manifest import (
@@ -246,7 +246,7 @@ def load(
         path, newer = verified[0].path, [text for other, text in problems if other >= at]
         if newer:
             text = f"loading {path}, because the newer checkpoints cannot be loaded: "
-            warnings.warn(text + "; ".join(newer), UserWarning, stacklevel=2)
+            warn_user(text + "; ".join(newer))
         return _read(group, verified[0], rules)
     if problems:
         texts = "; ".join(text for _, text in problems)

@@ -4,7 +4,6 @@ checkpoints that it replaces.
 
 import logging
 import secrets
-import warnings
 from collections.abc import Iterable, Mapping
 from functools import partial
 from multiprocessing.pool import ThreadPool
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire._validate import integer
+from thinwire._wording import warn_user
 from thinwire.checkpoint.files import checksum, clean_up, discard, on_all_ranks
 from thinwire.checkpoint.manifest import (
     Found,
@@ -108,7 +108,7 @@ def save(
         clean_up(plan.remove)
         raise
     for text in [*failed_deletions, *prune(group, plan, keep)]:
-        warnings.warn(text, UserWarning, stacklevel=2)
+        warn_user(text)
     return plan.path
 
 

@@ -7,7 +7,6 @@ import logging
 import os
 import struct
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire._launched import one_of_several
+from thinwire._wording import warn_user
 from thinwire.comm.failures import explain_failure, state_after_failure
 from thinwire.comm.macs import MessageMacs, wrong_mac_text
 from thinwire.comm.private import (
@@ -628,12 +628,10 @@ def require_process_group(value: object) -> None:
 def _warn_unless_alone() -> None:
     which = one_of_several(os.environ)
     if which is not None:
-        warnings.warn(
+        warn_user(
             f"this is {which}, and there is no process group, so that each rank trains for itself: "
             'call torch.distributed.init_process_group("gloo") first, with RANK, WORLD_SIZE, '
-            "MASTER_ADDR and MASTER_PORT set (docs/machines.md). To train alone, set WORLD_SIZE=1",
-            UserWarning,
-            stacklevel=4,
+            "MASTER_ADDR and MASTER_PORT set (docs/machines.md). To train alone, set WORLD_SIZE=1"
         )
 
 

@@ -4,11 +4,11 @@ import json
 import logging
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
+from thinwire._wording import warn_user
 from thinwire.comm.group import Group
 from thinwire.comm.waiting import own_deadlines
 from thinwire.errors import Mismatch, ThinwireError
@@ -66,7 +66,7 @@ def _warn_of_versions(rows: Sequence[Mapping[str, Any]]) -> None:
                 )
                 if text not in _warned:
                     _warned.add(text)
-                    warnings.warn(text, UserWarning, stacklevel=4)
+                    warn_user(text)
                 break
 
 

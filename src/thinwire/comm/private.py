@@ -6,7 +6,6 @@ import ctypes
 import datetime
 import os
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from thinwire._watchdog import Late, within
+from thinwire._wording import warn_user
 from thinwire.comm.direct import gloo_group
 from thinwire.comm.failures import HeartbeatThread, explain_failure, stop_all
 from thinwire.comm.waiting import left_s, one_deadline, waited
@@ -181,12 +181,10 @@ def warn_of_restarts() -> None:
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
     first = os.environ.get("RANK") == "0"
     if first and restarts.isdigit() and int(restarts) > 0 and shared == "True":
-        warnings.warn(
+        warn_user(
             f"torchrun --max-restarts={restarts} fails in init_process_group on most restarts with "
             f"torch 2.13 (pytorch issue 135712): set {_RESTART_VARIABLE}=1 in the environment of "
-            "torchrun, on every machine",
-            UserWarning,
-            stacklevel=2,
+            "torchrun, on every machine"
         )
 
 

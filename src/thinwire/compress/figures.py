@@ -1,7 +1,6 @@
 """What a config compresses of a model, and the compiled loops that it calls."""
 
 import logging
-import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire._wording import warn_user
 from thinwire.compress.protocol import Config
 from thinwire.kernels.rules import LoopKind, Need, needs_of
 
@@ -63,4 +63,4 @@ def report_coverage(
     else:
         other = max((p for p in params if not finer.compresses(p)), key=Tensor.numel)
         message += f", all others travel whole, the largest {finer.why_dense(other)}"
-    warnings.warn(message, UserWarning, stacklevel=2)
+    warn_user(message)

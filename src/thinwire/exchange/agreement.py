@@ -7,12 +7,12 @@ them continue or all raise the same error.
 
 import json
 import logging
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
+from thinwire._wording import warn_user
 from thinwire.comm import Group, Pending, wrong_call_site
 from thinwire.errors import Diverged, Mismatch, NonFinite, PayloadCorrupt, ThinwireError
 
@@ -411,5 +411,5 @@ class Drops:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, UserWarning, stacklevel=3)
+    warn_user(text)
     _log.warning(text)

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire._wording import warn_user
 from thinwire.comm.ddp import living
 from thinwire.core.tensors import coalesced, sparse_rows, values_of
 from thinwire.errors import Mismatch
@@ -359,7 +359,7 @@ class DuplicateBatchCheck:
         ranks = "all ranks" if len(alike) == len(digests) else f"ranks {_listed(alike)}"
         self.averaged_before = len(counts) == 1 and _in_ddp(set(self._params))
         message = _advice(f"{self._kind} of {ranks}", self._kind, ddp=self.averaged_before)
-        warnings.warn(message, UserWarning, stacklevel=2)
+        warn_user(message)
 
     def step_exchanged(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that the optimizer made collective calls of its own in `step`.
@@ -370,13 +370,11 @@ class DuplicateBatchCheck:
         if self._warned_of_step:
             return
         self._warned_of_step, kind = True, type(optimizer).__name__
-        warnings.warn(
+        warn_user(
             f"{kind}.step() makes its own collective calls after the engine's exchange, and "
             "stats() does not count them. If it averages gradients, nothing is saved: use a "
             "single-process optimizer such as thinwire.optim.Muon. If it only shards its work or "
-            "state over the ranks, ignore this",
-            UserWarning,
-            stacklevel=2,
+            "state over the ranks, ignore this"
         )
 
 

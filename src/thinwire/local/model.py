@@ -5,7 +5,6 @@ inside a framework's wrapper.
 import hashlib
 import math
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from traceback import walk_stack
 from typing import Any
@@ -19,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from thinwire import _validate as check
 from thinwire._names import named_buffers, named_parameters, require_shapes
+from thinwire._wording import warn_user
 from thinwire.comm import Group
 from thinwire.comm.ddp import living
 from thinwire.comm.replicate import copy_from_first_, make_models_equal_, overwrite_
@@ -283,7 +283,7 @@ def warn_of_others(
     own = {id(p) for g in optimizer.param_groups for p in g["params"]}
     left = [n for n, p in named_parameters(model) if p.requires_grad and id(p) not in own]
     if left:
-        _warn(
+        warn_user(
             f"{len(left)} parameters require a gradient and are in no group of "
             f"{kinds_of(optimizer)}: {', '.join(left[:3])}. If another optimizer trains them, "
             "ranks diverge. Pass all optimizers of the model in a list, and call "
@@ -292,25 +292,22 @@ def warn_of_others(
     for opt in all_of(optimizer) if own_state else ():
         if not all(callable(getattr(opt, name, None)) for name in ("train", "eval")):
             continue
-        _warn(
+        warn_user(
             f"{type(opt).__name__}.eval() seems to compute the model's parameters from optimizer "
             "state, which differs between ranks: pass average_state=True to LocalSGD or "
             "AdaptiveLocalSGD"
         )
 
 
-def warn_of_misplaced(
-    model: nn.Module, optimizer: torch.optim.Optimizer, stacklevel: int = 5
-) -> None:
+def warn_of_misplaced(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Warn of matrices that Muon trains and that train better with AdamW."""
     for opt in all_of(optimizer):
         find = getattr(opt, "misplaced", None)  # of Muon of this library
         if find is not None and (names := find(model)):
-            _warn(
+            warn_user(
                 f"{type(opt).__name__} trains {', '.join(names)}: embeddings, what is tied to "
                 "them, and the output layer train better with AdamW. Pass "
                 "thinwire.optim.muon_groups(model) to it, or groups with muon=False",
-                stacklevel,
             )
 
 
@@ -320,16 +317,12 @@ def warn_of_averages(model: nn.Module, averagings: int) -> None:
     for averaged in living(AveragedModel):
         updates = int(averaged.n_averaged)
         if updates > averagings and [p.shape for p in averaged.module.parameters()] == shapes:
-            _warn(
+            warn_user(
                 f"an AveragedModel was updated {updates} times but ranks averaged {averagings} "
                 "times, so it averages this rank's own parameters. Update it only where "
                 "sync.synced is true, or average it over the ranks before use; "
                 "engine.save(directory, extra=...) saves one per rank"
             )
-
-
-def _warn(text: str, stacklevel: int = 5) -> None:
-    warnings.warn(text, UserWarning, stacklevel)
 
 
 def changed_since(before: Mapping[str, Tensor | None], now: Mapping[str, Tensor]) -> list[str]:
@@ -407,7 +400,7 @@ class OtherBuffers:
             name = next(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
             self._warned = True
             self._constant.clear()
-            _warn(
+            warn_user(
                 f"{name} differs between rank {first} and rank {rank} at step {vote.step}. Only "
                 "floating-point buffers are averaged: change the others alike on all ranks"
             )

@@ -3,7 +3,6 @@
 import datetime
 import logging
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -15,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire import _validate as check
 from thinwire._names import named_parameters
+from thinwire._wording import warn_user
 from thinwire.comm import Regrouped, long_waits_logged, own_deadlines
 from thinwire.comm.private import forget_ended
 from thinwire.compress import COMPRESSIONS, GradientConfig, compression_of, field_of
@@ -119,7 +119,7 @@ def local_sgd(
         plan=plan,
         mesh=mesh,
     )
-    warn_of_misplaced(model, found._tensors.optimizer, 4)
+    warn_of_misplaced(model, found._tensors.optimizer)
     return found
 
 
@@ -324,7 +324,7 @@ class LocalUpdates:
             compare=self.step > self.config.begin_step,
         )
         if warning is not None:
-            warnings.warn(warning, UserWarning, stacklevel=6)
+            warn_user(warning)
 
     def close(self) -> None:
         """Remove the hooks without an averaging; may be called twice."""
@@ -519,7 +519,7 @@ class LocalUpdates:
         if provenance is not None and (provenance.checksum or own):
             problem = provenance.problem(*self._ranks.rank_and_size, own)
             if problem is not None:
-                warnings.warn(f"thinwire.local_sgd: {problem}", UserWarning, stacklevel=2)
+                warn_user(f"thinwire.local_sgd: {problem}")
         self._paced_step = self.step
 
     def start_anew(self) -> None:
@@ -553,12 +553,10 @@ def _warn_of_evaluation(model: nn.Module, _: object) -> None:
         own = block._tensors.model is model and block._when.unsynced and not block.synced
         if own and block._open_averager().group.size > 1:
             block._hooks.pop().remove()  # it was appended last
-            warnings.warn(
+            warn_user(
                 "the model is evaluated between two averagings, with this rank's own parameters "
                 "instead of the mean of all ranks: evaluate where sync.synced is true, or first "
-                "call sync.flush() (engine.flush()) on all ranks",
-                UserWarning,
-                stacklevel=5,
+                "call sync.flush() (engine.flush()) on all ranks"
             )
 
 

@@ -2,7 +2,6 @@
 
 import datetime
 import functools
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
 from thinwire._names import named_parameters
+from thinwire._wording import warn_user
 from thinwire.comm import node_size_of, tap_buckets
 from thinwire.compress.dgc import DGC, DGCCompressor, locally_clipped
 from thinwire.compress.figures import report_coverage
@@ -389,7 +389,7 @@ class DGCMomentum(CommonOptimizer):
                 "all of state_dict(), or set state_dict['position'] to the number of updates made"
             )
         if problem is not None:
-            warnings.warn(f"thinwire.optim.DGCMomentum: {problem}", UserWarning, stacklevel=2)
+            warn_user(f"thinwire.optim.DGCMomentum: {problem}")
 
     def _as_loaded(self, param: Tensor, value: Tensor) -> Tensor:
         compressed = self._compresses(param)

@@ -1,10 +1,7 @@
 """Parameter groups: allowed keys, exclusion from weight decay, and the order of all parameters."""
 
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +9,7 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire._names import matches
+from thinwire._wording import warn_user
 from thinwire.core.gradients import L1Decay, L2Decay
 
 Predicate = Callable[[str, Tensor], bool]
@@ -128,22 +126,7 @@ def check_common_values(values: dict[str, Any]) -> None:
         decay = check.scalar("weight_decay", values["weight_decay"], at_least=0)
         values["weight_decay"] = decay
         if decay >= 1:
-            warnings.warn(
-                f"weight_decay is usually below 1, got {decay}",
-                UserWarning,
-                stacklevel=_users_level(),
-            )
-
-
-def _users_level() -> int:
-    """Return the `stacklevel` with which a warning of the caller points at the user's code."""
-    frame: FrameType | None = sys._getframe(1)
-    level = 1
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(
-        ("thinwire.", "torch.")
-    ):
-        frame, level = frame.f_back, level + 1
-    return level
+            warn_user(f"weight_decay is usually below 1, got {decay}")
 
 
 def check_keys(group: Mapping[str, Any], own_keys: Iterable[str]) -> None:

@@ -7,13 +7,12 @@ Source: PaddlePaddle, distributed_strategy.proto and distributed_strategy.py, 20
 
 import os
 import re
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from glob import escape
 from typing import Any, NamedTuple
 
 from thinwire import _validate as check
-from thinwire._wording import plain
+from thinwire._wording import plain, warn_user
 from thinwire.compress.dgc import DGC
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from thinwire.errors import StrategyError
@@ -255,7 +254,7 @@ def from_fleet(kind: type[F], description: Mapping[str, Any]) -> F:
     if (replicas := configs["hybrid_configs"]["dp_degree"]) != -1:
         object.__setattr__(strategy, "expected_replicas", replicas)
     if notes:
-        warnings.warn("from_fleet: " + "; ".join(notes), UserWarning, stacklevel=3)
+        warn_user("from_fleet: " + "; ".join(notes))
     return strategy
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from thinwire._names import named_parameters
+from thinwire._wording import warn_user
 from thinwire.comm import long_waits_logged, state_in_errors
 from thinwire.core.several import all_of
 from thinwire.core.sharded import is_sharded, shard_of, sharded_like
@@ -307,7 +307,7 @@ class Microsteps:
         """Warn of a run that left its plan, at the line that called the engine."""
         if self._plan_warning is not None:
             warning, self._plan_warning = self._plan_warning, None
-            warnings.warn(warning, UserWarning, stacklevel=3)
+            warn_user(warning)
 
     def _exchanged(self, grads: dict[str, Tensor], **how: Any) -> StepDecision:
         """Run the exchange with its update, and count it."""

@@ -7,7 +7,6 @@ own stage only.
 """
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from thinwire._names import named_buffers, named_parameters
+from thinwire._wording import warn_user
 from thinwire.comm import Group
 from thinwire.comm.replicate import make_models_equal_
 from thinwire.core.several import all_of
@@ -356,14 +356,12 @@ class GradientEditCheck:
                 continue
             if name in self._seen and bool(_entries(grad).any()):
                 self._warned = True
-                warnings.warn(
+                warn_user(
                     f"the gradient of {name} was changed after engine.minimize or train_step had "
                     "made the update, so the change has no effect. Clip with prepare(..., "
                     "grad_clip=ClipByGlobalNorm(...)) instead of clip_grad_norm_, and pass every "
                     "loss to the engine instead of calling backward(); "
-                    "gradient_merge=GradientMerge(k_steps) accumulates several",
-                    UserWarning,
-                    stacklevel=4,
+                    "gradient_merge=GradientMerge(k_steps) accumulates several"
                 )
                 break
         self._seen = {}

@@ -1,7 +1,6 @@
 """Checks of `prepare` that each rank makes by itself, before anything is changed."""
 
 import datetime
-import warnings
 
 import torch
 from torch import nn
@@ -11,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
 from thinwire._names import named_parameters, require_shapes
+from thinwire._wording import warn_user
 from thinwire.comm import require_mesh
 from thinwire.compress import field_of
 from thinwire.core.gradients import ClipByGlobalNorm, ClipByNorm, ClipByValue
@@ -29,11 +29,10 @@ def warn_of_low_rank(strategy: Fields, optimizer: torch.optim.Optimizer) -> None
     names = [type(part).__name__ for part in all_of(optimizer) if isinstance(part, kinds)]
     if strategy.low_rank is None or not names:
         return
-    warnings.warn(
+    warn_user(
         f"low_rank with {names[0]}: on 2 ranks, AdamW lost 23 % to dense, Muon 21 %; see "
         "docs/choosing.md. PowerSGD is made for SGD with momentum. localsgd=LocalSGD(16, "
-        "compression=Quantized(4)) lost 4 % with AdamW, Quantized(1) 1.5 % with Muon",
-        stacklevel=5,
+        "compression=Quantized(4)) lost 4 % with AdamW, Quantized(1) 1.5 % with Muon"
     )
 
 

@@ -1,7 +1,6 @@
 """The state of an engine as one tree, and its restoration on any number of ranks."""
 
 import logging
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -15,7 +14,7 @@ from thinwire._names import (
     named_parameters,
     non_persistent_buffers,
 )
-from thinwire._wording import listed
+from thinwire._wording import listed, warn_user
 from thinwire.checkpoint import random_state, set_random_state
 from thinwire.checkpoint.combine import Rule
 from thinwire.checkpoint.tree import with_tensors
@@ -153,7 +152,7 @@ def load(state: Mapping[str, Any], parts: Parts) -> Restored:
         else provenance.problem(*rank_and_size_in(), checksum_of(_of_ranks(rest)))
     )
     if problem is not None:
-        warnings.warn(f"thinwire: {problem}", UserWarning, stacklevel=3)
+        warn_user(f"thinwire: {problem}")
     return restored
 
 
@@ -400,7 +399,7 @@ def _warn_of_user_state(found: Matched, missing: list[str], unsaved: list[str]) 
             "state"
         )
     for text in texts:
-        warnings.warn(text, UserWarning, stacklevel=4)
+        warn_user(text)
 
 
 def compared(facts: Mapping[str, Any], parts: Parts) -> tuple[list[Change], list[str]]:
