@@ -1,14 +1,13 @@
 """Average parameters when it is due: measure, agree, send, verify, apply."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from thinwire.comm import Group, Pending, Regrouped
 from thinwire.comm.private import forget_ended
-from thinwire.errors import Diverged, Mismatch, NonFinite, PayloadCorrupt
+from thinwire.errors import Mismatch, NonFinite, PayloadCorrupt
 from thinwire.exchange.agreement import Answers
 from thinwire.exchange.digest import RollingDigest
 from thinwire.exchange.synchronizer import Synchronizer
@@ -19,7 +18,10 @@ from thinwire.local.model import LocalModel, OtherBuffers, refuse_scaler
 from thinwire.local.work import of_site, weights_of
 from thinwire.members.members import Members
 
-_FROZEN = "frozen parameter"
+_FROZEN = (
+    "frozen parameter {} (local updates do not average it: make it a buffer, keep it outside the "
+    "model, or update it only where sync.synced is true)"
+)
 """Label of frozen parameters in errors."""
 
 
@@ -32,22 +34,6 @@ class OwnScale(Protocol):
 
     def take_scale(self, scale: float) -> None:
         """Continue with the smallest scale of all ranks."""
-
-
-@contextmanager
-def _frozen_explained() -> Iterator[None]:
-    """Add to errors why a frozen parameter may differ by design."""
-    try:
-        yield
-    except Diverged as error:
-        if f": {_FROZEN} " in str(error):
-            error.add_note(
-                "Local updates do not average frozen parameters. If the script updates them from "
-                "trained weights, as a moving-average teacher does, make them buffers (which are "
-                "averaged), keep them outside the model, or update them only where sync.synced is "
-                "true."
-            )
-        raise
 
 
 class Averager(Synchronizer):
@@ -117,7 +103,6 @@ class Averager(Synchronizer):
         self.tensors.made_common()
         self.counters.last_full_sync, self.written = self.counters.step, None
 
-    @_frozen_explained()
     def require_equal(self, step: int | None = None) -> None:
         """Compare the ranks as `Synchronizer.require_equal` does, at the local step by default."""
         self.settle()
@@ -132,7 +117,7 @@ class Averager(Synchronizer):
     def _anchors(self) -> dict[str, Tensor]:
         anchors, frozen = self.averaging.anchors, self.tensors.frozen
         found = {f"anchor of parameter {name}": anchor for name, anchor in anchors.items()}
-        return found | {f"{_FROZEN} {name}": p for name, p in frozen.items()}
+        return found | {_FROZEN.format(name): p for name, p in frozen.items()}
 
     def _outer_momentum(self) -> dict[str, Tensor]:
         return {f"outer momentum of {n}": entry for n, entry in self.averaging.momentum.items()}
@@ -160,7 +145,6 @@ class Averager(Synchronizer):
             self.averaging.anchor_()
             self.written = digest if self.group.shards is None else "a shard"  # shards differ
 
-    @_frozen_explained()
     def after_step(self) -> None:
         """Count a local step and do what follows from it."""
         self.when.count_step()
@@ -171,7 +155,6 @@ class Averager(Synchronizer):
         finally:  # if the averaging fails, its loss must not count in the next step
             self.interval.forget()
 
-    @_frozen_explained()
     def end_round(self) -> None:
         """Average this rank's work in a timed round, even none; nothing if all are `flushing`."""
         self.make(self.when.due_at_end())
@@ -199,7 +182,6 @@ class Averager(Synchronizer):
         elif due is Due.FIRST_LOSS:
             self.interval.read(self._ask("first loss").wait(), self.counters.step)
 
-    @_frozen_explained()
     def flush(self) -> None:
         """Implement `LocalUpdates.flush`."""
         work, changed = self.when.work_report(), list(self.tensors.changed_buffers())
