@@ -196,7 +196,7 @@ def test_the_loss_is_that_of_a_loop_without_it(
     assert first["syncs"]  # DDP is given back as it was, and so is what was asked for
     assert first["max_grad_norm"] == arguments.get("max_grad_norm", 1.0)
     assert first["optimizer"] == {"lamb": "Lamb"}.get(
-        name, "DGCMomentum" if "make" in arguments else "AdamW"
+        name, "SGD" if "make" in arguments else "AdamW"
     )
 
 
