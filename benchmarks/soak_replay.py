@@ -21,9 +21,8 @@ from thinwire.comm.group import Rate
 from thinwire.comm.member_groups import MemberGroups
 from thinwire.comm.relay import RelayEndpoint
 from thinwire.compress import compression_of
-from thinwire.compress.figures import loops_of
-from thinwire.kernels.rules import OuterRule, needs_of
-from thinwire.kernels.warm import warm_up
+from thinwire.core.feedback import compile_loops
+from thinwire.kernels.rules import OuterRule
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.model import LocalModel
 
@@ -219,8 +218,7 @@ def compiled(config: str) -> None:
     averaging = _Member(0, config).averaging
     tensors = list(averaging.anchors.values())
     if averaging.changes is not None:
-        warm_up(loops_of(averaging.changes, tensors, of_gradients=False))
-    warm_up(needs_of("outer", tensors))
+        compile_loops(tensors)
 
 
 def _entered(

@@ -1,19 +1,14 @@
 """Many tensors in one call give the bits that one call for each of them gives."""
 
 import inspect
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.api import (
-    HEADER_BYTES,
-    VALUE_BITS,
     Fold,
     FoldRule,
     Kernels,
-    Layout,
-    Slot,
     commit_,
     commit_list_,
     has_address,
@@ -25,11 +20,6 @@ from tests.api import (
     sum_sparse,
     threads,
 )
-from tests.api import cpu_select as select
-from tests.api import message as message_module
-from tests.api import message_pack as pack
-from tests.api import message_unpack as unpack
-from thinwire.errors import PayloadCorrupt
 
 CPU = torch.device("cpu")
 SIZES = [1, 2, 63, 64, 65, 129, 1000, 8193, 29_000, 70_000]
@@ -38,9 +28,8 @@ SIZES = [1, 2, 63, 64, 65, 129, 1000, 8193, 29_000, 70_000]
 @pytest.fixture(params=[1, 3])
 def few_threads(request, monkeypatch):
     """Small parts, so that small tensors are cut and shared out as large ones are."""
-    monkeypatch.setattr(threads, "SMALLEST_PART", 64)
-    monkeypatch.setattr(select, "_SMALLEST_ROOM", 1)
-    monkeypatch.setattr(select, "_FEW", 100)
+    monkeypatch.setattr(threads, "SMALLEST", 64)
+    monkeypatch.setattr(numba_body, "_SMALLEST_ROOM", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
 
 
@@ -176,74 +165,6 @@ def test_bodies_have_one_signature(name):
     wanted = list(inspect.signature(getattr(Kernels, name)).parameters)[1:]
     for body in (numba_body, reference):
         assert list(inspect.signature(getattr(body, name)).parameters) == wanted
-
-
-def slot_by_slot(device):
-    """The compiled body, whose messages are coded one tensor after the other."""
-    one_by_one = {"encode_slots": reference.encode_slots, "decode_slots": reference.decode_slots}
-    return SimpleNamespace(**{**vars(numba_body), **one_by_one})
-
-
-def parts_of(layout, generator, *, zeros):
-    parts = []
-    for place, slot in enumerate(layout.slots):
-        count = max(0, slot.k - place % 3)
-        values = torch.randn(count, generator=generator)
-        values[:: 3 if zeros else count + 1] = 0
-        if not zeros and count:
-            values[0] = 1.5
-        parts.append(
-            (torch.randperm(slot.numel, generator=generator)[:count].sort().values, values)
-        )
-    return parts
-
-
-@pytest.mark.parametrize("part", ["", "a share"])
-@pytest.mark.parametrize("bits", VALUE_BITS)
-@pytest.mark.usefixtures("few_threads")
-def test_a_message_is_the_same_however_it_is_coded(bits, part, monkeypatch):
-    slots = tuple(
-        Slot(numel, max(1, numel // divisor)) for numel in SIZES for divisor in (1, 3, 100)
-    )
-    layout = Layout(slots, bits, part)
-    for zeros in (False, True):
-        parts = parts_of(layout, torch.Generator().manual_seed(bits), zeros=zeros)
-        message, sent = pack(layout, 3, 1, parts)
-        with monkeypatch.context() as patch:
-            patch.setattr(message_module, "for_device", slot_by_slot)
-            slow_message, slow_sent = pack(layout, 3, 1, parts)
-            slow_parts = unpack(layout, message, step=3, bucket=1, source=0).parts
-        assert torch.equal(slow_message, message)
-        assert all(same_bits(a, b) for a, b in zip(sent, slow_sent, strict=True))
-        read = unpack(layout, message, step=3, bucket=1, source=0).parts
-        for mine, other in zip(read, slow_parts, strict=True):
-            assert mine[0].tolist() == other[0].tolist()
-            assert same_bits(mine[1], other[1])
-
-
-@pytest.mark.parametrize("bits", [1, 4, 32])
-def test_what_one_refuses_the_other_refuses_and_nothing_is_touched_out_of_bounds(bits):
-    """Bytes that pass the checksum and are wrong all the same: the compiled loops leave them to the
-    slow checks."""
-    layout = Layout(tuple(Slot(numel, max(1, numel // 50)) for numel in (60, 700, 3000)), bits)
-    generator = torch.Generator().manual_seed(bits)
-    message, _ = pack(layout, 0, 0, parts_of(layout, generator, zeros=False))
-    refused = 0
-    for _ in range(400):
-        at = int(torch.randint(HEADER_BYTES, layout.nbytes, (), generator=generator))
-        damaged = message.clone()
-        damaged[at] = torch.randint(0, 256, (), generator=generator)
-        fast = numba_body.decode_slots(layout.slot_table, damaged.numpy(), bits)
-        try:
-            slow = list(message_module._decoded(layout, damaged))
-        except PayloadCorrupt:
-            assert fast is None
-            refused += 1
-        else:
-            assert fast is not None
-            assert [i.tolist() for i, _ in fast] == [i.tolist() for i, _ in slow]
-            assert all(same_bits(a, b) for (_, a), (_, b) in zip(fast, slow, strict=True))
-    assert refused > 20
 
 
 def test_autograd_hears_of_what_it_cannot_see():

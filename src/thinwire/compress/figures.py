@@ -1,7 +1,7 @@
 """Properties that follow from the numbers of a config.
 
-They are: the tensors that it compresses, the fraction that it leaves out, the length of its
-messages, and the compiled loops that it calls. A field that a config lacks has no effect: without
+They are: the tensors that it compresses, the fraction that it leaves out, and the length of its
+messages. A field that a config lacks has no effect: without
 `sparsity` nothing is left out, without `decay` nothing decays.
 """
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from thinwire.compress.protocol import Config
-from thinwire.kernels.rules import LoopKind, Need, needs_of
 from thinwire.layout.message import Layout, WholeLayout, factor_numels
 from thinwire.layout.traffic import messages
 
@@ -85,18 +84,6 @@ def sent_bytes(
     if hasattr(config, "sparsity"):
         layout = Layout.of(numels, unsent_share(config, step - 1), bits)
     return messages(layout, config.exchange, sources).sent(source)
-
-
-def loops_of(config: Any, params: Iterable[Tensor], *, of_gradients: bool) -> frozenset[Need]:
-    """Return the compiled loops that it calls for these parameters."""
-    if not hasattr(config, "value_bits"):
-        return frozenset()
-    bits, compressed = config.value_bits, [param for param in params if config.compresses(param)]
-    if of_gradients:
-        state = torch.bfloat16 if config.state_dtype == "bfloat16" else None
-        return needs_of("sparse", compressed, state_dtype=state, value_bits=bits)
-    work: LoopKind = "changes" if hasattr(config, "sparsity") else "codes"
-    return needs_of(work, compressed, value_bits=bits)
 
 
 _log = logging.getLogger("thinwire")

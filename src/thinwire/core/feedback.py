@@ -19,7 +19,7 @@ al., 2015, arXiv 1502.02551, section 3. Differs: a counter-based hash instead of
 there is no generator to save, and the order of the work changes no bit.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -115,6 +115,26 @@ def commit_list_(
     """
     require_lengths(folds)
     for_device(folds[0].residual.device).commit_list_(folds, sent, seeds)
+
+
+def compile_loops(params: Iterable[Tensor], narrow: torch.dtype | None = None) -> None:
+    """Call the loops for these parameters once, so that no step waits for a compiler.
+
+    Args:
+        params: Any; those on a CPU count.
+        narrow: Type of the state where it is not that of the computation.
+    """
+    for dtype in {p.dtype for p in params if p.is_cpu and p.is_floating_point()}:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        state = torch.zeros(2, 1, dtype=narrow or wide, device="cpu")
+        grad = torch.ones(1, dtype=dtype, device="cpu")
+        fold = Fold(grad, state[0], state[1], 0.5, False)
+        part = propose_list([fold], [1])[0].indices, torch.ones(1, device="cpu")
+        commit_list_([fold], [part], [0])
+        step_along_list_([torch.ones(1, dtype=wide, device="cpu")], [[part]], [1.0], 1, [wide])
+        sum_sparse([part, part], wide)
+        store_(state[0], part[1], 0)
+        top_k(part[1].to(wide), 1)
 
 
 def rounding_seed(step: int, key: int) -> int:

@@ -1,10 +1,9 @@
 """The outer optimizer of local updates: the averaged change of the parameters is its gradient."""
 
-from collections.abc import Sequence
-
+import torch
 from torch import Tensor
 
-from thinwire.kernels import compiled_steps
+from thinwire.core.tensors import TensorList, cache_sized
 from thinwire.kernels.rules import OuterRule
 
 
@@ -37,9 +36,9 @@ def outer_step_(change: Tensor, buffer: Tensor | None, rule: OuterRule) -> Tenso
 
 
 def outer_list_(
-    anchors: Sequence[Tensor],
-    changes: Sequence[Tensor],
-    buffers: Sequence[Tensor] | None,
+    anchors: TensorList,
+    changes: TensorList,
+    buffers: TensorList | None,
     rule: OuterRule,
 ) -> None:
     """Take the outer step on each anchor, bit for bit as `outer_step_`.
@@ -48,11 +47,16 @@ def outer_list_(
 
     Changes `anchors` and `buffers`.
     """
-    if not anchors:
-        return
-    steps = compiled_steps(anchors, changes, buffers or ())
-    if steps is not None:
-        steps.outer_(anchors, changes, buffers, rule)
-        return
-    for i, (anchor, change) in enumerate(zip(anchors, changes, strict=True)):
-        anchor.sub_(outer_step_(change, buffers[i] if buffers else None, rule))
+    for part in cache_sized(anchors):
+        steps = changes[part]
+        if buffers is not None:
+            velocities = buffers[part]
+            torch._foreach_mul_(velocities, rule.momentum)
+            torch._foreach_add_(velocities, steps)
+            if rule.nesterov:
+                ahead = torch._foreach_mul(velocities, rule.momentum)
+                torch._foreach_add_(ahead, steps)
+            steps = ahead if rule.nesterov else velocities
+        if rule.lr != 1:
+            steps = torch._foreach_mul(steps, rule.lr)
+        torch._foreach_sub_(anchors[part], steps)

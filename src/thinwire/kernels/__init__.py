@@ -1,4 +1,4 @@
-"""Loops behind `core` and `wire`, in two bodies with one signature.
+"""Loops behind `core`, in two bodies with one signature.
 
 The bodies are numba for the CPU, and torch for every other device and where numba is missing. In
 the environment `THINWIRE_KERNELS=reference` forces torch. Both return the same bits, except for the
@@ -10,9 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Protocol, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.kernels import reference
@@ -20,7 +18,6 @@ from thinwire.kernels.rules import (
     Fold,
     LambRule,
     LarsRule,
-    OuterRule,
     has_address,
     require_lengths,
     share_memory,
@@ -30,7 +27,7 @@ from thinwire.kernels.rules import (
 class Kernels(Protocol):
     """Functions of every body.
 
-    `core.feedback` and `wire.codes` describe them and check the arguments.
+    `core.feedback` describes them and checks the arguments.
     """
 
     def top_k(self, values: Tensor, k: int) -> Tensor: ...
@@ -51,37 +48,7 @@ class Kernels(Protocol):
         sources: int,
     ) -> None: ...
 
-    def encode_slots(
-        self,
-        slots: NDArray[np.int64],
-        parts: Sequence[tuple[Tensor, Tensor]],
-        bits: int,
-        *,
-        spare: bool,
-        code: NDArray[np.uint8],
-    ) -> tuple[list[Tensor], int] | None: ...
-
-    def decode_slots(
-        self, slots: NDArray[np.int64], code: NDArray[np.uint8], bits: int
-    ) -> list[tuple[Tensor, Tensor]] | None: ...
-
     def store_(self, target: Tensor, values: Tensor, seed: int) -> None: ...
-
-    def count_nonzero(self, values: Tensor) -> int: ...
-
-    def is_ascending(self, indices: Tensor) -> bool: ...
-
-    def encode_positions(
-        self, indices: Tensor, low_bits: int, low_bytes: int, high_bytes: int
-    ) -> Tensor: ...
-
-    def decode_positions(
-        self, code: Tensor, k: int, low_bits: int, low_bytes: int
-    ) -> tuple[Tensor, int]: ...
-
-    def encode_values(self, values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]: ...
-
-    def decode_values(self, code: Tensor, count: int, bits: int) -> Tensor: ...
 
     def sum_sparse(
         self, indices: list[Tensor], values: list[Tensor], dtype: torch.dtype
@@ -117,8 +84,8 @@ def body_name(device: torch.device) -> str:
     return "reference" if for_device(device) is reference else "numba"
 
 
-class CompiledSteps(Protocol):
-    """Whole steps for lists of tensors, as in `core.lamb`, `core.lars` and `core.outer`."""
+class CompiledSteps(Kernels, Protocol):
+    """Whole steps for lists of tensors too, as in `core.lamb` and `core.lars`."""
 
     def lamb_(
         self,
@@ -136,14 +103,6 @@ class CompiledSteps(Protocol):
         velocities: Sequence[Tensor] | None,
         rule: LarsRule,
     ) -> Tensor: ...
-
-    def outer_(
-        self,
-        anchors: Sequence[Tensor],
-        changes: Sequence[Tensor],
-        buffers: Sequence[Tensor] | None,
-        rule: OuterRule,
-    ) -> None: ...
 
 
 def compiled_steps(*lists: Sequence[Tensor]) -> CompiledSteps | None:
@@ -168,13 +127,11 @@ def compiled_steps(*lists: Sequence[Tensor]) -> CompiledSteps | None:
     if not fit or share_memory(lists[0]) or for_device(lists[0][0].device) is reference:
         return None
     require_lengths(zip(*filter(None, lists), strict=True))
-    from thinwire.kernels.cpu import numba_steps
-
-    return cast("CompiledSteps", numba_steps)
+    return _numba_kernels()
 
 
 @functools.cache
-def _numba_kernels() -> Kernels | None:
+def _numba_kernels() -> CompiledSteps | None:
     """Return the numba body, or None without numba; the import takes half a second."""
     try:
         import numba
@@ -182,6 +139,6 @@ def _numba_kernels() -> Kernels | None:
         return None
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         return None
-    from thinwire.kernels.cpu import numba_body
+    from thinwire.kernels.cpu import body
 
-    return cast("Kernels", numba_body)
+    return cast("CompiledSteps", body)

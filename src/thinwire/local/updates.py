@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -20,15 +21,17 @@ from thinwire.comm import Regrouped, long_waits_logged, own_deadlines
 from thinwire.comm.private import forget_ended
 from thinwire.compress import COMPRESSIONS, compression_of, field_of
 from thinwire.compress.dgc import DGC
-from thinwire.compress.figures import loops_of, report_coverage, unsent_share
+from thinwire.compress.figures import report_coverage, unsent_share
 from thinwire.compress.low_rank import LowRank
+from thinwire.compress.sparse_change import Sparse
 from thinwire.core.arithmetic import arithmetic
+from thinwire.core.feedback import compile_loops
 from thinwire.core.provenance import PROVENANCE, Provenance, without_provenance
 from thinwire.core.stats import Pace, numbers, planned_row
 from thinwire.errors import PeerLost
 from thinwire.exchange.digest import DIGEST_EVERY
 from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
-from thinwire.kernels.rules import OuterRule, needs_of
+from thinwire.kernels.rules import OuterRule
 from thinwire.local import saving
 from thinwire.local.averager import Averager, Counters, OwnScale
 from thinwire.local.averaging import Averaging, PendingAveraging
@@ -245,8 +248,8 @@ class LocalUpdates:
         dense = self.config.node_size is None and self._changes is None
         separate = ranks.mesh is None and (dense or self.config.by_time)
         sources = group if separate else ranks.sources(self.config.node_size)
-        loops = loops_of(self._changes, self._compressed, of_gradients=False)
-        ranks.compile(loops | needs_of("outer", list(self._tensors.params.values())))
+        if isinstance(self._changes, Sparse | DGC):
+            ranks.compile(partial(compile_loops, self._compressed))
         self._tensors.copy_from_first(group)
         outer = OuterRule(
             self.config.outer_lr, self.config.outer_momentum, self.config.outer_nesterov

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
 from thinwire.compress.dgc import DGC
+from thinwire.core.feedback import compile_loops
 from thinwire.core.gradients import ClipByNorm, Regularizer
 from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of, without_provenance
 from thinwire.core.sharded import require_shards, shard_of, sharded_like
@@ -21,11 +22,9 @@ from thinwire.core.stats import numbers
 from thinwire.exchange.digest import DIGEST_EVERY
 from thinwire.exchange.round import Round
 from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
-from thinwire.kernels.rules import Need, needs_of
 from thinwire.optim.attached import Attached
 from thinwire.optim.dgc_settings import OF_DGC, DGCSettings, wide_dtype
 from thinwire.optim.dgc_synchronizer import DGCSynchronizer, DGCUpdate
-from thinwire.optim.layerwise import begin_compiling
 from thinwire.optim.pairs import ParamGrad
 from thinwire.optim.saving import of_params
 from thinwire.schedules import Schedule
@@ -210,7 +209,6 @@ class DGCMomentum(DGCSettings):
         self._close()
         if mesh is not None:
             require_shards(self.synchronizer.params, mesh["shard"])
-        begin_compiling(self)
 
     @property
     def synchronizer(self) -> DGCSynchronizer:
@@ -220,12 +218,10 @@ class DGCMomentum(DGCSettings):
             self._update_from = DGCUpdate(self, self._synchronizer)
         return self._synchronizer
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        """Compiled loops that the exchange calls."""
+    def compile_loops(self) -> None:
+        """Compile what the exchange calls."""
         params = [shard_of(p) for p in self.synchronizer.params.values() if self.compresses(p)]
-        state = torch.bfloat16 if self.state_dtype == "bfloat16" else None
-        return needs_of("sparse", params, state_dtype=state, value_bits=self.value_bits)
+        compile_loops(params, torch.bfloat16 if self.state_dtype == "bfloat16" else None)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in the base class. The next step compares settings and parameters."""

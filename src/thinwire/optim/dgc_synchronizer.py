@@ -203,7 +203,7 @@ class DGCSynchronizer:
         ranks.compare(facts, "comparing settings and parameters")
         if problem is not None:
             raise problem
-        ranks.compile(optimizer.needs)
+        ranks.compile(optimizer.compile_loops)
         if not self._names_of_engine:  # an engine reports it in `prepare`
             self._report_coverage()
         self.compressor = DGCCompressor(

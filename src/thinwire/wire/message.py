@@ -11,29 +11,30 @@ bits, without positions, flag and count of entries.
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 
 from thinwire.errors import PayloadCorrupt
-from thinwire.kernels import for_device
 from thinwire.layout.message import (
     CULPRIT,
     HEADER,
     HEADER_BYTES,
     Layout,
-    Slot,
     WholeLayout,
-    position_bytes,
-    value_bytes,
     whole_bytes,
 )
-from thinwire.wire.codes import decode_positions, decode_values, encode_positions, encode_values
+from thinwire.wire.codes import (
+    SPARE,
+    decode_positions,
+    decode_values,
+    encode_positions,
+    encode_values,
+)
 from thinwire.wire.whole import encode_whole, scale_bytes
 
 WIRE_VERSION = 2
@@ -85,23 +86,25 @@ def pack(
     >>> unpack(layout, message, step=0, bucket=0, source=1).parts[0][0]
     tensor([  3, 500])
     """
-    if parts:
-        raw = np.zeros(layout.nbytes, np.uint8)
-        coded = for_device(parts[0][1].device).encode_slots(
-            layout.slot_table, parts, layout.value_bits, spare=bool(layout.part), code=raw
-        )
-        if coded is not None:
-            return torch.from_numpy(_stamped(raw, layout, step, bucket, carried=coded[1])), coded[0]
-    codes: list[Tensor] = []
-    all_sent: list[Tensor] = []
-    carried = 0
-    for slot, (indices, values) in zip(layout.slots, parts, strict=True):
-        slot_codes, sent, count = _encoded(slot, layout, indices, values)
-        codes += slot_codes
-        all_sent.append(sent)
-        carried += count
-    payload = codes or [torch.zeros(CULPRIT.size, dtype=torch.uint8, device="cpu")]
-    return with_checksum(layout, step, bucket, payload, carried=carried), all_sent
+    raw = np.zeros(layout.nbytes + SPARE, np.uint8)
+    if not parts:
+        return torch.from_numpy(_stamped(raw[:-SPARE], layout, step, bucket)), []
+    sizes, device = [values.numel() for _, values in parts], parts[0][1].device
+    joined, entries = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
+    wide = entries if entries.dtype == torch.float64 else entries.float()
+    indices, values = joined.numpy(), wide.numpy()
+    table, kept = layout.slot_table, values != 0
+    slots = np.repeat(np.arange(len(table)), sizes)
+    counts = np.bincount(slots[kept], minlength=len(table))
+    encode_positions(raw, table, counts, indices[kept])
+    # spare room of a part does not count
+    over = counts if layout.part else table[:, 1]
+    sent = np.zeros(len(values), np.float32)
+    sent[kept] = encode_values(raw, table, counts, values[kept], layout.value_bits, over)
+    carried = int(counts.sum())
+    message = torch.from_numpy(_stamped(raw[:-SPARE], layout, step, bucket, carried=carried))
+    all_sent = torch.from_numpy(sent).to(device)
+    return message.to(device), list(torch.split(all_sent, sizes))
 
 
 def pack_nonfinite(layout: Layout, step: int, bucket: int, culprit: int) -> Tensor:
@@ -187,50 +190,20 @@ def opened(form: Form, message: Tensor, step: int, bucket: int) -> tuple[memoryv
     return raw, flags, carried
 
 
-def _encoded(
-    slot: Slot, layout: Layout, indices: Tensor, values: Tensor
-) -> tuple[list[Tensor], Tensor, int]:
-    """Return codes of positions and values, the decoded values, and the number of entries."""
-    if for_device(values.device).count_nonzero(values) == values.numel():
-        code, sent = encode_values(
-            values, layout.value_bits, max(1, values.numel()) if layout.part else slot.k
-        )
-        code = pad(code, (0, value_bytes(slot.k, layout.value_bits) - code.numel()))
-        return [encode_positions(indices, slot.numel, slot.k), code], sent, sent.numel()
-    nonzero = values != 0
-    codes, carried_sent, carried = _encoded(slot, layout, indices[nonzero], values[nonzero])
-    return (
-        codes,
-        torch.zeros_like(values, dtype=torch.float32).masked_scatter_(nonzero, carried_sent),
-        carried,
-    )
-
-
 def _unpack(layout: Layout, message: Tensor, step: int, bucket: int) -> Unpacked:
     raw, flags, carried = opened(layout, message, step, bucket)
     if flags == _FLAG_NONFINITE:
         return Unpacked(CULPRIT.unpack(raw[HEADER_BYTES : HEADER_BYTES + CULPRIT.size])[0], [])
     _expect("flags", flags, 0)
-    parts = for_device(message.device).decode_slots(
-        layout.slot_table, np.frombuffer(raw, np.uint8), layout.value_bits
+    code = np.frombuffer(b"".join((raw, bytes(SPARE))), np.uint8)
+    indices, counts = decode_positions(code, layout.slot_table)
+    _expect("number of entries (k)", len(indices), carried)
+    values = decode_values(code, layout.slot_table, counts, layout.value_bits)
+    columns = (
+        torch.split(torch.from_numpy(column).to(message.device), counts.tolist())
+        for column in (indices, values)
     )
-    if parts is None:
-        parts = list(_decoded(layout, message))
-    _expect("number of entries (k)", sum(indices.numel() for indices, _ in parts), carried)
-    return Unpacked(None, parts)
-
-
-def _decoded(layout: Layout, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    at = HEADER_BYTES
-    for slot in layout.slots:
-        middle = at + position_bytes(slot.numel, slot.k)
-        end = middle + value_bytes(slot.k, layout.value_bits)
-        indices = decode_positions(message[at:middle], slot.numel, slot.k)
-        yield (
-            indices,
-            decode_values(message[middle:end], indices.numel(), layout.value_bits, slot.k),
-        )
-        at = end
+    return Unpacked(None, list(zip(*columns, strict=True)))
 
 
 def _expect(field: str, came: object, expected: object) -> None:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from thinwire.layout.message import SCALE_BYTES, SCALE_COUNT
-from thinwire.wire.codes import decode_values, encode_values
 
 _CHUNK = 1 << 16
 """Entries that stay in a core's cache between two passes; whole bytes at any number of bits."""
@@ -39,7 +38,7 @@ def encode_whole(values: Tensor, bits: int) -> Tensor:
     tensor([ 2.,  2., -3., -3.])
     """
     if bits > 4:
-        return encode_values(values, bits, values.numel())[0]
+        return _on_grid(values, bits)
     chunks = _chunks(values)
     negative = [chunk < 0 for chunk in chunks]
     if bits == 1:
@@ -58,7 +57,7 @@ def decode_whole(code: Tensor, numel: int, bits: int) -> Tensor:
     The same bits on every rank and device; finite if the scales are.
     """
     if bits > 4:
-        return decode_values(code, numel, bits, numel)
+        return _from_grid(code, bits)
     begin = scale_bytes(bits)
     scales = code[:begin].clone().view(torch.float32)  # a view must be aligned
     levels = scales * _ONE_BIT_SIGNS.to(code.device) if bits == 1 else torch.cat([scales, -scales])
@@ -164,6 +163,27 @@ def _fields(magnitudes: Tensor, negative: Tensor, levels: Tensor, bits: int) -> 
     for middle in _rounded_down(middles, magnitudes.dtype).unbind():
         found += magnitudes > middle
     return found
+
+
+def _on_grid(values: Tensor, bits: int) -> Tensor:
+    """Return the code on equidistant levels; at 8 and 16 bits a field is one or two bytes."""
+    magnitudes = values.double().abs().clamp_(max=_LARGEST)
+    scales = torch.stack(magnitudes.aminmax()).float()
+    low, high = scales.double().unbind()
+    top = (1 << (bits - 1)) - 1
+    span = torch.where(high > low, high - low, torch.inf)
+    levels = magnitudes.sub_(low).mul_(top).div_(span).sub_(0.5).ceil_().clamp_(0, top)
+    fields = levels.to(torch.int32) | ((values < 0).to(torch.int32) << (bits - 1))
+    narrow = fields.to(torch.uint8 if bits == 8 else torch.uint16)
+    return torch.cat([scales.view(torch.uint8), narrow.view(torch.uint8)])
+
+
+def _from_grid(code: Tensor, bits: int) -> Tensor:
+    begin, top = scale_bytes(bits), (1 << (bits - 1)) - 1
+    low, high = code[:begin].clone().view(torch.float32).double().unbind()
+    fields = code[begin:].clone().view(torch.uint8 if bits == 8 else torch.uint16).to(torch.int32)
+    magnitudes = ((fields & top).double().mul_((high - low) / top).add_(low)).float()
+    return torch.where(fields > top, -magnitudes, magnitudes)
 
 
 def _rounded_down(values: Tensor, dtype: torch.dtype) -> Tensor:
