@@ -164,6 +164,18 @@ class RanksLate(TimeoutError):
         self.printed = printed
 
 
+class RanksFailed(RuntimeError):
+    """A rank failed; the text is what those have printed that ended before they were killed.
+
+    Attributes:
+        printed: What each of them had printed.
+    """
+
+    def __init__(self, printed: list[str], failed: list[int]) -> None:
+        super().__init__("\n".join(printed[rank][-2000:] for rank in failed))
+        self.printed = printed
+
+
 def run_on_ranks(
     command: Sequence[str],
     count: int,
@@ -182,7 +194,7 @@ def run_on_ranks(
         paths: Folders that Python imports from, before those of the environment.
 
     Raises:
-        RuntimeError: A rank failed; the text is what all have printed.
+        RanksFailed: A rank failed.
         RanksLate: The ranks took longer than `limit_s`.
     """
     ranks: list[subprocess.Popen[bytes]] = []
@@ -206,8 +218,8 @@ def run_on_ranks(
         printed = [file.read_text() for file in files]
     if late:
         raise RanksLate(limit_s, printed)
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError("\n".join(printed))
+    if failed := [rank for rank, code in enumerate(codes) if code]:
+        raise RanksFailed(printed, failed)
     return printed
 
 

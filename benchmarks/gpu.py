@@ -28,7 +28,14 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "src"))  # thinwire need not be installed
 
-from benchmarks.common import RanksLate, bare_parser, markdown, run_on_ranks, save  # noqa: E402
+from benchmarks.common import (  # noqa: E402
+    RanksFailed,
+    RanksLate,
+    bare_parser,
+    markdown,
+    run_on_ranks,
+    save,
+)
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 PARTS = ("kernels", "strategies", "steps", "waits", "law")
@@ -82,16 +89,19 @@ def on_ranks(part: str, device: str, limit_s: float) -> dict[str, Any]:
     """What rank 0 of a part found; all ranks are ended where one fails or the limit is over."""
     options = SIZE[device] if part == "steps" else ()
     command = [sys.executable, "-m", "benchmarks.gpu_run", part, device, *options]
+    reason = ""
     try:
         printed = run_on_ranks(command, RANKS, limit_s, paths=[ROOT / "src", ROOT])
     except RanksLate as late:
         printed = late.printed
-    except RuntimeError as error:
-        raise PartFailed(str(error)[-2000:]) from error
+    except RanksFailed as failed:
+        printed, reason = failed.printed, str(failed)
     lines = [line for line in printed[0].splitlines() if line.startswith('{"')]
     if not lines:
-        raise PartFailed(_nothing(limit_s))
+        raise PartFailed(reason or _nothing(limit_s))
     found: dict[str, Any] = {"ended": False, **json.loads(lines[-1])}
+    if reason:
+        return {**found, "passed": False, "printed": reason}
     found["passed"] = all(row.get("passed", True) for row in found["rows"]) and all(
         check in ("passed", "needs a GPU") for check in found.get("checks", {}).values()
     )

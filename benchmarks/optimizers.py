@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.common import Work, interleaved_ms, parser_for, save, summary, surroundings
 from thinwire import optim
-from thinwire.core.outer import outer_list_, outer_step_
+from thinwire.core.outer import outer_step_
 from thinwire.kernels.rules import OuterRule
 
 FLOOR_WORDS = {"LAMB": 10, "LARS": 10, "outer SGD": 5}
@@ -136,12 +136,12 @@ def outer_steps(shapes: list[tuple[int, ...]], changes: list[Tensor]) -> dict[st
     rule = OuterRule(lr=0.7, momentum=0.9, nesterov=True)
     buffers = {
         contender: [[torch.zeros(shape) for shape in shapes] for _ in range(2)]
-        for contender in ("ours", "eager", "torch SGD")
+        for contender in ("ours", "torch SGD")
     }
 
-    def eager() -> None:
+    def ours() -> None:
         for anchor, change, buffer in zip(
-            buffers["eager"][0], changes, buffers["eager"][1], strict=True
+            buffers["ours"][0], changes, buffers["ours"][1], strict=True
         ):
             anchor.sub_(outer_step_(change, buffer, rule))
 
@@ -150,8 +150,7 @@ def outer_steps(shapes: list[tuple[int, ...]], changes: list[Tensor]) -> dict[st
         param.grad = change
     sgd = torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True, fused=True)
     return {
-        "ours": lambda: outer_list_(buffers["ours"][0], changes, buffers["ours"][1], rule),
-        "eager": eager,
+        "ours": ours,
         "torch SGD, fused": sgd.step,
     }
 

@@ -26,6 +26,7 @@ import thinwire.__main__
 from benchmarks.common import json_lines
 from benchmarks.evidence import NAMES, Cell, as_it_is, measured
 from thinwire.tools.planning.grid import LEFT_OUT
+from thinwire.tools.planning.plan import Plan
 
 RATES = ("10mbit", "20mbit", "100mbit", "1gbit")
 LATENCIES = ("0ms", "20ms", "100ms")
@@ -57,7 +58,7 @@ def probed(workers: int, rate: str, latency: str, folder: Path) -> dict[str, Any
     return found
 
 
-def predicted(probe: Mapping[str, Any]) -> tw.Plan:
+def predicted(probe: Mapping[str, Any]) -> Plan:
     """Return the plan of a probe."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "probe.json"

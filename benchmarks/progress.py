@@ -137,8 +137,7 @@ def _share(own: Curve, dense: Curve) -> float:
 
 
 def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    compression = options.get("compression") or {}
-    own = compression.get("quantized", compression)
+    own: Mapping[str, Any] = next(iter((options.get("compression") or {}).values()), {})
     found: dict[str, Any] = {"k_steps": options.get("k_steps", 1)}
     if "sparsity" in own:
         found["sent"] = round(1 - own["sparsity"], 6)

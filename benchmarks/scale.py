@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import parser_for, save, surroundings
+from benchmarks.simulation import Entries, Method, Whole, simulate
+from benchmarks.simulation_lines import Lines, homes, sites, switch
 from thinwire.tools.planning.work import matrices
-from thinwire.tools.simulation.lines import Lines, homes, sites, switch
-from thinwire.tools.simulation.run import Entries, Method, Whole, simulate
 
 PARAMS, STEP_S, K_STEPS = 124_000_000, 0.35, 32
 SITES, NODE_SIZE = 100, 10

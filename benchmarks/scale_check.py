@@ -27,10 +27,10 @@ import torch.distributed as dist
 
 import thinwire as tw
 from benchmarks.common import markdown, parser_for, save, surroundings
+from benchmarks.simulation import Entries, Method, Whole, simulate
+from benchmarks.simulation_lines import switch
 from thinwire.tools.network.enter import enter_network
 from thinwire.tools.network.netns import Link, Network, inside, network, tbf_settings
-from thinwire.tools.simulation.lines import switch
-from thinwire.tools.simulation.run import Entries, Method, Whole, simulate
 
 SHAPES = ((250, 1000),) * 4
 NUMELS = (250_000,) * 4

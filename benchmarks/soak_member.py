@@ -161,7 +161,7 @@ class _Member:
         ) as members:
             self._members = members
             signal.signal(signal.SIGUSR1, lambda *_: members.leave())
-            self._tell("joined", id=members.id, joiner=members.joiner)
+            self._tell("joined", id=members.id, joiner=members._joiner)
             config = CONFIGS[part.config]
             with tw.local_sgd(me.net, me.optimizer, config, members=members) as sync:
                 self._tell("entered", id=members.id, step=sync.step)
@@ -180,7 +180,7 @@ class _Member:
         about, self._committed = self._committed, None
         if about is not None:
             assert self._members is not None, "joined"
-            gives = self._members.has_joiners
+            gives = self._members._has_joiners
             loss = sum(self._losses) / max(1, len(self._losses))
             self._losses.clear()
             self._tell("averaged", **about, loss=loss, gives=gives, **resources())
@@ -200,7 +200,7 @@ class _Member:
             commit(averaging, pending, *others)
             assert self._members is not None, "joined"
             about = {"step": pending.step, "digest": digest(averaging, self._me.net)}
-            if self._members.joiner:
+            if self._members._joiner:
                 self._tell("received", **about)
                 return
             # the generation of the exchange, which may have been left since

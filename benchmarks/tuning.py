@@ -44,7 +44,7 @@ class Run:
 
 
 def sparse(k_steps: int, sparsity: float) -> dict[str, Any]:
-    return {"k_steps": k_steps, "compression": {"sparsity": sparsity, "value_bits": 2}}
+    return {"k_steps": k_steps, "compression": {"sparse": {"sparsity": sparsity, "value_bits": 2}}}
 
 
 def diloco(k_steps: int, outer_lr: float, outer_momentum: float) -> dict[str, Any]:

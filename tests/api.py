@@ -60,7 +60,7 @@ _NAMES = {
     "thinwire.core.lars": "lars_ lars_list_",
     "thinwire.core.loss_scale": "any_non_finite initial_scale next_scale",
     "thinwire.core.norms": "global_norm norm trust_ratio",
-    "thinwire.core.outer": "outer_list_ outer_step_",
+    "thinwire.core.outer": "outer_step_",
     "thinwire.core.stats": "Pace planned_row",
     "thinwire.core.tensors": "with_own_storage narrowed",
     "thinwire.exchange": "ranks=synchronizer",
@@ -151,7 +151,7 @@ _NAMES = {
     "thinwire.tools.planning.methods": "MOST_PARAMS cost_by_number cost_of grown member_exchanges",
     "thinwire.tools.planning.network": "FRAMES crowding network_Network=Network reduce_pairs",
     "thinwire.tools.planning.command": "plan_page=render",
-    "thinwire.tools.planning.plan": "members_text",
+    "thinwire.tools.planning.plan": "Plan members_text",
     "thinwire.tools.planning.work": "Probe matrices work_Work=Workload",
     "thinwire.tools.report.page": "Axis PALETTE bytes_text loss_text sample",
     "thinwire.tools.report.progress": "Bar Display",
@@ -170,15 +170,14 @@ _NAMES = {
     "thinwire.tools.run.task": "TaskError called work_of",
     "thinwire.tools.run.text": "Corpus read_digits read_folder read_standard_library",
     "thinwire.tools.run.trainers": "DDPTrainer Prepared Setup build_trainer",
-    "thinwire.tools.simulation.lines": (
+    "benchmarks.simulation_lines": (
         "Broadcast Deal Gather Jitter Lines Reduce finished homes sites switch Vote"
     ),
-    "thinwire.tools.simulation.run": "Entries Method Trouble Whole dense_sum simulate",
+    "benchmarks.simulation": "Entries Method Trouble Whole dense_sum simulate",
     "thinwire.wire": "codes message",
     "thinwire.wire.message": (
         "message_pack=pack message_unpack=unpack pack_nonfinite pack_whole unpack_whole"
     ),
-    "thinwire.wire.whole": "decode_whole",
 }
 """By module its names, or `name here=name there` where two modules have the same."""
 _HOMES = {

@@ -101,14 +101,15 @@ class Pool:
             self.close()  # the next test starts from fresh processes
         results = [a[0] if isinstance(a, tuple) else a for a in results]
         late = [r for r, a in broken.items() if a is None]
-        if late and not expect_errors:
-            raise TimeoutError(f"ranks {late} of {count} did not answer within {timeout_s} s")
         if broken and not expect_errors:
             texts = [
-                f"rank {r}: {a.traceback if isinstance(a, Raised) else a}"
+                f"rank {r}: {a.traceback if isinstance(a, Raised) else a or 'no answer'}"
                 for r, a in broken.items()
             ]
-            raise AssertionError("\n".join(texts))
+            where = f"ranks {late} of {count} did not answer within {timeout_s} s"
+            raise (TimeoutError if late else AssertionError)(
+                "\n".join([where] * bool(late) + texts)
+            )
         return results
 
     def raise_alike(

@@ -137,7 +137,7 @@ def overflow_on_one_rank(
     }
 
 
-@pytest.mark.fault
+@pytest.mark.fault("an overflow under a loss scale")
 @pytest.mark.parametrize("name", ["SGD", "Lamb", "DGCMomentum"])
 def test_an_overflow_on_one_rank_drops_the_step_on_all(ranks: Pool, name: str) -> None:
     answers = ranks.run(overflow_on_one_rank, name, DynamicLossScale(64.0, 2.0, 2), size=3)
@@ -161,7 +161,7 @@ def endless_overflow(rank: int, size: int) -> tuple[int, Tensor]:
     raise AssertionError("it never gave up")
 
 
-@pytest.mark.fault
+@pytest.mark.fault("overflow in every step")
 def test_endless_overflow_is_an_error_on_every_rank(ranks: Pool) -> None:
     for done, grad in ranks.run(endless_overflow):
         assert done == 1000

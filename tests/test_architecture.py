@@ -75,8 +75,6 @@ TOOLS = {
     "report": {"run"},
     "compare": {"app", "network", "run", "report"},
     "planning": {"app", "network", "run", "report", "compare"},
-    # steps of many ranks, on the network of the plan
-    "simulation": {"planning"},
     # looks at what is between machines before anything of the library is made
     "doctor": set(),
 }
@@ -134,7 +132,7 @@ def test_imports_point_down(path: Path) -> None:
 @pytest.mark.parametrize(
     "path", [path for path in FILES if room(path) == "tools"], ids=lambda path: str(path.name)
 )
-def test_tools_import_what_users_import(path: Path) -> None:
+def test_tools_import_public_names(path: Path) -> None:
     """And arithmetic of messages, and the small modules that have no room of their own."""
     names = {name for name in imported(path) if name.split(".")[0] not in BASE | {"layout"}}
     tools = {name.split(".")[1] for name in names if name.startswith("tools.")}
@@ -167,12 +165,12 @@ def test_only_optimizers_that_exchange_import_an_exchange(path: Path) -> None:
         assert "exchange" not in {name.split(".")[0] for name in imported(path)}
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_modules_import_one_another_in_a_circle() -> None:
     """Inside packages too; what is only needed for types is there at run time as well."""
     assert circles() == []
 
 
-def test_all_names_what_there_is() -> None:
+def test_all_names_exist() -> None:
     assert set(thinwire.__all__) == {"__version__", *thinwire._MODULES, *thinwire._HOMES}
     for_types = ast.parse(Path(str(thinwire.__file__)).read_text(encoding="utf-8"))
     named = [

@@ -50,7 +50,7 @@ def test_every_benchmark_has_its_section_and_every_limit_its_benchmark() -> None
     assert {limit.benchmark for limit in LIMITS} <= set(SUITE)
 
 
-def test_the_pages_are_those_that_the_figures_make() -> None:
+def test_pages_are_made_from_figures() -> None:
     results = report.read(report.RESULTS)
     assert report.TABLE.read_text(encoding="utf-8") == report.limits_table(results) + "\n", (
         "run: make bench"
@@ -60,7 +60,7 @@ def test_the_pages_are_those_that_the_figures_make() -> None:
     )
 
 
-def test_quick_figures_do_not_overwrite_those_that_count() -> None:
+def test_quick_figures_do_not_overwrite_full_ones() -> None:
     done = ran([*BENCHMARKS, "--quick"], cwd=ROOT)
     assert done.returncode == 2
     assert "name another --folder" in done.stderr

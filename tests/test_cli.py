@@ -260,7 +260,7 @@ def test_a_file_that_is_no_strategy_is_one_short_line(
         ("compare --strategies adam", None),
     ],
 )
-def test_only_what_is_near_is_suggested(
+def test_only_near_words_are_suggested(
     arguments: str, meant: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = fails(capsys, *arguments.split())
@@ -278,9 +278,7 @@ def test_a_strategy_file_that_cannot_be_read_is_one_line(
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_explain_prints_what_the_strategy_explains(
-    quiet: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_prints_the_strategys_text(quiet: bool, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(__file__).parent.parent / "examples" / "strategies" / "dgc_merged.yaml"
     expected = "" if quiet else f"{tw.DistributedStrategy.load(path).explain()}\n"
     capsys.readouterr()

@@ -22,7 +22,6 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 LINKED = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
     ROOT / "benchmarks" / "README.md",
-    ROOT / "tests" / "faults" / "outcomes.md",
     *PAGES,
 ]
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -16,7 +16,7 @@ NAMES = {
     *("seal", "serve", "spoiled", "taker", "those", "told", "turn", "turns", "what", "who"),
     *("whose",),
 }
-"""Words that no name of the package contains: each has a term of the field."""
+"""Words that no name of the package and no name of a test contains: each has a better term."""
 PROSE = re.compile(
     r"\b(couriers?|keepers?|givers?|heirs?|newcomers?|goers?|misuse|likeness|signs of life"
     r"|leave it away|said twice|mend(s|ed|ing)?|spoil(s|ed|t|ing)?)\b",
@@ -58,6 +58,10 @@ def dialect() -> list[str]:
     for path, tree in sources().items():
         for line, name in [(1, path.stem), *_names(tree)]:
             if NAMES & {part.lower() for part in re.findall(r"[A-Z]?[a-z]+", name)}:
+                found.append(f"{path.relative_to(ROOT)}:{line}: the name {name}")
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for line, name in _names(ast.parse(path.read_text(encoding="utf-8"))):
+            if name.startswith("test_") and NAMES & set(name.split("_")):
                 found.append(f"{path.relative_to(ROOT)}:{line}: the name {name}")
     texts = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
     for folder in ("docs", "examples", "src"):

@@ -76,7 +76,7 @@ def test_few_lines_are_new(name: str) -> None:
     assert 0 < len([line for line in new if not line.startswith("#")]) <= 8
 
 
-def test_the_page_shows_what_changes_in_the_files() -> None:
+def test_page_shows_the_changes_in_the_files() -> None:
     """python -m tests.gpt_changes writes it there."""
     page = PAGE.read_text(encoding="utf-8")
     assert page == written(page)

@@ -45,7 +45,7 @@ def test_every_dependency_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("package", [name for name, _ in needed()])
-def test_the_licence_is_what_the_package_says(package: str) -> None:
+def test_licence_equals_the_packages(package: str) -> None:
     try:
         version = metadata.version(package).partition("+")[0]
     except metadata.PackageNotFoundError:

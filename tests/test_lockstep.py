@@ -89,6 +89,6 @@ def test_a_rank_that_fails_ends_all() -> None:
     assert several.run(lambda rank: rank) == [0, 1, 2]
 
 
-def test_what_cannot_be_done_in_one_process_is_refused() -> None:
+def test_lockstep_of_unsupported_settings_is_refused() -> None:
     with pytest.raises(ValueError, match="delay=1"):
         LocalRanks([made()[0]], tw.LocalSGD(4, delay=1))

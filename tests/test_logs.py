@@ -72,7 +72,7 @@ class Odd:
         return {"step": 3, "name": "dense", "rate": None, "on": True, "ratio": math.inf, "at": 0.5}
 
 
-def test_each_kind_of_writer_gets_the_same_numbers() -> None:
+def test_every_kind_of_writer_gets_the_same_numbers() -> None:
     engine = make_engine((), plain=True)
     for step in range(3):
         engine.train_step(*batch(step, 0))
@@ -91,7 +91,7 @@ def test_each_kind_of_writer_gets_the_same_numbers() -> None:
     assert tracked.lines == client.lines == bound.lines == scalars.lines
 
 
-def test_a_step_of_ones_own_and_what_is_no_number() -> None:
+def test_own_step_that_is_no_number_is_refused() -> None:
     run = Run()
     assert tw.log_stats(Odd(), run, step=70) == {
         "thinwire/step": 3,
@@ -101,7 +101,7 @@ def test_a_step_of_ones_own_and_what_is_no_number() -> None:
     assert [step for _, step in run.rows] == [70]
 
 
-def test_what_is_neither_source_nor_writer_is_refused() -> None:
+def test_object_neither_source_nor_writer_is_refused() -> None:
     with pytest.raises(TypeError, match=r"source must have stats\(\).* got a Linear"):
         tw.log_stats(torch.nn.Linear(1, 1), print)
     with pytest.raises(TypeError, match=r"writer must have add_scalar.* got a str"):

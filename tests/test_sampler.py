@@ -25,7 +25,7 @@ def epochs(rank: int, size: int, length: int, shuffle: bool) -> list[list[int]]:
 
 @pytest.mark.parametrize("length", [2, 12, 13])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_each_sample_of_an_epoch_is_seen_once(ranks: Pool, length: int, shuffle: bool) -> None:
+def test_every_sample_of_an_epoch_is_seen_once(ranks: Pool, length: int, shuffle: bool) -> None:
     found = ranks.run(epochs, length, shuffle, size=3)
     for each in zip(*found, strict=True):
         assert sorted(chain(*each)) == list(range(length))
@@ -121,7 +121,7 @@ def history(seed: int) -> None:
     start = tw.ShardedSampler(range(length), seed=seed).state_dict()
     sharers = [Sharer(length, seed) for _ in range(size)]
     for rank, each in enumerate(sharers):
-        each.sampler.start_as_joiner(start, rank, size)
+        each.sampler._start_as_joiner(start, rank, size)
     trained: Counter[int] = Counter()
     for _ in range(chance.randint(3, 12)):
         for each in sharers:
@@ -129,14 +129,14 @@ def history(seed: int) -> None:
         kept = [each for each in sharers if chance.random() < 0.8] or sharers[:1]
         for each in kept:
             trained.update(each.since)
-            each.since, each.report = [], each.sampler.taken
+            each.since, each.report = [], each.sampler._progress
         new = [Sharer(length, 0) for _ in range(chance.choice([0, 0, 1, 2]))]
         if kept != sharers or new:
             reports, now = [each.report for each in sharers], [*kept, *new]
             for rank, each in enumerate(kept):
-                each.sampler.redistribute(reports, rank, len(now))
+                each.sampler._redistribute(reports, rank, len(now))
             for rank, each in enumerate(new, len(kept)):
-                each.sampler.start_as_joiner(kept[0].sampler.state_dict(), rank, len(now))
+                each.sampler._start_as_joiner(kept[0].sampler.state_dict(), rank, len(now))
             for each in now:
                 each.samples, each.report = iter(each.sampler), None
             sharers = now
@@ -173,7 +173,7 @@ def member(rank: int, size: int, address: str) -> list[int]:
         return seen
 
 
-def test_members_share_what_one_that_leaves_has_not_taken(ranks: Pool) -> None:
+def test_members_share_samples_left_by_a_leaving_member(ranks: Pool) -> None:
     with meeting_place(None) as address:
         found = ranks.run(member, address, size=3, group=False)
     seen = Counter(chain(*found))
@@ -211,7 +211,7 @@ def test_members_that_share_batches_are_noticed(ranks: Pool) -> None:
             assert "same batches" in message and "ShardedSampler" in message
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_state_that_does_not_fit_is_refused() -> None:
     sampler = tw.ShardedSampler(range(10))
     state = sampler.state_dict()
     with pytest.raises(TypeError, match=r"data must be .* with a length"):

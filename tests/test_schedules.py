@@ -60,7 +60,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("table", "expected"), EXAMPLES)
-def test_printed_examples_hold(table: list[float], expected: list[float]) -> None:
+def test_printed_examples_are_kept(table: list[float], expected: list[float]) -> None:
     assert table == pytest.approx(expected, rel=1e-9)
 
 
@@ -259,7 +259,7 @@ def test_scheduled_lr_saves_its_count_and_not_the_schedule(tmp_path: object) -> 
     assert other.get_last_lr() == [0.5]
 
 
-def test_scheduled_lr_refuses_what_cannot_be() -> None:
+def test_scheduled_lr_impossible_arguments_are_refused() -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
     driven = optim.SGD([parameter], lr=Constant(0.1))
     with pytest.raises(ValueError, match="schedule of its own"):

@@ -151,7 +151,7 @@ def adapted(way: str, **options: Any) -> Trained:
 @pytest.mark.parametrize(
     "way", ["dgc", "dgc of SGD", "dgc, localsgd", "low_rank", "local", "alone"]
 )
-def test_adapters_too_small_to_be_compressed_are_told_with_what_to_set(way: str) -> None:
+def test_adapters_too_small_to_be_compressed_are_reported_with_a_remedy(way: str) -> None:
     told = r"compresses 0 of 12,288 trainable numbers \(0 %\).*min_numel=6144 .* compress 12,288"
     with pytest.warns(UserWarning, match=told):
         made = adapted(way)
@@ -164,7 +164,7 @@ def test_adapters_too_small_to_be_compressed_are_told_with_what_to_set(way: str)
     made.close()
 
 
-def test_where_no_smaller_tensor_helps_the_reason_is_told() -> None:
+def test_where_no_smaller_tensor_helps_the_reason_is_reported() -> None:
     with pytest.warns(UserWarning, match="0 of 12,288 .* because rank=8 is not below its smaller"):
         adapted("low_rank", rank=8).close()
 
@@ -208,7 +208,7 @@ def test_the_time_of_waiting_is_that_for_the_others(field: str, ranks: Pool) -> 
     assert got > 0
 
 
-def test_bytes_received_count_what_came(ranks: Pool) -> None:
+def test_bytes_received_count_arrivals(ranks: Pool) -> None:
     """Dense gradients as a whole, and agreements."""
     (stats, *_) = ranks.run(dense)
     whole = stats["bytes_dense"]
@@ -260,7 +260,7 @@ def logged(rank: int, size: int) -> list[tuple[str, str]]:
     return records
 
 
-def test_the_log_says_what_matters(ranks: Pool) -> None:
+def test_log_has_the_main_events(ranks: Pool) -> None:
     for records in ranks.run(logged):
         text = "\n".join(f"{level} {message}" for level, message in records)
         assert "INFO the engine is ready" in text

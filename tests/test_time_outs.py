@@ -24,7 +24,7 @@ def one_step(way: str, timeout: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_no_time_is_refused_by_name(way: str) -> None:
+def test_malformed_time_is_refused_by_name(way: str) -> None:
     for wrong in ("5", [5], True):
         with pytest.raises(TypeError, match="timeout, in seconds or as a timedelta,"):
             one_step(way, wrong)
@@ -126,7 +126,7 @@ def test_a_rank_that_says_that_it_is_busy_is_waited_for(
 
 @pytest.mark.slow
 @pytest.mark.fault
-def test_a_rank_is_waited_for_as_long_as_it_said_and_a_time_out_longer(ranks: Pool) -> None:
+def test_rank_is_waited_for_as_long_as_it_reported_and_a_time_out_longer(ranks: Pool) -> None:
     _, (waited, told) = ranks.run(rank_0_alone, "engine", 12.0, "too short", 3.0)
     assert 3.5 < waited < 6
     assert told.startswith("PeerStalled")

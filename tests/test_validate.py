@@ -18,7 +18,7 @@ def test_numbers_become_floats(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [3, np.int32(3), torch.tensor(3)])
-def test_integers_are_what_counts_as_one(value: Any) -> None:
+def test_integers_accept_integer_like_values(value: Any) -> None:
     assert tw.GradientMerge(value) == tw.GradientMerge(3)
 
 
@@ -28,7 +28,7 @@ def test_integers_are_what_counts_as_one(value: Any) -> None:
         (tw.FixedLossScale, [True, np.True_, "1", None, [1], 1j], TypeError, "must be a number"),
         (tw.FixedLossScale, [math.nan, math.inf, 10**400], ValueError, "must be a finite number"),
         (tw.FixedLossScale, [0.9, -1], ValueError, r"number >= 1 and <= 3.* got (0\.9|-1)"),
-        (tw.ClipByNorm, [0], ValueError, "> 0, got 0"),
+        (tw.optim.ClipByNorm, [0], ValueError, "> 0, got 0"),
         (tw.Sparse, [1, 2.0], ValueError, ">= 0 and < 1, got [12]"),
         (tw.GradientMerge, [True, 3.0, "3", None, torch.tensor([3])], TypeError, "an integer"),
         (tw.GradientMerge, [torch.tensor(3.0), torch.tensor(True)], TypeError, "an integer"),

@@ -1,7 +1,7 @@
 from tests.api import near, shown
 
 
-def test_letters_that_are_missing_too_many_others_or_swapped_count_one_each() -> None:
+def test_letters_missing_added_or_swapped_count_one() -> None:
     words = ["sparsity", "sparse", "step", "value_bits", "dense"]
     assert near("sparsty", words) == ["sparsity", "sparse"]
     assert near("sparssity", words) == ["sparsity"]
@@ -15,7 +15,7 @@ def test_a_whole_part_is_near_too() -> None:
     assert near("local", ["localsgd", "sparse-local"]) == ["sparse-local"]
 
 
-def test_what_differs_in_many_letters_is_not_near() -> None:
+def test_words_with_many_different_letters_are_not_near() -> None:
     assert near("lr", ["link", "latency"]) == []
     assert near("momentum", ["min_numel", "node_size"]) == []
     assert near("x" * 100_000, ["dense"]) == []

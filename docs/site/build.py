@@ -31,7 +31,6 @@ ELSEWHERE = {
     ROOT / "benchmarks" / "README.md": "benchmarks.md",
     ROOT / "benchmarks" / "performance.md": "performance.md",
     ROOT / "benchmarks" / "research.md": "research.md",
-    ROOT / "tests" / "faults" / "outcomes.md": "faults.md",
     EXAMPLES: "examples/index.md",
 }
 """Pages of the site whose source lies outside docs/."""

@@ -81,8 +81,8 @@ class ShardedSampler(Sampler[int]):
             check.instance("members", members, Members)
             if group is not None:
                 raise ValueError("group and members both say who shares the data: give one")
-            self._rank, self._ranks = members.rank_and_size
-            members.register_sampler(self)
+            self._rank, self._ranks = members._rank_and_size
+            members._register_sampler(self)
 
     @property
     def epoch(self) -> int:
@@ -108,7 +108,7 @@ class ShardedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         epoch = self._epoch
-        # read for each sample: `redistribute` may change epoch, rank and order between two
+        # read for each sample: `_redistribute` may change epoch, rank and order between two
         while epoch == self._epoch and self._next < len(self._left(epoch)):
             position = self._left(epoch)[self._next]
             self._taken += 1
@@ -141,11 +141,11 @@ class ShardedSampler(Sampler[int]):
         return ~position if position < 0 else self._order(epoch)[position]
 
     @property
-    def taken(self) -> Taken:
+    def _progress(self) -> Taken:
         """Return this rank's progress, for the other ranks."""
         return self._epoch, self._taken
 
-    def redistribute(self, taken: Sequence[Taken | None], rank: int, ranks: int) -> None:
+    def _redistribute(self, taken: Sequence[Taken | None], rank: int, ranks: int) -> None:
         """Distribute the remaining samples again.
 
         Args:
@@ -180,9 +180,9 @@ class ShardedSampler(Sampler[int]):
         """Return the progress of all ranks together, if they have taken equally many samples: plain
         values. Members may have taken any number; their progress is that at the last averaging.
         """
-        same: list[Taken | None] = [self.taken] * self._ranks
+        same: list[Taken | None] = [self._progress] * self._ranks
         epoch, left = self._remaining(
-            same if self._members is None else self._members.taken_of(self)
+            same if self._members is None else self._members._taken_of(self)
         )
         positions = [position for position in left if position >= 0]
         first = min(positions, default=self._length)
@@ -223,7 +223,7 @@ class ShardedSampler(Sampler[int]):
         self._orders = {}
         self._go_on(epoch, left)
 
-    def start_as_joiner(self, state: Mapping[str, Any], rank: int, ranks: int) -> None:
+    def _start_as_joiner(self, state: Mapping[str, Any], rank: int, ranks: int) -> None:
         """Begin as a new member, with the distribution of the others."""
         self.load_state_dict(state)
         self._rank, self._ranks = rank, ranks

@@ -44,7 +44,7 @@ def test_complex_numbers_have_a_mean_too() -> None:
 
 
 @pytest.mark.parametrize("count", range(1, 8))
-def test_what_is_equal_on_all_ranks_stays_bit_for_bit(count: int) -> None:
+def test_equal_values_on_all_ranks_stay_bit_for_bit(count: int) -> None:
     odd = torch.tensor([0x7F800001, 0x7FC12345, -0x80000000, 1], dtype=torch.int32).view(
         torch.float32
     )
@@ -109,7 +109,7 @@ def test_the_first_pattern_that_matches_counts() -> None:
     assert came == {"loss_scale": {"scale": 4.0}, "x": {"scale": 8.0}}
 
 
-def test_what_only_some_ranks_have() -> None:
+def test_gradients_of_some_ranks_only_are_an_error() -> None:
     one, three = torch.tensor([1.0]), torch.tensor([3.0])
     states = [
         {"moment": {}, "pending": {}},
@@ -168,7 +168,7 @@ def test_nothing_given_is_changed() -> None:
         ([{"a": 1}, {"a": "1"}], "a is int on one rank and str on another"),
     ],
 )
-def test_what_does_not_fit_together_is_named(states: list[Any], text: str) -> None:
+def test_facts_that_do_not_fit_together_are_named(states: list[Any], text: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         combine(states)
     assert text in str(caught.value) and "Load with the number of ranks that saved" in str(

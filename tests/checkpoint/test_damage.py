@@ -39,6 +39,7 @@ def require_named(root: Path, path: Path, file: str) -> None:
     raise AssertionError(f"damage in {file} was not found: {state}")
 
 
+@pytest.mark.fault("bits flipped, files cut or missing")
 @pytest.mark.slow
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     """More than 10 000 of them: every bit of every file, one after the other."""
@@ -62,6 +63,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     assert load(tmp_path, group=GROUP).state["b"] == [1.5, "text"] * 20
 
 
+@pytest.mark.fault("bits flipped, files cut or missing")
 @pytest.mark.parametrize("file", FILES)
 def test_every_truncation_and_anything_added_is_found(tmp_path: Path, file: str) -> None:
     path = save(tmp_path, {"a": torch.arange(3.0), "b": 1}, step=1, group=GROUP, facts={})
@@ -103,6 +105,7 @@ def another_ones(target: Path) -> None:
     shutil.copy(target.parent.parent / "step_0000000001" / target.name, target)
 
 
+@pytest.mark.fault("bits flipped, files cut or missing")
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("harm", [removed, a_folder, a_link, a_pipe, a_giant, another_ones])
 def test_the_one_before_is_loaded_with_a_warning_that_names_the_file(
@@ -171,7 +174,8 @@ def rewritten(path: Path, **changes: Any) -> None:
     (path / "manifest.json").write_bytes(sealed({**content, **changes}))
 
 
-def test_a_newer_format_is_an_error_and_no_older_state_takes_its_place(tmp_path: Path) -> None:
+@pytest.mark.fault("another method, or a newer format")
+def test_newer_format_is_an_error_and_no_older_state_loads(tmp_path: Path) -> None:
     path = saved(tmp_path, 1, 2)
     rewritten(path, format=2)
     with pytest.raises(
@@ -184,6 +188,7 @@ def test_a_newer_format_is_an_error_and_no_older_state_takes_its_place(tmp_path:
 ENTRY = [1, "0" * 64]
 
 
+@pytest.mark.fault("hostile files")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -236,6 +241,7 @@ def plain(**changes: Any) -> bytes:
     ).encode()
 
 
+@pytest.mark.fault("hostile files")
 @pytest.mark.parametrize(
     "content",
     [
@@ -276,6 +282,7 @@ def test_a_hostile_tree_is_refused(tmp_path: Path, content: bytes) -> None:
         load(tmp_path, group=GROUP)
 
 
+@pytest.mark.fault("hostile files")
 @pytest.mark.parametrize(
     "content", [pickle.dumps(Bomb()), b"", b"\xff" * 64, b"\x02" + bytes(7) + b"{}"]
 )
@@ -286,7 +293,8 @@ def test_a_hostile_tensor_file_is_refused(tmp_path: Path, content: bytes) -> Non
         load(tmp_path, group=GROUP)
 
 
-def test_nothing_here_can_execute_what_it_reads() -> None:
+@pytest.mark.fault("hostile files")
+def test_loading_cannot_execute_a_file() -> None:
     folder = Path(thinwire.checkpoint.__file__).parent
     words = set()
     for path in folder.glob("*.py"):

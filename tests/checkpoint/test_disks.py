@@ -56,7 +56,7 @@ def can_mount() -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.fault
+@pytest.mark.fault("a full disk")
 @pytest.mark.skipif(not can_mount(), reason="needs a mount namespace: root, or user namespaces")
 def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
     script = 'mount -t tmpfs -o size=3m tmpfs "$1" && exec "$2" -c "$3" "$1"'
@@ -77,6 +77,7 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.fault("a directory that is read-only, vanishes or hangs")
 def test_a_directory_that_vanishes_during_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +115,7 @@ def test_an_older_checkpoint_that_cannot_be_deleted_is_no_error(
     ]
 
 
-def test_what_interrupted_saves_left_behind_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_interrupted_saves_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".step_0000000009.tmp-0123abcd").mkdir()
     (tmp_path / ".step_0000000009.tmp-0123abcd" / "rank_00000.json").touch()
     (tmp_path / ".rank_00003.token-0123abcd").touch()

@@ -83,7 +83,7 @@ def test_the_file_has_the_names_and_the_bits_of_the_state_dict(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["localsgd", "pipeline", "dgc"])
-def test_of_two_ranks_it_is_what_another_number_would_go_on_with(
+def test_state_of_two_ranks_equals_that_for_another_number(
     ranks: Pool, tmp_path: Path, name: str
 ) -> None:
     models = ranks.run(_trained_and_saved, name, str(tmp_path / "run"))
@@ -141,14 +141,14 @@ def test_a_file_that_is_there_stays_unless_it_may_be_replaced(tmp_path: Path) ->
     assert load_file(file).keys() == Tied().state_dict().keys()
 
 
-def test_what_is_no_tensor_is_named_and_left_out(tmp_path: Path) -> None:
+def test_value_not_a_tensor_is_named_and_left_out(tmp_path: Path) -> None:
     saved(tmp_path / "run", nn.Sequential(nn.Embedding(12, 4), WithMore(4, 12)))
     made = tw.checkpoint.export(tmp_path / "run", tmp_path / "model.safetensors")
     assert made.left_out == ("1._extra_state",)
     assert load_file(made.file).keys() == {"0.weight", "1.weight", "1.bias"}
 
 
-def test_what_safetensors_would_not_read_everywhere_is_refused(tmp_path: Path) -> None:
+def test_tensors_safetensors_cannot_read_everywhere_are_refused(tmp_path: Path) -> None:
     model = nn.Embedding(12, 12)
     model.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
     saved(tmp_path / "run", model)
@@ -156,7 +156,7 @@ def test_what_safetensors_would_not_read_everywhere_is_refused(tmp_path: Path) -
         tw.checkpoint.export(tmp_path / "run", tmp_path / "model.safetensors")
 
 
-def test_what_no_engine_has_saved_is_refused(tmp_path: Path) -> None:
+def test_file_not_saved_by_an_engine_is_refused(tmp_path: Path) -> None:
     from tests.api import Group, save
 
     save(tmp_path / "run", {"weight": torch.ones(2)}, step=1, group=Group(), facts={})
@@ -173,7 +173,7 @@ def command(*arguments: object) -> int:
     return stop.value.code
 
 
-def test_the_command_says_which_one_and_what_is_special(
+def test_command_names_the_device_and_its_particulars(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved(tmp_path / "run", Tied(), steps=2)

@@ -13,9 +13,10 @@ ROOT = Path(__file__).parents[2]
 OLD, NEW = 2, 7
 
 
-@pytest.mark.fault
+@pytest.mark.fault("SIGKILL at every operation of a save")
+@pytest.mark.fault("two saves at once")
 @pytest.mark.slow
-def test_what_loads_after_a_kill_is_the_old_or_the_new_state(tmp_path: Path) -> None:
+def test_state_after_a_kill_is_the_old_or_the_new_one(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.checkpoint.killing", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

@@ -24,7 +24,7 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-def test_a_link_to_a_checkpoint_elsewhere_goes_as_a_link(tmp_path: Path) -> None:
+def test_link_to_a_checkpoint_in_another_folder_goes_as_a_link(tmp_path: Path) -> None:
     """Somebody moved an old one to a larger disk and left a link in its place."""
     root, archive = tmp_path / "run", tmp_path / "archive"
     saved(root, 1, 2)
@@ -37,7 +37,7 @@ def test_a_link_to_a_checkpoint_elsewhere_goes_as_a_link(tmp_path: Path) -> None
     assert (archive / "manifest.json").exists(), "what a link leads to is not ours to delete"
 
 
-def test_a_link_among_leftovers_is_removed(tmp_path: Path) -> None:
+def test_link_between_leftovers_is_removed(tmp_path: Path) -> None:
     target = tmp_path / "elsewhere"
     target.mkdir()
     root = tmp_path / "run"
@@ -98,7 +98,7 @@ def test_a_save_that_stood_still_deletes_nothing_that_came_later(
 
 
 @pytest.mark.parametrize("file", ["rank_00000.safetensors", "rank_00000.json"])
-def test_no_checkpoint_is_named_that_lacks_what_was_written(
+def test_checkpoint_without_its_files_is_not_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
     """Another run in the same directory takes it for left behind, and removes it."""
@@ -117,7 +117,7 @@ def test_no_checkpoint_is_named_that_lacks_what_was_written(
     assert names(tmp_path) == ["step_0000000001"]
 
 
-def test_what_was_saved_last_loads_although_a_manifest_was_away_meanwhile(tmp_path: Path) -> None:
+def test_last_checkpoint_loads_after_its_manifest_was_away(tmp_path: Path) -> None:
     for trial in range(12):
         root = tmp_path / str(trial)
         saved(root, 1)
@@ -138,7 +138,7 @@ def test_a_clock_that_went_back_does_not_make_an_older_one_the_newest(
         assert load(tmp_path, group=GROUP).step == step
 
 
-def test_another_step_than_those_that_are_there_is_named_though_all_are_damaged(
+def test_missing_step_is_named_though_all_are_damaged(
     tmp_path: Path,
 ) -> None:
     """It must not pass for a directory without any, with which a run begins anew."""

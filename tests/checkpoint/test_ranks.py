@@ -75,7 +75,7 @@ def saves(rank: int, size: int, root: str, *steps: int) -> list[str]:
 
 
 @pytest.mark.parametrize("harm", ["a file is damaged", "it was never named on one machine"])
-def test_what_is_not_whole_on_all_machines_does_not_count_on_any(
+def test_checkpoint_not_whole_on_all_machines_counts_on_none(
     ranks: Pool, tmp_path: Path, harm: str
 ) -> None:
     root = str(tmp_path)
@@ -148,7 +148,7 @@ def go_on_after_a_step_back(rank: int, size: int, root: str) -> tuple[int, list[
     return loaded.step, sorted(path.name for path in directory.iterdir())
 
 
-def test_a_step_back_does_not_meet_what_was_left_ahead(ranks: Pool, tmp_path: Path) -> None:
+def test_step_back_does_not_meet_later_results(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(save_and_load, str(tmp_path), 2, size=2)
     shutil.rmtree(tmp_path / "machine1/step_0000000003")
     answers = ranks.run(go_on_after_a_step_back, str(tmp_path), size=2)
@@ -276,6 +276,7 @@ CAUSES = {
 }
 
 
+@pytest.mark.fault("a full disk")
 @pytest.mark.parametrize("where", BROKEN)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_failure_on_one_rank_is_an_error_on_all_and_training_goes_on(
@@ -332,6 +333,7 @@ def hung(rank: int, size: int, root: str, where: str) -> tuple[str, bool]:
     return text, same(load(directory, group=group).state, rank_state(rank, 3))
 
 
+@pytest.mark.fault("a directory that is read-only, vanishes or hangs")
 @pytest.mark.parametrize("where", ["fsync", "rename"])
 def test_a_disk_that_hangs_is_an_error_on_all_within_the_time_out(
     ranks: Pool, tmp_path: Path, where: str
@@ -342,7 +344,7 @@ def test_a_disk_that_hangs_is_an_error_on_all_within_the_time_out(
 
 
 @pytest.mark.slow
-def test_cleaning_up_on_a_disk_that_hangs_does_not_hold_a_save(ranks: Pool, tmp_path: Path) -> None:
+def test_cleaning_up_on_a_disk_that_hangs_does_not_have_a_save(ranks: Pool, tmp_path: Path) -> None:
     for text, good in ranks.run(hung, str(tmp_path), "unlink", size=2):
         assert good
         assert text == "saved" or "no progress" in text
@@ -365,7 +367,7 @@ def late_files(rank: int, size: int, root: str, blind: list[int]) -> None:
         ([0, 1], "did not see each other's files"),
     ],
 )
-def test_ranks_that_see_different_things_in_one_directory_are_told(
+def test_ranks_that_see_different_things_in_one_directory_are_reported(
     ranks: Pool, tmp_path: Path, blind: list[int], says: str
 ) -> None:
     answers = ranks.run(late_files, str(tmp_path), blind, size=2, expect_errors=True)

@@ -186,7 +186,7 @@ def test_any_reader_of_safetensors_can_read_the_tensors(tmp_path: Path) -> None:
         ({"a": torch.ones(2, device="meta")}, "state/a is a meta tensor"),
     ],
 )
-def test_what_a_checkpoint_cannot_hold_is_named(tmp_path: Path, state: Any, text: str) -> None:
+def test_state_a_checkpoint_cannot_store_is_named(tmp_path: Path, state: Any, text: str) -> None:
     with pytest.raises(
         CheckpointError, match=r"preparing a checkpoint failed on rank 0: TypeError: "
     ) as caught:

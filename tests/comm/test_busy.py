@@ -55,7 +55,7 @@ def fails(rank: int, size: int) -> None:
     while_busy(Group(), "working", work)
 
 
-def test_a_failure_of_any_kind_is_told_to_all(ranks: Pool) -> None:
+def test_failure_of_any_kind_is_reported_to_all(ranks: Pool) -> None:
     answers = ranks.run(fails, size=3, expect_errors=True)
     assert [a.text for a in answers] == ["working failed on rank 1: Stop: no more"] * 3
 
@@ -69,7 +69,7 @@ def elsewhere(rank: int, size: int) -> None:
     while_busy(Group(), f"work {rank}", lambda: None)
 
 
-def test_ranks_at_different_work_are_told(ranks: Pool) -> None:
+def test_ranks_at_different_work_are_reported(ranks: Pool) -> None:
     assert {a.type_name for a in ranks.run(elsewhere, expect_errors=True)} == {Mismatch.__name__}
 
 

@@ -34,7 +34,7 @@ def test_the_host_of_the_store_is_stopped(kind: str) -> None:
     assert all("The store of the process group does not answer either" in text for text in texts)
 
 
-@pytest.mark.fault
+@pytest.mark.fault("SIGSTOP for longer than the time-out")
 @pytest.mark.slow  # a time-out that a loaded machine keeps
 def test_another_rank_is_stopped() -> None:
     with trainees("votes", 3, TIMEOUT_S) as job:
@@ -84,7 +84,7 @@ def drop(namespace: int, addresses: Sequence[str]) -> None:
     inside(namespace, act)
 
 
-@pytest.mark.fault
+@pytest.mark.fault("a line is cut for good")
 @pytest.mark.slow  # a time-out that a loaded machine keeps
 @needs_netns
 @pytest.mark.parametrize(("cut", "victim"), [(lambda there, _: put(there, "down"), 0), (drop, 1)])
@@ -104,7 +104,7 @@ def test_the_network_of_a_rank_is_cut(
         assert "does not answer either" in texts[1]
 
 
-@pytest.mark.fault
+@pytest.mark.fault("survivors go on without a restart")
 @pytest.mark.slow  # a time-out that a loaded machine keeps
 @needs_netns
 @pytest.mark.parametrize("victim", [0, 1])

@@ -135,7 +135,7 @@ def user_collectives_interleave(rank: int, size: int) -> list[bytes]:
         lambda model, sgd: tw.optim.DGCMomentum(model.parameters(), 0.1, min_numel=1).step(),
     ],
 )
-def test_ranks_that_train_each_for_itself_are_warned(
+def test_ranks_that_train_every_for_itself_are_warned(
     set_up: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A script that forgot init_process_group."""
@@ -179,6 +179,7 @@ def test_a_process_of_a_launcher_is_warned_unless_it_is_alone(
     assert told is None or told in str(found[0].message)
 
 
+@pytest.mark.fault("collectives of the user in between")
 def test_user_collectives_do_not_meet_ours(ranks: Pool) -> None:
     assert ranks.run(user_collectives_interleave) == [[b"\x00", b"\x01"]] * 2
 
@@ -218,7 +219,7 @@ def die_or_gather(rank: int, size: int, how: int) -> None:
     group.gather_bytes(b"after", action="gathering messages")
 
 
-@pytest.mark.fault
+@pytest.mark.fault("SIGKILL in the middle of an exchange")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_killed_rank_is_lost_on_the_others(ranks: Pool, backend: str | None) -> None:
     answers = ranks.run(die_or_gather, signal.SIGKILL, size=3, expect_errors=True, backend=backend)
@@ -235,9 +236,9 @@ def die_or_join(rank: int, size: int, how: int) -> None:
     Group(timeout=LIMIT_S)
 
 
-@pytest.mark.fault
+@pytest.mark.fault("a rank comes too late")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_does_not_come_to_the_making_of_the_group_is_told_apart(
+def test_rank_that_does_not_come_to_the_making_of_the_group_is_distinguished(
     ranks: Pool, how: int
 ) -> None:
     answers = ranks.run(die_or_join, how, size=3, group_timeout_s=60, expect_errors=True)
@@ -264,7 +265,7 @@ def test_a_rank_that_dies_while_the_group_connects_is_lost(ranks: Pool) -> None:
     assert [answer.type_name for answer in answers] == ["PeerLost"] * 2
 
 
-@pytest.mark.fault
+@pytest.mark.fault("SIGSTOP for longer than the time-out")
 def test_a_stopped_rank_is_named_by_all_others(ranks: Pool) -> None:
     answers = ranks.run(
         die_or_gather, signal.SIGSTOP, size=3, group_timeout_s=60, expect_errors=True
@@ -299,12 +300,13 @@ def test_groups_over_the_same_ranks_share_one_that_is_released_at_exit(ranks: Po
 def timeouts_of(rank: int, size: int) -> tuple[float, float]:
     own, longer = Group(), Group(timeout=timedelta(minutes=10))
     assert own._shared is longer._shared
-    shorter = Group(timeout=LIMIT_S)
+    limit_s = 2 * LIMIT_S  # the last heartbeat of a rank may be five seconds old
+    shorter = Group(timeout=limit_s)
     own.gather_bytes(b"", action="warming up")
     if rank == 1:
         wait_for_word("over")
     else:
-        told = rf"rank 1 did not take part within {LIMIT_S:g} s: rank 1 was alive .* s ago, busy"
+        told = rf"rank 1 did not take part within {limit_s:g} s: rank 1 was alive .* s ago, busy"
         with pytest.raises(PeerStalled, match=f"{told} with other work .* after 'warming up'"):
             shorter.gather_bytes(b"", action="test")
         with pytest.raises(ThinwireError, match="was aborted"):
@@ -313,7 +315,7 @@ def timeouts_of(rank: int, size: int) -> tuple[float, float]:
     return own.timeout_s, longer.timeout_s
 
 
-@pytest.mark.fault
+@pytest.mark.fault("a rank comes too late")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_group_keeps_the_time_out_that_it_was_given(ranks: Pool, backend: str | None) -> None:
     """That of the process group is not cut down, and groups over the same ranks may have others."""

@@ -55,7 +55,7 @@ def test_over_ipv6_too() -> None:
 
 
 @pytest.mark.usefixtures("usual_time_out")
-def test_a_time_out_for_all_sockets_of_a_script_changes_none_of_those_that_are_there(
+def test_time_out_of_a_script_changes_no_existing_socket(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     for end in pair:
@@ -75,7 +75,7 @@ def test_one_that_is_shut_down_ends_for_both(pair: tuple[socket.socket, socket.s
     assert accepted.recv(1) == b""
 
 
-def test_connections_to_the_same_port_elsewhere_are_not_of_a_group() -> None:
+def test_connections_to_the_same_port_in_another_folder_are_not_of_a_group() -> None:
     with socket.create_server((ADDRESSES[0], 0)) as first:
         port = first.getsockname()[1]
         with (

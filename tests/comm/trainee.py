@@ -1,4 +1,4 @@
-"""A rank in a process of its own, over a TCPStore, that trains until something happens; for attacks
+"""A rank in a process of its own, over a TCPStore, that trains until something happens; for faults
 from outside.
 
 `python trainee.py KIND RANK SIZE ADDRESS PORT TIMEOUT_S` prints one JSON line when it trains and

@@ -44,13 +44,13 @@ def test_two_bits_of_one_weight_in_two_entries_do_not_cancel() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 4])
-def test_a_part_that_was_lost_or_belongs_elsewhere_is_damaged(count: int) -> None:
+def test_part_that_was_lost_or_belongs_in_another_folder_is_damaged(count: int) -> None:
     mine, earlier = with_checksum(torch.zeros(count), 3), with_checksum(torch.zeros(count), 2)
     rows = torch.stack([mine, torch.zeros_like(mine), earlier])
     assert checked_sum(rows, torch.float32, 3)[1].tolist() == [0, 1, 1]
 
 
-def test_what_is_gathered_stays_modest_with_many_ranks() -> None:
+def test_gathered_bytes_stay_modest_with_many_ranks() -> None:
     part = torch.zeros(4000)
     assert [travels_checksummed(part.nbytes, ranks) for ranks in (1, 2, 5, 6)] == [
         False,

@@ -89,7 +89,7 @@ def test_the_oracle_agrees_over_50_steps(ranks: Pool, size: int, width: int) -> 
                 torch.testing.assert_close(answer["errors"][name], kept, rtol=0, atol=1e-9)
 
 
-def test_the_bytes_are_those_of_the_formula(ranks: Pool) -> None:
+def test_bytes_equal_the_formula(ranks: Pool) -> None:
     """r (n + m) numbers per matrix and all of the rest, here of 8 bytes; what is dense and small
     has
     a checksum of 8 bytes, and the two agreements have 24 bytes each."""
@@ -160,7 +160,7 @@ def long_training(rank: int, size: int, steps: int, buckets: int) -> tuple[float
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("steps", "buckets"), [(500, 1), (100, 10)])
-def test_four_ranks_hold_the_same_bits_after_many_steps(
+def test_four_ranks_have_the_same_bits_after_many_steps(
     ranks: Pool, steps: int, buckets: int
 ) -> None:
     answers = ranks.run(long_training, steps, buckets, size=4, timeout_s=300)
@@ -313,7 +313,7 @@ def test_adam_and_muon_are_warned_of_once_and_on_rank_0(ranks: Pool) -> None:
     assert ranks.run(warned_with, {}) == [silent, silent]
 
 
-def test_conflicts_say_what_to_do() -> None:
+def test_conflicts_say_a_remedy() -> None:
     with pytest.raises(tw.StrategyError, match="remove dgc or low_rank"):
         tw.DistributedStrategy(low_rank=tw.LowRank(), dgc=tw.DGC())
     model = model_of()

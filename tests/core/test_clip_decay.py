@@ -30,7 +30,7 @@ def rows(*entries: tuple[int, list[float]]) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, values, (5, 2), check_invariants=True).coalesce()
 
 
-def test_each_clip_by_hand() -> None:
+def test_every_clip_by_hand() -> None:
     grads = [THREE_FOUR, torch.tensor([[0.0, 12.0]])]
     assert [g.tolist() for g in clipped(ClipByGlobalNorm(6.5), grads)] == [[1.5, 2.0], [[0.0, 6.0]]]
     assert [g.tolist() for g in clipped(ClipByNorm(6.0), grads)] == [[3.0, 4.0], [[0.0, 6.0]]]
@@ -148,7 +148,7 @@ def test_decay_by_hand_and_its_identity() -> None:
     assert grad.tolist() == [0.0] * 3
 
 
-def test_decay_of_a_sparse_gradient_acts_on_what_is_there() -> None:
+def test_decay_of_a_sparse_gradient_acts_on_its_rows() -> None:
     param = torch.full((5, 2), 2.0)
     out = decayed(
         rows((1, [1.0, 1.0]), (3, [0.0, 0.0])), param, weight_decay=0.5, regularizer=L1Decay(0.25)

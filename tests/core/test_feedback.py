@@ -60,7 +60,7 @@ def test_a_proposal_changes_nothing(rule):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("numel", [1, 2, 1000, 200_000])
-def test_what_is_sent_in_full_leaves_exactly_nothing(rule, numel):
+def test_message_sent_in_full_leaves_no_residual(rule, numel):
     grad, residual, buffer = state(numel)
     rule, buffer = split(rule, buffer)
     proposal = propose(grad, residual, buffer, max(1, numel // 10), rule)
@@ -71,7 +71,7 @@ def test_what_is_sent_in_full_leaves_exactly_nothing(rule, numel):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sent_and_residual_are_what_was_accumulated(dtype):
+def test_sent_and_residual_equal_the_accumulated(dtype):
     accumulated, (_, residual, buffer) = torch.zeros(3000, dtype=torch.float64), state(3000, dtype)
     residual.zero_()
     buffer.zero_()

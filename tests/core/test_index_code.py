@@ -51,8 +51,9 @@ def test_the_size_is_at_most_two_bits_and_the_logarithm_a_position():
         assert 8 * position_bytes(numel, k) <= k * 11.97 + 16
 
 
+@pytest.mark.fault("cut, long and forged messages; messages of another step")
 @given(st.data())
-def test_any_bytes_are_refused_or_are_what_the_oracle_reads(data):
+def test_any_bytes_are_refused_or_read_as_by_the_oracle(data):
     numel = data.draw(st.integers(1, 300))
     k = data.draw(st.integers(1, numel))
     nbytes = position_bytes(numel, k)
@@ -66,7 +67,7 @@ def test_any_bytes_are_refused_or_are_what_the_oracle_reads(data):
         assert decode_positions(code, numel, k).tolist() == expected
 
 
-def test_each_kind_of_damage_is_named():
+def test_every_kind_of_damage_is_named():
     code = encode_positions(torch.tensor([3, 70, 99]), 100, 3)  # 5 low bits, bitmap of 7 bits
     with pytest.raises(PayloadCorrupt, match="4 positions came, expected at most k = 3"):
         decode_positions(code | torch.tensor([0, 0, 0b10], dtype=torch.uint8), 100, 3)

@@ -243,7 +243,7 @@ assert {archive!r} in loops.__file__
     assert_succeeds(run_python(code, **environment))
 
 
-def test_loops_tell_autograd_of_what_they_change():
+def test_loops_inform_autograd_of_changes():
     grad, residual, buffer = torch.ones(100), torch.zeros(100), torch.zeros(100)
     fold = Fold(grad, residual, buffer, 0.9, False)
     numba_body.commit_list_([fold], [(torch.tensor([3]), torch.ones(1))], [0])

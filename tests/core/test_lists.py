@@ -139,7 +139,7 @@ def test_tensors_of_all_kinds_may_stand_in_one_list():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sources", [1, 2, 3, 5])
 @pytest.mark.usefixtures("few_threads")
-def test_steps_along_the_mean_are_those_of_the_sparse_sum(dtype, sources):
+def test_steps_along_the_mean_equal_the_sparse_sum(dtype, sources):
     generator = torch.Generator().manual_seed(sources)
 
     def part(numel):
@@ -167,7 +167,7 @@ def test_bodies_have_one_signature(name):
         assert list(inspect.signature(getattr(body, name)).parameters) == wanted
 
 
-def test_autograd_hears_of_what_it_cannot_see():
+def test_autograd_is_informed_of_hidden_changes():
     folds, ks = folds_of(torch.float32, torch.float32, momentum=0.9, nesterov=False)
     chosen = [(fold, k) for fold, k in zip(folds, ks, strict=True) if fold.grad.isfinite().all()]
     folds, ks = map(list, zip(*chosen, strict=True))
@@ -184,7 +184,7 @@ def test_autograd_hears_of_what_it_cannot_see():
     assert all(param._version > 0 for param in params)
 
 
-def test_tensors_without_memory_or_in_the_memory_of_others_are_told_apart():
+def test_tensors_without_memory_or_in_the_memory_of_others_are_distinguished():
     whole = torch.zeros(10)
     assert share_memory([whole[:6], whole[5:]])
     assert not share_memory([whole[:5], whole[5:], torch.zeros(0)])

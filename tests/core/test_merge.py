@@ -71,7 +71,7 @@ def test_one_bit_shows_in_a_checked_mean(place: int, bit: int) -> None:
     assert sound != damaged
 
 
-def test_pieces_that_change_places_show_in_a_checked_mean() -> None:
+def test_swapped_pieces_show_in_a_checked_mean() -> None:
     total = torch.randn(2 * PIECE)
     moved = torch.cat([total[PIECE:], total[:PIECE]])
     assert not torch.equal(checked_mean_(total, 1, bits=True), checked_mean_(moved, 1, bits=True))

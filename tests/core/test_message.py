@@ -42,7 +42,7 @@ def example(bits=1):
     st.sampled_from(VALUE_BITS),
     st.booleans(),
 )
-def test_what_was_sent_arrives_and_the_size_is_the_layouts(sizes, bits, with_zeros):
+def test_sent_entries_arrive_in_the_size_of_the_layout(sizes, bits, with_zeros):
     layout = Layout(tuple(Slot(max(n, k), k) for n, k in sizes), bits)
     parts = [entries(slot, seed, with_zeros) for seed, slot in enumerate(layout.slots)]
     message, all_sent = pack(layout, 12, 3, parts)
@@ -91,6 +91,7 @@ def test_the_header_is_little_endian_and_32_bytes():
     assert torch.equal(message, resealed(message.tolist()))
 
 
+@pytest.mark.fault("one bit flipped in a message")
 @pytest.mark.parametrize("bits", [1, 32])
 def test_ten_thousand_single_bit_flips_are_all_found(bits):
     layout, _, message, _ = example(bits)
@@ -109,7 +110,7 @@ def test_ten_thousand_single_bit_flips_are_all_found(bits):
         ({"bucket": 4}, "bucket 3 came, expected 4"),
     ],
 )
-def test_a_message_of_elsewhere_is_refused_with_what_was_expected(change, complaint):
+def test_message_of_another_sender_is_refused_with_the_expected_one(change, complaint):
     layout, _, message, _ = example()
     with pytest.raises(PayloadCorrupt, match=f"rank 5.*{complaint}"):
         unpack(layout, message, **{**WHERE, **change})
@@ -125,6 +126,7 @@ def test_a_message_of_another_layout_of_equal_length_is_refused():
         unpack(other, message, **WHERE)
 
 
+@pytest.mark.fault("cut, long and forged messages; messages of another step")
 @pytest.mark.parametrize("length", [0, 1, 31, 32, -1, +1])
 def test_a_message_of_another_length_is_refused(length):
     layout, _, message, _ = example()
@@ -153,6 +155,7 @@ def test_a_header_that_is_wrong_from_the_start_is_refused(at, value, complaint):
         unpack(layout, resealed(message.tolist()), **WHERE)
 
 
+@pytest.mark.fault("cut, long and forged messages; messages of another step")
 @given(st.data())
 def test_any_payload_with_a_fitting_checksum_is_refused_or_is_legal(data):
     layout, _, message, _ = example(data.draw(st.sampled_from(VALUE_BITS)))
@@ -170,7 +173,7 @@ def test_any_payload_with_a_fitting_checksum_is_refused_or_is_legal(data):
         assert torch.isfinite(values).all()
 
 
-def test_a_gradient_that_is_not_finite_is_told_in_a_message_of_equal_length():
+def test_gradient_that_is_not_finite_is_reported_in_a_message_of_equal_length():
     layout, _, message, _ = example()
     alarm = pack_nonfinite(layout, 12, 3, 70_000)
     assert alarm.shape == message.shape

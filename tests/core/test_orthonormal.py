@@ -65,7 +65,7 @@ def test_dependent_and_empty_columns_are_zero() -> None:
     torch.testing.assert_close(basis[2] @ basis[0], torch.tensor(0.0), rtol=0, atol=1e-6)
 
 
-def test_what_is_not_a_number_stays_in_its_matrix() -> None:
+def test_nan_stays_in_its_matrix() -> None:
     given = columns_of(9, 1)
     spoiled = given.clone()
     spoiled[0, 5] = float("nan")

@@ -22,7 +22,7 @@ def told(pace: Pace, seconds: list[float], steps: int = 1, **more: Any) -> list[
 
 
 @pytest.mark.parametrize("seconds", [0.5, 2.0])
-def test_twenty_rounds_outside_are_told_once_with_both_numbers(seconds: float) -> None:
+def test_twenty_rounds_outside_are_reported_once_with_both_numbers(seconds: float) -> None:
     assert told(Pace(ROW), [seconds] * 19) == []
     assert told(Pace(ROW), [seconds] * 19 + [1.0] + [seconds] * 19) == []
     [text] = told(Pace(ROW), [seconds] * 60, bit_s=2e7)
@@ -59,7 +59,7 @@ def test_a_plan_stands_for_the_row_that_it_recommends() -> None:
             planned_row(wrong)
 
 
-def test_a_rate_is_of_exchanges_whose_end_was_seen() -> None:
+def test_rate_counts_exchanges_with_a_seen_end() -> None:
     rate = Rate()
     rate.ended(1e6, 0.0, 5.0, 5.0)  # was over when it was waited for
     rate.ended(1000, 0.0, 5.0, 6.0)  # an agreement
@@ -70,7 +70,7 @@ def test_a_rate_is_of_exchanges_whose_end_was_seen() -> None:
     assert rate.bit_s == pytest.approx(8e6)
 
 
-def test_goodput_counts_what_waiting_saving_and_dropped_steps_cost() -> None:
+def test_goodput_counts_waiting_saving_and_dropped_steps() -> None:
     pace = Pace()
 
     def goodput(useful: int, dropped: int) -> float:
@@ -88,7 +88,7 @@ def test_goodput_counts_what_waiting_saving_and_dropped_steps_cost() -> None:
     assert goodput(2, 0) == 0
 
 
-def test_losses_are_named_and_make_up_what_is_missing() -> None:
+def test_losses_are_named_and_missing_ones_computed() -> None:
     pace = Pace()
     pace.exclude(4.0, "joining")
     pace.round(1, 10.0, 0.0)

@@ -40,7 +40,7 @@ def test_every_entry_becomes_the_neighbour_that_its_random_bits_say(scale):
     ]
 
 
-def test_what_is_a_bfloat16_stays_as_it_is():
+def test_bfloat16_stays_bfloat16():
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     every = every[~every.isnan()]
     for seed in (0, 1, 2**32 - 1):
@@ -59,7 +59,7 @@ def test_no_finite_number_becomes_infinite_and_nothing_else_becomes_finite():
     assert not stored(poison, 5).isfinite().any()
 
 
-def test_the_mean_of_what_is_stored_is_what_should_be():
+def test_mean_of_stored_values_is_unbiased():
     values = torch.cat([normal(300), normal(300) * 1e-39, normal(300) * 1e30])
     rounds, total = 3000, torch.zeros(900, dtype=torch.float64)
     for step in range(rounds):
@@ -94,7 +94,7 @@ def test_steps_tensors_and_both_states_are_rounded_independently():
 
 @pytest.mark.parametrize("numel", [1, 700])
 @pytest.mark.parametrize("rule", RULES)
-def test_the_fold_is_that_of_float32_and_only_what_stays_is_rounded(rule, numel):
+def test_fold_equals_float32_and_only_the_rest_is_rounded(rule, numel):
     grad, v, u = (
         normal(numel),
         normal(numel, 1).bfloat16(),
@@ -145,7 +145,7 @@ def test_a_gradient_too_small_to_move_the_nearest_bfloat16_accumulates_at_its_ra
     assert 0 < (v.double() - 3).std() < math.sqrt(steps * 2**-14)
 
 
-def test_sent_residual_and_rounding_errors_are_what_was_accumulated():
+def test_sent_residual_and_rounding_errors_equal_the_accumulated():
     numel, rule, expected_variance, sums = (
         3000,
         FoldRule(0.9),

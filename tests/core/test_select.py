@@ -23,6 +23,7 @@ def test_the_number_sent_is_rounded_and_at_least_one(numel, sparsity, sent):
     assert count_sent(numel, sparsity) == sent
 
 
+@pytest.mark.fault("ties at the threshold of a selection")
 @given(st.lists(st.integers(-4, 4), min_size=1, max_size=200), st.data())
 def test_selection_is_exact_and_takes_the_lowest_of_equal_ones(values, data):
     k = data.draw(st.integers(1, len(values)))

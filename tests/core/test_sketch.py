@@ -42,7 +42,7 @@ def test_the_sketch_of_a_sum_is_the_sum_of_the_sketches():
     torch.testing.assert_close(sketch(a + b, 3), sketch(a, 3) + sketch(b, 3), rtol=0, atol=1e-9)
 
 
-def test_parts_of_a_long_vector_do_not_cancel_each_other():
+def test_parts_of_a_long_vector_do_not_cancel_one_another():
     together = [sketch(torch.ones(SMALL), key) for key in range(50)]
     assert float(torch.stack(together).sum(0).square().sum()) == pytest.approx(50 * SMALL, rel=0.6)
 

@@ -75,9 +75,7 @@ def proposal(numel: int, k: int, seed: int, *, lopsided: bool = False) -> tuple[
 @pytest.mark.parametrize("lopsided", [False, True])
 @pytest.mark.parametrize("bits", [1, 2, 8, 32])
 @pytest.mark.parametrize("sources", [2, 3, 5])
-def test_what_is_delivered_and_what_is_kept_make_up_what_was_sent(
-    sources: int, bits: int, lopsided: bool
-) -> None:
+def test_delivered_and_kept_sum_up_to_the_sent(sources: int, bits: int, lopsided: bool) -> None:
     slots = [(300, 30), (7, 2), (120, 11), (1, 1)]
     layout = layout_of(slots, bits)
     plan = split_plan(layout, sources)
@@ -152,7 +150,7 @@ def test_over_senders_means_of_the_largest_sums_go_on_and_means_over_all_stay() 
     assert sums.left_over(torch.tensor([3.0, -2.5])).tolist() == [0.5, 0.0, -0.5, 1.25]
 
 
-def test_one_bit_of_a_half_full_part_is_the_mean_of_what_came() -> None:
+def test_one_bit_of_a_half_full_part_is_the_mean_of_arrivals() -> None:
     """A part has room for twice the usual number: values must not arrive at half their size."""
     indices, values = torch.tensor([3, 9]), torch.tensor([2.0, -4.0])
     part = Layout((Slot(50, 8),), 1, ";to 0")

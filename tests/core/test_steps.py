@@ -19,7 +19,6 @@ from tests.api import (
     lamb_,
     lars_,
     numba_body,
-    outer_list_,
     outer_step_,
     threads,
 )
@@ -198,7 +197,8 @@ def test_the_outer_step(kind, dtype, rule, on_threads):
     lists = [tensors(kind, dtype, seed) for seed in range(3)]
 
     def work(s, c, b):
-        outer_list_(s, c, b if rule.momentum else None, rule)
+        for anchor, change, buffer in zip(s, c, b, strict=True):
+            anchor.sub_(outer_step_(change, buffer if rule.momentum else None, rule))
         return torch.zeros((), dtype=dtype)
 
     assert_the_way_changes_nothing(on_threads, work, lists)
@@ -207,20 +207,9 @@ def test_the_outer_step(kind, dtype, rule, on_threads):
     assert_outer(lists, moved, rule)
 
 
-@pytest.mark.parametrize(
-    "rule", [OuterRule(), OuterRule(0.7), OuterRule(0.7, 0.9), OuterRule(0.7, 0.9, nesterov=True)]
-)
-def test_outer_step_of_one_tensor_and_of_a_list_have_the_same_bits(rule):
-    s, c, b = clones([tensors("random", torch.float32, seed, [5, 1025]) for seed in range(3)])
-    twins = clones([s, c, b])
-    outer_list_(s, c, b if rule.momentum else None, rule)
-    for anchor, change, buffer in zip(*twins, strict=True):
-        anchor.sub_(outer_step_(change, buffer if rule.momentum else None, rule))
-    for a, other in zip([*s, *c, *b], itertools.chain(*twins), strict=True):
-        assert_same_bits(a, other)
+def test_a_plain_outer_step_is_the_change_itself():
     change = torch.ones(2)
     assert outer_step_(change, None, OuterRule()) is change
-    outer_list_([], [], None, rule)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -247,7 +236,7 @@ def test_the_readable_twins_agree(dtype):
             torch.testing.assert_close(a, c, rtol=tolerance, atol=tolerance)
 
 
-def test_norms_that_float32_cannot_hold_give_the_right_ratio():
+def test_norms_that_float32_cannot_have_give_the_right_ratio():
     for size in (1e25, 1e-30):
         p, g, m, v = (
             [torch.full((2000,), size)],
@@ -344,7 +333,7 @@ def test_gradients_and_parameters_in_bfloat16_take_the_same_way(make, monkeypatc
     assert (results[0] == results[1]).float().mean() > 0.99
 
 
-def test_works_in_turns_all_run_and_errors_come_last(monkeypatch):
+def test_works_one_after_another_all_run_and_errors_come_last(monkeypatch):
     for count in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
         done = []

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.api import HEADER_BYTES, WHOLE_BITS, WholeLayout
-from tests.api import decode_whole as decode
 from tests.api import pack_whole as pack
 from tests.api import unpack_whole as unpack
 from tests.reference import whole_codes
@@ -28,14 +27,12 @@ def tensors(numels=NUMELS, dtype=torch.float32):
 
 def decoded(layout, message):
     codes = unpack(layout, message, **WHERE)
-    return [
-        decode(code, n, layout.value_bits) for code, n in zip(codes, layout.numels, strict=True)
-    ]
+    return [code.part(0, n) for code, n in zip(codes, layout.numels, strict=True)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bits", WHOLE_BITS)
-def test_what_arrives_is_what_the_format_says(bits, dtype):
+def test_arrivals_follow_the_format(bits, dtype):
     layout, given_ = WholeLayout(NUMELS, bits), tensors(dtype=dtype)
     message = pack(layout, 12, 0, given_)
     assert message.numel() == layout.nbytes == whole_codes.message_bytes(NUMELS, bits)
@@ -55,7 +52,7 @@ def test_one_bit_byte_for_byte():
     st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=40),
     st.sampled_from(WHOLE_BITS),
 )
-def test_what_is_lost_is_never_larger_than_what_was_to_be_sent(values, bits):
+def test_lost_part_is_never_larger_than_the_sent(values, bits):
     """Error feedback needs it: |e - q| <= |e|. 1e-6: the scales are float32."""
     tensor = torch.tensor(values)
     layout = WholeLayout((tensor.numel(),), bits)
@@ -103,7 +100,7 @@ def test_every_damaged_byte_is_refused_with_its_source(bits):
             unpack(layout, damaged, **WHERE)
 
 
-def test_messages_of_another_place_or_layout_are_refused():
+def test_messages_of_another_position_or_layout_are_refused():
     layout = WholeLayout((40, 3), 4)
     message = pack(layout, 12, 0, tensors((40, 3)))
     for other, where, text in [
@@ -120,7 +117,7 @@ def test_messages_of_another_place_or_layout_are_refused():
 @pytest.mark.parametrize(
     ("place", "text"), [(5, "flags 1"), (24, "1 entries"), (HEADER_BYTES, "not finite")]
 )
-def test_what_no_sender_writes_is_refused_under_a_checksum_that_fits(place, text):
+def test_message_no_sender_writes_is_refused_under_a_valid_checksum(place, text):
     layout = WholeLayout((40,), 8)
     raw = bytearray(pack(layout, 12, 0, tensors((40,))).tolist())
     if place == HEADER_BYTES:

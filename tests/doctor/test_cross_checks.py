@@ -48,7 +48,7 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
         ("rank 1 answers", "two machines have the address 10.0.0.1"),
     ],
 )
-def test_who_cannot_reach_whom_is_named(error: str, to_do: str) -> None:
+def test_unreachable_pairs_are_named(error: str, to_do: str) -> None:
     cut = replace(rank_of(1), reaches=(Reach(0, error),))
     (finding,) = bad(reports_of(rank_of(0), cut))
     assert (finding.level, finding.check) == ("wrong", "connections")
@@ -90,7 +90,7 @@ def test_a_path_that_loses_large_packets() -> None:
     assert "nor of 1000 bytes" in bad(reports_of(none, rank_of(1)))[0].found
 
 
-def test_a_path_of_a_machine_whose_interfaces_are_not_seen() -> None:
+def test_path_of_a_machine_with_unseen_interfaces() -> None:
     reaches = (Reach(1, latency_s=0.01, large=False, fitting_mtu=1280),)
     blind = replace(rank_of(0, interfaces=()), reaches=reaches)
     (finding,) = bad(reports_of(blind, rank_of(1)))
@@ -105,7 +105,7 @@ def test_clocks_that_differ_are_a_note(ahead_s: float, way: str) -> None:
     assert f"the clock of rank 1 is {abs(ahead_s):.1f} s {way} rank 0's" in finding.found
 
 
-def test_a_skew_within_what_the_measurement_can_tell_is_none() -> None:
+def test_skew_within_the_measurement_error_is_none() -> None:
     assert bad(reports_of(rank_of(0), replace(rank_of(1), skew=(1.5, 0.7)))) == []
 
 

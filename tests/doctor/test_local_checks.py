@@ -84,7 +84,7 @@ def test_an_interface_that_is_not_there_names_the_closest() -> None:
         ),
     ],
 )
-def test_what_may_surprise_is_a_note(
+def test_surprising_setup_is_a_note(
     check: str, changes: dict[str, object], told: str, to_do: str
 ) -> None:
     (finding,) = (one for one in of(check, made_up(**changes)) if one.level != "ok")
@@ -93,14 +93,14 @@ def test_what_may_surprise_is_a_note(
     assert to_do in finding.advice
 
 
-def test_who_listens_where_is_told() -> None:
+def test_listening_addresses_are_reported() -> None:
     told = ("10.0.0.1:29400: pid 7 (thinwire host)", "[fd00::1]:29400: pid 8 (x)")
     assert of("listeners", made_up(outward=told))[1] == ok(
         "listeners", f"on one address: {'; '.join(told)}"
     )
 
 
-def test_time_outs_in_the_environment_are_told() -> None:
+def test_time_outs_in_the_environment_are_reported() -> None:
     machine = made_up(environment={"NCCL_IB_TIMEOUT": "22"})
     assert of("time-outs", machine) == [ok("time-outs", "NCCL_IB_TIMEOUT=22")]
 

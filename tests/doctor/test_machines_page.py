@@ -125,7 +125,7 @@ def test_an_interface_that_is_not_there(net: Network) -> None:
 
 
 @pytest.mark.slow
-def test_hosts_whose_name_is_loopback(net: Network, tmp_path: Path) -> None:
+def test_hosts_named_loopback(net: Network, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n", "utf-8")
     unset = {"GLOO_SOCKET_IFNAME": ""}

@@ -26,14 +26,14 @@ def test_it_listens_on_the_one_address_and_ends_with_the_block() -> None:
     assert reach(1, HERE, answering.port, True, TOKEN, SHORT_S).error == "refused"
 
 
-def test_another_rank_and_another_run_are_told() -> None:
+def test_another_rank_and_another_run_are_reported() -> None:
     with Answering(HERE, 1, TOKEN, PATIENCE_S) as answering:
         assert reach(2, HERE, answering.port, True, TOKEN, PATIENCE_S).error == "rank 1 answers"
         other = reach(1, HERE, answering.port, True, b"x" * TOKEN_BYTES, 5)
         assert other.error == "closed by the listener"
 
 
-def test_another_program_is_told() -> None:
+def test_another_program_is_reported() -> None:
     with socket.create_server((HERE, 0)) as server:
         port = server.getsockname()[1]
         assert reach(1, HERE, port, True, TOKEN, SHORT_S).error == "time-out"

@@ -43,7 +43,7 @@ def test_no_skew_without_rank_0() -> None:
     assert StoreView(HashStore(), 1, 2).clock_skew([0, 1], time.monotonic() + 0.1) is None
 
 
-def test_what_takes_too_long_is_left_behind() -> None:
+def test_slow_work_is_left_behind() -> None:
     assert within(PATIENCE_S, lambda: 7, name="test") == 7
     with pytest.raises(ZeroDivisionError):
         within(PATIENCE_S, lambda: 1 // 0, name="test")

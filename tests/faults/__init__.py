@@ -1,1 +1,1 @@
-"""Faults at named points, the table of which is in tests/faults/outcomes.md."""
+"""Faults at named points; `python -m tests.faults` prints the outcome of each."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.api import Group, Pending, connections, shut_down
-from tests.attacks.training import Trainer
+from tests.faults.training import Trainer
 from tests.members.training import die, stop, stop_for
 from tests.waiting import time_out
 

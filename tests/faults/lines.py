@@ -17,8 +17,7 @@ import torch.distributed as dist
 import thinwire as tw
 from tests.api import Link, enter_network, inside, network
 from tests.api import netns_Network as Network
-from tests.attacks.outcome import Seen
-from tests.attacks.training import Trainer, digest, make
+from tests.faults.training import Seen, Trainer, digest, make
 from tests.launched import free_port
 from tests.ranks import Pool
 from tests.waiting import time_out, until

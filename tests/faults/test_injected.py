@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.api import Group, Pending
-from tests.attacks.outcome import Seen
-from tests.attacks.training import Trainer, digest, make
 from tests.faults.injector import PHASES, Fault, injected
 from tests.faults.lines import alike
+from tests.faults.training import Seen, Trainer, digest, make
 from tests.launched import free_port
 from tests.ranks import Lost, Pool, Raised
 from tests.waiting import PATIENCE_S, time_out
@@ -81,7 +80,10 @@ def survivors(answers: list[Any], victim: int) -> list[Seen]:
     return found
 
 
-@pytest.mark.fault
+@pytest.mark.fault("SIGKILL in the middle of an exchange")
+@pytest.mark.fault("SIGKILL between two buckets of a backward pass")
+@pytest.mark.fault("SIGKILL once all is sent, before it is applied")
+@pytest.mark.fault("a rank dies between two averagings; a joiner; a stage of a pipeline dies")
 @pytest.mark.parametrize(
     ("way", "phase"), [(w, p) for w in WAYS for p in PHASES if (w, p) not in NEVER]
 )
@@ -96,7 +98,8 @@ def test_a_rank_is_killed_at_every_point_of_a_step(ranks: Pool, way: str, phase:
     assert "PeerLost" in {one.error for one in seen}
 
 
-@pytest.mark.fault
+@pytest.mark.fault("segmentation fault")
+@pytest.mark.fault("a rank ends quietly, with status 0")
 @pytest.mark.parametrize("how", ["segfault", "quiet exit"])
 def test_a_rank_ends_otherwise(ranks: Pool, how: str) -> None:
     answers = ranks.run(train, "dgc", Fault(how, 1, 5, "once sent"), size=3, expect_errors=True)
@@ -105,7 +108,7 @@ def test_a_rank_ends_otherwise(ranks: Pool, how: str) -> None:
     survivors(answers, 1)
 
 
-@pytest.mark.fault
+@pytest.mark.fault("SIGKILL of the rank that hosts the store")
 def test_the_rank_that_hosts_the_store_is_killed(ranks: Pool) -> None:
     fault = Fault("kill", 0, 5, "once sent")
     answers = ranks.run(train, "dgc", fault, free_port(), size=3, expect_errors=True)
@@ -114,7 +117,7 @@ def test_the_rank_that_hosts_the_store_is_killed(ranks: Pool) -> None:
     assert "PeerLost" in {one.error for one in seen}
 
 
-@pytest.mark.fault
+@pytest.mark.fault("SIGSTOP for 2 s")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_stops_for_less_than_the_time_out(ranks: Pool, way: str) -> None:
     """Nothing but time is lost."""
@@ -127,7 +130,7 @@ def test_a_rank_stops_for_less_than_the_time_out(ranks: Pool, way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.fault
+@pytest.mark.fault("the interpreter's lock held for twice the time-out")
 def test_a_rank_holds_the_lock_of_the_interpreter_for_twice_the_time_out(ranks: Pool) -> None:
     fault = Fault("hold the lock", 1, 5, "forward")
     answers = ranks.run(train, "dgc", fault, size=3)
@@ -138,7 +141,7 @@ def test_a_rank_holds_the_lock_of_the_interpreter_for_twice_the_time_out(ranks: 
     assert answers[1].family
 
 
-@pytest.mark.fault
+@pytest.mark.fault("all connections of a rank reset in mid-transfer")
 def test_all_connections_of_a_rank_are_reset(ranks: Pool) -> None:
     """On whichever rank, it is an error of the library's, and nothing was applied."""
     fault = Fault("reset", 1, 5, "once sent")
@@ -148,7 +151,7 @@ def test_all_connections_of_a_rank_are_reset(ranks: Pool) -> None:
         assert answer.before == answer.after
 
 
-@pytest.mark.fault
+@pytest.mark.fault("an exception on one rank: in its backward pass, forward pass, or update")
 @pytest.mark.parametrize("phase", ["forward", "before it is applied"])
 def test_a_rank_raises(ranks: Pool, phase: str) -> None:
     """Its own error there; the others hear of it, or that it did not come."""
@@ -180,7 +183,7 @@ def flipped(rank: int, size: int, bit: int) -> Seen:
         return train(rank, size, "dgc", None, timeout=2 * PATIENCE_S)
 
 
-@pytest.mark.fault
+@pytest.mark.fault("one bit flipped in a message")
 @pytest.mark.parametrize("bit", [0, 31, 32, 42, 63, 100, 191])
 def test_a_bit_that_flips_in_the_header_of_an_agreement_is_refused_at_once(
     ranks: Pool, bit: int

@@ -53,9 +53,9 @@ def digests(folder: Path) -> list[str]:
     return [(folder / f"end{rank}").read_text() for rank in (0, 1)]
 
 
-@pytest.mark.fault
+@pytest.mark.fault("SIGTERM to torchrun (preemption)")
 @pytest.mark.slow
-def test_a_job_that_is_told_to_end_goes_on_later_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_job_that_is_reported_to_end_goes_on_later_as_if_it_had_not_been(tmp_path: Path) -> None:
     """By SIGTERM to torchrun, which all workers hear at different moments."""
     with launched(tmp_path / "whole", 0.0) as whole:
         assert whole.wait(PATIENCE_S) == 0
@@ -74,7 +74,7 @@ def test_a_job_that_is_told_to_end_goes_on_later_as_if_it_had_not_been(tmp_path:
     assert digests(folder) == digests(tmp_path / "whole")
 
 
-@pytest.mark.fault
+@pytest.mark.fault("SIGKILL of torchrun")
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells a process of this end")
 def test_no_worker_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:

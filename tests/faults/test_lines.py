@@ -11,8 +11,8 @@ import pytest
 import thinwire as tw
 from tests.api import Link
 from tests.api import netns_Network as Network
-from tests.attacks.outcome import Seen, said_nothing_moved
 from tests.faults.lines import TIMEOUT_S, blackhole, nft, over_lines, state, trained, wide
+from tests.faults.training import Seen, said_nothing_moved
 from tests.lab.namespaces import needs_netns
 from tests.ranks import Pool
 
@@ -27,7 +27,7 @@ def undisturbed(ranks: Pool, folder: Path, way: str, size: int, last: int) -> li
 
 
 @pytest.mark.slow
-@pytest.mark.fault
+@pytest.mark.fault("a line is down for 3 s")
 @needs_netns
 @pytest.mark.parametrize("way", ["dgc", "local"])
 def test_a_line_is_down_for_less_than_the_time_out(ranks: Pool, tmp_path: Path, way: str) -> None:
@@ -47,7 +47,7 @@ def test_a_line_is_down_for_less_than_the_time_out(ranks: Pool, tmp_path: Path, 
     assert max(one.seconds for one in seen) > 2
 
 
-@pytest.mark.fault
+@pytest.mark.fault("1 % of the packets lost")
 @needs_netns
 @needs_nft
 def test_every_hundredth_packet_is_lost(ranks: Pool, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def stopped(answers: list[object]) -> list[Seen]:
     return [one for one in answers if isinstance(one, Seen)]
 
 
-@pytest.mark.fault
+@pytest.mark.fault("two halves without a way between them")
 @needs_netns
 def test_two_halves_without_a_way_between_them_both_stop(ranks: Pool, tmp_path: Path) -> None:
     """Neither goes on alone, and nothing that only one half has exchanged is applied."""
@@ -101,7 +101,7 @@ def test_two_halves_without_a_way_between_them_both_stop(ranks: Pool, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.fault
+@pytest.mark.fault("two halves without a way between them")
 @needs_netns
 @pytest.mark.parametrize("later_s", [n / 500 for n in range(12)])
 def test_two_halves_that_part_in_mid_step_both_stop(
@@ -125,11 +125,9 @@ def test_two_halves_that_part_in_mid_step_both_stop(
 
 
 @pytest.mark.slow
-@pytest.mark.fault
+@pytest.mark.fault("1 Gbit/s becomes 20 Mbit/s")
 @needs_netns
-def test_a_line_becomes_fifty_times_slower_and_the_bytes_that_are_told_are_those_on_the_wire(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_line_fifty_times_slower_counts_bytes_on_the_wire(ranks: Pool, tmp_path: Path) -> None:
     def slow(net: Network) -> None:
         replace(net, link=Link.parse("20mbit")).limit()
 
@@ -151,7 +149,7 @@ def test_a_line_becomes_fifty_times_slower_and_the_bytes_that_are_told_are_those
 
 
 @pytest.mark.slow
-@pytest.mark.fault
+@pytest.mark.fault("50 ms one way")
 @needs_netns
 def test_a_step_over_a_late_line_takes_as_many_round_trips_as_it_has_exchanges(
     ranks: Pool, tmp_path: Path

@@ -46,7 +46,7 @@ def started(
     ]
 
 
-@pytest.mark.fault
+@pytest.mark.fault("a wrong number of ranks, or a rank twice")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "places", [[(0, 2), (1, 3)], [(0, 3), (1, 2)], [(0, 3), (1, 3), (1, 3)]], ids=str
@@ -67,7 +67,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return sorted(report for _, report, _ in found)
 
 
-@pytest.mark.fault
+@pytest.mark.fault("a wrong number of ranks, or a rank twice")
 @pytest.mark.slow
 @pytest.mark.parametrize("twice", [0, 1])
 def test_of_two_with_the_same_rank_one_trains(tmp_path: Path, right: list[str], twice: int) -> None:

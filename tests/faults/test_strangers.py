@@ -10,11 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.api import listeners
-from tests.attacks.outcome import Seen
-from tests.attacks.training import make
 from tests.faults.injector import Fault
 from tests.faults.lines import limited_memory
 from tests.faults.test_injected import survivors, train
+from tests.faults.training import Seen, make
 from tests.launched import free_port
 from tests.ranks import Lost, Pool
 
@@ -43,7 +42,7 @@ def visited(rank: int, size: int, port: int, visit: bool) -> tuple[str, int]:
     return trainer.common(), spoken
 
 
-@pytest.mark.fault
+@pytest.mark.fault("random bytes at the ports of gloo and of the store")
 def test_random_bytes_at_every_port_change_nothing(ranks: Pool) -> None:
     whole = ranks.run(visited, free_port(), False, size=3)
     seen = ranks.run(visited, free_port(), True, size=3)
@@ -59,7 +58,7 @@ def starved(rank: int, size: int) -> Seen:
         return train(rank, size, "dgc", fault)
 
 
-@pytest.mark.fault
+@pytest.mark.fault("the kernel ends a rank for want of memory")
 @pytest.mark.skipif(not CGROUPS, reason="needs cgroups of version 1 that may be written")
 def test_the_kernel_ends_a_rank_that_takes_too_much_memory(ranks: Pool) -> None:
     answers = ranks.run(starved, size=3, expect_errors=True)

@@ -19,7 +19,7 @@ def prepared(rank: int, size: int, way: str) -> None:
             place.WIRE_VERSION = version  # type: ignore[attr-defined]
 
 
-@pytest.mark.fault
+@pytest.mark.fault("another version of the wire format on one rank")
 @pytest.mark.parametrize("way", ["engine", "DGCMomentum", "local_sgd"])
 def test_another_wire_version_on_one_rank_is_a_mismatch_on_all(way: str, ranks: Pool) -> None:
     answers = ranks.run(prepared, way, expect_errors=True)

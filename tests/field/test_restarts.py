@@ -16,7 +16,7 @@ def undisturbed(rank: int, size: int, folder: str) -> str:
 
 
 @pytest.mark.slow  # torchrun starts its two workers twice
-@pytest.mark.fault
+@pytest.mark.fault("SIGKILL at random moments, and a restart by torchrun")
 def test_killed_and_started_again_it_ends_as_undisturbed(ranks: Pool, tmp_path: Path) -> None:
     disturbed = torchrun(tmp_path / "disturbed", restarts=RESTARTS, seed=1)
     assert good_restarts(disturbed, RESTARTS) == [1], disturbed["log"][-4000:]

@@ -114,7 +114,7 @@ def clipped(rank: int, size: int) -> None:
         Compressed(accelerator).epoch(clip=1e-3)
 
 
-def test_clipping_by_the_accelerator_is_an_error_that_says_what_to_do(ranks: Pool) -> None:
+def test_clipping_by_the_accelerator_is_an_error_that_says_a_remedy(ranks: Pool) -> None:
     ranks.raise_alike("ThinwireError", "local_grad_clip_norm", clipped)
 
 
@@ -411,7 +411,7 @@ def prepared_by_fsdp_plugin(rank: int, size: int) -> list[str]:
     return texts
 
 
-def test_what_the_fsdp_plugin_shards_is_refused_with_how_to_move(ranks: Pool) -> None:
+def test_model_sharded_by_the_fsdp_plugin_is_refused_with_a_remedy(ranks: Pool) -> None:
     for no_mesh, with_mesh in ranks.run(prepared_by_fsdp_plugin, size=4):
         assert "fully_shard(model, mesh=mesh['shard']) and pass mesh=mesh" in no_mesh
         assert "call fully_shard(model, mesh=mesh['shard'])" in with_mesh

@@ -97,7 +97,7 @@ def misused(rank: int, size: int, folder: Path, how: str) -> None:
         ("gone", "CheckpointMissing", "gone"),
     ],
 )
-def test_misuse_is_an_error_that_says_what_to_do(
+def test_user_error_has_a_remedy(
     ranks: Pool, tmp_path: Path, how: str, kind: str, text: str
 ) -> None:
     ranks.raise_alike(kind, text, misused, tmp_path, how)

@@ -163,7 +163,7 @@ def observed_losses(rank: int, size: int, folder: Path) -> tuple[list[float], li
     return seen, student.losses
 
 
-def test_the_losses_observed_are_those_of_the_batches(ranks: Pool, tmp_path: Path) -> None:
+def test_losses_observed_equal_the_batches(ranks: Pool, tmp_path: Path) -> None:
     """Not the shares of them that Lightning lets accumulate."""
     for seen, losses in ranks.run(observed_losses, tmp_path):
         assert len(losses) == 3
@@ -256,7 +256,7 @@ def test_a_strategy_trains_as_without_the_trainer(
         ("pipeline", tw.Pipeline(stages=2, micro_batches=2), "engine.train_step"),
     ],
 )
-def test_what_the_trainer_does_itself_is_refused(field: str, config: Any, advice: str) -> None:
+def test_settings_of_the_trainer_itself_are_refused(field: str, config: Any, advice: str) -> None:
     from thinwire.integrations.lightning import ThinwireCallback
 
     with pytest.raises(tw.StrategyError, match=rf"{field}: use .*{advice}"):
@@ -386,7 +386,7 @@ def misused(rank: int, size: int, folder: Path, how: str) -> None:
         ("scaler", "ValueError", "bf16-mixed"),
     ],
 )
-def test_misuse_is_an_error_that_says_what_to_do(
+def test_user_error_has_a_remedy(
     ranks: Pool, tmp_path: Path, how: str, kind: str, advice: str
 ) -> None:
     ranks.raise_alike(kind, advice, misused, tmp_path, how)
@@ -454,7 +454,7 @@ def swapped(rank: int, size: int, folder: Path, kind: str, first: bool) -> dict[
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("kind", ["StochasticWeightAveraging", "WeightAveraging"])
-def test_all_ranks_hold_the_mean_where_a_callback_swaps_it_in_or_validates_or_saves(
+def test_all_ranks_have_the_mean_where_a_callback_swaps_it_in_or_validates_or_saves(
     ranks: Pool, tmp_path: Path, kind: str, first: bool
 ) -> None:
     one, other = ranks.run(swapped, tmp_path, kind, first)

@@ -77,7 +77,7 @@ def sent_for(rank: int, size: int, folder: str, numel: int) -> tuple[int, int]:
     return group.bytes_sent + group.bytes_received, len(repr(saved))
 
 
-def test_what_travels_does_not_grow_with_the_state(ranks: Pool, tmp_path: Path) -> None:
+def test_bytes_do_not_grow_with_the_state(ranks: Pool, tmp_path: Path) -> None:
     """45 M parameters went over the wire once for every rank."""
     for numel in (10, 5_000_000):
         for travelled, kept in ranks.run(sent_for, str(tmp_path), numel):
@@ -116,7 +116,7 @@ def of_two(folder: Path, *values: Any) -> dict[str, Any]:
     }
 
 
-def test_what_has_no_mean_is_an_error(tmp_path: Path) -> None:
+def test_values_without_a_mean_are_an_error(tmp_path: Path) -> None:
     for first, second in [
         (1, 2),
         ("a", "b"),

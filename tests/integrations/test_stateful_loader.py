@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "members_resume.py"
 @pytest.mark.timeout(300)
 @pytest.mark.integrations
 @needs("torchdata")
-def test_members_go_on_from_a_copy_at_their_place_in_the_data(tmp_path: Path) -> None:
+def test_members_continue_from_a_copy_at_their_position_in_the_data(tmp_path: Path) -> None:
     """23 batches a pass: step 96 is in the fifth one, and step 192 in the ninth."""
     for begin, last in ((0, 96), (96, 192)):
         lines = lines_of_two(tmp_path, [str(EXAMPLE)], str(tmp_path / "copies"), str(last))

@@ -336,7 +336,7 @@ EVALUATED = {
 
 
 @pytest.mark.parametrize("name", ["dgc", "localsgd"])
-def test_evaluation_and_the_last_checkpoint_see_what_all_ranks_end_with(
+def test_evaluation_and_last_checkpoint_see_the_final_parameters(
     ranks: Pool, tmp_path: Path, name: str
 ) -> None:
     first, second = ranks.run(saved, tmp_path, name, EVALUATED, timeout_s=120)
@@ -423,7 +423,7 @@ def test_a_training_after_one_that_ended_by_an_error_is_as_if_it_had_not_been(
         ("pipeline", tw.Pipeline(stages=2, micro_batches=2), "fsdp"),
     ],
 )
-def test_what_the_trainer_does_itself_is_refused(field: str, config: Any, advice: str) -> None:
+def test_settings_of_the_trainer_itself_are_refused(field: str, config: Any, advice: str) -> None:
     from thinwire.integrations.transformers import ThinwireCallback
 
     with pytest.raises(tw.StrategyError, match=rf"{field}: use .*{advice}"):
@@ -519,7 +519,7 @@ def test_the_numbers_are_in_the_logs_of_the_trainer(ranks: Pool, tmp_path: Path)
     ],
     ids=str,
 )
-def test_what_needs_other_hardware_is_refused(settings: dict[str, Any], advice: str) -> None:
+def test_unavailable_hardware_is_refused(settings: dict[str, Any], advice: str) -> None:
     """As Accelerate and the Trainer describe it."""
     from accelerate import DistributedType
 

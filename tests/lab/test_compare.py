@@ -222,7 +222,7 @@ def test_a_failing_worker_is_named_and_nothing_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("pooled")
-def test_what_was_measured_before_a_failure_is_kept(
+def test_measurements_before_a_failure_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_one = comparison._run
@@ -312,7 +312,7 @@ def test_no_strategy_compiles_on_its_clock(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("number", "status", "by"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")]
 )
-def test_what_has_finished_survives_an_interruption(
+def test_finished_strategies_survive_an_interruption(
     number: int, status: int, by: str, tmp_path: Path, start: Start
 ) -> None:
     out = tmp_path / "out"

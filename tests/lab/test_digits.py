@@ -44,7 +44,7 @@ def run_config(folder: Path, **fields: Any) -> RunConfig:
     return config(model=ConvolutionSize(4), batch=6, **files, **fields)
 
 
-def test_the_parts_are_fixed_and_hold_every_digit_once() -> None:
+def test_parts_are_fixed_and_have_every_digit_once() -> None:
     found = read_digits()
     assert found == read_digits()
     parts = [records(part) for part in (found.train, found.validation, found.held_out)]

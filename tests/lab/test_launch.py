@@ -13,7 +13,7 @@ def test_a_killed_worker_is_the_cause_and_its_peers_are_not(tmp_path: Path) -> N
     assert told == "worker 1 was killed by SIGKILL"
 
 
-def test_a_signal_without_a_name_is_told_by_its_number(tmp_path: Path) -> None:
+def test_signal_without_a_name_is_reported_by_its_number(tmp_path: Path) -> None:
     assert explain([], [None, -40], tmp_path) == "worker 1 was killed by signal 40"
 
 
@@ -22,13 +22,13 @@ def test_a_worker_that_aborts_after_its_error_died_of_the_error(tmp_path: Path) 
     assert told == "worker 1 failed: RuntimeError: diverged"
 
 
-def test_the_first_error_is_told_in_a_few_lines(tmp_path: Path) -> None:
+def test_first_error_is_reported_in_a_few_lines(tmp_path: Path) -> None:
     errors = [error(0, 2.0, "late"), error(1, 1.0, "\n".join(["cause", *"abcdefgh"]))]
     told = explain(errors, [1, 1], tmp_path)
     assert told.splitlines() == ["worker 1 failed: RuntimeError: cause", "  a", "  b", "  c", "  d"]
 
 
-def test_a_worker_that_says_nothing_is_told_by_the_log(tmp_path: Path) -> None:
+def test_worker_that_says_nothing_is_reported_by_the_log(tmp_path: Path) -> None:
     (tmp_path / "worker0.log").write_text(
         "start\nModuleNotFoundError: No module named 'x'\nend\n", encoding="utf-8"
     )

@@ -32,7 +32,7 @@ def without(*names: str, **more: str) -> dict[str, str]:
         (without("RANK", "WORLD_SIZE"), None),
     ],
 )
-def test_who_is_one_of_several_ranks(
+def test_process_is_one_of_several_ranks(
     environment: dict[str, str], place: tuple[int, int] | None
 ) -> None:
     assert launched_rank(environment) == place
@@ -50,7 +50,7 @@ def test_who_is_one_of_several_ranks(
         (PLACE | {"WORLD_SIZE": "many"}, "WORLD_SIZE='many' do not name a rank"),
     ],
 )
-def test_what_is_missing_is_said(environment: dict[str, str], told: str) -> None:
+def test_missing_part_is_reported(environment: dict[str, str], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         launched_rank(environment)
 
@@ -107,7 +107,7 @@ STAND_INS = {
 }
 
 
-def test_the_lines_for_slurm_give_each_task_the_variables_of_a_rank(tmp_path: Path) -> None:
+def test_lines_for_slurm_give_every_task_the_variables_of_a_rank(tmp_path: Path) -> None:
     page = Path(__file__).parents[2].joinpath("docs", "machines.md").read_text(encoding="utf-8")
     lines = page.partition("```bash\n#SBATCH ")[2].partition("```")[0].partition("\n")[2]
     for name, text in STAND_INS.items():

@@ -60,7 +60,7 @@ def settings_of(rank: int, size: int, name: str) -> tuple[dict[str, Any], int, i
     return dict(trainer.settings), trainer.round_steps, trainer.steady_from_step
 
 
-def test_the_report_names_what_was_chosen(ranks: Pool) -> None:
+def test_report_names_chosen_settings(ranks: Pool) -> None:
     (settings, round_steps, steady), _ = ranks.run(settings_of, "sparse-local", size=2)
     assert {"k_steps", "sparsity", "value_bits"} <= settings.keys()
     assert (round_steps, steady) == (settings["k_steps"], 1)

@@ -18,7 +18,7 @@ def test_a_number_is_met_nearly(size: str, wanted: float) -> None:
 
 
 @pytest.mark.parametrize("size", ["", "huge", "-3M", "3G", "10", "1000M", "nan"])
-def test_what_is_no_size_is_named(size: str) -> None:
+def test_malformed_size_is_named(size: str) -> None:
     with pytest.raises(ValueError, match="size="):
         parse_size(size)
 

@@ -71,7 +71,7 @@ def test_the_limit_can_be_lifted_and_put_back(latency: str) -> None:
         assert lifted_s < limited_s  # by a hundredth of it where nothing else runs
 
 
-def test_what_a_worker_receives_is_shaped_too() -> None:
+def test_worker_receiving_is_shaped_too() -> None:
     """Two senders at the full rate of theirs meet in one receiver, whose link is no faster."""
     count, link = 1_500_000, Link.parse("20mbit")
     assert seconds_of_two_senders(link, count) >= 0.8 * link.seconds(2 * count)
@@ -131,7 +131,7 @@ def test_a_delayed_link_is_shaped_too_and_loses_nothing() -> None:
         assert received == bytes(range(256)) * 40
 
 
-def test_more_than_two_workers_reach_each_other() -> None:
+def test_more_than_two_workers_reach_one_another() -> None:
     with network(4, Link.parse("none")) as net:
         address = (net.addresses[3], 5000)
         with inside(net.namespace_fds[3], lambda: socket.create_server(address)) as server:

@@ -205,7 +205,7 @@ def test_a_column_has_one_unit_and_one_precision_and_marks_its_best() -> None:
     assert render(results()).count('data-label="preparation, s"') == 2
 
 
-def test_small_losses_are_told_apart() -> None:
+def test_small_losses_are_distinguished() -> None:
     measured = results()
     for entry, loss in zip(measured.strategies, (0.00212, 0.00231), strict=True):
         entry.final_loss = loss
@@ -332,7 +332,7 @@ def contrast(one: str, other: str) -> float:
 
 
 @pytest.mark.parametrize("shade", [0, 1])
-def test_colours_can_be_told_from_the_page(shade: int) -> None:
+def test_colours_can_be_reported_from_the_page(shade: int) -> None:
     style = render(results())
     names = ("page", "ink", "soft", "panel", "warn", "best")
     colour = {name: re.findall(rf"--{name}: (#[0-9a-f]{{6}})", style)[shade] for name in names}
@@ -355,7 +355,7 @@ def test_every_line_of_a_plot_looks_different() -> None:
         assert look not in looks[:number], number
 
 
-def test_the_report_suits_light_and_dark_and_escapes_what_it_shows() -> None:
+def test_report_suits_light_and_dark_and_escapes_text() -> None:
     page = render(results())
     assert "prefers-color-scheme: dark" in page
     assert "a &lt;test&gt;" in page
@@ -365,7 +365,7 @@ def test_the_report_suits_light_and_dark_and_escapes_what_it_shows() -> None:
     assert re.findall(r"#[0-9a-f]{6}", plots) == []  # every colour follows the page
 
 
-def test_the_report_says_how_to_make_it_again_and_how_to_use_what_won(tmp_path: Path) -> None:
+def test_report_has_commands_to_repeat_and_to_use_the_winner(tmp_path: Path) -> None:
     measured = results()
     assert measured.command == (
         "thinwire compare --workers 2 --link 100mbit --strategies dense dgc --steps 20 --optimizer "
@@ -390,7 +390,7 @@ def test_the_report_says_how_to_make_it_again_and_how_to_use_what_won(tmp_path: 
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_can_be_used_elsewhere(name: str) -> None:
+def test_every_strategy_can_be_used_in_another_folder(name: str) -> None:
     recipe = STRATEGIES[name]
     document = recipe.document(20)
     if document is None:
@@ -433,7 +433,7 @@ def test_no_text_of_a_plot_leaves_its_drawing() -> None:
         ([7e5], True),
     ],
 )
-def test_axes_hold_their_values_and_have_a_few_round_ticks(
+def test_axes_have_their_values_and_have_a_few_round_ticks(
     values: list[float], logarithmic: bool
 ) -> None:
     axis = Axis.around(values, 50, 900, logarithmic=logarithmic)

@@ -97,7 +97,7 @@ def test_bad_input_is_one_line(
     assert BAD[arguments] in fails(capsys, *arguments.split())
 
 
-def test_without_root_the_line_says_what_is_needed(
+def test_run_without_root_names_the_requirement(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_command, "why_unavailable", lambda: "needs root (CAP_SYS_ADMIN): no")
@@ -294,7 +294,7 @@ def test_a_reader_that_leaves_ends_the_run(tmp_path: Path) -> None:
         assert process.wait(timeout=PATIENCE_S) == 0
 
 
-def test_lines_stay_whole_and_say_whose_they_are() -> None:
+def test_lines_stay_whole_and_name_their_rank() -> None:
     read_end, write_end = os.pipe()
     prefixed, out = Prefixed(), BytesIO()
     prefixed.add(7, os.fdopen(read_end, "rb"), out)
@@ -307,7 +307,7 @@ def test_lines_stay_whole_and_say_whose_they_are() -> None:
     assert out.getvalue().endswith(b"[7] \n[7] \xff bytes without an end\n")
 
 
-def test_what_is_left_of_a_rank_that_prints_on_is_bounded() -> None:
+def test_output_of_a_rank_that_prints_on_is_bounded() -> None:
     read_end, write_end = os.pipe()
     prefixed = Prefixed()
     prefixed.add(0, os.fdopen(read_end, "rb"), BytesIO())

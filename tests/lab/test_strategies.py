@@ -61,7 +61,7 @@ def test_a_file_trains_at_the_rates_of_the_strategy_that_it_holds(
         ("pipeline:\n  stages: 2\n  micro_batches: 2\n", "remove pipeline"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(text: str, complaint: str, tmp_path: Path) -> None:
+def test_wrong_strategy_file_is_reported(text: str, complaint: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=complaint) as error:
         choose([file(tmp_path, text)])
     assert "plan.yaml" in str(error.value)

@@ -180,7 +180,7 @@ WRONG: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.usefixtures("pooled")
-def test_what_is_wrong_with_it_is_one_line_and_nothing_trains(case: str, tmp_path: Path) -> None:
+def test_wrong_task_is_one_line_and_nothing_trains(case: str, tmp_path: Path) -> None:
     changes, told = WRONG[case]
     task = file(tmp_path, *changes)
     out = settings(
@@ -284,7 +284,7 @@ def test_strategies_begin_alike_where_a_task_seeds_nothing(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("pooled")
 @pytest.mark.parametrize("kind", ["frozen", "double"])
-def test_bytes_are_those_of_what_is_trained(kind: str, tmp_path: Path) -> None:
+def test_bytes_equal_trained_parameters(kind: str, tmp_path: Path) -> None:
     text = (
         TASK.replace("    return tw.Task(", "    task = tw.Task(")
         + {
@@ -319,7 +319,7 @@ def modes(rank: int, size: int, word: str) -> tuple[list[bool], str]:
     return [module.training for module in work.model], type(inputs).__name__
 
 
-def test_what_a_task_keeps_in_evaluation_mode_stays_there(ranks: Pool, tmp_path: Path) -> None:
+def test_modules_in_evaluation_mode_stay_so(ranks: Pool, tmp_path: Path) -> None:
     kept = ("torch.nn.Tanh()", "torch.nn.BatchNorm1d(16).eval()")
     named = ("yield x, x", "yield Pair(x), x")
     made = (

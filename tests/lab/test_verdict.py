@@ -29,7 +29,7 @@ def dense(*losses: float) -> Run:
     return run("dense", list(losses or (5.0, 4.0, 3.0)), 1.0, 4000)
 
 
-def test_what_a_person_would_repeat() -> None:
+def test_verdict_names_the_strategy_to_repeat() -> None:
     found = judged(dense(), run("dgc", [5.0, 3.5, 2.5, 2.0], 0.5, 80))
     assert found == Verdict(
         "On this link (100mbit) dgc reached dense's loss (3.000) in 7.5 s instead of 20.0 s (2.7 "
@@ -38,7 +38,7 @@ def test_what_a_person_would_repeat() -> None:
     )
 
 
-def test_who_did_not_begin_alike_is_not_compared() -> None:
+def test_runs_that_began_differently_are_not_compared() -> None:
     found = judged(dense(), run("dgc", [2.0, 1.5], 0.5, 80))
     assert "initial parameters differ" in found.text
     found = judged(run("dgc", [5.0, 4.0], 0.5, 80), run("low-rank", [3.0, 2.0], 0.5, 80))
@@ -121,7 +121,7 @@ def test_a_run_that_learned_nothing_is_no_measure() -> None:
     assert "dgc learned nothing in this run" in other.text
 
 
-def test_what_is_missing_is_said() -> None:
+def test_missing_part_is_reported() -> None:
     failures = [Failure(name, "it broke") for name in ("dgc", "fp16")]
     assert judged(dense(), failures=failures).text.endswith("dgc and fp16 failed and are excluded.")
     told = Interruption("Ctrl-C", "dgc", 0.4, ["fp16"])

@@ -70,7 +70,7 @@ KINDS: dict[str, dict[str, Any]] = {
             "amp": tw.AMP("float16", tw.DynamicLossScale(init_loss_scale=2.0**8)),
             "dgc": DGC,
         },
-        "options": {"find_unused_parameters": True, "grad_clip": tw.ClipByNorm(1.0)},
+        "options": {"find_unused_parameters": True, "grad_clip": tw.optim.ClipByNorm(1.0)},
         "joins": True,
     },
     "everything, pipeline": {

@@ -74,17 +74,17 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "decay": ({"sparsity": (0.9,), "weight_decay": 0.02}, {}, {"levels": (0.9,), "decay": 0.02}),
     "l1": (
-        {"sparsity": (0.9,), "regularizer": tw.L1Decay(0.03)},
+        {"sparsity": (0.9,), "regularizer": tw.optim.L1Decay(0.03)},
         {},
         {"levels": (0.9,), "l1": 0.03},
     ),
     "l2 of the group": (
-        {"sparsity": (0.9,), "regularizer": tw.L1Decay(0.5), "rampup_begin_step": 3},
-        {"regularizer": tw.L2Decay(0.03)},
+        {"sparsity": (0.9,), "regularizer": tw.optim.L1Decay(0.5), "rampup_begin_step": 3},
+        {"regularizer": tw.optim.L2Decay(0.03)},
         {"levels": (0.9,), "l2": 0.03, "begin": 3},
     ),
     "clip by norm": (
-        {"sparsity": (0.9,), "grad_clip": tw.ClipByNorm(2.0), "rampup_begin_step": 3},
+        {"sparsity": (0.9,), "grad_clip": tw.optim.ClipByNorm(2.0), "rampup_begin_step": 3},
         {},
         {"levels": (0.9,), "clip": 2.0, "begin": 3},
     ),
@@ -203,7 +203,7 @@ def conserve(rank: int, size: int, bits: int, exchange: str) -> list[tuple[Tenso
 
 @pytest.mark.parametrize("exchange", ["gather", "split"])
 @pytest.mark.parametrize("bits", [1, 2, 4, 8, 16, 32])
-def test_what_is_not_sent_stays(ranks: Pool, bits: int, exchange: str) -> None:
+def test_unsent_entries_stay(ranks: Pool, bits: int, exchange: str) -> None:
     """1e-4 of sums of size 40: float32 throughout, and the update is a difference of parameters."""
     histories = ranks.run(conserve, bits, exchange, size=3)
     for step in range(50):
@@ -289,6 +289,7 @@ def test_replicas_stay_bit_identical_for_500_steps_on_4_ranks(ranks: Pool) -> No
     assert np.mean(answers[0]["losses"][-20:]) < 0.5 * np.mean(answers[0]["losses"][:20])
 
 
+@pytest.mark.fault("DDP makes other buckets after the first step")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ddp_options",

@@ -98,7 +98,7 @@ def test_other_types_are_refused(choice: Any, error: type[Exception], text: str)
         optimizer_of(net(), state_dtype=choice)
 
 
-def test_what_an_averaging_keeps_is_not_narrowed() -> None:
+def test_kept_values_of_an_averaging_are_not_narrowed() -> None:
     dgc = tw.DGC(state_dtype="bfloat16")
     with pytest.raises(
         tw.StrategyError,
@@ -165,7 +165,7 @@ def mean_of_two(rank: int, size: int) -> list[Tensor]:
     return [total, mean.residuals["weight"].double(), accumulated, errors]
 
 
-def test_under_another_optimizer_what_was_sent_and_what_stays_is_what_was_accumulated(
+def test_sent_and_kept_under_another_optimizer_equal_the_accumulated(
     ranks: Pool,
 ) -> None:
     answers = ranks.run(mean_of_two)

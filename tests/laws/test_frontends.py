@@ -28,7 +28,7 @@ from tests.ranks import Pool
 CASES = {
     "plain": Case(),
     "merge": Case(merge=2),
-    "clip": Case(clip=tw.ClipByNorm(0.5)),
+    "clip": Case(clip=tw.optim.ClipByNorm(0.5)),
     "schedule": Case(lr=tw.schedules.CosineDecay(0.01, 0.2, 12)),
     "not finite": Case(nan_at=5),
     "resume": Case(resume_at=6),

@@ -198,7 +198,7 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return sorted(at for at in {**before, **after} if before.get(at) != after.get(at))
 
 
-@pytest.mark.fault
+@pytest.mark.fault("NaN in one rank's gradient")
 @pytest.mark.parametrize("where", ["2.weight", pytest.param("4.bias", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name", rows([name for name in SENDING if not name.endswith("mesh") and "amp" not in name])
@@ -257,7 +257,7 @@ def parted(rank: int, size: int, row: Row, harm: str) -> tuple[int, str]:
     for step in range(4 * EVERY):
         try:
             way.train(rank, begin + merge * step, begin + merge * (step + 1))
-        except tw.Diverged as error:
+        except tw.errors.Diverged as error:
             way.close()
             return step, str(error)
     return -1, ""

@@ -90,7 +90,7 @@ def test_a_compressed_step_makes_nothing_of_full_size(
     ],
     ids=str,
 )
-def test_what_the_options_hold_for_a_moment(options: dict[str, Any], words: int) -> None:
+def test_options_set_for_a_moment_are_restored(options: dict[str, Any], words: int) -> None:
     param = nn.Parameter(torch.randn(NUMEL))
     optimizer = tw.optim.DGCMomentum([param], lr=0.1, **options)
     param.grad = torch.randn(NUMEL)

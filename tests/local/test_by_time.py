@@ -87,7 +87,7 @@ def expected(
 
 @pytest.mark.parametrize("tokens", [False, True])
 @pytest.mark.parametrize("outer", [{}, OUTER])
-def test_the_mean_is_weighted_by_what_each_rank_did(
+def test_mean_is_weighted_by_the_work_of_every_rank(
     ranks: Pool, tokens: bool, outer: dict[str, Any]
 ) -> None:
     config = tw.LocalSGD(99, begin_step=0, round_seconds=LONG_S, **outer)
@@ -124,7 +124,10 @@ def kept(rank: int, size: int, config: tw.LocalSGD) -> tuple[Any, Any, Any]:
 
     def measured(self: Any, step: int, given: Any, *args: Any, **kwargs: Any) -> Any:
         pending = measure(self, step, given, *args, **kwargs)
-        last["change"] = {name: c.clone() for name, c in pending.moved.items()}
+        changes = pending.moved
+        last["change"] = {
+            n: changes.new_part(n, 0, c.numel()).view_as(c) for n, c in changes.items()
+        }
         return pending
 
     with patch.object(averaging, "measure", measured):
@@ -132,7 +135,7 @@ def kept(rank: int, size: int, config: tw.LocalSGD) -> tuple[Any, Any, Any]:
     return last["total"], last["anchors"], last["errors"]
 
 
-def test_what_is_sent_and_what_is_kept_make_up_the_weighted_changes(ranks: Pool) -> None:
+def test_sent_and_kept_sum_up_to_the_weighted_changes(ranks: Pool) -> None:
     config = tw.LocalSGD(
         99, begin_step=0, round_seconds=LONG_S, compression=tw.Quantized(4, decay=1.0)
     )
@@ -305,7 +308,9 @@ def telling(rank: int, size: int, case: str) -> None:
         ("state", "save right after an averaging"),
     ],
 )
-def test_what_does_not_go_together_is_an_error_on_all(ranks: Pool, case: str, text: str) -> None:
+def test_settings_that_do_not_go_together_are_an_error_on_all(
+    ranks: Pool, case: str, text: str
+) -> None:
     for answer in ranks.run(telling, case, expect_errors=True):
         assert isinstance(answer, Raised)
         assert text in answer.text

@@ -89,7 +89,7 @@ def much_alike(rank: int, size: int) -> float:
     return float(sum(products) / sum((60 * c).square().sum() for c in change.values()))
 
 
-def test_what_waits_at_owners_is_not_applied_once_for_every_rank(ranks: Pool) -> None:
+def test_sums_waiting_at_owners_are_applied_once(ranks: Pool) -> None:
     """0.87; with the means over senders kept it was 1.48, and training went wrong."""
     assert 0.75 < ranks.run(much_alike, size=4)[0] < 1.0
 
@@ -116,7 +116,7 @@ def test_shares_with_room_for_everything_are_gathered_messages(
     torch.testing.assert_close(gathered[0]["applied"] * share, changed, rtol=0, atol=1e-4)
 
 
-def test_what_a_rank_sends_does_not_grow_with_their_number() -> None:
+def test_bytes_of_a_rank_do_not_grow_with_the_number_of_ranks() -> None:
     sizes = [torch.Size((1024, 1024))] * 4
     by_ranks = [sent_bytes(tw.Sparse(0.9), 1, sizes, ranks) for ranks in (2, 16, 128, 1024)]
     assert max(by_ranks) < 3 * by_ranks[0]
@@ -180,9 +180,7 @@ def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tupl
     ],
     ids=str,
 )
-def test_what_travels_is_exactly_what_was_predicted(
-    ranks: Pool, compression: Any, dgc: Any
-) -> None:
+def test_bytes_equal_the_prediction(ranks: Pool, compression: Any, dgc: Any) -> None:
     for pairs in ranks.run(sent_in_turns, compression, dgc):
         assert len(pairs) == 5
         assert all(came == predicted for came, predicted in pairs)
@@ -279,7 +277,7 @@ def steady(rank: int, size: int, config: Any, rounds: int) -> tuple[float, float
     ],
     ids=str,
 )
-def test_the_applied_share_is_near_what_it_estimates(
+def test_applied_share_is_near_its_estimate(
     ranks: Pool, compression: Any, low: float, high: float
 ) -> None:
     """Decay eats a part of what is sent seldom; over the senders, entries that one rank sends count
@@ -292,7 +290,7 @@ def test_the_applied_share_is_near_what_it_estimates(
 
 
 @pytest.mark.parametrize(("sparsity", "decay"), [(0.9, 0.95), (0.97, 0.95), (0.9, 0.5)])
-def test_of_a_repeated_change_a_little_more_is_applied_than_is_told(
+def test_of_a_repeated_change_a_little_more_is_applied_than_is_reported(
     sparsity: float, decay: float
 ) -> None:
     """Entries of one size take turns, which is better than chance, and is the sum of a geometric
@@ -354,7 +352,7 @@ def differing(rank: int, size: int, kinds: list[Any]) -> str:
     ],
     ids=str,
 )
-def test_ranks_compare_what_compresses(ranks: Pool, kinds: list[Any], text: str) -> None:
+def test_ranks_compare_the_compression(ranks: Pool, kinds: list[Any], text: str) -> None:
     assert all(text in answer for answer in ranks.run(differing, kinds))
 
 

@@ -158,7 +158,7 @@ def odd(rank: int, size: int) -> list[Tensor]:
     return [model.w.detach(), model.frozen.detach()]
 
 
-def test_what_has_no_elements_or_no_gradient_is_left_out(ranks: Pool) -> None:
+def test_parameters_without_elements_or_gradient_are_left_out(ranks: Pool) -> None:
     for w, frozen in ranks.run(odd):
         assert torch.equal(
             w, torch.tensor([0.5, 0.5, 1.0])
@@ -308,7 +308,7 @@ def test_buffers_that_nobody_changes_are_neither_sent_nor_refused(ranks: Pool, d
     assert found[0][1] == found[2][1]
 
 
-def test_a_buffer_that_became_nan_is_refused(ranks: Pool) -> None:
+def test_buffer_that_turned_nan_is_refused(ranks: Pool) -> None:
     for answer in ranks.run(with_tables, 0, True, expect_errors=True):
         assert "buffer mean is not finite" in answer.text
 
@@ -444,12 +444,12 @@ def moved_teacher(rank: int, size: int, when_synced: bool) -> list[str]:
                 if sync.synced or not when_synced:
                     with torch.no_grad():
                         model.teacher.weight.lerp_(model.layer.weight, 0.1)
-    except tw.Diverged as error:
+    except tw.errors.Diverged as error:
         return [str(error), *error.__notes__]
     return []
 
 
-def test_a_frozen_parameter_that_follows_others_is_told_what_to_do(ranks: Pool) -> None:
+def test_frozen_parameter_that_follows_others_is_reported_a_remedy(ranks: Pool) -> None:
     for text, *notes in ranks.run(moved_teacher, False, size=2):
         assert "frozen parameter teacher.weight" in text
         assert any("make them buffers" in note for note in notes)
@@ -459,7 +459,7 @@ def test_a_frozen_parameter_that_follows_others_is_told_what_to_do(ranks: Pool) 
 @pytest.mark.parametrize(
     ("momentum", "nesterov"), [(0.0, False), (0.8, False), (0.8, True)], ids=str
 )
-def test_what_is_applied_of_changes_of_one_size_is_known(momentum: float, nesterov: bool) -> None:
+def test_applied_share_of_changes_of_one_size_is_known(momentum: float, nesterov: bool) -> None:
     """Of one rank, whose change is the same after every averaging."""
     parameter = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     model = nn.ParameterList([parameter])
@@ -488,7 +488,7 @@ def test_a_model_without_shapes_is_refused_by_name(engine: bool) -> None:
                 pass
 
 
-def test_a_buffer_that_gets_its_shape_later_is_named_with_what_it_was() -> None:
+def test_buffer_shaped_later_is_named_with_its_earlier_shape() -> None:
     model = net()
     model.register_buffer("seen", torch.empty(0))
     optimizer = sgd(model)
@@ -563,7 +563,7 @@ def load_between(rank: int, size: int, config: Any, after: int, anew: bool) -> f
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_weights_that_are_loaded_before_the_first_step_are_what_training_begins_with(
+def test_weights_loaded_before_the_first_step_are_the_start_of_training(
     ranks: Pool, name: str
 ) -> None:
     """They went through one bit, and were off by 100."""
@@ -617,7 +617,7 @@ def test_weights_that_only_some_ranks_load_are_refused_on_all(
         assert "Load or change weights in the same way on all ranks" in text
 
 
-def test_a_fresh_start_waits_for_what_is_on_its_way() -> None:
+def test_fresh_start_waits_for_pending_results() -> None:
     model, optimizer = bag()
     config = tw.LocalSGD(3, delay=1, compression=tw.Quantized(1))
     with tw.local_sgd(model, optimizer, config) as sync:
@@ -667,7 +667,7 @@ def evaluated(rank: int, size: int, where: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("where", ["block", "engine"])
-def test_an_evaluation_between_two_averagings_is_told_once(ranks: Pool, where: str) -> None:
+def test_evaluation_between_two_averagings_is_reported_once(ranks: Pool, where: str) -> None:
     first, second = ranks.run(evaluated, where)
     assert second == [[]] * 7
     assert [len(texts) for texts in first] == [0, 0, 0, 0, 1, 0, 0]

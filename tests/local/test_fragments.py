@@ -161,7 +161,7 @@ def train_on_until_pending(model: nn.Module, optimizer: Any, sync: Any, rank: in
         optimizer.step()
 
 
-def test_a_state_of_other_fragments_is_applied_to_those_it_was_measured_of(ranks: Pool) -> None:
+def test_state_of_other_fragments_is_applied_to_measured_fragments(ranks: Pool) -> None:
     first, second = (overlapped(tw.Quantized(4), fragments) for fragments in (3, 2))
     answers = ranks.run(resume, first, second, size=2)
     for straight, resumed in answers:

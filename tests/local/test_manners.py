@@ -514,9 +514,7 @@ def spoil(model: nn.Module, way: str) -> None:
         ("leaves early", "rank 0 is at step 3 (averaging part 0), rank 1 at step 2 (flushing)"),
     ],
 )
-def test_what_goes_wrong_on_one_rank_is_the_same_error_on_all(
-    ranks: Pool, way: str, text: str
-) -> None:
+def test_failure_on_one_rank_is_the_same_error_on_all(ranks: Pool, way: str, text: str) -> None:
     answers = ranks.run(fail, way, size=3 if way == "not finite" else 2)
     assert all(text in answer for answer in answers), answers
     # where ranks are at different steps, each names its own as the occasion
@@ -608,7 +606,7 @@ def two_optimizers(rank: int, size: int, config: Any, first: str) -> tuple[Any, 
         tw.LocalSGD(4, begin_step=0, compression=tw.Quantized(1)),
     ],
 )
-def test_what_a_second_optimizer_moved_is_averaged_as_it_is(config: Any, ranks: Pool) -> None:
+def test_parameters_moved_by_a_second_optimizer_are_averaged(config: Any, ranks: Pool) -> None:
     found = ranks.run(two_optimizers, config, "followed")
     (said, first, _, moved, mean), (_, second, _, others, _) = found
     assert first == second
@@ -670,7 +668,7 @@ def schedule_free(rank: int, size: int, average_state: bool) -> tuple[list[str],
     return [str(each.message) for each in said], digest(model)
 
 
-def test_an_optimizer_with_parameters_of_its_own_is_told_how_ranks_stay_equal(ranks: Pool) -> None:
+def test_optimizer_with_parameters_of_its_own_is_reported_how_ranks_stay_equal(ranks: Pool) -> None:
     for said, _ in ranks.run(schedule_free, False):
         assert len(said) == 1
         assert "average_state=True" in said[0]
@@ -693,7 +691,7 @@ def averaged_weights(rank: int, size: int, where: str) -> list[str]:
     return [str(each.message) for each in said]
 
 
-def test_an_average_of_weights_that_ranks_do_not_share_is_told_once(ranks: Pool) -> None:
+def test_average_of_weights_that_ranks_do_not_share_is_reported_once(ranks: Pool) -> None:
     for said in ranks.run(averaged_weights, "everywhere"):
         assert len(said) == 1
         assert "sync.synced" in said[0]

@@ -93,7 +93,7 @@ def resumed(rank: int, size: int, folder: str, halves: int) -> tuple[list[float]
     return model.w.detach().flatten().tolist(), values
 
 
-def test_what_a_bfloat16_weight_does_not_show_survives_a_checkpoint(
+def test_bfloat16_part_below_a_weights_precision_survives_a_checkpoint(
     ranks: Pool, tmp_path: Path
 ) -> None:
     straight = ranks.run(resumed, str(tmp_path / "one"), 1, size=3)

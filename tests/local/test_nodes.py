@@ -88,7 +88,7 @@ def conserved(rank: int, size: int, compression: Any, loaded: Any) -> dict[str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sparse, split", "quantized", "quantized, split", "low rank"])
-def test_nothing_is_lost_of_what_nodes_change(ranks: Pool, name: str) -> None:
+def test_node_changes_lose_nothing(ranks: Pool, name: str) -> None:
     """What all ranks changed on the mean is what the anchors moved by and what nodes keep, float64;
     1e-6 for what owners passed on in float32. Then the same ranks, in no nodes and again in
     nodes."""
@@ -147,7 +147,7 @@ def width(rank: int, size: int, config: Any, local: int) -> int:
 
 
 @pytest.mark.slow
-def test_the_launcher_says_who_shares_a_node_where_changes_are_compressed(ranks: Pool) -> None:
+def test_launcher_sets_the_node_size_where_changes_are_compressed(ranks: Pool) -> None:
     for config, expected in [
         (tw.LocalSGD(2, compression=tw.Sparse(0.5)), 2),
         (tw.LocalSGD(2, compression=tw.Sparse(0.5), node_size=1), 1),

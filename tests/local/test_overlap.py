@@ -252,7 +252,7 @@ def left_at(rank: int, size: int, config: Any, last: int) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("late", range(DELAY + 1))
-def test_the_end_waits_for_what_is_on_its_way(ranks: Pool, late: int) -> None:
+def test_end_waits_for_pending_results(ranks: Pool, late: int) -> None:
     """The first averaging, the one on its way, and the last one."""
     (bits, averagings), other = ranks.run(left_at, CONFIGS["one bit"], MEASURED + late, size=2)
     assert (bits, averagings) == other

@@ -155,12 +155,12 @@ def changed_without_a_step(rank: int, size: int, folder: str) -> list[str]:
     return found
 
 
-def test_what_changed_without_a_step_is_still_averaged(ranks: Pool, tmp_path: Path) -> None:
+def test_change_without_a_step_is_still_averaged(ranks: Pool, tmp_path: Path) -> None:
     found = ranks.run(changed_without_a_step, str(tmp_path), size=2)
     assert len({after for each in found for after in each}) == 1
 
 
-def test_what_is_told_of_buffers_is_checked_before_anything_changes() -> None:
+def test_buffer_facts_are_checked_before_anything_changes() -> None:
     engine = engine_of(0, filled=True)
     assert engine.sync is not None
     state = engine.sync.state_dict()
@@ -171,7 +171,7 @@ def test_what_is_told_of_buffers_is_checked_before_anything_changes() -> None:
     engine.close()
 
 
-def test_what_is_not_known_stays_unknown() -> None:
+def test_unknown_buffers_stay_unknown() -> None:
     """As of a joiner among members before its first averaging; a mean over ranks keeps it."""
     model = WithTables(0, filled=True)
     known, other = (

@@ -32,7 +32,7 @@ def few_bytes(rank: int, size: int) -> tuple[int, int]:
     return sent[1], sent[2]
 
 
-def test_the_bytes_are_those_of_the_ramp() -> None:
+def test_bytes_equal_the_ramp() -> None:
     """20100 values of 4 bytes; then 20 of 20000 at one bit and about 12 for the place, and 100
     values of 4 bytes."""
     dense, sparse = few_bytes(0, 1)

@@ -73,7 +73,7 @@ def member(
 
 
 @pytest.mark.fault
-def test_the_mean_is_that_of_those_who_are_left(ranks: Pool) -> None:
+def test_mean_is_over_remaining_ranks(ranks: Pool) -> None:
     """The weights were agreed on with the one that went: 15/9, 3/9 and 9/9."""
     found = met(ranks, member, "", 8, size=3, errors=True)
     assert isinstance(found[1], Lost)

@@ -175,7 +175,7 @@ def test_a_relay_shares_its_port_with_the_store() -> None:
 
 @pytest.mark.slow
 @LINUX
-def test_public_is_said_and_done(token_file: str) -> None:
+def test_public_is_reported_and_done(token_file: str) -> None:
     options = ("--bind", "0.0.0.0:0", "--public", "--token-file", token_file)
     with host_command(*options) as (process, address):
         assert listening(process.pid) == {("0.0.0.0", port_of(address))}
@@ -197,7 +197,7 @@ def write_generation(store: AuthenticatedStore, generation: int, *members: str) 
 
 
 @pytest.mark.slow
-def test_it_says_who_takes_part_when_that_changes(token_file: str) -> None:
+def test_changed_membership_is_reported(token_file: str) -> None:
     options = ("--bind", "127.0.0.1:0", "--token-file", token_file)
     with host_command(*options) as (process, address):
         store = connect(address, "llm", TOKEN, TIMEOUT)
@@ -221,7 +221,7 @@ def test_it_says_who_takes_part_when_that_changes(token_file: str) -> None:
         assert ended(process, signal.SIGINT).startswith("ended: ")
 
 
-def test_without_a_token_it_says_once_what_that_means() -> None:
+def test_host_without_a_token_reports_the_risk_once() -> None:
     with host_command("--bind", "127.0.0.1:0") as (process, address):
         write_generation(connect(address, "a", None, TIMEOUT), 0, "ann")
         store = connect(address, "b", None, TIMEOUT)
@@ -236,7 +236,7 @@ def test_without_a_token_it_says_once_what_that_means() -> None:
 
 
 @LINUX
-def test_a_host_that_died_is_told_to_joiners() -> None:
+def test_host_that_died_is_reported_to_joiners() -> None:
     with host_command("--bind", "127.0.0.1:0", "--quiet") as (process, address):
         connect(address, "a", None, TIMEOUT)
         os.kill(process.pid, signal.SIGKILL)
@@ -298,7 +298,7 @@ def test_no_key_or_value_of_a_stranger_ends_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("log", ["/dev/full", "a pipe that nobody reads"])
-def test_it_goes_on_where_what_it_says_cannot_be_written(log: str, token_file: str) -> None:
+def test_unwritable_output_does_not_stop_the_run(log: str, token_file: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     command = [sys.executable, "-m", "thinwire", "host", "--bind", f"127.0.0.1:{port}"]

@@ -60,7 +60,7 @@ def test_a_round_may_take_longer_than_the_time_out() -> None:
     donor.close(PATIENCE_S)
 
 
-def test_a_state_takes_the_place_of_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_replaces_waiting_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     may_send = threading.Event()
     send = transfer.Channel.send
 
@@ -102,7 +102,7 @@ def after_other_things(rank: int, size: int, address: str) -> int:
     return member(rank, size, address, EVERY_4, steps=12)["step"]
 
 
-def test_what_a_process_has_made_before_does_not_matter(ranks: Pool) -> None:
+def test_state_of_a_process_before_does_not_matter(ranks: Pool) -> None:
     with meeting_place(None) as address:
         assert ranks.run(after_other_things, address, size=2) == [12, 12]
 
@@ -214,6 +214,6 @@ def asking(rank: int, size: int, address: str) -> str:
     return str(error.value)
 
 
-def test_a_mean_loss_among_members_is_refused(ranks: Pool) -> None:
+def test_mean_loss_between_members_is_refused(ranks: Pool) -> None:
     (said,) = met(ranks, asking, size=1)
     assert "does not work with members" in said

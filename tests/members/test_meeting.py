@@ -69,7 +69,7 @@ def test_over_ipv6() -> None:
         assert connect(address, "llm", TOKEN, TIMEOUT).get("key") == b"value"
 
 
-def test_another_token_is_told_at_once_to_the_joiner_alone(place: str) -> None:
+def test_another_token_is_reported_at_once_to_the_joiner_alone(place: str) -> None:
     member = connect(place, "llm", TOKEN, TIMEOUT)
     member.set("key", "value")
     assert "has another token" in refused(place, b"another token, long enough", Mismatch)
@@ -77,12 +77,12 @@ def test_another_token_is_told_at_once_to_the_joiner_alone(place: str) -> None:
     assert member.get("key") == b"value"
 
 
-def test_a_host_without_a_token_is_told_to_a_member_that_has_one() -> None:
+def test_host_without_a_token_is_reported_to_a_member_that_has_one() -> None:
     with meeting_place(None) as address:
         assert "has no token" in refused(address, TOKEN, Mismatch)
 
 
-def test_another_version_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as older:
         older.setattr(meeting, "MEETING_VERSION", 0)
         older.setattr(meeting, "__version__", "0.1.9")
@@ -113,6 +113,7 @@ def test_a_greeting_that_a_stranger_has_written_is_refused() -> None:
         assert "has no token" in refused(address, TOKEN, Mismatch)
 
 
+@pytest.mark.fault("nobody at the meeting point, at the start or later")
 def test_where_nobody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -143,7 +144,7 @@ def test_where_something_else_listens() -> None:
         assert "no meeting place of thinwire" in text
 
 
-def test_a_store_of_torch_is_no_meeting_place() -> None:
+def test_store_of_torch_is_no_meeting_point() -> None:
     server = TCPStore("127.0.0.1", 0, None, True, TIMEOUT, wait_for_workers=False)
     text = refused(f"tcp://127.0.0.1:{server.port}", TOKEN, Mismatch, 2 * SHORT)
     assert "no meeting place of thinwire" in text
@@ -161,7 +162,7 @@ def test_a_store_of_torch_is_no_meeting_place() -> None:
         "",
     ],
 )
-def test_what_is_no_address(address: str) -> None:
+def test_malformed_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match=r"tcp://10.0.0.1:29400"):
         connect(address, "llm", TOKEN, TIMEOUT)
 
@@ -180,12 +181,12 @@ def test_addresses_read_as_they_are_printed() -> None:
 
 
 @pytest.mark.parametrize("run", ["", "a/b", "../x", "a b", "-x", "x" * 65, "run\n"])
-def test_what_is_no_name_of_a_run(place: str, run: str) -> None:
+def test_malformed_run_name_is_refused(place: str, run: str) -> None:
     with pytest.raises(ValueError, match="no name of a run"):
         connect(place, run, TOKEN, TIMEOUT)
 
 
-def test_another_layout_is_told_to_the_joiner_alone(place: str) -> None:
+def test_another_layout_is_reported_to_the_joiner_alone(place: str) -> None:
     first, same, other = (connect(place, "facts", TOKEN, TIMEOUT) for _ in range(3))
     facts = {"strategy": "localsgd", "layout": [3, 4], "wire": 1}
     require_same(first, facts)

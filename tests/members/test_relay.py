@@ -78,9 +78,7 @@ def in_order(rank: int, size: int, address: str, config: Any, options: Any) -> l
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_bits_are_those_of_members_that_reach_each_other(
-    ranks: Pool, token_file: str, name: str
-) -> None:
+def test_bits_equal_members_that_reach_one_another(ranks: Pool, token_file: str, name: str) -> None:
     """Nobody, one or all of three through the relay."""
     found, config = [], CONFIGS[name]
     steps = 20 * config.k_steps // config.fragments
@@ -143,7 +141,7 @@ def wide(rank: int, size: int, address: str, token_file: str, reaching: int) -> 
 
 
 @pytest.mark.parametrize(("size", "reaching"), [(2, 0), (4, 0), (4, 2)])
-def test_a_member_uploads_what_it_sends_once(
+def test_member_uploads_a_message_once(
     ranks: Pool, token_file: str, size: int, reaching: int
 ) -> None:
     """Of a message of 300 kB each round; what is more is heads and signs, half of a percent
@@ -363,7 +361,7 @@ def test_a_relay_that_lies_is_found_out(ranks: Pool, token_file: str, kind: Kind
     assert refused[0] < 20
 
 
-def test_who_says_what_no_member_says_is_hung_up_on() -> None:
+def test_stranger_with_a_malformed_message_is_disconnected() -> None:
     """And only on that one: the room goes on."""
     with relay_alone() as place:
         clients = [RelayClient(place, "room", rank, 2) for rank in range(2)]
@@ -396,7 +394,7 @@ def test_who_says_what_no_member_says_is_hung_up_on() -> None:
             client.close(PATIENCE_S)
 
 
-def test_who_takes_nothing_holds_up_whoever_sends_to_it() -> None:
+def test_receiver_that_reads_nothing_delays_its_senders() -> None:
     """The relay keeps no more than some parts of a message for it."""
     size = 64 << 20
     with relay_alone() as place:

@@ -86,7 +86,7 @@ def test_a_generation_connects_after_as_many_answers_for_any_size(
     assert {store.answers for store in stores} == {9}
 
 
-def test_who_asks_to_be_let_in_waits_no_longer_after_many_others(server: TCPStore) -> None:
+def test_joiner_waits_no_longer_after_many_others(server: TCPStore) -> None:
     counted = Counted(server)
     kv = KeyValueView(AuthenticatedStore(counted, None))
 

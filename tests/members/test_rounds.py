@@ -67,6 +67,7 @@ def _alike(found: list[dict[str, Any]], steps: int | None = 24) -> dict[int, tup
     return first
 
 
+@pytest.mark.fault("survivors go on without a restart")
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("rank", [0, 2])
 def test_whoever_is_killed_the_others_make_the_round_again(
@@ -95,6 +96,7 @@ def test_local_steps_continue_while_members_agree_and_one_is_killed(
     assert _alike([found[0], found[2]])[24][1] == 2
 
 
+@pytest.mark.fault("a rank dies between two averagings; a joiner; a stage of a pipeline dies")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_method_goes_on_without_a_member_that_was_killed(ranks: Pool, name: str) -> None:
     fault = {"rank": 1, "phase": "before the last agreement", "at": 3, "how": "kill"}
@@ -103,6 +105,7 @@ def test_every_method_goes_on_without_a_member_that_was_killed(ranks: Pool, name
     _alike([found[0], found[2]])
 
 
+@pytest.mark.fault("a rank dies between two averagings; a joiner; a stage of a pipeline dies")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_joiner_has_the_bits_of_the_others(ranks: Pool, tmp_path: Path, name: str) -> None:
@@ -144,7 +147,7 @@ def test_one_that_leaves_is_no_error_for_the_others(ranks: Pool) -> None:
     assert [size for _, size, _ in rounds.values()] == [3, 3, 3, 3, 2, 2]
 
 
-def test_what_a_leaver_has_kept_goes_to_one_who_stays(ranks: Pool) -> None:
+def test_residual_of_a_leaving_member_goes_to_a_remaining_one(ranks: Pool) -> None:
     found = met(ranks, _leaving, size=3)
     kept, _ = found[2]
     ((came, factor),) = [received for _, received in found if received is not None]
@@ -180,7 +183,7 @@ def _leaving(rank: int, size: int, address: str) -> Any:
 
 @pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize("call", [8, 9])
-def test_who_missed_an_agreement_takes_it_from_one_who_heard_it(
+def test_member_that_missed_an_agreement_takes_it_from_another(
     ranks: Pool, call: int, leaves: bool
 ) -> None:
     """Nobody is lost: one member gives the generation up just before it goes along."""
@@ -207,6 +210,7 @@ def test_the_last_but_one_may_leave(ranks: Pool) -> None:
     assert [size for _, size, _ in found[1]["rounds"].values()] == [2, 2, 2, 2, 1, 1]
 
 
+@pytest.mark.fault("two halves without a way between them")
 def test_half_of_them_cannot_go_on(ranks: Pool) -> None:
     fault = {"rank": 1, "phase": "once sent", "at": 3, "how": "kill"}
     found = met(ranks, _member_with, SPARSE, {"fault": fault}, size=2, errors=True)
@@ -217,7 +221,7 @@ def test_half_of_them_cannot_go_on(ranks: Pool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["taking", "giving"])
-def test_who_dies_in_the_copy_holds_up_nobody(ranks: Pool, tmp_path: Path, what: str) -> None:
+def test_joiner_that_dies_in_the_copy_delays_nobody(ranks: Pool, tmp_path: Path, what: str) -> None:
     """A joiner that loses its giver asks another member; one that dies is not let in."""
     fault = {"rank": 3 if what == "taking" else 2, "phase": what, "at": 2, "how": "kill"}
     options = {"founders": 3, "flag": str(tmp_path / "go"), "step_s": 0.05, "steps": 160}
@@ -279,7 +283,7 @@ def test_a_run_of_which_nobody_is_left_begins_anew_from_the_last_copy(
     assert again[0][3] != again[1][3]
 
 
-def test_who_was_cut_off_from_a_run_that_has_begun_anew_is_evicted() -> None:
+def test_member_cut_off_from_a_restarted_run_is_evicted() -> None:
     """The run is written to have begun anew, while the only member of it was not heard of."""
     net = model(0)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-3)

@@ -33,9 +33,7 @@ def plain(server: TCPStore) -> TCPStore:
 
 @pytest.mark.parametrize("secret", [SECRET, None])
 @pytest.mark.parametrize("direct", [True, False])
-def test_every_call_of_a_store_does_what_it_does(
-    plain: TCPStore, secret: bytes | None, direct: bool
-) -> None:
+def test_store_calls_equal_torchs(plain: TCPStore, secret: bytes | None, direct: bool) -> None:
     sealed = AuthenticatedStore(plain, secret, "run/a/")
     store: Any = sealed if direct else PrefixStore("part", sealed)
     store.set("one", "first")
@@ -103,7 +101,7 @@ FORGERIES: list[Callable[[TCPStore], None]] = [
 
 
 @pytest.mark.parametrize("forge", FORGERIES)
-def test_what_does_not_verify_is_refused(
+def test_message_that_does_not_verify_is_refused(
     plain: TCPStore, forge: Callable[[TCPStore], None]
 ) -> None:
     store = AuthenticatedStore(plain, SECRET, "run/a/")
@@ -189,7 +187,7 @@ class Read(Store):
         return answer
 
 
-def test_what_a_question_shows_cannot_be_put_back_as_an_answer(plain: TCPStore) -> None:
+def test_question_data_cannot_be_replayed_as_an_answer(plain: TCPStore) -> None:
     wire = Read(plain)
     sealed = AuthenticatedStore(wire, SECRET, "run/a/")
     assert sealed.try_get("hello") is None

@@ -167,7 +167,7 @@ def together(rank: int, size: int, config: Any, steps: int, sites: list[int]) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
-def test_nobody_comes_or_goes_and_the_bits_are_those_of_one_job(
+def test_nobody_comes_or_goes_and_the_bits_equal_one_job(
     ranks: Pool, tmp_path: Path, name: str
 ) -> None:
     # whoever comes first gives the others its model
@@ -262,7 +262,7 @@ def test_half_of_the_sites_cannot_go_on(ranks: Pool, tmp_path: Path) -> None:
     assert "QuorumLost" in {one.type_name for one in found[:2]}
 
 
-def test_what_one_shard_has_not_heard_it_is_told(ranks: Pool, tmp_path: Path) -> None:
+def test_facts_missing_on_one_shard_are_reported_to_it(ranks: Pool, tmp_path: Path) -> None:
     """Nobody is lost: one rank gives the generation of its shard up before it goes along."""
     found = met(ranks, _deaf, str(tmp_path), size=6)
     sites = [found[at : at + SHARDS] for at in range(0, 6, SHARDS)]
@@ -393,7 +393,7 @@ def refused(rank: int, size: int, address: str, folder: str, what: str) -> str:
         dist.destroy_process_group()
 
 
-def test_what_does_not_fit_is_one_clear_error(ranks: Pool, tmp_path: Path) -> None:
+def test_state_that_does_not_fit_is_one_clear_error(ranks: Pool, tmp_path: Path) -> None:
     def said(what: str, size: int = SHARDS) -> list[str]:
         folder = tmp_path / what
         folder.mkdir()

@@ -50,16 +50,14 @@ def test_a_replay_tells_other_members_from_the_same(changes: dict[str, Any]) -> 
     assert replay(_trace(**changes)).digests != whole.digests
 
 
-def test_a_run_that_nobody_disturbs_has_as_many_averagings_of_those_who_began() -> None:
+def test_run_that_nobody_disturbs_has_as_many_averagings_of_ranks_that_began() -> None:
     calm = undisturbed(_trace(averagings={**AVERAGINGS, 5: ["ann", "bob"]}))
     assert list(calm.averagings.values()) == [["ann", "bob"]] * 3
     assert not calm.inherited
     assert 0 < replay(calm).loss < 2
 
 
-def test_a_member_that_leaves_is_replayed_with_what_it_had_kept(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_leaving_member_is_replayed_with_its_residual(ranks: Pool, tmp_path: Path) -> None:
     with meeting_place(None) as address:
         parts = [Part(n, str(tmp_path), address, "sparse", 3, TIMEOUT_S) for n in range(3)]
         seen = Soak(tmp_path, 0, 0, 0, TIMEOUT_S, "sparse", address, None, ending=True)

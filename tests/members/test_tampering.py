@@ -100,7 +100,7 @@ def test_a_bit_that_changes_on_its_way_is_refused_by_all(
         assert one["averagings"] == found[0]["averagings"]
 
 
-def test_a_token_changes_no_bit_of_what_is_trained(ranks: Pool, token_file: str) -> None:
+def test_token_changes_no_bit_of_training(ranks: Pool, token_file: str) -> None:
     found = []
     for token in (TOKEN, None):
         with meeting_place(token) as address:

@@ -61,7 +61,7 @@ def test_white_space_around_it_does_not_count(tmp_path: Path) -> None:
     assert read_token(file_with(tmp_path, b"\n sixteen bytes ..\r\n")) == b"sixteen bytes .."
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_missing_file_is_refused(tmp_path: Path) -> None:
     assert "does not exist" in refusal(tmp_path / "none")
     assert "--new-token" in refusal(tmp_path / "none")
     assert "not a regular file" in refusal(tmp_path)

@@ -57,7 +57,7 @@ def taken(
         donor.close(LIMIT_S)
 
 
-def test_what_is_given_is_taken_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_parameters_are_taken_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     found = taken(monkeypatch, lambda message: message)
     for given, got in zip(MESSAGES, found, strict=True):
         assert (got.kind, got.plain, got.last) == (given.kind, given.plain, False)
@@ -90,7 +90,7 @@ def repeating() -> Any:
         (lambda message: message, {"number": 5}),
     ],
 )
-def test_what_was_changed_repeated_or_meant_for_another_is_refused(
+def test_message_changed_repeated_or_redirected_is_refused(
     monkeypatch: pytest.MonkeyPatch, change: Any, options: dict[str, Any]
 ) -> None:
     with pytest.raises(PayloadCorrupt, match="damaged in transit: join again"):

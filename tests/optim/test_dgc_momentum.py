@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.ranks import Pool
-from thinwire import ClipByNorm, schedules
-from thinwire.optim import DGCMomentum
+from thinwire import schedules
+from thinwire.optim import ClipByNorm, DGCMomentum
 
 NAN = float("nan")
 
@@ -50,10 +50,10 @@ NAN = float("nan")
         ({"lr": NAN}, ValueError, "lr"),
         ({"weight_decay": -1.0}, ValueError, "weight_decay"),
         ({"grad_clip": tw.ClipByGlobalNorm(1.0)}, TypeError, "ClipByNorm"),
-        ({"grad_clip": tw.ClipByValue(1.0)}, TypeError, "ClipByNorm"),
+        ({"grad_clip": tw.optim.ClipByValue(1.0)}, TypeError, "ClipByNorm"),
         ({"grad_clip": 1.0}, TypeError, "grad_clip"),
         (
-            {"grad_clip": tw.ClipByNorm(1.0), "local_grad_clip_norm": 1.0},
+            {"grad_clip": tw.optim.ClipByNorm(1.0), "local_grad_clip_norm": 1.0},
             ValueError,
             "give only one",
         ),
@@ -98,6 +98,7 @@ def test_state_is_at_least_float32_and_stays_so_through_a_state_dict(dtype: torc
     assert p.dtype == dtype
 
 
+@pytest.mark.fault("zero gradients, none, empty and scalar parameters")
 def test_shapes_of_all_kinds() -> None:
     params = {
         "zero size": nn.Parameter(torch.zeros(0, 3)),
@@ -140,6 +141,7 @@ def test_a_group_may_stay_dense_and_have_its_own_ramp() -> None:
     assert "residual" not in optimizer.state[b]
 
 
+@pytest.mark.fault("zero gradients, none, empty and scalar parameters")
 def test_zeros_are_not_sent_and_nothing_moves() -> None:
     p, optimizer = one_param()
     before = p.detach().clone()
@@ -170,7 +172,7 @@ def only_some_have_a_gradient(rank: int, size: int) -> None:
     optimizer.step()
 
 
-@pytest.mark.fault
+@pytest.mark.fault("a parameter that one rank does not use")
 def test_a_gradient_on_some_ranks_only_is_an_error_on_all(ranks: Pool) -> None:
     answers = ranks.run(only_some_have_a_gradient, size=3, expect_errors=True)
     assert {(a.type_name, a.text) for a in answers} == {("Mismatch", answers[0].text)}
@@ -187,7 +189,7 @@ def reshaped(rank: int, size: int, rows: int, odd: set[int]) -> None:
 
 
 @pytest.mark.parametrize("odd", [{0, 1}, {1}], ids=["all ranks", "one rank"])
-def test_a_parameter_that_changes_in_place_is_an_error_on_all_ranks(
+def test_parameter_that_changes_inplace_is_an_error_on_all_ranks(
     odd: set[int], ranks: Pool
 ) -> None:
     for rows in (300, 900):
@@ -202,6 +204,7 @@ def no_gradient_anywhere(rank: int, size: int) -> bool:
     return torch.equal(p, before) and optimizer.stats()["step"] == 1
 
 
+@pytest.mark.fault("zero gradients, none, empty and scalar parameters")
 def test_no_gradient_on_any_rank_is_a_step_that_changes_nothing(ranks: Pool) -> None:
     assert ranks.run(no_gradient_anywhere) == [True, True]
 
@@ -240,7 +243,10 @@ def disagreeing(rank: int, size: int, what: str) -> None:
     optimizer.step()
 
 
-@pytest.mark.fault
+@pytest.mark.fault("another setting on one rank")
+@pytest.mark.fault("another order of the parameters")
+@pytest.mark.fault("another shape, dtype, number of parameters, or requires_grad")
+@pytest.mark.fault("other initial values")
 @pytest.mark.parametrize(
     ("what", "text"),
     [
@@ -263,7 +269,7 @@ def disagreeing(rank: int, size: int, what: str) -> None:
         ("initial values", "initial value (CRC-32) of.b differs"),
     ],
 )
-def test_ranks_that_disagree_are_told_before_anything_moves(
+def test_ranks_that_disagree_are_reported_before_anything_moves(
     ranks: Pool, what: str, text: str
 ) -> None:
     answers = ranks.run(disagreeing, what, size=2, expect_errors=True)
@@ -340,6 +346,7 @@ def lambda_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[
     return future
 
 
+@pytest.mark.fault("a second hook, a hook on another model, DDP's own join")
 def test_attaching_wrongly_is_refused(ranks: Pool) -> None:
     for texts in ranks.run(misuse):
         for text, part in zip(
@@ -501,7 +508,7 @@ def test_a_refused_handshake_stays_refused(ranks: Pool) -> None:
     assert ranks.run(refused_then_tried_again) == [["Mismatch"] * 2] * 2
 
 
-def test_a_state_dict_holds_what_a_hook_has_left_in_the_state() -> None:
+def test_state_dict_has_state_left_by_a_hook() -> None:
     p = nn.Parameter(torch.zeros(64))
     optimizer = DGCMomentum([("p", p)], lr=0.1, min_numel=1)
     p.grad = torch.ones(64)
@@ -531,7 +538,7 @@ def other_calls(rank: int, size: int) -> None:
 
 
 @pytest.mark.fault
-def test_ranks_that_make_different_calls_are_told(ranks: Pool) -> None:
+def test_ranks_that_make_different_calls_are_reported(ranks: Pool) -> None:
     ranks.raise_alike(
         "Mismatch", ["in another exchange", "add_param_group"], other_calls, group_timeout_s=8
     )
@@ -584,7 +591,7 @@ def joined_by_ddp(rank: int, size: int) -> list[str]:
     return told
 
 
-@pytest.mark.fault
+@pytest.mark.fault("a second hook, a hook on another model, DDP's own join")
 def test_ddps_own_join_is_refused_while_attached(ranks: Pool) -> None:
     for refused, afterwards in ranks.run(joined_by_ddp, expect_errors=True):
         assert refused.startswith(
@@ -631,7 +638,7 @@ def unused(rank: int, size: int, attach: bool, bucket_mb: float) -> dict[str, Te
 
 
 @pytest.mark.parametrize("bucket_mb", [25.0, 0.0005])
-def test_what_no_rank_has_used_is_left_out_of_an_attached_step(
+def test_parameters_unused_on_all_ranks_are_left_out_of_an_attached_step(
     ranks: Pool, bucket_mb: float
 ) -> None:
     attached, stepped = (ranks.run(unused, way, bucket_mb) for way in (True, False))

@@ -52,7 +52,7 @@ def test_a_key_of_another_method_is_unknown() -> None:
         optim.Lamb([{"params": model().parameters(), "momentum": 0.9}])
 
 
-def test_what_torch_refuses_stays_refused(case: Case) -> None:
+def test_torch_refusals_stay(case: Case) -> None:
     p = torch.nn.Parameter(torch.ones(2))
     with pytest.raises(ValueError, match="empty"):
         case([])
@@ -74,7 +74,7 @@ def test_what_torch_refuses_stays_refused(case: Case) -> None:
         case([{"lr": 0.1}])
 
 
-def test_parameters_given_the_wrong_way_are_refused_with_what_to_write(case: Case) -> None:
+def test_parameters_given_the_wrong_way_are_refused_with_a_remedy(case: Case) -> None:
     net, late = model(), torch.nn.Linear(2, 2)
     with pytest.raises(TypeError, match=r"Sequential.*muon_groups\(model\)"):
         case(net)
@@ -85,7 +85,7 @@ def test_parameters_given_the_wrong_way_are_refused_with_what_to_write(case: Cas
 
 
 @pytest.mark.parametrize("field", ["lamb", "lars", "dgc"])
-def test_a_group_for_a_converted_optimizer_is_told_to_have_names(field: str) -> None:
+def test_group_for_a_converted_optimizer_is_reported_to_have_names(field: str) -> None:
     net, late = model(), torch.nn.Linear(2, 2)
     kind = torch.optim.AdamW if field == "lamb" else torch.optim.SGD
     given, config = kind(net.parameters(), 0.1), {"lamb": tw.LAMB, "lars": tw.LARS, "dgc": tw.DGC}
@@ -415,7 +415,7 @@ class Adapter(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(3, 3))
 
 
-def test_names_that_look_like_those_of_a_wrapper() -> None:
+def test_names_like_a_wrappers_are_kept() -> None:
     adapter = Adapter()
     optimizer = optim.Adam(adapter.named_parameters(), lr=0.1)
     adapter.weight.grad, adapter.module.weight.grad = torch.ones(3, 3), torch.full((3, 3), 5.0)
@@ -443,7 +443,7 @@ def test_names_that_look_like_those_of_a_wrapper() -> None:
         (lambda p: optim.Muon([p], ns_coefficients=3.0), "ns_coefficients.*three"),
     ],
 )
-def test_what_a_group_cannot_have_is_said_where_it_is_made(make: Any, told: str) -> None:
+def test_impossible_group_setting_is_named_at_construction(make: Any, told: str) -> None:
     with pytest.raises((TypeError, ValueError), match=told):
         make(torch.nn.Parameter(torch.ones(2, 2)))
 

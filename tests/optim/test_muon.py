@@ -43,9 +43,7 @@ def give_gradients(model: nn.Module, seed: int) -> None:
 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("adjust_lr_fn", ["match_rms_adamw", "original"])
-def test_the_bits_are_those_of_torchs_two_side_by_side(
-    adjust_lr_fn: str, *, nesterov: bool
-) -> None:
+def test_bits_equal_torchs_two_side_by_side(adjust_lr_fn: str, *, nesterov: bool) -> None:
     ours, theirs = Language(), Language()
     shared = {"lr": 0.02, "weight_decay": 0.2}
     of_muon = {"adjust_lr_fn": adjust_lr_fn, "nesterov": nesterov}
@@ -176,7 +174,7 @@ def test_autocast_around_a_step_changes_no_bit() -> None:
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 
-def test_on_a_cpu_float32_is_what_is_computed_in() -> None:
+def test_float32_on_a_cpu_is_computed_in_float32() -> None:
     def trained(ns_dtype: object) -> Tensor:
         model = Language()
         optimizer = Muon(muon_groups(model), lr=0.02, ns_dtype=ns_dtype)
@@ -205,7 +203,7 @@ def test_embeddings_and_the_output_layer_are_adamws() -> None:
     assert [name for name, _ in tied[1]["params"]] == ["embedding.weight"]
 
 
-def test_muon_groups_of_what_is_no_model_says_what_to_write() -> None:
+def test_muon_groups_of_no_model_has_a_remedy() -> None:
     for given in (Language().parameters(), list(Language().named_parameters())):
         with pytest.raises(TypeError, match=r"model must be a Module.*muon_groups\(model\)"):
             muon_groups(given)
@@ -258,7 +256,7 @@ def test_kernels_are_matrices_where_that_is_asked_for(layout: torch.memory_forma
     assert torch.equal(model.second.weight.flatten(1), matrices[1])
 
 
-def test_what_is_no_matrix_is_adamws_in_every_group() -> None:
+def test_tensors_not_matrices_are_trained_by_adamw_in_every_group() -> None:
     model = Language()
     optimizer = Muon(muon_groups(model), lr=0.01)
     give_gradients(model, 0)
@@ -297,7 +295,7 @@ def test_it_goes_on_from_a_state_dict_with_the_same_bits() -> None:
         ({"lr": -1}, ValueError, "lr"),
     ],
 )
-def test_bad_arguments_say_what_is_allowed(wrong: dict, error: type, says: str) -> None:
+def test_bad_arguments_name_allowed_ones(wrong: dict, error: type, says: str) -> None:
     with pytest.raises(error, match=says):
         Muon(Language().parameters(), **wrong)
 
@@ -310,6 +308,6 @@ def test_bad_arguments_say_what_is_allowed(wrong: dict, error: type, says: str) 
         ({"ns_dtype": torch.bfloat16}, ValueError),
     ],
 )
-def test_what_a_group_says_is_checked(wrong: dict, error: type) -> None:
+def test_group_settings_are_checked(wrong: dict, error: type) -> None:
     with pytest.raises(error, match=next(iter(wrong))):
         Muon([{"params": list(Language().parameters()), **wrong}])

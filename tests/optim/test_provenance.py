@@ -141,7 +141,7 @@ def test_the_state_of_rank_0_is_not_that_of_others(ranks: Pool, tmp_path: Path, 
     assert "engine.save" in second[0] and "PerRankState" in second[0]
 
 
-def test_what_is_changed_is_noticed() -> None:
+def test_change_of_state_is_noticed() -> None:
     model, optimizer = made()
     steps(model, optimizer, 0, 3)
     state = optimizer.state_dict()
@@ -167,7 +167,7 @@ def test_a_position_that_was_lost_is_noticed() -> None:
     assert "no position" in text and "ramp-up" in text
 
 
-def test_the_live_state_has_no_origin_and_torch_loads_what_was_saved(tmp_path: Path) -> None:
+def test_live_state_has_no_provenance_and_torch_loads_the_saved_one(tmp_path: Path) -> None:
     model, optimizer = made()
     steps(model, optimizer, 0, 3)
     torch.save(optimizer.state_dict(), tmp_path / "s.pt")
@@ -189,7 +189,7 @@ def residuals(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
 
 
 @pytest.mark.parametrize("kind", ["DGCMomentum", "Adam", "Lamb"])
-def test_names_decide_whose_state_it_is(kind: str) -> None:
+def test_state_names_decide_its_parameter(kind: str) -> None:
     def both(order: int) -> tuple[nn.Module, Any]:
         model, optimizer = made(order)
         if kind != "DGCMomentum":

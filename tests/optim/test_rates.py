@@ -14,7 +14,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     return EVERY[request.param]
 
 
-def test_a_schedule_is_what_setting_the_rate_by_hand_gives(case: Case) -> None:
+def test_schedule_equals_setting_the_rate_by_hand(case: Case) -> None:
     rates = [0.03, 0.01, 0.02, 0.005]
     nets = [model(), model(), model()]
     listed, scheduled, by_hand = (
@@ -95,7 +95,7 @@ def test_a_tensor_is_read_once() -> None:
     assert isinstance(optimizer.param_groups[0]["lr"], float)
 
 
-def test_set_lr_sets_all_groups_if_each_has_its_own() -> None:
+def test_set_lr_sets_all_groups_if_every_has_its_own() -> None:
     a, b = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
     optimizer = optim.Adam([{"params": [a], "lr": 1.0}, {"params": [b], "lr": 2.0}])
     optimizer.set_lr(3.0)

@@ -97,7 +97,7 @@ def test_torchs_own_bad_arguments_are_refused_with_torchs_error() -> None:
         ("Muon", {"momentum": torch.tensor(True)}, TypeError, "momentum"),
     ],
 )
-def test_a_wrong_kind_is_told_by_name_before_torch_compares_it(
+def test_wrong_kind_is_reported_by_name_before_torch_compares_it(
     name: str, wrong: dict, error: type, says: str
 ) -> None:
     with pytest.raises(error, match=says):

@@ -82,7 +82,7 @@ def test_parameters_without_gradient_are_not_listed() -> None:
     assert len(pairs) == 5
 
 
-def test_callbacks_are_called_in_order_once_for_each_pair() -> None:
+def test_callbacks_are_called_in_order_once_for_every_pair() -> None:
     net = model()
     optimizer = optim.SGD(net.parameters(), lr=0.1)
     calls = []
@@ -97,7 +97,7 @@ def test_callbacks_are_called_in_order_once_for_each_pair() -> None:
         optimizer.backward(loss_of(net), callbacks=3)  # type: ignore[arg-type]
 
 
-def test_backward_refuses_what_is_not_its_own() -> None:
+def test_backward_foreign_tensor_is_refused() -> None:
     net = model()
     named, nameless = optim.SGD(net.named_parameters()), optim.SGD(net.parameters())
     foreign = torch.nn.Parameter(torch.ones(1))

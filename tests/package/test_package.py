@@ -78,7 +78,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_no_other() -> None:
     assert wheel == sources
 
 
-def test_the_sdist_holds_what_a_contributor_needs_and_nothing_that_is_made() -> None:
+def test_sdist_has_the_sources_and_nothing_generated() -> None:
     names = in_the_sdist()
     assert {"pyproject.toml", "Makefile", "constraints.txt", "LICENSE", ".ci/run"} <= names
     assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff"} <= names
@@ -86,7 +86,7 @@ def test_the_sdist_holds_what_a_contributor_needs_and_nothing_that_is_made() -> 
     assert [name for name in names if NEVER.search(name)] == []
 
 
-def test_the_metadata_says_who_what_and_where() -> None:
+def test_metadata_has_authors_purpose_and_links() -> None:
     found = metadata.metadata("thinwire")
     assert found["Name"] == "thinwire"
     assert found["License-Expression"] == "Apache-2.0"
@@ -120,7 +120,7 @@ def test_the_command_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault
-def test_the_command_without_its_extra_says_what_to_install(tmp_path: Path) -> None:
+def test_command_without_its_extra_names_the_package(tmp_path: Path) -> None:
     blocked = tmp_path / "cyclopts_is_missing"
     blocked.mkdir()
     (blocked / "sitecustomize.py").write_text(
@@ -133,7 +133,7 @@ def test_the_command_without_its_extra_says_what_to_install(tmp_path: Path) -> N
     assert "pip install 'thinwire[cli]'" in said
 
 
-def test_two_ranks_train_and_the_second_start_reads_what_the_first_compiled(
+def test_two_ranks_train_and_the_second_start_reads_the_compiled_code(
     tmp_path: Path,
 ) -> None:
     cache, example = tmp_path / "cache", str(ROOT / "examples" / "dgc.py")

@@ -275,7 +275,7 @@ def unfreezing(rank: int, size: int) -> dict[str, Tensor]:
     return gradients(stage)
 
 
-def test_what_is_unfrozen_trains_from_then_on(ranks: Pool) -> None:
+def test_unfrozen_parameters_train_from_then_on(ranks: Pool) -> None:
     model = mlp().float()
     inputs, targets = batch()
     nn.functional.cross_entropy(model(inputs.float()), targets).backward()
@@ -468,7 +468,7 @@ class Odd(nn.Module):
         ),
     ],
 )
-def test_what_cannot_travel_is_refused(
+def test_value_that_cannot_travel_is_refused(
     ranks: Pool, function: Callable[..., None], kind: str, text: str
 ) -> None:
     ranks.raise_alike(kind, text, function)
@@ -527,7 +527,7 @@ def lose_a_stage(rank: int, size: int, how: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.fault
+@pytest.mark.fault("a rank dies between two averagings; a joiner; a stage of a pipeline dies")
 @pytest.mark.parametrize(
     ("how", "kinds"), [(signal.SIGKILL, {"PeerLost"}), (signal.SIGSTOP, {"PeerStalled"})]
 )

@@ -96,7 +96,7 @@ def test_stages_keep_the_mode() -> None:
     )
 
 
-def test_activations_stay_with_what_they_follow() -> None:
+def test_activations_stay_with_the_module_before() -> None:
     first, second = split_model(
         nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Dropout(), nn.Linear(2, 2)), Pipeline(2, 2)
     )
@@ -234,7 +234,7 @@ def with_own_forward() -> nn.Sequential:
         (nn.Sequential(), 2, (), StrategyError, "it is empty"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(
+def test_model_that_cannot_be_cut_is_refused(
     model: nn.Module, stages: int, points: tuple[str, ...], kind: type[Exception], text: str
 ) -> None:
     with pytest.raises(ValueError, match=text) as caught:

@@ -97,7 +97,7 @@ def test_every_row_of_a_plan_grows_with_the_number(
 
 @pytest.mark.parametrize("params", [868_000, 3_300_000, 124_000_000, 3_000_000_000])
 @pytest.mark.parametrize("line", [Network(2e7, 0.01, 4), Network(1e9, 0.001, 8)])
-def test_usual_sizes_cost_what_their_shapes_cost(params: int, line: Network) -> None:
+def test_usual_sizes_cost_as_their_shapes(params: int, line: Network) -> None:
     """Where buckets change, a bucket's latencies are between two sizes 3 % apart."""
     work = of_number(params)
     for name, recipe, document in itertools.islice(candidates(line.ranks), 0, None, 7):
@@ -113,7 +113,7 @@ def test_a_size_costs_no_more_than_the_next_larger_one_that_was_looked_at() -> N
     assert grown([(100, 5.0), (10, 2.0)], 55) == pytest.approx(3.5)
 
 
-def test_shapes_that_are_known_cost_what_they_cost() -> None:
+def test_known_shapes_have_their_cost() -> None:
     """A tensor too small to be compressed may well take longer than a larger one."""
     line = Network(1e9, 1.0, 3)
     small, large = (

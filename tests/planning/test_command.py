@@ -33,7 +33,7 @@ PLAN = [sys.executable, "-m", "thinwire", "plan"]
         ([*NUMBERS, "--out", "/proc/best.yaml"], "out='/proc/best.yaml' cannot be written"),
     ],
 )
-def test_what_cannot_be_is_one_line(words: list[str], says: str, tmp_path: Path) -> None:
+def test_impossible_arguments_are_one_line(words: list[str], says: str, tmp_path: Path) -> None:
     said = ran([*PLAN, *words], cwd=tmp_path)
     assert (said.returncode, said.stdout) == (2, "")
     assert len(said.stderr.splitlines()) == 1

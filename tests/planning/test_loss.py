@@ -48,7 +48,12 @@ def test_the_law_by_hand() -> None:
         ("muon-local", local(64, compression=ONE_BIT), "muon", 0.0439 * 2.2974),  # 4^0.6
         ("muon-local", local(delay=4, compression=ONE_BIT), "muon", 0.0439 * 1.35),
         ("quantized-local", local(compression={"quantized": {"value_bits": 4}}), None, 0.0772),
-        ("sparse-local", local(compression={"sparsity": 0.9, "value_bits": 2}), None, 0.0888),
+        (
+            "sparse-local",
+            local(compression={"sparse": {"sparsity": 0.9, "value_bits": 2}}),
+            None,
+            0.0888,
+        ),
         ("localsgd", local(32), None, 0.0772 * 1.5157),  # 2^0.6
         ("diloco", local(32, outer_momentum=0.9), None, 0.0772 * 1.5157 * 2.3),
         ("diloco", local(outer_momentum=0.3), None, 0.0772),
@@ -64,7 +69,7 @@ def test_interval_bits_and_delay_multiply_the_law(
 
 
 @pytest.mark.parametrize("workers", [2, 4])
-def test_what_was_measured_lies_inside(workers: int) -> None:
+def test_measured_gaps_lie_inside(workers: int) -> None:
     """At 0.87 million parameters, where the figures are from."""
     plan = tw.plan(params=SMALL, step_seconds=0.1, workers=workers)
     found = {row.name: row.loss for row in rows(evidence(), Scope(workers, "small"))}
@@ -99,7 +104,7 @@ def test_every_row_has_a_gap_its_source_and_a_finite_time(workers: int) -> None:
         assert (row["loss_gap"] == [0, 0, 0]) == (row["name"] == "dense")
 
 
-def test_what_cannot_be_closed_is_never_and_after_dense() -> None:
+def test_gap_that_cannot_close_is_never_and_after_dense() -> None:
     plan = tw.plan(**NUMBERS, workers=8, link="5mbit")
     assert plan["dgc"].times_sooner == plan["powersgd"].times_sooner == "never"
     assert plan["muon-local"].times_sooner != "never"
@@ -152,7 +157,7 @@ def test_an_upload_counts_once_through_a_relay_and_once_a_member_directly() -> N
     far = replace(both, latency_s=0.1)
     assert far.relayed_s(nbytes) == pytest.approx(both.relayed_s(nbytes) + 0.2)
     work = Work(20_000_000, matrices(20_000_000), 1.0, False)
-    for compression in (None, {"quantized": {"value_bits": 1}}, {"sparsity": 0.9}):
+    for compression in (None, {"quantized": {"value_bits": 1}}, {"sparse": {"sparsity": 0.9}}):
         for workers in (2, 4, 8):
             own = {"k_steps": 64, "compression": compression}
             found = member_exchanges(own, work, replace(adsl, ranks=workers))

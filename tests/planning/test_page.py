@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import thinwire as tw
+from tests.api import Plan
 from tests.api import plan_page as render
 from tests.processes import ran
 
@@ -18,12 +19,12 @@ NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "workers": 8}
 
 
 @pytest.fixture(scope="module")
-def plan() -> tw.Plan:
+def plan() -> Plan:
     return tw.plan(**NUMBERS, link="100mbit", latency="20ms")
 
 
 @pytest.fixture(scope="module")
-def page(plan: tw.Plan) -> str:
+def page(plan: Plan) -> str:
     return render(plan, "thinwire plan --params <124M>")
 
 
@@ -37,7 +38,7 @@ def test_it_loads_nothing_and_suits_light_dark_and_narrow(page: str) -> None:
 
 
 def test_every_best_row_is_there_with_its_source_and_the_prior_is_called_one(
-    plan: tw.Plan, page: str
+    plan: Plan, page: str
 ) -> None:
     assert "Progress per step is a prior" in page
     assert escape(plan.reason.partition(": ")[0]) in page
@@ -48,7 +49,7 @@ def test_every_best_row_is_there_with_its_source_and_the_prior_is_called_one(
     assert "100 Mbit/s each, 20 ms one way, assumed" in page
 
 
-def test_bars_add_up_to_the_step_and_every_strategy_has_a_mark(plan: tw.Plan, page: str) -> None:
+def test_bars_add_up_to_the_step_and_every_strategy_has_a_mark(plan: Plan, page: str) -> None:
     drawings = [
         ET.fromstring(text) for text in re.findall(r"<svg class=\"plot.*?</svg>", page, re.S)
     ]

@@ -151,7 +151,7 @@ def test_a_ring_has_two_pieces_on_their_way() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16, 64])
-def test_strings_to_one_receiver_wait_for_each_other(ranks: int) -> None:
+def test_strings_to_one_receiver_wait_for_one_another(ranks: int) -> None:
     expected_s = (ranks - 1) * (1 + crowding(ranks, ranks - 1))
     assert seconds_of_drawn_orders(ranks) == pytest.approx(expected_s, rel=0.06)
 
@@ -159,12 +159,12 @@ def test_strings_to_one_receiver_wait_for_each_other(ranks: int) -> None:
 @pytest.mark.parametrize(
     "compression",
     [
-        {"sparsity": 0.9, "value_bits": 2},
+        {"sparse": {"sparsity": 0.9, "value_bits": 2}},
         {"quantized": {"value_bits": 4}},
         {"low_rank": {"rank": 2, "min_numel": 1}},
     ],
 )
-def test_bytes_of_local_updates_are_those_of_the_real_messages(
+def test_bytes_of_local_updates_equal_the_real_messages(
     compression: Mapping[str, Any],
 ) -> None:
     config = tw.DistributedStrategy.from_dict(
@@ -207,7 +207,7 @@ def test_an_update_by_muon_takes_longer_as_the_probe_has_measured() -> None:
 @pytest.mark.parametrize("value_bits", [1, 4])
 def test_bytes_by_shares_are_dealt_once_and_passed_on_in_a_ring(value_bits: int) -> None:
     """Owners' rows go round a ring: each rank passes on those of all others."""
-    ranks, sparse = 64, {"sparsity": 0.9, "value_bits": value_bits}
+    ranks, sparse = 64, {"sparse": {"sparsity": 0.9, "value_bits": value_bits}}
     work = Work(4_000_000, matrices(4_000_000), 0.1)
     numels = [prod(shape) for shape in work.shapes]
     layout = Layout(tuple(Slot(n, count_sent(n, 0.9)) for n in numels), value_bits)
@@ -240,7 +240,7 @@ def test_nothing_is_compressed_where_the_link_is_fast_enough() -> None:
     assert "%" in plan.reason
 
 
-def test_the_loss_is_told_with_two_digits_and_as_an_interval() -> None:
+def test_loss_is_reported_with_two_digits_and_as_an_interval() -> None:
     plan = tw.plan(params="124M", step_seconds=0.35, workers=8, link="100mbit", latency="20ms")
     assert plan.recommended == "muon-local k32 d2 f4"
     assert plan.reason.startswith(
@@ -270,7 +270,7 @@ def test_the_loss_is_told_with_two_digits_and_as_an_interval() -> None:
         ({"device": "tpu"}, ValueError, "device='tpu'.*cpu, cuda"),
     ],
 )
-def test_what_cannot_be_is_one_clear_line(change: dict, error: type, says: str) -> None:
+def test_impossible_arguments_are_one_clear_line(change: dict, error: type, says: str) -> None:
     with pytest.raises(error, match=says):
         tw.plan(**{**NUMBERS, **change})
 

@@ -51,6 +51,7 @@ def probed(rank: int, size: int, port: int, path: str) -> str:
     return said.getvalue()
 
 
+@pytest.mark.fault("one slow line among fast ones")
 @pytest.mark.slow
 def test_every_pair_and_every_gradient_is_measured(file: Path) -> None:
     found = json.loads(file.read_text())
@@ -78,7 +79,7 @@ def test_a_file_that_rank_0_cannot_write_is_one_line_of_all_at_once() -> None:
     assert "did not answer" not in said.stderr
 
 
-def test_it_stays_within_what_it_may_send(file: Path) -> None:
+def test_probe_stays_within_its_byte_limit(file: Path) -> None:
     assert json.loads(file.read_text())["bytes"] <= 32 * 2**20
 
 
@@ -108,7 +109,7 @@ def test_a_plan_follows_from_it(file: Path) -> None:
         ({"hosts": []}, {}, "incomplete.*probe again"),
     ],
 )
-def test_what_does_not_fit_is_one_clear_line(
+def test_settings_that_do_not_fit_are_one_clear_line(
     file: Path, tmp_path: Path, change: dict, arguments: dict, says: str
 ) -> None:
     changed = tmp_path / "probe.json"
@@ -174,7 +175,7 @@ def test_whether_idle_connections_begin_anew_is_looked_up(file: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "nothing"])
-def test_what_is_no_probe_is_said(tmp_path: Path, text: str) -> None:
+def test_file_not_a_probe_is_reported(tmp_path: Path, text: str) -> None:
     path = tmp_path / "probe.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="thinwire probe"):

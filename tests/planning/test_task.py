@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import thinwire as tw
+from tests.api import Plan
 from tests.planning.test_probe import TASK
 from tests.processes import ran_code, ran_thinwire
 
@@ -18,7 +19,7 @@ def task(tmp_path: Path) -> str:
     return f"{tmp_path / 'mine.py'}:task"
 
 
-def test_its_shapes_and_a_measured_step_are_those_of_the_plan(task: str) -> None:
+def test_its_shapes_and_a_measured_step_equal_the_plan(task: str) -> None:
     plan = tw.plan(task=task, workers=4, link="1gbit", device="cpu")
     assert plan["dense"].bytes_per_step == 2 * 3 / 4 * 4 * PARAMETERS
     assert 0 < plan["dense"].step_seconds[1] < 5
@@ -73,7 +74,9 @@ def task(seed):
         (["--device", "tpu"], "device='tpu'"),
     ],
 )
-def test_what_cannot_be_is_one_line(task: str, tmp_path: Path, words: list[str], says: str) -> None:
+def test_impossible_arguments_are_one_line(
+    task: str, tmp_path: Path, words: list[str], says: str
+) -> None:
     (tmp_path / "broken.py").write_text("def task(seed:\n")
     (tmp_path / "script.py").write_text("import sys\nsys.exit('usage: script.py DATA')\n")
     words = [word.replace("HERE", str(tmp_path)) for word in words]
@@ -83,7 +86,7 @@ def test_what_cannot_be_is_one_line(task: str, tmp_path: Path, words: list[str],
     assert says in said.stderr
 
 
-def test_a_process_that_belongs_to_a_group_is_told_to_probe(task: str) -> None:
+def test_process_that_belongs_to_a_group_is_reported_to_probe(task: str) -> None:
     code = (
         "import torch.distributed as dist, thinwire as tw; "
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); "
@@ -93,7 +96,7 @@ def test_a_process_that_belongs_to_a_group_is_told_to_probe(task: str) -> None:
     assert "ValueError: task is measured in a single process" in said.stderr
 
 
-def planned(folder: Path, model: str) -> tw.Plan:
+def planned(folder: Path, model: str) -> Plan:
     # Python takes a file of the same size and second for the same
     path = folder / f"own{len(list(folder.iterdir()))}.py"
     path.write_text(

@@ -53,9 +53,7 @@ def rounds(
     ("name", "tokens"),
     [("plain", False), ("one bit", False), ("plain", True), ("fragments", False)],
 )
-def test_sites_count_by_what_they_did(
-    ranks: Pool, name: str, tokens: bool, by_engine: bool
-) -> None:
+def test_sites_count_by_their_steps(ranks: Pool, name: str, tokens: bool, by_engine: bool) -> None:
     whole = ranks.run(rounds, name, tokens, by_engine, size=2)
     sharded = ranks.run(rounds, name, tokens, by_engine, size=4)
     assert [step for _, step in [*whole, *sharded]] == [4 * max(STEPS)] * 6

@@ -129,9 +129,7 @@ def pending(rank: int, size: int, place: tuple[int, int], folder: str) -> dict[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [(3, 2), (1, 2), (2, 1)], ids=str)
-def test_the_mean_of_what_is_pending_stays(
-    ranks: Pool, place: tuple[int, int], tmp_path: Path
-) -> None:
+def test_mean_of_pending_updates_stays(ranks: Pool, place: tuple[int, int], tmp_path: Path) -> None:
     folder = str(tmp_path)
     ranks.run(train, (2, 2), "dgc of an SGD", folder, 0, AT, size=4)
     before = ranks.run(pending, (2, 2), folder, size=4)[0]
@@ -211,7 +209,7 @@ def to_torch(rank: int, size: int, folder: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-def test_torch_saves_what_an_engine_trains(ranks: Pool, tmp_path: Path) -> None:
+def test_torch_saves_the_trained_state_of_an_engine(ranks: Pool, tmp_path: Path) -> None:
     before = ranks.run(to_torch, str(tmp_path), size=4)[0]
     for loaded in ranks.run(from_file, str(tmp_path), size=2):
         same(loaded, before)
@@ -257,7 +255,7 @@ def rows(rank: int, size: int, shards: int, out: int, folder: str, save: bool) -
 
 
 @pytest.mark.parametrize(("before", "now"), [((2, 10), (0, 5)), ((0, 5), (2, 10))])
-def test_parameters_of_another_model_whose_rows_fit_by_chance(
+def test_parameters_of_another_model_with_fitting_rows_are_refused(
     ranks: Pool, before: tuple[int, int], now: tuple[int, int], tmp_path: Path
 ) -> None:
     ranks.run(rows, *before, str(tmp_path), True, size=before[0] or 1)

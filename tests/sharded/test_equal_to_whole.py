@@ -81,7 +81,7 @@ def engine_run(rank: int, size: int, name: str, clip: bool) -> tuple[dict[str, T
     mesh, model = setting(size)
     if size == 2:  # its names are others, and it changes no bit
         fields = {key: value for key, value in fields.items() if key != "recompute"}
-    grad_clip = tw.ClipByValue(0.05) if clip else None
+    grad_clip = tw.optim.ClipByValue(0.05) if clip else None
     engine = tw.DistributedStrategy(**fields).prepare(
         model, make(model), nn.functional.mse_loss, grad_clip=grad_clip, mesh=mesh
     )

@@ -82,10 +82,10 @@ def clipped(rank: int, size: int, kind: str, scale: float = 1.0) -> dict[str, Te
         mesh = mesh_of(2, 2)
         model = sharded_model(mesh)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.named_parameters(), lr=0.5)
-    clips = {"global": tw.ClipByGlobalNorm(0.3), "norm": tw.ClipByNorm(0.2)}
+    clips = {"global": tw.ClipByGlobalNorm(0.3), "norm": tw.optim.ClipByNorm(0.2)}
     given, fields = clips.get(kind), {}
     if kind == "own":
-        optimizer = tw.optim.SGD(model.parameters(), lr=0.5, grad_clip=tw.ClipByNorm(0.2))
+        optimizer = tw.optim.SGD(model.parameters(), lr=0.5, grad_clip=tw.optim.ClipByNorm(0.2))
     if kind.startswith("local"):
         sparsity = tw.DGC(sparsity=(0.0,), value_bits=32, min_numel=1, local_grad_clip_norm=0.3)
         fields = {"dgc": sparsity}
@@ -203,13 +203,13 @@ def wrong(rank: int, size: int, case: str) -> str:
             torch.optim.SGD(model.parameters(), lr=0.1),
             mse_loss,
             mesh=mesh,
-            grad_clip=tw.ClipByNorm(1.0),
+            grad_clip=tw.optim.ClipByNorm(1.0),
         ),
         "muon of torch": lambda: tw.DistributedStrategy().prepare(
             model, torch.optim.Muon(matrices, lr=0.1), mse_loss, mesh=mesh
         ),
         "group": lambda: momentum(model, mesh, process_group=dist.group.WORLD),
-        "clip": lambda: momentum(model, mesh, grad_clip=tw.ClipByNorm(1.0)),
+        "clip": lambda: momentum(model, mesh, grad_clip=tw.optim.ClipByNorm(1.0)),
         "nodes, local": lambda: local(model, mesh, config={"node_size": 2}),
         "group, local": lambda: local(model, mesh, process_group=dist.group.WORLD),
     }

@@ -125,7 +125,7 @@ SOON = [("bare", (1, 4), "float32"), ("prepare", (2, 2), "float32"), ("local", (
     ("way", "place", "dtype"),
     [pytest.param(*case, marks=() if case in SOON else pytest.mark.slow) for case in CASES],
 )
-def test_the_bits_are_those_of_whole_matrices(
+def test_bits_equal_whole_matrices(
     ranks: Pool, way: str, place: tuple[int, int], dtype: str
 ) -> None:
     alone, kind = way in ("bare", "hybrid"), getattr(torch, dtype)
@@ -312,7 +312,7 @@ def wrong(rank: int, size: int, case: str) -> str:
         pytest.param("lost", ["Peer", "moving matrices"], marks=pytest.mark.fault),
     ],
 )
-def test_what_does_not_work_is_said(ranks: Pool, case: str, texts: list[str]) -> None:
+def test_failed_check_is_reported(ranks: Pool, case: str, texts: list[str]) -> None:
     told = ranks.run(wrong, case, size=4, expect_errors=True, group_timeout_s=5)
     for rank, text in enumerate(told):
         if rank != 1 or case != "lost":

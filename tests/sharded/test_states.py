@@ -131,7 +131,7 @@ def one_buffer_more(rank: int, size: int) -> str:
     return str(caught.value)
 
 
-def test_a_buffer_on_one_shard_only_is_told_by_all(ranks: Pool) -> None:
+def test_buffer_on_one_shard_only_is_reported_by_all(ranks: Pool) -> None:
     for text in ranks.run(one_buffer_more, size=4):
         assert "rank 3: the model was changed" in text
 
@@ -182,7 +182,7 @@ def random_numbers(rank: int, size: int, folder: str, shards: int) -> list[float
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, 4])
-def test_each_rank_goes_on_with_its_own_random_numbers(
+def test_every_rank_goes_on_with_its_own_random_numbers(
     ranks: Pool, shards: int, tmp_path: Path
 ) -> None:
     before = ranks.run(random_numbers, str(tmp_path), 2, size=4)
@@ -221,7 +221,7 @@ def residuals(rank: int, size: int, folder: str, shards: int, name: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dgc of SGD", "dgc of AdamW"])
-def test_what_is_pending_is_not_lost(ranks: Pool, name: str, tmp_path: Path) -> None:
+def test_pending_updates_are_not_lost(ranks: Pool, name: str, tmp_path: Path) -> None:
     ranks.run(residuals, str(tmp_path), 2, name, size=4)
     for text in ranks.run(residuals, str(tmp_path), 4, name, size=4):
         assert "of 0.weight belongs to shards that are now too small" in text
@@ -279,5 +279,5 @@ def saved_by_torch(rank: int, size: int, folder: str) -> bool:
 
 
 @pytest.mark.slow
-def test_torch_saves_the_residuals_of_each_shard(ranks: Pool, tmp_path: Path) -> None:
+def test_torch_saves_the_residuals_of_every_shard(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(saved_by_torch, str(tmp_path)) == [True, True]

@@ -93,7 +93,7 @@ def changes(source: int) -> dict[str, Tensor]:
         (lambda e: tw.Quantized(1, exchange=e), lambda e: Whole(1, e)),
     ],
 )
-def test_the_generators_yield_what_is_simulated(
+def test_generators_yield_the_simulated_bytes(
     make: Any, of: Any, exchange: str, sources: int
 ) -> None:
     """Of every source, in order, kind and length: of changes, with a dense sum beside them."""
@@ -150,7 +150,7 @@ ONE_BIT = {"sparsity": (0.9,), "min_numel": 200}
         ),
     ],
 )
-def test_real_ranks_send_what_is_simulated(
+def test_real_ranks_send_the_simulated_bytes(
     ranks: Pool, options: dict[str, Any], method: Method, size: int
 ) -> None:
     """Every rank's own count; the first step says more in its agreement."""
@@ -193,7 +193,7 @@ def sent_by_changes(rank: int, size: int, config: tw.LocalSGD, steps: int) -> li
     ],
 )
 @pytest.mark.parametrize("node_size", [1, 2])
-def test_real_ranks_send_what_is_simulated_in_local_updates(
+def test_real_ranks_send_the_simulated_bytes_in_local_updates(
     ranks: Pool, config: tw.LocalSGD, method: Method, size: int, node_size: int
 ) -> None:
     """A whole round after the first one, with a delay as it arrives."""

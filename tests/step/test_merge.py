@@ -110,7 +110,7 @@ def test_gradients_are_only_read_and_never_shared(factor):
     assert merge.take(avg=False)["p"].tolist() == [2 * factor] * 3
 
 
-def test_further_gradients_are_added_in_place():
+def test_further_gradients_are_added_inplace():
     merge = GradientSum()
     merge.add({"p": torch.ones(3)})
     memory = merge.take(avg=False)["p"].data_ptr()
@@ -134,7 +134,7 @@ def test_taking_leaves_the_sum_and_clearing_forgets_it():
 @pytest.mark.parametrize("avg", [True, False])
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
-def test_completing_gives_what_adding_and_taking_would_and_leaves_the_sum(dtype, factor, avg):
+def test_completing_equals_adding_and_taking_and_leaves_the_sum(dtype, factor, avg):
     rounds = random_rounds(dtype)
     for before in range(len(rounds)):
         whole, merge = GradientSum(), GradientSum()
@@ -168,7 +168,7 @@ def test_views_of_one_gradient_are_not_written_to():
     assert grad.tolist() == [1.0] * 4
 
 
-def test_what_is_not_finite_stays_so():
+def test_nonfinite_values_stay_so():
     merge = GradientSum()
     merge.add({"p": torch.tensor([math.inf, 1.0])})
     merge.add({"p": torch.tensor([-math.inf, 1.0])})

@@ -123,7 +123,7 @@ def calls(net: nn.Module) -> list[int]:
         (("*.norm", "*.spectral"), None),
     ],
 )
-def test_gradients_and_buffers_are_those_without(patterns, amp):
+def test_gradients_and_buffers_equal_without_recompute(patterns, amp):
     plain, net = twins()
     recompute(net, patterns)
     for each in (plain, net):
@@ -134,7 +134,7 @@ def test_gradients_and_buffers_are_those_without(patterns, amp):
         assert_equal(plain, net)
 
 
-def test_the_forward_pass_is_repeated_once_and_only_of_what_matches():
+def test_forward_pass_of_matching_modules_is_repeated_once():
     _, net = twins()
     recompute(net, ("blocks.1",))
     backward(net, inputs())
@@ -365,7 +365,7 @@ def test_an_error_in_the_forward_pass_leaves_the_model_usable():
     assert calls(net)[1:] == [2, 2]
 
 
-def test_what_is_changed_in_between_is_an_error_and_no_wrong_gradient():
+def test_change_in_between_is_an_error_and_no_wrong_gradient():
     _, net = twins()
     recompute(net, ("blocks.1",))
     loss = net(inputs()).sum()
@@ -469,7 +469,7 @@ def test_the_whole_model_is_matched_by_the_empty_pattern_only():
     assert matches(net, ("", "blocks.*")) == ("",)
 
 
-def test_of_a_match_that_is_cut_in_two_each_stage_recomputes_its_part():
+def test_of_a_match_that_is_cut_in_two_every_stage_recomputes_its_part():
     def make():
         return nn.Sequential(
             Counting(), nn.Sequential(Counting(), nn.Dropout(0.5), Counting()), Counting()

@@ -106,7 +106,7 @@ def unlike_stages(rank: int, size: int, case: str) -> tuple[int, Tensor]:
 
 
 @pytest.mark.parametrize("case", ["frozen", "row-sparse", "seldom"])
-def test_stages_whose_gradients_are_not_steady_together_train(ranks: Pool, case: str) -> None:
+def test_stages_without_steady_gradients_train(ranks: Pool, case: str) -> None:
     answers = ranks.run(unlike_stages, case, size=4)
     assert [step for step, _ in answers] == [7] * 4
     for one, other in ((0, 2), (1, 3)):
@@ -188,7 +188,7 @@ def spoiled(rank: int, size: int) -> list[str]:
     return told
 
 
-def test_an_update_that_one_rank_could_not_finish_is_told_to_all_stages(ranks: Pool) -> None:
+def test_update_that_one_rank_could_not_finish_is_reported_to_all_stages(ranks: Pool) -> None:
     *others, third = ranks.run(spoiled, size=4)
     assert third[0] == "no more"
     for told in (*others, third[1:]):

@@ -27,7 +27,7 @@ def closure(engine: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-def test_what_needs_the_loss_before_its_backward_pass_is_refused(ranks: Pool) -> None:
+def test_callback_that_needs_the_loss_before_its_backward_pass_is_refused(ranks: Pool) -> None:
     assert ranks.run(refusal, ("amp",)) == ["loss scale"] * 2
     assert ranks.run(refusal, ("pipeline",)) == ["pipeline"] * 2
 
@@ -96,7 +96,7 @@ def handled(rank: int, size: int) -> tuple[int, bool]:
     return scheduler.last_epoch, back
 
 
-def test_what_followed_steps_is_taken_off_again(ranks: Pool) -> None:
+def test_hooks_of_followed_steps_are_removed(ranks: Pool) -> None:
     assert ranks.run(handled) == [(1, True)] * 2
 
 

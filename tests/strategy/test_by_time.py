@@ -117,7 +117,7 @@ def leftover(rank: int, size: int, steps: int) -> tuple[str, str, int]:
 
 
 @pytest.mark.parametrize("each", [99, 2])
-def test_what_was_merged_is_flushed_however_much_each_rank_has(ranks: Pool, each: int) -> None:
+def test_merged_gradients_are_flushed_whatever_their_number(ranks: Pool, each: int) -> None:
     (one, first, steps), (other, second, fewer) = ranks.run(leftover, each)
     assert one == other
     averaging = " and an averaging" if each > 2 else ""

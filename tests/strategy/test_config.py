@@ -52,7 +52,7 @@ def test_a_wrong_type_names_the_field_the_value_and_the_config(name: str) -> Non
             assert part in str(error.value)
 
 
-def test_one_error_lists_all_conflicts_and_what_to_change() -> None:
+def test_one_error_lists_all_conflicts_and_a_remedy() -> None:
     sparse = tw.Sparse(0.9)
     with pytest.raises(tw.StrategyError) as error:
         tw.DistributedStrategy(

@@ -62,7 +62,7 @@ def trained(rank: int, size: int, case: str, device: str) -> str:
 
 
 @pytest.mark.parametrize("case", FIELDS)
-def test_the_bits_are_those_without_one(case: str, ranks: Pool) -> None:
+def test_bits_equal_without_a_scheduler(case: str, ranks: Pool) -> None:
     expected = ranks.run(trained, case, "cpu", size=2)
     assert ranks.run(trained, case, "meta", size=2) == expected
 

@@ -124,7 +124,7 @@ def is_plain(value: object) -> bool:
 
 @settings(max_examples=60, deadline=None)
 @given(strategies())
-def test_there_and_back(strategy: tw.DistributedStrategy) -> None:
+def test_strategy_to_dict_and_back_is_equal(strategy: tw.DistributedStrategy) -> None:
     document = strategy.to_dict()
     assert is_plain(document)
     assert tw.DistributedStrategy.from_dict(document) == strategy
@@ -138,7 +138,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=60, deadline=None)
 @given(strategy=strategies())
-def test_there_and_back_through_a_file(folder: Path, strategy: tw.DistributedStrategy) -> None:
+def test_strategy_saved_and_loaded_is_equal(folder: Path, strategy: tw.DistributedStrategy) -> None:
     path = folder / "strategy.yaml"
     strategy.save(path)
     assert tw.DistributedStrategy.load(path) == strategy
@@ -147,7 +147,7 @@ def test_there_and_back_through_a_file(folder: Path, strategy: tw.DistributedStr
     )
 
 
-def test_the_loss_scale_carries_its_kind() -> None:
+def test_loss_scale_document_carries_its_kind() -> None:
     for scale, tag in (
         (tw.FixedLossScale(8.0, False), "fixed"),
         (tw.DynamicLossScale(), "dynamic"),
@@ -156,7 +156,7 @@ def test_the_loss_scale_carries_its_kind() -> None:
         assert list(document["amp"]["loss_scale"]) == [tag]
 
 
-def test_a_torch_dtype_is_kept_by_its_name() -> None:
+def test_amp_torch_dtype_is_kept_by_name() -> None:
     strategy = tw.DistributedStrategy(amp=tw.AMP(torch.bfloat16))
     assert strategy == tw.DistributedStrategy(amp=tw.AMP("bfloat16"))
     assert strategy.to_dict()["amp"]["dtype"] == "bfloat16"
@@ -166,22 +166,13 @@ def test_a_torch_dtype_is_kept_by_its_name() -> None:
         tw.AMP(16)  # type: ignore[arg-type]
 
 
-def test_a_compression_carries_its_kind_and_one_without_is_sparse() -> None:
-    auto = {"exchange": "auto"}
-    sparse = {"sparsity": 0.9, "value_bits": 2, "decay": 0.95, "mean_over": "senders", **auto}
-    for compression, plain in (
-        (tw.Quantized(2), {"quantized": {"value_bits": 2, "decay": 1.0, **auto}}),
-        (tw.Sparse(0.9), sparse),
-    ):
+def test_compression_document_carries_its_kind() -> None:
+    for compression, tag in ((tw.Quantized(2), "quantized"), (tw.Sparse(0.9), "sparse")):
         strategy = tw.DistributedStrategy(localsgd=tw.LocalSGD(2, compression=compression))
-        assert strategy.to_dict()["localsgd"]["compression"] == plain
-    document = {"localsgd": {"k_steps": 2, "compression": {"sparse": {"sparsity": 0.9}}}}
-    assert tw.DistributedStrategy.from_dict(document).localsgd == tw.LocalSGD(
-        2, compression=tw.Sparse(0.9)
-    )
+        assert list(strategy.to_dict()["localsgd"]["compression"]) == [tag]
 
 
-def test_ints_pass_for_floats_and_null_for_none() -> None:
+def test_document_ints_pass_for_floats_and_null_for_none() -> None:
     document = {
         "dgc": {"sparsity": [0], "local_grad_clip_norm": None},
         "lars": None,
@@ -195,8 +186,8 @@ UNKNOWN: list[tuple[dict[str, Any], list[str]]] = [
     ({"dcg": {}}, ["strategy.dcg={}", "'dgc'"]),
     ({"dgc": {"sparsty": 0.9}}, ["strategy.dgc.sparsty=0.9", "'sparsity'"]),
     (
-        {"localsgd": {"k_steps": 2, "compression": {"sparsity": 0.5, "value_bit": 2}}},
-        ["compression.value_bit=2"],
+        {"localsgd": {"k_steps": 2, "compression": {"sparsity": 0.5, "value_bits": 2}}},
+        ["localsgd.compression", "left thinwire in 0.4: write sparse:"],
     ),
     (
         {"localsgd": {"k_steps": 2, "compression": {"quantised": {}}}},
@@ -207,12 +198,12 @@ UNKNOWN: list[tuple[dict[str, Any], list[str]]] = [
         ["quantized.bits=4", "'value_bits'"],
     ),
     (
-        {"localsgd": {"k_steps": 2, "compression": {"quantized": {}, "sparsity": 0.5}}},
+        {"localsgd": {"k_steps": 2, "compression": {"quantized": {}, "sparse": {}}}},
         ["strategy.localsgd.compression must have one key of sparse and quantized"],
     ),
     (
-        {"localsgd": {"k_steps": 2, "compression": {"value_bits": 4}}},
-        ["compression lacks sparsity"],
+        {"localsgd": {"k_steps": 2, "compression": {"sparse": {"value_bits": 4}}}},
+        ["compression.sparse lacks sparsity"],
     ),
     ({"amp": {"loss_scale": {"dynamc": {}}}}, ["strategy.amp.loss_scale.dynamc={}", "'dynamic'"]),
     (
@@ -221,7 +212,7 @@ UNKNOWN: list[tuple[dict[str, Any], list[str]]] = [
     ),
     (
         {"zzz": 1, "lars": {"lars_coef": 1}, 3: 4},
-        ["strategy.zzz=1", "known are amp", "'lars_coeff'", "strategy.3=4"],
+        ["strategy.zzz=1", "known are amp", "strategy.3=4"],
     ),
     ({"localsgd": {"k_steps": 4, "mixing": 0.5}}, ["localsgd.mixing left thinwire in 0.4"]),
     ({"localsgd": {"k_steps": 4, "fragment_order": "strided"}}, ["fragment_order left"]),
@@ -245,7 +236,9 @@ UNKNOWN: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("document", "parts"), UNKNOWN, ids=str)
-def test_unknown_and_missing_keys_are_named(document: dict[str, Any], parts: list[str]) -> None:
+def test_document_unknown_or_missing_keys_are_named(
+    document: dict[str, Any], parts: list[str]
+) -> None:
     with pytest.raises(tw.StrategyError) as error:
         tw.DistributedStrategy.from_dict(document)
     for part in parts:
@@ -298,7 +291,7 @@ WRONG: list[tuple[Any, type[Exception], list[str]]] = [
 
 
 @pytest.mark.parametrize(("document", "kind", "parts"), WRONG, ids=str)
-def test_wrong_values_are_named_by_their_path(
+def test_document_wrong_values_are_named_by_path(
     document: Any, kind: type[Exception], parts: list[str]
 ) -> None:
     with pytest.raises(kind) as error:
@@ -331,19 +324,11 @@ TRAPS: dict[str, tuple[type[Exception], int, str]] = {
     "true: {}\n": (tw.StrategyError, 1, "a key of strategy must be a word"),
     "? [a]\n: {}\n": (tw.StrategyError, 1, "a key of strategy must be a word"),
     "dgc: !!python/object:os.x {}\n": (tw.StrategyError, 1, "python/object"),
-    "dgc: {min_numel: !!int x}\n": (tw.StrategyError, 1, "does not fit"),
-    "dgc: {min_numel: !!int ''}\n": (tw.StrategyError, 1, "does not fit ''"),
-    "dgc: {min_numel: !!int +}\n": (tw.StrategyError, 1, "does not fit '+'"),
-    "dgc: {min_numel: !!int [1]}\n": (tw.StrategyError, 1, "does not fit its value"),
-    "lars: {epsilon: !!float ''}\n": (tw.StrategyError, 1, "does not fit ''"),
-    f"lars: {{epsilon: !!float {'1:' * 400}1}}\n": (tw.StrategyError, 1, "does not fit '1:1:"),
-    "dgc: !!map x\n": (tw.StrategyError, 1, "does not fit 'x'"),
+    "dgc: {min_numel: !!int x}\n": (tw.StrategyError, 1, "2002:int"),
+    "dgc: !!map x\n": (tw.StrategyError, 1, "tag:yaml.org,2002:map"),
     "dgc: !%1B[31m x\n": (tw.StrategyError, 1, r"the tag '!\x1b[31m'"),
     '"d\\e]0;x\\agc": {}\n': (tw.StrategyError, 1, r"must be a word, got 'd\x1b]0;x\x07gc'"),
-    "dgc:\xa0{}\n": (tw.StrategyError, 1, "character U+00A0 is invisible"),
-    "dgc: {}\xa0\n": (tw.StrategyError, 1, "character U+00A0 is invisible"),
-    "dgc:\n\xa0\xa0min_numel: 3\n": (tw.StrategyError, 2, "character U+00A0 is invisible"),
-    "dgc:\n  min_numel: 3\u200b\n": (tw.StrategyError, 2, "character U+200B is invisible"),
+    f"dgc: {{min_numel: {'1' * 5000}}}\n": (tw.StrategyError, 1, "strategy.dgc.min_numel"),
     "dgc: {\n": (tw.StrategyError, 2, "not YAML"),
     "dgc: {}\n\tlars: {}\n": (tw.StrategyError, 2, "not YAML"),
     "dgc: {}\n\0": (tw.StrategyError, 2, "not YAML"),
@@ -358,7 +343,7 @@ TRAPS: dict[str, tuple[type[Exception], int, str]] = {
 
 
 @pytest.mark.parametrize("text", TRAPS, ids=lambda text: repr(text[:40]))
-def test_a_bad_file_is_named_with_its_line(text: str, tmp_path: Path) -> None:
+def test_file_not_a_strategy_is_named_with_its_line(text: str, tmp_path: Path) -> None:
     kind, line, part = TRAPS[text]
     path = tmp_path / "plan.yaml"
     path.write_text(text, encoding="utf-8")
@@ -370,33 +355,33 @@ def test_a_bad_file_is_named_with_its_line(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_pipe_is_no_strategy(tmp_path: Path) -> None:
+def test_file_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "plan.yaml")
     with pytest.raises(OSError, match=r"a pipe or a device, not a regular file.*plan\.yaml"):
         tw.DistributedStrategy.load(tmp_path / "plan.yaml")
 
 
-def test_comments_and_quoted_words_may_have_any_space(tmp_path: Path) -> None:
+def test_file_quoted_words_may_have_any_space(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text('# a\xa0b\nlars: {exclude_from_weight_decay: ["a\xa0b"]}\n', encoding="utf-8")
     assert tw.DistributedStrategy.load(path).lars == tw.LARS(exclude_from_weight_decay=("a\xa0b",))
 
 
-def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path: Path) -> None:
+def test_file_not_utf8_is_named_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_bytes(b"dgc: {}\n# caf\xe9\n")
     with pytest.raises(tw.StrategyError, match=rf"{path}:2: byte 0xe9 is not UTF-8"):
         tw.DistributedStrategy.load(path)
 
 
-def test_a_missing_file_is_an_os_error_that_names_it(tmp_path: Path) -> None:
+def test_file_missing_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"gone\.yaml"):
         tw.DistributedStrategy.load(tmp_path / "gone.yaml")
     with pytest.raises(IsADirectoryError):
         tw.DistributedStrategy.load(tmp_path)
 
 
-def test_numbers_are_read_as_people_write_them(tmp_path: Path) -> None:
+def test_file_numbers_are_decimal(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_bytes(
         b"\xef\xbb\xbflars: {lars_coeff: 1e-3, epsilon: 1E-8, lars_weight_decay: +.5}\r\ndgc: "
@@ -418,7 +403,7 @@ def documented(config: type) -> dict[str, str]:
     }
 
 
-def test_every_key_of_a_saved_file_has_its_line_of_the_docstring(tmp_path: Path) -> None:
+def test_file_saved_has_a_comment_on_every_key(tmp_path: Path) -> None:
     full = {
         **CONFIGS,
         "amp": tw.AMP("float16", tw.DynamicLossScale()),
@@ -452,7 +437,7 @@ def test_every_key_of_a_saved_file_has_its_line_of_the_docstring(tmp_path: Path)
         assert max(map(len, lines)) <= 100
 
 
-def test_saving_makes_parents_and_replaces_as_a_whole(
+def test_save_makes_parents_and_replaces_the_whole_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a" / "b" / "plan.yaml"
@@ -473,9 +458,5 @@ def test_saving_makes_parents_and_replaces_as_a_whole(
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_the_example_files_are_as_they_would_be_saved(path: Path) -> None:
+def test_example_files_are_as_saved(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == text_of(tw.DistributedStrategy.load(path))
-
-
-def test_there_are_example_files() -> None:
-    assert len(EXAMPLES) >= 3

@@ -194,7 +194,7 @@ def test_hooks_that_were_there_go_on(case: str) -> None:
     assert seen[3:] == []
 
 
-def test_a_rate_that_is_a_tensor_goes_on_in_place() -> None:
+def test_rate_that_is_a_tensor_goes_on_inplace() -> None:
     model = make_model(plain=True)
     rate = torch.tensor(0.05)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
@@ -209,7 +209,7 @@ def test_a_rate_that_is_a_tensor_goes_on_in_place() -> None:
 
 
 @ALL
-def test_its_step_by_hand_is_an_error_that_says_what_to_call(case: str) -> None:
+def test_its_step_by_hand_is_an_error_that_says_a_remedy(case: str) -> None:
     model, optimizer, engine = prepared(case)
     updates(engine, count=2)
     before, saved = values(model), str(engine.state_dict())
@@ -450,7 +450,7 @@ def test_parameters_that_are_trained_belong_to_one_engine_whatever_is_around_the
         engine.train_step(torch.ones(2, 8), torch.ones(2, 4))
 
 
-def test_what_became_another_method_keeps_its_settings() -> None:
+def test_converted_optimizer_keeps_its_settings() -> None:
     model, optimizer, engine = prepared("dgc with SGD")
     engine.close()
     with pytest.raises(tw.StrategyError, match="dgc"):

@@ -16,8 +16,8 @@ cross_entropy = nn.functional.cross_entropy
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 CLIPS = {
     "global": tw.ClipByGlobalNorm(0.05),
-    "norm": tw.ClipByNorm(0.03),
-    "value": tw.ClipByValue(0.004, -0.002),
+    "norm": tw.optim.ClipByNorm(0.03),
+    "value": tw.optim.ClipByValue(0.004, -0.002),
 }
 MAKERS: dict[str, Any] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9, weight_decay=0.01),
@@ -30,7 +30,7 @@ MAKERS: dict[str, Any] = {
 def bounded(clip: Any, model: nn.Module) -> None:
     """By loops and torch alone, in place."""
     grads = [p.grad for p in model.parameters()]
-    if isinstance(clip, tw.ClipByValue):
+    if isinstance(clip, tw.optim.ClipByValue):
         for grad in grads:
             grad.clamp_(clip.min, clip.max)
         return
@@ -118,7 +118,7 @@ def local(rank: int, size: int) -> tuple[list[float], list[float]]:
     return flat(model).tolist(), flat(plain).tolist()
 
 
-def test_under_local_updates_each_rank_clips_its_own(ranks: Pool) -> None:
+def test_under_local_updates_every_rank_clips_its_own(ranks: Pool) -> None:
     (a, b), (c, d) = ranks.run(local)
     assert a != c
     for got, expected in ((a, b), (c, d)):
@@ -189,7 +189,7 @@ def test_the_norm_over_stages_has_room_for_large_gradients(ranks: Pool) -> None:
 def by_dgc(rank: int, size: int, given: bool) -> list[float]:
     """By `prepare`, or by an optimizer that was made so."""
     model = make_model(plain=True)
-    clip = tw.ClipByNorm(0.02)
+    clip = tw.optim.ClipByNorm(0.02)
     if given:
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         strategy = tw.DistributedStrategy(dgc=tw.DGC(sparsity=(0.75,), min_numel=64))
@@ -207,12 +207,12 @@ def by_dgc(rank: int, size: int, given: bool) -> list[float]:
     return trained
 
 
-def test_dgc_momentum_clips_each_tensor_itself(ranks: Pool) -> None:
+def test_dgc_momentum_clips_every_tensor_itself(ranks: Pool) -> None:
     assert ranks.run(by_dgc, True) == ranks.run(by_dgc, False)
 
 
-@pytest.mark.parametrize("clip", [tw.ClipByGlobalNorm(1.0), tw.ClipByValue(1.0)])
-def test_what_dgc_momentum_cannot_clip_by_is_said_with_what_to_use(clip: Any) -> None:
+@pytest.mark.parametrize("clip", [tw.ClipByGlobalNorm(1.0), tw.optim.ClipByValue(1.0)])
+def test_clipping_that_dgc_momentum_lacks_is_reported_with_a_remedy(clip: Any) -> None:
     for fields, make in (
         ({"dgc": tw.DGC()}, lambda p: torch.optim.SGD(p, lr=0.1)),
         ({}, lambda p: tw.optim.DGCMomentum(p, lr=0.1)),
@@ -229,13 +229,13 @@ def test_what_dgc_momentum_cannot_clip_by_is_said_with_what_to_use(clip: Any) ->
 
 def test_two_clippings_are_one_too_many() -> None:
     model = make_model(plain=True)
-    optimizer = tw.optim.SGD(model.parameters(), lr=0.1, grad_clip=tw.ClipByNorm(1.0))
+    optimizer = tw.optim.SGD(model.parameters(), lr=0.1, grad_clip=tw.optim.ClipByNorm(1.0))
     with pytest.raises(tw.StrategyError, match="one of them"):
-        tw.DistributedStrategy().prepare(model, optimizer, grad_clip=tw.ClipByNorm(1.0))
+        tw.DistributedStrategy().prepare(model, optimizer, grad_clip=tw.optim.ClipByNorm(1.0))
     given = torch.optim.SGD(model.parameters(), lr=0.1)
     strategy = tw.DistributedStrategy(dgc=tw.DGC(local_grad_clip_norm=1.0))
     with pytest.raises(tw.StrategyError, match="local_grad_clip_norm"):
-        strategy.prepare(model, given, grad_clip=tw.ClipByNorm(1.0))
+        strategy.prepare(model, given, grad_clip=tw.optim.ClipByNorm(1.0))
 
 
 class WithComplex(nn.Module):
@@ -256,7 +256,7 @@ def with_complex(rank: int, size: int, clip: Any) -> list[complex]:
     return model.waves.tolist()
 
 
-@pytest.mark.parametrize("clip", [tw.ClipByNorm(0.5), tw.ClipByGlobalNorm(0.5)])
+@pytest.mark.parametrize("clip", [tw.optim.ClipByNorm(0.5), tw.ClipByGlobalNorm(0.5)])
 def test_complex_gradients_are_clipped_by_norm(clip: Any, ranks: Pool) -> None:
     for now in ranks.run(with_complex, clip):
         assert now[0] == pytest.approx((3 + 4j) * 0.9, rel=1e-6)
@@ -273,7 +273,7 @@ def test_something_else_is_no_clipping() -> None:
         )
 
 
-def test_explain_says_what_is_clipped_by_what() -> None:
+def test_explain_grad_clip_names_the_clipped_gradient() -> None:
     clip = tw.ClipByGlobalNorm(1.5)
     assert (
         "clipping of the mean gradient by ClipByGlobalNorm(c=1.5)"
@@ -334,7 +334,7 @@ def test_clipping_after_minimize_is_noticed_once_with_the_cure(fields: dict[str,
 
 
 @pytest.mark.parametrize("how", ["zero_grad", "to zero", "to None", "nothing", "read"])
-def test_what_does_no_harm_is_not_noticed(how: str) -> None:
+def test_harmless_edit_is_not_noticed(how: str) -> None:
     model = make_model(plain=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     engine = tw.DistributedStrategy().prepare(model, optimizer)

@@ -130,7 +130,7 @@ def test_a_later_refusal_undoes_it_too(tmp_path: Path) -> None:
     [{"x": print}, torch.optim.SGD([torch.zeros(1)], 0.1), [{1, 2}]],
     ids=["function", "what has a state_dict", "set"],
 )
-def test_what_no_file_can_hold_is_refused_with_its_module(tmp_path: Path, value: Any) -> None:
+def test_state_no_file_can_store_is_refused_with_its_module(tmp_path: Path, value: Any) -> None:
     engine = prepared()
     engine.model.kept = value
     said = r"the extra state of a Root cannot be saved: _extra_state.* is of type .*get_extra_state"
@@ -176,7 +176,7 @@ def loading(rank: int, size: int, folder: str) -> tuple[list[float], int, str]:
     return train(engine, 3, 5, rank), engine.model[1].calls, kept
 
 
-def test_it_is_of_each_rank_and_on_another_number_that_of_rank_0(
+def test_it_is_of_every_rank_and_on_another_number_that_of_rank_0(
     ranks: Pool, tmp_path: Path
 ) -> None:
     expected = ranks.run(saving, str(tmp_path), size=2)

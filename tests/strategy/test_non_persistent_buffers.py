@@ -181,7 +181,7 @@ def unlike(rank: int, size: int, folder: str) -> tuple[list[float], list[float],
     return kept, other.model[0].cache[:, 0].tolist(), digest(other)
 
 
-def test_all_ranks_leave_what_one_of_them_has_to(ranks: Pool, tmp_path: Path) -> None:
+def test_all_ranks_leave_out_a_buffer_that_one_leaves_out(ranks: Pool, tmp_path: Path) -> None:
     first, second = ranks.run(unlike, str(tmp_path), size=2)
     assert (first[0], second[0]) == ([], [7.0] * ROWS)
     assert first[1] == second[1] == (torch.arange(ROWS) / 10).tolist()

@@ -44,7 +44,7 @@ def test_averagings_that_begin_sooner_in_a_resumed_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["localsgd", "adaptive_localsgd", "dgc"])
-def test_what_was_trained_can_be_saved_after_close(tmp_path: Path, name: str) -> None:
+def test_trained_state_can_be_saved_after_close(tmp_path: Path, name: str) -> None:
     configs: dict[str, Any] = {
         "localsgd": tw.LocalSGD(2),
         "adaptive_localsgd": tw.AdaptiveLocalSGD(2),
@@ -62,7 +62,7 @@ def test_what_was_trained_can_be_saved_after_close(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("what", ["fragments", "nothing to train"])
-def test_explain_refuses_what_prepare_refuses(what: str) -> None:
+def test_explain_and_prepare_refuse_alike(what: str) -> None:
     model = nn.Linear(4, 2)
     strategy = tw.DistributedStrategy()
     if what == "fragments":

@@ -278,7 +278,7 @@ def two_models(rank: int, size: int) -> list[bool]:
     return same
 
 
-def test_two_models_take_turns(ranks: Pool) -> None:
+def test_two_models_alternate(ranks: Pool) -> None:
     assert all(all(same) for same in ranks.run(two_models, size=2))
 
 
@@ -384,6 +384,7 @@ def lopsided(rank: int, size: int, fields: dict[str, Any], recovered: bool) -> t
     return text, digest(engine), engine.stats()["step"]
 
 
+@pytest.mark.fault("a parameter that one rank does not use")
 @pytest.mark.parametrize("fields", [{}, {"dgc": DGC}], ids=["dense", "dgc"])
 def test_a_parameter_unused_on_one_rank_is_a_mismatch_on_all_and_training_goes_on(
     fields: dict[str, Any], ranks: Pool
@@ -422,8 +423,9 @@ def raising(rank: int, size: int, where: str) -> tuple[str, str, int, list[str]]
     return text, digest(engine), engine.stats()["step"], events
 
 
+@pytest.mark.fault("an exception on one rank: in its backward pass, forward pass, or update")
 @pytest.mark.parametrize("where", ["begin", "middle", "end"])
-def test_an_error_in_the_backward_pass_of_one_rank_is_told_to_all_who_then_go_on(
+def test_error_in_the_backward_pass_of_one_rank_is_reported_to_all_and_training_goes_on(
     where: str, ranks: Pool
 ) -> None:
     answers = ranks.run(raising, where, size=3)
@@ -462,9 +464,7 @@ def _fail(_: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("where", ["unused", "error"])
-def test_what_takes_the_place_of_a_missing_gradient_travels_as_it_would(
-    where: str, ranks: Pool
-) -> None:
+def test_zeros_for_a_missing_gradient_travel_as_the_gradient_would(where: str, ranks: Pool) -> None:
     """In another type it would be another collective on one rank; and a merge is as before the call
     on all ranks."""
     answers = ranks.run(narrow, where, size=3)

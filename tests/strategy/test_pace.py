@@ -58,7 +58,7 @@ def test_rank_0_warns_once_at_the_users_line(ranks: Pool, local: bool) -> None:
     assert stats["rate_bit_s"] > 0
 
 
-def test_without_a_plan_nothing_is_said(ranks: Pool) -> None:
+def test_without_a_plan_nothing_is_reported(ranks: Pool) -> None:
     assert [told for told, _ in ranks.run(trained, False, False, size=2)] == [[], []]
 
 
@@ -83,7 +83,7 @@ def engine_of_local_updates(rank: int, size: int) -> list[str]:
     return [str(each.message) for each in caught if "planned" in str(each.message)]
 
 
-def test_what_is_no_plan_is_refused_before_anything_is_sent() -> None:
+def test_object_not_a_plan_is_refused_before_anything_is_sent() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="plan must be"):

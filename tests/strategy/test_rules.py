@@ -28,7 +28,7 @@ def test_every_pair_has_one_rule_in_the_order_of_the_fields() -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_a_strategy_of_two_fields_does_what_its_rule_says(pair: tuple[str, str]) -> None:
+def test_strategy_of_two_fields_follows_its_rule(pair: tuple[str, str]) -> None:
     rule = rule_of(*reversed(pair))
     fields = {name: CONFIGS[name] for name in pair}
     assert len(rule.meaning) > 20
@@ -43,7 +43,7 @@ def test_a_strategy_of_two_fields_does_what_its_rule_says(pair: tuple[str, str])
         assert rule.remedy == ""
 
 
-def test_the_rules_of_three_fields_are_those_of_their_pairs() -> None:
+def test_rules_of_three_fields_equal_their_pairs() -> None:
     rules = rules_between(["localsgd", "amp", "dgc"])
     assert [rule.pair for rule in rules] == [
         ("amp", "dgc"),
@@ -55,7 +55,7 @@ def test_the_rules_of_three_fields_are_those_of_their_pairs() -> None:
         rule_of("amp", "amp")
 
 
-def test_the_page_is_what_the_table_prints() -> None:
+def test_page_equals_the_printed_table() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run `make docs`"
 
 

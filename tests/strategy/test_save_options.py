@@ -119,7 +119,7 @@ def refused(rank: int, size: int, folder: str) -> str:
     return "nothing"
 
 
-def test_what_went_wrong_is_raised_on_all_ranks(ranks: Pool, tmp_path: Path) -> None:
+def test_failure_is_raised_on_all_ranks(ranks: Pool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     first, second = ranks.run(refused, str(tmp_path))
     assert first == second

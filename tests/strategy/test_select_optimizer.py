@@ -10,17 +10,8 @@ import torch
 from torch import nn
 
 from tests.api import schedulers_of, select_optimizer
-from thinwire import (
-    DGC,
-    LAMB,
-    LARS,
-    ClipByGlobalNorm,
-    ClipByNorm,
-    L1Decay,
-    L2Decay,
-    StrategyError,
-    optim,
-)
+from thinwire import DGC, LAMB, LARS, ClipByGlobalNorm, StrategyError, optim
+from thinwire.optim import ClipByNorm, L1Decay, L2Decay
 from thinwire.schedules import CosineDecay, PiecewiseConstant, ScheduledLR
 
 DENSE = DGC(min_numel=10**6)
@@ -221,7 +212,7 @@ def test_a_rate_that_was_typed_over_is_the_rate():
 
 
 @SGDS
-def test_what_dgc_cannot_take_over_is_said_at_once(sgd):
+def test_optimizer_that_dgc_cannot_take_over_is_reported_at_once(sgd):
     net = network()
     optimizer = sgd(
         [{"params": net.parameters(), "dampening": 0.1}], lr=0.1, momentum=0.9, differentiable=True
@@ -273,7 +264,7 @@ def test_without_a_replacement_nothing_is_asked():
     assert scheduler.optimizer is optimizer
 
 
-def test_dgc_momentum_is_said_once():
+def test_dgc_momentum_is_reported_once():
     net = network()
     given = optim.DGCMomentum(net.parameters(), lr=0.1)
     assert selected(net, given).optimizer is given
@@ -502,7 +493,7 @@ def test_patterns_need_named_parameters():
     )
 
 
-def test_a_pattern_that_matches_nothing_is_said_with_the_rest():
+def test_pattern_that_matches_nothing_is_reported_with_the_rest():
     net = network()
     optimizer = torch.optim.SGD(net.named_parameters(), lr=0.1, momentum=0.9, dampening=0.5)
     said = refused(net, optimizer, lars=LARS(exclude_from_weight_decay=("*.bais",)))
@@ -660,7 +651,7 @@ def test_dgc_momentum_does_not_know_stages():
     assert selected(net, given, keep=lambda p: True).optimizer is given
 
 
-def test_what_is_refused_has_not_changed():
+def test_refused_call_changes_nothing():
     net = network()
     given = full(net)
     steps(net, given, range(1))

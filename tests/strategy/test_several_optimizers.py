@@ -100,7 +100,7 @@ def schedulers_saved(rank: int, size: int, folder: str) -> list[list[int]]:
     return [[each.last_epoch for each in those] for those in (schedulers, others)]
 
 
-def test_each_scheduler_goes_on_with_its_own_optimizer(ranks: Pool, tmp_path: Path) -> None:
+def test_every_scheduler_goes_on_with_its_own_optimizer(ranks: Pool, tmp_path: Path) -> None:
     for before, after in ranks.run(schedulers_saved, str(tmp_path / "checkpoint")):
         assert before == after == [1, 4]
 
@@ -213,7 +213,7 @@ def test_a_flush_between_the_steps_of_two_optimizers_is_an_error(config: Any, ra
 
 @pytest.mark.parametrize("config", [None, tw.LocalSGD(2)], ids=["dense", "local"])
 @pytest.mark.parametrize("kind", GANS)
-def test_optimizers_that_do_not_step_in_turn_are_an_error_on_all_ranks_before_an_update(
+def test_optimizers_out_of_step_are_an_error_on_all_ranks_before_an_update(
     kind: str, config: Any, ranks: Pool
 ) -> None:
     for odd in ((0, 1), (1,)) if kind in GANS[:3] else ((0, 1),):
@@ -224,7 +224,7 @@ def test_optimizers_that_do_not_step_in_turn_are_an_error_on_all_ranks_before_an
 
 
 @pytest.mark.parametrize("kind", GANS[:4])
-def test_an_engine_for_each_part_trains_as_the_plain_loop_does(kind: str) -> None:
+def test_engine_for_every_part_trains_as_the_plain_loop_does(kind: str) -> None:
     found = []
     for followed in (False, True):
         model, generator, critic = gan()
@@ -270,7 +270,7 @@ def local_steps(rank: int, size: int, order: tuple[int, ...] | None) -> list[Any
     return [synced, [p.detach().clone() for p in model.parameters()]]
 
 
-def test_a_local_step_is_over_when_each_has_stepped(ranks: Pool) -> None:
+def test_local_step_is_over_when_every_has_stepped(ranks: Pool) -> None:
     (synced, expected), _ = ranks.run(local_steps, None)
     for order in itertools.permutations(range(3)):
         for found, params in ranks.run(local_steps, order):
@@ -306,7 +306,7 @@ def by_prepare(model: nn.Module, optimizers: Any) -> Any:
 
 
 @pytest.mark.parametrize("start", [by_local_sgd, by_prepare])
-def test_what_is_refused_or_told(start: Any) -> None:
+def test_unusual_setup_is_refused_or_reported(start: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     first, second = model[0].parameters, model[1].parameters
     twice = [torch.optim.SGD(first(), 0.1), torch.optim.AdamW(model.parameters())]

@@ -54,7 +54,7 @@ def prepared_again(rank: int, size: int, second: str) -> tuple[float, float, lis
 
 
 @pytest.mark.parametrize("second", ["the same", "other stages", "whole"])
-def test_a_new_engine_goes_on_from_what_every_stage_has_learnt(ranks: Pool, second: str) -> None:
+def test_new_engine_continues_from_the_state_of_every_stage(ranks: Pool, second: str) -> None:
     for before, after, lost in ranks.run(prepared_again, second, size=2):
         assert after == pytest.approx(before, rel=1e-6)
         assert lost == []
@@ -115,7 +115,7 @@ def in_place(rank: int, size: int) -> tuple[list[float], bool]:
     return [*losses, mse_loss(model(kept.clone()), y).item()], torch.equal(x, kept)
 
 
-def test_a_model_may_begin_in_place(ranks: Pool) -> None:
+def test_model_may_begin_inplace(ranks: Pool) -> None:
     for losses, untouched in ranks.run(in_place, size=2):
         assert losses == pytest.approx([losses[-1]] * 5)
         assert untouched
@@ -170,7 +170,7 @@ def traffic(rank: int, size: int) -> tuple[float, float]:
     return before, engine.stats()["bytes_between_stages"]
 
 
-def test_what_travels_between_stages_is_counted(ranks: Pool) -> None:
+def test_bytes_between_stages_are_counted(ranks: Pool) -> None:
     for before, after in ranks.run(traffic, size=2):
         assert after - before >= 2 * 8 * 8 * 4  # two mini-batches of 8 times 8 floats
 

@@ -51,7 +51,7 @@ def second_optimizer(rank: int, size: int, fields: dict[str, Any]) -> tuple[list
 
 
 @pytest.mark.parametrize("fields", [{}, {"localsgd": tw.LocalSGD(1)}])
-def test_what_a_second_optimizer_trains_is_named(fields: dict[str, Any], ranks: Pool) -> None:
+def test_parameters_of_a_second_optimizer_are_named(fields: dict[str, Any], ranks: Pool) -> None:
     (said, first), (_, second) = ranks.run(second_optimizer, fields)
     assert len(said) == 1
     assert ": 1.weight, 1.bias." in said[0]

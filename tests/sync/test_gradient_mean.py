@@ -87,7 +87,7 @@ CASES: dict[str, tuple[DGC | None, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("size", [0, 3])
-def test_means_and_residuals_are_those_of_the_oracle(ranks: Pool, case: str, size: int) -> None:
+def test_means_and_residuals_equal_the_oracle(ranks: Pool, case: str, size: int) -> None:
     """1e-11: float64 sums in another order; what travels as float32 is rounded alike by both."""
     dgc, settings = CASES[case]
     found = ranks.run(follow, dgc, settings.get("trainers"), 9, size=size)
@@ -138,7 +138,7 @@ def beside_ddp(rank: int, size: int, dtype: torch.dtype) -> list[bool]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_without_compression_two_ranks_get_what_ddp_gives_bit_for_bit(
+def test_two_ranks_without_compression_equal_ddp_bit_for_bit(
     ranks: Pool, dtype: torch.dtype
 ) -> None:
     for answer in ranks.run(beside_ddp, dtype):
@@ -201,7 +201,7 @@ def unchecked(rank: int, size: int) -> list[Tensor]:
     return [means["small"], means["big"]]
 
 
-def test_without_the_check_the_dense_mean_is_what_it_is(ranks: Pool) -> None:
+def test_unchecked_dense_mean_is_not_changed(ranks: Pool) -> None:
     for small, big in ranks.run(unchecked):
         assert small.isinf().tolist() == [False, False, True, False, False, False]
         assert big.isfinite().all()
@@ -329,7 +329,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     assert all(torch.equal(v, good["residuals"][n]) for n, v in mean.residuals.items())
 
 
-def test_bytes_are_those_of_this_exchange_alone() -> None:
+def test_bytes_equal_this_exchange_alone() -> None:
     group = Group()
     group.gather_bytes(b"something of another", action="test")
     dense = GradientMean(group, parameters(torch.float32))
@@ -341,7 +341,7 @@ def test_bytes_are_those_of_this_exchange_alone() -> None:
     assert 48 < sparse.bytes_sent < 150
 
 
-def test_the_local_limit_is_for_what_is_compressed() -> None:
+def test_local_limit_is_for_compressed_tensors() -> None:
     """One rank's share g / N has at most the norm C / sqrt(N)."""
 
     def let_in(dgc: DGC, step: int, param: Tensor, grad: Tensor) -> Tensor:
@@ -383,7 +383,7 @@ def reused(rank: int, size: int) -> list[bool]:
     return [*same, got["big"].dtype == torch.float32]
 
 
-def test_means_may_take_the_place_of_gradients(ranks: Pool) -> None:
+def test_means_may_replaces_gradients(ranks: Pool) -> None:
     assert all(all(answer) for answer in ranks.run(reused))
 
 
@@ -403,7 +403,7 @@ def one_memory(rank: int, size: int, reuse: bool) -> list[Tensor]:
     return [found[name].clone() for name in names]
 
 
-def test_gradients_in_one_memory_are_not_written_over_each_other(ranks: Pool) -> None:
+def test_gradients_in_one_memory_are_not_written_over_one_another(ranks: Pool) -> None:
     kept, reused = ranks.run(one_memory, False), ranks.run(one_memory, True)
     for one, other in zip(kept[0], reused[0], strict=True):
         assert torch.equal(one, other)

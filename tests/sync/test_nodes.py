@@ -78,7 +78,7 @@ def launched_by(
 
 
 @pytest.mark.slow
-def test_what_torchrun_says_is_what_is_done(ranks: Pool) -> None:
+def test_torchrun_options_are_followed(ranks: Pool) -> None:
     by_itself = ranks.run(launched_by, {"LOCAL_WORLD_SIZE": "2"}, {}, size=4)
     told = ranks.run(launched_by, {}, {"node_size": 2}, size=4)
     flat = ranks.run(launched_by, {}, {}, size=4)
@@ -228,7 +228,7 @@ def launched(
         ({}, 4, 4, "given"),
     ],
 )
-def test_the_launcher_says_what_a_node_is(
+def test_launcher_sets_the_node_size(
     ranks: Pool, environment: dict[str, str], given: int | None, found: int, word: str
 ) -> None:
     for size, why in ranks.run(launched, environment, given, size=4):

@@ -44,9 +44,7 @@ def exchange(rank: int, size: int, bits: int) -> dict[str, object]:
 
 @pytest.mark.parametrize("bits", [1, 2, 8, 32])
 @pytest.mark.parametrize("size", [0, 3])
-def test_the_mean_is_that_of_what_was_sent_and_equal_on_all_ranks(
-    ranks: Pool, bits: int, size: int
-) -> None:
+def test_mean_equals_that_of_sent_values_on_all_ranks(ranks: Pool, bits: int, size: int) -> None:
     answers = ranks.run(exchange, bits, size=size)
     world = len(answers)
     for key in (0, 1, 3):
@@ -102,7 +100,7 @@ def receive_damage(rank: int, size: int, position: int) -> None:
     one_round.finish()
 
 
-@pytest.mark.fault
+@pytest.mark.fault("one bit flipped in a message")
 @pytest.mark.parametrize("position", [0, 4, 8, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 5])
 def test_a_damaged_message_is_refused_by_name_on_every_rank(ranks: Pool, position: int) -> None:
     ranks.raise_alike("PayloadCorrupt", "rank 1", receive_damage, position, size=2)
@@ -114,7 +112,7 @@ def receive_another_step(rank: int, size: int) -> None:
     one_round.finish()
 
 
-@pytest.mark.fault
+@pytest.mark.fault("cut, long and forged messages; messages of another step")
 def test_a_message_of_another_step_is_refused(ranks: Pool) -> None:
     first, second = ranks.run(receive_another_step, expect_errors=True)
     assert first.type_name == second.type_name == "PayloadCorrupt"

@@ -107,6 +107,7 @@ def keep_books(
     }
 
 
+@pytest.mark.fault("residuals that grow")
 @pytest.mark.parametrize("exchange", ["gather", "split"])
 @pytest.mark.parametrize(
     ("bits", "dtype", "nodes", "tolerance"),
@@ -197,7 +198,9 @@ def count(rank: int, size: int, exchange: str, width: int) -> list[tuple[int, ..
 
 @pytest.mark.parametrize("exchange", ["gather", "split"])
 @pytest.mark.parametrize(("size", "width"), [(2, 1), (3, 1), (4, 1), (4, 2)])
-def test_what_is_counted_is_what_travels(ranks: Pool, exchange: str, size: int, width: int) -> None:
+def test_counted_bytes_equal_travelled_bytes(
+    ranks: Pool, exchange: str, size: int, width: int
+) -> None:
     for found, counted in ranks.run(count, exchange, width, size=size):
         assert found == counted
 

@@ -25,7 +25,7 @@ def test_a_gathered_message_is_given_once_and_got_from_all_others() -> None:
     assert (each.sent(3), each.received(3, 7)) == (nbytes, 6 * nbytes)
 
 
-def test_two_sources_deal_each_other_a_half() -> None:
+def test_two_sources_deal_one_another_a_half() -> None:
     """One tensor of 1,000 numbers, of which 100 are sent: a half has room for 100 in round one and
     for 50 in two."""
     layout = Layout((Slot(1000, 100),), 32)

@@ -41,14 +41,7 @@ def make_directory(path: Path) -> None:
 
 
 def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a new file and force it to the disk. Pieces are made on demand.
-
-    Returns:
-        Its size in bytes and its SHA-256 in hex.
-
-    Raises:
-        OSError: Writing failed, or the file exists.
-    """
+    """Write a new file and force it to the disk."""
     hasher, size, waiting = hashlib.sha256(), 0, 0
     with path.open("xb") as file:
         for piece in pieces:

@@ -81,11 +81,7 @@ class CheckpointReader:
         return self._sharding is not None
 
     def verify(self) -> None:
-        """Verify every byte of the files that this rank needs, and parse the plain ones.
-
-        Raises:
-            CheckpointCorrupt: Names the file.
-        """
+        """Verify every byte of the files that this rank needs, and parse the plain ones."""
         self.trees = [self._tree(rank) for rank in self._sources]
 
     def read(self, rules: Mapping[str, Rule]) -> Any:

@@ -66,12 +66,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> "Manifest":
-        """Read the file.
-
-        Raises:
-            CheckpointCorrupt: A byte has changed, or no version of thinwire wrote the file.
-            CheckpointError: The file is whole and has a newer format.
-        """
+        """Read the file."""
         content = _verified(raw)
         version = content.pop("format", None)
         if version != FORMAT:
@@ -155,10 +150,8 @@ _LEFTOVER = re.compile(r"\.step_[0-9_]+\.tmp-[0-9a-f]+|\.rank_[0-9]+\.token-[0-9
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A folder with the name of a checkpoint, with its manifest or the reason why it has no usable
-    one.
-
-    A reason other than `CheckpointCorrupt` means a newer format.
+    """A folder with the name of a checkpoint, with its manifest or the reason why it has no
+    usable one.
     """
 
     path: Path
@@ -196,11 +189,7 @@ def token_name(rank: int, token: str) -> str:
 
 
 def found(directory: Path) -> list[Found]:
-    """Return every folder with the name of a checkpoint. The contents of its files are not read.
-
-    Raises:
-        OSError: The directory cannot be read. A missing one counts as empty.
-    """
+    """Return every folder with the name of a checkpoint."""
     try:
         paths = sorted(directory.iterdir())
     except FileNotFoundError:

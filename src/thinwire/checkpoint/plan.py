@@ -46,11 +46,7 @@ Assignment = dict[str, tuple[int, str]]
 
 
 class RankWriter:
-    """Writer of one rank's part of a checkpoint.
-
-    **State**: the encoded tree, references to its tensors, their digests, a token file in the
-    directory.
-    """
+    """Writer of one rank's part of a checkpoint."""
 
     def __init__(self, root: Path, rank: int, token: str) -> None:
         self._token_path = root / token_name(rank, token)
@@ -112,12 +108,8 @@ _SPARE_BYTES = 1 << 20
 
 
 def directories_of(neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the sets of ranks that share a directory, from the view of each rank.
-
-    Raises:
-        CheckpointError: Two ranks have different views, as on a file system that shows new files
-            late. Or a rank does not see itself.
-    """
+    """Return the sets of ranks that share a directory, from the view of each rank."""
+    # views differ on a file system that shows new files late
     for rank, seen in enumerate(neighbours):
         if rank not in seen:
             raise CheckpointError(
@@ -171,9 +163,7 @@ class SaveLayout:
         self._committed = False
 
     def make_room(self) -> list[str]:
-        """Remove leftovers of interrupted saves, and return those that could not be, in words.
-        Make the staging folder if there is space for its content.
-        """
+        """Remove leftovers of interrupted saves, and return those that could not be, in words."""
         if not self.leads:
             return []
         failed_deletions = []

@@ -60,9 +60,7 @@ def is_random_state(value: object) -> bool:
 
 
 def derived(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Return states of new streams for a rank that had none, derived from those of another rank.
-    They are the same every time; `state` is read only.
-    """
+    """Return states of new streams for a rank that had none, derived from those of another rank."""
     hasher = hashlib.sha256(f"{_KIND} {rank} ".encode())
     hasher.update(repr(state["python"]).encode())
     hasher.update(bytes(state["torch"].tolist()))

@@ -121,21 +121,11 @@ _Older = dict[str, Found]
 
 
 def prune(group: Group, plan: SaveLayout, keep: int | None) -> list[str]:
-    """Delete checkpoints that the new one has made superfluous; all ranks call this. Return the
-    failed deletions in words: the new checkpoint is whole, so they are no error.
-
-    `keep` whole checkpoints stay, the new one included. A checkpoint is whole if all files have the
-    right sizes in the directories of all ranks. Before a deletion, every byte of the newest one
-    kept beside the new one is compared with its checksums. A damaged one does not count, so that
-    the last good one stays. With `keep` 1 only the new one stays, and nothing is read. With None
-    only an older one of the same step is deleted. Checkpoints that another run saved later are not
-    touched.
-
-    Raises:
-        CheckpointError: A disk hangs.
-
-    Communication: two rounds, and one for each checkpoint that is read.
-    """
+    """Delete checkpoints that the new one has made superfluous; all ranks call this."""
+    # `keep` whole checkpoints stay, the new one included. Before a deletion every byte of the
+    # newest one beside the new one is verified, so that the last good one stays. With `keep` 1
+    # nothing is read; with None only an older one of the same step goes. Those that another run
+    # saved later stay
     older: _Older = {}
     rows = on_all_ranks(
         group, "looking for older checkpoints", partial(_survey_directory, plan, older)

@@ -24,16 +24,7 @@ def rows_of(shape: Sequence[int], shards: int, shard: int) -> range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """Sharding of a model.
-
-    Attributes:
-        shards: Number of shards; 1 for a whole model.
-        shard: Index of this shard.
-        shapes: Shapes of the whole parameters, by name.
-        owner: Returns the parameter that a tensor of a tree belongs to, from the tree and the keys
-            on the path to the tensor; None if there is none.
-        of_ranks: Keys of a tree under which each rank has its own values, whatever its shard.
-    """
+    """Sharding of a model."""
 
     shards: int
     shard: int
@@ -42,12 +33,9 @@ class Sharding:
     of_ranks: tuple[str, ...] = ()
 
     def reshard(self, trees: Sequence[Any]) -> Any:
-        """Return the tree of this shard, from those of all shards of another sharding.
-
-        Plain values, and tensors that are no rows of a parameter, come from the first shard that
-        has them. If a shard lacks its rows of a parameter and others have theirs, the missing rows
-        are zeros.
-        """
+        """Return the tree of this shard, from those of all shards of another sharding."""
+        # plain values, and tensors that are no rows of a parameter, come from the first shard that
+        # has them; rows that a shard lacks and others have are zeros
         return self._node((), list(trees), trees[0])
 
     def _node(self, path: Path, nodes: list[Any], tree: Any) -> Any:

@@ -54,16 +54,8 @@ PLAIN = {
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
-    """Write a new safetensors file and force it to the disk, with at most one tensor on the CPU at
-    a time.
-
-    Args:
-        path: Must not exist.
-        tensors: Tensors by name; dense, on any device, of any strides; read only.
-        metadata: Text by key, for the header of the file.
-
-    Returns:
-        The size in bytes and the SHA-256 in hex of the file.
+    """Write a new safetensors file and force it to the disk, with at most one tensor on the
+    CPU at a time.
     """
     return write_pieces(path, chain([_header(tensors, metadata)], map(_memory, tensors.values())))
 
@@ -82,11 +74,7 @@ class TensorReader:
         self._stack.close()
 
     def read(self, ref: TensorRef) -> Tensor:
-        """Return one tensor on the CPU, in its own memory.
-
-        Raises:
-            CheckpointCorrupt: The tensor is missing, or differs.
-        """
+        """Return one tensor on the CPU, in its own memory."""
         where = f"{self._folder / tensor_file(ref.rank)}, tensor {ref.name!r}"
         note_progress()
         try:
@@ -104,11 +92,7 @@ class TensorReader:
 
 
 def restored(stored: Tensor, ref: TensorRef, where: str) -> Tensor:
-    """Return the tensor that was written, from the one that safetensors read, in its own memory.
-
-    Raises:
-        CheckpointCorrupt: The tensor differs; the text begins with `where`.
-    """
+    """Return the tensor that was written, from the one that safetensors read, in its own memory."""
     if ref.dtype not in PLAIN and stored.numel() == math.prod(ref.shape) * ref.dtype.itemsize:
         # a clone is aligned for any dtype, a view into a file need not be
         return stored.clone().view(ref.dtype).reshape(ref.shape)

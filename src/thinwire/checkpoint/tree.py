@@ -40,11 +40,7 @@ def table_entry(tensor: Tensor, rank: int, name: str) -> list[Any]:
 
 
 def parsed_table(raw: Mapping[str, Any], ranks: int) -> dict[str, TensorRef]:
-    """Return the table of a rank's file, from the entries of `table_entry`.
-
-    Raises:
-        ValueError: The argument is no such table.
-    """
+    """Return the table of a rank's file, from the entries of `table_entry`."""
     table = {}
     for name, entry in raw.items():
         match entry:
@@ -58,10 +54,7 @@ def parsed_table(raw: Mapping[str, Any], ranks: int) -> dict[str, TensorRef]:
 
 
 def encoded(tree: Any, tensors: dict[str, Tensor] | None, path: str = "") -> Any:
-    """Return a tree of plain values and tensors as values that JSON holds exactly.
-
-    `tensors` is filled with its tensors, by names made from their paths; None refuses them.
-    """
+    """Return a tree of plain values and tensors as values that JSON holds exactly."""
     if tree is None or isinstance(tree, bool | int | float | str):
         return _scalar(tree)
     if isinstance(tree, bytes):
@@ -100,11 +93,7 @@ def _registered(tensor: Tensor, tensors: dict[str, Tensor] | None, path: str) ->
 
 
 def decoded(node: Any, leaf: Callable[[str], Any]) -> Any:  # noqa: PLR0911 - one for each kind
-    """Return the tree that was encoded, with `leaf(name)` in place of each tensor.
-
-    Raises:
-        ValueError: This was not written by `encoded`.
-    """
+    """Return the tree that was encoded, with `leaf(name)` in place of each tensor."""
     if node is None or isinstance(node, bool | int | float | str):
         return node
     if isinstance(node, list):

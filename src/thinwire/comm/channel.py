@@ -16,17 +16,7 @@ _PIECE_BYTES = 4 << 20
 
 
 class Channel:
-    """Sends byte strings from one process to another, in order.
-
-    Args:
-        store: Store at which the two processes meet; a fresh prefix.
-        sending: True in the process that sends.
-        timeout_s: Time-out for connecting, and for each piece of at most 4 MiB.
-        endpoint: See `MemberGroups`.
-
-    Raises:
-        PeerLost, PeerStalled: The other process died, or did not come within the time-out.
-    """
+    """Sends byte strings from one process to another, in order."""
 
     def __init__(
         self, store: Store, *, sending: bool, timeout_s: float, endpoint: RelayEndpoint
@@ -43,11 +33,7 @@ class Channel:
             self._transfer(piece, sending=True)
 
     def receive(self, max_bytes: int) -> bytearray:
-        """Return the next byte string.
-
-        Raises:
-            PeerLost: The sender announces more than `max_bytes`.
-        """
+        """Return the next byte string."""
         length = torch.empty(1, dtype=torch.int64, device="cpu")
         self._transfer(length, sending=False)
         nbytes = int(length)

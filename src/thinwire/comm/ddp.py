@@ -60,13 +60,10 @@ class BucketTap:
 
 # missing in torch's stubs
 def _gradients(bucket: dist.GradBucket) -> list[Tensor]:  # type: ignore[name-defined]
-    """Return views of a bucket in the layouts of the parameters, as DDP's reducer lays them out.
-
-    `bucket.gradients()` returns some layouts, such as channels_last, in the wrong order.
-
-    Source: torch/csrc/distributed/c10d/reducer.cpp, `initialize_bucket_views`: the strides of the
-    parameter where it is dense without overlap, else contiguous.
-    """
+    """Return views of a bucket in the layouts of the parameters, as DDP's reducer lays them out."""
+    # `bucket.gradients()` returns some layouts, such as channels_last, in the wrong order
+    # Source: torch/csrc/distributed/c10d/reducer.cpp, `initialize_bucket_views`: the strides of the
+    # parameter where it is dense without overlap, else contiguous.
     buffer, at, found = bucket.buffer(), 0, []
     for param in bucket.parameters():
         part = buffer.narrow(0, at, param.numel())
@@ -80,16 +77,11 @@ def _gradients(bucket: dist.GradBucket) -> list[Tensor]:  # type: ignore[name-de
 def tap_buckets(
     ddp: DistributedDataParallel, group: Group, on_bucket: OnBucket, *, instead: str
 ) -> BucketTap:
-    """Call `on_bucket(index, parameters, gradients)` in every synchronising backward pass of `ddp`.
-    DDP no longer averages its gradients.
-
-    The function receives this rank's gradients as views shaped like their parameters. It must not
-    change them, and must not block on a collective that other ranks have not launched.
-
-    Raises:
-        ValueError: The model spans other ranks than `group`, its buckets are tapped already, or it
-            has another communication hook.
+    """Call `on_bucket(index, parameters, gradients)` in every synchronising backward pass
+    of `ddp`.
     """
+    # `on_bucket` must not change the gradients, nor block on a collective that other ranks have not
+    # launched
     if dist.get_world_size(ddp.process_group) != group.size:
         raise ValueError(
             f"ddp spans {dist.get_world_size(ddp.process_group)} ranks and the optimizer "

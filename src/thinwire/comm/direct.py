@@ -29,10 +29,8 @@ def exchange_endpoints(
 
 
 def connections_between(local: Endpoint, remote: Set[Endpoint]) -> list[Connection]:
-    """Return the connections that this process accepted at `local` or made to one of `remote`.
-
-    The port alone is ambiguous: this process may use the same port on another machine.
-    """
+    """Return the connections that this process accepted at `local` or made to one of `remote`."""
+    # the port alone is ambiguous: this process may use it on another machine too
     return [
         connection
         for connection in connections()

@@ -39,17 +39,7 @@ _Question = tuple[str, float, "Future[list[Heartbeat | None]]"]
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Last heartbeat of a rank.
-
-    Attributes:
-        age_s: Age of the heartbeat, by the clocks of both ranks since the group was made.
-        interval_s: Heartbeat interval.
-        action: Its current or last exchange; empty before the first.
-        waiting: True if it was waiting there.
-        since_s: Time spent waiting or away, at that moment.
-        failed: Failure of an exchange of this group there: "stalled", "lost", "damaged" or empty.
-        idle_s: Time since its last `busy` work was known to last; None: there was none.
-    """
+    """Last heartbeat of a rank."""
 
     age_s: float
     interval_s: float
@@ -71,13 +61,11 @@ class Heartbeat:
 
 
 class HeartbeatThread:
-    """Heartbeat thread: reports this rank to the store of a group.
+    """Heartbeat thread: reports this rank to the store of a group."""
 
-    A store client blocks until the store's host answers, and that host may be stopped or cut off.
-    So the thread has a connection of its own, heartbeats need no answer, and `ask` gives up by
-    closing the connection. The main thread never waits longer than it allows. No thread is left
-    inside a call at exit, where it would abort the interpreter.
-    """
+    # a store client blocks until the store's host answers, which may be stopped: the thread has a
+    # connection of its own, heartbeats need no answer, and `ask` gives up by closing it. No thread
+    # is left inside a call at exit, where it would abort the interpreter
 
     def __init__(self, store: "Store", rank: int, size: int, timeout_s: float) -> None:
         self._rank, self._size = rank, size
@@ -96,14 +84,7 @@ class HeartbeatThread:
         self._thread.start()
 
     def ask(self, failed: str, wait_s: float) -> Sequence[Heartbeat | None] | None:
-        """Report a failure here, or "", and return the heartbeats of all ranks; see `Heartbeat`.
-
-        Takes at most half a second more than `wait_s`, the time to wait for ranks that have not
-        reported a failure too.
-
-        Returns:
-            One entry per rank, None without a heartbeat; None if the store does not answer.
-        """
+        """Report a failure here, or "", and return the heartbeats of all ranks; see `Heartbeat`."""
         if not self._thread.is_alive():
             return None
         answer: Future[list[Heartbeat | None]] = Future()
@@ -115,10 +96,9 @@ class HeartbeatThread:
             return None
 
     def extension_s(self, timeout_s: float) -> float:
-        """Return how many seconds this rank may still wait for busy ranks: `timeout_s` after the
-        last of them was known to be busy; 0 or less if a missing rank is not busy, or none is.
-
-        Takes milliseconds, or a second if the store does not answer.
+        """Return how many seconds this rank may still wait for busy ranks: `timeout_s`
+        after the last of them was known to be busy; 0 or less if a missing rank is not
+        busy, or none is.
         """
         latest = self.ask("", _QUICK_S)
         if latest is None or latest[self._rank] is None:
@@ -278,21 +258,7 @@ def explain_failure(
     within: str,
     heartbeats: HeartbeatThread | None = None,
 ) -> ThinwireError:
-    """Return the error to raise on this rank for a failed collective; keep `error` as its cause.
-    Takes at most 1 s.
-
-    Args:
-        error: The exception of the backend.
-        action: The exchange in plain words, such as "gathering messages".
-        rank: This rank, of `size`.
-        size: Number of ranks in the group.
-        within: Longest wait of this rank, with the unit.
-        heartbeats: Heartbeat thread through which living ranks report.
-
-    Returns:
-        `PayloadCorrupt` if another rank received a damaged message; `PeerStalled` for a time-out,
-        here or on the rank that hung up; `PeerLost` for a closed connection; else `ThinwireError`.
-    """
+    """Return the error to raise on this rank for a failed collective; keep `error` as its cause."""
     text = str(error)
     stalled, lost = _STALLED.search(text), _LOST.search(text)
     where = f"rank {rank} of {size}, {action}"

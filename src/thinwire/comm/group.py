@@ -60,19 +60,12 @@ _T = TypeVar("_T")
 
 
 class Regrouped(Exception):
-    """Membership changed during this exchange; retry it from the last agreed state.
-
-    Never leaves the library.
-    """
+    """Membership changed during this exchange; retry it from the last agreed state."""
 
 
 @dataclass(slots=True)
 class Pending(Generic[_T]):
-    """A launched exchange. `wait` blocks until the result is there, and may be called once.
-
-    >>> Pending(lambda: 3).wait()
-    3
-    """
+    """A launched exchange."""
 
     _finish: Callable[[], _T]
 
@@ -100,38 +93,11 @@ class Pending(Generic[_T]):
 
 
 class Group:
-    """The ranks that exchange with each other. One process without a process group is a group of
-    one.
+    """The ranks that exchange with each other."""
 
-    >>> import torch
-    >>> group = Group.alone(timeout_s=60.0)
-    >>> group.all_reduce_(torch.ones(2), action="adding").wait().tolist()
-    [1.0, 1.0]
-
-    A private process group carries the library's traffic, one for each group of the user, so that
-    collectives of the user cannot interleave with it.
-
-    Args:
-        process_group: The ranks; None for all of them.
-        timeout: Longest wait for other ranks, in seconds or as a timedelta; None: the time-out of
-            `process_group`. The same on all ranks. Messages above a few MiB are sent in pieces,
-            each with the whole time-out.
-
-    Raises:
-        TypeError, ValueError: `process_group` or `timeout` is invalid, or this rank does not belong
-            to the group.
-        PeerLost, PeerStalled: A rank died or did not come while the private group was made.
-
-    Warns:
-        UserWarning: A launcher has started several ranks, and there is no process group.
-
-    Communication: making the first one over given ranks is collective over them. `bytes_sent`
-    counts every byte passed to an exchange, on one rank too. `bytes_received` counts bytes from
-    other ranks, and the result of a sum once. `wait_s` counts the seconds for which this rank was
-    blocked in exchanges.
-    Failure: a dead rank is `PeerLost` on the others, a stopped one `PeerStalled` within a second
-    after the time-out. After that, all exchanges over these ranks are refused.
-    """
+    # a private process group carries the traffic, so that collectives of the user cannot
+    # interleave; making it is collective. After a failure all exchanges over these ranks are
+    # refused
 
     on_the_wire: ClassVar[float] = 0.0
     """Bytes that all groups of this process have put on the wire, agreements included, without TCP
@@ -225,13 +191,8 @@ class Group:
         self._shared = None
 
     def authenticate(self, key: bytes) -> None:
-        """Add a MAC made with `key` to every further agreement, and offer `macs` to callers that
-        exchange messages.
-
-        Args:
-            key: Key of these ranks and this group only; see `MessageMacs`.
-
-        Communication: none; all ranks call it at the same point. 16 bytes more in each agreement.
+        """Add a MAC made with `key` to every further agreement, and offer `macs` to callers
+        that exchange messages.
         """
         self.macs = MessageMacs(key, "messages", self.rank)
         self._agreement_macs = MessageMacs(key, "agreements", self.rank)
@@ -241,13 +202,10 @@ class Group:
         return one_deadline(self.timeout_s)
 
     def one_attempt(self) -> AbstractContextManager[None]:
-        """Bind an exchange to the agreement about it: if the membership changes, both must be
-        repeated.
-
-        Raises:
-            Regrouped: Membership changed since the block began, or since an exchange that is waited
-                for in it was launched. Never raised with a static membership.
+        """Bind an exchange to the agreement about it: if the membership changes, both must
+        be repeated.
         """
+        # raises `Regrouped` if the membership changed since the block began
         return nullcontext()
 
     @property
@@ -315,11 +273,8 @@ class Group:
         return torch.device("cpu")
 
     def all_gather(self, message: Tensor, *, action: str) -> Pending[Tensor]:
-        """Launch an all-gather of equally long byte strings, uint8 of one dimension.
-
-        The input must not change until `wait`. Row r of the result is from rank r. `action` names
-        the exchange in plain words, for errors.
-        """
+        """Launch an all-gather of equally long byte strings, uint8 of one dimension."""
+        # the input must not change until `wait`
         return self._gather(message, action, control=False)
 
     def _gather(self, message: Tensor, action: str, *, control: bool) -> Pending[Tensor]:
@@ -354,34 +309,17 @@ class Group:
         )
 
     def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, action: str) -> Pending[Tensor]:
-        """Launch an all-to-all in which every rank sends a byte string of its own to every rank.
-
-        Args:
-            parts: uint8, one dimension: the strings for rank 0, 1, ..., end to end; untouched until
-                `wait`.
-            lengths: Of the strings by receiver, in bytes, the same on every rank.
-            action: The exchange in plain words, for errors.
-
-        Returns:
-            Pending uint8 tensor of shape (size, lengths[rank]), row r from rank r.
-        """
+        """Launch an all-to-all in which every rank sends a byte string of its own to every rank."""
+        # `parts`: the strings for rank 0, 1, ..., end to end, untouched until `wait`; `lengths` by
+        # receiver. The result has the shape (size, lengths[rank])
         swapped = self.swap(parts, [lengths] * self.size, action=action)
         return Pending(lambda: swapped.wait().view(self.size, -1))
 
     def swap(
         self, parts: Tensor, lengths: Sequence[Sequence[int]], *, action: str
     ) -> Pending[Tensor]:
-        """Launch an all-to-all of strings whose lengths differ by sender too.
-
-        Args:
-            parts: As in `all_to_all`, on any device; gloo gets a copy on the CPU.
-            lengths: By sender and then by receiver, in bytes, the same on every rank.
-            action: The exchange in plain words, for errors.
-
-        Returns:
-            Pending uint8 tensor of one dimension: the strings from rank 0, 1, ..., one after the
-            other.
-        """
+        """Launch an all-to-all of strings whose lengths differ by sender too."""
+        # `lengths` by sender, then by receiver; the result has the strings one after the other
         given, taken = lengths[self.rank], [row[self.rank] for row in lengths]
         own = given[self.rank]
         self.bytes_sent += parts.numel() - own
@@ -455,14 +393,9 @@ class Group:
         return 0.0
 
     def gather_bytes(self, payload: bytes, *, action: str) -> list[bytes]:
-        """Return every rank's byte string, of any lengths, in rank order.
-
-        One round of 24 bytes if all strings are equal, as in a healthy step. Otherwise a second
-        round, padded to the longest.
-
-        Raises:
-            PayloadCorrupt: A message arrived damaged on a rank. Nothing more can be exchanged.
-        """
+        """Return every rank's byte string, of any lengths, in rank order."""
+        # one round of 24 bytes if all are equal, as in a healthy step; else a second one, padded to
+        # the longest
         return self.launch_bytes(payload, action=action).wait()
 
     def launch_bytes(self, payload: bytes, *, action: str) -> Pending[list[bytes]]:
@@ -476,12 +409,11 @@ class Group:
     def launch_parts(
         self, payload: bytes, common: bytes, *, action: str
     ) -> Pending[list[bytes | None]]:
-        """Launch as `launch_bytes` does, for ranks that hold different parts of a model; see
-        `parts`.
-
-        If the strings are equal within each part, and `common` (such as the step) is equal on all
-        ranks, there is no second round, and None stands for the strings of other parts.
+        """Launch as `launch_bytes` does, for ranks that hold different parts of a model;
+        see `parts`.
         """
+        # if the strings are equal within each part and `common` on all ranks, there is no second
+        # round, and None stands for the strings of other parts
         if not self.static_membership or not self.parts:
             gathered = self.launch_bytes(payload, action=action)
             return Pending(lambda: list(gathered.wait()))
@@ -670,10 +602,8 @@ def _digest(content: bytes) -> bytes:
 def time_limit_s(
     process_group: dist.ProcessGroup | None, timeout: float | datetime.timedelta | None
 ) -> float:
-    """Return the longest wait for other ranks in one call: `timeout`, or that of the process group.
-
-    Raises:
-        TypeError, ValueError: `process_group` or `timeout` is invalid.
+    """Return the longest wait for other ranks in one call: `timeout`, or that of the
+    process group.
     """
     require_process_group(process_group)
     own_s = seconds_of(timeout)
@@ -684,10 +614,8 @@ def time_limit_s(
 
 
 def collective_calls() -> int:
-    """Return the number of collectives of this process over its gloo and NCCL groups.
-
-    Those of other libraries count; those of other threads of this library do not.
-    """
+    """Return the number of collectives of this process over its gloo and NCCL groups."""
+    # those of other libraries count, those of other threads of this library do not
     calls = 0
     for group in dist.distributed_c10d._world.pg_map:
         for backend in map(group._get_backend, group._device_types):
@@ -727,11 +655,7 @@ _KEPT = 0.95
 
 
 class Rate:
-    """Moving mean of this rank's send throughput during exchanges.
-
-    Only exchanges of 64 KiB and more whose end this rank waited for count. Waiting for late ranks
-    is included.
-    """
+    """Moving mean of this rank's send throughput during exchanges."""
 
     def __init__(self) -> None:
         self._bytes = self._s = self._until_s = 0.0
@@ -756,11 +680,10 @@ _BYTES_PER_S = 32 << 10
 
 
 def piece_bytes(timeout_s: float) -> int:
-    """Return the largest piece, in bytes: what a line of 0.5 Mbit/s carries within the time-out,
-    with two pieces in flight.
-
-    The time-out must be the same on all ranks. Pieces above 4 MiB are no faster.
+    """Return the largest piece, in bytes: what a line of 0.5 Mbit/s carries within the
+    time-out, with two pieces in flight.
     """
+    # the time-out must be the same on all ranks; pieces above 4 MiB are no faster
     wanted = int(min(timeout_s, 1e6)) * _BYTES_PER_S
     return min(max(wanted, _SMALLEST_BYTES), _LARGEST_BYTES)
 

@@ -27,22 +27,7 @@ def require_agreement(
     cures: Mapping[str, str] | None = None,
     versions: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise on all ranks unless `facts` are equal on all of them.
-
-    Args:
-        group: The ranks that must agree.
-        facts: Facts that must be equal: strings, numbers, booleans, None, lists and mappings of
-            these. Differences are searched in the order of entries.
-        action: The occasion in plain words, for errors.
-        cures: What to do where an entry of `facts` differs, by its name; sentences.
-        versions: Facts that may differ, with one warning per process.
-
-    Raises:
-        Mismatch: On every rank, with the same text: the first entry that differs, both values, both
-            ranks. Or a rank makes another comparison.
-
-    Communication: `Group.gather_bytes`, 24 bytes a rank when all agree.
-    """
+    """Raise on all ranks unless `facts` are equal on all of them."""
     own_facts = {_CALL: action, **facts} | ({_VERSIONS: dict(versions)} if versions else {})
     answers = group.gather_bytes(json.dumps(own_facts).encode(), action=action)
     rows = [mapping_of(answer) for answer in answers]
@@ -97,11 +82,7 @@ def wrong_call_site(action: str, rank: int, answer: bytes | Mapping[str, Any] = 
 
 
 def mapping_of(answer: bytes) -> dict[str, Any]:
-    """Return the mapping that a rank sent as JSON, or an empty one if its bytes are not one.
-
-    >>> mapping_of(b'{"a": 1}'), mapping_of(b"?")
-    ({'a': 1}, {})
-    """
+    """Return the mapping that a rank sent as JSON, or an empty one if its bytes are not one."""
     try:
         value = json.loads(answer)
     except ValueError:
@@ -134,35 +115,10 @@ def while_busy(
     moved: Callable[[], float] | None = None,
     error: type[ThinwireError] = ThinwireError,
 ) -> list[_T]:
-    """Run `act` on every rank and wait for all of them, however long they take.
-
-    The work runs on a second thread, so that the main thread can report that it is still running. A
-    rank that reports nothing within the time-out of the group counts as lost. Every wait for the
-    others has a deadline of its own. The log of `thinwire` names the slow ranks from time to time.
-
-    Args:
-        group: The ranks; all of them must call this.
-        action: The work in plain words, the same on all ranks, for errors and for the log.
-        act: Local, without communication; returns what JSON holds.
-        limit_s: Longest duration of the work in seconds, on any rank, before it is an error on all
-            ranks; None: no limit. Work that exceeds it keeps running, and its result is lost.
-        moved: Returns the time of the last progress of this rank's work, by `time.monotonic`;
-            `limit_s` counts from there.
-        error: Error class to raise if the work failed on a rank.
-
-    Returns:
-        The results in rank order, lists for tuples.
-
-    Raises:
-        error: On every rank with the same text, when the work failed on any or took longer than
-            `limit_s`; the subclass of it that all who failed agree on, if there is one. The cause
-            is this rank's own exception, if it has one.
-        Mismatch: A rank does other work than this.
-        PeerLost, PeerStalled: A rank died or stopped.
-
-    Communication: one `Group.gather_bytes` where all end within 5 s of each other, and one more for
-    every 5 s (or quarter of the time-out, where that is shorter) in which a rank is still working.
-    """
+    """Run `act` on every rank and wait for all of them, however long they take."""
+    # the work runs on a second thread, so that the main thread can report that it is still running;
+    # a rank that reports nothing within the time-out counts as lost. Work that exceeds `limit_s`
+    # keeps running, and its result is lost
     outcome: Future[_T] = Future()
 
     def work() -> None:
@@ -186,11 +142,7 @@ def while_busy(
 
 
 def by_rank(texts: Sequence[str | None]) -> list[str]:
-    """Return every text once, with the ranks that reported it; None is left out.
-
-    >>> by_rank(["disk full", None, "disk full"])
-    ['ranks 0, 2: disk full']
-    """
+    """Return every text once, with the ranks that reported it; None is left out."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text is not None:

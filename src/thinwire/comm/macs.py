@@ -16,25 +16,11 @@ ALL_RANKS: Final = -1
 
 @final
 class MessageMacs:
-    """Keyed BLAKE2b MAC, 16 bytes, appended to every message of one group of ranks.
+    """Keyed BLAKE2b MAC, 16 bytes, appended to every message of one group of ranks."""
 
-    >>> import torch
-    >>> macs = MessageMacs(b"k" * 16, "data", rank=0)
-    >>> macs.with_mac(torch.zeros(3, dtype=torch.uint8), macs.next()).numel()
-    19
-
-    It covers the message, the number of the exchange, the sender and the receiver. The number is
-    not sent: all ranks count the same exchanges in the same order. A message that was altered,
-    forged, replayed, attributed to another rank or redirected does not verify.
-
-    Args:
-        key: 16 to 64 secret bytes. Use a key for one group only, since numbers start at 0 in every
-            object.
-        channel: Name of the exchanges that are counted together.
-        rank: This rank.
-
-    Source: RFC 7693, keyed hashing.
-    """
+    # covers the message, the number of the exchange, sender and receiver; numbers are counted, not
+    # sent, and start at 0 in every object: use a key for one group only
+    # Source: RFC 7693, keyed hashing.
 
     def __init__(self, key: bytes, channel: str, rank: int) -> None:
         self._hash = hashlib.blake2b(digest_size=MAC_BYTES, key=key, person=channel.encode())
@@ -47,9 +33,7 @@ class MessageMacs:
         return self._count - 1
 
     def with_mac(self, message: Tensor, number: int, to: int = ALL_RANKS) -> Tensor:
-        """Return the message, uint8 of one dimension, with its MAC appended, on its device. It
-        is for rank `to`, or for all ranks by default.
-        """
+        """Return the message, uint8 of one dimension, with its MAC appended, on its device."""
         mac = self._mac(message.cpu(), number, self._rank, to)
         end = torch.frombuffer(bytearray(mac), dtype=torch.uint8)
         return torch.cat([message, end.to(message.device)])
@@ -63,17 +47,8 @@ class MessageMacs:
         return torch.cat(authenticated), [part.numel() for part in authenticated]
 
     def verified(self, rows: Tensor, number: int, to: int = ALL_RANKS) -> tuple[Tensor, list[int]]:
-        """Return the messages of all ranks without their MACs, and the ranks whose MAC is wrong.
-
-        Args:
-            rows: uint8, shape (ranks, B + 16); read only.
-            number: Number of the exchange.
-            to: Receiver, as in `with_mac`.
-
-        Returns:
-            Shape (ranks, B), zeros for messages that did not verify, so that forged bytes are never
-            used.
-        """
+        """Return the messages of all ranks without their MACs, and the ranks whose MAC is wrong."""
+        # zeros for messages that did not verify, so that forged bytes are never used
         on_cpu = rows.cpu()
         messages, macs = on_cpu[:, :-MAC_BYTES], on_cpu[:, -MAC_BYTES:]
         wrong = [

@@ -24,33 +24,13 @@ _JOIN_S = 2.0
 
 
 class MemberGroups:
-    """Process groups of ranks that met at a store; the counterpart of `Private` for members.
+    """Process groups of ranks that met at a store; the counterpart of `Private` for members."""
 
-    Ranks that listen reach each other directly. All other pairs go through a relay. A message for
-    all ranks leaves a rank once for the relay, and once for each rank that it reaches. Where a
-    relay takes part, sums are gathered and added in the order of the ranks. A relay that is lost
-    is connected with anew until the caller's time is up, and messages in transit are sent again.
-
-    Attributes:
-        group: Process group of the data; None after `release`.
-        control: Process group of the small messages by which ranks agree.
-        relayed: True if some ranks reach each other only through the relay.
-        copies: Times that a message for all ranks leaves this one, if `relayed`.
-
-    Args:
-        store: Store at which the ranks meet; a fresh prefix.
-        rank: Rank of this process.
-        size: Ranks, at least 2.
-        timeout_s: Time-out of the construction, which is collective.
-        endpoint: The relay, and the address of this machine if it listens.
-
-    Raises:
-        Mismatch: The relay refuses this rank.
-        PeerLost, PeerStalled: One of the ranks died, or did not come within the time-out.
-
-    Source: `ProcessGroupGloo` and `ProcessGroup` in torch/csrc/distributed/c10d. `abort` does not
-    end a wait there; closing its connections does (`disconnect`).
-    """
+    # ranks that listen reach each other directly, all other pairs through a relay; where one takes
+    # part, sums are gathered and added in the order of the ranks. `abort` of gloo does not end a
+    # wait; closing its connections does (`disconnect`)
+    # Source: `ProcessGroupGloo` and `ProcessGroup` in torch/csrc/distributed/c10d. `abort` does not
+    # end a wait there; closing its connections does (`disconnect`).
 
     heartbeats = None
     """Heartbeat thread of `Private`; here members send heartbeats to the store themselves."""

@@ -25,13 +25,8 @@ DIMENSIONS = ("replicate", "shard")
 
 
 def require_mesh(mesh: Any, **besides: object) -> None:
-    """Raise unless the value is a mesh of sites over all ranks of this job, given without other
-    arguments that choose ranks.
-
-    Raises:
-        TypeError: It is not a mesh.
-        ValueError: Its dimensions have other names, it leaves ranks out, or an argument in
-            `besides` was given, which a mesh excludes.
+    """Raise unless the value is a mesh of sites over all ranks of this job, given without
+    other arguments that choose ranks.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
@@ -60,22 +55,8 @@ def require_mesh(mesh: Any, **besides: object) -> None:
 
 
 def sites_of(mesh: DeviceMesh, timeout: float | datetime.timedelta | None = None) -> Group:
-    """Return all ranks of this job, with `Group.shards` and `Group.replicas`.
-
-    All ranks vote together: a bad message to one shard must stop all ranks. The ranks that hold the
-    same shard, one at each site, exchange.
-
-    Example, on every rank::
-
-        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-        job = sites_of(mesh)
-
-    Args:
-        mesh: Mesh with the dimensions "replicate" (the sites) and "shard"; see `require_mesh`.
-        timeout: As for `Group`.
-
-    Communication: making the first one over a mesh is collective over all ranks.
-    """
+    """Return all ranks of this job, with `Group.shards` and `Group.replicas`."""
+    # all ranks vote together: a bad message to one shard must stop all ranks
     require_mesh(mesh)
     job = Group(None, timeout)
     job.shards = Group(mesh.get_group("shard"), timeout)
@@ -87,27 +68,12 @@ def sites_of(mesh: DeviceMesh, timeout: float | datetime.timedelta | None = None
 
 
 class Nodes:
-    """Group whose members are nodes of `node_size` consecutive ranks; `rank` and `size` count
-    nodes.
-
-    `all_gather`, `all_to_all` and `all_reduce_` work as in `Group`, with one input per node. Its
-    first rank, the leader, sends it, and every rank of every node gets the result. The ranks of a
-    node must pass bit-identical inputs.
-
-    Attributes:
-        all_ranks: All ranks.
-        node: The ranks of this node.
-        node_size: Ranks to a node, at least 2.
-        rank: Index of this node, from 0.
-        size: Number of nodes.
-        leaders: The leaders of all nodes, if this rank is one of them.
-        groups: All of these groups.
-
-    Communication: making the first one over a group is collective over it. A result is launched
-    between the leaders at once; `wait` broadcasts it inside the node, so all ranks of a node must
-    wait in the same order.
-    Failure: as for `Group`; a leader that fails takes its node with it.
+    """Group whose members are nodes of `node_size` consecutive ranks; `rank` and `size`
+    count nodes.
     """
+
+    # the first rank of a node sends its input and broadcasts the result: ranks of a node pass
+    # bit-identical inputs and wait in the same order
 
     macs: None = None
     """None: messages between nodes have no MAC; see `Group.authenticate`."""
@@ -175,18 +141,8 @@ def job_ranks() -> list[int]:
 
 
 def node_size_of(ranks: Sequence[int], node_size: int | None) -> tuple[int, str]:
-    """Return the number of consecutive ranks of a group that share a node, and the reason in words.
-
-    >>> node_size_of([0, 1, 2, 3], 2)
-    (2, 'node_size=2 was given')
-
-    Args:
-        ranks: Global ranks that exchange, in the order of the group.
-        node_size: The user's value. None follows the launcher: `LOCAL_WORLD_SIZE` if the group has
-            at least two nodes and that many ranks on each, else 1.
-
-    Raises:
-        ValueError: `node_size` does not divide the size of the group.
+    """Return the number of consecutive ranks of a group that share a node, and the reason
+    in words.
     """
     if node_size is None:
         return _launched_size(ranks)
@@ -204,17 +160,7 @@ def require_divisor(node_size: int | None, ranks: int) -> None:
 
 
 def sources_of(group: Group, node_size: int) -> Sources:
-    """Return the group itself if every rank is a source, else its nodes. The first call is
-    collective over the group.
-
-    >>> from thinwire.comm import Group
-    >>> group = Group.alone(timeout_s=60.0)
-    >>> sources_of(group, node_size=1) is group
-    True
-
-    Raises:
-        PeerLost, PeerStalled: A rank died or did not come while the process groups were made.
-    """
+    """Return the group itself if every rank is a source, else its nodes."""
     return group if node_size == 1 else Nodes(group, node_size)
 
 
@@ -267,28 +213,10 @@ def _groups_of(nodes: Nodes) -> _Groups:
 
 
 class Grid:
-    """Pipelines side by side. Rank = replica · stages + stage: the stages of a replica are
-    consecutive ranks.
+    """Pipelines side by side."""
 
-    Attributes:
-        stages: Number of stages of a pipeline.
-        replicas: Number of pipelines, ranks / stages.
-        stage: Index of this rank's stage, from 0.
-        replica: Index of this rank's pipeline, from 0.
-        peers: The stages of this rank's replica, for agreements, apart from the traffic of
-            `stage_group`.
-        job: All ranks, which agree on every update: a stage must not go on where another cannot.
-
-    Args:
-        stages: Stages of a pipeline.
-        timeout: As for `Group`.
-
-    Communication: making it is collective over all ranks; the groups are made once for each number
-    of stages and each time-out, and they are freed at exit.
-
-    Raises:
-        StrategyError: The number of ranks is no multiple of `stages`.
-    """
+    # rank = replica * stages + stage. `peers` are for agreements, apart from the traffic of
+    # `stage_group`; `job` agrees on every update: a stage must not go on where another cannot
 
     def __init__(self, stages: int, timeout: float | datetime.timedelta | None = None) -> None:
         joined = not is_alone()
@@ -334,12 +262,10 @@ class Grid:
     def transfer(
         self, leaving: Sequence[Tensor], to: int, arriving: Sequence[Tensor] = (), source: int = 0
     ) -> list[dist.Work]:
-        """Start to send tensors to a stage of this replica, and fill those that arrive from another
-        one. Both travel in one batch, which nccl needs.
-
-        Returns:
-            What is left to wait for.
+        """Start to send tensors to a stage of this replica, and fill those that arrive from
+        another one.
         """
+        # both travel in one batch, which nccl needs
         group = self.stage_group
         assert group is not None, "there are several stages"
         transfers = [

@@ -44,27 +44,10 @@ _LONGEST_UNKNOWN_S = 1800.0
 
 
 class Private:
-    """A process group with its heartbeat thread, shared by all users of the same ranks.
+    """A process group with its heartbeat thread, shared by all users of the same ranks."""
 
-    Attributes:
-        control: The process group of the small messages by which ranks agree, separate from the
-            data. A rank that makes a different call then meets the others in an agreement, never in
-            a message of another length, for which gloo aborts the process.
-        heartbeats: Heartbeat thread; None if `timed`.
-        abandoned: Error with which further exchanges are refused; None if they are not.
-        watched: Types of the devices whose exchanges the waiting caller limits: those of gloo,
-            by whatever name the job calls its backend.
-
-    Args:
-        ranks: Global ranks, this one among them; making it is collective over them.
-        timeout_s: Time-out of the construction, and of every exchange if `timed`.
-        timed: True if the backend enforces the time-out. Otherwise the waiting caller does: an
-            exchange may then be launched long before other ranks reach it, and a large one may take
-            as long as it makes progress.
-
-    Raises:
-        PeerLost, PeerStalled: One of the ranks died, or did not come within the time-out.
-    """
+    # `control` is separate from the data: a rank that makes another call then meets the others in
+    # an agreement, never in a message of another length, for which gloo aborts the process
 
     def __init__(self, ranks: list[int], timeout_s: float, *, timed: bool = False) -> None:
         self.control = _new_group(ranks, timeout_s)
@@ -91,11 +74,9 @@ class Private:
         released_at_exit(self)
 
     def detached(self, timeout_s: float) -> "Private":
-        """Return a gloo group over the same ranks, for the agreements of one other thread.
-
-        torch's registry does not have it, so that `destroy_process_group` does not end it: it ends
-        with its last reference. Making it is collective, and raises as the constructor does.
-        """
+        """Return a gloo group over the same ranks, for the agreements of one other thread."""
+        # torch's registry does not have it, so that `destroy_process_group` does not end it: it
+        # ends with its last reference
         parent, new = self._group, Private.__new__(Private)
         assert parent is not None, "an exchange has just succeeded"
         store = PrefixStore(f"detached/{next_identity(parent)}", parent.get_group_store())
@@ -175,11 +156,7 @@ def keep_alive(group: dist.ProcessGroup, work: dist.Work, tensors: Sequence[Tens
 
 
 def forget_ended(patience_s: float = 0.0) -> None:
-    """Drop all exchanges that have ended, so that no group of an earlier membership is kept.
-
-    Args:
-        patience_s: Time to wait for exchanges that have not ended, such as those just interrupted.
-    """
+    """Drop all exchanges that have ended, so that no group of an earlier membership is kept."""
     until = time.monotonic() + patience_s
     while True:
         for key, (_, work, _) in list(_pending.items()):
@@ -197,11 +174,9 @@ def forget(work: dist.Work) -> None:
 
 @cache
 def warn_of_restarts() -> None:
-    """Warn once, on rank 0, if torchrun may restart this job and the restart is likely to fail.
-
-    Source: pytorch issue 135712: workers that start again meet keys of the last start in the store
-    of the launcher.
-    """
+    """Warn once, on rank 0, if torchrun may restart this job and the restart is likely to fail."""
+    # Source: pytorch issue 135712: workers that start again meet keys of the last start in the
+    # store of the launcher.
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
     first = os.environ.get("RANK") == "0"
@@ -260,11 +235,7 @@ def _limited(
 
 
 def made_within(limit_s: float, make: Callable[[], _T]) -> _T:
-    """Return the result of `make`, which waits for other ranks for `limit_s` seconds by itself.
-
-    Raises:
-        RuntimeError: It failed, or did not end because the host of the store is stopped.
-    """
+    """Return the result of `make`, which waits for other ranks for `limit_s` seconds by itself."""
     try:
         return within(limit_s + _SLACK_S, make, name="thinwire-connect")
     except Late:
@@ -273,12 +244,9 @@ def made_within(limit_s: float, make: Callable[[], _T]) -> _T:
 
 @atexit.register
 def _release_all() -> None:
-    """Free all groups, the latest first, which joins their threads.
-
-    A backend thread that frees a tensor while the interpreter is finalizing aborts the process, and
-    a thread blocked in an exchange would delay it. Exchanges still in flight are therefore never
-    freed.
-    """
+    """Free all groups, the latest first, which joins their threads."""
+    # a backend thread that frees a tensor while the interpreter is finalizing aborts the process,
+    # and one blocked in an exchange would delay it: exchanges in flight are never freed
     stop_all()
     until = time.monotonic() + _EXIT_PATIENCE_S
     for key, pending in list(_pending.items()):
@@ -298,19 +266,13 @@ _numbered: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKey
 
 
 def is_alone() -> bool:
-    """Return True if this process has no process group, so that no other rank waits for it.
-
-    >>> is_alone()
-    True
-    """
+    """Return True if this process has no process group, so that no other rank waits for it."""
     return not (dist.is_available() and dist.is_initialized())
 
 
 def next_identity(process_group: dist.ProcessGroup | None = None) -> int:
-    """Return the number, from 1, of the next object over these ranks (None: all), which all ranks
-    make in the same order.
-
-    0 without a process group, where nothing is compared.
+    """Return the number, from 1, of the next object over these ranks (None: all), which all
+    ranks make in the same order.
     """
     if is_alone():
         return 0
@@ -322,11 +284,7 @@ def next_identity(process_group: dist.ProcessGroup | None = None) -> int:
 
 
 def rank_and_size_in(process_group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    """Return this rank's index among these ranks and their number; (0, 1) without a group.
-
-    >>> rank_and_size_in(None)
-    (0, 1)
-    """
+    """Return this rank's index among these ranks and their number; (0, 1) without a group."""
     if is_alone():
         return 0, 1
     return max(dist.get_rank(process_group), 0), max(dist.get_world_size(process_group), 1)

@@ -55,16 +55,7 @@ class Answer:
 
 
 class RelayEndpoint(NamedTuple):
-    """Address of a relay, and of this machine if others reach it there.
-
-    Attributes:
-        host: Name or address of the meeting place, which relays.
-        port: Its port.
-        key: Key that members prove to have; empty without a token.
-        tls: TLS context that verifies its certificate; None for an unencrypted connection.
-        own_address: Address of this machine, on which other members reach it; None if they reach it
-            only through the relay.
-    """
+    """Address of a relay, and of this machine if others reach it there."""
 
     host: str
     port: int
@@ -88,12 +79,7 @@ _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 async def _connect(
     endpoint: RelayEndpoint, room: str, rank: int, direct: Set[int] = frozenset()
 ) -> _Streams:
-    """Connect to the relay, as one rank in a room; messages for all are not for `direct`.
-
-    Raises:
-        Mismatch, PeerLost: The relay refuses the connection, or is no relay.
-        OSError, EOFError, TimeoutError: The relay cannot be reached.
-    """
+    """Connect to the relay, as one rank in a room; messages for all are not for `direct`."""
     async with asyncio.timeout(_CONNECT_S):
         try:
             reader, writer = await asyncio.open_connection(
@@ -132,12 +118,7 @@ async def _connect(
 
 
 def require_relay(endpoint: RelayEndpoint, limit_s: float) -> None:
-    """Check that the host, which has answered, relays and admits this process.
-
-    Raises:
-        Mismatch: It has another token, an invalid certificate, or one that nobody asked for.
-        PeerLost: No relay answers there.
-    """
+    """Check that the host, which has answered, relays and admits this process."""
 
     async def try_once() -> None:
         async with asyncio.timeout(limit_s):
@@ -156,14 +137,7 @@ def require_relay(endpoint: RelayEndpoint, limit_s: float) -> None:
 
 @dataclass(slots=True)
 class SentMessage:
-    """Message that this rank has sent: one for all other ranks, or one for each of some.
-
-    Attributes:
-        channel: Kind of the message.
-        number: Its number among those of its kind.
-        contents: Its bytes, or those for each receiver.
-        unacknowledged: Receivers that have not acknowledged it.
-    """
+    """Message that this rank has sent: one for all other ranks, or one for each of some."""
 
     channel: Kind
     number: int
@@ -180,19 +154,10 @@ class SentMessage:
 
 
 class RelayClient:
-    """Connection of one rank in a room, on a thread of its own; it reconnects after a failure.
+    """Connection of one rank in a room, on a thread of its own; it reconnects after a failure."""
 
-    A message is kept until its receivers have acknowledged it, and sent again to those that
-    reconnect. Messages are accepted only in the order of their numbers, so none is received twice
-    or out of order.
-
-    Args:
-        endpoint: The relay.
-        room: Name that the ranks have in common, and no others.
-        rank: This rank.
-        size: Ranks.
-        direct: Ranks that this one reaches without the relay: no messages go to or come from them.
-    """
+    # a message is kept until its receivers have acknowledged it, and sent again to those that
+    # reconnect; messages are accepted in the order of their numbers only
 
     def __init__(
         self,
@@ -236,11 +201,7 @@ class RelayClient:
             return self._present >= self.others
 
     def send(self, channel: Kind, contents: bytes | Mapping[int, bytes]) -> SentMessage:
-        """Send to all other ranks, or to those named in a mapping.
-
-        Raises:
-            ThinwireError: A message is too long for a relay.
-        """
+        """Send to all other ranks, or to those named in a mapping."""
         messages = [contents] if isinstance(contents, bytes) else contents.values()
         longest = max(map(len, messages), default=0)
         if longest > _MAX_MESSAGE_BYTES:
@@ -300,9 +261,8 @@ class RelayClient:
         return f": the relay at {self.endpoint} has been unreachable for {lost_s:.1f} s ({why})"
 
     def close(self, wait_s: float = 0.0) -> None:
-        """End all waits. The thread ends once the others have received all messages, or after a
-        second; wait for it at most `wait_s` seconds.
-        """
+        """End all waits."""
+        # the thread ends once the others have received all messages, or after a second
         with self.changed:
             self.closed = True
             self.changed.notify_all()

@@ -81,15 +81,7 @@ def _left(limit_s: float, begun: float) -> timedelta:
 
 
 class RelayedGroup(ProcessGroup):
-    """What `torch.distributed` calls of a process group, for one kind of messages.
-
-    Args:
-        client: Connection to the relay, for the ranks that this one does not reach.
-        channel: Kind of the messages.
-        size: Ranks.
-        direct: Process group of the ranks that reach each other, this one among them; None if there
-            is none.
-    """
+    """What `torch.distributed` calls of a process group, for one kind of messages."""
 
     def __init__(
         self, client: RelayClient, channel: Kind, size: int, direct: ProcessGroup | None

@@ -24,16 +24,10 @@ _log = logging.getLogger("thinwire")
 
 @torch.no_grad()
 def copy_from_first_(tensors: Iterable[Tensor], group: Group, *, action: str) -> None:
-    """Overwrite `tensors`, of the same shapes and dtypes on all ranks, with those of rank 0: all or
-    none.
-
-    Raises:
-        PayloadCorrupt: They arrived damaged on this rank; nothing was written. The other ranks do
-            not know.
-        PeerLost, PeerStalled: See `thinwire.errors`.
-
-    Communication: one broadcast of all bytes and a digest per device.
+    """Overwrite `tensors`, of the same shapes and dtypes on all ranks, with those of rank
+    0: all or none.
     """
+    # if they arrived damaged here the other ranks do not know
     nonempty = [tensor for tensor in tensors if tensor.numel()]
     arrived: list[tuple[list[Tensor], Tensor]] = []
     for device in dict.fromkeys(tensor.device for tensor in nonempty):
@@ -60,26 +54,9 @@ def copy_from_first_(tensors: Iterable[Tensor], group: Group, *, action: str) ->
 def make_equal_(
     tensors: Mapping[str, Tensor], group: Group, *, action: str, source: int = 0
 ) -> None:
-    """Copy those of `tensors` that differ between ranks from rank `source`: all of them or none.
-
-    It works over slow lines: the size of the pieces follows the speed, so that each takes a small
-    part of the time-out. The log of `thinwire` reports progress every 5 s. Received tensors are
-    compared with the digests of `source` before anything is written.
-
-    Args:
-        tensors: By name; the same names, shapes, dtypes and order on all ranks.
-        group: The ranks.
-        action: The occasion in plain words, for errors and the log.
-        source: The rank whose values count.
-
-    Raises:
-        PayloadCorrupt: A tensor arrived damaged on some rank; on every rank, and nothing was
-            written.
-        PeerLost, PeerStalled: See `thinwire.errors`.
-
-    Communication: 24 bytes a rank where all are equal. Else 16 bytes for every tensor, the bytes of
-    those that differ from `source` to all, and 8 bytes a rank for every piece of 16 KiB to 16 MiB.
-    """
+    """Copy those of `tensors` that differ between ranks from rank `source`: all of them or none."""
+    # the size of the pieces follows the speed, so that each takes a small part of the time-out;
+    # received tensors are compared with digests before anything is written
     if group.size == 1:
         return
     nonempty = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
@@ -116,10 +93,8 @@ def make_equal_(
 def make_models_equal_(
     params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], group: Group, *, source: int = 0
 ) -> None:
-    """Copy a model's parameters (or this rank's shards) and buffers from rank `source`, or from the
-    first site.
-
-    All ranks hold whole buffers.
+    """Copy a model's parameters (or this rank's shards) and buffers from rank `source`, or
+    from the first site.
     """
     if group.replicas is None or group.shards is None:
         action = f"copying the model of rank {source}"

@@ -56,10 +56,8 @@ def shut_down(connection: Connection) -> None:
 
 
 def end_unanswered(connection: Connection, seconds: int) -> None:
-    """Let the kernel end a connection whose data or probes go unacknowledged for `seconds`.
-
-    It probes once a second while nothing is sent. A stopped process still acknowledges.
-    """
+    """Let the kernel end a connection whose data or probes go unacknowledged for `seconds`."""
+    # a stopped process still acknowledges
     options = (
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
         (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),

@@ -78,16 +78,7 @@ def progressed() -> None:
 
 
 def seconds_of(timeout: float | datetime.timedelta | None) -> float | None:
-    """Return a user's `timeout=` in seconds; None stays None, for the process group's own.
-
-    >>> import datetime
-    >>> seconds_of(datetime.timedelta(minutes=2))
-    120.0
-
-    Raises:
-        TypeError: Neither a number nor a timedelta.
-        ValueError: Not positive or not finite.
-    """
+    """Return a user's `timeout=` in seconds; None stays None, for the process group's own."""
     return None if timeout is None else _seconds("timeout", timeout)
 
 

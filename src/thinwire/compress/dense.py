@@ -47,19 +47,7 @@ class Dense:
 def send_dense(
     context: Context, tensors: Mapping[str, Tensor], *, check_finite: bool = False
 ) -> Sending:
-    """Sum dense tensors over the sources.
-
-    Args:
-        context: Of the sending.
-        tensors: By name, of any shape; copied, never changed.
-        check_finite: Check the sums for values that are not finite. This rank's own tensors are
-            checked where they are the sum (one source alone) or means over a node.
-
-    Returns:
-        `DenseMeans`.
-
-    Communication: see `sum_of`, one for each dtype.
-    """
+    """Sum dense tensors over the sources."""
     groups = by_dtype(tensors)
     finite = {}
     if check_finite and (context.sources == 1 or context.node_size > 1):

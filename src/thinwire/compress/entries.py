@@ -91,13 +91,7 @@ class ArrivedEntries(Arrived):
         return indices, divided_(total, self.context.sources)
 
     def add_kept_(self, name: str, residual: Tensor, key: int) -> None:
-        """Add the residual of the sums that this rank's source owns to a flat `residual`.
-
-        Args:
-            name: Of the tensor.
-            residual: Shape (n,); changed.
-            key: Of the tensor, for random bits where the residual is bfloat16.
-        """
+        """Add the residual of the sums that this rank's source owns to a flat `residual`."""
         if name in self.kept:
             indices, values = self.kept[name]
             added = residual[indices].to(values.dtype) + values
@@ -115,24 +109,7 @@ def send_entries(
     arrived: ArrivedEntries | None = None,
     over_senders: bool = False,
 ) -> Sending:
-    """Send entries of several tensors in one message; read only.
-
-    If a proposal is not finite, the whole message reports that and the position, instead of values.
-
-    Args:
-        context: Of the sending.
-        proposed: By name, at least one, all on one device; the same sizes on all sources.
-        value_bits: Bits per value.
-        exchange: "gather", "split" or "auto".
-        arrived: An empty result for these names, to fill in and return; None for a new one.
-        over_senders: Owners make means over the sources that sent an entry, instead of sums.
-
-    Returns:
-        `ArrivedEntries`.
-
-    Communication: one all-gather of equally long messages; with "split" an all-to-all of parts, and
-    an all-gather of sums. All ranks of a node must send the same bits.
-    """
+    """Send entries of several tensors in one message; read only."""
     layout = _layout(tuple(Slot(item.numel, item.k) for item in proposed.values()), value_bits)
     arrived = ArrivedEntries(context, list(proposed)) if arrived is None else arrived
     arrived.finite = {name: item.proposal.finite for name, item in proposed.items()}

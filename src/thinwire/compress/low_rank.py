@@ -211,13 +211,7 @@ class LowRankMeans(MeanChange):
 def _send_factors(
     context: Context, factors: Mapping[str, Tensor], parts: Mapping[str, Sequence[Tensor]]
 ) -> Sending:
-    """Run the two rounds of several matrices.
-
-    Args:
-        context: Of the sending.
-        factors: Q^T by name, shape (r, m), the same on all ranks.
-        parts: By name the tensors whose sum is this rank's matrix, shape (n, m) each.
-    """
+    """Run the two rounds of several matrices."""
     purpose = f"step {context.step}, bucket {context.bucket}"
     groups = [list(group) for group in by_dtype(factors)]
     lefts = [_products(names, [factors[name] for name in names], parts) for names in groups]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import PayloadCorrupt
+from thinwire.wire.whole import spans
 
 Entries = tuple[Tensor, Tensor]
 """Indices (j,), int64, ascending, and values (j,)."""
@@ -155,6 +156,21 @@ cannot use what arrived continues to its end with a message that reports it. It 
 Bucket = Generator[Sequence[Collective], Sequence[Tensor], list[Arrived]]
 
 
+class Computed(Mapping[str, Tensor]):
+    """Tensors that are computed when they are read: kept, they would be as large as the model."""
+
+    def part(self, name: str, start: int, end: int) -> Tensor:
+        """Return the entries [start, end) of one tensor, a new tensor of one dimension."""
+        raise NotImplementedError(f"{type(self).__name__} must define part")
+
+
+def part_of(tensors: Mapping[str, Tensor], name: str, start: int, end: int) -> Tensor:
+    """Return the entries [start, end) of one tensor; read only."""
+    if isinstance(tensors, Computed):
+        return tensors.part(name, start, end)
+    return tensors[name].view(-1)[start:end]
+
+
 Kept: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 """State of a change compression, by kind and name of the parameter."""
 ERRORS = "errors"
@@ -230,14 +246,17 @@ class ChangeCompression(Config, Protocol):
         Args:
             context: Its step is a local step, from 1, for the headers of messages.
             folded: By name the sum that this rank has to send, contiguous, float32 or float64,
-                finite; read only. All names are compressed at this step, at least one, in the same
-                order on all ranks.
+                finite; read only, and perhaps `Computed` anew at every read. All names are
+                compressed at this step, at least one, in the same order on all ranks.
             kept: The state; read only.
         """
 
 
 class MeanChange(Arrived):
-    """Changes that arrived without a problem, before they are applied."""
+    """Changes that arrived without a problem, before they are applied.
+
+    A subclass defines one of two methods.
+    """
 
     def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
         """Return the mean change of one parameter, and store the unsent part as error in `kept`.
@@ -251,7 +270,20 @@ class MeanChange(Arrived):
         Returns:
             A new tensor like `folded`; the same bits on all ranks.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define take_mean_")
+        error, parts = kept[ERRORS][name].view(-1), []
+        for start, end in spans(folded.numel(), folded.device):
+            flat = folded.view(-1)[start:end]
+            parts.append(self.take_part_(name, start, flat, error[start:end]))
+        return torch.cat(parts).view_as(folded)
+
+    def take_part_(self, name: str, start: int, folded: Tensor, error: Tensor) -> Tensor:
+        """Do the same for the entries of a part, of one dimension, that begins at `start`."""
+        raise NotImplementedError(f"{type(self).__name__} must define take_mean_ or take_part_")
+
+    @property
+    def has_parts(self) -> bool:
+        """True if each part of a change can be taken alone, by `wire.whole.spans`."""
+        return type(self).take_part_ is not MeanChange.take_part_
 
 
 class ErrorsOnly:

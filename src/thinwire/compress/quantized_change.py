@@ -1,6 +1,6 @@
 """Quantized changes: every entry travels in few bits, and the rounding error is kept."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
@@ -17,6 +17,7 @@ from thinwire.compress.protocol import (
     Kept,
     MeanChange,
     Sending,
+    part_of,
 )
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels.reference import divided_
@@ -24,7 +25,7 @@ from thinwire.layout.message import WHOLE_BITS, WholeLayout
 from thinwire.layout.shares import Piece, SplitLayout
 from thinwire.layout.traffic import EXCHANGES, chosen_split
 from thinwire.wire.message import pack_whole, unpack_whole
-from thinwire.wire.whole import decode_whole
+from thinwire.wire.whole import WholeReader, spans
 
 _NARROWEST_PLAIN = 32
 
@@ -81,20 +82,25 @@ class Quantized(ErrorsOnly):
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
         """Send by an all-gather, perhaps after an all-to-all; see `ChangeCompression`."""
-        numels = tuple(tensor.numel() for tensor in folded.values())
+        errors = {name: kept[ERRORS][name] for name in folded}
+        numels = tuple(error.numel() for error in errors.values())
         layout = WholeLayout(numels, self.value_bits)
         step = context.step
         plan = chosen_split(self.exchange, layout, context.sources)
         if plan is not None:
             return (yield from _by_shares(context, folded, plan))
-        message = pack_whole(layout, step, 0, [tensor.view(-1) for tensor in folded.values()])
+
+        def parts(name: str, error: Tensor) -> Iterator[Tensor]:
+            for span in spans(error.numel(), error.device):
+                yield part_of(folded, name, *span)
+
+        message = pack_whole(layout, step, 0, [parts(*item) for item in errors.items()])
         [rows] = yield [AllGather(message, f"gathering changes of step {step}")]
         codes = [
             unpack_whole(layout, row, step=step, bucket=0, source=source * context.node_size)
             for source, row in enumerate(rows)
         ]
         made = _Whole(context, list(folded))
-        made.value_bits = self.value_bits
         made.received = dict(zip(folded, zip(*codes, strict=True), strict=True))
         return made
 
@@ -105,15 +111,14 @@ class _Whole(MeanChange):
     They are kept as codes: decoded, each rank's change is as large as the model.
     """
 
-    value_bits: int
-    received: Mapping[str, Sequence[Tensor]]
+    received: Mapping[str, Sequence[WholeReader]]
 
-    def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
-        mean = torch.zeros_like(folded)
+    def take_part_(self, name: str, start: int, folded: Tensor, error: Tensor) -> Tensor:
+        end, mean = start + folded.numel(), torch.zeros_like(folded)
         for source, code in enumerate(self.received[name]):
-            sent = decode_whole(code, folded.numel(), self.value_bits).view_as(folded)
+            sent = code.part(start, end)
             if source == self.context.source:
-                torch.sub(folded, sent, out=kept[ERRORS][name])
+                torch.sub(folded, sent, out=error)
             mean += sent
         return divided_(mean, self.context.sources)
 
@@ -126,21 +131,27 @@ def _by_shares(
     An owner does not round its own part of the average. It keeps the rounding error of the mean,
     times the number of sources, so that the error counts once in a later mean.
     """
-    me, step, flats = context.source, context.step, [t.view(-1) for t in folded.values()]
-    cut = [[_cut(flats, piece) for piece in pieces] for pieces in plan.pieces]
-    messages = [pack_whole(its, step, 0, parts) for its, parts in zip(plan.first, cut, strict=True)]
+    me, step, names = context.source, context.step, list(folded)
+
+    def own_part(piece: Piece) -> Tensor:
+        return part_of(folded, names[piece.slot], piece.start, piece.start + piece.numel)
+
+    messages = [
+        pack_whole(its, step, 0, [own_part(piece) for piece in pieces])
+        for its, pieces in zip(plan.first, plan.pieces, strict=True)
+    ]
     lengths = [message.numel() for message in messages]
     purpose = f"scattering changes of step {step}"
     [rows] = yield [AllToAll(torch.cat(messages), lengths, purpose)]
 
     refusal: PayloadCorrupt | None = None
-    means = [torch.zeros_like(part) for part in cut[me]]
+    means = [torch.zeros_like(own_part(piece)) for piece in plan.pieces[me]]
     try:
         for source, row in enumerate(rows):
             rank = source * context.node_size
             codes = unpack_whole(plan.first[me], row, step=step, bucket=0, source=rank)
-            for total, code, own in zip(means, codes, cut[me], strict=True):
-                total.add_(own if source == me else _decoded(plan.first[me], code, own))
+            for total, code, piece in zip(means, codes, plan.pieces[me], strict=True):
+                total.add_(own_part(piece) if source == me else code.part(0, piece.numel))
     except PayloadCorrupt as found:  # raised after round two, in which the other sources wait
         refusal = found
     message = pack_whole(
@@ -152,39 +163,31 @@ def _by_shares(
     if refusal is not None:
         raise refusal
 
-    made = _Means(context, list(folded))
-    made.means = {name: torch.empty_like(t) for name, t in folded.items()}
-    made.errors = {name: torch.empty_like(t) for name, t in folded.items()}
-    all_means, errors = (
-        [t.view(-1) for t in by_name.values()] for by_name in (made.means, made.errors)
-    )
+    made = _Means(context, names)
+    made.pieces = {name: [] for name in names}
     for owner, (its, row) in enumerate(zip(plan.second, rows, strict=True)):
         rank = owner * context.node_size
         codes = unpack_whole(its, row[: its.nbytes], step=step, bucket=0, source=rank)
         sent = unpack_whole(plan.first[owner], messages[owner], step=step, bucket=0, source=me)
-        for index, piece in enumerate(plan.pieces[owner]):
-            part = cut[owner][index]
-            mean = _cut(all_means, piece).copy_(_decoded(its, codes[index], part))
-            if owner == me:
-                rest = (means[index] - mean) * context.sources
-            else:
-                rest = part - _decoded(plan.first[owner], sent[index], part)
-            _cut(errors, piece).copy_(rest)
+        exact = means if owner == me else [None] * len(codes)
+        for entry in zip(plan.pieces[owner], codes, sent, exact, strict=True):
+            made.pieces[names[entry[0].slot]].append(entry)
     return made
 
 
-def _cut(flats: Sequence[Tensor], piece: Piece) -> Tensor:
-    return flats[piece.slot][piece.start : piece.start + piece.numel]
-
-
-def _decoded(layout: WholeLayout, code: Tensor, like: Tensor) -> Tensor:
-    return decode_whole(code, like.numel(), layout.value_bits).to(like.dtype)
-
-
 class _Means(MeanChange):
-    means: Mapping[str, Tensor]
-    errors: Mapping[str, Tensor]
+    """Means as their owners sent them."""
+
+    pieces: dict[str, list[tuple[Piece, WholeReader, WholeReader, Tensor | None]]]
+    """The mean, what this rank sent to its owner, and the exact mean where that is this rank."""
 
     def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
-        kept[ERRORS][name].copy_(self.errors[name])
-        return self.means[name]
+        mean, error = torch.empty_like(folded), kept[ERRORS][name].view(-1)
+        for piece, arrived, sent, exact in self.pieces[name]:
+            span = slice(piece.start, piece.start + piece.numel)
+            part = mean.view(-1)[span].copy_(arrived.part(0, piece.numel))
+            if exact is not None:
+                error[span] = (exact - part) * self.context.sources
+            else:
+                error[span] = folded.view(-1)[span] - sent.part(0, piece.numel)
+        return mean

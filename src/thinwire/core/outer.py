@@ -1,9 +1,7 @@
 """The outer optimizer of local updates: the averaged change of the parameters is its gradient."""
 
-import torch
 from torch import Tensor
 
-from thinwire.core.tensors import TensorList, cache_sized
 from thinwire.kernels.rules import OuterRule
 
 
@@ -33,30 +31,3 @@ def outer_step_(change: Tensor, buffer: Tensor | None, rule: OuterRule) -> Tenso
         # not add(..., alpha): that rounds once or twice, depending on the processor
         step = change + rule.momentum * buffer if rule.nesterov else buffer
     return step if rule.lr == 1 else step * rule.lr
-
-
-def outer_list_(
-    anchors: TensorList,
-    changes: TensorList,
-    buffers: TensorList | None,
-    rule: OuterRule,
-) -> None:
-    """Take the outer step on each anchor, bit for bit as `outer_step_`.
-
-    anchor <- anchor - outer_step_(change, buffer).
-
-    Changes `anchors` and `buffers`.
-    """
-    for part in cache_sized(anchors):
-        steps = changes[part]
-        if buffers is not None:
-            velocities = buffers[part]
-            torch._foreach_mul_(velocities, rule.momentum)
-            torch._foreach_add_(velocities, steps)
-            if rule.nesterov:
-                ahead = torch._foreach_mul(velocities, rule.momentum)
-                torch._foreach_add_(ahead, steps)
-            steps = ahead if rule.nesterov else velocities
-        if rule.lr != 1:
-            steps = torch._foreach_mul(steps, rule.lr)
-        torch._foreach_sub_(anchors[part], steps)

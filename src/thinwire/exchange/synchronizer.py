@@ -52,7 +52,7 @@ class RunMember(Protocol):
         """Time in seconds for which a member waits for others."""
 
     @property
-    def rank_and_size(self) -> tuple[int, int]:
+    def _rank_and_size(self) -> tuple[int, int]:
         """Rank of this process, and number of ranks."""
 
 
@@ -113,7 +113,7 @@ class Ranks:
         return (
             rank_and_size_in(self.process_group)
             if self.members is None
-            else self.members.rank_and_size
+            else self.members._rank_and_size
         )
 
     def deadline(self) -> AbstractContextManager[None]:

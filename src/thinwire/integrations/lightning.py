@@ -39,12 +39,12 @@ _INSTEAD = {
 
 
 class _PerRankCallback(Callback):
-    """Saves the state of every rank beside Lightning's checkpoint, which has that of rank 0 only.
-
-    Each rank writes its own file beside the checkpoint, and deletes it with the checkpoint.
-    Lightning reads the state of callbacks before the path is known. The path is therefore taken
-    from the trainer's strategy, whose `save_checkpoint` and `remove_checkpoint` run on all ranks.
+    """Saves the state of every rank beside Lightning's checkpoint, which has that of rank 0
+    only.
     """
+
+    # Lightning reads the state of callbacks before the path is known: the path is taken from the
+    # trainer's strategy, whose `save_checkpoint` and `remove_checkpoint` run on all ranks
 
     def __init__(self) -> None:
         self._states: list[PerRankState | EngineState] = []

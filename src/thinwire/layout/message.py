@@ -26,15 +26,9 @@ SKETCH_NUMEL = 64
 
 
 def count_sent(numel: int, sparsity: float) -> int:
-    """Return the number of entries that are sent: max(1, round(numel * (1 - sparsity))).
-
-    Computed in float64, with Python's `round` (halves to even); `numel` is at least 1.
-
-    >>> count_sent(1000, 0.99)
-    10
-
-    Source: arXiv 1712.01887. Differs: rounded instead of truncated, at least one.
-    """
+    """Return the number of entries that are sent: max(1, round(numel * (1 - sparsity)))."""
+    # float64 and Python's `round` (halves to even); the paper truncates
+    # Source: arXiv 1712.01887. Differs: rounded instead of truncated, at least one.
     return max(1, round(numel * (1 - sparsity)))
 
 
@@ -50,43 +44,26 @@ class PositionParts(NamedTuple):
 
 
 def position_bytes(numel: int, k: int) -> int:
-    """Return the length in bytes of the code of up to `k` positions, at least 1, out of `numel`.
-
-    It depends on the two numbers only, so every rank knows it without communication.
-
-    >>> position_bytes(1000, 10)
-    12
-    """
+    """Return the length in bytes of the code of up to `k` positions, at least 1, out of `numel`."""
     parts = position_parts(numel, k)
     return parts.low_bytes + parts.high_bytes
 
 
 def position_parts(numel: int, k: int) -> PositionParts:
-    """Return the sizes of the parts of the code of up to `k` positions out of `numel`.
-
-    See `position_bytes`.
-    """
+    """Return the sizes of the parts of the code of up to `k` positions out of `numel`."""
     low_bits = (numel // k).bit_length() - 1
     high_bits = k + ((numel - 1) >> low_bits) + 1
     return PositionParts(low_bits, (k * low_bits + 7) // 8, (high_bits + 7) // 8)
 
 
 def value_bytes(k: int, bits: int) -> int:
-    """Return the length in bytes of the code of up to `k` values, scales included.
-
-    >>> value_bytes(10, bits=1)
-    6
-    """
+    """Return the length in bytes of the code of up to `k` values, scales included."""
     return 4 * SCALE_COUNT[bits] + (k * bits + 7) // 8
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Space of one tensor in a message.
-
-    >>> Slot(numel=1000, k=10)
-    Slot(numel=1000, k=10)
-    """
+    """Space of one tensor in a message."""
 
     numel: int
     """Entries of the tensor."""
@@ -96,11 +73,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """Contents of a message of positions and values; equal on all ranks.
-
-    >>> Layout.of([1000], sparsity=0.99, value_bits=1).nbytes
-    50
-    """
+    """Contents of a message of positions and values; equal on all ranks."""
 
     slots: tuple[Slot, ...]
     """One per tensor, in order."""
@@ -126,11 +99,9 @@ class Layout:
 
     @cached_property
     def slot_table(self) -> NDArray[np.int64]:
-        """Sizes and offsets of the codes of every slot for compiled loops, shape (slots, 7).
-
-        The columns are numel, k, low bits of a position, and the bytes of the low bits, the high
-        parts and the values, and the first byte.
-        """
+        """Sizes and offsets of the codes of every slot for compiled loops, shape (slots, 7)."""
+        # columns: numel, k, low bits of a position, bytes of the low bits, of the high parts, of
+        # the values, first byte
         rows, at = [], HEADER_BYTES
         for slot in self.slots:
             row = (
@@ -152,11 +123,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class WholeLayout:
-    """Contents of a message of whole tensors; equal on all ranks.
-
-    >>> WholeLayout((1000,), value_bits=1).nbytes
-    165
-    """
+    """Contents of a message of whole tensors; equal on all ranks."""
 
     numels: tuple[int, ...]
     """Entries of each tensor, in order; at least one tensor, none of them empty."""
@@ -181,18 +148,12 @@ def _digest(text: str) -> int:
 
 
 def whole_bytes(numel: int, bits: int) -> int:
-    """Return the length in bytes of the code of a whole tensor; at 1 bit each sign has a scale.
-
-    >>> whole_bytes(1000, bits=1)
-    133
-    """
+    """Return the length in bytes of the code of a whole tensor; at 1 bit each sign has a scale."""
     return value_bytes(numel, bits) + (SCALE_BYTES if bits == 1 else 0)
 
 
 def factor_numels(shape: Sequence[int], rank: int) -> tuple[int, int]:
-    """Return the numbers of entries of the two factors of `rank` columns that represent a matrix.
-
-    >>> factor_numels((100, 20), 2)
-    (200, 40)
+    """Return the numbers of entries of the two factors of `rank` columns that represent a
+    matrix.
     """
     return rank * prod(shape[:1]), rank * prod(shape[1:])

@@ -59,21 +59,9 @@ class SplitLayout(Generic[_Form]):
 
 @lru_cache(maxsize=64)
 def split_plan(layout: Layout, sources: int) -> SplitLayout[Layout]:
-    """Return the plan for messages of this layout.
-
-    Args:
-        layout: Of the message that every source would send to all others.
-        sources: W, at least 1.
-
-    Returns:
-        At most tensors + W - 1 pieces. If a tensor of n entries sends k, a piece of m positions has
-        room for ceil(2 k m / n) entries in round one. In round two its pieces together have room
-        for about k. Each piece has room for at least 1.
-
-    >>> plan = split_plan(Layout.of([1000], sparsity=0.99, value_bits=1), 2)
-    >>> [[piece.numel for piece in pieces] for pieces in plan.pieces]
-    [[500], [500]]
-    """
+    """Return the plan for messages of this layout."""
+    # a piece of m positions of a tensor that sends k of n has room for ceil(2 k m / n) entries in
+    # round one; in round two the pieces of a tensor have room for about k, each for one at least
     pieces = partition([slot.numel for slot in layout.slots], sources)
     first = [[_first_room(layout.slots[p.slot], p) for p in row] for row in pieces]
     second = [[_second_room(layout.slots[p.slot], p) for p in row] for row in pieces]
@@ -91,13 +79,7 @@ def split_plan(layout: Layout, sources: int) -> SplitLayout[Layout]:
 
 
 def partition(numels: Sequence[int], sources: int) -> list[list[Piece]]:
-    """Return the equal share of each owner, as pieces within one tensor each.
-
-    The tensors are laid end to end.
-
-    >>> [[piece.numel for piece in pieces] for pieces in partition([6, 2], 2)]
-    [[4], [2, 2]]
-    """
+    """Return the equal share of each owner, as pieces within one tensor each."""
     total, owner, at = sum(numels), 0, 0
     pieces: list[list[Piece]] = [[] for _ in range(sources)]
     for slot, numel in enumerate(numels):
@@ -116,10 +98,7 @@ def _first_room(slot: Slot, piece: Piece) -> Slot:
 
 
 def _second_room(slot: Slot, piece: Piece) -> Slot:
-    """Return the slot of a piece in round two.
-
-    The sizes are whole numbers that add up to k, except that a tiny piece gets 1.
-    """
+    """Return the slot of a piece in round two."""
     before, after = (
         (2 * slot.k * at + slot.numel) // (2 * slot.numel)
         for at in (piece.start, piece.start + piece.numel)
@@ -145,16 +124,7 @@ def whole_split(layout: WholeLayout, sources: int) -> SplitLayout[WholeLayout] |
 
 
 def contiguous(sizes: Sequence[int], parts: int) -> list[range]:
-    """Return `parts` contiguous, nonempty ranges of indices that cover `sizes`.
-
-    Each range ends where its sum is closest to its share.
-
-    Raises:
-        ValueError: There are fewer tensors than parts.
-
-    >>> contiguous([4, 1, 1, 2], 2)
-    [range(0, 1), range(1, 4)]
-    """
+    """Return `parts` contiguous, nonempty ranges of indices that cover `sizes`."""
     if not 1 <= parts <= len(sizes):
         raise ValueError(
             f"fragments is {parts}; it must be between 1 and the {len(sizes)} tensors there are"

@@ -38,19 +38,12 @@ an averaging: each has one step.
 
 
 def ring_bytes(ranks: int, nbytes: float) -> float:
-    """Return the bytes that each rank sends in a ring all-reduce of `nbytes`.
-
-    >>> ring_bytes(4, 100)
-    150.0
-    """
+    """Return the bytes that each rank sends in a ring all-reduce of `nbytes`."""
     return 2 * (ranks - 1) / ranks * nbytes
 
 
 def begin_step(config: object, default: int = 0) -> int:
-    """Return the updates, or local steps, before a method begins to compress.
-
-    `default` if the config has no such field.
-    """
+    """Return the updates, or local steps, before a method begins to compress."""
     begin: int = getattr(config, "rampup_begin_step", getattr(config, "begin_step", default))
     return begin
 
@@ -83,14 +76,7 @@ class Messages(NamedTuple):
 
 
 def messages(layout: Layout | WholeLayout, exchange: str, sources: int) -> Messages:
-    """Return the bytes that each of `sources` sends in messages of this layout.
-
-    Arguments as in `chosen_split`.
-
-    >>> from thinwire.layout.message import WholeLayout
-    >>> messages(WholeLayout((1000,), 1), "gather", 4).sent(0)
-    165
-    """
+    """Return the bytes that each of `sources` sends in messages of this layout."""
     plan = chosen_split(exchange, layout, sources)
     if plan is None:
         return Messages((), layout.nbytes)
@@ -106,19 +92,7 @@ def chosen_split(
 def chosen_split(
     exchange: str, layout: Layout | WholeLayout, sources: int
 ) -> SplitLayout[Layout] | SplitLayout[WholeLayout] | None:
-    """Return the plan by which messages of this layout are split; None if they are gathered.
-
-    Args:
-        exchange: "gather", "split" or "auto": split if a source then moves at most half of the
-            bytes.
-        layout: Of the message, as every source would send it to all.
-        sources: W, at least 1. Messages of a single source, or of fewer entries than sources, are
-            always gathered.
-
-    >>> from thinwire.layout.message import WholeLayout
-    >>> chosen_split("auto", WholeLayout((1000,), 1), 2) is None
-    True
-    """
+    """Return the plan by which messages of this layout are split; None if they are gathered."""
     return None if sources == 1 or exchange == GATHER else _plan(exchange, layout, sources)
 
 
@@ -138,11 +112,7 @@ def _plan(
 
 
 def travels_checksummed(nbytes: int, sources: int) -> bool:
-    """Return True if a dense sum of this size is gathered, each part with a checksum.
-
-    >>> travels_checksummed(1024, 4), travels_checksummed(1 << 20, 4)
-    (True, False)
-    """
+    """Return True if a dense sum of this size is gathered, each part with a checksum."""
     return sources > 1 and (sources - 1) * (nbytes + CHECKSUM_BYTES) <= _MOST_CHECKSUMMED_BYTES
 
 

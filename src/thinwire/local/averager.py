@@ -353,7 +353,7 @@ class Averager(Synchronizer):
 
     def _launch(self, pending: PendingAveraging) -> None:
         self.averaging.launch(
-            pending, record=self._members is not None and self._members.has_joiners
+            pending, record=self._members is not None and self._members._has_joiners
         )
 
     def _propose(
@@ -372,7 +372,7 @@ class Averager(Synchronizer):
         if problem is None and self.work is not None:
             problem = self.work.problem
         state: dict[str, Tensor] = {}
-        pending = PendingAveraging(step, {}, {}, frozenset())  # a rank with a problem only votes
+        pending = self.averaging.measure(step, {}, {})  # a rank with a problem only votes
         changed: dict[str, bool] = {}
         if problem is None:
             copies = self.tensors.weight_copies()
@@ -389,7 +389,6 @@ class Averager(Synchronizer):
                 {name: values[name] for name in names},
                 {**self.tensors.buffers(), **state, **others},
                 keep=keep,
-                fold=self.work is None,
             )
             # a buffer of infinities, such as a mask, is valid while it does not change
             if (culprit := pending.first_not_finite(changed)) is not None:
@@ -413,7 +412,7 @@ class Averager(Synchronizer):
             pending.refused = self.tensors.settle_buffers(shards)
             wide = {key: widened(buffer) for key, buffer in buffers.items()}
             # a delayed averaging must not see later writes into the buffers
-            keep = pending.measured is not None
+            keep = pending.delayed
             pending.extras |= {key: w.clone() if keep else w for key, w in wide.items()}
         # average only optimizer state that all ranks have (a parameter without a gradient has none
         # yet), and only buffers that some rank has changed
@@ -483,7 +482,7 @@ class Averager(Synchronizer):
             # members may have left since the weights were agreed on: divide by those that voted
             weights = [weight for _, weight in answers.of("weight")]
             pending.share = sum(weights) / len(weights)
-        if pending.measured is None:  # a delayed result: the round began when it was measured
+        if not pending.delayed:  # a delayed result: the round began when it was measured
             self._begin_round(pending, part)
         # second vote passed: from here on nothing may fail on one rank only
         targets = self.tensors.buffers() | self.tensors.state(names) | self.tensors.parameters()
@@ -492,8 +491,8 @@ class Averager(Synchronizer):
         self.written = None
         self.counters.averagings += 1
         if self._members is not None:
-            self._members.receive_reports([report.get("members", {}) for report in answers])
-            self.last = pending if self._members.has_joiners else None
+            self._members._receive_reports([report.get("members", {}) for report in answers])
+            self.last = pending if self._members._has_joiners else None
 
     def _verified(self, pending: PendingAveraging) -> Answers:
         """Return the answers of all ranks after everything has arrived."""
@@ -539,7 +538,7 @@ class Averager(Synchronizer):
             last=True,
             corrupt=corrupt,
             user_error=user_error,
-            members=None if self._members is None else self._members.report(),
+            members=None if self._members is None else self._members._report(),
             weight=None if self.work is None else self.weight,
         )
 

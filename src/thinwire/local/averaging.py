@@ -1,7 +1,8 @@
 """One averaging of parameters: measurement, messages, and application of the result."""
 
+import copy
 import hashlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +16,14 @@ from thinwire.compress.protocol import (
     ERRORS,
     Bucket,
     ChangeCompression,
+    Computed,
     MeanChange,
     Sending,
     combined,
+    part_of,
 )
 from thinwire.core.checksum import bit_sums
-from thinwire.core.outer import outer_list_, outer_step_
+from thinwire.core.outer import outer_step_
 from thinwire.exchange.agreement import Answers
 from thinwire.exchange.nodes import in_nodes, make_common_
 from thinwire.exchange.round import Round
@@ -29,6 +32,7 @@ from thinwire.layout.message import SKETCH_NUMEL
 from thinwire.layout.traffic import begin_step
 from thinwire.local.model import changed_since
 from thinwire.local.sketch import sketch
+from thinwire.wire.whole import spans
 
 _SKETCH = "sketch of the change"
 
@@ -49,24 +53,77 @@ def as_held(anchor: Tensor, value: Tensor) -> Tensor:
     return anchor.to(real_view(value).dtype)
 
 
+def _part(tensor: Tensor, start: int, end: int) -> Tensor:
+    """Return entries of a real view as one dimension: a view if its memory allows."""
+    flat = real_view(tensor.detach()).reshape(-1)
+    return flat if flat.numel() == end - start else flat[start:end]
+
+
+class Changes(Computed):
+    """What a rank has to send: anchor, as the parameter holds it, minus parameter, plus residual.
+
+    Computed when it is read: none of the three changes before it is applied.
+    """
+
+    def __init__(
+        self, averaging: "Averaging", params: Mapping[str, Tensor], compressed: Set[str]
+    ) -> None:
+        self._anchors, self._errors = averaging.anchors, averaging.errors
+        self._decay = 1.0 if averaging.changes is None else decay_of(averaging.changes)
+        self.params = params
+        """The parameters, or copies of them."""
+        self.compressed = compressed
+        """Parameters whose change is compressed; all others are sent densely."""
+        self.weight = 1.0
+        """Weight of new work."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        anchor = self._anchors[name]
+        return self.part(name, 0, anchor.numel()).view_as(anchor)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.params)
+
+    def __len__(self) -> int:
+        return len(self.params)
+
+    def only(self, names: Iterable[str]) -> "Changes":
+        """Return the changes of these parameters alone, in this order."""
+        found = copy.copy(self)
+        found.params = {name: self.params[name] for name in names}
+        return found
+
+    def part(self, name: str, start: int, end: int) -> Tensor:
+        """Implement `Computed.part`."""
+        change = self.new_part(name, start, end)
+        if self.weight != 1:
+            change.mul_(self.weight)
+        # after weighting, since the weight is for new work alone
+        if name in self.compressed:
+            change.add_(_part(self._errors[name], start, end), alpha=self._decay)
+        return change
+
+    def new_part(self, name: str, start: int, end: int) -> Tensor:
+        """Return a part of the change since the last averaging alone."""
+        value = _part(self.params[name], start, end)
+        anchor = _part(self._anchors[name], start, end)
+        return anchor.to(value.dtype).to(anchor.dtype) - value
+
+
 @dataclass(slots=True)
 class PendingAveraging:
     """State of one averaging between its measurement and its application."""
 
     step: int
     """Local step after which it was measured."""
-    moved: dict[str, Tensor]
-    """Value to send for each parameter: anchor, as the parameter holds it, minus parameter, plus
-    the residual if compressed.
-    """
+    moved: Changes
+    """Value to send for each parameter."""
     extras: dict[str, Tensor]
     """Buffers and optimizer state, averaged without compression."""
-    compressed: frozenset[str]
-    """Parameters whose change is compressed; all others are sent densely."""
     sketch: Tensor | None = None
     """Sketch of this rank's change without residuals; None if all of it is applied in time."""
-    measured: dict[str, Tensor] | None = None
-    """Copies of the measured parameters, if local steps continue before the result is applied."""
+    delayed: bool = False
+    """True if local steps continue before the result is applied: `moved` has copies."""
     round: Round | None = None
     """Exchange round of the dense tensors."""
     refused: str | None = None
@@ -96,22 +153,17 @@ class PendingAveraging:
             for key, value in self.extras.items()
             if buffers.get(key, key.startswith("state "))
         }
-        for kind, tensors in (("parameter ", self.moved), ("", extras)):
+        for kind, tensors in (("parameter ", self.moved.params), ("", extras)):
             for name in not_finite(tensors):
                 return f"{kind}{name}"
         return None
 
 
 class Averaging:
-    """State of averaging: anchors, outer momentum and residuals by name, and how a result changes
-    them.
+    """State of averaging by name: anchors, outer momentum and residuals; `commit_` changes it.
 
-    An anchor S is the exact value of a parameter after its last averaging, in float32 or wider; the
-    parameter holds it rounded to its own type. Anchors and outer momentum are equal on all ranks;
-    residuals belong to this rank or its node. Nothing changes before `commit_`.
-
-    If `sources` are `Nodes`, the ranks of a node first average their changes and then send the same
-    message, so their residuals are the same too.
+    An anchor is the exact value of a parameter after its last averaging, equal on all ranks like
+    outer momentum. A residual belongs to this rank, or its node.
     """
 
     def __init__(
@@ -210,52 +262,34 @@ class Averaging:
         extras: Mapping[str, Tensor],
         *,
         keep: bool = False,
-        fold: bool = True,
     ) -> PendingAveraging:
-        """Measure this rank's part; `keep` copies it for later. Without `fold`, `weigh_` folds."""
-        moved = {
-            name: (widened(as_held(self.anchors[name], value)) - widened(value)).contiguous()
-            for name, value in values.items()
-        }
-        taken, changes = self._taken(step, moved), self.changes
-        # before the first fold: the sketch is of this rank's new change
-        own = None if changes is None or conserves(changes) or not taken else self.sketch_of(moved)
-        # first fold: rounds counted in steps have no weights, so residuals join the change here
-        if fold:
-            self._fold_(moved, taken)
-        measured = (
-            {name: value.detach().clone() for name, value in values.items()} if keep else None
-        )
+        """Measure this rank's part; `keep` copies it for later."""
+        params = {name: value.detach().clone() if keep else value for name, value in values.items()}
+        moved, changes = Changes(self, params, self._compressed(step, params)), self.changes
+        own = None
+        if changes is not None and moved.compressed and not conserves(changes):
+            own = self._sketch_of((n, moved.new_part(n, 0, p.numel())) for n, p in params.items())
         wide = {
             key: widened(value).clone() if keep else widened(value) for key, value in extras.items()
         }
-        return PendingAveraging(step, moved, wide, taken, own, measured)
-
-    def _fold_(self, moved: Mapping[str, Tensor], taken: Set[str]) -> None:
-        """Add the residuals of earlier changes."""
-        for name in taken:
-            assert self.changes is not None, "something is compressed"
-            moved[name].add_(self.errors[name], alpha=decay_of(self.changes))
+        return PendingAveraging(step, moved, wide, own, delayed=keep)
 
     @torch.no_grad()
     def weigh_(self, pending: PendingAveraging, weight: float) -> None:
-        """Multiply this rank's change by its weight, then fold in the residual."""
+        """Multiply this rank's new change by its weight."""
+        pending.moved.weight = weight
         if weight != 1:
             pending.extras = {key: value * weight for key, value in pending.extras.items()}
-            for change in pending.moved.values():
-                change.mul_(weight)
             # the sketch is linear, so it is weighted like the change
             if pending.sketch is not None:
                 pending.sketch = pending.sketch * weight
-        # second fold, for timed rounds: after weighting, since the weight is for new work alone
-        self._fold_(pending.moved, pending.compressed)
 
-    def _taken(self, step: int, moved: Mapping[str, Tensor]) -> frozenset[str]:
+    def _compressed(self, step: int, names: Iterable[str]) -> frozenset[str]:
         """Return the parameters whose change is compressed at this step."""
         # timed rounds count from 0; a compression without a begin step compresses at step 0 too
         if self.changes is None or step <= begin_step(self.changes, -1):
             return frozenset()
-        return frozenset(name for name in moved if name in self.errors)
+        return frozenset(name for name in names if name in self.errors)
 
     def launch(self, pending: PendingAveraging, *, record: bool = False) -> None:
         """Start the exchange without waiting, but for sums inside nodes; `record` for `replay`."""
@@ -277,31 +311,40 @@ class Averaging:
         """Return an averaging's round, its tensors, and the plan by which they are sent."""
         # a loaded averaging may list its tensors in another order: all ranks sort alike
         names = sorted(pending.moved, key=self._keys.__getitem__)
-        given = {name: pending.moved[name] for name in names}
-        given |= {_extra(key): value for key, value in pending.extras.items()}
+        compressed = pending.moved.compressed
+        taken = [name for name in names if name in compressed]
+        others = {_extra(key): value for key, value in pending.extras.items()}
         if pending.sketch is not None:
-            given[_SKETCH] = pending.sketch.float()
+            others[_SKETCH] = pending.sketch.float()
         one_round = Round(self.sources, pending.step)
         context = one_round.context(0)
 
-        def sendings(part: Mapping[str, Tensor]) -> list[Sending]:
-            folded = {name: part[name] for name in part if name in pending.compressed}
-            dense = {name: part[name] for name in part if name not in pending.compressed}
+        def sendings(folded: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> list[Sending]:
             found = [send_dense(context, dense)] if dense else []
             if folded:
                 assert self.changes is not None, "something is compressed"
                 found.insert(0, self.changes.send(context, folded, self.kept))
             return found
 
-        nodes = isinstance(self.sources, Nodes)
-        sending = in_nodes(context, given, sendings) if nodes else combined(sendings(given))
-        return one_round, given.keys(), sending
+        def of_node(means: Mapping[str, Tensor]) -> list[Sending]:
+            dense = {name: mean for name, mean in means.items() if name not in compressed}
+            return sendings({name: means[name] for name in taken}, dense)
 
-    def sketch_of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        if isinstance(self.sources, Nodes):
+            given = {name: pending.moved[name] for name in names} | others
+            sending = in_nodes(context, given, of_node)
+        else:
+            dense = {name: pending.moved[name] for name in names if name not in compressed}
+            sending = combined(sendings(pending.moved.only(taken), dense | others))
+        return one_round, {*names, *others}, sending
+
+    def _sketch_of(self, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
         """Return the sketch of these tensors as one long vector, on the CPU."""
-        return torch.stack(
-            [sketch(tensor, self._keys[name]).cpu() for name, tensor in tensors.items()]
-        ).sum(0)
+        sketches = [sketch(tensor, self._keys[name]).cpu() for name, tensor in tensors]
+        return torch.stack(sketches).sum(0)
+
+    def _sketch_of_anchors(self, names: Iterable[str]) -> Tensor:
+        return self._sketch_of((name, self.anchors[name]) for name in names)
 
     def applied_share(self, averagings: int) -> float:
         """Return the share that `LocalUpdates.stats` describes."""
@@ -323,82 +366,72 @@ class Averaging:
         measurement: p <- p + (S_new rounded - p_measured).
         """
         assert pending.round is not None, "launched"
-        before = (
-            None
-            if pending.sketch is None
-            else self.sketch_of({n: self.anchors[n] for n in pending.moved})
-        )
-        for names in self._batches(pending):
-            changes = [self._mean_change(name, pending) for name in names]
-            # these parameters become their anchors bit for bit: one list operation for all
-            if self._is_plain(pending):
-                self._move_batch(names, changes, copies or {})
-                continue
-            for name, change in zip(names, changes, strict=True):
-                step = outer_step_(change, self.momentum.get(name), self._outer)
-                self._move(name, pending, step, copies or {})
+        before = None if pending.sketch is None else self._sketch_of_anchors(pending.moved)
+        for name in pending.moved:
+            self._apply(name, pending, (copies or {}).get(name))
         for key, value in pending.extras.items():
             mean = pending.mean_of(_extra(key), value)
             if not (self._single_rank and torch.equal(mean, value)):  # do not undo later changes
                 overwrite_(real_view(extras[key]), mean)
         if before is not None:
-            applied = before - self.sketch_of({n: self.anchors[n] for n in pending.moved})
+            applied = before - self._sketch_of_anchors(pending.moved)
             assert pending.sketch is not None, "there was one before"
             mean = pending.mean_of(_SKETCH, pending.sketch)
             self.sketches += torch.stack([mean.cpu().double(), applied])
 
-    def _mean_change(self, name: str, pending: PendingAveraging) -> Tensor:
-        """Return the mean of all sent changes; the unsent part stays in the residual."""
-        if name not in pending.compressed:
-            return pending.mean_of(name, pending.moved[name])
+    def _apply(self, name: str, pending: PendingAveraging, master: Tensor | None) -> None:
+        """Move a parameter, its anchor and its optimizer's copy, part by part in the cache."""
+        anchor, measured = self.anchors[name], real_view(pending.moved.params[name])
+        targets = [real_view(t.detach()) for t in (self._params[name], master) if t is not None]
+        parts = list(spans(anchor.numel(), anchor.device))
+        if not all(t.is_contiguous() for t in [*targets, measured]):
+            parts = [(0, anchor.numel())]
+        for (start, end), change in zip(
+            parts, self._mean_changes(name, pending, parts), strict=True
+        ):
+            s, buffer = _part(anchor, start, end), self.momentum.get(name)
+            step = outer_step_(
+                change, None if buffer is None else _part(buffer, start, end), self._outer
+            )
+            target = s - step
+            if self._single_rank or pending.delayed:
+                before, held = widened(_part(measured, start, end)), widened(as_held(s, measured))
+            if self._single_rank:
+                # S - (S - p) is p except for rounding. A single rank must keep p bit for bit where
+                # its whole change, without a residual, is applied
+                target = torch.where((step == held - before) & (s == held), before, target)
+            # the anchor first: it is equal on all ranks, also where p keeps local steps
+            s.copy_(target)
+            if pending.delayed:  # keep the local steps made while the result travelled
+                now = widened(_part(targets[-1], start, end))
+                target = now + (widened(as_held(s, measured)) - before)
+            for tensor in targets:
+                whole = len(parts) == 1
+                (tensor if whole else tensor.view(-1)[start:end]).copy_(
+                    target.view_as(tensor) if whole else target
+                )
+
+    def _mean_changes(
+        self, name: str, pending: PendingAveraging, parts: Sequence[tuple[int, int]]
+    ) -> Iterator[Tensor]:
+        """Yield each part of the mean of all sent changes; what is not sent stays as residual."""
+        if name not in pending.moved.compressed:
+            whole = pending.mean_of(name, self.anchors[name]).reshape(-1)
+            yield from (whole[start:end] for start, end in parts)
+            return
         assert pending.round is not None, "launched"
         arrived = pending.round.arrived[name]
         assert isinstance(arrived, MeanChange), "compressed"
-        folded = arrived.node_means.get(name, pending.moved[name])
-        mean = arrived.take_mean_(name, folded, self.kept)
-        return mean if pending.share == 1 else mean / pending.share
-
-    def _batches(self, pending: PendingAveraging) -> list[list[str]]:
-        """Return the names in batches: dense ones in one, each of the others alone."""
-        plain = self._is_plain(pending)
-        batch = [n for n in pending.moved if plain and n not in pending.compressed]
-        single = pending.moved.keys() - set(batch)
-        return ([batch] if batch else []) + [[name] for name in pending.moved if name in single]
-
-    def _is_plain(self, pending: PendingAveraging) -> bool:
-        """Return True if the parameter becomes its anchor, and the step only moves the anchor."""
-        return not self._single_rank and pending.measured is None
-
-    def _move_batch(
-        self, names: list[str], changes: list[Tensor], copies: Mapping[str, Tensor]
-    ) -> None:
-        anchors = [self.anchors[name] for name in names]
-        buffers = [self.momentum[name] for name in names] if self.momentum else None
-        outer_list_(anchors, changes, buffers, self._outer)
-        torch._foreach_copy_([real_view(self._params[name]) for name in names], anchors)
-        for name in copies.keys() & set(names):
-            real_view(copies[name]).copy_(self.anchors[name])
-
-    def _move(
-        self, name: str, pending: PendingAveraging, step: Tensor, copies: Mapping[str, Tensor]
-    ) -> None:
-        param, anchor = self._params[name], self.anchors[name]
-        exact = copies.get(name, param)
-        # with a delay the parameter has moved on: compare with its measured value
-        measured = exact if pending.measured is None else pending.measured[name]
-        before, held = widened(measured), widened(as_held(anchor, measured))
-        target = anchor - step
-        if self._single_rank:
-            # S - (S - p) is p except for rounding. A single rank must keep p bit for bit where its
-            # whole change, without a residual, is applied
-            target = torch.where((step == held - before) & (anchor == held), before, target)
-        # the anchor first: it is equal on all ranks, also where the parameter keeps local steps
-        anchor.copy_(target)
-        if pending.measured is not None:  # keep the local steps made while the result travelled
-            target = widened(exact) + (widened(as_held(anchor, measured)) - before)
-        real_view(exact).copy_(target)
-        if exact is not param:
-            real_view(param).copy_(real_view(exact))
+        folded = arrived.node_means or pending.moved
+        if not arrived.has_parts:
+            whole = arrived.take_mean_(name, folded[name], self.kept).reshape(-1)
+        for start, end in parts:
+            if arrived.has_parts:
+                error = self.errors[name].view(-1)[start:end]
+                mean = arrived.take_part_(name, start, part_of(folded, name, start, end), error)
+            else:
+                mean = whole[start:end]
+            yield mean if pending.share == 1 else mean / pending.share
 
 
 def _extra(key: str) -> str:

@@ -186,11 +186,7 @@ LocalConfig = LocalSGD | AdaptiveLocalSGD
 
 
 def fragments_of(params: Mapping[str, Tensor], config: LocalConfig) -> list[list[str]]:
-    """Return the names of the parameters of each fragment, in the order of averaging.
-
-    Raises:
-        ValueError: There are fewer parameters than fragments.
-    """
+    """Return the names of the parameters of each fragment, in the order of averaging."""
     names = list(params)
     sizes = [p.numel() for p in params.values()]
     return [[names[i] for i in part] for part in contiguous(sizes, config.fragments)]

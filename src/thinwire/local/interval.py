@@ -130,15 +130,10 @@ def adapted_interval(
     rate: float,
     first_rate: float,
 ) -> int:
-    """Return the steps until the next averaging: clip(ceil(sqrt((lr0 F) / (lr F0)) * init_k_steps),
-    1, max_k_steps).
+    """Return the steps until the next averaging: ceil(sqrt((lr0 F) / (lr F0)) * init_k_steps), at
+    least 1 and at most `max_k_steps`.
 
-    >>> from thinwire.local.interval import adapted_interval
-    >>> adapted_interval(8, 64, loss=1.0, first_loss=4.0, rate=0.1, first_rate=0.1)
-    4
-
-    F >= 0 and lr > 0 are mean loss and rate now, F0 and lr0 those at the start. Ranks average more
-    often as the loss falls, and less often as the rate falls.
+    F >= 0 and lr > 0 are mean loss and rate now, F0 and lr0 those at the start.
 
     Source: Wang and Joshi, 2018, arXiv 1810.08313, section 4. Differs: guards where a loss is 0.
     """

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thinwire.compress import KEPT
 from thinwire.local.averager import Averager
-from thinwire.local.averaging import PendingAveraging, real_view, widened
+from thinwire.local.averaging import Changes, PendingAveraging, real_view, widened
 from thinwire.local.saving import INTERVAL, copied
 from thinwire.members.group import ElasticGroup
 from thinwire.members.transfer import StateMessage
@@ -18,8 +18,6 @@ from thinwire.members.transfer import StateMessage
 class JoinerState:
     """Shared state of local updates, copied from a donor to a joiner; implements
     `thinwire.members.members.SharedState`.
-
-    A joiner has no residual, the state of its own optimizer, and parameters equal to the anchors.
     """
 
     def __init__(self, averager: Averager, group: ElasticGroup) -> None:
@@ -54,10 +52,10 @@ class JoinerState:
             "step": pending.step,
             "moved": list(pending.moved),
             "extras": list(pending.extras),
-            "compressed": sorted(pending.compressed),
+            "compressed": sorted(pending.moved.compressed),
             "sketched": pending.sketch is not None,
             "share": pending.share,
-            "delayed": pending.measured is not None,
+            "delayed": pending.delayed,
             "answers": [len(answers) for answers in received],
         }
         tensors = {
@@ -125,18 +123,16 @@ class JoinerState:
             for n, count in enumerate(about["answers"])
         ]
         with self._group.as_if(about["rank"], about["size"]):
-            nothing = {name: torch.zeros_like(averaging.anchors[name]) for name in about["moved"]}
             targets = {**tensors.buffers(), **self._state_targets(about["extras"])}
             targets |= tensors.parameters()
+            # what this rank would have sent was sent by nobody
+            own = {name: tensors.params[name] for name in about["moved"]}
             pending = PendingAveraging(
                 about["step"],
-                nothing,
+                Changes(averaging, own, frozenset(about["compressed"])),
                 {key: widened(targets[key]) for key in about["extras"]},
-                frozenset(about["compressed"]),
-                averaging.sketch_of(nothing) if about["sketched"] else None,
-                {n: tensors.params[n].detach().clone() for n in nothing}
-                if about["delayed"]
-                else None,
+                torch.zeros_like(averaging.sketches[0]) if about["sketched"] else None,
+                about["delayed"],
                 share=about["share"],
             )
             averaging.replay(pending, received)

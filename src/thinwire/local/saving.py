@@ -43,7 +43,7 @@ def saved(averager: Averager) -> dict[str, Any]:
         else {
             "step": pending.step,
             "weight": averager.weight,
-            "measured": copied(pending.measured or {}),
+            "measured": copied(pending.moved.params),
             "extras": copied(pending.extras),
         },
         "local": copied(_local(averager.tensors))
@@ -112,7 +112,6 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
             measured,
             extras,
             keep=True,
-            fold=averager.work is None,
         )
         averager.weight = pending["weight"]
         if averager.work is not None:

@@ -25,15 +25,7 @@ _DRAWS, _SIGNS = 1, 2
 
 
 def sketch(values: Tensor, key: int) -> Tensor:
-    """Return the 64 sums of one real tensor, float64; no host synchronization.
-
-    >>> import torch
-    >>> a = torch.ones(100)
-    >>> bool(torch.equal(sketch(a + a, 0), 2 * sketch(a, 0)))
-    True
-
-    `key` is the index of the tensor among all, so that tensors add up as parts of one long vector.
-    """
+    """Return the 64 sums of one real tensor, float64; no host synchronization."""
     flat = values.reshape(-1)
     draws, signs = _plan(flat.numel(), key, flat.device)
     signed = (flat if draws is None else flat[draws]).double() * signs

@@ -11,9 +11,6 @@ from thinwire.local.model import calls_of_step
 class FollowedSteps:
     """Hook `step` of several optimizers. A local step ends when each has made one step, in any
     order, or after the second step of one, which begins the next local step.
-
-    `before` and `after` are called around a local step, and `observed` when its loss is known:
-    after the closure, if `step` gets one.
     """
 
     def __init__(

@@ -240,8 +240,8 @@ class LocalUpdates:
         facts |= arithmetic(self._tensors.device)
         facts |= {"user error": self._tensors.difference(), **self._tensors.facts()}
         if members is not None:
-            members.require_same_setup("local", facts)
-            members.set_step_source(lambda: self.step)
+            members._require_same_setup("local", facts)
+            members._set_step_source(lambda: self.step)
         ranks.compare(facts, "setting up local updates")
         if (problem := self._tensors.difference()) is not None:
             raise RuntimeError(problem)
@@ -268,10 +268,10 @@ class LocalUpdates:
             after_averaging=self._after_averaging,
         )
         joining_s = 0.0
-        if members is not None and members.joiner:
+        if members is not None and members._joiner:
             began_s = time.perf_counter()
             with own_deadlines():
-                members.fetch_state(JoinerState(averager, members.group))
+                members._fetch_state(JoinerState(averager, members.group))
                 for optimizer in self._tensors.optimizers:
                     begin_at = getattr(optimizer, "begin_at", None)
                     if begin_at is not None:  # the schedules of the other ranks are at this step
@@ -328,7 +328,7 @@ class LocalUpdates:
         members = self._members
         # take up a change of membership here; ranks of a site, and ranks that have already agreed
         # on a change, do so at the averaging instead
-        if members is not None and members.site is None and members.group.pending_after is None:
+        if members is not None and members._sharded is None and members.group.pending_after is None:
             members.group.bind_latest()
         with (
             averager.group.one_deadline(),
@@ -351,7 +351,7 @@ class LocalUpdates:
         """Admit joiners and release leaving members; return True if this rank continues."""
         members, averager = self._members, self._averager
         if members is not None and averager is not None:
-            members.end_round(JoinerState(averager, members.group), goes_on=goes_on)
+            members._end_round(JoinerState(averager, members.group), goes_on=goes_on)
             averager.last = None
             if members.left:
                 self.close()
@@ -671,4 +671,4 @@ def _require_alone(
             f"node_size={node_size} and members were both given: members join and leave "
             "individually, so each counts on its own; omit node_size"
         )
-    members.require_mesh(mesh)
+    members._require_mesh(mesh)

@@ -15,11 +15,8 @@ _PURPOSE = b"thinwire members 1"
 
 
 def read_token(path: str | os.PathLike[str]) -> bytes:
-    """Return the token in a file that only its owner can read: at least 16 bytes, without white
-    space around it.
-
-    Raises:
-        ValueError: The file cannot be read, others can read it, or the token is too short.
+    """Return the token in a file that only its owner can read: at least 16 bytes, without
+    white space around it.
     """
     file = Path(path)
     how = f"`thinwire host --new-token {file}` or `openssl rand -hex 32` makes one"
@@ -52,11 +49,7 @@ def read_token(path: str | os.PathLike[str]) -> bytes:
 
 
 def new_token(path: str | os.PathLike[str]) -> None:
-    """Write a token of 32 random bytes, as hexadecimal digits, to a new file for its owner only.
-
-    Raises:
-        ValueError: The file exists already, or cannot be written.
-    """
+    """Write a token of 32 random bytes, as hexadecimal digits, to a new file for its owner only."""
     file = Path(path)
     try:
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -73,12 +66,7 @@ def new_token(path: str | os.PathLike[str]) -> None:
 
 
 def derived_key(secret: bytes, *purpose: str) -> bytes:
-    """Return a 32-byte key for one purpose: HMAC-SHA256 of the purpose.
-
-    Args:
-        secret: The token, or a key derived from it.
-        purpose: Words that name the purpose; other words, or another split, give another key.
-    """
+    """Return a 32-byte key for one purpose: HMAC-SHA256 of the purpose."""
     words = b"".join(len(word.encode()).to_bytes(4, "big") + word.encode() for word in purpose)
     return hmac.digest(secret, _PURPOSE + words, hashlib.sha256)
 
@@ -99,16 +87,7 @@ class Address(NamedTuple):
 
 
 def parse_address(name: str, text: str, *, scheme: bool) -> Address:
-    """Parse HOST:PORT, with an IPv6 address in brackets.
-
-    Args:
-        name: Name of the argument, for errors.
-        text: The address.
-        scheme: True if tcp:// must come before it.
-
-    Raises:
-        ValueError: The text is malformed, the port is above 65535, or it is 0 with a scheme.
-    """
+    """Parse HOST:PORT, with an IPv6 address in brackets."""
     example = f"{_SCHEME if scheme else ''}10.0.0.1:29400"
     rest = text.removeprefix(_SCHEME) if scheme else text
     found = _FORM.fullmatch(rest)

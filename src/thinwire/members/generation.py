@@ -10,14 +10,7 @@ from thinwire.comm.member_groups import MemberGroups
 
 @dataclass(frozen=True)
 class Decision:
-    """Members of a generation, as written once in the store by the first member that decides.
-
-    Attributes:
-        ids: The members in the order of their ranks.
-        continuing: The members that were in the generation before.
-        votes: Number of the last agreement before this generation.
-        answers: Answers of that agreement; empty if every member has received it.
-    """
+    """Members of a generation, as written once in the store by the first member that decides."""
 
     ids: tuple[str, ...]
     continuing: tuple[str, ...]
@@ -42,14 +35,7 @@ class Decision:
 
 @dataclass
 class Generation:
-    """A generation that this member belongs to.
-
-    Attributes:
-        number: Index of the generation, from 0.
-        decision: Its members.
-        rank: Rank of this member.
-        groups: The process groups; None for a single member.
-    """
+    """A generation that this member belongs to."""
 
     number: int
     decision: Decision
@@ -76,20 +62,9 @@ class Generation:
 def next_decision(
     ids: Sequence[str], announced: Mapping[str, Mapping[str, Any]], quorum_base: Sequence[str]
 ) -> tuple[Decision, Sequence[str]]:
-    """Return the next generation, made of the members that are present. If all are present but some
-    could not connect, the joiners are dropped: one of them may be unreachable.
-
-    Args:
-        ids: The members of the last generation.
-        announced: Announcement of each member: `votes`, `answers`, whether it has `voted` in the
-            last generation, `connecting_s` (None if it was connected), and whether it has `left`.
-            The agreement of a member that left is valid, and no member waits for it.
-        quorum_base: Members that were in the run before; more than half of them must be present
-            unless some member has voted.
-
-    Returns:
-        The decision, and the members of which more than half must be in it; may be empty.
-    """
+    """Return the next generation, made of the members that are present."""
+    # if all are present but some could not connect, the joiners are dropped: one of them may be
+    # unreachable. More than half of `quorum_base` must be present, unless a member has voted
     announced_ids = [member for member in ids if member in announced]
     present = tuple(member for member in announced_ids if not announced[member]["left"])
     latest = max(announced_ids, key=lambda member: announced[member]["votes"])

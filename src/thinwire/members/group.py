@@ -25,18 +25,10 @@ if TYPE_CHECKING:
 
 
 class ElasticGroup(Group):
-    """The ranks of the generation that this member is bound to.
+    """The ranks of the generation that this member is bound to."""
 
-    The remaining members repeat an agreement that was interrupted, unless one of them has received
-    all answers: then it is valid for all. An interrupted exchange raises `Regrouped`: the caller
-    repeats it.
-
-    Attributes:
-        bound: The generation in use; None before the first.
-        on_rebind: Functions that are called after this member was bound to a new generation.
-        pending_after: Number of the generation whose successor has been agreed on and is being
-            connected beside the training; -1 on a joiner. None if no new generation is pending.
-    """
+    # an agreement that one member has received is valid for all; else it is repeated. An
+    # interrupted exchange raises `Regrouped`: the caller repeats it
 
     static_membership = False
 
@@ -61,11 +53,8 @@ class ElasticGroup(Group):
         return -1 if self.bound is None else self.bound.number
 
     def bind_latest(self) -> int:
-        """Bind to the last generation that was formed, waiting for a pending one; return its
-        number.
-
-        Raises:
-            Evicted, QuorumLost: This member cannot go on.
+        """Bind to the last generation that was formed, waiting for a pending one; return
+        its number.
         """
         if self.pending_after is not None:
             self._wait_for_next(self.pending_after)
@@ -109,9 +98,7 @@ class ElasticGroup(Group):
             self.rank, self.size = own
 
     def launch_bytes(self, payload: bytes, *, action: str) -> Pending[list[bytes]]:
-        """Launch as `Group.launch_bytes` does, a numbered agreement; see `Membership`. A joiner
-        agrees with itself.
-        """
+        """Launch as `Group.launch_bytes` does, a numbered agreement; see `Membership`."""
         return Pending.started(self._voting(payload, action))
 
     def _voting(self, payload: bytes, action: str) -> Generator[None, None, list[bytes]]:
@@ -195,12 +182,7 @@ class SingleRank:
     rank, size = 0, 1
 
     def gather_values(self, action: str, value: Any) -> list[Any]:
-        """Return the value of every rank of the site, in rank order, as JSON values.
-
-        Raises:
-            ThinwireError: A rank of the site makes another call.
-            PeerLost, PeerStalled: A rank was lost, or has announced its end.
-        """
+        """Return the value of every rank of the site, in rank order, as JSON values."""
         return [value]
 
     def broadcast_value(self, action: str, value: Any) -> Any:
@@ -211,11 +193,7 @@ class SingleRank:
         """Tell the other ranks of the site, wherever they wait, why this one ends. Does so once."""
 
     def raise_first(self, action: str, problem: ThinwireError | None) -> None:
-        """Raise the error of this rank, or else of another rank of the site.
-
-        Raises:
-            ThinwireError: `problem`; or PeerLost with the text of another rank.
-        """
+        """Raise the error of this rank, or else of another rank of the site."""
         texts = self.gather_values(action, None if problem is None else str(problem))
         if problem is not None:
             raise problem
@@ -225,21 +203,7 @@ class SingleRank:
 
 
 class Site(SingleRank):
-    """The ranks of this site: all ranks of its job.
-
-    Args:
-        mesh: Mesh of one site: (1, shards), with the dimensions "replicate" and "shard".
-        timeout_s: Time-out of the members.
-
-    Attributes:
-        mesh: The mesh.
-        ranks: The ranks of the site.
-
-    Raises:
-        TypeError, ValueError: See `require_mesh`; or the mesh has several sites.
-
-    Communication: making the first one over a mesh is collective over its ranks.
-    """
+    """The ranks of this site: all ranks of its job."""
 
     def __init__(self, mesh: DeviceMesh, timeout_s: float) -> None:
         if is_alone():
@@ -295,16 +259,12 @@ class Site(SingleRank):
 
 
 class SiteGroup(Group):
-    """The ranks of all sites that take part.
+    """The ranks of all sites that take part."""
 
-    First the ranks that hold the same shard agree across the sites, and repeat an interrupted
-    agreement; see `ElasticGroup`. Then the ranks of each site exchange the answers that they
-    received. The ranks of one shard may have received the answer of a lost site, those of another
-    shard may not. Such a site is left out everywhere, so that all ranks see the same answers. Its
-    data may still be in the mean of one shard.
-
-    The ranks are ordered by site, and within a site by shard.
-    """
+    # first the ranks of one shard agree across the sites, then the ranks of each site exchange the
+    # answers that they received: one shard may have a lost site's answer and another not. Such a
+    # site is left out everywhere; its data may still be in the mean of one shard. Ranks are ordered
+    # by site, then by shard
 
     static_membership = False
 
@@ -354,9 +314,7 @@ class SiteGroup(Group):
             raise
 
     def launch_bytes(self, payload: bytes, *, action: str) -> Pending[list[bytes]]:
-        """Launch as `Group.launch_bytes` does. The answers are those of the sites whose answers
-        every rank of this site has received.
-        """
+        """Launch as `Group.launch_bytes` does."""
         with self._announcing_end():
             gathered = self._shard_group.launch_bytes(payload, action=action)
         return Pending(lambda: self._common_answers(gathered, action))

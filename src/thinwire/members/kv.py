@@ -32,24 +32,12 @@ _ABSENT: Final = b"\0nothing"
 
 @final
 class AuthenticatedStore(Store):
-    """Part of a store: all keys share a prefix, and with a secret every value carries a MAC.
+    """Part of a store: all keys share a prefix, and with a secret every value carries a MAC."""
 
-    A stored value is 4 bytes, the HMAC-SHA256 of key and value (32 bytes), and the value. A value
-    is refused if its MAC does not match: it came from a stranger, was written with another token or
-    for another run, or was copied from another key. An attacker who can write to the store can
-    still delete values and restore an older value of the same key. A key that is written only once
-    has no older value; other keys need a counter in the value, as heartbeats have.
-
-    torch accepts it as the store of a `ProcessGroupGloo` or a `PrefixStore`. The caller must then
-    keep a reference, since torch keeps none to a Python object. Each thread needs a `clone` of its
-    own: a wait blocks every other call on the same connection.
-
-    Args:
-        store: The store that holds the values.
-        secret: Secret from which the key is derived; None stores plain values.
-        prefix: Prefix of every key, including the slash.
-        session: Random identity of the host process; it changes when the host restarts.
-    """
+    # a value is 4 bytes, the HMAC-SHA256 of key and value (32 bytes), and the value. One who can
+    # write to the store can still delete values and restore older ones: a key that is written more
+    # than once needs a counter in its value. torch keeps no reference to it as a store: the caller
+    # must. Each thread needs a `clone`: a wait blocks all calls of a connection
 
     def __init__(
         self, store: Store, secret: bytes | None, prefix: str = "", session: str = ""
@@ -91,19 +79,12 @@ class AuthenticatedStore(Store):
         self._store.set(self._prefix + key, self._with_mac(key, value))
 
     def get(self, key: str) -> bytes:
-        """Return a value; wait for it until the store's time-out.
-
-        Raises:
-            PayloadCorrupt: The MAC does not match.
-        """
+        """Return a value; wait for it until the store's time-out."""
         return self._verified(key, self._store.get(self._prefix + key))
 
     def try_get(self, key: str) -> bytes | None:
-        """Return a value, or None if there is none; one round trip, where `check` and `get` take
-        three.
-
-        Raises:
-            PayloadCorrupt: The MAC does not match.
+        """Return a value, or None if there is none; one round trip, where `check` and `get`
+        take three.
         """
         # a stranger can read this argument: with a MAC it could be replayed as a value
         found = self._store.compare_set(self._prefix + key, _ABSENT, _ABSENT)
@@ -112,11 +93,8 @@ class AuthenticatedStore(Store):
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
-        """Write a value if the present one equals `expected_value` (empty: no value); return the
-        value that is stored afterwards.
-
-        Raises:
-            PayloadCorrupt: The MAC of the stored value does not match.
+        """Write a value if the present one equals `expected_value` (empty: no value);
+        return the value that is stored afterwards.
         """
         expected = self._with_mac(key, expected_value) if expected_value else b""
         desired = self._with_mac(key, desired_value)
@@ -182,21 +160,10 @@ Value = Any
 
 
 class KeyValueView:
-    """JSON values under the keys of one run, over one connection. Each thread needs its own view.
+    """JSON values under the keys of one run, over one connection."""
 
-    A call waits for the host, and torch's store has no time-out for that: on the main thread, give
-    a limit. If the connection breaks and the same host can be reached again, the call is repeated
-    over a new connection. All writes must therefore be idempotent, and valid when they arrive late.
-
-    Args:
-        store: The store of the run.
-        limit_s: Longest wait for the host in seconds; None: no limit.
-
-    Raises:
-        PayloadCorrupt: A stranger wrote a value.
-        PeerStalled: The host did not answer within `limit_s`.
-        PeerLost: The host closed the connection. Without a limit: torch's RuntimeError.
-    """
+    # calls wait for the host without a time-out: on the main thread, give `limit_s`. Calls are
+    # repeated over a new connection, so writes must be idempotent, and valid when they arrive late
 
     def __init__(self, store: AuthenticatedStore, limit_s: float | None = None) -> None:
         self.store, self.limit_s = store, limit_s
@@ -211,9 +178,7 @@ class KeyValueView:
     def open(
         cls, connect: Callable[..., AuthenticatedStore], port: int, limit_s: float | None = None
     ) -> KeyValueView:
-        """Return a view with a connection of its own, to this port. `connect(at_most_s=...)` opens
-        a new connection if that one breaks.
-        """
+        """Return a view with a connection of its own, to this port."""
         store, connections = _connected(connect, port)
         kv = cls(store, limit_s)
         kv._connect, kv._connections = connect, connections
@@ -259,11 +224,7 @@ class KeyValueView:
                 self._lost_connection = error
 
     def _reconnect(self, lost: DistNetworkError) -> None:
-        """Open a new connection as soon as the host can be reached.
-
-        Raises:
-            DistNetworkError: No process listens there any more, or the host has restarted.
-        """
+        """Open a new connection as soon as the host can be reached."""
         while self._connect is not None and not self._closed.is_set():
             connect = partial(self._connect, at_most_s=_UNANSWERED_S)
             try:
@@ -304,11 +265,7 @@ class KeyValueView:
         self.call(lambda: self.store.set(key, json.dumps(value)))
 
     def put_if_absent(self, key: str, value: Value) -> Value:
-        """Write a value unless the key has one.
-
-        Returns:
-            The value that is stored now, the same for every caller.
-        """
+        """Write a value unless the key has one."""
         return json.loads(self.call(lambda: self.store.compare_set(key, "", json.dumps(value))))
 
     def get(self, key: str) -> Value:

@@ -40,26 +40,8 @@ _SESSION_BYTES: Final = 16
 def connect(
     address: str, run: str, token: bytes | None, timeout: timedelta, *, at_most_s: float = math.inf
 ) -> AuthenticatedStore:
-    """Return the store of a run at a meeting place, after the host has shown that it knows the
-    token.
-
-    Args:
-        address: Address such as "tcp://10.0.0.1:29400".
-        run: Name of the run: letters, digits, ".", "_" and "-", at most 64.
-        token: Token of the host; None if it has none.
-        timeout: Time-out of this call, and of the store's calls afterwards.
-        at_most_s: Time-out of this call in seconds, if shorter.
-
-    Returns:
-        The keys of this run, which have the prefix run/{run}/ in the host's store. With a token,
-        values carry a MAC for this run and this start of the host: values of another run, or from
-        before a restart of the host, are refused.
-
-    Raises:
-        ValueError: The address or the name of the run is malformed.
-        PeerLost: No process listens there, or it closed the connection.
-        PeerStalled: No answer within the time-out.
-        Mismatch: It is no meeting place, has another token or none, or another version.
+    """Return the store of a run at a meeting place, after the host has shown that it knows
+    the token.
     """
     require_run(run)
     host = parse_address("address", address, scheme=True)
@@ -94,9 +76,8 @@ def connect(
 
 
 def greet(store: Store, token: bytes | None) -> str:
-    """Write the greeting to the host's new store. It shows joiners that this host has their token.
-    Return the session, a random text that is part of the keys of all runs.
-    """
+    """Write the greeting to the host's new store."""
+    # it shows joiners that this host has their token
     session = secrets.token_hex(_SESSION_BYTES)
     reported = {"meeting": MEETING_VERSION, "thinwire": __version__, "session": session}
     _host_store(store, token).set(_GREETING, json.dumps(reported))
@@ -110,11 +91,7 @@ def run_store(store: Store, run: str, token: bytes | None, session: str) -> Auth
 
 
 def require_run(run: str) -> None:
-    """Check the name of a run.
-
-    Raises:
-        ValueError: It has another form.
-    """
+    """Check the name of a run."""
     if not _RUN.fullmatch(run):
         raise ValueError(
             f'run={run!r} is no name of a run: 1 to 64 letters, digits, ".", "_" and "-", the '
@@ -128,17 +105,7 @@ def require_same(
     *,
     remedies: Mapping[str, str] | None = None,
 ) -> None:
-    """Compare facts (JSON values) with those of the run; the first member sets them.
-
-    Args:
-        store: Part of the run's store for this comparison.
-        facts: Facts of this member, compared in their order.
-        remedies: Advice for a fact that differs, by its name.
-
-    Raises:
-        Mismatch: On this member alone: the first fact that differs, and both values.
-        PayloadCorrupt: A stranger has written the facts of the run.
-    """
+    """Compare facts (JSON values) with those of the run; the first member sets them."""
     own: dict[str, Any] = json.loads(json.dumps(facts))
     theirs = json.loads(store.compare_set("facts", "", json.dumps(own)))
     for name in [*own, *theirs]:
@@ -154,11 +121,7 @@ def require_same(
 
 
 def reached_from(host: Address, limit_s: float) -> str:
-    """Return the address of this machine from which it reaches a listening host.
-
-    Raises:
-        PeerLost, PeerStalled: No process listens there, or nothing answers within the limit.
-    """
+    """Return the address of this machine from which it reaches a listening host."""
     # torch would retry until the time-out where no process listens
     try:
         return _local_address(host, time.monotonic() + limit_s)
@@ -245,15 +208,7 @@ def run_host(
     ready: Callable[[], None],
     stop: threading.Event,
 ) -> None:
-    """Run the store until `stop` is set, and report when the generation of a run changes.
-
-    Args:
-        listener: The only listening socket, which is closed in the end.
-        token: Token for the greeting, and to read the state of runs; None without one.
-        say: Function that takes one line of output.
-        ready: Function that is called once joiners are admitted.
-        stop: Event that ends the call within a second.
-    """
+    """Run the store until `stop` is set, and report when the generation of a run changes."""
     host, port = listener.getsockname()[:2]
     store = TCPStore(
         _LOOPBACKS.get(host, host),  # for its own client

@@ -74,16 +74,16 @@ class SharedSampler(Protocol):
     """Sampler whose samples the members share; `thinwire.ShardedSampler` is one."""
 
     @property
-    def taken(self) -> tuple[int, int]:
+    def _progress(self) -> tuple[int, int]:
         """Epoch, and number of samples taken since the last distribution."""
 
-    def redistribute(self, taken: Sequence[tuple[int, int] | None], rank: int, ranks: int) -> None:
+    def _redistribute(self, taken: Sequence[tuple[int, int] | None], rank: int, ranks: int) -> None:
         """Distribute the remaining samples again; see `thinwire.ShardedSampler`."""
 
     def state_dict(self) -> Facts:
-        """Return the state for a joiner, right after `redistribute`."""
+        """Return the state for a joiner, right after `_redistribute`."""
 
-    def start_as_joiner(self, state: Facts, rank: int, ranks: int) -> None:
+    def _start_as_joiner(self, state: Facts, rank: int, ranks: int) -> None:
         """Start on a joiner from the state of the others."""
 
 
@@ -110,14 +110,14 @@ class Members:
         make_membership: Callable[[KeyValueView, str], Membership],
     ) -> None:
         self._site, self._make_membership, self.timeout_s = site, make_membership, timeout_s
-        self._kv = kv if self.site is None else kv.under(f"shard/{site.rank}")
+        self._kv = kv if self._sharded is None else kv.under(f"shard/{site.rank}")
         key = self._kv.store.key_for("state") or b""
         self._transfer_context = TransferContext(self._kv, endpoint, timeout_s, key)
         self._membership = self._join_run()
         self.group = ElasticGroup(self._membership)
         self.job: Group = self.group
-        if self.site is not None:
-            self.job = SiteGroup(self.site, self.group)
+        if self._sharded is not None:
+            self.job = SiteGroup(self._sharded, self.group)
         self._callbacks: list[Callable[[Members], None]] = []
         self.group.on_rebind.append(self._notify)
         self._donors: list[Donor] = []
@@ -136,7 +136,7 @@ class Members:
         """States of the samplers that a joiner received."""
 
     @property
-    def site(self) -> Site | None:
+    def _sharded(self) -> Site | None:
         """The ranks that form this member; None for a single rank."""
         return self._site if isinstance(self._site, Site) else None
 
@@ -152,7 +152,7 @@ class Members:
             raise
         return membership
 
-    def require_mesh(self, mesh: DeviceMesh | None) -> None:
+    def _require_mesh(self, mesh: DeviceMesh | None) -> None:
         """Check that `mesh` is the one passed to `join`.
 
         Raises:
@@ -179,7 +179,7 @@ class Members:
         self._close(leaves=kind is None)
 
     @property
-    def joiner(self) -> bool:
+    def _joiner(self) -> bool:
         """True until this process has received the state of a run that had begun without it."""
         return self.group.bound is None and self.group.pending_after is None
 
@@ -205,7 +205,7 @@ class Members:
         return len(self.ids)
 
     @property
-    def rank_and_size(self) -> tuple[int, int]:
+    def _rank_and_size(self) -> tuple[int, int]:
         """Rank of this process among the ranks of all members, and their number."""
         rank, size, site = max(self.rank, 0), max(self.size, 1), self._site
         return rank * site.size + site.rank, size * site.size
@@ -222,7 +222,7 @@ class Members:
         bound = self.group.bound
         if bound is not None:
             return bound.number, bound.ids
-        admitted = None if self.joiner else self._membership.admitted
+        admitted = None if self._joiner else self._membership.admitted
         return (-1, ()) if admitted is None else admitted
 
     @property
@@ -292,11 +292,11 @@ class Members:
 
     # for local updates
 
-    def set_step_source(self, step: Callable[[], int]) -> None:
+    def _set_step_source(self, step: Callable[[], int]) -> None:
         """Take `step` from this function."""
         self._step = step
 
-    def register_sampler(self, sampler: SharedSampler) -> None:
+    def _register_sampler(self, sampler: SharedSampler) -> None:
         """Distribute the remaining samples of this sampler again at each membership change."""
         self._samplers.append(sampler)
         self._sharing_ids = self._sharing_ids or self.ids
@@ -312,7 +312,7 @@ class Members:
                 "the same samplers on all members, before local updates begin"
             )
         rank, ranks = self._rank_and_size_in(self._sharing_ids)
-        self._samplers[index].start_as_joiner(states[index], rank, ranks)
+        self._samplers[index]._start_as_joiner(states[index], rank, ranks)
 
     def _sampler_facts(self) -> Facts:
         """Return the sampler states for a joiner, right after `_redistribute_samples`."""
@@ -333,10 +333,10 @@ class Members:
         if not self._samplers or tuple(ids) == self._sharing_ids or self.id not in ids:
             return
         for sampler in self._samplers:
-            sampler.redistribute(self.taken_of(sampler), *self._rank_and_size_in(ids))
+            sampler._redistribute(self._taken_of(sampler), *self._rank_and_size_in(ids))
         self._sharing_ids, self._taken = tuple(ids), {}
 
-    def taken_of(self, sampler: SharedSampler) -> list[tuple[int, int] | None]:
+    def _taken_of(self, sampler: SharedSampler) -> list[tuple[int, int] | None]:
         """Return the progress of each rank that shares the samples, as reported at the last
         averaging; None if it has reported none since the last distribution.
         """
@@ -347,7 +347,7 @@ class Members:
         reports = [self._taken.get(key) for key in sharing]
         return [None if report is None else tuple(report[index]) for report in reports]
 
-    def require_same_setup(self, occasion: str, facts: Facts) -> None:
+    def _require_same_setup(self, occasion: str, facts: Facts) -> None:
         """Compare this member's setup with that of the run; the first member sets it.
 
         Args:
@@ -361,7 +361,7 @@ class Members:
         kv = self._kv
         kv.call(lambda: require_same(kv.store.under(occasion), dict(leaves("", facts))))
 
-    def fetch_state(self, state: SharedState) -> None:
+    def _fetch_state(self, state: SharedState) -> None:
         """Copy the state of the run from a member, and wait for admission.
 
         Raises:
@@ -379,7 +379,7 @@ class Members:
         while True:
             problem: ThinwireError | None = None
             try:
-                self._fetch_state(state)
+                self._fetch_from_donor(state)
             except (PeerLost, PeerStalled, PayloadCorrupt) as error:
                 if self._membership.kv.waiting_s > self.timeout_s / 2:
                     raise  # the meeting place is stalled: no other member can be asked either
@@ -406,7 +406,7 @@ class Members:
         ready = any(is_ready for is_ready, _, _ in answers)
         return ready, PeerLost(texts[0]) if texts else None
 
-    def _fetch_state(self, state: SharedState) -> None:
+    def _fetch_from_donor(self, state: SharedState) -> None:
         site, problem = self._site, None
         number = self._membership.say_hello(self._kv) if site.rank == 0 else 0
         number = site.broadcast_value("asking for admission", number)
@@ -449,18 +449,18 @@ class Members:
                 logged = time.monotonic()
                 _log.info("waited %.0f s for the end of a round to join", logged - began)
 
-    def report(self) -> dict[str, Any]:
+    def _report(self) -> dict[str, Any]:
         """Return this rank's report for the agreement that ends a round."""
         report: dict[str, Any] = {"leaving": self.id} if self._leaving else {}
         if self._samplers:
-            taken = [sampler.taken for sampler in self._samplers]
+            taken = [sampler._progress for sampler in self._samplers]
             report["taken"] = [self.id, self._site.rank, taken]
         if self.group.rank == self._site.rank == 0:
             report["assign"] = self._membership.waiting_joiners()
             report["admit"] = self._membership.ready_joiners()
         return report
 
-    def receive_reports(self, reports: Sequence[Facts]) -> None:
+    def _receive_reports(self, reports: Sequence[Facts]) -> None:
         """Store the reports of all ranks from the agreement that ends a round."""
         self._agreed = reports[0]
         # identities, not ranks: the reports may belong to a generation that has ended by now
@@ -469,7 +469,7 @@ class Members:
         progress = [report["taken"] for report in reports if "taken" in report]
         self._taken |= {(member, rank): taken for member, rank, taken in progress}
 
-    def end_round(self, state: SharedState, *, goes_on: bool = False) -> None:
+    def _end_round(self, state: SharedState, *, goes_on: bool = False) -> None:
         """Send states, admit joiners and release leaving members, as agreed in the reports. All
         members call it after the same round.
 
@@ -521,7 +521,7 @@ class Members:
             self.group.pending_after = now.number  # the next one connects while this member trains
 
     @property
-    def has_joiners(self) -> bool:
+    def _has_joiners(self) -> bool:
         """True if this member sends every round to a joiner."""
         return any(donor.alive for donor in self._donors)
 

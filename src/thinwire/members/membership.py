@@ -38,24 +38,13 @@ _log = logging.getLogger("thinwire")
 
 
 class Membership:
-    """Membership state machine of one member, on a thread of its own.
+    """Membership state machine of one member, on a thread of its own."""
 
-    Agreements are numbered over all generations. An agreement is valid as soon as one member has
-    received all answers. When a generation breaks, every member announces its last agreement: the
-    number and the answers. The first member that sees all announcements (or those that came in
-    time) writes the next generation, together with the latest agreement. Members that had not
-    received that agreement take it from there. After its announcement a member accepts no
-    agreement of the old generation.
-
-    Attributes:
-        own_id: Identity of this member.
-        votes: Number of agreements that this member has accepted.
-        generation: The last generation that was formed; None before the first.
-        end_reason: Error that ended this member's part; None while it takes part.
-        joiner: True if the run had begun without this process.
-        admitted: Number and members of the generation that admits this joiner, which need not be
-            connected yet; None before that.
-    """
+    # agreements are numbered over all generations. One is valid as soon as one member has received
+    # all answers. When a generation breaks, every member announces its last agreement with its
+    # answers, and accepts none of that generation any more. The first that sees all announcements
+    # (or those in time) writes the next generation with the latest agreement, from which the others
+    # take it
 
     def __init__(
         self,
@@ -104,17 +93,7 @@ class Membership:
     # called on the main thread
 
     def meet(self, founders: tuple[str, ...] | None = None) -> None:
-        """Announce this member and wait for the first generation, or for one to join. If no member
-        of the last generation is alive, the run restarts with the next one.
-
-        Args:
-            founders: Members that the first rank of this site has met, given to its other ranks,
-                which do not ask for admission; empty if the run had begun without them.
-
-        Raises:
-            QuorumLost: Fewer than `min_members` came within the time-out.
-            PeerStalled: The meeting place does not answer.
-        """
+        """Announce this member and wait for the first generation, or for one to join."""
         self._founders = founders
         self._thread.start()
         limit_s = self._silence_s + self.timeout_s + _ALL_ATTEMPTS_S
@@ -138,11 +117,7 @@ class Membership:
         return True
 
     def current(self) -> Generation:
-        """Return the last generation that was formed.
-
-        Raises:
-            Evicted, QuorumLost, ThinwireError: This member cannot go on.
-        """
+        """Return the last generation that was formed."""
         if self.end_reason is not None:
             raise self.end_reason
         assert self.generation is not None, "met"
@@ -165,12 +140,7 @@ class Membership:
         self._commands.put(lambda: self._change_generation(number, tuple(ids), tuple(continuing)))
 
     def wait_for_next(self, number: int) -> Generation:
-        """Wait for a generation after this one.
-
-        Raises:
-            Evicted, QuorumLost, ThinwireError: This member cannot go on.
-            PeerStalled: The meeting place does not answer.
-        """
+        """Wait for a generation after this one."""
         limit_s = self.timeout_s + _ALL_ATTEMPTS_S
         formed = self._wait_until(
             lambda: self.end_reason or (self.generation and self.generation.number > number),
@@ -234,12 +204,7 @@ class Membership:
         return number
 
     def require_heartbeat(self) -> None:
-        """Check, on a joiner that waits, that some member is alive.
-
-        Raises:
-            PeerStalled: No heartbeat of a member came within the time-out plus the time that
-                connecting may take.
-        """
+        """Check, on a joiner that waits, that some member is alive."""
         if self.end_reason is not None:
             raise self.end_reason
         if self._is_silent():
@@ -576,9 +541,8 @@ class Membership:
                     self._hellos[number] = value
 
     def _lacks_donor(self, number: int) -> bool:
-        """Return True if a donor was assigned long ago and none has begun. Members that were in
-        different generations may have computed different donors.
-        """
+        """Return True if a donor was assigned long ago and none has begun."""
+        # members that were in different generations may have computed different donors
         asked = self.donor_assigned_s.get(number)
         late = asked is not None and time.monotonic() - asked > self.timeout_s
         return late and not self.kv.has(f"donor/{number}")

@@ -48,11 +48,7 @@ def relay_key(token: bytes | None) -> bytes:
 
 
 def certificate(cert: Path, key: Path | None) -> ssl.SSLContext:
-    """Return the TLS context of a relay.
-
-    Raises:
-        ValueError: The files are no certificate and key, or do not belong together.
-    """
+    """Return the TLS context of a relay."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert, key)
@@ -65,14 +61,7 @@ def certificate(cert: Path, key: Path | None) -> ssl.SSLContext:
 
 
 class _Relay:
-    """Connections of all ranks, by room; those of the store's clients are passed on.
-
-    Args:
-        key: Key that ranks prove to have; empty without a token.
-        tls: TLS context; None for unencrypted connections.
-        store_port: Port of torch's store on the loopback address.
-        stop: Event that ends `run`.
-    """
+    """Connections of all ranks, by room; those of the store's clients are passed on."""
 
     def __init__(
         self, key: bytes, tls: ssl.SSLContext | None, store_port: int, stop: asyncio.Event
@@ -261,14 +250,7 @@ async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> N
 def relaying(
     listener: socket.socket, token: bytes | None, tls: ssl.SSLContext | None, store_port: int
 ) -> Iterator[None]:
-    """Run a relay on a thread of its own while the block runs.
-
-    Args:
-        listener: Listening socket of relay and meeting place, which is closed in the end.
-        token: Token of the members; None without one.
-        tls: TLS context, see `certificate`; None for unencrypted connections.
-        store_port: Port on which torch's store listens, on the loopback address 127.0.0.1.
-    """
+    """Run a relay on a thread of its own while the block runs."""
     runner, stop = asyncio.Runner(), asyncio.Event()
     loop = runner.get_loop()
     loop.set_exception_handler(lambda *_: None)  # strangers that abort a handshake

@@ -29,13 +29,7 @@ _log = logging.getLogger("thinwire")
 
 @dataclass(frozen=True)
 class StateMessage:
-    """One message of a transfer: plain values, and tensors by name.
-
-    Attributes:
-        kind: "state" for a full state, "round" for the update of one round, "own" for a handoff.
-        last: True if the joiner is a member after this message.
-        waiting: Number of messages that waited behind this one when it was sent.
-    """
+    """One message of a transfer: plain values, and tensors by name."""
 
     kind: str
     plain: Mapping[str, Any]
@@ -71,11 +65,10 @@ class TransferContext(NamedTuple):
 
 
 class _Checksums:
-    """Checksums of the messages of one transfer, keyed if the run has a token.
+    """Checksums of the messages of one transfer, keyed if the run has a token."""
 
-    A checksum covers the number of the transfer and the index of the message, so that no message
-    can be replayed, reordered, or sent to another joiner.
-    """
+    # a checksum covers number of the transfer and index of the message: nothing can be replayed,
+    # reordered, or sent to another joiner
 
     def __init__(self, key: bytes, number: int) -> None:
         self._key, self._number, self._count = key, number, 0
@@ -85,11 +78,7 @@ class _Checksums:
         return self._next(content) + content
 
     def verify(self, message: bytes | bytearray) -> bytes:
-        """Return the content of the next message received.
-
-        Raises:
-            PayloadCorrupt: The checksum does not match.
-        """
+        """Return the content of the next message received."""
         content = bytes(message[_CHECKSUM_BYTES:])
         if not hmac.compare_digest(message[:_CHECKSUM_BYTES], self._next(content)):
             raise PayloadCorrupt("the state from a member was damaged in transit: join again")
@@ -110,12 +99,7 @@ def handoff_number(generation: int, rank: int) -> int:
 
 
 class Donor:
-    """Thread that sends one recipient a state and the update of every round after it, in order.
-
-    Attributes:
-        number: Number of the transfer: the joiner's request, or `handoff_number`.
-        joiner: Identity of the recipient.
-    """
+    """Thread that sends one recipient a state and the update of every round after it, in order."""
 
     def __init__(self, context: TransferContext, number: int, joiner: str, *, own_id: str) -> None:
         self.number, self.joiner = number, joiner
@@ -156,9 +140,8 @@ class Donor:
         self._thread.join(limit_s)
 
     def _next(self) -> tuple[StateMessage | None, int]:
-        """Return the next message and the number of those behind it. A heartbeat if there is none
-        for long, since a round may take longer than the time-out.
-        """
+        """Return the next message and the number of those behind it."""
+        # a heartbeat if there is none for long: a round may take longer than the time-out
         with self._changed:
             if not self._messages:
                 self._changed.wait(self._context.timeout_s / _BEATS_PER_TIMEOUT)
@@ -190,26 +173,14 @@ class Donor:
 
 
 class Recipient:
-    """Receiving end of a transfer.
-
-    Raises:
-        PeerLost, PeerStalled: The donor was lost.
-    """
+    """Receiving end of a transfer."""
 
     def __init__(self, context: TransferContext, number: int) -> None:
         self._checksums = _Checksums(context.key, number)
         self._channel = context.channel(number, sending=False)
 
     def receive(self, max_bytes: int) -> StateMessage:
-        """Return the next message, skipping heartbeats.
-
-        Args:
-            max_bytes: Upper bound on the message's tensor bytes.
-
-        Raises:
-            PeerLost, PeerStalled: The donor was lost.
-            PayloadCorrupt: The message is damaged.
-        """
+        """Return the next message, skipping heartbeats."""
         while True:
             plain = json.loads(self._checksums.verify(self._channel.receive(_MAX_PLAIN_BYTES)))
             content = self._checksums.verify(self._channel.receive(max_bytes))
@@ -223,11 +194,7 @@ class Recipient:
 
 
 class IncomingHandoff:
-    """Thread that receives the handoff of a leaving member: the state that only it held.
-
-    Args:
-        factor: Weight of the received state on this member.
-    """
+    """Thread that receives the handoff of a leaving member: the state that only it held."""
 
     def __init__(
         self, context: TransferContext, number: int, factor: float, *, max_bytes: int

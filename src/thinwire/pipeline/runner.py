@@ -27,30 +27,11 @@ _Parcels = tuple[Parcel | None, Parcel | None]
 
 
 class PipelineRunner:
-    """Runs mini-batches through the stages of one replica. Every rank of the replica makes the same
-    calls.
+    """Runs mini-batches through the stages of one replica."""
 
-    Communication: per call 24 bytes a rank to agree on the mini-batch, and 42 bytes to report loss,
-    outcome and sums of the bits that travelled. The runner is a check of the update's agreement,
-    which reports failures. Per micro-batch each stage sends its output to the next one, and
-    receives the gradient if the output needs one. The first mini-batch with new shapes, types or
-    mode (training or evaluation) costs one more forward pass of a micro-batch, which determines the
-    tensors between stages.
-
-    Failure: an error in the model or the loss function is raised by all stages at the end of the
-    call; the failing rank raises the original error. Discard the gradients then; the pipeline keeps
-    working. A dead or stopped stage is `PeerLost` or `PeerStalled` on the others within the
-    time-out of the group. The pipeline cannot be used afterwards.
-
-    Args:
-        stage: This rank's stage, from `split_model`. Its device is that of its first parameter.
-        config: Config of the pipeline.
-        grid: The ranks; as many stages as `config` has.
-        loss_fn: (output of the last stage, targets) -> the mean loss over a micro-batch, one
-            element. None: no batch can be run.
-        dtype: Type of autocast, for the forward pass and the loss; None for no autocast.
-        scale: Returns the current factor of the loss; called in every step.
-    """
+    # an error in the model or the loss is raised by all stages at the end of the call, after which
+    # the pipeline works on; a dead or stopped stage ends it. The first mini-batch with new shapes,
+    # types or mode costs one more forward pass, which finds the tensors between stages
 
     def __init__(
         self,
@@ -82,29 +63,9 @@ class PipelineRunner:
     def step(
         self, inputs: Any, targets: Any, problem: Exception | None = None, *, concludes: bool = True
     ) -> Tensor | None:
-        """Run forward and backward passes of all micro-batches.
-
-        Args:
-            inputs: Arguments of the model: a tensor (B, ...), a tuple of several arguments, or a
-                mapping of keyword arguments, cut along their first dimension. Used by the first
-                stage.
-            targets: Tensor, or tensors nested in tuples, lists and mappings; a first dimension is B
-                or a multiple of it. Used by the last stage; equal on all stages.
-            problem: An error of this stage before the step; raised, and reported to the other
-                stages.
-            concludes: True to wait for the outcome on other stages. If false, the caller runs an
-                agreement with this runner as a check, then `conclude`.
-
-        Returns:
-            The mean loss over the micro-batches, shape (), detached, unscaled, the same on all
-            stages; None without `concludes`. The gradient of that mean times the loss scale is
-            added to `p.grad` of this stage.
-
-        Raises:
-            ValueError: `micro_batches` does not divide B; the loss has more than one element.
-            Mismatch: The stages were given different mini-batches.
-            ThinwireError: Another stage failed.
-        """
+        """Run forward and backward passes of all micro-batches."""
+        # `concludes` false: the caller runs an agreement with this runner as a check, then
+        # `conclude`. The gradient of the mean loss times the scale is added to `p.grad`
         return self._run(inputs, targets, backward=True, problem=problem, concludes=concludes)
 
     def report(self, vote: Any) -> dict[str, Any]:
@@ -308,13 +269,9 @@ def _require_equal(facts: list[dict[str, Any]]) -> None:
 
 
 def rehearse(worker: StageWorker, inputs: Any, peers: Group, device: torch.device) -> list[Parcel]:
-    """Run one micro-batch through all stages but the last, one after another. Return the parcels
-    between stages 1 and 2, 2 and 3, and so on, the same on all ranks.
-
-    The first stage gets real inputs, the others zeros. Buffers and torch's random numbers are
-    restored afterwards. Hooks are called, and other state that a module keeps sees one more
-    micro-batch. An error of a stage is raised there, and its text on the other ranks.
-    """
+    """Run one micro-batch through all stages but the last, one after another."""
+    # the first stage gets real inputs, the others zeros; buffers and torch's random numbers are
+    # restored
     parcels: list[Parcel] = []
     for stage in range(peers.size - 1):
         error: Exception | None = None

@@ -13,15 +13,10 @@ from thinwire.pipeline.worker import Parcel, StageWorker
 
 
 class Schedule:
-    """Runs one mini-batch through the stage of this rank. All stages of a replica call `run`.
+    """Runs one mini-batch through the stage of this rank."""
 
-    GPipe makes all forward passes before the first backward pass. 1F1B alternates as soon as the
-    last stage has returned a gradient, and keeps the activations of fewer micro-batches.
-
-    A stage waits before each pass for the tensors that it receives, and at the end of `run` for
-    those that it sent. `source` comes from the previous stage and `result` goes to the next one;
-    None at the ends.
-    """
+    # GPipe makes all forward passes first; 1F1B alternates as soon as the last stage has returned a
+    # gradient, and keeps fewer activations
 
     def __init__(
         self,
@@ -55,11 +50,7 @@ class Schedule:
         """Sum of the bits of each tensor, by the other stage, and True if it was sent."""
 
     def run(self) -> None:
-        """Make all passes.
-
-        Raises:
-            RuntimeError: A transfer failed.
-        """
+        """Make all passes."""
         before, after = self._grid.stage - 1, self._grid.stage + 1
         leaving: list[Tensor] = []
         in_flight: list[Work] = []

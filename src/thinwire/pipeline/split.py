@@ -70,32 +70,9 @@ def assemble(container: nn.Module, links: Sequence[ChainModule], depth: int = 0)
 
 
 def split_model(model: nn.Module, config: Pipeline) -> list[nn.Module]:
-    """Return the stages of a model. They share its modules and parameters; nothing is copied, moved
-    or changed.
-
-    An `nn.Sequential` can be cut between its modules, also inside nested containers. A stage has
-    modules, parameters and buffers under their names in the model. Without split points the
-    parameter count of the largest stage is minimal, and every stage begins with a module that has
-    parameters.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-        >>> [len(stage) for stage in split_model(model, Pipeline(stages=2, micro_batches=4))]
-        [2, 1]
-
-    Args:
-        model: An `nn.Sequential`, if there is more than one stage.
-        config: `stages` and `split_points` are used.
-
-    Returns:
-        One module per stage. Calling them one after another equals calling the model.
-
-    Raises:
-        ValueError: A split point is no module of the model, or not in execution order.
-        StrategyError: The model cannot be cut (there), and why: it is not sequential, has too few
-            modules, a parameter or buffer would be on two stages, or a stage would have no
-            parameters.
-    """
+    """Return the stages of a model."""
+    # a Sequential is cut between its modules, also inside nested containers; without split points
+    # the largest stage is as small as possible
     if config.stages == 1:
         return [model]
     why = obstacle(model)
@@ -205,18 +182,8 @@ def _require_one_owner(pieces: Sequence[Sequence[ChainModule]]) -> None:
 
 
 def partition(sizes: Sequence[int], parts: int) -> list[int]:
-    """Divide a row of sizes into contiguous parts with the smallest possible maximum. Among these
-    divisions, the one with the least sum of squares is chosen.
-
-    Exact, by dynamic programming over prefixes, O(parts · n²).
-
-    Example:
-        >>> partition([4, 1, 1, 4], 2)
-        [0, 2]
-
-    Returns:
-        The index at which each part begins, the first 0. No part is empty.
-    """
+    """Divide a row of sizes into contiguous parts with the smallest possible maximum."""
+    # exact, by dynamic programming over prefixes, O(parts n^2)
     ends = [0, *accumulate(sizes)]
     n = len(sizes)
     limit = _prefixes(ends, parts, limit=ends[n], even=False)[-1][n][0]

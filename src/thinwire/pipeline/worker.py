@@ -17,12 +17,7 @@ _SAMPLE = 256
 
 def pack(value: Any, *, name: str) -> tuple[Any, list[Tensor]]:
     """Split a value into a layout that JSON can hold, without shapes, and its tensors, for
-    `unpack`. The value is a tensor, a number, string or None, or a tuple, list or dict with string
-    keys of these.
-
-    Raises:
-        TypeError: The value has another type; names its origin `name`, and the types to return
-            instead.
+    `unpack`.
     """
     tensors: list[Tensor] = []
 
@@ -87,21 +82,7 @@ def content(value: Any) -> str:
 
 
 def micro_batches(inputs: Any, targets: Any, count: int) -> list[tuple[Any, Any]]:
-    """Cut a mini-batch along the first dimension of its tensors.
-
-    Args:
-        inputs: A tensor, or tuples, lists and mappings of tensors with the same first dimension (B,
-            ...); tensors without dimensions and other values go to every part.
-        targets: The same kinds; a first dimension may be a multiple of B (one entry per token).
-        count: Number of equal parts.
-
-    Returns:
-        `count` pairs (inputs, targets) of views.
-
-    Raises:
-        ValueError: There is no tensor, the batch is empty, first dimensions differ, or B is no
-            multiple of `count`.
-    """
+    """Cut a mini-batch along the first dimension of its tensors."""
     sizes = sorted({tensor.shape[0] for tensor in tensors_of(inputs) if tensor.ndim})
     if len(sizes) != 1:
         found = f"of first dimensions {sizes}"
@@ -176,12 +157,10 @@ class Parcel:
 
 
 class StageWorker(nn.Module):
-    """Runs the micro-batches of a stage in order. On the last stage the result is the scaled loss.
+    """Runs the micro-batches of a stage in order."""
 
-    An error does not stop the schedule, since other ranks wait for its messages. The error is kept
-    in `error`, and the stage sends zeros from then on. All ranks thus reach the end of the step and
-    can agree that it failed.
-    """
+    # an error does not stop the schedule, since other ranks wait for its messages: it is kept in
+    # `error`, and the stage sends zeros from then on
 
     def __init__(
         self,

@@ -16,10 +16,9 @@ _unraised: dict[threading.Thread, str] = {}
 
 
 class BackgroundSave:
-    """Writes one checkpoint at a time on a thread, over a process group of its own.
+    """Writes one checkpoint at a time on a thread, over a process group of its own."""
 
-    Python waits for the thread when the script ends. It must not use executors, which end before.
-    """
+    # Python waits for the thread when the script ends; executors end before
 
     def __init__(self) -> None:
         self._group: Group | None = None
@@ -28,9 +27,7 @@ class BackgroundSave:
         self._error: BaseException | None = None
 
     def begin(self, savers: Group, write: Callable[[Group], Path]) -> None:
-        """Call `write` on the thread with a group of the savers, which the first call makes. All of
-        them call this, and `finish` before.
-        """
+        """Call `write` on the thread with a group of the savers, which the first call makes."""
         # collectives of two threads on one group would mix
         group = self._group = self._group or savers.detached()
 
@@ -45,11 +42,7 @@ class BackgroundSave:
         self._thread.start()
 
     def finish(self) -> Path | None:
-        """Wait for the save in progress and return its folder; None if there is none.
-
-        Raises:
-            BaseException: The error of the save, raised once.
-        """
+        """Wait for the save in progress and return its folder; None if there is none."""
         if self._thread is not None:
             # the join hands the thread's fields over: nothing else reads or writes them before it
             self._thread.join()

@@ -39,9 +39,7 @@ class Clipping:
         return float(global_norm(summed)) if summed else 0.0
 
     def __call__(self, grads: dict[str, Tensor], norms: Sequence[float]) -> dict[str, Tensor]:
-        """Return clipped gradients; they may be the same tensors, changed. `norms` are those of the
-        ranks of this replica, if an agreement has reported them; else ranks gather 8 bytes each.
-        """
+        """Return clipped gradients; they may be the same tensors, changed."""
         if self.clip is None:
             return dict(grads)
         if isinstance(self.clip, ClipByNorm) and self.shards is not None:
@@ -78,9 +76,8 @@ def require_one_clip(
 
 
 def require_clip_of_one(optimizers: Sequence[torch.optim.Optimizer], *, parts: bool) -> None:
-    """Refuse several optimizers if one clips by norm and each rank has `parts` of a model. Only the
-    engine's single clipping sees the norms of all parts.
-    """
+    """Refuse several optimizers if one clips by norm and each rank has `parts` of a model."""
+    # only the engine's single clipping sees the norms of all parts
     for optimizer in optimizers if parts and len(optimizers) > 1 else ():
         own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
         if isinstance(own, ClipByGlobalNorm | ClipByNorm):
@@ -118,11 +115,7 @@ def take_clip_(
     stages: Group | None = None,
     shards: Group | None = None,
 ) -> Clipping:
-    """Remove from `optimizer` a clipping by norm that would see one stage or shard only. Changes
-    `optimizer`; `undo` gets the function that restores it.
-
-    An optimizer that exchanges by itself gets `grad_clip`. Any other one gets clipped gradients.
-    """
+    """Remove from `optimizer` a clipping by norm that would see one stage or shard only."""
     if isinstance(optimizer, DGCMomentum) and grad_clip is not None:
         undo.callback(optimizer.replace_grad_clip(grad_clip))
         return Clipping()

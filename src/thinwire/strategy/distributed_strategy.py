@@ -15,11 +15,10 @@ from torch.optim import Optimizer
 from thinwire.core.gradients import Clip
 from thinwire.local.model import given_optimizer
 from thinwire.members.members import Members
-from thinwire.strategy import documents
+from thinwire.strategy import documents, fleet
 from thinwire.strategy.engine import Engine
-from thinwire.strategy.explain.text import explanation
+from thinwire.strategy.explain import explanation
 from thinwire.strategy.fields import Fields
-from thinwire.strategy.fleet import reader as fleet
 from thinwire.strategy.parts import Setup
 from thinwire.strategy.prepare import prepare
 

@@ -6,7 +6,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,6 @@ from thinwire import _validate as check
 from thinwire._files import replace_file
 from thinwire._wording import plain, shown
 from thinwire.compress import CHANGE_COMPRESSIONS
-from thinwire.compress.sparse_change import Sparse
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale
 from thinwire.errors import StrategyError
 from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
@@ -31,12 +30,6 @@ _TAGGED: dict[tuple[type, str], Mapping[str, type]] = {
     (AdaptiveLocalSGD, "compression"): CHANGE_COMPRESSIONS,
 }
 """Keys of a config whose value is one of several configs: a mapping of one key, the tag."""
-_UNTAGGED: dict[tuple[type, str], type] = {
-    (LocalSGD, "compression"): Sparse,
-    (AdaptiveLocalSGD, "compression"): Sparse,
-}
-"""The tagged config that is written without its tag: the only one of early versions."""
-
 _LEFT = {
     "fragment_order": "a fragment is always adjacent tensors",
     "mixing": "a result replaces the value that was measured; local steps since are kept",
@@ -58,41 +51,32 @@ def _plain(config: Any) -> dict[str, Any]:
     document: dict[str, Any] = {}
     for name, value, tag in _entries(config):
         if tag is not None:
-            document[name] = {tag: _plain(value)} if tag else _plain(value)
+            document[name] = {tag: _plain(value)}
         elif value is not None:
             document[name] = list(value) if isinstance(value, tuple) else value
     return document
 
 
 def _entries(config: Any) -> Iterator[tuple[str, Any, str | None]]:
-    """Return keys, values and tags; positional keys first, and an empty tag for an omitted one."""
+    """Return keys, values and tags; positional keys first."""
     for field in sorted(fields(config), key=lambda field: bool(field.kw_only)):
-        value, key = getattr(config, field.name), (type(config), field.name)
-        tag = None
-        if value is not None and key in _TAGGED:
-            tag = next(tag for tag, kind in _TAGGED[key].items() if isinstance(value, kind))
-            tag = "" if _TAGGED[key][tag] is _UNTAGGED.get(key) else tag
-        yield field.name, value, tag
+        value, tags = getattr(config, field.name), _TAGGED.get((type(config), field.name), {})
+        yield (
+            field.name,
+            value,
+            next((tag for tag, kind in tags.items() if isinstance(value, kind)), None),
+        )
 
 
 def from_dict(
     kind: type[F], document: Mapping[str, Any], where: Callable[[str], str] = lambda _: ""
 ) -> F:
-    """See `DistributedStrategy.from_dict`. `where` returns the text before the dotted path of a key
-    in an error, such as "plan.yaml:3: ".
-    """
-    _require_mapping(_ROOT, document, where)
-    unknown = list(
-        _unknown_keys(_ROOT, document, {name: _keys(kind) for name, kind in CONFIGS.items()})
-    )
-    if unknown:
-        listed = [where(path) + problem for path, problem in unknown[:_MOST_UNKNOWN]]
-        more = len(unknown) - len(listed)
-        raise StrategyError("; ".join([*listed, *([f"{more} more are unknown"] if more else [])]))
-    present = {name: value for name, value in document.items() if value is not None}
+    """See `DistributedStrategy.from_dict`."""
+    _require_keys(_ROOT, document, CONFIGS, where)
     configs = {
         name: _config(f"{_ROOT}.{name}", CONFIGS[name], value, where)
-        for name, value in present.items()
+        for name, value in document.items()
+        if value is not None
     }
     try:
         return kind(**configs)
@@ -101,19 +85,17 @@ def from_dict(
 
 
 def _config(path: str, kind: type, document: Any, where: Callable[[str], str]) -> Any:
-    _require_mapping(path, document, where)
-    missing = [
-        field.name
-        for field in fields(kind)
-        if field.default is MISSING and field.name not in document
-    ]
-    if missing:
-        raise StrategyError(
-            f"{where(path)}{path} lacks {' and '.join(missing)}, which has no default: add it"
-        )
-    values = {
-        name: _value(f"{path}.{name}", kind, name, value, where) for name, value in document.items()
-    }
+    _require_keys(path, document, [field.name for field in fields(kind)], where)
+    for field in fields(kind):
+        if field.default is MISSING and field.name not in document:
+            raise StrategyError(f"{where(path)}{path} lacks {field.name}, which has no default")
+    values = {}
+    for name, value in document.items():
+        tags = _TAGGED.get((kind, name))
+        if value is not None and tags is not None:
+            values[name] = _tagged(f"{path}.{name}", tags, value, where)
+        else:
+            values[name] = value
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:
@@ -123,62 +105,53 @@ def _config(path: str, kind: type, document: Any, where: Callable[[str], str]) -
         raise type(error)(f"{where(key)}{path}.{error}") from None
 
 
-def _value(path: str, kind: type, name: str, value: Any, where: Callable[[str], str]) -> Any:
-    tags = _TAGGED.get((kind, name))
-    if value is None or tags is None:
-        return value
-    _require_mapping(path, value, where)
-    untagged = _UNTAGGED.get((kind, name))
-    if untagged is not None and not value.keys() & tags.keys():
-        return _config(path, untagged, value, where)
-    if len(value) != 1:
+def _tagged(path: str, tags: Mapping[str, type], document: Any, where: Callable[[str], str]) -> Any:
+    if isinstance(document, Mapping) and "sparse" in tags and "sparsity" in document:
         raise StrategyError(
-            f"{where(path)}{path} must have one key of {' and '.join(tags)}, "
-            f"got {shown(dict(value))}"
+            f"{where(path)}{path} without the name of its method left thinwire in 0.4: write "
+            "sparse: above its keys"
         )
-    tag, document = next(iter(value.items()))
-    return _config(f"{path}.{tag}", tags[tag], document, where)
+    _require_keys(path, document, tags, where)
+    if len(document) != 1:
+        raise StrategyError(
+            f"{where(path)}{path} must have one key of {' and '.join(tags)}, got "
+            f"{shown(dict(document))}"
+        )
+    ((tag, value),) = document.items()
+    return _config(f"{path}.{tag}", tags[tag], value, where)
 
 
-def _require_mapping(path: str, value: object, where: Callable[[str], str]) -> None:
-    if isinstance(value, Mapping):
-        return
-    advice = "write {} for the defaults"
-    if isinstance(value, bool):
-        advice += "; omit the key to turn it off; from_fleet reads descriptions with flags"
-    raise TypeError(
-        f"{where(path)}{path} must be a mapping, got {shown(value)} of type "
-        f"{type(value).__name__}; {advice}"
-    )
-
-
-def _unknown_keys(
-    path: str, document: Any, known: Mapping[str, Mapping[str, Any]]
-) -> Iterator[tuple[str, str]]:
-    """Return path and problem of every key below `path` that is not in the tree `known`."""
+def _require_keys(
+    path: str, document: Any, known: Collection[str], where: Callable[[str], str]
+) -> None:
+    """Refuse all but a mapping of known keys."""
     if not isinstance(document, Mapping):
-        return
+        advice = "write {} for the defaults"
+        if isinstance(document, bool):
+            advice += "; omit the key to turn it off; from_fleet reads descriptions with flags"
+        raise TypeError(
+            f"{where(path)}{path} must be a mapping, got {shown(document)} of type "
+            f"{type(document).__name__}; {advice}"
+        )
+    problems = []
     for key, value in document.items():
         below = f"{path}.{key}"
         if key in _LEFT and key not in known:
-            yield below, f"{plain(below)} left thinwire in 0.4: remove it; {_LEFT[key]}"
+            problem = f"{plain(below)} left thinwire in 0.4: remove it; {_LEFT[key]}"
         elif key == "average_state" and type(value) is int:
-            yield below, f"{plain(below)}={value}: numbers left in 0.4; write true or false"
+            problem = f"{plain(below)}={value}: numbers left in 0.4; write true or false"
         elif key not in known:
-            hint = check.closest_or_all(key, known)
-            yield below, f"{plain(below)}={shown(value)} is unknown{hint}"
-        elif known[key]:  # the config refuses a mapping in place of a plain value
-            yield from _unknown_keys(below, value, known[key])
-
-
-def _keys(kind: type) -> dict[str, dict[str, Any]]:
-    """Return the keys of a config as a tree; keys without keys below them are empty mappings."""
-    tree = {}
-    for name in [field.name for field in fields(kind)]:
-        tags, untagged = _TAGGED.get((kind, name), {}), _UNTAGGED.get((kind, name))
-        own = {} if untagged is None else _keys(untagged)
-        tree[name] = {**own, **{tag: _keys(tagged) for tag, tagged in tags.items()}}
-    return tree
+            problem = f"{plain(below)}={shown(value)} is unknown{check.closest_or_all(key, known)}"
+        else:
+            continue
+        problems.append(where(below) + problem)
+    if problems:
+        more = len(problems) - _MOST_UNKNOWN
+        shown_ones = [
+            *problems[:_MOST_UNKNOWN],
+            *([f"{more} more are unknown"] if more > 0 else []),
+        ]
+        raise StrategyError("; ".join(shown_ones))
 
 
 def load(kind: type[F], path: Path) -> F:
@@ -227,9 +200,8 @@ def _lines(config: Any, depth: int) -> Iterator[str]:
     for name, value, tag in _entries(config):
         yield from _comment(about.get(name, ""), depth)
         if tag is not None:
-            yield f"{indent}{name}:"
-            yield from [f"{indent}  {tag}:"] if tag else []
-            yield from _lines(value, depth + 1 + bool(tag))
+            yield from (f"{indent}{name}:", f"{indent}  {tag}:")
+            yield from _lines(value, depth + 2)
         else:
             yield (
                 f"{indent}# {name}: null" if value is None else f"{indent}{name}: {_inline(value)}"
@@ -254,9 +226,7 @@ _REFERENCE = re.compile(r"(?:See|As in) `(\w+)`")
 
 
 def attribute_lines(config: type) -> dict[str, str]:
-    """Return the text on each attribute in the docstring's section "Attributes", on one line. An
-    entry "See `Other`" stands for that of another class. Empty without docstrings (`python -OO`).
-    """
+    """Return the text on each attribute in the docstring's section "Attributes", on one line."""
     section = _SECTION.search(inspect.getdoc(config) or "")
     entries = {
         name: " ".join(text.split()) for name, text in _ENTRY.findall(section[1] if section else "")

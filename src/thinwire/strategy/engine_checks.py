@@ -14,11 +14,7 @@ from thinwire.local.model import changed_since, shape_text
 
 
 class Batches:
-    """Reports which ranks have a batch, inside `engine.join()`, if every update is exchanged.
-
-    It is a check of the agreements. The first agreement of an update reports it, so that it costs
-    no extra round.
-    """
+    """Reports which ranks have a batch, inside `engine.join()`, if every update is exchanged."""
 
     def __init__(self) -> None:
         self.inside = False
@@ -48,11 +44,7 @@ class Batches:
         return {"batches": True} if self.has_batch else {"batches": False, "merged": self.merged}
 
     def judge(self, vote: Vote, answers: Answers) -> None:
-        """See `Check`.
-
-        Raises:
-            Mismatch: A rank is in a step outside `join`.
-        """
+        """See `Check`."""
         if not vote.first:
             return
         batches = dict(answers.of("batches"))
@@ -120,10 +112,7 @@ class MovingBuffers:
         return self._group.wait_s
 
     def forget(self, *, equal: bool = True, alike: bool = True) -> None:
-        """Mark the current buffers as equal, or send all of them at the next update. Called after a
-        state was loaded. `alike`: all ranks have the same set of buffers, whatever their values; if
-        false, ranks without buffers also take part in the next agreement, which compares the sets.
-        """
+        """Mark the current buffers as equal, or send all of them at the next update."""
         self._equal, self._alike = equal and alike, alike
         if self._group.size > 1:
             self._seen = {
@@ -146,12 +135,7 @@ class MovingBuffers:
         return report if self._damage is None else {**report, "damage": self._damage}
 
     def judge(self, vote: Vote, answers: Answers) -> None:
-        """See `Check`.
-
-        Raises:
-            Mismatch: A buffer has another shape or type on some ranks, or exists only on some.
-            PayloadCorrupt: Buffers arrived damaged earlier, on any rank.
-        """
+        """See `Check`."""
         if not vote.first:
             return
         for _, damage in answers.of("damage"):
@@ -171,12 +155,7 @@ class MovingBuffers:
 
     @torch.no_grad()
     def copy_(self) -> None:
-        """Copy the changed buffers from rank 0, as the last agreement reported them. All ranks call
-        this.
-
-        Raises:
-            PayloadCorrupt: The buffers arrived damaged; none was written on this rank.
-        """
+        """Copy the changed buffers from rank 0, as the last agreement reported them."""
         if not self._reported:
             return
         self._reported = False
@@ -198,11 +177,7 @@ class MovingBuffers:
         self._equal = self._alike = True
 
     def synchronize(self) -> None:
-        """Make the buffers equal outside an update. All ranks must call this.
-
-        Raises:
-            Mismatch, PayloadCorrupt: See `judge` and `copy_`.
-        """
+        """Make the buffers equal outside an update."""
         if self._group.size > 1 and not (self._alike and not self._seen):
             Agreement(self._group, [self])(0, "comparing which buffers changed")
             self.copy_()

@@ -39,10 +39,7 @@ _Opened = tuple[dict[str, tuple[int, ...]], Callable[[_Tensors], _Tensors]]
 
 @torch.no_grad()
 def load_model_file(path: Path, parts: Parts) -> Path:
-    """Load parameters and buffers, each rank its own part; see `Engine.load_parameters`.
-
-    Communication: an agreement. If a rank cannot read the file, nothing has changed on any rank.
-    """
+    """Load parameters and buffers, each rank its own part; see `Engine.load_parameters`."""
     model = parts.model
     reshard_(model)
     tensors = dict(named_parameters(model)) | dict(named_buffers(model))

@@ -29,10 +29,9 @@ from thinwire.optim.saving import refill_, remembered
 
 
 class OwnershipGuard:
-    """Refuses every call of `step` outside `allow_step`, until it is removed.
+    """Refuses every call of `step` outside `allow_step`, until it is removed."""
 
-    A direct `step` would apply the same gradients twice, or update one rank alone.
-    """
+    # a direct `step` would apply the same gradients twice, or update one rank alone
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.allows_step = False
@@ -96,9 +95,7 @@ def step_allowed(optimizer: torch.optim.Optimizer) -> bool:
 def replace_step_(
     optimizer: torch.optim.Optimizer, update: Callable[[Any], Any]
 ) -> Callable[[], None]:
-    """Replace `step(closure)` of `optimizer` by `update(closure)`, except for its engine. Return a
-    function that undoes it; may be called twice.
-    """
+    """Replace `step(closure)` of `optimizer` by `update(closure)`, except for its engine."""
     own, before = vars(optimizer), optimizer.step
     undone = False
 
@@ -140,9 +137,7 @@ class JointUpdate:
         self._backward_passed = True
 
     def add(self, which: int) -> str | None:
-        """Add a step; return why it is of another update, if so. A gradient may be clipped before
-        its optimizer's step and cleared after it.
-        """
+        """Add a step; return why it is of another update, if so."""
         if not self._stepped:
             self._seen = {p: (p.grad, -1) for opt in self._optimizers for p in params_of(opt)}
             self._backward_passed = False
@@ -261,12 +256,9 @@ def converted_by(optimizer: torch.optim.Optimizer) -> Any:
 def convert_(
     optimizer: torch.optim.Optimizer, new: torch.optim.Optimizer, conversion: Any
 ) -> Callable[[], None]:
-    """Convert `optimizer` into `new`, in class and contents. Changes `optimizer`; do not use `new`
-    afterwards. Return a function that undoes it, as long as no update was made.
-
-    Groups, state, hooks and the list of groups stay the same objects, so that earlier schedulers
-    and handles keep working. `converted_by` will return `conversion`.
-    """
+    """Convert `optimizer` into `new`, in class and contents."""
+    # `new` is not usable afterwards. Groups, state, hooks and the list of groups stay the same
+    # objects, so that earlier schedulers and handles keep working
     undo = remembered(optimizer)
     rates = [group["lr"] for group in optimizer.param_groups]
     own = vars(optimizer)
@@ -329,11 +321,10 @@ class ReplacedParameterCheck:
 
 
 class GradientEditCheck:
-    """Gradient-edit check: warns once if `p.grad` has changed between two updates.
+    """Gradient-edit check: warns once if `p.grad` has changed between two updates."""
 
-    Cleared gradients do not count, in place or not. Nor do gradients from the backward pass of
-    another engine, such as a generator's pass through its critic.
-    """
+    # cleared gradients do not count, nor those of another engine's backward pass, such as a
+    # generator's pass through its critic
 
     _begun = 0
     """Number of backward passes of all engines of this process."""

@@ -77,7 +77,7 @@ def prepare(setup: Setup) -> Engine:
     strategy, model, members, mesh = setup.strategy, setup.model, setup.members, setup.mesh
     if members is not None:
         require_members_work(strategy, members, setup.timeout)
-        members.require_mesh(mesh)
+        members._require_mesh(mesh)
     if mesh is not None:
         require_mesh_works(strategy, mesh)
         require_elementwise(setup.optimizer)
@@ -127,7 +127,7 @@ def _form_groups_(setup: Setup) -> None:
         **_rounding_facts(strategy, setup.model, setup.optimizer),
     }
     if members is not None:
-        members.require_same_setup("strategy", facts)
+        members._require_same_setup("strategy", facts)
     setup.ranks.compare(facts, "comparing strategies")
     setup.replicas = group.size
     if strategy.pipeline is not None:
@@ -226,10 +226,7 @@ def _planned(setup: Setup) -> Preparation:
     of_stages = [[n for n, p in named_parameters(part) if p in trained] for part in stages]
     selected = select_optimizers(
         optimizer,
-        compression=strategy.compression,
-        lars=strategy.lars,
-        lamb=strategy.lamb,
-        local=strategy.local is not None,
+        strategy,
         names=names,
         keep=own.__contains__,
         process_group=setup.replica_group,

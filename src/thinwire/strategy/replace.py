@@ -20,6 +20,7 @@ from thinwire.optim import Lamb, Lars
 from thinwire.optim.config import LAMB, LARS
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.settings import OptimizerSettings, restrict_, settings_of
+from thinwire.strategy.fields import Fields
 from thinwire.strategy.ownership import conversion_obstacles, converted_by
 from thinwire.strategy.replacements import (
     ADAMS,
@@ -54,14 +55,11 @@ class SelectedOptimizer:
 
 
 def select_optimizers(
-    optimizer: torch.optim.Optimizer,
-    *,
-    lars: LARS | None = None,
-    lamb: LAMB | None = None,
-    **rest: Any,
+    optimizer: torch.optim.Optimizer, strategy: Fields, **rest: Any
 ) -> list[SelectedOptimizer]:
     """Call `select_optimizer` for every optimizer; LARS and LAMB replace those that they can."""
-    every = all_of(optimizer)
+    every, lars, lamb = all_of(optimizer), strategy.lars, strategy.lamb
+    rest |= {"compression": strategy.compression, "local": strategy.local is not None}
     if len(every) == 1:
         return [select_optimizer(optimizer, lars=lars, lamb=lamb, **rest)]
     found: list[SelectedOptimizer] = []
@@ -96,20 +94,9 @@ def select_optimizer(
     mesh: DeviceMesh | None = None,
     is_only: bool = True,
 ) -> SelectedOptimizer:
-    """Return the optimizer that trains under a strategy.
-
-    A replacement has the rates, schedules (at the same update), groups, exclusions, order, clipping
-    and regularizer of the given optimizer, and its state where that means the same: the momentum of
-    SGD for a `DGCMomentum`, the moments and steps of an Adam for `Lamb`. State of SGD is refused
-    for `Lars`, whose velocity contains the rate.
-
-    DGC turns an SGD into a `DGCMomentum`; other configs, and DGC under `lars`, `lamb` or local
-    updates, compress before the optimizer.
-
-    Raises:
-        StrategyError: The strategy does not go with this optimizer; lists every reason, and nothing
-            has changed.
-    """
+    """Return the optimizer that trains under a strategy."""
+    # state is taken over where it means the same: momentum of SGD for DGCMomentum, moments and
+    # steps of Adam for Lamb; state of SGD is refused for Lars, whose velocity contains the rate
     prefix = f"the strategy does not work with the optimizer {type(optimizer).__name__}: "
     dgc = compression if isinstance(compression, DGC) and is_only else None
     conversion = (dgc, lars, lamb)

@@ -88,9 +88,8 @@ def convert_optimizer(
     names: Mapping[Tensor, str],
     keep: Callable[[Tensor], bool],
 ) -> CommonOptimizer:
-    """Return the optimizer of the other method, at the same update, with the state of the same
-    meaning. Tensors of the right type in `state` are shared, not copied. Parameters that `keep`
-    refuses are left out; groups keep their order, empty ones too.
+    """Return the optimizer of the other method, at the same update, with the state of the
+    same meaning.
     """
     groups: list[dict[str, Any]] = []
     for group in settings.groups:

@@ -12,13 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire import _validate as check
 from thinwire._names import named_parameters, require_shapes
 from thinwire.comm import require_mesh
-from thinwire.compress import COMPRESSIONS, field_of
+from thinwire.compress import field_of
 from thinwire.core.gradients import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.core.several import all_of
 from thinwire.errors import StrategyError
 from thinwire.members.members import Members
 from thinwire.optim.muon import Muon
-from thinwire.strategy.explain.texts import TEXTS
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.ownership import StageSplit, holds_one_stage
 from thinwire.strategy.parts import Setup
@@ -41,11 +40,10 @@ def warn_of_low_rank(strategy: Fields, optimizer: torch.optim.Optimizer) -> None
 def require_mesh_works(strategy: Fields, mesh: DeviceMesh) -> None:
     """Refuse fields that do not go with sharded models."""
     require_mesh(mesh)
-    whole = {field: TEXTS[kind].no_shards for field, kind in COMPRESSIONS.items()}
-    others = " or ".join(field for field, why in whole.items() if not why)
     reasons = {
         "pipeline": "pipeline and mesh= both divide the model: remove one of them",
-        **{field: f"{why}; or use {others}" for field, why in whole.items() if why},
+        "low_rank": "a rank sees some rows of a matrix only: use dgc, or local updates with "
+        "compression=LowRank(), which compress shard by shard",
     }
     problems = [f"{name}: {reason}" for name, reason in reasons.items() if getattr(strategy, name)]
     problems += [

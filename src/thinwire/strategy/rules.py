@@ -29,13 +29,7 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class Rule:
-    """Meaning of two fields that are both on.
-
-    Attributes:
-        pair: The two fields, in the order of `FIELDS`.
-        meaning: Effect of the pair, or the reason why it conflicts; a sentence without full stop.
-        remedy: Change that resolves a conflict; empty if the pair works.
-    """
+    """Meaning of two fields that are both on."""
 
     pair: tuple[str, str]
     meaning: str
@@ -187,11 +181,7 @@ _BY_PAIR = {rule.pair: rule for rule in RULES}
 
 
 def rule_of(first: str, second: str) -> Rule:
-    """Return the rule of two fields, given in any order.
-
-    Raises:
-        KeyError: Not two different fields of a strategy.
-    """
+    """Return the rule of two fields, given in any order."""
     return _BY_PAIR.get((first, second)) or _BY_PAIR[second, first]
 
 

@@ -79,9 +79,7 @@ SAME_EVERYWHERE = {kind for kind, rule in KEPT.items() if rule == "first"}
 def saved(
     parts: Parts, counters: Mapping[str, int], extra: Any = None, *, frozen: bool = True
 ) -> dict[str, Any]:
-    """Return everything that a later step depends on. Tensors that the engine changes are copied.
-    Without `frozen`, frozen parameters are replaced by digests.
-    """
+    """Return everything that a later step depends on."""
     _require_dense_state(parts)
     of_modules = _copied(saved_modules(parts.model), sharded=True)
     names = sorted(non_persistent_buffers(parts.model))
@@ -163,9 +161,8 @@ def load_all(
     keep: Collection[str],
     agreed: Callable[[Exception | None, frozenset[str]], frozenset[str]],
 ) -> Restored:
-    """Run `load` with the agreement of several ranks: `agreed` gets this rank's error or None, and
-    the buffers that it must not load, before parameters change. It raises if any rank has an error;
-    else it returns the buffers that any rank must not load. Groups keep their values of `keep`.
+    """Run `load` with the agreement of several ranks: `agreed` gets this rank's error or
+    None, and the buffers that it must not load, before parameters change.
     """
     left: frozenset[str] = frozenset()
     of_modules = state.get(_OF_MODULES, {})

@@ -69,9 +69,7 @@ def unmatched_modules(model: nn.Module, states: Mapping[str, Any]) -> tuple[list
 
 
 def restore_modules_(model: nn.Module, states: Mapping[str, Any], undo: ExitStack) -> None:
-    """Restore the extra states of modules, on the device of the present state. `undo` gets the
-    functions that undo it.
-    """
+    """Restore the extra states of modules, on the device of the present state."""
     for key, module in _modules(model).items():
         if key not in states:
             continue
@@ -140,9 +138,7 @@ class Matched(NamedTuple):
 
 
 def saved_schedulers(optimizer: torch.optim.Optimizer, extra: Any = None) -> list[dict[str, Any]]:
-    """Return the states of the living schedulers of `optimizer`, without those inside others. A
-    scheduler in `extra` is marked: the user may restore it by hand.
-    """
+    """Return the states of the living schedulers of `optimizer`, without those inside others."""
     kept = set(map(id, _objects(extra)))
     return [
         {"kind": type(one).__name__, "of": of, "state": _state(one), "in_extra": id(one) in kept}
@@ -239,11 +235,9 @@ def _objects(extra: Any) -> list[Any]:
 
 
 def schedulers_of(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
-    """Return the living schedulers of torch that drive `optimizer`, in no certain order.
-
-    torch keeps no list of them, and not all leave a mark. They are found among the objects that
-    refer to the optimizer.
-    """
+    """Return the living schedulers of torch that drive `optimizer`, in no certain order."""
+    # torch keeps no list of them and not all leave a mark: they are found among the objects that
+    # refer to the optimizer
     if not _living(optimizer):
         return []
     gc.collect()  # unreachable schedulers may not be collected yet

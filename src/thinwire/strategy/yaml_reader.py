@@ -34,16 +34,6 @@ class _Loader(yaml.SafeLoader):
             )
         return super().compose_node(parent, index)
 
-    def scan_plain(self) -> Any:
-        token = super().scan_plain()
-        odd = next((c for c in token.value if not c.isprintable() and c not in "\t\n"), None)
-        if odd is not None:  # such as a no-break space
-            raise StrategyError(
-                f"{token.start_mark.line + 1}: character U+{ord(odd):04X} is invisible: write a "
-                "space instead, or put the word in quotes"
-            )
-        return token
-
 
 for _name, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -60,11 +50,7 @@ for _name, _pattern, _first in (
 
 
 def read_file(path: Path) -> tuple[Any, dict[str, int]]:
-    """Read a strategy. Return its value, and the line (from 1) of every dotted path in it.
-
-    Raises:
-        StrategyError: It is none; the text begins with file and line.
-    """
+    """Read a strategy."""
     try:
         content = read_regular(path, _MOST_BYTES)
     except ValueError as error:
@@ -104,15 +90,10 @@ def _read(text: str) -> tuple[Any, dict[str, int]]:
 def _value(loader: _Loader, node: yaml.Node, path: str, lines: dict[str, int]) -> Any:
     line = node.start_mark.line + 1
     lines.setdefault(path, line)
-    is_scalar = isinstance(node, yaml.ScalarNode)
     # the tag that the value has by itself
     natural = loader.resolve(type(node), node.value, (True, False))  # type: ignore[no-untyped-call]
-    misfit = StrategyError(
-        f"{line}: {path} has the tag {shown(node.tag)}, which does not fit "
-        f"{shown(node.value) if is_scalar else 'its value'}: write plain values"
-    )
-    if node.tag not in (natural, _STR if is_scalar else natural, natural.replace("int", "float")):
-        raise misfit
+    if node.tag not in (natural, _STR):
+        raise StrategyError(f"{line}: {path} has the tag {shown(node.tag)}: write plain values")
     if isinstance(node, yaml.MappingNode):
         return _mapping(loader, node, path, lines)
     if isinstance(node, yaml.SequenceNode):
@@ -124,8 +105,8 @@ def _value(loader: _Loader, node: yaml.Node, path: str, lines: dict[str, int]) -
         )
     try:
         return loader.construct_object(node)
-    except ValueError:  # an integer with thousands of digits
-        raise misfit from None
+    except ValueError as error:  # an integer with thousands of digits
+        raise StrategyError(f"{line}: {path}: {error}") from None
 
 
 def _mapping(

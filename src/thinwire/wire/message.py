@@ -11,7 +11,7 @@ bits, without positions, flag and count of entries.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -35,7 +35,7 @@ from thinwire.wire.codes import (
     encode_positions,
     encode_values,
 )
-from thinwire.wire.whole import encode_whole, scale_bytes
+from thinwire.wire.whole import WholeReader, encode_whole, scale_bytes, spans
 
 WIRE_VERSION = 2
 _MAGIC = b"thwr"
@@ -110,8 +110,6 @@ def pack(
 def pack_nonfinite(layout: Layout, step: int, bucket: int, culprit: int) -> Tensor:
     """Return a message on the CPU that reports a gradient that was not finite.
 
-    `culprit` is the number of the tensor, in [0, 2^32). Other arguments as in `pack`.
-
     >>> layout = Layout.of([10], sparsity=0.5, value_bits=8)
     >>> unpack(layout, pack_nonfinite(layout, 0, 0, 3), step=0, bucket=0, source=1).culprit
     3
@@ -123,22 +121,7 @@ def pack_nonfinite(layout: Layout, step: int, bucket: int, culprit: int) -> Tens
 
 
 def unpack(layout: Layout, message: Tensor, *, step: int, bucket: int, source: int) -> Unpacked:
-    """Return the content of a message after all checks.
-
-    Args:
-        layout: That it must have.
-        message: uint8, one dimension; read only.
-        step: Update that it must belong to.
-        bucket: Bucket that it must belong to.
-        source: Rank that it came from, for the error.
-
-    Returns:
-        The parts on `message.device`, or the culprit.
-
-    Raises:
-        PayloadCorrupt: The message is damaged or belongs to another step, bucket or layout; names
-            the rank, the expected and the actual value.
-    """
+    """Return the content of a message after all checks."""
     try:
         return _unpack(layout, message, step, bucket)
     except PayloadCorrupt as refusal:
@@ -154,16 +137,7 @@ def refused(refusal: PayloadCorrupt, *, step: int, bucket: int, source: int) -> 
 def with_checksum(
     form: Form, step: int, bucket: int, payload: list[Tensor], *, flags: int = 0, carried: int = 0
 ) -> Tensor:
-    """Return the header with its checksum, followed by the payload, on the payload's device.
-
-    Args:
-        form: Of the message.
-        step: As in `pack`.
-        bucket: As in `pack`.
-        payload: At least one, uint8, one dimension each.
-        flags: Of the header.
-        carried: Number of entries, in [0, 2^32).
-    """
+    """Return the header with its checksum, followed by the payload, on the payload's device."""
     raw = np.concatenate(
         [np.zeros(HEADER_BYTES, np.uint8), *(part.cpu().numpy() for part in payload)]
     )
@@ -172,11 +146,7 @@ def with_checksum(
 
 
 def opened(form: Form, message: Tensor, step: int, bucket: int) -> tuple[memoryview, int, int]:
-    """Return the bytes of a message on the CPU, its flags and its number of entries.
-
-    Raises:
-        PayloadCorrupt: It is damaged, of another form, or of another step or bucket.
-    """
+    """Return the bytes of a message on the CPU, its flags and its number of entries."""
     _expect("length in bytes", message.numel(), form.nbytes)
     raw = message.cpu().contiguous().numpy().data
     header = HEADER.unpack(raw[:HEADER_BYTES])
@@ -225,32 +195,34 @@ def _checksum(header: bytes | memoryview, payload: memoryview) -> int:
     return zlib.crc32(payload, zlib.crc32(bytes(_CRC_BYTES), zlib.crc32(header)))
 
 
-def pack_whole(layout: WholeLayout, step: int, bucket: int, tensors: Sequence[Tensor]) -> Tensor:
+def pack_whole(
+    layout: WholeLayout, step: int, bucket: int, tensors: Sequence[Tensor | Iterable[Tensor]]
+) -> Tensor:
     """Return the message of tensors, on their device.
 
-    They have shape (n,) each, n as in the layout, floating-point and finite. Other arguments as in
-    `pack`.
+    They have shape (n,) each, n as in the layout, float32 or float64, and are finite; instead of a
+    tensor its parts by `wire.whole.spans` are taken. Other arguments as in `pack`.
 
     >>> layout = WholeLayout((4,), 1)
     >>> message = pack_whole(layout, 0, 0, [torch.tensor([1.0, 3.0, -2.0, -4.0])])
-    >>> from thinwire.wire.whole import decode_whole
     >>> (code,) = unpack_whole(layout, message, step=0, bucket=0, source=1)
-    >>> decode_whole(code, 4, 1)
+    >>> code.part(0, 4)
     tensor([ 2.,  2., -3., -3.])
     """
+    chunks = (_chunks(t) if isinstance(t, Tensor) else t for t in tensors)
     return with_checksum(
-        layout, step, bucket, [encode_whole(tensor, layout.value_bits) for tensor in tensors]
+        layout, step, bucket, [encode_whole(parts, layout.value_bits) for parts in chunks]
     )
+
+
+def _chunks(tensor: Tensor) -> Iterator[Tensor]:
+    return (tensor[start:end] for start, end in spans(tensor.numel(), tensor.device))
 
 
 def unpack_whole(
     layout: WholeLayout, message: Tensor, *, step: int, bucket: int, source: int
-) -> list[Tensor]:
-    """Return the codes in a message after all checks; arguments and errors as in `unpack`.
-
-    Returns:
-        One per tensor for `wire.whole.decode_whole`; views of the message.
-    """
+) -> list[WholeReader]:
+    """Return what reads each tensor of a message, after all checks; else as `unpack`."""
     try:
         _, flags, carried = opened(layout, message, step, bucket)
         if (flags, carried) != (0, 0):
@@ -264,4 +236,4 @@ def unpack_whole(
             raise PayloadCorrupt("scales came that are not finite")
     except PayloadCorrupt as refusal:
         raise refused(refusal, step=step, bucket=bucket, source=source) from None
-    return codes
+    return [WholeReader(code, layout.value_bits) for code in codes]

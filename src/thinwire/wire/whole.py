@@ -14,7 +14,7 @@ however asymmetric the entries are. Magnitudes beyond float32 saturate. Scales a
 sender alone, so the order of a sum matters to nobody else. Nothing waits for a device.
 """  # noqa: E501 (a table row)
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, pairwise
 
@@ -24,49 +24,60 @@ from torch import Tensor
 
 from thinwire.layout.message import SCALE_BYTES, SCALE_COUNT
 
-_CHUNK = 1 << 16
+_CHUNK = 1 << 17
 """Entries that stay in a core's cache between two passes; whole bytes at any number of bits."""
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def encode_whole(values: Tensor, bits: int) -> Tensor:
-    """Return the code of a tensor, uint8, shape (whole_bytes(n, bits),), on its device.
+def spans(numel: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """Yield starts and ends of the parts in which a tensor is best read and written."""
+    step = _CHUNK if device.type == "cpu" else max(1, numel)
+    for start in range(0, numel, step):
+        yield start, min(start + step, numel)
 
-    `values` has shape (n,), floating-point, finite.
 
-    >>> decode_whole(encode_whole(torch.tensor([1.0, 3.0, -2.0, -4.0]), 1), 4, 1)
+def encode_whole(chunks: Iterable[Tensor], bits: int) -> Tensor:
+    """Return the code of a tensor of n entries, uint8, shape (whole_bytes(n, bits),).
+
+    `chunks` are its entries by `spans`, at least one: float32 or float64, finite, one dimension.
+
+    >>> code = encode_whole([torch.tensor([1.0, 3.0, -2.0, -4.0])], 1)
+    >>> WholeReader(code, 1).part(0, 4)
     tensor([ 2.,  2., -3., -3.])
     """
     if bits > 4:
-        return _on_grid(values, bits)
-    chunks = _chunks(values)
-    negative = [chunk < 0 for chunk in chunks]
-    if bits == 1:
-        scales, fields = _means_of_signs(chunks, negative), negative
-    else:
-        magnitudes = [chunk.abs() for chunk in chunks]
-        scales = _levels(magnitudes, bits - 1)
-        pairs = zip(magnitudes, negative, strict=True)
-        fields = [_fields(its, signs, scales, bits) for its, signs in pairs]
-    return torch.cat([scales.view(torch.uint8), *(_packed(part, bits) for part in fields)])
+        return _on_grid(list(chunks), bits)
+    scales, fields = _signs(chunks) if bits == 1 else _nearest_levels(list(chunks), bits)
+    return torch.cat([scales.view(torch.uint8), *fields])
 
 
-def decode_whole(code: Tensor, numel: int, bits: int) -> Tensor:
-    """Return the entries of a code: shape (numel,), float32, on its device.
+class WholeReader:
+    """Entries of a code, decoded when they are asked for.
 
     The same bits on every rank and device; finite if the scales are.
     """
-    if bits > 4:
-        return _from_grid(code, bits)
-    begin = scale_bytes(bits)
-    scales = code[:begin].clone().view(torch.float32)  # a view must be aligned
-    levels = scales * _ONE_BIT_SIGNS.to(code.device) if bits == 1 else torch.cat([scales, -scales])
-    table, fields = levels[_fields_of_bytes(bits).to(code.device)], code[begin:]
-    entries = torch.empty(fields.numel(), 8 // bits, dtype=torch.float32, device=code.device)
-    step = _CHUNK if code.is_cpu else max(1, fields.numel())
-    for chunk, out in zip(torch.split(fields, step), torch.split(entries, step), strict=True):
-        torch.index_select(table, 0, chunk.int(), out=out)
-    return entries.view(-1)[:numel]
+
+    def __init__(self, code: Tensor, bits: int) -> None:
+        begin = scale_bytes(bits)
+        self._bits, self._scales, self._fields = bits, code[:begin], code[begin:]
+        if bits <= 4:
+            scales = self._scales.clone().view(torch.float32)  # a view must be aligned
+            signs = _ONE_BIT_SIGNS.to(code.device)
+            levels = scales * signs if bits == 1 else torch.cat([scales, -scales])
+            self._table = levels[_fields_of_bytes(bits).to(code.device)]
+
+    def part(self, start: int, end: int) -> Tensor:
+        """Return the entries [start, end): float32; `start` is at the beginning of a byte."""
+        bits, numel = self._bits, end - start
+        fields = self._fields[start * bits // 8 : (end * bits + 7) // 8]
+        if bits > 4:
+            return _from_grid(self._scales, fields, bits)
+        if not fields.is_cpu:
+            return self._table[fields.long()].view(-1)[:numel]
+        entries = np.empty((fields.numel(), 8 // bits), np.float32)
+        # without "clip" NumPy copies the result once more
+        np.take(self._table.numpy(), fields.numpy(), 0, out=entries, mode="clip")
+        return torch.from_numpy(entries).view(-1)[:numel]
 
 
 def scale_bytes(bits: int) -> int:
@@ -84,43 +95,62 @@ def _fields_of_bytes(bits: int) -> Tensor:
     return (torch.arange(256, device="cpu").unsqueeze(1) >> shifts) & ((1 << bits) - 1)
 
 
-def _chunks(values: Tensor) -> tuple[Tensor, ...]:
-    return torch.split(values, _CHUNK) if values.is_cpu else (values,)
+# NumPy compares in an eighth of torch's time
+def _negative(chunk: Tensor) -> Tensor:
+    return torch.from_numpy(np.less(chunk.numpy(), 0)) if chunk.is_cpu else chunk < 0
 
 
-def _sum(chunks: Sequence[Tensor], of: Callable[[Tensor], Tensor], *, exact: bool) -> Tensor:
-    """Return the sum of a function of all entries: float64, shape (), on their device.
-
-    A sum in float32 takes a third of the time on a CPU; `exact` where another is subtracted.
-    """
-    if not exact and len(chunks) > 1:
-        total = torch.stack([of(chunk).sum() for chunk in chunks]).double().sum()
-        if total.isfinite():
-            return total
-    return torch.stack([of(chunk).sum(dtype=torch.float64) for chunk in chunks]).sum()
+def _above(chunk: Tensor, bound: Tensor) -> Tensor:
+    if not chunk.is_cpu:
+        return chunk > bound
+    return torch.from_numpy(np.greater(chunk.numpy(), bound.numpy()))
 
 
-def _count(masks: Iterable[Tensor]) -> Tensor:
-    """Return how many flags are set: float64, shape (). NumPy counts ten times as fast."""
-    found = [
-        torch.tensor(np.count_nonzero(mask.numpy()), device="cpu") if mask.is_cpu else mask.sum()
-        for mask in masks
-    ]
-    return torch.stack(found).sum().double()
+def _count(mask: Tensor) -> Tensor:
+    """Return how many flags are set: float64, shape ()."""
+    if mask.is_cpu:
+        return torch.tensor(
+            float(np.count_nonzero(mask.numpy())), dtype=torch.float64, device="cpu"
+        )
+    return mask.sum().double()
 
 
-def _means_of_signs(chunks: Sequence[Tensor], negative: Sequence[Tensor]) -> Tensor:
-    below = _count(negative)
-    above = sum(chunk.numel() for chunk in chunks) - below
-    upper = _sum(chunks, lambda chunk: chunk.clamp_min(0), exact=False) / above.clamp(min=1)
-    lower = _sum(chunks, lambda chunk: chunk.clamp_max(0), exact=False) / below.clamp(min=1)
-    return torch.stack([upper, lower]).abs().clamp(max=_LARGEST).float()
+def _sum(values: Tensor) -> Tensor:
+    """Return the sum of a chunk: float64, shape ()."""
+    # a sum in float32 takes a third of the time on a CPU; elsewhere a look at it would wait
+    total = values.sum() if values.is_cpu and values.numel() == _CHUNK else None
+    if total is None or not total.isfinite():
+        total = values.sum(dtype=torch.float64)
+    return total.double()
+
+
+def _signs(chunks: Iterable[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return the mean of the entries of each sign, and the packed signs."""
+    packed, sums, numel = [], [], 0
+    for chunk in chunks:
+        negative = _negative(chunk)
+        packed.append(_packed(negative, 1))
+        positive_part, negative_part = chunk.clamp_min(0), chunk.clamp_max(0)
+        sums.append(torch.stack([_count(negative), _sum(positive_part), _sum(negative_part)]))
+        numel += chunk.numel()
+    below, upper, lower = torch.stack(sums).sum(0)
+    means = [upper / (numel - below).clamp(min=1), lower / below.clamp(min=1)]
+    return torch.stack(means).abs().clamp(max=_LARGEST).float(), packed
+
+
+def _nearest_levels(chunks: Sequence[Tensor], bits: int) -> tuple[Tensor, list[Tensor]]:
+    """Return the levels, and the packed signs and numbers of levels."""
+    magnitudes = [chunk.abs() for chunk in chunks]
+    levels = _levels(magnitudes, bits - 1)
+    pairs = zip(magnitudes, chunks, strict=True)
+    fields = [_fields(its, _negative(chunk), levels, bits) for its, chunk in pairs]
+    return levels, [_packed(part, bits) for part in fields]
 
 
 def _levels(magnitudes: Sequence[Tensor], depth: int) -> Tensor:
     """Return the 2^depth means of the parts of the magnitudes, ascending."""
     numel = sum(chunk.numel() for chunk in magnitudes)
-    total = _sum(magnitudes, lambda chunk: chunk, exact=True)
+    total = _exact_sum(magnitudes, lambda chunk: chunk)
     zero = torch.zeros_like(total)
     # by edge how many entries are not above it, and their sum
     edges = [(zero, zero, zero), (zero + _LARGEST, zero + numel, total)]
@@ -134,6 +164,11 @@ def _levels(magnitudes: Sequence[Tensor], depth: int) -> Tensor:
 
 
 _Edge = tuple[Tensor, Tensor, Tensor]
+
+
+def _exact_sum(chunks: Sequence[Tensor], of: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the sum of a function of all entries in float64: another one is subtracted from it."""
+    return torch.stack([of(chunk).sum(dtype=torch.float64) for chunk in chunks]).sum()
 
 
 def _means_between(edges: Sequence[_Edge]) -> list[Tensor]:
@@ -151,8 +186,9 @@ def _not_above(magnitudes: Sequence[Tensor], edge: Tensor, numel: int) -> tuple[
     """Return how many entries are not above the edge, and their sum."""
     # a mean comes from the difference of two sums: an entry that is alone must not be above it
     edge = _rounded_down(edge * (1 + 2.0**-40), magnitudes[0].dtype)
-    count = _count(chunk <= edge for chunk in magnitudes)
-    limited = _sum(magnitudes, lambda chunk: chunk.clamp(max=edge), exact=True)
+    above = torch.stack([_count(_above(chunk, edge)) for chunk in magnitudes]).sum()
+    count = numel - above
+    limited = _exact_sum(magnitudes, lambda chunk: chunk.clamp(max=edge))
     return count, limited - edge.double() * (numel - count)
 
 
@@ -161,29 +197,35 @@ def _fields(magnitudes: Tensor, negative: Tensor, levels: Tensor, bits: int) -> 
     middles = (levels[1:].double() + levels[:-1].double()) / 2
     found = negative.view(torch.uint8) << (bits - 1)
     for middle in _rounded_down(middles, magnitudes.dtype).unbind():
-        found += magnitudes > middle
+        found += _above(magnitudes, middle)
     return found
 
 
-def _on_grid(values: Tensor, bits: int) -> Tensor:
+def _on_grid(chunks: Sequence[Tensor], bits: int) -> Tensor:
     """Return the code on equidistant levels; at 8 and 16 bits a field is one or two bytes."""
-    magnitudes = values.double().abs().clamp_(max=_LARGEST)
-    scales = torch.stack(magnitudes.aminmax()).float()
+    extremes = torch.stack([torch.stack(_magnitudes(chunk).aminmax()) for chunk in chunks])
+    scales = torch.stack([extremes[:, 0].amin(), extremes[:, 1].amax()]).float()
     low, high = scales.double().unbind()
     top = (1 << (bits - 1)) - 1
     span = torch.where(high > low, high - low, torch.inf)
-    levels = magnitudes.sub_(low).mul_(top).div_(span).sub_(0.5).ceil_().clamp_(0, top)
-    fields = levels.to(torch.int32) | ((values < 0).to(torch.int32) << (bits - 1))
-    narrow = fields.to(torch.uint8 if bits == 8 else torch.uint16)
-    return torch.cat([scales.view(torch.uint8), narrow.view(torch.uint8)])
+    code = [scales.view(torch.uint8)]
+    for chunk in chunks:
+        levels = _magnitudes(chunk).sub_(low).mul_(top).div_(span).sub_(0.5).ceil_().clamp_(0, top)
+        fields = levels.to(torch.int32) | (_negative(chunk).to(torch.int32) << (bits - 1))
+        code.append(fields.to(torch.uint8 if bits == 8 else torch.uint16).view(torch.uint8))
+    return torch.cat(code)
 
 
-def _from_grid(code: Tensor, bits: int) -> Tensor:
-    begin, top = scale_bytes(bits), (1 << (bits - 1)) - 1
-    low, high = code[:begin].clone().view(torch.float32).double().unbind()
-    fields = code[begin:].clone().view(torch.uint8 if bits == 8 else torch.uint16).to(torch.int32)
-    magnitudes = ((fields & top).double().mul_((high - low) / top).add_(low)).float()
-    return torch.where(fields > top, -magnitudes, magnitudes)
+def _magnitudes(chunk: Tensor) -> Tensor:
+    return chunk.abs().double().clamp_(max=_LARGEST)
+
+
+def _from_grid(scales: Tensor, fields: Tensor, bits: int) -> Tensor:
+    top = (1 << (bits - 1)) - 1
+    low, high = scales.clone().view(torch.float32).double().unbind()
+    found = fields.clone().view(torch.uint8 if bits == 8 else torch.uint16).to(torch.int32)
+    magnitudes = ((found & top).double().mul_((high - low) / top).add_(low)).float()
+    return torch.where(found > top, -magnitudes, magnitudes)
 
 
 def _rounded_down(values: Tensor, dtype: torch.dtype) -> Tensor:

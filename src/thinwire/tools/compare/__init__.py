@@ -1,4 +1,1 @@
-"""`thinwire compare`: train one model under several strategies over the same link.
-
-`planning` imports the list of strategies.
-"""
+"""`thinwire compare`: train one model under several strategies over the same link."""

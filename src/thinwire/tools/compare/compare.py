@@ -31,23 +31,7 @@ Keep = Callable[[Results], None]
 
 
 def compare(settings: Settings, display: Display, keep: Keep | None = None) -> Results:
-    """Train every strategy in turn over the same link and return what was measured.
-
-    A strategy that fails is named under `failures`, with the reason, and the others are trained all
-    the same.
-
-    Args:
-        settings: Settings of the comparison.
-        display: Receives the progress.
-        keep: Called with the results so far after each strategy but the last, and at SIGTERM or
-            Ctrl-C if a strategy has finished.
-
-    Raises:
-        ValueError: The text, size or device cannot be used, or a strategy does not work with the
-            model; nothing was trained.
-        TaskRefused: The user's task cannot be trained.
-        WorkerError: No strategy could be trained; no process is left running.
-    """
+    """Train every strategy in turn over the same link and return what was measured."""
     _require_gpu(settings)
     corpus = _read_corpus(settings)
     reason = why_unavailable() if settings.link.emulated else None

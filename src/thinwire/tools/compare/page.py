@@ -165,8 +165,6 @@ def _strategy_text(run: Run) -> str:
 def loss_plots(results: Results, axis: str, label: str) -> str:
     """Plot held-out loss against a field of `Point`: "seconds", "step" or "library_bytes"
     (logarithmic).
-
-    Returns two `<svg>`, one of which is shown, with one line per strategy; empty without data.
     """
 
     def curve(points: Sequence[Point]) -> list[Point]:

@@ -261,14 +261,7 @@ class Results:
 
 
 def first_reached(curve: Iterable[tuple[float, float]], loss: float) -> float | None:
-    """Return the first abscissa at which a curve reaches a loss, or None.
-
-    Points are interpolated linearly.
-
-    Example:
-        >>> first_reached([(0.0, 4.0), (10.0, 2.0)], 3.0)
-        5.0
-    """
+    """Return the first abscissa at which a curve reaches a loss, or None."""
     points = list(curve)
     for (begin, before), (end, after) in pairwise(points):
         if after <= loss < before:

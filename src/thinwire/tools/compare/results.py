@@ -60,12 +60,7 @@ def _memory_gib() -> float | None:
 
 @dataclass(kw_only=True)
 class Ledger:
-    """Strategies that have finished, that have failed, and the one that is running.
-
-    Attributes:
-        common: Settings of all strategies, for the report.
-        current: The running strategy; `progress` is its completed share, in [0, 1].
-    """
+    """Strategies that have finished, that have failed, and the one that is running."""
 
     settings: Settings
     corpus: Corpus | None

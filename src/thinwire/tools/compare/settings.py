@@ -30,17 +30,7 @@ from thinwire.tools.run.text import require_digits
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Training):
-    """One comparison; its `seed` is the first one of several.
-
-    Attributes:
-        size: Size of the model, as typed.
-        text: Folder with text; None is Python's own standard library.
-        out: Folder for the report.
-        joined_rank: Rank of this process under torchrun or another launcher; None if the command
-            starts its workers.
-        timeout: Seconds that a rank waits for another, and longest silence of all ranks; None
-            derives it from the model and the link.
-    """
+    """One comparison; its `seed` is the first one of several."""
 
     workers: int
     link: Link

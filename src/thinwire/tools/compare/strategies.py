@@ -200,7 +200,7 @@ _RECIPES = (
     _own(
         "sparse-local",
         "16 local steps, then the largest tenth of the change, at two bits",
-        {"k_steps": 16, "compression": {"sparsity": 0.9, "value_bits": 2}},
+        {"k_steps": 16, "compression": {"sparse": {"sparsity": 0.9, "value_bits": 2}}},
         adamw=0.003,
     ),
     _own(

@@ -1,7 +1,4 @@
-"""Tables of a comparison: a row per strategy, a column per measure.
-
-All numbers of a column have one unit and one precision.
-"""
+"""Tables of a comparison: a row per strategy, a column per measure."""
 
 import textwrap
 from collections.abc import Callable, Sequence

@@ -1,4 +1,1 @@
-"""`thinwire doctor`: find network faults between machines before training.
-
-It imports no other tool.
-"""
+"""`thinwire doctor`: find network faults between machines before training."""

@@ -14,15 +14,7 @@ _MAY_DIFFER = {"GLOO_SOCKET_IFNAME": "correct if the interfaces have other names
 
 @dataclass(frozen=True)
 class Seen:
-    """Report of one rank.
-
-    Attributes:
-        skew: Offset of its clock ahead of rank 0's and the uncertainty, in seconds; None if not
-            measured.
-        reaches: Its connections to each other rank; None if not reported.
-        no_socket: Reason why it could not listen on gloo's address; empty if it could.
-        gloo: Error of the gloo group; empty if it worked, None if not reported or not tried.
-    """
+    """Report of one rank."""
 
     machine: Machine
     skew: tuple[float, float] | None = None
@@ -33,11 +25,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Reports:
-    """Reports of all ranks.
-
-    `seen` has them by rank, `strangers` thinwire's version on ranks with another report format.
-    `tried` is True if a gloo group was tried.
-    """
+    """Reports of all ranks."""
 
     size: int
     seen: Mapping[int, Seen]
@@ -71,12 +59,7 @@ def cross_findings(reports: Reports) -> Iterator[Finding]:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Format ranks as text.
-
-    Example:
-        >>> named([0, 2, 4, 5, 6, 7])
-        'ranks 0, 2, 4-7'
-    """
+    """Format ranks as text."""
     several = sorted(ranks)
     runs: list[list[int]] = []
     for rank in several:

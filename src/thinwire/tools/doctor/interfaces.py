@@ -88,10 +88,7 @@ def is_loopback(address: str) -> bool:
 
 
 def source_towards(host: str = "") -> str:
-    """Return the source address of packets to a host, or to the internet by default.
-
-    The address is empty if there is no route. Nothing is sent.
-    """
+    """Return the source address of packets to a host, or to the internet by default."""
     for address in resolved(host or _SOMEWHERE).addresses[:1]:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -158,12 +155,7 @@ def _sockets_of(folder: Path, ends: Mapping[str, tuple[str, int]]) -> list[tuple
 
 
 def program_of(command: Sequence[str]) -> str:
-    """Return program and script or module of a command line; the rest may be secret.
-
-    Example:
-        >>> program_of(["/usr/bin/python", "-m", "torch.distributed.run", "--token", "x"])
-        'python -m torch.distributed.run'
-    """
+    """Return program and script or module of a command line; the rest may be secret."""
     words = iter(command)
     program = next(words, "").partition(" ")[0]  # of some that name themselves, options follow
     name = Path(program).name

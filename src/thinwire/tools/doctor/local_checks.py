@@ -24,14 +24,7 @@ _LEVEL_WIDTH, _CHECK_WIDTH, _LEAST_WIDTH = 7, 13, 60
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check.
-
-    Attributes:
-        level: "wrong" prevents training, "note" may surprise.
-        check: Subject of the check, in one word.
-        found: The result, with the values.
-        advice: The remedy; empty if none is needed.
-    """
+    """Result of one check."""
 
     level: Level
     check: str
@@ -45,12 +38,7 @@ wrong = partial(Finding, "wrong")
 
 
 def status_of(findings: Iterable[Finding]) -> int:
-    """Return the exit status: 1 if something is wrong, else 0.
-
-    Example:
-        >>> status_of([note("clock", "not synchronized", "")])
-        0
-    """
+    """Return the exit status: 1 if something is wrong, else 0."""
     return int(any(finding.level == "wrong" for finding in findings))
 
 
@@ -307,14 +295,7 @@ def why_not(error: OSError) -> str:
 def meeting_point(
     environment: Mapping[str, str], own: tuple[str, ...], patience_s: float, *, started: bool
 ) -> Finding:
-    """Check the address of the ranks' store in the environment.
-
-    Args:
-        environment: Environment of this process.
-        own: Addresses of this machine.
-        patience_s: Time limit of one connection.
-        started: True if the store must be up by now, as under torchrun.
-    """
+    """Check the address of the ranks' store in the environment."""
     host, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
     if not host and not port:
         return ok(_CHECK, "MASTER_ADDR and MASTER_PORT are not set; torchrun sets them")

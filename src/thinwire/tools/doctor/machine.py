@@ -44,20 +44,7 @@ _PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 @dataclass(frozen=True)
 class Machine:
-    """One rank's machine.
-
-    Attributes:
-        namespace: Identifier of the network stack; equal for two ranks only if they share it.
-        names: Addresses that the host name resolves to; `names_error` has the cause of failure.
-        gloo: Addresses that gloo announces; `gloo_error` has the cause of failure.
-        route: Address from which this machine reaches the meeting point, or the outside.
-        ports: First and last ephemeral port of the kernel; (0, 0) if unknown.
-        clock_kept: True if a time service keeps the clock; None if unknown.
-        listeners: Torch processes of this user that listen on all addresses.
-        outward: Torch processes of this user that listen on one address that is not loopback.
-        naming_s: Seconds of a reverse look-up of the address that others reach this machine by;
-            at most one second.
-    """
+    """One rank's machine."""
 
     host: str
     namespace: str
@@ -211,10 +198,7 @@ def named_interfaces() -> list[str]:
 
 
 def announced_addresses() -> tuple[str, ...]:
-    """Return the addresses on which a temporary gloo group of this process listens.
-
-    Linux reports them. If gloo finds none, its RuntimeError is raised.
-    """
+    """Return the addresses on which a temporary gloo group of this process listens."""
     before = listeners()
     names = named_interfaces()
     gloo = dist.ProcessGroupGloo

@@ -26,14 +26,7 @@ _MOST_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Reach:
-    """Connection of one rank to another.
-
-    Attributes:
-        error: Cause of a failed connection, in a word or two; empty if it succeeded.
-        latency_s: The shortest round trip of 4 bytes.
-        large: True if 32 KiB arrive; None if that was not tried.
-        fitting_mtu: If they do not arrive, the largest MTU tried at which they do; 0 for none.
-    """
+    """Connection of one rank to another."""
 
     to: int
     error: str = ""

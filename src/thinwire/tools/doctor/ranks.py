@@ -82,12 +82,9 @@ class StoreView:
         return {rank: row for rank, row in rows.items() if row is not None}
 
     def clock_skew(self, ranks: list[int], until: float) -> tuple[float, float] | None:
-        """Return this rank's clock offset from rank 0 and its uncertainty, both in seconds.
-
-        The offset is positive if this clock is ahead. Return None if rank 0 did not answer.
-        Collective over `ranks`. Rank 0 is taken to answer in the middle of a round trip through
-        the store; the shortest of several trips counts.
-        """
+        """Return this rank's clock offset from rank 0 and its uncertainty, both in seconds."""
+        # rank 0 is taken to answer in the middle of a round trip through the store; the shortest
+        # counts
         best: tuple[float, float] | None = None
         for number in range(_CLOCK_ROUNDS):
             if self.rank == 0:

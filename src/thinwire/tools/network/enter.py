@@ -32,9 +32,8 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def take_group_along() -> None:
-    """End the process group of this process when it ends, in whatever way. A separate process waits
-    for it. It is not a child, because the command may wait for all its children.
-    """
+    """End the process group of this process when it ends, in whatever way."""
+    # by a separate process, which is no child: the command may wait for all its children
     if not hasattr(os, "pidfd_open"):  # Linux alone has it
         return
     leader = os.getpid()

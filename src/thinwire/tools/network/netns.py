@@ -42,15 +42,7 @@ _EXAMPLES = "write a number and a unit, such as 500kbit, 100mbit or 1gbit"
 
 @dataclass(frozen=True)
 class Link:
-    """Limits of what one worker sends and receives over the emulated network.
-
-    Attributes:
-        rate_bit_s: Bits per second that a worker sends, and receives without `down_bit_s`; None
-            leaves the link unshaped.
-        latency_s: One-way delay in seconds, added to every packet.
-        emulated: False asks for the machine's own loopback, without any emulation.
-        down_bit_s: Bits per second that a worker receives; None if equal to the sending rate.
-    """
+    """Limits of what one worker sends and receives over the emulated network."""
 
     rate_bit_s: float | None
     latency_s: float = 0.0
@@ -83,15 +75,7 @@ class Link:
         *,
         at_most: float = FASTEST_BIT_S,
     ) -> Self:
-        """Return the link of the arguments `link`, or `up` and `down`; "100mbit" without any.
-
-        >>> str(Link.of(None, "10mbit", "100mbit", "20ms"))
-        '10mbit up and 100mbit down + 20ms'
-
-        Raises:
-            ValueError: Only one of `up` and `down` is given, or `link` beside them, or a rate is
-                invalid.
-        """
+        """Return the link of the arguments `link`, or `up` and `down`; "100mbit" without any."""
         other = {"up": up, "down": down}
         if (up is None) != (down is None):
             given, missing = ("down", "up") if up is None else ("up", "down")
@@ -244,12 +228,9 @@ def _in_thread(work: Callable[[], T]) -> T:
 
 
 def tbf_settings(rate_bit_s: float) -> dict[str, int]:
-    """Return the arguments of pyroute2's `tbf` for a rate.
-
-    The burst is ten milliseconds of the rate: large enough for the kernel's timer at 1 Gbit/s, and
-    small enough at slow rates not to let a whole message through for free. The queue holds a tenth
-    of a second.
-    """
+    """Return the arguments of pyroute2's `tbf` for a rate."""
+    # a burst of ten milliseconds: large enough for the kernel's timer at 1 Gbit/s, and too small to
+    # let a whole message through for free at slow rates
     rate_byte_s = rate_bit_s / 8
     burst = round(min(max(rate_byte_s * _BURST_S, _SMALLEST_BURST_BYTES), _LARGEST_BURST_BYTES))
     return {
@@ -359,14 +340,7 @@ _DELAYED_BIT_S = 1e8  # what the process that delays packets carries without los
 
 @dataclass(frozen=True)
 class Network:
-    """The network that workers run in.
-
-    Attributes:
-        namespace_fds: One open descriptor per worker, for `enter_network`.
-        hub_fd: Namespace of the far ends of the links.
-        link: Limits of the links; they can be lifted for a while.
-        interface: Name of the interface inside every worker's namespace.
-    """
+    """The network that workers run in."""
 
     namespace_fds: tuple[int, ...]
     addresses: tuple[str, ...]
@@ -418,11 +392,7 @@ def why_unavailable() -> str | None:
 
 @contextlib.contextmanager
 def network(workers: int, link: Link) -> Iterator[Network]:
-    """Create one network per worker, joined and limited in both directions.
-
-    The namespaces vanish with their last user. Raises OSError if the kernel refuses;
-    `why_unavailable` checks that first.
-    """
+    """Create one network per worker, joined and limited in both directions."""
     with contextlib.ExitStack() as stack:
         fds = []
         for _ in range(workers + 1):

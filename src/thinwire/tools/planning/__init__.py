@@ -1,4 +1,1 @@
-"""`thinwire plan`: predict the cost of a training step on a network, without torch.
-
-`simulation` imports its network model.
-"""
+"""`thinwire plan`: predict the cost of a training step on a network, without torch."""

@@ -33,12 +33,9 @@ _BITS = (1, 2, 4, 8)
 
 
 def candidates(workers: int, node_size: int = 1) -> Iterator[Candidate]:
-    """Every strategy as `thinwire compare` has it, each followed by other settings of it.
-
-    No density and no rank is below those whose progress is known: with their progress it would
-    win by that assumption. Three or more workers can share sums out; `node_size` of them share a
-    machine.
-    """
+    """Every strategy as `thinwire compare` has it, each followed by other settings of it."""
+    # no density and no rank is below those whose progress is known: with their progress it would
+    # win by that assumption
     for name, recipe in STRATEGIES.items():
         if name in LEFT_OUT:
             continue
@@ -101,20 +98,19 @@ def _compressions(
     yield "", None
     if base is None:
         return
-    quantized = "quantized" in base
-    own = base.get("quantized", base)
+    ((tag, own),) = base.items()
     choices: list[tuple[str, dict[str, float]]] = [
         (f" {_density(sparsity)} b{bits}", {"sparsity": sparsity, "value_bits": bits})
         for sparsity in _SPARSITIES
         for bits in _SPARSE_BITS
     ]
-    if quantized:
+    if tag == "quantized":
         choices = [(f" b{bits}", {"value_bits": bits}) for bits in _BITS]
     for words, choice in choices:
         for word, more in _exchanges(workers):
             made = {**own, **choice, **more}
             if made != own:
-                yield f"{words}{word}", {"quantized": made} if quantized else made
+                yield f"{words}{word}", {tag: made}
 
 
 def _exchanges(workers: int) -> Iterator[tuple[str, Mapping[str, str]]]:
@@ -146,12 +142,7 @@ def _measured() -> list[dict[str, Any]]:
 
 
 def progress_of(method: str, document: Mapping[str, Any], workers: int) -> Progress:
-    """Return the progress of the nearest measured setting of the same method.
-
-    Nearest in the interval first, then in the density, then in the number of workers. The progress
-    is reduced for a longer delay and for more workers, by the measured loss of each. The source
-    names the settings that differ from those of the document.
-    """
+    """Return the progress of the nearest measured setting of the same method."""
     if method == "dense":
         return Progress(1.0, "by definition")
     asked = _settings(document)
@@ -221,12 +212,7 @@ def _loss_by_lateness() -> tuple[float, float, str]:
 
 @cache
 def _loss_by_workers(method: str, k_steps: int, known: int, asked: int) -> tuple[float, str]:
-    """Return the factor on a progress from `known` to `asked` ranks, and its source.
-
-    The factor is measured at the rank count nearest to `asked`, with settings measured at both
-    counts. This method is preferred, then a local method with the same optimizer; of these the
-    nearest interval counts. Return (1.0, "") if there is no such measurement.
-    """
+    """Return the factor on a progress from `known` to `asked` ranks, and its source."""
 
     def distance(pair: _Pair) -> tuple[float, ...]:
         run, other = pair
@@ -254,10 +240,10 @@ def _loss_by_workers(method: str, k_steps: int, known: int, asked: int) -> tuple
 def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that affect progress; 1 or 0 for settings missing from a document."""
     local = document.get("localsgd", {})
-    compression = local.get("compression") or {}
+    of_changes: Mapping[str, Any] = next(iter((local.get("compression") or {}).values()), {})
     # of gradients a field by itself says what is sent
     of_gradients = next((own for field, own in document.items() if field != "localsgd"), None)
-    own = of_gradients or compression.get("quantized") or compression
+    own = of_gradients or of_changes
     sparsity = own.get("sparsity", 0.0)
     return {
         "k_steps": local.get("k_steps", 1),

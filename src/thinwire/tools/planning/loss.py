@@ -1,7 +1,4 @@
-"""Expected loss of a method above dense training's (docs/law.md), and the cost of closing the gap.
-
-Local updates follow a published law in workers and parameters; the rest is what was measured here.
-"""
+"""Loss of a method above dense training (docs/law.md), and the cost of closing the gap."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -45,10 +42,8 @@ class LossGap(NamedTuple):
 
 
 def beta(optimizer: str, numel: int) -> float:
-    """Return the exponent of the law for a number of parameters.
-
-    Source: fitted to losses of MuLoCo, arXiv 2505.23725: 16 workers, 30 steps, 150 M to 3.1 B.
-    """
+    """Return the exponent of the law for a number of parameters."""
+    # Source: fitted to losses of MuLoCo, arXiv 2505.23725: 16 workers, 30 steps, 150 M to 3.1 B.
     factor, power = _LAW[optimizer]
     return float(factor * numel**power)
 
@@ -94,8 +89,7 @@ def _of_local(own: Mapping[str, Any], optimizer: str, numel: int, workers: int) 
 
 def local_factor(own: Mapping[str, Any], optimizer: str) -> float:
     """Return the factor of interval, bits and delay on the gap of the law."""
-    compression = own.get("compression") or {}
-    values = compression.get("quantized") or compression.get("sparse") or compression
+    values: Mapping[str, Any] = next(iter((own.get("compression") or {}).values()), {})
     factor = _OWN[optimizer] * (own["k_steps"] / _STEPS) ** _BY_STEPS
     if "sparsity" in values:
         factor *= _SPARSE
@@ -137,10 +131,8 @@ def _sends_more(method: str, document: Mapping[str, Any]) -> str | None:
 
 
 def elasticity(numel: int) -> float:
-    """Return the percentage by which a loss falls for 1 % more steps, at 20 tokens a parameter.
-
-    Source: Hoffmann et al., 2022, arXiv 2203.15556: L = 1.69 + 406.4 / N^0.34 + 410.7 / D^0.28.
-    """
+    """Return the percentage by which a loss falls for 1 % more steps, at 20 tokens a parameter."""
+    # Source: Hoffmann et al., 2022, arXiv 2203.15556: L = 1.69 + 406.4 / N^0.34 + 410.7 / D^0.28.
     by_tokens = 410.7 / (20 * numel) ** 0.28
     return float(0.28 * by_tokens / (1.69 + 406.4 / numel**0.34 + by_tokens))
 

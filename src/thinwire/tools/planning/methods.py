@@ -31,9 +31,8 @@ _MOST_OWNERS = 64
 
 @dataclass(frozen=True)
 class Cost:
-    """Mean cost of a step over a round: seconds, bytes sent by a rank, and extra memory in bytes.
-
-    The memory excludes parameters, gradients and the optimizer's state.
+    """Mean cost of a step over a round: seconds, bytes sent by a rank, and extra memory in
+    bytes.
     """
 
     step_s: float
@@ -71,12 +70,9 @@ def cost_of(document: Mapping[str, Any], hook: str, work: Workload, network: Net
 def _overlapped(
     work: Workload, buckets: Sequence[_Bucket], after_s: float, state_bytes: int, sent: float = 0.0
 ) -> Cost:
-    """Return the cost of a step whose buckets share one wire with the backward pass.
-
-    begin(j) = max(free(j - 1), ready(j) + encode(1..j), end(i)), where i is the one before which
-    only one other is under way; free(j) = begin(j) + taken(j), end(j) = begin(j) + wire(j). What is
-    encoded holds the backward pass up.
-    """
+    """Return the cost of a step whose buckets share one wire with the backward pass."""
+    # begin(j) = max(free(j - 1), ready(j) + encode(1..j), end(i)), where i is the one before which
+    # only one other is under way; free(j) = begin(j) + taken(j), end(j) = begin(j) + wire(j)
     free = encoded = 0.0
     ends = [0.0] * _AT_ONCE
     for bucket in buckets:
@@ -294,18 +290,7 @@ class MemberExchange:
 def member_exchanges(
     own: Mapping[str, Any], work: Workload, network: Network
 ) -> dict[str, MemberExchange]:
-    """Return the ways in which members (`tw.join`) can exchange a fragment under local updates.
-
-    Args:
-        own: Document of the field `localsgd`.
-        work: Model and step.
-        network: Network of the members.
-
-    Returns:
-        "direct": each member uploads its message to all others, or its part of a dense sum;
-        "relay": once, to the host (`relay=True`); "split": each entry goes to its owner, and the
-        owners' means to all (`exchange="split"`), for three members and more.
-    """
+    """Return the ways in which members (`tw.join`) can exchange a fragment under local updates."""
     fragments, compression = own.get("fragments", 1), own.get("compression") or {}
     idle_s = own["k_steps"] / fragments * work.step_s
     gathered = _exchanged(compression, work, network, "gather")
@@ -336,9 +321,9 @@ def _exchanged(
         exchange = exchange or own.get("exchange", "auto")
         whole = WholeLayout(work.numels, own.get("value_bits", 4))
         return _dealt(whole, exchange, network.ranks)
-    own = compression.get("sparse", compression)
-    if "sparsity" not in own:
+    if "sparse" not in compression:
         return None
+    own = compression["sparse"]
     exchange, bits = exchange or own.get("exchange", "auto"), own.get("value_bits", 2)
     return _sparse_dealt(work.numels, own["sparsity"], bits, exchange, network.ranks)
 

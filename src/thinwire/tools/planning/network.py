@@ -19,41 +19,20 @@ def reduce_pairs(ranks: int, nbytes: float) -> int:
 
 
 def crowding(receivers: int, strings: int) -> float:
-    """Return the excess time of an all-to-all, relative to the time of one receiver's bytes.
-
-    Senders do not agree on an order. So a line gets several strings at once and none at another
-    time, and ends late by what is still queued when the last string has been sent: with orders at
-    random the highest point of a Brownian bridge, the largest of all receivers. Two ranks have
-    nobody to meet. TCP interleaves the strings of one sender, which helps where they are few: of
-    the ranks of `benchmarks.scale_check` 4 did not crowd at all, 8 and 16 more than this says.
-
-    Args:
-        receivers: Number of ranks that receive at once, at least 2.
-        strings: Number of messages that each of them receives, at least 1.
-    """
+    """Return the excess time of an all-to-all, relative to the time of one receiver's bytes."""
+    # senders do not agree on an order, so a line gets several strings at once and none at another
+    # time, and ends late by what is queued when the last one has been sent: with random orders the
+    # highest point of a Brownian bridge
     return sqrt((receivers - 2) / (receivers - 1) * log(receivers) / (2 * strings))
 
 
 @dataclass(frozen=True)
 class Network:
-    """Ranks that each have a line of their own into one network.
+    """Ranks that each have a line of their own into one network."""
 
-    Attributes:
-        bit_s: Sending rate of each rank, in bits per second with headers; also the receiving rate,
-            without `down_bit_s`.
-        latency_s: One-way latency between any two ranks.
-        ranks: Number of ranks W, at least 1.
-        call_s: Fixed cost of a collective on a rank.
-        restarts: True if the kernel resets the window of idle connections, as Linux does without
-            BBR.
-        node: Network inside a machine of consecutive ranks; None if each rank has its own machine,
-            or if unknown.
-        down_bit_s: Receiving rate of each rank; None if equal to the sending rate.
-
-    Source: Thakur, Rabenseifner and Gropp, 2005 (rings); gloo/allreduce.cc and gloo/allgather.cc
-    (two pieces on their way at a time); RFC 6928 (the first window); RFC 2861 and Linux,
-    net/ipv4/tcp_output.c (the window of an idle connection halves with every time-out).
-    """
+    # Source: Thakur, Rabenseifner and Gropp, 2005 (rings); gloo/allreduce.cc and gloo/allgather.cc
+    # (two pieces on their way at a time); RFC 6928 (the first window); RFC 2861 and Linux,
+    # net/ipv4/tcp_output.c (the window of an idle connection halves with every time-out).
 
     bit_s: float
     latency_s: float
@@ -104,11 +83,7 @@ class Network:
         return self.call_s + 2 * self.latency_s + max(sending_s, receiving_s)
 
     def relayed_s(self, nbytes: float, idle_s: float = 0.0) -> float:
-        """Return the seconds of a gather through a relay after `idle_s` seconds of silence.
-
-        Each rank uploads its message once, and downloads those of the others meanwhile. The relay
-        is as far as another rank, and its own line is not the limit.
-        """
+        """Return the seconds of a gather through a relay after `idle_s` seconds of silence."""
         up = replace(self, down_bit_s=None)
         down = replace(self, bit_s=self.down, down_bit_s=None)
         sending_s = up.transfer_s(nbytes, idle_s)
@@ -125,11 +100,9 @@ class Network:
         return self.call_s + 2 * self.latency_s + once_s + more * (once_s + self.latency_s)
 
     def transfer_s(self, nbytes: float, idle_s: float = 0.0) -> float:
-        """Return the seconds one way, without latency.
-
-        The window of an idle connection halves with every time-out, down to ten segments. The rate
-        then doubles every round trip until it is that of the line.
-        """
+        """Return the seconds one way, without latency."""
+        # the window of an idle connection halves with every time-out, down to ten segments; the
+        # rate then doubles every round trip
         rtt = 2 * self.latency_s
         if not self.restarts:
             return nbytes / self.bytes_s

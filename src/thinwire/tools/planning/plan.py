@@ -129,11 +129,7 @@ class Plan:
     members: Mapping[str, MemberExchange]
 
     def __getitem__(self, name: str) -> Row:
-        """Return the row of a strategy.
-
-        Raises:
-            KeyError: The plan has no row of this name.
-        """
+        """Return the row of a strategy."""
         found = next((row for row in self.strategies if row.name == name), None)
         if found is None:
             raise KeyError(

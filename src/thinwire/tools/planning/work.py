@@ -22,21 +22,7 @@ _OWNED = 11
 
 @dataclass(frozen=True)
 class Workload:
-    """Compute of one rank between two exchanges.
-
-    Attributes:
-        numel: Number of trainable parameters.
-        shapes: Shapes of the parameters, in forward order.
-        step_s: Seconds of forward pass, backward pass and update, without an exchange.
-        cuda: True if a GPU computes.
-        forward: Seconds until the backward pass begins; None for a third of the step.
-        ready_s: Seconds into the step at which each gradient is ready, in the order of `shapes`;
-            None if proportional to the number of parameters.
-        muon_s: Extra seconds of an update by Muon; None if not measured, which counts as 0.
-        muon_numel: Number of parameters that Muon would train; None if unknown.
-        width: Mean bytes per gradient entry.
-        assumed: True if the shapes are assumed from the number of parameters.
-    """
+    """Compute of one rank between two exchanges."""
 
     numel: int
     shapes: tuple[Shape, ...]
@@ -85,10 +71,8 @@ class Workload:
         return round(self.width * _OWNED * max(self.numels)) if self.by_muon(optimizer) else 0
 
     def bytes_inside(self, optimizer: str | None, ranks: int) -> float:
-        """Return the bytes that each of `ranks` that share the model sends to the others in a step.
-
-        FSDP gathers the parameters for the forward pass and for the backward pass, and scatters the
-        gradients; with Muon each matrix goes to its owner, and the result comes back.
+        """Return the bytes that each of `ranks` that share the model sends to the others in
+        a step.
         """
         words = 3 * self.numel + 2 * self.by_muon(optimizer) / ranks
         return self.width * words * (ranks - 1) / ranks
@@ -146,10 +130,7 @@ _SMALL_BYTES = 256
 
 @dataclass(frozen=True)
 class Probe:
-    """Network between ranks, work of the slowest rank, and name of the task.
-
-    The network has the largest latency of a pair and the rate of the slowest rank while all send.
-    """
+    """Network between ranks, work of the slowest rank, and name of the task."""
 
     network: Network
     work: Workload

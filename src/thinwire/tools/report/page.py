@@ -1,9 +1,4 @@
-"""Parts of self-contained HTML pages: style and script are inline, nothing is loaded.
-
-Drawings are SVG in the colours of the page, made here and not by a library: a few charts do not
-need one. Each is drawn twice, for wide and for narrow pages, so that text keeps its size. The
-values of a point are in its `<title>`, which `report.js` shows at the pointer.
-"""
+"""Parts of self-contained HTML pages: style and script are inline, nothing is loaded."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

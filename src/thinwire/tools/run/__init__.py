@@ -1,4 +1,1 @@
-"""Train one strategy or script on ranks of this machine, from start to result.
-
-`compare` and `planning` import it.
-"""
+"""Train one strategy or script on ranks of this machine, from start to result."""

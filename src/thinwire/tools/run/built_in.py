@@ -1,7 +1,4 @@
-"""Built-in tasks: the next byte of a text, and scanned digits.
-
-Batches are the same for every strategy, different on every rank.
-"""
+"""Built-in tasks: the next byte of a text, and scanned digits."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -48,12 +45,12 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Next-byte model: learned positions, pre-normalised blocks, no biases, a separate output
-    layer.
-
-    Source: the usual decoder of Radford et al. 2019, with residual branches that start small by the
-    depth.
+    """Next-byte model: learned positions, pre-normalised blocks, no biases, a separate
+    output layer.
     """
+
+    # Source: the usual decoder of Radford et al. 2019, with residual branches that start small by
+    # the depth.
 
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
@@ -154,10 +151,7 @@ class _BuiltIn:
         self.held_out_batches: list[Pair] = []
 
     def evaluate(self, model: nn.Module) -> float:
-        """Return the mean held-out loss per byte or digit, in nats, equal on all ranks.
-
-        Each rank evaluates its share. Running statistics are those of the model on each rank.
-        """
+        """Return the mean held-out loss per byte or digit, in nats, equal on all ranks."""
         return _mean_loss(model, self.held_out_batches)
 
 

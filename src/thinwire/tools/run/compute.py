@@ -27,15 +27,7 @@ _LR = 1e-4
 def step_of_built_in(
     size: ModelSize, batch: int, device: str, most_s: float = STEPS_S
 ) -> dict[str, Any]:
-    """Measure a step of the built-in model, on all ranks at once, within about `most_s`.
-
-    Returns:
-        Measurements of this rank, medians of up to five steps. `device`; `forward_s`,
-        `backward_end_s` and `step_s`, in seconds since the start of the step; `parameters`;
-        `shapes` of the trainable ones, and `ready_s` of their gradients; `gradient_bytes` in total;
-        `muon_parameters`, which Muon would train; `muon_s`, the extra seconds of an update by
-        Muon, None if there was no time or Muon cannot train the model.
-    """
+    """Measure a step of the built-in model, on all ranks at once, within about `most_s`."""
     target = run_alike(lambda: device_of(device, dist.get_rank()), None)
     model = ByteTransformer(size).to(target)
     inputs, targets = torch.randint(256, (2, batch, size.context)).to(target)
@@ -60,10 +52,7 @@ def step_of_task_here(task: str, device: str, workers: int) -> dict[str, Any]:
 
 
 def model_of(task: str) -> dict[str, Any]:
-    """Describe the model of a user's task without running a step.
-
-    Returns `parameters`, `shapes`, `gradient_bytes` and `muon_parameters`, as for a step.
-    """
+    """Describe the model of a user's task without running a step."""
     with _single_rank():
         model = made(task, 0).model
     if not _trained(model):

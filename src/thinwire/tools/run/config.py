@@ -113,11 +113,8 @@ def size_of(model: str, text: str) -> ModelSize | ConvolutionSize:
 
 
 def parse_size(text: str) -> ModelSize:
-    """Return the size for a name ("tiny", "small", "medium", "large") or a number of parameters
-    ("3M", "500k", "1000000").
-
-    The result has four layers and a width that is a multiple of 32, so a number is met
-    approximately.
+    """Return the size for a name ("tiny", "small", "medium", "large") or a number of
+    parameters ("3M", "500k", "1000000").
     """
     word = text.strip().lower()
     if word in _NAMED_SIZES:
@@ -156,20 +153,7 @@ def imported(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One strategy that can be compared, as plain data.
-
-    Attributes:
-        trainer: Trainer class, as "module:Class"; imported only in the workers.
-        rates: Peak learning rate by optimizer, the best of the same grid for every strategy.
-        counted_by: Method that counts the bytes of the library.
-        options: Settings of the field, or keyword arguments of the trainer.
-        field: Field of a strategy that the options set; "" for none, None if they are not of a
-            field.
-        ramp: Setting of the field that takes the number of ramp-up steps.
-        code: Equivalent lines of Python, for hooks of torch.
-        file: Strategy file, as on the command line.
-        optimizer: Optimizer that the strategy requires, whatever the others use.
-    """
+    """One strategy that can be compared, as plain data."""
 
     name: str
     summary: str
@@ -201,18 +185,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Settings that a comparison and each of its runs share.
-
-    Attributes:
-        model: Built-in model and its size.
-        steps: Number of updates; None if `seconds` limits the training time.
-        batch: Sequences, or digits, per rank and step.
-        optimizer: "adamw", "muon" or "sgd"; a strategy may have one of its own.
-        lr: Peak learning rate; None for that of the strategy or of the task's own optimizer.
-        task: User's task, as "FILE.py:NAME"; None for the built-in one.
-        evaluations: Maximum number of evaluations.
-        shard: Ranks of a site, among which FSDP2 shards the model; 1 for whole models.
-    """
+    """Settings that a comparison and each of its runs share."""
 
     model: ModelSize | ConvolutionSize
     steps: int | None
@@ -234,13 +207,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Training):
-    """Configuration of one training, the same on every rank.
-
-    Attributes:
-        ramp_steps: Ramp-up steps of methods that have a ramp.
-        held_out_sequences: Number of sequences of `held_out_file` that are used; digits use all.
-        interface: Network interface with the kernel's byte counters; None for no count.
-    """
+    """Configuration of one training, the same on every rank."""
 
     recipe: Recipe
     ramp_steps: int
@@ -259,11 +226,7 @@ class RunConfig(Training):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Task of the workers of one launch.
-
-    "module:Class" is called with `config` and the rank's `Events`; its `train()` returns the
-    result. A rank waits `timeout_s` for a message.
-    """
+    """Task of the workers of one launch."""
 
     task: str
     config: Mapping[str, Any]

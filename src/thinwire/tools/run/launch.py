@@ -93,11 +93,8 @@ _PORT, _PORTS_TRIED = 29500, 1000
 
 
 def environments(workers: int, network: Network | None) -> list[tuple[int, dict[str, str]]]:
-    """Return the namespace of each rank, -1 for that of this process, and its environment: that of
-    this process, plus the variables of torchrun.
-
-    Every namespace of a network is a machine; consecutive ranks share one if there are fewer
-    namespaces than ranks.
+    """Return the namespace of each rank, -1 for that of this process, and its environment:
+    that of this process, plus the variables of torchrun.
     """
     machines = 1 if network is None else len(network.addresses)
     local = workers // machines
@@ -138,9 +135,8 @@ def threads_of(workers: int) -> int:
 
 
 def free_port() -> int:
-    """Return a free port. The kernel gives none of this range to a connection, so it stays free for
-    the seconds until a rank takes it.
-    """
+    """Return a free port."""
+    # the kernel gives none of this range to a connection, so it stays free until a rank takes it
     for _ in range(_PORTS_TRIED):
         port = random.randrange(15_000, 32_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -192,11 +188,7 @@ class TaskRefused(ValueError):
 def run_workers(
     job: Job, workers: int, network: Network | None, work: Path
 ) -> Generator[dict[str, Any], None, None]:
-    """Run one job and yield rank 0's events as they come; the last one is the result.
-
-    The workers end with the generator, and with the thread that runs it: the kernel kills them when
-    it is gone. A `TaskRefused` where they refuse the user's task, else a `WorkerError`.
-    """
+    """Run one job and yield rank 0's events as they come; the last one is the result."""
     work.mkdir(parents=True, exist_ok=True)
     path = work / "job.json"
     job.write(path)
@@ -273,11 +265,7 @@ def failure_of(
 
 
 def explain(errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None], work: Path) -> str:
-    """Return the cause of a failure, without its consequences on other ranks.
-
-    The sources are `error` events, each with its `rank`, exit statuses by rank, and the logs in a
-    folder.
-    """
+    """Return the cause of a failure, without its consequences on other ranks."""
     # a rank that dies after an error of its own died of that
     spoke = {error["rank"] for error in errors}
     silent = {rank: s for rank, s in enumerate(statuses) if s and rank not in spoke}

@@ -1,8 +1,4 @@
-"""Measure the network between real ranks, and a model's step, in a few seconds.
-
-Each rank spends at most `_MOST_BYTES` on the network. What is not measured for lack of time is
-named.
-"""
+"""Measure the network between real ranks, and a model's step, in a few seconds."""
 
 import socket
 import time
@@ -35,20 +31,7 @@ def probe(
     device: str,
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Measure network and step, on all ranks at once; longer if the latency or a step is long.
-
-    Args:
-        task: User's task, as "FILE.py:NAME"; None for the built-in model.
-        size: Size of the built-in model.
-        batch: Sequences per step of the built-in model.
-        device: "auto", "cpu" or "cuda".
-        tell: Called with the name of the next measurement.
-
-    Returns:
-        Measurements, equal on all ranks: `ranks`, `hosts`, `idle_restarts` (true if the kernel
-        resets idle connections), `task`, `pairs`, `together`, `collectives`, `compute`,
-        `not_measured`, `seconds` and `bytes` (the most that a rank sent).
-    """
+    """Measure network and step, on all ranks at once; longer if the latency or a step is long."""
     begin_s = time.perf_counter()
     line = _Line()
     tell("latency and rate of every pair")
@@ -99,12 +82,8 @@ def probe(
 
 
 def idle_restarts() -> bool:
-    """Return True if windows of idle connections shrink.
-
-    They do in Linux, unless a setting or rate-based congestion control such as BBR prevents it.
-
-    Source: Linux, include/net/tcp.h, tcp_slow_start_after_idle_check.
-    """
+    """Return True if windows of idle connections shrink."""
+    # Source: Linux, include/net/tcp.h, tcp_slow_start_after_idle_check.
     settings = Path("/proc/sys/net/ipv4")
     try:
         control = (settings / "tcp_congestion_control").read_text()
@@ -193,11 +172,9 @@ class _Line:
     def _rate(
         self, other: int, latency_s: float, most_bytes: int, most_s: float
     ) -> tuple[float, int]:
-        """Return bytes per second of the largest transfer, the better of two, and its size.
-
-        Smaller ones tell little: burst buckets hold them whole, after a loss TCP waits 0.2 s, and
-        the window of a connection has to open over several round trips.
-        """
+        """Return bytes per second of the largest transfer, the better of two, and its size."""
+        # smaller transfers tell little: burst buckets hold them whole, after a loss TCP waits 0.2
+        # s, and windows open over several round trips
         nbytes, left_bytes, left_s = _FIRST_BYTES, most_bytes, most_s
         while True:
             taken_s = self._both_ways(other, other, nbytes)

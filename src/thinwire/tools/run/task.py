@@ -56,11 +56,7 @@ def require_gpu() -> None:
 
 
 def run_alike(work: Callable[[], R], word: str | None) -> R:
-    """Run work that succeeds or fails on all ranks alike.
-
-    If it fails on any rank, all raise TaskError with the user's task `word`. It names the rank
-    unless all failed.
-    """
+    """Run work that succeeds or fails on all ranks alike."""
     result: list[R] = []
     problems: list[str | None] = [None] * dist.get_world_size()
     problem = None
@@ -103,11 +99,7 @@ def called(model: nn.Module, inputs: Any) -> Any:
 
 @final
 class OwnTask:
-    """User's task for `world` ranks, of which fewer may be present.
-
-    Raises:
-        TaskError: On all ranks, if it fails on any of them, or if they have made different models.
-    """
+    """User's task for `world` ranks, of which fewer may be present."""
 
     def __init__(self, word: str, seed: int, rank: int, world: int, device: torch.device) -> None:
         self.word, self.rank, self.world, self.device = word, rank, world, device

@@ -18,14 +18,7 @@ _HELD_OUT_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text in three fixed parts.
-
-    Attributes:
-        validation: Bytes for choosing settings: the last but one twentieth, in file order.
-        held_out: Bytes for the report, by which nothing was chosen: the last twentieth.
-        files: Number of files; None if it is not text.
-        source: Source, for the report.
-    """
+    """Text in three fixed parts."""
 
     train: bytes
     validation: bytes
@@ -113,13 +106,8 @@ def require_digits() -> None:
 
 
 def read_digits() -> Corpus:
-    """The 1,797 digits of scikit-learn, each as its 64 pixels (0 to 16) and its class.
-
-    Of every seven in their order, five are trained on, the sixth is for validation and the seventh
-    is held out.
-
-    Source: E. Alpaydin and C. Kaynak, 1998, Optical Recognition of Handwritten Digits (UCI).
-    """
+    """The 1,797 digits of scikit-learn, each as its 64 pixels (0 to 16) and its class."""
+    # Source: E. Alpaydin and C. Kaynak, 1998, Optical Recognition of Handwritten Digits (UCI).
     from sklearn.datasets import load_digits
 
     found = load_digits()

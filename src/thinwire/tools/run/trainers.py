@@ -32,15 +32,7 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings that all strategies share.
-
-    Attributes:
-        optimizer: "adamw", "muon" or "sgd".
-        loss_fn: `loss_fn(model(inputs), targets)` is the mean loss.
-        make_optimizer: Builds the task's own optimizer from parameters; None for that of the
-            command.
-        shard: Ranks of a site, among which the model is sharded; 1 for whole models.
-    """
+    """Settings that all strategies share."""
 
     optimizer: str
     loss_fn: LossFunction = loss_of
@@ -84,17 +76,8 @@ class Setup:
         return dist.get_world_size() // self.shard
 
     def sharded(self, model: nn.Module, *, within: bool) -> DeviceMesh | None:
-        """Shard the elements of every ModuleList and the rest of a model among the ranks of a site.
-
-        Collective over all ranks.
-
-        Args:
-            model: Module, sharded in place by FSDP2.
-            within: Leave the exchange between sites to others; otherwise FSDP averages over the
-                sites too (HSDP).
-
-        Returns:
-            The mesh of sites and shards; None, and the model as it was, if models are whole.
+        """Shard the elements of every ModuleList and the rest of a model among the ranks of
+        a site.
         """
         if self.shard == 1:
             return None
@@ -140,20 +123,10 @@ def gradient_bytes(model: nn.Module, width: int | None = None) -> float:
 
 
 class DDPTrainer:
-    """Trainer with DDP, plain or with one of torch's hooks; with HSDP if the model is sharded.
+    """Trainer with DDP, plain or with one of torch's hooks; with HSDP if the model is sharded."""
 
-    PowerSGD travels in a single bucket: with two in flight, torch's hook waits inside a callback,
-    which gloo never returns from.
-
-    Attributes:
-        module: Bare module, for evaluation.
-        optimizer: Optimizer whose `param_groups` take the learning rate before each step.
-        steady_from_step: First update from which every round costs the same.
-        round_steps: Steps of a round: 1, or the interval of local updates.
-        finish_s: Expected seconds of `finish`.
-        agreed: True if all ranks hold the same parameters now.
-        settings: Settings of this strategy, for the report.
-    """
+    # PowerSGD travels in a single bucket: with two in flight, torch's hook waits inside a callback,
+    # which gloo never returns from
 
     round_steps, finish_s, agreed = 1, 0.0, True
 
@@ -248,7 +221,8 @@ class Prepared:
         taken_over = strategy.lars is not None or strategy.lamb is not None
         named = {"optimizer": type(self.optimizer).__name__} if taken_over else {}
         shown = {**document} if field is None else {**document[field]}
-        shown |= {} if field is None else shown.pop("compression", None) or {}
+        for changes in (shown.pop("compression", None) or {}).values():
+            shown |= changes
         self.settings: Mapping[str, Any] = {**named, **shown}
         self.agreed = True
         self.local_step_s = self.exchanging_step_s = self.finish_s = 0.0

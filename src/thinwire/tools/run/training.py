@@ -46,21 +46,13 @@ class BySteps:
         return min(1.0, step / self.steps)
 
     def advance(self, step: int, elapsed_s: float, reserve_s: float) -> tuple[bool, bool]:
-        """Return two flags after `step` updates in `elapsed_s`: evaluate now, and end the run.
-
-        The end takes another `reserve_s`. Called on every rank, with the same answers.
-        """
+        """Return two flags after `step` updates in `elapsed_s`: evaluate now, and end the run."""
         return step in self.marks, step >= self.steps
 
 
 @final
 class ByClock:
-    """Budget of seconds, measured on rank 0.
-
-    **Communication**: one broadcast of five numbers from rank 0, four times between two evaluations
-    and a few times more shortly before the end. Ranks that train on their own wait for nothing
-    else.
-    """
+    """Budget of seconds, measured on rank 0."""
 
     def __init__(self, seconds: float, evaluations: int) -> None:
         self.seconds, self.evaluations = seconds, evaluations
@@ -121,9 +113,8 @@ def _short(key: str, value: Any) -> Any:
 
 
 def rehearse(config: RunConfig, work: Workload) -> None:
-    """Train a copy of the model until every part of the strategy was used; collective over ranks.
-
-    The model and torch's random numbers are afterwards as they were.
+    """Train a copy of the model until every part of the strategy was used; collective over
+    ranks.
     """
     recipe = config.recipe
     with torch.random.fork_rng(devices=[]):

@@ -1,7 +1,4 @@
-"""Worker process: `-m thinwire.tools.run.worker JOB.json` on every rank.
-
-The event logs are in the folder of that file.
-"""
+"""Worker process: `-m thinwire.tools.run.worker JOB.json` on every rank."""
 
 import os
 import sys

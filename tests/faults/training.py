@@ -1,15 +1,9 @@
-"""What the attacks train: a small model in any of the ways, with a place at which something is done
-to one rank."""
+"""A small model trained in any of the ways, and what one rank reports of it under a fault."""
 
-import contextlib
-import ctypes
 import hashlib
-import random
-import tempfile
-import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,39 +12,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from tests.attacks.outcome import Seen
-from tests.members.places import TOKEN, meeting_place
-from tests.members.relays import relay_place
-from tests.waiting import PATIENCE_S
+from thinwire.errors import ThinwireError
 
-__all__ = [
-    "MEMBER_WAYS",
-    "WAYS",
-    "Trainer",
-    "batch",
-    "digest",
-    "make",
-    "small_model",
-    "under_attack",
-]
+__all__ = ["Seen", "Trainer", "digest", "make", "said_nothing_moved"]
 
 WIDTH = 96
 DGC = {"sparsity": (0.97,), "min_numel": 500}
-MEMBER_WAYS = ("members", "relayed")
-"""Sparse local updates of members with a token, which reach each other or go through a relay."""
-WAYS = (
-    *("dense", "adamw", "dgc", "adamw-dgc", "lamb", "attach", "alone", "local", "sparse-local"),
-    *MEMBER_WAYS,
-)
 
 
-def small_model(*, norm: bool = True) -> nn.Module:
+def small_model() -> nn.Module:
     """Some 20,000 parameters, and batch statistics; equal on all ranks."""
     torch.manual_seed(3)
-    middle = [nn.BatchNorm1d(WIDTH)] if norm else []
     return nn.Sequential(
         nn.Linear(32, WIDTH),
-        *middle,
+        nn.BatchNorm1d(WIDTH),
         nn.Tanh(),
         nn.Linear(WIDTH, WIDTH),
         nn.Tanh(),
@@ -63,6 +38,36 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(16, 32, generator=generator)
     return x, x[:, :8].argmax(1)
+
+
+@dataclass
+class Seen:
+    """What one rank reports of its run, in plain values; digests are of parameters and state."""
+
+    error: str = ""
+    """Class of the error that ended it, empty without one."""
+    family: bool = False
+    """Whether the error is one of the library's."""
+    text: str = ""
+    before: str = ""
+    """Digest before the call that ended with the error."""
+    after: str = ""
+    common: str = ""
+    """Digest of what must be equal on all ranks, at the end."""
+    updates: int = 0
+    seconds: float = 0.0
+    """Of the call that ended with the error."""
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def raised(self, error: BaseException) -> None:
+        self.error, self.text = type(error).__name__, str(error)
+        self.family = isinstance(error, ThinwireError)
+
+
+def said_nothing_moved(text: str) -> bool:
+    """Whether an error claims that parameters and state are as before."""
+    claim = r"[Nn]othing (of this exchange )?(was|has been) applied|[Nn]othing (has )?changed"
+    return re.search(claim, text) is not None
 
 
 class Trainer:
@@ -85,8 +90,6 @@ class Trainer:
             engine,
             sync,
         )
-        self.ends = contextlib.ExitStack()
-        """What ends with the training."""
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that training depends on, the live ones, by kind and name."""
@@ -134,12 +137,9 @@ class Trainer:
         return digest({name: t for name, t in self.tensors().items() if not name.startswith(own)})
 
 
-def make(way: str, *, norm: bool = True, apart: bool = False, **options: Any) -> Trainer:
-    """Everything up to the first step; `apart`: with models that have to be made equal first."""
-    model, rank = small_model(norm=norm), dist.get_rank()
-    if apart:
-        with torch.no_grad():
-            model[0].weight.add_(rank)
+def make(way: str, **options: Any) -> Trainer:
+    """Everything up to the first step."""
+    model, rank = small_model(), dist.get_rank()
     loss_of = nn.functional.cross_entropy
     if way in ("attach", "alone"):
         optimizer: Any = tw.optim.DGCMomentum(
@@ -157,12 +157,9 @@ def make(way: str, *, norm: bool = True, apart: bool = False, **options: Any) ->
             optimizer.step()
 
         return Trainer(way, model, optimizer, step, None, None)
-    if way in ("local", "sparse-local", *MEMBER_WAYS):
+    if way in ("local", "sparse-local"):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         compression = None if way == "local" else tw.Sparse(0.9)
-        ends = contextlib.ExitStack()
-        if way in MEMBER_WAYS:
-            options["members"] = ends.enter_context(joined(relay=way == "relayed"))
         sync = tw.local_sgd(
             model,
             optimizer,
@@ -170,8 +167,6 @@ def make(way: str, *, norm: bool = True, apart: bool = False, **options: Any) ->
             **options,
         )
         sync.__enter__()
-        if way in MEMBER_WAYS:
-            ends.push(sync)
 
         def local_step(number: int) -> None:
             x, y = batch(number, rank)
@@ -179,9 +174,7 @@ def make(way: str, *, norm: bool = True, apart: bool = False, **options: Any) ->
             loss_of(model(x), y).backward()
             optimizer.step()
 
-        trainer = Trainer(way, model, optimizer, local_step, None, sync)
-        trainer.ends = ends
-        return trainer
+        return Trainer(way, model, optimizer, local_step, None, sync)
     fields = {"dgc": tw.DGC(**DGC)} if "dgc" in way else {}
     fields |= {"lamb": tw.LAMB()} if way == "lamb" else {}
     if way in ("dense", "dgc"):
@@ -197,72 +190,6 @@ def make(way: str, *, norm: bool = True, apart: bool = False, **options: Any) ->
         engine,
         None,
     )
-
-
-@contextlib.contextmanager
-def joined(*, relay: bool) -> Iterator[tw.Members]:
-    """Yield the members of a run of all ranks; rank 0 is its host until all have left."""
-    with contextlib.ExitStack() as ends:
-        folder = ends.enter_context(tempfile.TemporaryDirectory())
-        place = relay_place() if relay else meeting_place()
-        address = [ends.enter_context(place) if dist.get_rank() == 0 else ""]
-        dist.broadcast_object_list(address)
-        token_file = Path(folder, "token")
-        token_file.write_bytes(TOKEN)
-        token_file.chmod(0o600)
-        ends.callback(dist.barrier)
-        options = {"min_members": 1, "start_members": dist.get_world_size(), "timeout": PATIENCE_S}
-        with tw.join(
-            address[0], run="attacked", token_file=token_file, relay=relay, **options
-        ) as members:
-            yield members
-
-
-def under_attack(
-    trainer: Trainer, attack: Callable[[], None] | None, *, at: int, last: int, **told: Any
-) -> Seen:
-    """Train to update `at`, do it, go on to update `last` or to the first error."""
-    seen, ended = Seen(more=told), None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        for number in range(last):
-            if number == at and attack is not None:
-                attack()
-            seen.before, begin_s = trainer.digest(), time.monotonic()
-            try:
-                trainer.step(number)
-            except Exception as error:  # judged by whoever attacked
-                seen.seconds = time.monotonic() - begin_s
-                seen.raised(error)
-                ended = error
-                break
-            seen.updates = number + 1 - at
-        else:
-            if trainer.sync is not None:  # between two averagings each rank is on its own
-                try:
-                    trainer.sync.flush()
-                except Exception as error:
-                    seen.raised(error)
-                    ended = error
-    seen.after, seen.common = trainer.digest(), trainer.common()
-    if trainer.sync is not None:
-        seen.before = (
-            seen.after
-        )  # the step of this rank alone is made before the averaging that fails
-    if seen.error:
-        seen.updates = max(seen.updates, 0) + 1
-    trainer.ends.__exit__(type(ended) if ended else None, ended, None)
-    return seen
-
-
-def flip_bit(tensor: Tensor, chance: random.Random) -> str:
-    """Change one bit of one entry, in memory: torch does not hear of it; returns what was done."""
-    assert tensor.is_contiguous() or tensor.t().is_contiguous(), "its memory has no holes"
-    count = tensor.numel() * tensor.element_size()
-    memory = (ctypes.c_uint8 * count).from_address(tensor.data_ptr())
-    byte, bit = chance.randrange(count), chance.randrange(8)
-    memory[byte] ^= 1 << bit
-    return f"bit {bit} of byte {byte}"
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

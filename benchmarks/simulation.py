@@ -6,10 +6,7 @@ from math import inf
 
 import numpy as np
 
-from thinwire.layout.message import CHECKSUM_BYTES, SKETCH_NUMEL, Layout, WholeLayout
-from thinwire.layout.shares import contiguous
-from thinwire.layout.traffic import AGREEING_DELAY, EXCHANGES, messages, travels_checksummed
-from thinwire.tools.simulation.lines import (
+from benchmarks.simulation_lines import (
     Broadcast,
     Collective,
     Deal,
@@ -22,6 +19,9 @@ from thinwire.tools.simulation.lines import (
     Vote,
     finished,
 )
+from thinwire.layout.message import CHECKSUM_BYTES, SKETCH_NUMEL, Layout, WholeLayout
+from thinwire.layout.shares import contiguous
+from thinwire.layout.traffic import AGREEING_DELAY, EXCHANGES, messages, travels_checksummed
 
 AGREEMENT = Vote(24)
 """Vote of equal reports: length and digest."""

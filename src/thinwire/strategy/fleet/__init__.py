@@ -1,1 +1,0 @@
-"""Reading strategies of Paddle fleet."""
