@@ -312,13 +312,17 @@ def test_cache_of_this_user_spares_a_second_process_the_compiling(tmp_path):
 
 
 @pytest.mark.slow
-def test_cache_that_others_can_write_is_neither_read_nor_written(tmp_path):
-    folder = tmp_path / "thinwire"
-    folder.mkdir()
-    folder.chmod(0o777)
+@pytest.mark.parametrize(("inside", "mode"), [("", 0o777), ("", 0o775), ("loops", 0o755)])
+@pytest.mark.parametrize("variable", ["NUMBA_CACHE_DIR", "XDG_CACHE_HOME"])
+def test_cache_that_others_can_write_is_neither_read_nor_written(variable, inside, mode, tmp_path):
+    folder = tmp_path / "thinwire" / inside
+    folder.mkdir(mode=0o700, parents=True)
+    folder.chmod(mode)
     home = {"XDG_CACHE_HOME": str(tmp_path), "NUMBA_CACHE_DIR": ""}
-    assert_succeeds(run_python(STEP + "assert (hits, misses) == (0, 0)", **home))
-    assert not list(folder.iterdir())
+    if variable == "NUMBA_CACHE_DIR":
+        home["NUMBA_CACHE_DIR"] = str(tmp_path / "thinwire")
+    assert_succeeds(run_python(STEP + "assert hits == 0", **home))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 @pytest.mark.slow

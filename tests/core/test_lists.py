@@ -6,12 +6,19 @@ import pytest
 import torch
 
 from tests.api import (
+    HEADER_BYTES,
+    VALUE_BITS,
     Fold,
     FoldRule,
     Kernels,
+    Layout,
+    Slot,
+    codes,
     commit_,
     commit_list_,
     has_address,
+    message_pack,
+    message_unpack,
     numba_body,
     propose,
     propose_list,
@@ -20,6 +27,7 @@ from tests.api import (
     sum_sparse,
     threads,
 )
+from thinwire.errors import PayloadCorrupt
 
 CPU = torch.device("cpu")
 SIZES = [1, 2, 63, 64, 65, 129, 1000, 8193, 29_000, 70_000]
@@ -165,6 +173,69 @@ def test_bodies_have_one_signature(name):
     wanted = list(inspect.signature(getattr(Kernels, name)).parameters)[1:]
     for body in (numba_body, reference):
         assert list(inspect.signature(getattr(body, name)).parameters) == wanted
+
+
+def parts_of(layout, generator, *, zeros):
+    parts = []
+    for place, slot in enumerate(layout.slots):
+        count = max(0, slot.k - place % 3)
+        values = torch.randn(count, generator=generator)
+        values[:: 3 if zeros else count + 1] = 0
+        if not zeros and count:
+            values[0] = 1.5
+        parts.append(
+            (torch.randperm(slot.numel, generator=generator)[:count].sort().values, values)
+        )
+    return parts
+
+
+@pytest.mark.parametrize("part", ["", "a share"])
+@pytest.mark.parametrize("bits", VALUE_BITS)
+@pytest.mark.usefixtures("few_threads")
+def test_numba_and_numpy_code_a_message_with_the_same_bits(bits, part, monkeypatch):
+    slots = tuple(
+        Slot(numel, max(1, numel // divisor)) for numel in SIZES for divisor in (1, 3, 100)
+    )
+    layout = Layout(slots, bits, part)
+    for zeros in (False, True):
+        parts, found = parts_of(layout, torch.Generator().manual_seed(bits), zeros=zeros), []
+        for body in ("auto", "reference"):
+            monkeypatch.setenv("THINWIRE_KERNELS", body)
+            message, sent = message_pack(layout, 3, 1, parts)
+            read = message_unpack(layout, message, step=3, bucket=1, source=0).parts
+            found.append([message, *sent, *(x for pair in read for x in pair)])
+        assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("bits", [1, 4, 32])
+def test_numba_refuses_the_damaged_codes_that_numpy_refuses(bits):
+    layout = Layout(tuple(Slot(numel, max(1, numel // 50)) for numel in (60, 700, 3000)), bits)
+    generator = torch.Generator().manual_seed(bits)
+    message, _ = message_pack(layout, 0, 0, parts_of(layout, generator, zeros=False))
+    refused = 0
+    for _ in range(400):
+        at = int(torch.randint(HEADER_BYTES, layout.nbytes, (), generator=generator))
+        damaged = message.clone()
+        damaged[at] = torch.randint(0, 256, (), generator=generator)
+        fast = numba_body.decode_slots(layout.slot_table, damaged.numpy(), bits)
+        try:
+            slow = codes.decode_slots(layout.slot_table, damaged.numpy(), bits)
+        except PayloadCorrupt:
+            assert fast is None
+            refused += 1
+        else:
+            assert all(
+                same_bits(a, b)
+                for mine, other in zip(fast, slow, strict=True)
+                for a, b in zip(mine, other, strict=True)
+            )
+    assert refused > 20
+
+
+def test_parts_longer_than_their_slots_are_refused():
+    layout = Layout((Slot(9, 1),), 1)
+    with pytest.raises(ValueError, match="more entries than its slot"):
+        message_pack(layout, 0, 0, [(torch.tensor([1, 2]), torch.ones(2))])
 
 
 def test_autograd_is_informed_of_hidden_changes():

@@ -22,10 +22,11 @@ there is no generator to save, and the order of the work changes no bit.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.kernels import for_device
+from thinwire.kernels import compiled_codes, for_device
 from thinwire.kernels.reference import mixed, step_along_, summed
 from thinwire.kernels.rules import Fold, has_address, require_lengths
 
@@ -135,6 +136,10 @@ def compile_loops(params: Iterable[Tensor], narrow: torch.dtype | None = None) -
         sum_sparse([part, part], wide)
         store_(state[0], part[1], 0)
         top_k(part[1].to(wide), 1)
+        if (codes := compiled_codes()) is not None:
+            slots, code = np.zeros((1, 7), np.int64), np.zeros(8, np.uint8)
+            codes.encode_slots(slots, [(part[0][:0], state[0][:0].to(wide))], 1, slots[:, 1], code)
+            codes.decode_slots(slots, code, 1)
 
 
 def rounding_seed(step: int, key: int) -> int:

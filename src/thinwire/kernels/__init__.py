@@ -10,7 +10,9 @@ import os
 from collections.abc import Sequence
 from typing import Protocol, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.kernels import reference
@@ -18,6 +20,8 @@ from thinwire.kernels.rules import (
     Fold,
     LambRule,
     LarsRule,
+    Sparse,
+    Tensors,
     has_address,
     require_lengths,
     share_memory,
@@ -37,13 +41,13 @@ class Kernels(Protocol):
     ) -> list[tuple[Tensor, Tensor, bool]]: ...
 
     def commit_list_(
-        self, folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int]
+        self, folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]
     ) -> None: ...
 
     def step_along_list_(
         self,
-        params: Sequence[Tensor],
-        parts: Sequence[Sequence[tuple[Tensor, Tensor]]],
+        params: Tensors,
+        parts: Sequence[Sequence[Sparse]],
         rates: Sequence[float],
         sources: int,
     ) -> None: ...
@@ -52,7 +56,7 @@ class Kernels(Protocol):
 
     def sum_sparse(
         self, indices: list[Tensor], values: list[Tensor], dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> Sparse: ...
 
 
 def for_device(device: torch.device) -> Kernels:
@@ -85,27 +89,36 @@ def body_name(device: torch.device) -> str:
 
 
 class CompiledSteps(Kernels, Protocol):
-    """Whole steps for lists of tensors too, as in `core.lamb` and `core.lars`."""
+    """Whole steps for lists of tensors too, as in `core.lamb` and `core.lars`; `wire.codes`."""
+
+    def encode_slots(
+        self,
+        slots: NDArray[np.int64],
+        parts: Sequence[Sparse],
+        bits: int,
+        over: NDArray[np.int64],
+        code: NDArray[np.uint8],
+    ) -> tuple[list[Tensor], int]: ...
+
+    def decode_slots(
+        self, slots: NDArray[np.int64], code: NDArray[np.uint8], bits: int
+    ) -> list[Sparse] | None: ...
 
     def lamb_(
         self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
+        params: Tensors,
+        grads: Tensors,
+        exp_avgs: Tensors,
+        exp_avg_sqs: Tensors,
         rule: LambRule,
     ) -> Tensor: ...
 
     def lars_(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        velocities: Sequence[Tensor] | None,
-        rule: LarsRule,
+        self, params: Tensors, grads: Tensors, velocities: Tensors | None, rule: LarsRule
     ) -> Tensor: ...
 
 
-def compiled_steps(*lists: Sequence[Tensor]) -> CompiledSteps | None:
+def compiled_steps(*lists: Tensors) -> CompiledSteps | None:
     """Return compiled steps for tensors like these, or None if torch must compute them.
 
     Args:
@@ -128,6 +141,11 @@ def compiled_steps(*lists: Sequence[Tensor]) -> CompiledSteps | None:
         return None
     require_lengths(zip(*filter(None, lists), strict=True))
     return _numba_kernels()
+
+
+def compiled_codes() -> CompiledSteps | None:
+    """Return compiled codes of messages, which are made on a CPU; None: NumPy must code them."""
+    return None if for_device(torch.device("cpu")) is reference else _numba_kernels()
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.kernels.rules import Fold
+from thinwire.kernels.rules import Fold, Sparse, Tensors
 
 _LOW_32 = (1 << 32) - 1
 _LARGEST_BFLOAT16 = 0x7F7F0000
@@ -57,18 +57,13 @@ def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor,
     return [propose(fold, k) for fold, k in zip(folds, ks, strict=True)]
 
 
-def commit_list_(
-    folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int]
-) -> None:
+def commit_list_(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]) -> None:
     for fold, part, seed in zip(folds, sent, seeds, strict=True):
         commit_(fold, *part, seed)
 
 
 def step_along_list_(
-    params: Sequence[Tensor],
-    parts: Sequence[Sequence[tuple[Tensor, Tensor]]],
-    rates: Sequence[float],
-    sources: int,
+    params: Tensors, parts: Sequence[Sequence[Sparse]], rates: Sequence[float], sources: int
 ) -> None:
     """Take a step p <- p - rate * (sum of the parts / sources) on contiguous tensors."""
     for param, own, rate in zip(params, parts, rates, strict=True):
@@ -76,10 +71,8 @@ def step_along_list_(
 
 
 def summed(
-    parts: Sequence[tuple[Tensor, Tensor]],
-    dtype: torch.dtype,
-    sum_several: Callable[..., tuple[Tensor, Tensor]],
-) -> tuple[Tensor, Tensor]:
+    parts: Sequence[Sparse], dtype: torch.dtype, sum_several: Callable[..., Sparse]
+) -> Sparse:
     """Return the single part, or the sum of several by a body's `sum_sparse`."""
     if len(parts) == 1:
         return parts[0][0], parts[0][1].to(dtype) + 0.0  # from zero: no minus zero, as with several
@@ -164,9 +157,7 @@ def _folded_residual(fold: Fold) -> Tensor:
     return (u * fold.momentum).add_(g).add_(v)
 
 
-def sum_sparse(
-    indices: list[Tensor], values: list[Tensor], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def sum_sparse(indices: list[Tensor], values: list[Tensor], dtype: torch.dtype) -> Sparse:
     union, inverse = torch.unique(torch.cat(indices), return_inverse=True)
     sums = torch.zeros(union.numel(), dtype=dtype, device=union.device)
     for position, value in zip(inverse.split([i.numel() for i in indices]), values, strict=True):

@@ -9,6 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+Tensors = Sequence[Tensor]
+Sparse = tuple[Tensor, Tensor]
+"""Positions, int64, and values."""
+
 
 class Fold(NamedTuple):
     """One tensor's gradient with residual and momentum; see `core.feedback`."""

@@ -24,15 +24,19 @@ The code is the scales, then k fields, least significant bit first, the sign (1:
 field's highest bit. A value takes the nearest level, the lower of two equally near. Magnitudes
 beyond float32 saturate. Scales are computed by the sender alone, in float64.
 
+This is NumPy's way; where numba is installed, `kernels.compiled_codes` makes the same bits.
+
 All slots of a message are coded together: 160 calls would cost more than the work. `table` is
 `Layout.slot_table`, `counts` the number of entries of each slot. Entries of all slots stand in one
 array, slot after slot. Buffers of codes have SPARE bytes behind the message.
 """  # noqa: E501 (a table row)
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from thinwire.errors import PayloadCorrupt
 from thinwire.layout.message import SCALE_COUNT
@@ -44,6 +48,45 @@ Floats = NDArray[np.float32]
 SPARE = 8
 _CHUNK = 1 << 13
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+def encode_slots(
+    table: Ints, parts: Sequence[tuple[Tensor, Tensor]], bits: int, over: Ints, code: Code
+) -> tuple[list[Tensor], int]:
+    """Write the entries of each slot, but zeros, into the zeroed bytes `code`.
+
+    Args:
+        table: Of the message.
+        parts: Per slot (indices, values), on the CPU.
+        bits: Per value.
+        over: At 1 bit, what the mean of each slot is taken over; 0: the entries written.
+        code: Of the message, with SPARE bytes behind it.
+
+    Returns:
+        Per slot the values that receivers decode, and the number of entries written.
+    """
+    sizes = [values.numel() for _, values in parts]
+    indices, entries = (torch.cat(column) for column in zip(*parts, strict=True))
+    wide = entries if entries.dtype == torch.float64 else entries.float()
+    values = wide.detach().numpy()
+    kept = values != 0
+    counts = np.bincount(np.repeat(np.arange(len(table)), sizes)[kept], minlength=len(table))
+    encode_positions(code, table, counts, indices.numpy()[kept])
+    sent = np.zeros(len(values), np.float32)
+    over = np.where(over > 0, over, counts)
+    sent[kept] = encode_values(code, table, counts, values[kept], bits, over)
+    return list(torch.split(torch.from_numpy(sent), sizes)), int(counts.sum())
+
+
+def decode_slots(table: Ints, code: Code, bits: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the entries of each slot; errors as in `decode_positions` and `decode_values`."""
+    padded = np.concatenate([code, np.zeros(SPARE, np.uint8)])
+    indices, counts = decode_positions(padded, table)
+    values = decode_values(padded, table, counts, bits)
+    columns = (
+        torch.split(torch.from_numpy(column), counts.tolist()) for column in (indices, values)
+    )
+    return list(zip(*columns, strict=True))
 
 
 def encode_positions(code: Code, table: Ints, counts: Ints, indices: Ints) -> None:

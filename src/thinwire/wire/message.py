@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.errors import PayloadCorrupt
+from thinwire.kernels import compiled_codes
 from thinwire.layout.message import (
     CULPRIT,
     HEADER,
@@ -28,13 +29,7 @@ from thinwire.layout.message import (
     WholeLayout,
     whole_bytes,
 )
-from thinwire.wire.codes import (
-    SPARE,
-    decode_positions,
-    decode_values,
-    encode_positions,
-    encode_values,
-)
+from thinwire.wire import codes
 from thinwire.wire.whole import WholeReader, encode_whole, scale_bytes, spans
 
 WIRE_VERSION = 2
@@ -86,25 +81,25 @@ def pack(
     >>> unpack(layout, message, step=0, bucket=0, source=1).parts[0][0]
     tensor([  3, 500])
     """
-    raw = np.zeros(layout.nbytes + SPARE, np.uint8)
+    raw = np.zeros(layout.nbytes + codes.SPARE, np.uint8)
     if not parts:
-        return torch.from_numpy(_stamped(raw[:-SPARE], layout, step, bucket)), []
-    sizes, device = [values.numel() for _, values in parts], parts[0][1].device
-    joined, entries = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
-    wide = entries if entries.dtype == torch.float64 else entries.float()
-    indices, values = joined.numpy(), wide.numpy()
-    table, kept = layout.slot_table, values != 0
-    slots = np.repeat(np.arange(len(table)), sizes)
-    counts = np.bincount(slots[kept], minlength=len(table))
-    encode_positions(raw, table, counts, indices[kept])
+        return torch.from_numpy(_stamped(raw[: layout.nbytes], layout, step, bucket)), []
+    table, device = layout.slot_table, parts[0][1].device
+    on_cpu = (_moved(column, torch.device("cpu")) for column in zip(*parts, strict=True))
     # spare room of a part does not count
-    over = counts if layout.part else table[:, 1]
-    sent = np.zeros(len(values), np.float32)
-    sent[kept] = encode_values(raw, table, counts, values[kept], layout.value_bits, over)
-    carried = int(counts.sum())
-    message = torch.from_numpy(_stamped(raw[:-SPARE], layout, step, bucket, carried=carried))
-    all_sent = torch.from_numpy(sent).to(device)
-    return message.to(device), list(torch.split(all_sent, sizes))
+    over = np.zeros_like(table[:, 1]) if layout.part else table[:, 1]
+    all_sent, carried = (compiled_codes() or codes).encode_slots(
+        table, list(zip(*on_cpu, strict=True)), layout.value_bits, over, raw
+    )
+    stamped = _stamped(raw[: layout.nbytes], layout, step, bucket, carried=carried)
+    return torch.from_numpy(stamped).to(device), _moved(all_sent, device)
+
+
+def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return tensors on a device, moved in one transfer."""
+    if not tensors or tensors[0].device == device:
+        return list(tensors)
+    return list(torch.split(torch.cat(list(tensors)).to(device), [t.numel() for t in tensors]))
 
 
 def pack_nonfinite(layout: Layout, step: int, bucket: int, culprit: int) -> Tensor:
@@ -165,14 +160,15 @@ def _unpack(layout: Layout, message: Tensor, step: int, bucket: int) -> Unpacked
     if flags == _FLAG_NONFINITE:
         return Unpacked(CULPRIT.unpack(raw[HEADER_BYTES : HEADER_BYTES + CULPRIT.size])[0], [])
     _expect("flags", flags, 0)
-    code = np.frombuffer(b"".join((raw, bytes(SPARE))), np.uint8)
-    indices, counts = decode_positions(code, layout.slot_table)
-    _expect("number of entries (k)", len(indices), carried)
-    values = decode_values(code, layout.slot_table, counts, layout.value_bits)
-    columns = (
-        torch.split(torch.from_numpy(column).to(message.device), counts.tolist())
-        for column in (indices, values)
-    )
+    compiled, table, bits = compiled_codes(), layout.slot_table, layout.value_bits
+    code = np.frombuffer(raw, np.uint8)
+    parts = None if compiled is None else compiled.decode_slots(table, code, bits)
+    if parts is None:  # or it is invalid: NumPy's checks say how
+        parts = codes.decode_slots(table, code, bits)
+    _expect("number of entries (k)", sum(indices.numel() for indices, _ in parts), carried)
+    if message.is_cpu or not parts:
+        return Unpacked(None, parts)
+    columns = (_moved(column, message.device) for column in zip(*parts, strict=True))
     return Unpacked(None, list(zip(*columns, strict=True)))
 
 
@@ -228,12 +224,12 @@ def unpack_whole(
         if (flags, carried) != (0, 0):
             raise PayloadCorrupt(f"flags {flags} and {carried} entries came, expected 0 and 0")
         lengths = [whole_bytes(numel, layout.value_bits) for numel in layout.numels]
-        codes = list(torch.split(message[HEADER_BYTES:], lengths))
-        scales = torch.cat([code[: scale_bytes(layout.value_bits)] for code in codes]).view(
+        whole = list(torch.split(message[HEADER_BYTES:], lengths))
+        scales = torch.cat([code[: scale_bytes(layout.value_bits)] for code in whole]).view(
             torch.float32
         )
         if not bool(scales.isfinite().all()):
             raise PayloadCorrupt("scales came that are not finite")
     except PayloadCorrupt as refusal:
         raise refused(refusal, step=step, bucket=bucket, source=source) from None
-    return [WholeReader(code, layout.value_bits) for code in codes]
+    return [WholeReader(code, layout.value_bits) for code in whole]

@@ -21,6 +21,8 @@ from thinwire.kernels.rules import (
     Fold,
     LambRule,
     LarsRule,
+    Sparse,
+    Tensors,
     TrustRule,
     bump_versions,
     has_address,
@@ -28,7 +30,6 @@ from thinwire.kernels.rules import (
 )
 
 Array = NDArray[Any]
-Sparse = tuple[Tensor, Tensor]
 
 _SMALLEST_ROOM = 8192
 """Candidates; below, clearing the histograms costs more than sorting out."""
@@ -67,10 +68,7 @@ def commit_list_(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[
 
 
 def step_along_list_(
-    params: Sequence[Tensor],
-    parts: Sequence[Sequence[Sparse]],
-    rates: Sequence[float],
-    sources: int,
+    params: Tensors, parts: Sequence[Sequence[Sparse]], rates: Sequence[float], sources: int
 ) -> None:
     """Take a step on contiguous tensors, all float32 or all float64; values are float32."""
     rows = _addresses(
@@ -102,9 +100,7 @@ def store_(target: Tensor, values: Tensor, seed: int) -> None:
     bump_versions([target])
 
 
-def sum_sparse(
-    indices: list[Tensor], values: list[Tensor], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def sum_sparse(indices: list[Tensor], values: list[Tensor], dtype: torch.dtype) -> Sparse:
     like = _like(dtype)
     union, sums = np.empty(0, np.int64), like
     for more, its_values in zip(map(_array, indices), values, strict=True):
@@ -117,12 +113,45 @@ def sum_sparse(
     return torch.from_numpy(union), torch.from_numpy(sums)
 
 
+def encode_slots(
+    slots: Array, parts: Sequence[Sparse], bits: int, over: Array, code: Array
+) -> tuple[list[Tensor], int]:
+    """Write the message's entries; return what receivers decode, and the number of entries."""
+    doubles = any(x.dtype == torch.float64 for _, x in parts)
+    pairs = [_plain(i, x, torch.float64 if doubles else torch.float32) for i, x in parts]
+    sizes, like = _sizes([x for _, x in pairs]), _like(pairs[0][1].dtype)
+    if (sizes > slots[:, 1]).any() or (sizes != _sizes([i for i, _ in pairs])).any():
+        raise ValueError("a part has more entries than its slot, or not as many values as indices")
+    columns = _addresses(pairs), sizes, np.cumsum(sizes) - sizes, over, np.zeros_like(sizes)
+    rows, sent = np.column_stack(columns), np.empty(int(sizes.sum()), np.float32)
+    whole = [(t, 0, n) for t, n in enumerate(sizes.tolist())]
+    run_items(
+        whole,
+        share_of(sizes),
+        lambda items: loops.encode(slots, rows, items, bits, like, code, sent),
+    )
+    return list(torch.split(torch.from_numpy(sent), sizes.tolist())), int(rows[:, -1].sum())
+
+
+def decode_slots(slots: Array, code: Array, bits: int) -> list[Sparse] | None:
+    """Return the entries of each slot, or None if the code is invalid."""
+    ks = slots[:, 1]
+    rows, room = np.column_stack([np.cumsum(ks) - ks, np.zeros_like(ks)]), int(ks.sum())
+    indices, values = np.empty(room, np.int64), np.empty(room, np.float32)
+    whole, rest = [(t, 0, k) for t, k in enumerate(ks.tolist())], (bits, code, indices, values)
+    run_items(whole, share_of(ks), lambda items: loops.decode(slots, rows, items, *rest))
+    counts = rows[:, 1]
+    if (counts < 0).any():
+        return None
+    columns = (torch.split(torch.from_numpy(x), ks.tolist()) for x in (indices, values))
+    parts = list(zip(*columns, strict=True))
+    if (counts == ks).all():
+        return parts
+    return [(i[:c], x[:c]) for (i, x), c in zip(parts, counts.tolist(), strict=True)]
+
+
 def lamb_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    rule: LambRule,
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, rule: LambRule
 ) -> Tensor:
     """Update by LAMB, see `thinwire.core.lamb.lamb_list_`; return the ratios in one tensor."""
     betas = rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2
@@ -131,12 +160,7 @@ def lamb_(
     return _with_norms(loops.lamb, columns, constants, rule.trust)
 
 
-def lars_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    velocities: Sequence[Tensor] | None,
-    rule: LarsRule,
-) -> Tensor:
+def lars_(params: Tensors, grads: Tensors, velocities: Tensors | None, rule: LarsRule) -> Tensor:
     """Update by LARS, see `thinwire.core.lars.lars_list_`; return the ratios in one tensor."""
     kind = loops.NO_MOMENTUM
     if velocities is not None:
@@ -144,15 +168,15 @@ def lars_(
     columns = params, grads, params if velocities is None else velocities
     constants = rule.lr, rule.momentum, rule.trust.weight_decay
 
-    def lars(rows: Array, sizes: Array, items: Array, phase: int, *rest: Array) -> None:
-        loops.lars(rows, sizes, items, phase, kind, *rest)
+    def lars(rows: Array, sizes: Array, items: Array, phase: int, rest: loops.Rest) -> None:
+        loops.lars(rows, sizes, items, phase, kind, rest)
 
     return _with_norms(lars, columns, constants, rule.trust)
 
 
 def _with_norms(
     step: Callable[..., None],
-    columns: Sequence[Sequence[Tensor]],
+    columns: Sequence[Tensors],
     constants: Sequence[float],
     rule: TrustRule,
 ) -> Tensor:
@@ -173,7 +197,7 @@ def _with_norms(
     parts = [item for item in items if item[2] - item[1] < sizes[item[0]]]
 
     def run(phase: int, its: Sequence[Item]) -> None:
-        run_items(its, share, lambda bundle: step(rows, sizes, bundle, phase, *rest))
+        run_items(its, share, lambda bundle: step(rows, sizes, bundle, phase, rest))
 
     run(loops.SUMS, parts)
     run(loops.WHOLE, whole)
@@ -197,7 +221,7 @@ class _Kind(NamedTuple):
         return torch.float64 if self.state == torch.float64 else torch.float32
 
     @property
-    def facts(self) -> tuple[Array, Array, Any, int]:
+    def facts(self) -> loops.Facts:
         """Return what the loops want to know of all tensors."""
         momentum = _like(self.wide).dtype.type(self.momentum)
         return _like(self.grad), _like(self.state), momentum, self.mode
@@ -248,7 +272,7 @@ def _largest(
     share, floors = share_of(sizes), np.empty(len(folds), dtype)
     samples = np.array([_sampling(n, k) for n, k in zip(sizes.tolist(), ks, strict=True)], np.int64)
     whole = [(t, 0, n) for t, n in enumerate(sizes.tolist())]
-    run_items(whole, share, lambda items: loops.floors(rows, sizes, samples, items, *facts, floors))
+    run_items(whole, share, lambda items: loops.floors(rows, sizes, samples, items, facts, floors))
     found: dict[int, tuple[Array, Array]] = {}
     left = parts_of(sizes)
     for factor in (1.0, 0.5, 0.0):  # where neighbours are alike, a sample may mislead
@@ -271,7 +295,7 @@ def _largest(
 
 
 def _candidates(
-    call: tuple[Array, Array, Array, tuple[Array, Array, Any, int]],
+    call: tuple[Array, Array, Array, loops.Facts],
     parts: Sequence[tuple[int, int, int]],
     ks: Sequence[int],
     share: int,
@@ -293,7 +317,7 @@ def _candidates(
                 np.maximum(2 * bundle[:, 3], _SMALLEST_ROOM) + loops.BLOCK,
             ).max()
         )
-        loops.candidates(rows, sizes, bundle, floors, *facts, room, indices, values, counts)
+        loops.candidates(rows, sizes, bundle, floors, facts, room, indices, values, counts)
 
     run_items(items, share, work)
     pieces: dict[int, list[slice]] = {}
@@ -346,14 +370,8 @@ def _commit_(
         if stop - start < folds[t].residual.numel():
             first, last = np.searchsorted(positions.numpy(), (start, stop)).tolist()
         items.append((t, start, stop, first, last))
-    like_grad, like_state, momentum, mode = kind.facts
-    all_seeds = np.array(seeds, np.uint32)
-
-    def work(bundle: Array) -> None:
-        kinds = like_grad, like_state, _like(kind.wide), momentum, mode
-        loops.commit(rows, sizes, bundle, *kinds, all_seeds)
-
-    run_items(items, share_of(sizes), work)
+    rest = kind.facts, _like(kind.wide), np.array(seeds, np.uint32)
+    run_items(items, share_of(sizes), lambda bundle: loops.commit(rows, sizes, bundle, *rest))
     bump_versions([tensor for fold in folds for tensor in fold[1:3] if tensor is not None])
 
 
@@ -370,11 +388,11 @@ def _like(dtype: torch.dtype) -> Array:
     return np.empty(0, _DTYPES[dtype])
 
 
-def _addresses(rows: Sequence[Sequence[Tensor]]) -> Array:
+def _addresses(rows: Sequence[Tensors]) -> Array:
     return np.array([[tensor.data_ptr() for tensor in row] for row in rows], np.int64)
 
 
-def _sizes(tensors: Sequence[Tensor]) -> Array:
+def _sizes(tensors: Tensors) -> Array:
     return np.array([tensor.numel() for tensor in tensors], np.int64)
 
 
