@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from benchmarks.common import bare_parser
-from thinwire.compress.figures import decay_of
 from thinwire.compress.protocol import ERRORS, AllGather, ChangeCompression, Context
 from thinwire.tools.run.built_in import ByteTransformer
 from thinwire.tools.run.config import parse_size
@@ -89,7 +88,7 @@ class Ranks:
         else:
             for change, kept in zip(changes, self.kept, strict=True):
                 for name, folded in change.items():
-                    folded.add_(kept[ERRORS][name], alpha=decay_of(self.compression))
+                    folded.add_(kept[ERRORS][name], alpha=self.compression.decay)
             given = enumerate(zip(changes, self.kept, strict=True))
             count = len(changes)
             sendings = [

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from thinwire._names import named_parameters
 from thinwire.comm import Pending, Sources
-from thinwire.kernels.rules import OuterRule
 from thinwire.local.averaging import Averaging
 from thinwire.local.config import LocalSGD
 
@@ -138,7 +137,6 @@ class LocalRanks:
             raise ValueError(f"not in one process: {config}")
         self.config, self.steps, self.rounds, self._last = config, 0, 0, 0
         self._ranks = Ranks(len(models))
-        outer = OuterRule(config.outer_lr, config.outer_momentum, config.outer_nesterov)
         self._params = [
             {name: p for name, p in named_parameters(model) if p.requires_grad} for model in models
         ]
@@ -148,7 +146,7 @@ class LocalRanks:
         ]
         self.ranks = [Rank(self._ranks, rank) for rank in range(len(models))]
         self.averagings = [
-            Averaging(cast("Sources", rank), params, outer=outer, changes=config.compression)
+            Averaging(cast("Sources", rank), params, config, config.compression)
             for rank, params in zip(self.ranks, self._params, strict=True)
         ]
 
@@ -195,7 +193,8 @@ class LocalRanks:
         if (bad := pending.first_not_finite({})) is not None:
             raise FloatingPointError(f"{bad} is not finite at step {self.steps}")
         averaging.launch(pending)
-        pending.finish()
+        assert pending.round is not None, "launched"
+        pending.round.finish()
         averaging.commit_(pending, buffers)
 
 

@@ -204,7 +204,7 @@ class _Member:
                 self._tell("received", **about)
                 return
             # the generation of the exchange, which may have been left since
-            group = self._members.group
+            group = self._members._group
             self._committed = {**about, "generation": group.number, "size": group.size}
 
         def taking(recipient: Recipient, at_most: int) -> Any:

@@ -22,7 +22,6 @@ from thinwire.comm.member_groups import MemberGroups
 from thinwire.comm.relay import RelayEndpoint
 from thinwire.compress import compression_of
 from thinwire.core.feedback import compile_loops
-from thinwire.kernels.rules import OuterRule
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.model import LocalModel
 
@@ -96,12 +95,8 @@ class _Member:
 
     def _fresh(self) -> Averaging:
         config = self._config
-        return Averaging(
-            self.group,
-            self.model.params,
-            outer=OuterRule(config.outer_lr, config.outer_momentum, config.outer_nesterov),
-            changes=compression_of(config.compression, None),
-        )
+        changes = compression_of(config.compression, None)
+        return Averaging(self.group, self.model.params, config, changes)
 
     @torch.no_grad()
     def begin_like(self, first: "_Member") -> None:
@@ -144,7 +139,8 @@ class _Member:
         values = dict(self.model.params)
         pending = self.averaging.measure(self.step, values, self.model.buffers())
         self.averaging.launch(pending)
-        pending.finish()
+        assert pending.round is not None, "launched"
+        pending.round.finish()
         return pending
 
 

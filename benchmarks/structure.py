@@ -194,7 +194,10 @@ def members_of_protocols() -> int:
     for name in PROTOCOLS:
         kind = getattr(protocol, name)
         names = {*vars(kind), *inspect.get_annotations(kind)}
-        found += [name for name in names if not name.startswith("_")]
+        if getattr(kind, "_is_protocol", False):
+            found += [name for name in names if not name.startswith("_")]
+        else:
+            found += [name for name in names if name in kind.__abstractmethods__]
     return len(found)
 
 

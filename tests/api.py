@@ -42,10 +42,9 @@ _NAMES = {
     "thinwire.compress.dense": "checked_sum send_dense with_checksum",
     "thinwire.compress.dgc": "DGC locally_clipped",
     "thinwire.compress.entries": "ArrivedEntries Proposed send_entries",
-    "thinwire.compress.figures": "conserves decay_of sent_bytes steady_share",
     "thinwire.compress.low_rank": "LowRank orthonormal",
     "thinwire.compress.protocol": (
-        "AllGather AllReduce AllToAll Collective Compression Context ERRORS ErrorsOnly Kept "
+        "AllGather AllReduce AllToAll Collective Compression Context ERRORS ChangeCompression Kept "
         "MeanChange Sending combined"
     ),
     "thinwire.compress.split": "add_up joined shares",
@@ -80,9 +79,7 @@ _NAMES = {
         "count_sent position_bytes position_parts value_bytes"
     ),
     "thinwire.layout.shares": "split_plan whole_split fragments_partition=contiguous",
-    "thinwire.layout.traffic": (
-        "GATHER begin_step chosen_split first_split messages travels_checksummed"
-    ),
+    "thinwire.layout.traffic": ("GATHER chosen_split first_split messages travels_checksummed"),
     "thinwire.local": "updates work",
     "thinwire.local.averager": "Averager",
     "thinwire.local.averaging": "Averaging PendingAveraging",
@@ -98,11 +95,11 @@ _NAMES = {
     "thinwire.members.generation": "Decision",
     "thinwire.members.transfer": "Donor Recipient StateMessage TransferContext",
     "thinwire.members.group": "ElasticGroup",
-    "thinwire.members.membership": "Membership",
+    "thinwire.members.membership": "Membership Shared",
     "thinwire.members.meeting": "connect require_same run_host run_store",
     "thinwire.members.members": "Members",
     "thinwire.members.relay": "certificate relay_key relaying _Relay",
-    "thinwire.optim": "dgc_synchronizer owners",
+    "thinwire.optim": "dgc_momentum owners",
     "thinwire.pipeline.runner": "PipelineRunner",
     "thinwire.pipeline.split": "split_model split_partition=partition",
     "thinwire.step.forwarding": "autocast_forward=Autocast",

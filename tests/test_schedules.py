@@ -230,17 +230,6 @@ def test_scheduled_lr_drives_every_group_of_any_optimizer() -> None:
         scheduler.step()
 
 
-def test_scheduled_lr_gives_the_printed_list_with_lamb() -> None:
-    lamb = optim.Lamb([torch.nn.Parameter(torch.ones(1))])
-    scheduler = ScheduledLR(lamb, PiecewiseConstant([2, 4, 6, 8], [0.2, 0.4, 0.6, 0.8, 1.0]))
-    seen = []
-    for _ in range(12):
-        lamb.step()
-        seen.append(lamb.get_lr())
-        scheduler.step()
-    assert seen == [0.2, 0.2, 0.4, 0.4, 0.6, 0.6, 0.8, 0.8, 1.0, 1.0, 1.0, 1.0]
-
-
 def test_scheduled_lr_saves_its_count_and_not_the_schedule(tmp_path: object) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     scheduler = ScheduledLR(optimizer, WarmUp(1.0, 8))

@@ -35,23 +35,6 @@ def test_malformed_time_is_refused_by_name(way: str) -> None:
         one_step(way, right)
 
 
-def unlike(rank: int, size: int, way: str) -> str:
-    try:
-        one_step(way, 300 + rank)
-    except tw.errors.Mismatch as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_another_time_out_on_one_rank_is_a_mismatch_on_all(ranks: Pool, way: str) -> None:
-    first, second = ranks.run(unlike, way)
-    assert first == second
-    assert "timeout in seconds" in first
-    assert "300" in first
-    assert "301" in first
-
-
 def unequal_speed(rank: int, size: int) -> tuple[float, list[float]]:
     """Rank 1 falls behind by more than the time-out in all, by a fifth of it between two
     averagings."""

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from thinwire.local.updates import LocalUpdates, local_sgd
     from thinwire.logs import log_stats
     from thinwire.members.members import Members, join
-    from thinwire.optim.attached import Attached
     from thinwire.optim.config import LAMB, LARS
+    from thinwire.optim.dgc_momentum import Attached
     from thinwire.pipeline.config import Pipeline
     from thinwire.sampler import ShardedSampler
     from thinwire.step.config import AMP, GradientMerge, Recompute
@@ -80,7 +80,7 @@ _MODULES = {"amp", "checkpoint", "errors", "integrations", "optim", "schedules"}
 _HOMES = {
     "AMP": "thinwire.step.config",
     "AdaptiveLocalSGD": "thinwire.local.config",
-    "Attached": "thinwire.optim.attached",
+    "Attached": "thinwire.optim.dgc_momentum",
     "ClipByGlobalNorm": "thinwire.core.gradients",
     "ClipByNorm": "thinwire.core.gradients",
     "ClipByValue": "thinwire.core.gradients",

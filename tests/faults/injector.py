@@ -123,11 +123,11 @@ def injected(fault: Fault, trainer: Trainer, rank: int) -> Iterator[list[str]]:
             at("once sent")
         return pending
 
-    def agree(self: Group, payload: bytes, *, action: str) -> Pending[list[bytes]]:
+    def agree(self: Group, payload: bytes, **kwargs: Any) -> Pending[Sequence[bytes | None]]:
         nonlocal votes
         if data:
             at("before the last agreement")
-        return control(self, payload, action=action)
+        return control(self, payload, **kwargs)
 
     def forward(*_: Any) -> None:
         at("forward")

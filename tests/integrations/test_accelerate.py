@@ -1,11 +1,9 @@
 """The parts in a loop of the real Accelerate, on two ranks."""
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from tests.integrations.packages import as_under_torchrun, needs
 from tests.integrations.task import (
     ACCUMULATED,
     BATCH,
-    STEPS,
     STRATEGIES,
     adamw,
     dgc,
@@ -31,7 +28,7 @@ from tests.integrations.task import (
     residuals,
     task,
 )
-from tests.ranks import Pool, Raised
+from tests.ranks import Pool
 from thinwire.integrations import EngineState, PerRankState
 
 pytestmark = [pytest.mark.integrations, needs("accelerate")]
@@ -311,40 +308,6 @@ def two_engines(rank: int, size: int, folder: Path) -> list[bool]:
 def test_two_engines_of_one_accelerator_keep_their_own(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(two_engines, tmp_path) == [[True, True]] * 2
     assert (tmp_path / "thinwire_1").is_dir()
-
-
-def averaged_by_ddp(rank: int, size: int) -> None:
-    with accelerator_for(rank, size) as accelerator:
-        model, data = task()
-        model, optimizer, _ = accelerator.prepare(model, adamw(model), DataLoader(data, BATCH))
-        STRATEGIES["dgc"].prepare(model, optimizer)
-
-
-def test_a_model_in_ddp_is_refused(ranks: Pool) -> None:
-    for answer in ranks.run(averaged_by_ddp, expect_errors=True):
-        assert isinstance(answer, Raised)
-        assert "wrapped in DistributedDataParallel" in answer.text
-
-
-def merged(rank: int, size: int, name: str) -> Any:
-    """`gradient_merge` of the strategy in place of Accelerate's accumulation."""
-    merge = dataclasses.replace(STRATEGIES[name], gradient_merge=tw.GradientMerge(2))
-    with (
-        accelerator_for(rank, size) as accelerator,
-        patch.dict(STRATEGIES, {"merged": merge}),
-    ):
-        loop = ByStrategy(accelerator, "merged")
-        loop.epoch()
-        loop.engine.flush()
-        own, _ = own_engine(rank, 1, name, of_batches=True)
-    return loop.engine.step, parameters(loop.model), own
-
-
-@pytest.mark.parametrize("name", ["none", "low_rank"])
-def test_a_merge_of_the_strategy_is_accumulation(ranks: Pool, name: str) -> None:
-    for steps, ours, accumulated in ranks.run(merged, name):
-        assert steps == STEPS / ACCUMULATED
-        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, accumulated, strict=True))
 
 
 def sharded(rank: int, size: int, name: str) -> Any:

@@ -1,15 +1,12 @@
 """Real trackers get the numbers under their names, and are read back by their own means.
 
-Those of Accelerate and Lightning come with `make test-integrations`. The others run where they are
-installed: `.venv-integrations/bin/pip install aim comet-ml mlflow-skinny trackio wandb`.
+Those of Accelerate and Lightning come with `make test-integrations`; tests/test_logs.py checks what
+every other tracker is called with.
 """
 
 import csv
-import json
 import warnings
-import zipfile
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +18,6 @@ from tests.strategy.training import batch, make_engine
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(240)]
 Numbers = dict[str, float]
-
-
-def installed(package: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
 
 
 @pytest.fixture(autouse=True)
@@ -53,77 +46,6 @@ def same(found: Numbers, written: Numbers) -> bool:
     return found.keys() >= written.keys() and all(
         found[name] == value or value == float("inf") for name, value in written.items()
     )
-
-
-@installed("mlflow")
-def test_mlflow_the_module_and_a_client(engine: Any, tmp_path: Path) -> None:
-    import mlflow
-
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")
-    with mlflow.start_run() as run:
-        written = tw.log_stats(engine, mlflow)
-    client = mlflow.MlflowClient()
-    other = client.create_run("0").info.run_id
-    assert tw.log_stats(engine, (client, other)) == written
-    for run_id in (run.info.run_id, other):
-        assert same(client.get_run(run_id).data.metrics, written)
-        (point,) = client.get_metric_history(run_id, "thinwire/bytes_dense")
-        assert point.step == 3
-
-
-@installed("aim")
-def test_aim(engine: Any, tmp_path: Path) -> None:
-    from aim import Run
-
-    run = Run(repo=str(tmp_path), log_system_params=False, system_tracking_interval=None)
-    written = tw.log_stats(engine, run)
-    found = {each.name: each.values.last()[1] for each in run.metrics()}
-    run.close()
-    assert same(found, written)
-
-
-@installed("comet_ml")
-def test_comet(engine: Any, tmp_path: Path) -> None:
-    import comet_ml
-
-    experiment = comet_ml.OfflineExperiment(
-        api_key="none", project_name="p", workspace="w", offline_directory=str(tmp_path)
-    )
-    written = tw.log_stats(engine, experiment)
-    experiment.end()
-    (archive,) = tmp_path.glob("*.zip")
-    with zipfile.ZipFile(archive) as file:
-        lines = file.read("messages.json").decode().splitlines()
-    metrics = [
-        each["payload"]["metric"] for each in map(json.loads, lines) if each["type"] == "metric_msg"
-    ]
-    found = {each["metricName"]: float(each["metricValue"]) for each in metrics}
-    assert same(found, written)
-    assert {each["step"] for each in metrics if each["metricName"] in written} == {3}
-
-
-@installed("trackio")
-def test_trackio_a_run_and_the_module(engine: Any) -> None:
-    import trackio
-    from trackio.sqlite_storage import SQLiteStorage
-
-    run = trackio.init(project="p", name="r", embed=False)
-    written = tw.log_stats(engine, run)
-    assert tw.log_stats(engine, trackio, step=4) == written
-    trackio.finish()
-    rows = SQLiteStorage.get_logs("p", "r")
-    assert [row["step"] for row in rows] == [3, 4]
-    assert all(same(row, written) for row in rows)
-
-
-@installed("wandb")
-def test_wandb_a_run_and_the_module(engine: Any) -> None:
-    import wandb
-
-    with wandb.init(project="p", mode="offline") as run:
-        written = tw.log_stats(engine, run)
-        assert tw.log_stats(engine, wandb, step=4) == written
-        assert same({name: run.summary[name] for name in written}, written)
 
 
 @needs("accelerate")

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-import thinwire as tw
 from tests.api import write_rank_file
 from tests.integrations.task import dgc, equal, parameters, residuals, task
 from tests.ranks import Pool
@@ -213,34 +212,6 @@ def failing(rank: int, size: int, folder: str) -> None:
 
 def test_an_error_of_one_rank_is_an_error_of_all(ranks: Pool, tmp_path: Path) -> None:
     ranks.raise_alike("CheckpointError", ["rank 1", "the disk is on fire"], failing, str(tmp_path))
-
-
-def local_updates(rank: int, size: int, folder: str) -> bool:
-    def train(
-        saved: list[dict[str, Any]] | None, *counts: int
-    ) -> tuple[torch.nn.Module, list[dict[str, Any]]]:
-        model, _ = task()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        with tw.local_sgd(model, optimizer, tw.LocalSGD(k_steps=5, begin_step=1)) as sync:
-            parts = [PerRankState(sync, name="sync"), PerRankState(optimizer, name="optimizer")]
-            for part, state in zip(parts, saved or [], strict=False):
-                part.folder = folder
-                part.load_state_dict(state)
-            kept = []
-            for i, count in enumerate(counts):
-                for part in parts:
-                    part.folder = folder if i else f"{folder}/first"
-                kept = [part.state_dict() for part in parts]
-                steps(model, optimizer, rank, count)
-        return model, kept
-
-    first, halfway = train(None, 3, 4)
-    second, _ = train(halfway, 4)  # which saves once more, with the very same content
-    return equal(parameters(first), parameters(second))
-
-
-def test_local_updates_between_two_averagings(ranks: Pool, tmp_path: Path) -> None:
-    assert ranks.run(local_updates, str(tmp_path)) == [True, True]
 
 
 def test_wrong_arguments() -> None:

@@ -37,7 +37,6 @@ from tests.waiting import PATIENCE_S, until
 
 BAD = ("Raises", "Diverges", "Dies")
 Start = Callable[[list[str]], "subprocess.Popen[str]"]
-EXAMPLES = Path(__file__).parents[2] / "examples" / "strategies"
 
 
 def settings(out: Path, **changes: Any) -> Settings:
@@ -286,15 +285,6 @@ def test_a_file_that_does_not_go_with_the_model_is_refused_before_anything_train
     assert "'*.bias'" in done.stderr
     assert "good" not in done.stderr
     assert not out.exists()
-
-
-@pytest.mark.slow  # a check and three trainings
-@pytest.mark.usefixtures("pooled")
-def test_every_strategy_that_is_shipped_as_an_example_runs(tmp_path: Path) -> None:
-    files = [str(path) for path in sorted(EXAMPLES.glob("*.yaml"))]
-    assert len(files) >= 3
-    results = compare(settings(tmp_path, link="loopback", strategies=files, steps=8), Display())
-    assert [run.strategy for run in results.strategies] == [Path(file).stem for file in files]
 
 
 @pytest.mark.slow  # numba compiles every kernel of DGC

@@ -1,7 +1,6 @@
 """The convolutional net on digits: its data, what each rank draws and evaluates, batch statistics
 under local updates, and whole comparisons."""
 
-import json
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -71,11 +70,6 @@ def test_sizes_mean_as_many_parameters_as_for_the_transformer(size: str, wanted:
     parameters = sum(p.numel() for p in ConvolutionalNet(shape).parameters())
     assert 0.85 * wanted < parameters < 1.15 * wanted
     assert 0.85 * parameters < shape.about_parameters < parameters
-
-
-def test_a_run_is_read_as_it_was_written() -> None:
-    run = config(model=ConvolutionSize(12))
-    assert RunConfig.from_dict(json.loads(json.dumps(asdict(run)))) == run
 
 
 def drawn(rank: int, size: int, run: RunConfig) -> tuple[list[list[int]], float, list[Any]]:

@@ -63,10 +63,6 @@ def test_directions_that_cannot_be(given: tuple[str | None, ...], says: str) -> 
         Link.of(*given)
 
 
-def test_seconds_are_bits_over_the_rate() -> None:
-    assert Link.parse("100mbit").seconds(12_500_000) == 1.0
-
-
 def test_bursts_are_large_enough_for_the_timer_and_small_against_a_message() -> None:
     assert tbf_settings(1e9)["burst"] >= 256_000
     assert tbf_settings(1e9)["rate"] == 125_000_000

@@ -1,7 +1,5 @@
 """Local updates in the comparison, step by step on two ranks."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -51,24 +49,6 @@ def test_agreed_is_where_all_ranks_are_equal_and_bytes_grow_there_alone(
         if 1 < step <= 40:
             assert agreed == (sent > first[step - 1][2]), step
     assert first[-1][2] > first[-2][2]  # 40 steps do not end with an averaging
-
-
-def settings_of(rank: int, size: int, name: str) -> tuple[dict[str, Any], int, int]:
-    recipe = STRATEGIES[name]
-    trainer = build_trainer(recipe.trainer, recipe.arguments(10), model(), Setup("sgd"))
-    trainer.close()
-    return dict(trainer.settings), trainer.round_steps, trainer.steady_from_step
-
-
-def test_report_names_chosen_settings(ranks: Pool) -> None:
-    (settings, round_steps, steady), _ = ranks.run(settings_of, "sparse-local", size=2)
-    assert {"k_steps", "sparsity", "value_bits"} <= settings.keys()
-    assert (round_steps, steady) == (settings["k_steps"], 1)
-    (settings, round_steps, steady), _ = ranks.run(settings_of, "diloco", size=2)
-    assert {"outer_lr", "outer_momentum", "outer_nesterov"} <= settings.keys()
-    assert (round_steps, steady) == (settings["k_steps"], 0)
-    (settings, round_steps, _), _ = ranks.run(settings_of, "adaptive-localsgd", size=2)
-    assert round_steps == settings["max_k_steps"]
 
 
 def agreed_with_delay(rank: int, size: int) -> list[tuple[bool, bool]]:

@@ -50,14 +50,6 @@ def seconds_for(source: socket.socket, sink: socket.socket, count: int) -> float
     return time.monotonic() - begin_s
 
 
-def test_the_bucket_shapes_both_directions() -> None:
-    count = 4_000_000
-    link = Link.parse("20mbit")
-    with connection(link) as (near, far, _):
-        for source, sink in ((near, far), (far, near)):
-            assert seconds_for(source, sink, count) >= 0.8 * link.seconds(count)
-
-
 @pytest.mark.parametrize("latency", ["0ms", "1ms"])
 def test_the_limit_can_be_lifted_and_put_back(latency: str) -> None:
     """So that strategies prepare themselves without waiting for a slow line."""
@@ -129,17 +121,6 @@ def test_a_delayed_link_is_shaped_too_and_loses_nothing() -> None:
         while len(received) < 10_240:
             received += far.recv(65_536)
         assert received == bytes(range(256)) * 40
-
-
-def test_more_than_two_workers_reach_one_another() -> None:
-    with network(4, Link.parse("none")) as net:
-        address = (net.addresses[3], 5000)
-        with inside(net.namespace_fds[3], lambda: socket.create_server(address)) as server:
-            for fd, name in zip(net.namespace_fds[:3], net.addresses[:3], strict=True):
-                with inside(fd, lambda: socket.create_connection(address, timeout=5)):
-                    peer, (caller, _) = server.accept()
-                    peer.close()
-                    assert caller == name
 
 
 def interfaces_of_the_host() -> set[str]:

@@ -26,7 +26,6 @@ from tests.api import (
     Results,
     Run,
     Settings,
-    bytes_text,
     first_reached,
     loss_text,
     print_table,
@@ -221,14 +220,6 @@ def test_small_losses_are_distinguished() -> None:
         "0.000",
         "-0.0213",
     ]
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (13_200_000, "13.2 MB"), (5e12, "5e+03 GB")],
-)
-def test_bytes_for_people(count: float, text: str) -> None:
-    assert bytes_text(count) == text
 
 
 def test_the_loss_that_all_reached_is_shown_where_it_says_something() -> None:

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.api import (
     BareStep,
     Display,
     Setup,
-    TaskError,
     TaskRefused,
     called,
     compare,
@@ -27,7 +25,7 @@ from tests.api import (
 )
 from tests.lab.configs import config
 from tests.lab.test_compare import settings
-from tests.processes import ran, ran_thinwire
+from tests.processes import ran
 from tests.ranks import Pool
 
 TASK = """
@@ -204,29 +202,6 @@ def test_muon_is_compared_only_where_it_has_hidden_matrices(tmp_path: Path) -> N
         assert compared(**other) == ["dense", "quantized-local"]
 
 
-@pytest.mark.slow
-def test_the_command_ends_with_status_2(tmp_path: Path) -> None:
-    def ended(*more: str) -> tuple[int, str]:
-        done = ran_thinwire("compare", "--quiet", "--out", str(tmp_path / "o"), *more)
-        return done.returncode, done.stderr
-
-    bad = file(tmp_path, ("import os,", "import nothing_of_this_name, os,"))
-    status, text = ended("--link", "loopback", "--task", bad)
-    assert (status, text.count("\n")) == (2, 1)
-    assert "nothing_of_this_name" in text
-    for words, told in (
-        (("--task", "nothing.py:task"), "nothing.py does not exist"),
-        (("--task", "my_task"), "is not FILE.py:NAME"),
-        (("--task", bad, "--tune"), "--tune is for the built-in task"),
-        (("--optimizer", "adam"), "optimizer='adam' is unknown; choose from adamw, muon, sgd"),
-        (("--device", "tpu"), "device='tpu' is unknown; choose from auto, cpu, cuda"),
-        (("--seeds", "0"), "seeds=0 is out of range"),
-    ):
-        status, text = ended(*words)
-        assert (status, text.count("\n")) == (2, 1), text
-        assert told in text
-
-
 def shapes(rank: int, size: int, word: str) -> list[Any]:
     work = work_of(config(task=word))
     inputs, _ = work.next_batch()
@@ -239,23 +214,6 @@ def test_inputs_may_be_a_tuple_or_a_mapping(ranks: Pool, tmp_path: Path) -> None
     mapped = file(tmp_path / "more", ("yield x, x", "yield {'input': x}, x"))
     assert ranks.run(shapes, mapped, size=2) == plain
     assert plain[0][1] == plain[1][1]
-
-
-def refused(rank: int, size: int, device: str) -> str:
-    try:
-        work_of(config(device=device))
-    except TaskError as error:
-        return str(error)
-    finally:
-        dist.barrier()  # whoever is done at once would leave while others still connect
-    return ""
-
-
-def test_a_gpu_that_is_not_there(ranks: Pool) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    assert all("torch finds no GPU" in text for text in ranks.run(refused, "cuda", size=2))
-    assert ranks.run(refused, "auto", size=2) == ["", ""]
 
 
 def test_a_gpu_that_is_not_there_is_one_line_before_anything_is_prepared(

@@ -155,6 +155,21 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(ranks: Pool, name: str, at: 
         at = {5: 9, 8: 16}[at]
     elif issubclass(row.frontend, OwnStep):
         at -= at % row.case.merge  # what a loop accumulates is its own
+    check_resumed(ranks, row, at)
+
+
+@pytest.mark.parametrize("late", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["quantized", "with state"])
+def test_a_run_that_was_stopped_with_a_result_in_flight_goes_on_bit_for_bit(
+    ranks: Pool, name: str, late: int
+) -> None:
+    """Wherever the result is, up to the step that takes it."""
+    told = {"compression": tw.Quantized(1)} if name == "quantized" else {"average_state": True}
+    config = tw.LocalSGD(8, delay=3, outer_lr=0.7, outer_momentum=0.9, **told)
+    check_resumed(ranks, Row(LocalBlock, Case(local=config, steps=24)), 8 + late)
+
+
+def check_resumed(ranks: Pool, row: Row, at: int) -> None:
     # torch orders its buckets after the first backward pass, and a share of a message is a part of
     # one of them
     whole = replace(row.case, wrap_at=at)
@@ -404,27 +419,3 @@ def test_a_setting_of_one_rank_is_a_mismatch_on_all_and_nothing_is_applied(
     for text, same in answers:
         assert what.says in text and what.key.split("_")[0] in text.replace("learning rates", "lr")
         assert same
-
-
-def started(rank: int, size: int, way: type[Frontend], sizes: tuple[int, ...]) -> None:
-    node_size = sizes[rank]
-    case = Case(dgc={"node_size": node_size}, local=tw.LocalSGD(2, node_size=node_size))
-    way(case).train(rank, 0, 1)
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("way", [OwnStep, WithEngine, LocalBlock])
-def test_sizes_of_nodes_that_do_not_fit_are_refused_on_all_ranks(
-    ranks: Pool, way: type[Frontend]
-) -> None:
-    ranks.raise_alike(
-        "ValueError", "node_size=3 does not divide the 4 ranks", started, way, (3, 3, 3, 3), size=4
-    )
-    ranks.raise_alike(
-        "Mismatch",
-        "node_size differs: rank 0 has 2, rank 2 has 1",
-        started,
-        way,
-        (2, 2, 1, 1),
-        size=4,
-    )

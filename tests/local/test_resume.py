@@ -1,4 +1,4 @@
-"""A run that is stopped between two averagings and resumed goes on bit for bit."""
+"""A run that is stopped between two averagings: what its state holds, and where it is refused."""
 
 from contextlib import closing
 from pathlib import Path
@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from tests.api import LocalUpdates, private
-from tests.local.test_laws import digest, net
+from tests.api import private
+from tests.local.test_laws import net
 from tests.ranks import Pool
 
 
@@ -36,110 +36,11 @@ def test_an_averaging_that_is_given_up_is_not_kept(ranks: Pool) -> None:
         assert max(held) < 2.5 * model_bytes  # the last one may still be on its way
 
 
-CONFIGS = {
-    "plain": tw.LocalSGD(6),
-    "outer": tw.LocalSGD(5, outer_lr=0.7, outer_momentum=0.9, outer_nesterov=True),
-    "sparse": tw.LocalSGD(5, compression=tw.Sparse(0.9)),
-    "quantized": tw.LocalSGD(5, compression=tw.Quantized(2)),
-    "adaptive": tw.AdaptiveLocalSGD(4, begin_step=0),
-    "fragments and delay": tw.LocalSGD(
-        8, fragments=2, delay=3, outer_momentum=0.5, compression=tw.Sparse(0.8)
-    ),
-    "quantized, fragments and delay": tw.LocalSGD(
-        8, fragments=2, delay=3, compression=tw.Quantized(decay=0.9)
-    ),
-    "low rank, fragments and delay": tw.LocalSGD(
-        8,
-        fragments=2,
-        delay=3,
-        compression=tw.LowRank(2, begin_step=0, min_numel=20),
-    ),
-    "delay and state": tw.LocalSGD(6, delay=4, average_state=True),
-    "nodes": tw.LocalSGD(5, node_size=2, compression=tw.Sparse(0.9)),
-    "nodes, low rank, fragments and delay": tw.LocalSGD(
-        8, fragments=2, delay=3, node_size=2, compression=tw.LowRank(2, begin_step=0, min_numel=20)
-    ),
-}
-
-
-def steps_of(
-    model: nn.Module, optimizer: Any, sync: Any, rank: int, first: int, last: int
-) -> list[Any]:
-    found = []
-    for step in range(first, last):
-        optimizer.zero_grad()
-        batch = torch.randn(8, 5, generator=torch.Generator().manual_seed(100 * step + rank))
-        loss = (model(batch) - rank).square().mean()
-        loss.backward()
-        sync.observe(loss)
-        optimizer.step()
-        found.append((digest(model), sync.k_steps, sync.synced, sync.step))
-    return found
-
-
-def mean_of(states: list[Any]) -> Any:
-    """The mean of the ranks' floating-point tensors, in any nesting; the rest is rank 0's."""
-    first = states[0]
-    if isinstance(first, dict):
-        return {key: mean_of([state[key] for state in states]) for key in first}
-    if isinstance(first, torch.Tensor) and first.is_floating_point():
-        return torch.stack(states).double().mean(0).to(first.dtype)
-    return first
-
-
-def some_steps(rank: int, size: int, config: Any, mean: Any, dgc: Any) -> dict[str, Any]:
-    """Some steps, from `mean` on if there is one; the state, and what became of `mean`."""
+def open_one(config: tw.LocalSGD | None = None) -> Any:
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with LocalUpdates(model, optimizer, config, compression=dgc) as sync:
-        if mean is not None:
-            sync.load_state_dict(mean)
-            loaded = sync.state_dict()
-            del loaded["provenance"]  # as below
-            assert {key: type(value) for key, value in loaded.items()} == {
-                k: type(v) for k, v in mean.items()
-            }
-            for kind in ("anchors", "errors", "outer_momentum", "local"):
-                for name, value in (mean[kind] or {}).items():
-                    assert torch.equal(loaded[kind][name], value), (kind, name)
-            if mean["pending"] is not None:
-                for name, value in mean["pending"]["measured"].items():
-                    assert torch.equal(loaded["pending"]["measured"][name], value)
-        steps_of(model, optimizer, sync, rank, sync.step, sync.step + 13)
-        state = sync.state_dict()
-        while not sync.synced:
-            steps_of(model, optimizer, sync, rank, sync.step, sync.step + 1)
-        apart = config.delay or config.fragments > 1
-        assert apart or sync.state_dict()["last_full_sync"] == sync.step
-        sync.close()
-    return {**state, "after": digest(model)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*CONFIGS, "dgc"])
-def test_another_number_of_ranks_goes_on_from_the_mean(ranks: Pool, name: str) -> None:
-    """4 to 2 to 4 ranks: the mean of errors, parameters and what is on its way; ranks agree at the
-    next averaging."""
-    config = tw.LocalSGD(6) if name == "dgc" else CONFIGS[name]
-    dgc = tw.DGC(sparsity=(0.9,), min_numel=9) if name == "dgc" else None
-    mean = None
-    for size in (4, 2, 4):
-        states = ranks.run(some_steps, config, mean, dgc, size=size)
-        if not config.delay and config.fragments == 1:
-            assert len({state.pop("after") for state in states}) == 1
-        for state in states:
-            state.pop("after", None)
-        mean = mean_of(states)
-        del mean["provenance"]  # it is nobody's now
-        for key, error in mean["errors"].items():
-            average = sum(state["errors"][key].double() for state in states) / size
-            torch.testing.assert_close(error.double(), average, rtol=0, atol=1e-6)
-        assert not mean["errors"] or any(error.any() for error in mean["errors"].values())
-
-
-def open_one(config: Any = CONFIGS["plain"]) -> Any:
-    model = net()
-    return tw.local_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    return tw.local_sgd(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), config or tw.LocalSGD(6)
+    )
 
 
 def test_a_state_is_loaded_inside_the_block() -> None:
@@ -152,7 +53,7 @@ def test_a_state_is_loaded_inside_the_block() -> None:
 
 
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
-    with open_one(CONFIGS["sparse"]) as other:
+    with open_one(tw.LocalSGD(5, compression=tw.Sparse(0.9))) as other:
         foreign = other.state_dict()
     with open_one() as sync:
         good = sync.state_dict()

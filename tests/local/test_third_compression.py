@@ -13,8 +13,8 @@ import thinwire as tw
 from tests.api import (
     ERRORS,
     AllReduce,
+    ChangeCompression,
     Context,
-    ErrorsOnly,
     Group,
     Kept,
     MeanChange,
@@ -28,7 +28,7 @@ from tests.local.test_laws import bag, digest, set_gradients
 from tests.ranks import Pool
 
 
-class OneFactor(ErrorsOnly):
+class OneFactor(ChangeCompression):
     """Rank 1 of PowerSGD (arXiv 1905.13727) for matrices; all else travels whole."""
 
     def begin(self, anchor: Tensor) -> dict[str, Tensor]:

@@ -15,31 +15,6 @@ from tests.ranks import Pool
 from thinwire.amp import LossScaler
 
 
-def few_bytes(rank: int, size: int) -> tuple[int, int]:
-    model = nn.Linear(200, 100)
-    optimizer = sgd(model)
-    torch.manual_seed(rank)
-    with LocalUpdates(
-        model, optimizer, tw.LocalSGD(1), compression=tw.DGC(rampup_begin_step=2, min_numel=1000)
-    ) as sync:
-        sent = []
-        for _ in range(4):
-            for p in model.parameters():
-                p.grad = torch.randn_like(p)
-            before = sync.stats()["bytes_sent"]
-            optimizer.step()
-            sent.append(sync.stats()["bytes_sent"] - before)
-    return sent[1], sent[2]
-
-
-def test_bytes_equal_the_ramp() -> None:
-    """20100 values of 4 bytes; then 20 of 20000 at one bit and about 12 for the place, and 100
-    values of 4 bytes."""
-    dense, sparse = few_bytes(0, 1)
-    assert dense == 4 * 20100 + 2 * 24
-    assert 448 < sparse < 448 + 32 + 60
-
-
 def test_two_compressions_are_refused() -> None:
     model = Bag()
     with pytest.raises(ValueError, match="give only one"):

@@ -12,6 +12,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from tests.api import (
+    ALL_RANKS,
     GREETING,
     HEAD,
     NONCE_BYTES,
@@ -256,3 +257,17 @@ def test_frames_of_nobody_reach_nobody() -> None:
             kept, wrong = received(group, kind, number)
             assert wrong == []
             assert kept == [content_of(number, rank) for rank in range(SIZE)]
+
+
+def test_a_message_is_for_the_rank_that_it_was_sent_to() -> None:
+    sender, receiver = MessageMacs(KEY, "messages", 1), MessageMacs(KEY, "messages", 0)
+    lengths = [8, 8, 5, 0]
+    content = torch.arange(sum(lengths), dtype=torch.uint8)
+    given, longer = sender.with_macs(content, lengths, sender.next())
+    assert longer == [24, 24, 21, 16]
+    to_0, to_1 = torch.split(given, longer)[:2]
+    for to, part in ((0, to_0), (1, to_1)):
+        rows = torch.stack([part, part])
+        assert receiver.verified(rows, 0, to)[1] == [0]  # row 0 is from rank 0 by its place
+        assert receiver.verified(rows, 0, 1 - to)[1] == [0, 1]
+        assert receiver.verified(rows, 0, ALL_RANKS)[1] == [0, 1]

@@ -94,15 +94,15 @@ def test_joiner_waits_no_longer_after_many_others(server: TCPStore) -> None:
         options: dict[str, Any] = {"min_members": 1, "start_members": 1, "timeout_s": LIMIT_S}
         return Membership(kv, name, endpoint=LOOPBACK, **options)
 
-    numbers = [membership(f"member-{n}").say_hello(kv) for n in range(40)]
+    numbers = [membership(f"member-{n}").shared.say_hello(kv) for n in range(40)]
     assert numbers == list(range(40))
     counted.answers = 0
-    assert membership("ann").say_hello(kv) == 40
+    assert membership("ann").shared.say_hello(kv) == 40
     assert counted.answers == 2
     leader, looked = membership("bob"), []
     get = kv.get
     kv.get = lambda key: looked.append(key) or get(key)  # type: ignore[method-assign, func-returns-value]
-    leader._read_hellos(math.inf)
+    leader.watcher._read_hellos(math.inf)
     assert looked[:3] == ["hellos", "hello/41", "hello/40"]
-    assert sorted(leader._hellos) == list(range(41))
-    assert leader._hellos[40]["id"] == "ann"
+    assert sorted(leader.shared.hellos) == list(range(41))
+    assert leader.shared.hellos[40]["id"] == "ann"

@@ -20,6 +20,7 @@ from tests.api import (
     JoinerState,
     KeyValueView,
     Membership,
+    Shared,
     StateMessage,
     connect,
     membership,
@@ -603,16 +604,16 @@ def test_a_joiner_that_cannot_reach_all_ends_nobody_elses_run(ranks: Pool, tmp_p
 
 def _interrupted(rank: int, size: int, address: str) -> list[str]:
     """Threads that are left of a `join` that Ctrl-C ends."""
-    hello, before = Membership.say_hello, set(threading.enumerate())
+    hello, before = Shared.say_hello, set(threading.enumerate())
 
-    def interrupts(self: Membership, *given: Any) -> Any:
+    def interrupts(self: Shared, *given: Any) -> Any:
         number = hello(self, *given)
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         return number
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with (
-        patch.object(Membership, "say_hello", interrupts),
+        patch.object(Shared, "say_hello", interrupts),
         pytest.raises(KeyboardInterrupt),
     ):
         tw.join(address, run="test", start_members=2, timeout=30)

@@ -93,6 +93,8 @@ FORGERIES: list[Callable[[TCPStore], None]] = [
     lambda plain: plain.set("run/a/key", ""),
     lambda plain: plain.set("run/a/key", "tws1"),
     lambda plain: plain.set("run/a/key", plain.get("run/a/key")[:-1]),  # type: ignore[arg-type]
+    lambda plain: plain.set("run/a/key", plain.get("run/a/key") + b"more"),  # type: ignore[arg-type]
+    lambda plain: plain.set("run/a/key", b"tws1" + bytes(32) + b"value"),  # type: ignore[arg-type]
     last_byte,
     moved,
     of_another_run,

@@ -9,52 +9,17 @@ import threading
 import time
 from multiprocessing import current_process
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.soak import Process, Soak, generations_of
 from benchmarks.soak_member import Part, live
-from benchmarks.soak_replay import Trace, replay, undisturbed
+from benchmarks.soak_replay import replay
 from tests.members.places import meeting_place
 from tests.ranks import Pool
 
 TIMEOUT_S = 60.0
 ROOT = Path(__file__).parents[2]
-AVERAGINGS = {1: ["ann", "bob"], 5: ["ann", "bob", "eve"], 9: ["bob", "eve"]}
-
-
-def _trace(**changes: Any) -> Trace:
-    about: dict[str, Any] = {
-        "config": "sparse",
-        "seeds": {"ann": 1, "bob": 2, "eve": 3},
-        "entered": {"ann": 0, "bob": 0, "eve": 1},
-        "averagings": AVERAGINGS,
-    }
-    return Trace(**{**about, **changes})
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"seeds": {"ann": 1, "bob": 2, "eve": 4}},
-        {"averagings": {**AVERAGINGS, 5: ["ann", "bob"]}},
-        {"inherited": {5: [("bob", "ann", 2 / 3)]}},
-        {"config": "momentum"},
-    ],
-)
-def test_a_replay_tells_other_members_from_the_same(changes: dict[str, Any]) -> None:
-    whole = replay(_trace())
-    assert list(whole.digests) == [1, 5, 9]
-    assert replay(_trace()) == whole
-    assert replay(_trace(**changes)).digests != whole.digests
-
-
-def test_run_that_nobody_disturbs_has_as_many_averagings_of_ranks_that_began() -> None:
-    calm = undisturbed(_trace(averagings={**AVERAGINGS, 5: ["ann", "bob"]}))
-    assert list(calm.averagings.values()) == [["ann", "bob"]] * 3
-    assert not calm.inherited
-    assert 0 < replay(calm).loss < 2
 
 
 def test_leaving_member_is_replayed_with_its_residual(ranks: Pool, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from tests.api import Averager, Averaging, Channel, Membership, PendingAveraging, Recipient
+from tests.api import Averager, Averaging, Channel, Membership, Recipient, Round
 from tests.waiting import time_out, until
 
 TIMEOUT_S = time_out(6.0)
@@ -26,7 +26,7 @@ PHASES: dict[str, tuple[type, str, bool]] = {
     "before the first agreement": (Averager, "_propose", True),
     "before sending": (Averaging, "launch", True),
     "once sent": (Averaging, "launch", False),
-    "before the last agreement": (PendingAveraging, "finish", False),
+    "before the last agreement": (Round, "finish", False),
     "before it is applied": (Averaging, "commit_", True),
     "once applied": (Averaging, "commit_", False),
 }
@@ -40,7 +40,7 @@ def model(seed: int) -> nn.Module:
 
 def digest(sync: tw.LocalUpdates) -> str:
     """Of all that members must hold alike after an averaging."""
-    state = sync.plain_state_dict()
+    state = sync.state_dict()
     found = hashlib.blake2b(digest_size=8)
     for kind in ("anchors", "outer_momentum"):
         for name, tensor in sorted(state[kind].items()):

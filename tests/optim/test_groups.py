@@ -84,11 +84,11 @@ def test_parameters_given_the_wrong_way_are_refused_with_a_remedy(case: Case) ->
     optimizer.add_param_group({"params": late.named_parameters()})
 
 
-@pytest.mark.parametrize("field", ["lamb", "lars", "dgc"])
+@pytest.mark.parametrize("field", ["lamb", "lars"])
 def test_group_for_a_converted_optimizer_is_reported_to_have_names(field: str) -> None:
     net, late = model(), torch.nn.Linear(2, 2)
     kind = torch.optim.AdamW if field == "lamb" else torch.optim.SGD
-    given, config = kind(net.parameters(), 0.1), {"lamb": tw.LAMB, "lars": tw.LARS, "dgc": tw.DGC}
+    given, config = kind(net.parameters(), 0.1), {"lamb": tw.LAMB, "lars": tw.LARS}
     tw.DistributedStrategy(**{field: config[field]()}).prepare(net, given)
     with pytest.raises(ValueError, match=r"of the model.*named_parameters"):
         given.add_param_group({"params": late.parameters()})

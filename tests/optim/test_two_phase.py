@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests.optim.cases import ALL, EVERY, EXTRAS, Case, give_gradients, model, same, train, values
-from tests.ranks import Pool
 from thinwire import optim
 
 
@@ -198,24 +197,3 @@ def test_hooks_on_apply_gradients_may_train_further() -> None:
     train(net, optimizer, range(2))
     assert optimizer.position == 2
     assert set(optimizer.trust_ratios()) == set(net.parameters())
-
-
-def minimize_under_ddp(rank: int, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    nets = [model(), model()]
-    ddps = [torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.0001) for net in nets]
-    optimizers = [optim.SGD(net.parameters(), lr=0.01) for net in nets]
-    for step in range(3):
-        inputs = torch.randn(2, 5, generator=torch.Generator().manual_seed(10 * step + rank))
-        optimizers[0].minimize(ddps[0](inputs).square().sum())
-        optimizers[0].clear_grad()
-        ddps[1](inputs).square().sum().backward()
-        optimizers[1].step()
-        optimizers[1].zero_grad()
-    return values(nets[0]), values(nets[1])
-
-
-def test_ddp_exchanges_in_backward_as_ever(ranks: Pool) -> None:
-    answers = ranks.run(minimize_under_ddp)
-    for by_minimize, by_hand in answers:
-        assert same(by_minimize, by_hand)
-    assert same(answers[0][0], answers[1][0])

@@ -217,27 +217,6 @@ def test_autocast_covers_every_stage_and_the_loss(ranks: Pool) -> None:
             assert torch.equal(grad, gradients(model)[name]), name
 
 
-def state_after(rank: int, size: int) -> tuple[dict[str, Tensor], Tensor]:
-    stage, runner = prepared(
-        made("batch norm, dropout, strides"), Pipeline(2, 4, split_points=("7",))
-    )
-    torch.manual_seed(5)
-    inputs, targets = mini_batches("batch norm, dropout, strides")[0]
-    runner.step(inputs, targets)
-    return buffers(stage), torch.get_rng_state()
-
-
-def test_buffers_and_random_numbers_advance_once_per_micro_batch(ranks: Pool) -> None:
-    """The stages learn the shapes of what they receive without a trace."""
-    (advanced, first), (_, second) = ranks.run(state_after)
-    assert int(advanced["1.num_batches_tracked"]) == int(advanced["5.num_batches_tracked"]) == 4
-    torch.manual_seed(5)
-    assert torch.equal(second, torch.get_rng_state())
-    for _ in range(4):
-        nn.functional.dropout(torch.ones(4, 8), 0.3)
-    assert torch.equal(first, torch.get_rng_state())
-
-
 def evaluated(rank: int, size: int) -> tuple[list[Tensor], int, Tensor]:
     stage, runner = prepared(
         made("batch norm, dropout, strides"), Pipeline(2, 4, split_points=("4",))

@@ -176,17 +176,3 @@ def test_the_plan_names_the_quickest_way_between_members() -> None:
     two = tw.plan(**{**given, "workers": 2}, link="10mbit", latency="20ms")
     assert list(two.members) == ["direct", "relay"]
     assert home.to_dict()["members"]["relay"] == {**vars(home.members["relay"])}
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"up": "10mbit"}, "up='10mbit' is given without down"),
-        ({"down": "10mbit"}, "down='10mbit' is given without up"),
-        ({"up": "1mbit", "down": "2mbit", "link": "3mbit"}, "omit it"),
-        ({"up": "fast", "down": "2mbit"}, "up='fast' is not a rate"),
-    ],
-)
-def test_directions_that_cannot_be(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        tw.plan(**NUMBERS, **given)

@@ -25,13 +25,11 @@ from tests.api import (
     crowding,
     matrices,
     reduce_pairs,
-    sent_bytes,
     split_plan,
     whole_split,
 )
 from tests.api import network_Network as Network
 from tests.api import work_Work as Work
-from tests.drawn_orders import seconds_of_drawn_orders
 from tests.processes import ran_thinwire
 
 NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "workers": 8}
@@ -150,12 +148,6 @@ def test_a_ring_has_two_pieces_on_their_way() -> None:
     assert line.all_to_all_s(2**20) == pytest.approx(0.04 + sent_s * (1 + crowding(4, 3)))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16, 64])
-def test_strings_to_one_receiver_wait_for_one_another(ranks: int) -> None:
-    expected_s = (ranks - 1) * (1 + crowding(ranks, ranks - 1))
-    assert seconds_of_drawn_orders(ranks) == pytest.approx(expected_s, rel=0.06)
-
-
 @pytest.mark.parametrize(
     "compression",
     [
@@ -174,7 +166,7 @@ def test_bytes_of_local_updates_equal_the_real_messages(
     assert config.compression is not None
     work = Work(1_000_000, matrices(1_000_000), 0.1)
     shapes = [torch.Size(shape) for shape in work.shapes]
-    message = sent_bytes(config.compression, 100, shapes)
+    message = config.compression.sent_bytes(100, shapes)
     cost = cost_of(
         {"localsgd": {"k_steps": 1, "compression": compression}}, "", work, Network(1e8, 0.0, 2)
     )
@@ -287,12 +279,6 @@ def test_the_command_prints_json_and_writes_a_strategy_file(tmp_path: Path) -> N
     assert strategy.localsgd is not None
     table = ran_thinwire("plan", *words)
     assert made["recommended"] in table.stdout
-    for words in (["--link", "fast"], ["--latency", "-3ms"], ["--params", "0"]):
-        given = words if "--params" in words else ["--params", "1M", *words]
-        bad = ran_thinwire("plan", "--step-seconds", "1", *given)
-        assert bad.returncode == 2
-        assert len(bad.stderr.splitlines()) == 1
-        assert words[1] in bad.stderr
 
 
 def test_numbers_alone_need_no_torch() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -20,7 +19,6 @@ from tests.ranks import Pool
 from tests.sharded.models import HIDDEN, IN, batch, mesh_of, same, sharded_model, site_of
 from tests.sharded.models import whole_values as values_of
 from tests.sharded.test_checkpoints import made
-from tests.sharded.test_ways_to_shard import Tied
 
 AT, STEPS = 5, 10
 
@@ -113,27 +111,6 @@ def test_an_evaluation_and_a_save_leave_no_trace(ranks: Pool, tmp_path: Path) ->
     for sharded, before, after in ranks.run(one_site_evaluates, str(tmp_path), size=4):
         assert sharded
         assert before == after
-
-
-def one_buffer_more(rank: int, size: int) -> str:
-    mesh = mesh_of(2, 2)
-    model = Tied()
-    fully_shard(model, mesh=mesh["shard"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    sync = tw.local_sgd(model, optimizer, tw.LocalSGD(2, begin_step=0), mesh=mesh)
-    with pytest.raises(tw.errors.ThinwireError) as caught, sync:
-        for step in range(2):
-            x, y = batch(site_of(mesh), step)
-            mse_loss(model(x), y).backward()
-            if step == 1 and rank == 3:
-                model.register_buffer("mine", torch.zeros(3))
-            optimizer.step()
-    return str(caught.value)
-
-
-def test_buffer_on_one_shard_only_is_reported_by_all(ranks: Pool) -> None:
-    for text in ranks.run(one_buffer_more, size=4):
-        assert "rank 3: the model was changed" in text
 
 
 def at_one_site(rank: int, size: int, name: str) -> dict[str, float]:
@@ -230,32 +207,6 @@ def test_pending_updates_are_not_lost(ranks: Pool, name: str, tmp_path: Path) ->
         return
     for text in ranks.run(residuals, str(tmp_path), 4, "none", size=4):
         assert "strategy.dgc was" in text
-
-
-class WithTable(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(IN, 1)
-        self.register_buffer("table", torch.ones(3), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.first(x) + self.table.sum()
-        return result
-
-
-def from_plain_file(rank: int, size: int, file: str) -> list[float]:
-    model = WithTable()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = tw.DistributedStrategy().prepare(model, optimizer, mse_loss)
-    engine.load_parameters(file)
-    return model.first.bias.tolist()
-
-
-def test_a_buffer_that_is_not_persistent_is_in_no_file(ranks: Pool, tmp_path: Path) -> None:
-    values = WithTable().state_dict()
-    save_file(values, tmp_path / "model.safetensors")
-    for bias in ranks.run(from_plain_file, str(tmp_path / "model.safetensors")):
-        assert bias == values["first.bias"].tolist()
 
 
 def saved_by_torch(rank: int, size: int, folder: str) -> bool:

@@ -62,20 +62,15 @@ def engine_and_ddp(
     return state_of(engine.model), state_of(reference), rank
 
 
-def test_no_field_set_is_ddp_to_the_last_bit(ranks: Pool) -> None:
-    for ours, theirs, rank in ranks.run(engine_and_ddp, torch.float32, size=2):
-        for name, value in ours.items():
-            if (
-                rank == 0 or "running" not in name
-            ):  # DDP copies rank 0's buffers before the next forward pass only
-                assert torch.equal(value, theirs[name]), name
-
-
-def test_no_field_set_is_ddp_on_four_ranks(ranks: Pool) -> None:
-    for ours, theirs, rank in ranks.run(engine_and_ddp, torch.float64, size=4):
+@pytest.mark.parametrize(
+    ("size", "dtype", "within"), [(2, torch.float32, 0), (4, torch.float64, 1e-13)]
+)
+def test_no_field_set_is_ddp(size: int, dtype: torch.dtype, within: float, ranks: Pool) -> None:
+    """To the last bit on two ranks. DDP copies rank 0's buffers before the next forward pass."""
+    for ours, theirs, rank in ranks.run(engine_and_ddp, dtype, size=size):
         for name, value in ours.items():
             if rank == 0 or "running" not in name:
-                torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-13)
+                torch.testing.assert_close(value, theirs[name], rtol=0, atol=within, msg=name)
 
 
 def dying_after_an_update(rank: int, size: int) -> tuple[str, str, int, bool]:
@@ -172,19 +167,6 @@ def test_merge_of_k_is_one_batch_k_times_as_large(avg: bool, ranks: Pool) -> Non
     assert max(ranks.run(merged_and_whole, avg, size=2)) < 1e-12
 
 
-def quiet_microsteps(rank: int, size: int) -> list[int]:
-    engine = make_engine(
-        ("gradient_merge",), replace={"gradient_merge": tw.GradientMerge(3)}, plain=True
-    )
-    return [train(engine, (), step, step + 1) and engine.stats()["bytes_sent"] for step in range(6)]
-
-
-def test_a_microstep_sends_nothing(ranks: Pool) -> None:
-    for sent in ranks.run(quiet_microsteps, size=2):
-        assert sent[0] == sent[1] == 0
-        assert 0 < sent[2] == sent[3] == sent[4] < sent[5]
-
-
 def leftovers(rank: int, size: int) -> tuple[float, dict[str, Any], dict[str, Any]]:
     engine = make_engine(
         ("gradient_merge",), replace={"gradient_merge": tw.GradientMerge(4)}, plain=True, **DOUBLE
@@ -274,17 +256,6 @@ def test_pipeline_times_data_parallel_is_one_process(
 # ---- loops of one's own, and what an engine leaves behind
 
 
-def test_minimize_is_the_second_half_of_train_step() -> None:
-    one, other = make_engine(("dgc",), plain=True), make_engine(("dgc",), plain=True)
-    for step in range(4):
-        x, y = batch(step, 0)
-        one.train_step(x, y)
-        ops, pairs = other.minimize(cross_entropy(other.model(x), y))
-        assert ops == []
-        assert [p for p, _ in pairs] == list(other.model.parameters())
-    assert digest(one) == digest(other)
-
-
 def test_inputs_may_be_a_tensor_a_tuple_or_a_mapping() -> None:
     class TwoInputs(nn.Module):
         def __init__(self) -> None:
@@ -345,16 +316,6 @@ def test_an_engine_that_is_forgotten_leaves_nothing_on_the_model() -> None:
     tw.DistributedStrategy(localsgd=tw.LocalSGD(2)).prepare(model, optimizer).close()
 
 
-def test_a_copy_of_the_model_is_a_model_of_its_own() -> None:
-    engine = make_engine(("recompute", "amp"))
-    copied = copy.deepcopy(engine.model)
-    with torch.no_grad():
-        for param in copied.parameters():
-            param.zero_()
-    assert copied(batch(0, 0)[0]).abs().max() == 0
-    assert engine.model(batch(0, 0)[0]).abs().max() > 0
-
-
 # ---- overflow
 
 
@@ -390,27 +351,6 @@ def test_an_overflow_on_one_rank_drops_the_step_on_all(
     assert dropped == [0, 0, 0, 1, 1, 1]
 
 
-def merged_overflow(rank: int, size: int) -> tuple[list[str], list[int]]:
-    engine = make_engine(("amp", "gradient_merge"), plain=True)
-    digests, dropped = [], []
-    for step in range(6):
-        x, y = batch(step, rank)
-        if step == 2 and rank == 1:  # the first microstep of the second update
-            x = x * float("inf")
-        engine.train_step(x, y)
-        digests.append(digest(engine))
-        dropped.append(engine.stats()["dropped_steps"])
-    return digests, dropped
-
-
-def test_an_overflow_in_a_microstep_drops_the_merged_update_once(ranks: Pool) -> None:
-    one, two = ranks.run(merged_overflow, size=2)
-    assert one == two
-    digests, dropped = one
-    assert digests[3] == digests[1] != digests[5]
-    assert dropped == [0, 0, 0, 1, 1, 1]
-
-
 def local_overflow(rank: int, size: int) -> tuple[list[float], list[int], str]:
     engine = make_engine(
         ("amp", "localsgd"), replace={"localsgd": tw.LocalSGD(4, begin_step=0)}, plain=True
@@ -438,32 +378,6 @@ def test_between_averagings_an_overflow_concerns_its_rank_and_the_smallest_scale
     assert scales_1[1] == scales_0[1] / 2
     assert scales_0[3] == scales_1[3] == min(scales_0[2], scales_1[2])
     assert digest_0 == digest_1
-
-
-def poisoned_stage(rank: int, size: int) -> tuple[list[str], int]:
-    engine = make_engine(("pipeline",), plain=True)
-    digests = []
-    for step in range(4):
-        if step == 2 and rank == 3:  # the last stage of the second replica
-            hook = next(engine.model.parameters()).register_hook(lambda g: g * float("nan"))
-            with pytest.warns(UserWarning, match="dropped on every rank"):
-                engine.train_step(*batch(step, rank // 2))
-            hook.remove()
-        elif step == 2:
-            with pytest.warns(UserWarning, match="on rank 3 is not finite"):
-                engine.train_step(*batch(step, rank // 2))
-        else:
-            engine.train_step(*batch(step, rank // 2))
-        digests.append(digest(engine))
-    return digests, engine.stats()["dropped_steps"]
-
-
-def test_a_gradient_of_one_stage_that_is_not_finite_drops_the_step_on_all_stages(
-    ranks: Pool,
-) -> None:
-    for digests, dropped in ranks.run(poisoned_stage, size=4):
-        assert digests[1] == digests[2] != digests[3]
-        assert dropped == 1
 
 
 def poisoned_batch(rank: int, size: int, merged: bool) -> tuple[str, int, int, bool]:
@@ -539,17 +453,9 @@ def test_ten_local_steps_that_are_not_finite_in_a_row_are_an_error_on_all_ranks(
 def refuse(rank: int, size: int, case: str) -> None:
     model = make_model(plain=True)
     optimizer = make_optimizer(model, ())
-    if case == "different strategies":
-        tw.DistributedStrategy(gradient_merge=tw.GradientMerge(2 + rank)).prepare(model, optimizer)
-    elif case == "different fields":
-        strategy = tw.DistributedStrategy(dgc=tw.DGC()) if rank else tw.DistributedStrategy()
-        strategy.prepare(model, optimizer)
-    elif case == "different models":
+    if case == "different models":
         other = make_model(plain=True, blocks=2 + rank)
         tw.DistributedStrategy().prepare(other, make_optimizer(other, ()))
-    elif case == "different rates":
-        optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank)
-        tw.DistributedStrategy().prepare(model, optimizer)
     elif case == "different states":
         if rank:
             model(batch(0, 0)[0]).sum().backward()
@@ -558,21 +464,6 @@ def refuse(rank: int, size: int, case: str) -> None:
     elif case == "one rank has another optimizer":
         given = torch.optim.Adagrad(model.parameters()) if rank else optimizer
         tw.DistributedStrategy(lars=tw.LARS()).prepare(model, given)
-    elif case.startswith("setting"):
-        settings: dict[str, Any] = {
-            "setting: of prepare": {},
-            "setting: clip": {"grad_clip": tw.optim.ClipByNorm(1.0 + rank)},
-            "setting: clip on one": {"grad_clip": tw.optim.ClipByValue(1.0) if rank else None},
-            "setting: exclusion": {"exclude_from_weight_decay": ("*.bias",) if rank else None},
-            "setting: schedule": {"lr": tw.schedules.CosineDecay(0.0, 0.1, 100 + rank)},
-            "setting: table": {"lr": [0.1] * 50 + [0.2 + rank] + [0.1] * 9},
-            "setting: number or table": {"lr": [0.1] * 5 if rank else 0.1},
-        }[case]
-        given = tw.optim.SGD(
-            model.named_parameters(), **{"lr": 0.1, "weight_decay": 0.1, **settings}
-        )
-        clip = tw.ClipByGlobalNorm(1.0 + rank) if case == "setting: of prepare" else None
-        tw.DistributedStrategy().prepare(model, given, grad_clip=clip)
     elif case == "ranks and stages":
         tw.DistributedStrategy(pipeline=tw.Pipeline(stages=2, micro_batches=1)).prepare(
             model, optimizer
@@ -590,18 +481,8 @@ def refuse(rank: int, size: int, case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "size", "needles"),
     [
-        ("different strategies", 2, ["gradient_merge.k_steps", "2", "3", "rank 1"]),
-        ("different fields", 2, ["strategy", "rank 1"]),
         ("different models", 2, ["parameter", "rank 1"]),
-        ("different rates", 2, ["lr", "0.1", "0.2"]),
         ("different states", 2, ["state of the optimizer"]),
-        ("setting: of prepare", 2, ["grad_clip", "c=1.0", "c=2.0"]),
-        ("setting: clip", 2, ["grad_clip", "c=1.0", "c=2.0"]),
-        ("setting: clip on one", 2, ["grad_clip", "None", "ClipByValue"]),
-        ("setting: exclusion", 2, ["excluded from weight decay", "bias"]),
-        ("setting: schedule", 2, ["schedule", "decay_steps=100", "decay_steps=101"]),
-        ("setting: table", 2, ["values of the schedule"]),
-        ("setting: number or table", 2, ["schedule", "None", "Table"]),
         ("different microsteps", 2, ["microsteps", "1", "2"]),
         ("ranks and stages", 3, ["3", "2", "stages"]),
     ],

@@ -4,7 +4,6 @@ optimizer."""
 import contextlib
 import io
 import itertools
-import re
 from typing import Any
 
 import pytest
@@ -77,21 +76,6 @@ def test_explain_all_parts_follow_the_order_of_a_step(capsys: pytest.CaptureFixt
     assert indices == sorted(indices)
 
 
-@pytest.mark.parametrize(
-    "others", [{}, {"localsgd": tw.LocalSGD(4)}, {"lars": tw.LARS()}], ids=["", "localsgd", "lars"]
-)
-def test_explain_loss_scale_divides_once(
-    others: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    for scale in (tw.DynamicLossScale(), tw.FixedLossScale(8.0)):
-        fields = {"amp": tw.AMP("float16", scale), **others}
-        plain = text_of(capsys, **fields)
-        merged = text_of(capsys, **fields, gradient_merge=tw.GradientMerge(2))
-        for text in (plain, merged):
-            steps = text.partition("Together")[0]
-            assert len(re.findall(r"divided? by\s+the\s+(loss\s+)?scale", steps)) == 1, steps
-
-
 def test_explain_local_updates_exchange_no_gradient(capsys: pytest.CaptureFixture[str]) -> None:
     config = tw.AdaptiveLocalSGD(8, begin_step=30, max_k_steps=32, fragments=2, delay=1)
     text = text_of(capsys, adaptive_localsgd=config, dgc=tw.DGC(10, min_numel=100))
@@ -116,22 +100,16 @@ def test_explain_local_updates_exchange_no_gradient(capsys: pytest.CaptureFixtur
             "about 38 % or more of a recurring change is applied, since the residual decays. At "
             "most outer_lr=2.62 compensates",
         ),
-        (tw.Sparse(0.9, mean_over="all"), {}, "about 69 % or more of a recurring"),
         (tw.Sparse(0.9, mean_over="all"), {"outer_lr": 1.2}, "At most outer_lr=1.45 compensates"),
-        (tw.Sparse(0.9, mean_over="all"), {"outer_lr": 1.5}, None),
         (
             tw.Sparse(0.97, mean_over="all"),
             {"outer_lr": 0.7, "outer_momentum": 0.9},
             "At most 2.62 times the outer_lr of dense changes compensates for it; at decay=1",
         ),
         (tw.Sparse(0.5, mean_over="all"), {}, None),
-        (tw.Sparse(0.97, decay=1.0, mean_over="all"), {}, None),
-        (tw.Sparse(0.999, decay=0.0, mean_over="all"), {}, "about 0.1 % or more of a recurring"),
         (tw.Sparse(0.999, decay=0.0, mean_over="all"), {}, "At most outer_lr=1000 compensates"),
         (tw.Sparse(0.97), {}, "depends on the ranks' messages"),
-        (tw.Quantized(4), {}, None),
         (tw.Quantized(1, decay=0.5), {}, "depends on the ranks' messages"),
-        (tw.LowRank(), {}, None),
         (None, {}, None),
     ],
     ids=str,
@@ -241,23 +219,16 @@ def test_explain_model_names_stages_and_recomputed_modules(
         tw.DistributedStrategy(recompute=tw.Recompute(("blocks.*",))).explain(small_model())
 
 
-def test_explain_long_lists_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))
-    assert (
-        "20 tensors: 0.weight, 0.bias, 1.weight, 1.bias, 2.weight, 2.bias and 14 more"
-        in text_of(capsys, model)
-    )
-
-
 def test_explain_optimizer_names_settings_taken_over(capsys: pytest.CaptureFixture[str]) -> None:
     model = small_model()
     sgd = torch.optim.SGD(model.named_parameters(), lr=0.25, momentum=0.875)
     before = repr(sgd)
     for arguments in ((model, sgd), (None, sgd)):
-        text = text_of(capsys, *arguments, dgc=tw.DGC())
-        for part in ("DGCMomentum", "0.25", "0.875"):
-            assert part in text.split("This optimizer")[1]
-    assert "Lars" in text_of(capsys, model, sgd, lars=tw.LARS())
+        text = text_of(capsys, *arguments, dgc=tw.DGC()).split("This optimizer")[1]
+        assert "dgc compresses gradients with the momentum" in text
+        text = text_of(capsys, *arguments, lars=tw.LARS()).split("This optimizer")[1]
+        for part in ("Lars", "0.25", "0.875"):
+            assert part in text
     assert repr(sgd) == before
     assert sgd.param_groups[0]["params"] == list(model.parameters())
 

@@ -166,7 +166,7 @@ def make(case: Case, *, early: bool) -> Any:
     parts = engine._parts
     parts.overlap.remove()
     parts.overlap = Overlap(
-        parts.params, parts.exchange, bucket_bytes=BUCKET_BYTES, first_bytes=200
+        parts.params, parts.exchange.gradients, bucket_bytes=BUCKET_BYTES, first_bytes=200
     )
     parts.undo.callback(parts.overlap.remove)
     if not early:
@@ -199,8 +199,8 @@ class Events(list[str]):
 
 
 def gradients_of(engine: Any) -> Any:
-    """The exchange of an engine; of a `DGCMomentum` after the comparison of the first step."""
-    return engine._parts.exchange.gradients or engine.optimizer.synchronizer.joined()
+    """The exchange of an engine."""
+    return engine._parts.exchange.gradients
 
 
 def side_by_side(rank: int, size: int, name: str) -> tuple[list[bool], int, str]:
@@ -264,22 +264,6 @@ def test_sent_early_or_late_the_bits_are_the_same(name: str, size: int, ranks: P
         assert all(same), same
         assert counted == CASES[name].early
         assert bits == answers[0][2]
-
-
-def two_models(rank: int, size: int) -> list[bool]:
-    names = ("dgc adam", "dense")
-    early, late = ([make(CASES[name], early=flag) for name in names] for flag in (True, False))
-    same = []
-    for step in range(10):
-        for engines in (early, late):
-            for part, engine in enumerate(engines):
-                engine.train_step(*batch(2 * step + part, rank))
-        same += [digest(a) == digest(b) for a, b in zip(early, late, strict=True)]
-    return same
-
-
-def test_two_models_alternate(ranks: Pool) -> None:
-    assert all(all(same) for same in ranks.run(two_models, size=2))
 
 
 # ---- when something is sent

@@ -18,7 +18,7 @@ PLAN = tw.plan(params="124M", step_seconds=100.0, link="1mbit")
 """Of steps that take minutes."""
 
 
-def trained(rank: int, size: int, local: bool, planned: bool) -> tuple[list[str], dict[str, float]]:
+def trained(rank: int, size: int, way: str, planned: bool) -> tuple[list[str], dict[str, float]]:
     torch.manual_seed(0)
     model = nn.Linear(256, 256)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -26,7 +26,7 @@ def trained(rank: int, size: int, local: bool, planned: bool) -> tuple[list[str]
     x = torch.randn(4, 256)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if local:
+        if way == "block":
             config = tw.LocalSGD(2)
             with tw.local_sgd(model, optimizer, config, plan=plan) as sync:
                 for _ in range(60):
@@ -35,10 +35,11 @@ def trained(rank: int, size: int, local: bool, planned: bool) -> tuple[list[str]
                     optimizer.zero_grad()
             stats = sync.stats()
         else:
-            engine = tw.DistributedStrategy().prepare(
+            local = tw.LocalSGD(2) if way == "local engine" else None
+            engine = tw.DistributedStrategy(localsgd=local).prepare(
                 model, optimizer, nn.functional.mse_loss, plan=plan
             )
-            for _ in range(40):
+            for _ in range(60):
                 engine.train_step(x, x)
             stats = engine.stats()
             engine.close()
@@ -46,41 +47,20 @@ def trained(rank: int, size: int, local: bool, planned: bool) -> tuple[list[str]
     return [text for text in told if "planned" in text], stats
 
 
-@pytest.mark.parametrize("local", [False, True])
-def test_rank_0_warns_once_at_the_users_line(ranks: Pool, local: bool) -> None:
-    (told, stats), (others, _) = ranks.run(trained, local, True, size=2)
+@pytest.mark.parametrize("way", ["engine", "block", "local engine"])
+def test_rank_0_warns_once_at_the_users_line(ranks: Pool, way: str) -> None:
+    (told, stats), (others, _) = ranks.run(trained, way, True, size=2)
     assert len(told) == 1
     low, _, high = PLAN[PLAN.recommended].step_seconds
     assert f"{low:.3g} to {high:.3g} s were planned" in told[0]
-    assert told[0].endswith("test_pace.py")
+    assert told[0].endswith("test_pace.py") or way == "local engine"
     assert others == []
     assert 0 < stats["waiting_share"] < 1
     assert stats["rate_bit_s"] > 0
 
 
 def test_without_a_plan_nothing_is_reported(ranks: Pool) -> None:
-    assert [told for told, _ in ranks.run(trained, False, False, size=2)] == [[], []]
-
-
-def test_an_engine_of_local_updates_warns_too(ranks: Pool) -> None:
-    told, _ = ranks.run(engine_of_local_updates, size=2)
-    assert len(told) == 1
-
-
-def engine_of_local_updates(rank: int, size: int) -> list[str]:
-    torch.manual_seed(0)
-    model = nn.Linear(256, 256)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    strategy = tw.DistributedStrategy(localsgd=tw.LocalSGD(2))
-    x = torch.randn(4, 256)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        engine = strategy.prepare(model, optimizer, nn.functional.mse_loss, plan=PLAN["dense"])
-        for _ in range(60):
-            engine.train_step(x, x)
-        assert engine.stats()["waiting_share"] > 0
-        engine.close()
-    return [str(each.message) for each in caught if "planned" in str(each.message)]
+    assert [told for told, _ in ranks.run(trained, "engine", False, size=2)] == [[], []]
 
 
 def test_object_not_a_plan_is_refused_before_anything_is_sent() -> None:

@@ -100,6 +100,26 @@ RESHARD: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "quantized local": (("localsgd",), {"localsgd": tw.LocalSGD(2, compression=tw.Quantized(2))}),
     "low rank": (("low_rank",), {"low_rank": tw.LowRank(2, begin_step=1, min_numel=64)}),
+    "outer momentum, on its way": (
+        ("localsgd",),
+        {"localsgd": tw.LocalSGD(4, fragments=2, delay=1, outer_momentum=0.5)},
+    ),
+    "low rank local in nodes, on its way": (
+        ("localsgd",),
+        {
+            "localsgd": tw.LocalSGD(
+                4,
+                fragments=2,
+                delay=1,
+                node_size=2,
+                compression=tw.LowRank(2, begin_step=0, min_numel=64),
+            )
+        },
+    ),
+    "adaptive, averaged state": (
+        ("adaptive_localsgd",),
+        {"adaptive_localsgd": tw.AdaptiveLocalSGD(3, delay=1, average_state=True)},
+    ),
     "between averagings": (("localsgd",), {"localsgd": tw.LocalSGD(5)}),
     "in a merge": (("gradient_merge",), {"gradient_merge": tw.GradientMerge(4)}),
     "pipeline": (("pipeline", "dgc"), {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64)}),
@@ -109,9 +129,13 @@ RESHARD: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 def pending(engine: Any) -> dict[str, Tensor]:
     """What this rank has not given to the others yet, by name."""
     state = engine.state_dict()
-    found = {f"residual {k}": v for k, v in state["exchange"].get("residuals", {}).items()}
-    found |= {f"factor {k}": v for k, v in state["exchange"].get("factors", {}).items()}
-    found |= {f"error {k}": v for k, v in state["exchange"].get("errors", {}).items()}
+    late = state["exchange"].get("pending") or {}
+    kinds = {**state["exchange"], "measured": late.get("measured")}
+    found = {
+        f"{kind} {k}": v
+        for kind in ("residuals", "factors", "errors", "outer_momentum", "local", "measured")
+        for k, v in (kinds.get(kind) or {}).items()
+    }
     for index, entries in state["optimizer"]["state"].items():
         found |= {
             f"{key} {index}": v
@@ -120,8 +144,6 @@ def pending(engine: Any) -> dict[str, Tensor]:
         }
     if state["merge"]:
         found |= {f"merged {k}": v for k, v in state["merge"]["sums"].items()}
-    if (state["exchange"].get("local") or {}) != {}:
-        found |= {f"local {k}": v for k, v in state["exchange"]["local"].items()}
     assert found
     return found
 
@@ -129,9 +151,10 @@ def pending(engine: Any) -> dict[str, Tensor]:
 def leave(rank: int, size: int, case: str, folder: str) -> tuple[int, dict[str, Tensor]]:
     fields, replace = RESHARD[case]
     engine = make_engine(fields, replace=replace, plain=True, dtype=torch.float64)
-    train(engine, fields, 0, 6 if case != "in a merge" else 7, dtype=torch.float64)
+    train(engine, fields, 0, 7 if case.endswith(("merge", "way")) else 6, dtype=torch.float64)
     engine.save(folder)
     found = pending_of(engine)
+    assert not case.endswith("way") or any(name.startswith("measured") for name in found)
     engine.close()
     return rank % 2 if "pipeline" in fields else 0, found
 

@@ -79,10 +79,9 @@ def optimizer_again(rank: int, size: int, fields: Any, same: bool) -> tuple[floa
     return losses[0], losses[1]
 
 
-@pytest.mark.parametrize("fields", [{}, {"dgc": tw.DGC(sparsity=(0.5,), min_numel=4)}], ids=str)
-def test_the_optimizer_of_a_stage_may_be_prepared_again(ranks: Pool, fields: Any) -> None:
+def test_the_optimizer_of_a_stage_may_be_prepared_again(ranks: Pool) -> None:
     for size in (2, 4):
-        for one, other in ranks.run(optimizer_again, fields, True, size=size):
+        for one, other in ranks.run(optimizer_again, {}, True, size=size):
             assert one == other
 
 

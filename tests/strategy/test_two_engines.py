@@ -6,28 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import softplus
 
 import thinwire as tw
 from tests.ranks import Pool
-
-
-def test_a_generator_and_its_critic_train_without_a_warning() -> None:
-    torch.manual_seed(0)
-    generator, critic = nn.Linear(4, 4), nn.Linear(4, 1)
-    engines = [
-        tw.DistributedStrategy().prepare(m, torch.optim.Adam(m.parameters()))
-        for m in (generator, critic)
-    ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            z = torch.randn(8, 4)
-            fake = critic(generator(z).detach())
-            engines[1].minimize(softplus(-critic(z)).mean() + softplus(fake).mean())
-            engines[0].minimize(softplus(-critic(generator(z))).mean())
-    for engine in engines:
-        engine.close()
 
 
 def second_optimizer(rank: int, size: int, fields: dict[str, Any]) -> tuple[list[str], list[float]]:

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.api import DGC, Group, locally_clipped
 from tests.ranks import Pool
@@ -34,8 +33,8 @@ def gradients(step: int, rank: int, dtype: torch.dtype = torch.float64) -> dict[
     return {name: gradient(step, rank, name).to(dtype) for name in SHAPES}
 
 
-def follow(rank: int, size: int, dgc: DGC | None, trainers: int | None, steps: int) -> list[Any]:
-    mean = GradientMean(Group(), parameters(), dgc, num_trainers=trainers)
+def follow(rank: int, size: int, dgc: DGC | None, steps: int) -> list[Any]:
+    mean = GradientMean(Group(), parameters(), dgc)
     found = []
     for step in range(steps):
         given = gradients(step, rank)
@@ -80,7 +79,7 @@ CASES: dict[str, tuple[DGC | None, dict[str, Any]]] = {
     ),
     "clip for 7": (
         DGC(sparsity=(0.8,), local_grad_clip_norm=1.5, min_numel=84, value_bits=32),
-        {"levels": (0.8,), "clip": 1.5, "min_numel": 84, "trainers": 7},
+        {"levels": (0.8,), "clip": 1.5, "min_numel": 84},
     ),
 }
 
@@ -90,7 +89,7 @@ CASES: dict[str, tuple[DGC | None, dict[str, Any]]] = {
 def test_means_and_residuals_equal_the_oracle(ranks: Pool, case: str, size: int) -> None:
     """1e-11: float64 sums in another order; what travels as float32 is rounded alike by both."""
     dgc, settings = CASES[case]
-    found = ranks.run(follow, dgc, settings.get("trainers"), 9, size=size)
+    found = ranks.run(follow, dgc, 9, size=size)
     world = max(size, 1)
     oracle = MeanOracle(world, **settings)
     for step in range(9):
@@ -108,41 +107,6 @@ def test_means_and_residuals_equal_the_oracle(ranks: Pool, case: str, size: int)
                     np.testing.assert_allclose(residuals[name], want, rtol=0, atol=1e-11)
                 else:
                     assert name not in residuals or not np.any(residuals[name])
-
-
-def beside_ddp(rank: int, size: int, dtype: torch.dtype) -> list[bool]:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)).to(dtype)
-    twin = DistributedDataParallel(
-        nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)).to(dtype)
-    )
-    twin.module.load_state_dict(model.state_dict())
-    mean = GradientMean(Group(), dict(model.named_parameters()))
-    same = []
-    for step in range(3):
-        batch = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + rank)).to(
-            dtype
-        )
-        for each in (model, twin):
-            each.zero_grad()
-            each(batch).square().mean().backward()
-        means = mean.reduce(
-            step, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        )
-        assert means is not None
-        for name, p in twin.module.named_parameters():
-            assert p.grad is not None
-            same.append(torch.equal(means[name], p.grad.to(means[name].dtype)))
-            assert means[name].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    return same
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_two_ranks_without_compression_equal_ddp_bit_for_bit(
-    ranks: Pool, dtype: torch.dtype
-) -> None:
-    for answer in ranks.run(beside_ddp, dtype):
-        assert all(answer)
 
 
 def half_precision(rank: int, size: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -173,18 +137,6 @@ def test_half_precision_is_averaged_and_kept_in_float32(ranks: Pool, dtype: torc
     assert torch.equal(a["big"], b["big"]) and int(a["big"].count_nonzero()) > 0
 
 
-def overflow(rank: int, size: int) -> tuple[int, bool]:
-    mean = GradientMean(Group(), parameters(), DGC(sparsity=(0.9,), min_numel=1))
-    for _ in range(12):  # a loss scaler gives up by its own rules, and says so itself
-        assert mean.reduce(0, gradients(0, rank), overflow=rank == 1) is None
-    return mean.drops.total, all(not v.any() for v in mean.residuals.values())
-
-
-@pytest.mark.fault
-def test_an_overflow_on_one_rank_drops_the_step_on_all_without_a_word(ranks: Pool) -> None:
-    assert ranks.run(overflow) == [(12, True)] * 2
-
-
 def unchecked(rank: int, size: int) -> list[Tensor]:
     own = gradients(0, rank)
     if rank == 1:
@@ -205,56 +157,6 @@ def test_unchecked_dense_mean_is_not_changed(ranks: Pool) -> None:
     for small, big in ranks.run(unchecked):
         assert small.isinf().tolist() == [False, False, True, False, False, False]
         assert big.isfinite().all()
-
-
-def missing(rank: int, size: int, where: str) -> tuple[str, bool]:
-    mean = GradientMean(Group(), parameters(), DGC(sparsity=(0.9,), min_numel=84, value_bits=32))
-    own = gradients(0, rank)
-    del own["middle"]
-    means = mean.reduce(0, own)
-    assert means is not None and list(means) == ["big", "small", "scalar"]
-    assert not mean.residuals["middle"].any()
-    before = mean.residuals["big"].clone()
-    own = gradients(1, rank)
-    if rank == 1:
-        if where == "missing":
-            del own["middle"]
-        elif where == "unknown":
-            own["other"] = torch.zeros(3)
-        else:
-            own["big"] = own["big"][1:]
-    text = ""
-    try:
-        mean.reduce(1, own)
-    except RuntimeError as error:
-        text = f"{type(error).__name__}: {error}"
-    return text, torch.equal(before, mean.residuals["big"])
-
-
-@pytest.mark.parametrize(
-    ("where", "text"),
-    [
-        (
-            "missing",
-            "Mismatch: agreeing on step 1: parameter middle has a gradient on ranks .0, 2. but "
-            "none on ranks .1",
-        ),
-        ("unknown", "ThinwireError: rank 1: a gradient was passed for 'other'"),
-        (
-            "shape",
-            r"ThinwireError: rank 1: the gradient of big has shape \(19, 15\), and the parameter "
-            r"\(20, 15\)",
-        ),
-    ],
-)
-def test_gradients_that_do_not_fit_are_the_same_error_on_all(
-    ranks: Pool, where: str, text: str
-) -> None:
-    answers = ranks.run(missing, where, size=3)
-    assert all(answer == answers[0] for answer in answers)
-    with pytest.raises(RuntimeError, match=text):
-        raise RuntimeError(answers[0][0])
-    assert answers[0][1]
 
 
 def row_sparse(rank: int, size: int, everywhere: bool) -> list[Tensor]:
@@ -327,18 +229,6 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         with pytest.raises(ValueError, match=text):
             mean.load_state_dict(bad)
     assert all(torch.equal(v, good["residuals"][n]) for n, v in mean.residuals.items())
-
-
-def test_bytes_equal_this_exchange_alone() -> None:
-    group = Group()
-    group.gather_bytes(b"something of another", action="test")
-    dense = GradientMean(group, parameters(torch.float32))
-    assert dense.bytes_sent == 0
-    dense.reduce(0, gradients(0, 0, torch.float32))
-    assert dense.bytes_sent == 4 * (300 + 6 + 84 + 1) + 2 * 24
-    sparse = GradientMean(group, parameters(torch.float32), DGC(sparsity=(0.99,), min_numel=1))
-    sparse.reduce(0, gradients(0, 0, torch.float32))
-    assert 48 < sparse.bytes_sent < 150
 
 
 def test_local_limit_is_for_compressed_tensors() -> None:

@@ -3,14 +3,12 @@ of its gradients."""
 
 import copy
 import os
-import warnings
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.api import Group, node_size_of
@@ -50,43 +48,6 @@ def dgc(model: nn.Module, **options: Any) -> tw.optim.DGCMomentum:
     return tw.optim.DGCMomentum(model.named_parameters(), **{**settings, **options})
 
 
-def run_net(
-    rank: int, size: int, attach: bool, steps: int, options: dict[str, Any]
-) -> dict[str, Any]:
-    model = Net()
-    optimizer = dgc(model, **options)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001) if attach else model
-    handle = optimizer.attach(ddp) if attach else None
-    for step in range(steps):
-        x, y = batch(step, rank)
-        (ddp(x) - y).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if handle is not None:
-        handle.remove()
-    return {
-        "params": [p.detach() for p in model.parameters()],
-        "state": [optimizer.state[p] for p in model.parameters()],
-    }
-
-
-def launched_by(
-    rank: int, size: int, environment: dict[str, str], options: dict[str, Any]
-) -> dict[str, Any]:
-    with patch.dict(os.environ, environment):
-        return run_net(rank, size, False, 5, options)
-
-
-@pytest.mark.slow
-def test_torchrun_options_are_followed(ranks: Pool) -> None:
-    by_itself = ranks.run(launched_by, {"LOCAL_WORLD_SIZE": "2"}, {}, size=4)
-    told = ranks.run(launched_by, {}, {"node_size": 2}, size=4)
-    flat = ranks.run(launched_by, {}, {}, size=4)
-    for one, other, third in zip(by_itself, told, flat, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one["params"], other["params"], strict=True))
-        assert not torch.equal(one["params"][0], third["params"][0])
-
-
 def from_flat_to_nodes(rank: int, size: int) -> dict[str, Any]:
     model = Net()
     flat = dgc(model, node_size=1)
@@ -98,7 +59,7 @@ def from_flat_to_nodes(rank: int, size: int) -> dict[str, Any]:
     grouped = dgc(model, node_size=2)
     grouped.load_state_dict(copy.deepcopy(flat.state_dict()))
     before = [flat.state[p]["residual"].clone() for p in model.parameters() if p.numel() >= 200]
-    exchange = grouped.synchronizer.joined()
+    exchange = grouped._joined()
     assert exchange.sources.size == 2
     after = [grouped.state[p]["residual"].clone() for p in model.parameters() if p.numel() >= 200]
     x, y = batch(9, rank)
@@ -120,24 +81,6 @@ def test_state_of_single_ranks_becomes_the_mean_of_their_node(ranks: Pool) -> No
         for o in answers
         for a, b in zip(o["params"], answers[0]["params"], strict=True)
     )
-
-
-def overflow_of_the_mean(rank: int, size: int) -> list[str]:
-    p = nn.Parameter(torch.zeros(500))
-    optimizer = tw.optim.DGCMomentum([("weight", p)], lr=0.1, min_numel=1, node_size=2)
-    p.grad = torch.full((500,), 3e38)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optimizer.step()
-    assert not p.detach().any()
-    return [str(w.message) for w in caught]
-
-
-@pytest.mark.fault
-def test_finite_gradients_without_a_finite_mean_drop_the_step(ranks: Pool) -> None:
-    for texts in ranks.run(overflow_of_the_mean, size=4):
-        assert len(texts) == 1
-        assert "weight on rank 0, added to those of other ranks, is not finite" in texts[0]
 
 
 def die(rank: int, size: int, options: dict[str, Any], who: int, phase: str) -> None:

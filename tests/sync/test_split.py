@@ -137,39 +137,6 @@ def test_nothing_is_lost_over_50_steps(
             assert torch.equal(answer[name][1], found[rank // width * width][name][1])
 
 
-def learn(rank: int, size: int, exchange: str) -> list[float]:
-    torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 20))
-    optimizer = tw.optim.DGCMomentum(
-        model.named_parameters(), lr=0.05, min_numel=100, sparsity=(0.98,), exchange=exchange
-    )
-    losses = []
-    for step in range(200):
-        x = torch.randn(16, 20, generator=torch.Generator().manual_seed(10 * step + rank))
-        loss = (model(x) - x.roll(1, dims=1).tanh()).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.slow
-def test_training_falls_as_with_a_gather(ranks: Pool) -> None:
-    """A quarter of the entries is delivered; 1.5 times the loss is allowed for that, after a fall
-    by more than that."""
-    curves = {
-        exchange: torch.tensor(ranks.run(learn, exchange, size=4)).mean(0)
-        for exchange in ("gather", "split")
-    }
-    begin, end = (
-        {name: float(c[part].mean()) for name, c in curves.items()}
-        for part in (slice(0, 10), slice(-30, None))
-    )
-    assert end["gather"] < 0.4 * begin["gather"]
-    assert end["split"] < 1.5 * end["gather"]
-
-
 def count(rank: int, size: int, exchange: str, width: int) -> list[tuple[int, ...]]:
     """Bytes by the counters of the groups, and as counted from the layout: between nodes, and
     inside this one."""

@@ -56,7 +56,7 @@ in common.
 """
 _CHECKSUM = struct.Struct("<I")
 """CRC-32 at the end of each control message."""
-_T = TypeVar("_T")
+_T_co = TypeVar("_T_co", covariant=True)
 
 
 class Regrouped(Exception):
@@ -64,15 +64,15 @@ class Regrouped(Exception):
 
 
 @dataclass(slots=True)
-class Pending(Generic[_T]):
+class Pending(Generic[_T_co]):
     """A launched exchange."""
 
-    _finish: Callable[[], _T]
+    _finish: Callable[[], _T_co]
 
     @classmethod
-    def started(cls, work: Generator[None, None, _T]) -> "Pending[_T]":
+    def started(cls, work: Generator[None, None, _T_co]) -> "Pending[_T_co]":
         """Run `work` up to its first pause, when something is on its way; `wait` runs the rest."""
-        result: list[_T] = []
+        result: list[_T_co] = []
 
         def kept() -> Iterator[None]:
             result.append((yield from work))
@@ -80,14 +80,14 @@ class Pending(Generic[_T]):
         rest = kept()
         next(rest, None)
 
-        def finish() -> _T:
+        def finish() -> _T_co:
             for _ in rest:
                 pass
             return result[0]
 
         return cls(finish)
 
-    def wait(self) -> _T:
+    def wait(self) -> _T_co:
         """Return the result, or raise an error that names the exchange and the cause."""
         return self._finish()
 
@@ -396,36 +396,24 @@ class Group:
         """Return every rank's byte string, of any lengths, in rank order."""
         # one round of 24 bytes if all are equal, as in a healthy step; else a second one, padded to
         # the longest
-        return self.launch_bytes(payload, action=action).wait()
+        rows = self.launch_bytes(payload, action=action).wait()
+        return [row for row in rows if row is not None]
 
-    def launch_bytes(self, payload: bytes, *, action: str) -> Pending[list[bytes]]:
+    def launch_bytes(
+        self, payload: bytes, *, action: str, common: bytes | None = None
+    ) -> Pending[Sequence[bytes | None]]:
         """Launch the first round of `gather_bytes`; `wait` launches a second one if it is needed.
 
-        All ranks must wait for it before they launch another one.
+        All ranks must wait for it before they launch another one. If the strings are equal within
+        each of the `parts`, and `common` on all ranks, there is no second round, and None stands
+        for the strings of other parts.
         """
-        gathered = self._launch_gathering(payload, payload, (), action)
-        return Pending(lambda: [answer or b"" for answer in gathered.wait()])
-
-    def launch_parts(
-        self, payload: bytes, common: bytes, *, action: str
-    ) -> Pending[list[bytes | None]]:
-        """Launch as `launch_bytes` does, for ranks that hold different parts of a model;
-        see `parts`.
-        """
-        # if the strings are equal within each part and `common` on all ranks, there is no second
-        # round, and None stands for the strings of other parts
-        if not self.static_membership or not self.parts:
-            gathered = self.launch_bytes(payload, action=action)
-            return Pending(lambda: list(gathered.wait()))
-        return self._launch_gathering(payload, common, self.parts, action)
-
-    def _launch_gathering(
-        self, payload: bytes, common: bytes, parts: Sequence[int], action: str
-    ) -> Pending[list[bytes | None]]:
-        own = _HEAD.pack(len(payload), _digest(payload), _digest(common))
+        parts = () if common is None or not self.static_membership else self.parts
+        shared = common if parts and common is not None else payload
+        own = _HEAD.pack(len(payload), _digest(payload), _digest(shared))
         heads = self.launch_now(own, action)
 
-        def gathered() -> list[bytes | None]:
+        def gathered() -> Sequence[bytes | None]:
             fields = [_HEAD.unpack(head) for head in heads.wait()]
             if len(set(fields)) == 1:
                 return [payload] * self.size

@@ -3,14 +3,17 @@
 None of them communicates; the packages that exchange import them.
 """
 
-from thinwire.compress.dgc import DGC
+from thinwire.compress.dgc import DGC, locally_clipped
 from thinwire.compress.low_rank import LowRank
 from thinwire.compress.protocol import ERRORS, ChangeCompression, OtherRanks
 from thinwire.compress.quantized_change import Quantized
 from thinwire.compress.sparse_change import Sparse
 from thinwire.layout.traffic import BUCKET_BYTES, BUCKETS, FIRST_BUCKET_BYTES
 
-COMPRESSIONS: dict[str, type[DGC] | type[LowRank]] = {"dgc": DGC, "low_rank": LowRank}
+__all__ = ["DGC", "LowRank", "Quantized", "Sparse", "locally_clipped"]
+
+GradientConfig = DGC | LowRank
+COMPRESSIONS: dict[str, type[GradientConfig]] = {"dgc": DGC, "low_rank": LowRank}
 """The configs of gradient compression by the fields of a strategy."""
 OTHER_RANKS: dict[str, OtherRanks] = {
     "residual": "mean_zero",
@@ -49,7 +52,7 @@ def buckets_of(compression: object) -> tuple[int, int]:
 
 
 def compression_of(
-    changes: ChangeConfig | None, of_gradients: DGC | LowRank | None
+    changes: ChangeConfig | None, of_gradients: GradientConfig | None
 ) -> ChangeCompression | None:
     """Return the compression of local updates: the first argument that is not None.
 

@@ -37,12 +37,6 @@ class Dense:
         dense = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
         return send_dense(context, dense, check_finite=self._check_finite)
 
-    def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived) -> None:
-        """Do nothing: there is no state."""
-
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        return {}
-
 
 def send_dense(
     context: Context, tensors: Mapping[str, Tensor], *, check_finite: bool = False
@@ -99,13 +93,7 @@ class DenseMeans(Arrived):
 def sum_of(
     flat: Tensor, context: Context, purpose: str, *, within_node: bool = False
 ) -> Collective:
-    """Return the collective that sums a flat tensor.
-
-    Small tensors travel with a checksum, so that a damaged part is never added.
-
-    Communication: an all-reduce. If the parts of all other ranks have at most 64 KiB together, an
-    all-gather.
-    """
+    """Return the collective that sums a flat tensor."""
     if travels_checksummed(flat.nbytes, context.node_size if within_node else context.sources):
         return AllGather(with_checksum(flat, _salt(context)), purpose, within_node)
     return AllReduce(flat, purpose, within_node)
@@ -141,11 +129,8 @@ def by_dtype(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def joined(tensors: Iterable[Tensor]) -> Tensor:
-    """Concatenate tensors of one dtype into a copy of shape (n,); float16 becomes float32.
-
-    A sum of finite float16 values may exceed 65504, which would look like an overflow on every
-    rank.
-    """
+    """Concatenate tensors of one dtype into a copy of shape (n,); float16 becomes float32."""
+    # a sum of finite float16 values may exceed 65504, which would look like an overflow
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     return flat.float() if flat.dtype == torch.float16 else flat
 
@@ -165,10 +150,7 @@ def parted(flat: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Return True if all entries are finite.
-
-    One cheap pass; a finite tensor whose sum overflows is checked again.
-    """
+    """Return True if all entries are finite."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
@@ -202,23 +184,15 @@ def _salt(context: Context) -> int:
 
 
 def with_checksum(part: Tensor, salt: int) -> Tensor:
-    """Return the bytes of a tensor followed by a checksum.
-
-    The checksum holds for one `salt` in the training, such as a step. uint8, shape (part.nbytes +
-    8,), on its device; no host synchronization.
-    """
+    """Return the bytes of a tensor, and a checksum that holds for one `salt`, such as a step."""
     content = flat_bytes(part)
     return torch.cat([content, _checksums(content.unsqueeze(0), salt).view(torch.uint8)])
 
 
 def checked_sum(rows: Tensor, dtype: torch.dtype, salt: int) -> tuple[Tensor, Tensor]:
-    """Sum the parts that several sources packed with `with_checksum`, in the order of the rows.
+    """Sum the parts of several sources in the order of the rows: the same bits on every rank.
 
-    The result is bit-identical on every rank.
-
-    Returns:
-        The sum, shape (entries,), in `dtype`; and int64, shape (sources,), 0 for an intact part. No
-        host synchronization.
+    Also return int64, shape (sources,), 0 for an intact part. No host synchronization.
 
     >>> rows = torch.stack([with_checksum(torch.tensor([x]), salt=7) for x in (1.0, 2.0)])
     >>> checked_sum(rows, torch.float32, salt=7)

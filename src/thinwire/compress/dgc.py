@@ -2,8 +2,8 @@
 
 Algorithm 4 of the paper, top to bottom, per tensor of n entries and update t (from 0):
 
-    s       the fraction that is kept back in update t          `DGC.sparsity_in_force`  (3.3)
-    k       n (1 - s), at least 1                               `DGC.count_at`
+    s       the fraction that is kept back in update t          `DGC.unsent_share`  (3.3)
+    k       n (1 - s), at least 1                               `layout.message.count_sent`
     g       the rank's own gradient, limited to its share       `locally_clipped`        (3.2)
     u, v    u <- m u + g,  v <- v + u                           `core.feedback.propose_list`  (3.1)
     S       the k entries of largest |v|                        the same
@@ -21,36 +21,47 @@ at 2^24.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.compress.entries import ArrivedEntries, Proposed, send_entries
-from thinwire.compress.protocol import Arrived, Context, ErrorsOnly, Kept, Sending
+from thinwire.compress.protocol import (
+    Arrived,
+    ChangeCompression,
+    Compression,
+    Context,
+    Kept,
+    Momentum,
+    Sending,
+)
 from thinwire.compress.sparse_change import send_largest
-from thinwire.core.feedback import commit_list_, in_chunks, propose_list, rounding_seed
+from thinwire.core.feedback import (
+    commit_list_,
+    in_chunks,
+    propose_list,
+    rounding_seed,
+    step_along_list_,
+    store_,
+)
 from thinwire.core.gradients import ClipByNorm, clipped
 from thinwire.core.norms import norms_over_shards
-from thinwire.core.tensors import named_dtype, state_dtype, stored_dtype
+from thinwire.core.sharded import shard_of
+from thinwire.core.tensors import named_dtype, narrowed, state_dtype, stored_dtype
 from thinwire.kernels.rules import Fold
-from thinwire.layout.message import VALUE_BITS, count_sent
+from thinwire.layout.message import VALUE_BITS, Layout, count_sent
 from thinwire.layout.traffic import EXCHANGES
 from thinwire.schedules import sparsity_at
 
 _COMPRESSIBLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def compressible(param: Tensor, min_numel: int) -> bool:
-    """Return True if gradients of this tensor are ever compressed; smaller tensors are not."""
-    return param.dtype in _COMPRESSIBLE and param.numel() >= min_numel
-
-
 @dataclass(frozen=True)
-class DGC(ErrorsOnly):
+class DGC(Compression, ChangeCompression):
     """Each rank sends only the largest accumulated entries of every gradient.
 
     That is about 2,000 times fewer bytes with the usual settings.
@@ -94,6 +105,8 @@ class DGC(ErrorsOnly):
     node_size: int | None = None
     exchange: str = "auto"
 
+    accumulates: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         check.set_fields(self, check.integer, "rampup_begin_step", at_least=0)
         check.set_fields(self, check.integer, "rampup_step", "min_numel", at_least=1)
@@ -121,81 +134,61 @@ class DGC(ErrorsOnly):
 
     def compresses(self, param: Tensor) -> bool:
         """Return True if this tensor is ever compressed; others always travel densely."""
-        return compressible(param, self.min_numel)
+        return param.dtype in _COMPRESSIBLE and param.numel() >= self.min_numel
 
     def stored_dtype(self, param: Tensor) -> torch.dtype:
         """Return the type in which the residual of this tensor is stored."""
         return stored_dtype(param, named_dtype("state_dtype", self.state_dtype))
 
-    def sparsity_in_force(self, step: int) -> float:
-        """Return the fraction of a tensor that update `step` (from 0) does not send.
-
-        0 before compression begins.
+    def unsent_share(self, step: int) -> float:
+        """Return the fraction of a tensor that update `step`, from 0, does not send.
 
         >>> config = DGC(rampup_begin_step=10, rampup_step=2, sparsity=(0.75, 0.999))
-        >>> [config.sparsity_in_force(step) for step in (9, 10, 11, 12)]
+        >>> [config.unsent_share(step) for step in (9, 10, 11, 12)]
         [0.0, 0.75, 0.999, 0.999]
         """
         if step < self.rampup_begin_step:
             return 0.0
         return sparsity_at(step, self.rampup_begin_step, self.rampup_step, self.sparsity)
 
-    def compressor(
-        self, params: Mapping[str, Tensor], *, num_trainers: int | None = None
-    ) -> "DGCCompressor":
-        """Return the compressor without momentum correction; see `Compression`.
+    @property
+    def last_dense_step(self) -> int:
+        """Return `rampup_begin_step`."""
+        return self.rampup_begin_step
 
-        The state exists from the beginning.
-        """
-        rule = Rule(self)
-        made = DGCCompressor(
-            params,
-            lambda name: rule,
-            state={},
-            value_bits=self.value_bits,
-            exchange=self.exchange,
-            num_trainers=num_trainers,
-        )
-        made.fill(name for name, param in params.items() if self.compresses(param))
-        return made
+    @property
+    def settled_step(self) -> int:
+        """Return the update that the last level of `sparsity` begins with."""
+        levels = len(self.sparsity)
+        return 1 + self.rampup_begin_step - (-self.rampup_step * (levels - 1) // levels)
+
+    def layout(self, step: int, numels: Sequence[int]) -> Layout:
+        """See `Config`; the ramp counts from 0."""
+        return Layout.of(numels, self.unsent_share(step - 1), self.value_bits)
+
+    def compressor(
+        self, params: Mapping[str, Tensor], momentum: Momentum | None = None
+    ) -> "DGCCompressor":
+        """Return the compressor; see `Compression`."""
+        return DGCCompressor(params, lambda name: self, momentum)
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
-        """Send the changes by the ramp, counted in local steps; see `ChangeCompression`.
-
-        The mean is over all ranks, and the residual does not decay, so that everything is sent in
-        time.
-        """
-
-        def count(numel: int) -> int:
-            found = self.count_at(context.step - 1, numel)
-            assert found is not None, "only what is taken is sent"
-            return found
-
+        """Send the changes by the ramp, counted in local steps; see `ChangeCompression`."""
+        # the mean is over all ranks, and the residual does not decay: everything is sent in time
         return send_largest(
-            context, folded, count, self.value_bits, self.exchange, over_senders=False
+            context,
+            folded,
+            lambda numel: count_sent(numel, self.unsent_share(context.step - 1)),
+            self.value_bits,
+            self.exchange,
+            over_senders=False,
         )
-
-    def count_at(self, step: int, numel: int) -> int | None:
-        """Return the number of entries sent of `numel` in update `step`, from 0.
-
-        None before compression begins.
-        """
-        if step < self.rampup_begin_step:
-            return None
-        return count_sent(numel, self.sparsity_in_force(step))
 
 
 def limited(grad: Tensor, limit: float, sources: int, dtype: torch.dtype) -> Tensor:
-    """Return one rank's gradient, scaled so that its share of the mean is limited.
+    """Return one rank's gradient g <- g * min(1, C * sqrt(N) / ||g||), a new tensor of `dtype`.
 
-    The share grad / N gets at most the norm C / sqrt(N): g <- g * min(1, C * sqrt(N) / ||g||). The
-    result is a new tensor of `dtype`; no host synchronization.
-
-    Args:
-        grad: Any shape, dense, not divided by N; read only.
-        limit: C > 0, in the gradient's unit.
-        sources: N >= 1, the number of shares that are summed.
-        dtype: Type in which the norm and the result are computed.
+    Its share g / N of the mean gets at most the norm C / sqrt(N). No host synchronization.
 
     >>> limited(torch.tensor([3.0, 4.0]), 1.0, 1, torch.float32)
     tensor([0.6000, 0.8000])
@@ -214,24 +207,7 @@ def locally_clipped(
     sources: int,
     gather: Callable[[bytes, str], list[bytes]] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the gradients to accumulate on this rank: `limited` where they are compressed.
-
-    Args:
-        grads: This rank's gradients, or its parts of them, by name; read only.
-        params: The parameters, or this rank's shards, which decide what is compressed.
-        config: By name.
-        step: Completed updates, from 0.
-        sources: N of the limit, >= 1.
-        gather: Over the shards of a tensor, whose joint norm counts; see `norms_over_shards`. None
-            if tensors are whole.
-
-    Returns:
-        By name `limited` in float32 (float64 for float64 parameters), or the gradient itself:
-        without `local_grad_clip_norm`, before `rampup_begin_step`, and for tensors that are always
-        exchanged densely. Shards below the limit get the same type.
-
-    Communication: with a local clip 8 bytes per tensor and shard.
-    """
+    """Return gradients that are `limited` where they are compressed, by norms over all shards."""
     within = dict(grads)
     if all(config(name).local_grad_clip_norm is None for name in grads):
         return within
@@ -249,115 +225,167 @@ def locally_clipped(
     return within
 
 
-class Rule(NamedTuple):
-    """Settings for the compression of one tensor."""
-
-    config: DGC
-    momentum: float | None = None
-    """m. None without momentum correction, if another optimizer has its own momentum."""
-    nesterov: bool = False
-
-
 class DGCCompressor:
     """Deep gradient compression of the tensors that `DGC.compresses` selects.
 
-    It begins with update `rampup_begin_step`.
+    With momentum, u is kept beside v, and `commit_` makes the update: what ranks send has their
+    momentum in it, and what travels densely enters u. `of_all`: of all other tensors, too.
 
-    Args:
-        params: By name, in the same order on all ranks.
-        rule: By name; the same on all ranks.
-        state: By name `residual` v and, with momentum, `momentum_buffer` u: in the shape of the
-            parameter, contiguous. Filled when it is first needed.
-        value_bits: Bits per sent value.
-        exchange: "gather", "split" or "auto".
-        num_trainers: N of the local clip only; None: the number of sources.
-        decayed: Transforms a gradient after the local clip, such as by weight decay.
-
-    **State**: v and u, of this rank, or common to the ranks of a node.
+    **State**: v and u, of this rank, or common to the ranks of a node, contiguous, in the shape of
+    the parameter; with momentum it stands in the state of the optimizer.
     """
 
     def __init__(
         self,
         params: Mapping[str, Tensor],
-        rule: Callable[[str], Rule],
+        config: Callable[[str], DGC],
+        momentum: Momentum | None = None,
         *,
-        state: MutableMapping[str, dict[str, Tensor]],
-        value_bits: int,
-        exchange: str,
-        num_trainers: int | None = None,
-        decayed: Callable[[str, Tensor], Tensor] | None = None,
+        of_all: bool = False,
     ) -> None:
-        self._params, self._rule, self._state = params, rule, state
-        self._value_bits, self._exchange = value_bits, exchange
-        self._num_trainers, self._decayed = num_trainers, decayed
+        self._params, self._config, self._momentum = params, config, momentum
+        self._of_all, self._keys = of_all, {name: key for key, name in enumerate(params)}
+        self._own: dict[str, dict[str, Tensor]] = {}
 
     def takes(self, step: int, name: str, grad: Tensor) -> bool:
-        return not grad.is_sparse and self._count(step, name) is not None
+        config, begun = self._config(name), self._at(step) >= self._config(name).rampup_begin_step
+        return begun and not grad.is_sparse and config.compresses(self._params[name])
 
     def send(self, context: Context, grads: Mapping[str, Tensor]) -> Sending:
         proposed: dict[str, Proposed] = {}
         for names in in_chunks({name: self._params[name].numel() for name in grads}):
             folds = [self._fold(context, name, grads[name]) for name in names]
-            counts = [self._count(context.step, name) or 0 for name in names]
+            counts = [self._count(context.step, name) for name in names]
             for name, proposal, k in zip(names, propose_list(folds, counts), counts, strict=True):
                 proposed[name] = Proposed(proposal, self._params[name].numel(), k)
-        return send_entries(context, proposed, value_bits=self._value_bits, exchange=self._exchange)
+        common = self._config(next(iter(grads)))
+        return send_entries(
+            context, proposed, value_bits=common.value_bits, exchange=common.exchange
+        )
 
-    def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived) -> None:
-        assert isinstance(arrived, ArrivedEntries)
-        keys = {name: key for key, name in enumerate(self._params)}
-        sizes = {name: self._params[name].numel() for name in arrived.names if name in grads}
-        for names in in_chunks(sizes):
-            folds = []
-            for name in names:
-                self._state[name] = self.state_of(name)
-                # the second fold: `send` kept no copy of the first, which would cost as much memory
-                # as the gradients; so gradients and state must be unchanged since `send`
-                grad = arrived.node_means.get(name, grads[name])
-                folds.append(self._fold(arrived.context, name, grad))
-            given = [arrived.given[name] for name in names]
-            seeds = [rounding_seed(arrived.context.step, keys[name]) for name in names]
-            commit_list_(folds, given, seeds)
+    def commit_(
+        self,
+        grads: Mapping[str, Tensor],
+        arrived: Mapping[str, Arrived],
+        row_sparse: Collection[str],
+    ) -> Collection[str]:
+        sent = {n: got for n, got in arrived.items() if isinstance(got, ArrivedEntries)}
+        for names in in_chunks({name: self._params[name].numel() for name in sent}):
+            context = sent[names[0]].context
+            # the second fold: `send` kept no copy of the first, which would cost as much memory as
+            # the gradients; so gradients and state must be unchanged since `send`
+            folds = [
+                self._fold(context, name, sent[name].node_means.get(name, grads[name]), keep=True)
+                for name in names
+            ]
+            seeds = [rounding_seed(context.step, self._keys[name]) for name in names]
+            commit_list_(folds, [sent[name].given[name] for name in names], seeds)
             for name, fold in zip(names, folds, strict=True):
-                arrived.add_kept_(name, fold.residual, keys[name])
+                sent[name].add_kept_(name, fold.residual, self._keys[name])
+        return () if self._momentum is None else self._update_(self._momentum, arrived, row_sparse)
+
+    def _update_(
+        self, momentum: Momentum, arrived: Mapping[str, Arrived], row_sparse: Collection[str]
+    ) -> list[str]:
+        """Update the parameters whose momentum is kept here; return their names."""
+        kept = [name for name in arrived if self._of_all or self._compresses(name)]
+        sent: dict[str, ArrivedEntries] = {}
+        for name in kept:
+            if isinstance(got := arrived[name], ArrivedEntries):
+                sent[name] = got
+            else:
+                lasting = name in row_sparse or not self._compresses(name)
+                self._enter_(name, got, momentum, clip=lasting)
+        for names in in_chunks({name: self._params[name].numel() for name in sent}):
+            params = [self._params[name].detach() for name in names]
+            step_along_list_(
+                params,
+                [sent[name].entries(name) for name in names],
+                [momentum.rate(name) for name in names],
+                sent[names[0]].context.sources,
+                [_wide(param) for param in params],
+            )
+        return kept
+
+    def _enter_(self, name: str, arrived: Arrived, momentum: Momentum, *, clip: bool) -> None:
+        """Make one step of SGD with momentum from a mean that travelled densely."""
+        param, (m, nesterov) = self._params[name].detach(), momentum.factors(name)
+        stored = self._state_of(name)["momentum_buffer"]
+        buffer = stored.to(_wide(param))
+        grad = arrived.mean(name, param).to(buffer.dtype)
+        if clip and momentum.limit is not None:
+            grad = clipped(ClipByNorm(momentum.limit), [grad])[0]
+        grad = momentum.decayed(name, grad)
+        buffer.mul_(m).add_(grad)
+        update = grad.add(buffer, alpha=m) if nesterov else buffer
+        if param.dtype == buffer.dtype:
+            param.add_(update, alpha=-momentum.rate(name))
+        else:
+            param.copy_(param.to(buffer.dtype).add_(update, alpha=-momentum.rate(name)))
+        if buffer is not stored:
+            seed = rounding_seed(arrived.context.step, self._keys[name])
+            store_(stored.view(-1), buffer.view(-1), seed)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         found: dict[str, dict[str, Tensor]] = {}
-        for name, param in self._params.items():
-            if name in self._state and self._rule(name).config.compresses(param):
-                for kind, entry in self._state[name].items():
-                    found.setdefault(kind, {})[name] = entry
+        for name in filter(self._compresses, self._params):
+            for kind, entry in (self._kept(name) if self._of_all else self._state_of(name)).items():
+                found.setdefault(kind, {})[name] = entry
         return found
 
-    def fill(self, names: Iterable[str]) -> None:
-        """Create the state of these tensors, filled with zeros."""
-        for name in names:
-            self._state[name] = self.state_of(name)
+    def _kept(self, name: str) -> dict[str, Tensor]:
+        return self._own.get(name, {}) if self._momentum is None else self._momentum.kept(name)
 
-    def state_of(self, name: str) -> dict[str, Tensor]:
-        """Return the state of a tensor that is, or will be, compressed.
+    def _state_of(self, name: str, *, keep: bool = True) -> dict[str, Tensor]:
+        """Return u and v, in the types of the config; zeros, which `keep` makes state, at first."""
+        param, compresses, state = self._params[name], self._compresses(name), self._kept(name)
+        dtype = self._config(name).stored_dtype(param) if compresses else _wide(param)
+        kinds = ["momentum_buffer"] if self._momentum is not None else []
+        found = {
+            kind: _fitted(state.get(kind), param, dtype)
+            for kind in [*kinds, *(["residual"] if compresses else [])]
+        }
+        if keep and any(state.get(kind) is not entry for kind, entry in found.items()):
+            keep_ = self._own.__setitem__ if self._momentum is None else self._momentum.keep_
+            keep_(name, {**state, **found})
+        return found
 
-        Zeros if it has none yet; they enter the state only when the update is applied.
-        """
-        state = self._state.get(name) or {}
-        rule, param = self._rule(name), self._params[name]
-        kinds = ("residual",) if rule.momentum is None else ("momentum_buffer", "residual")
-        for kind in (kind for kind in kinds if kind not in state):
-            dtype = rule.config.stored_dtype(param)
-            state[kind] = torch.zeros(param.shape, dtype=dtype, device=param.device)
-        return state
+    def _compresses(self, name: str) -> bool:
+        return self._config(name).compresses(self._params[name])
 
-    def _count(self, step: int, name: str) -> int | None:
-        config, param = self._rule(name).config, self._params[name]
-        return config.count_at(step, param.numel()) if config.compresses(param) else None
+    def _at(self, step: int) -> int:
+        return step if self._momentum is None else self._momentum.position
 
-    def _fold(self, context: Context, name: str, grad: Tensor) -> Fold:
-        rule, param, state = self._rule(name), self._params[name], self.state_of(name)
-        if rule.config.local_grad_clip_norm is not None:
-            sources = self._num_trainers or context.sources
-            grad = limited(grad, rule.config.local_grad_clip_norm, sources, state_dtype(param))
-        if self._decayed is not None:
-            grad = self._decayed(name, grad)
-        u = state["momentum_buffer"].view(-1) if rule.momentum is not None else None
+    def _count(self, step: int, name: str) -> int:
+        sparsity = self._config(name).unsent_share(self._at(step))
+        return count_sent(self._params[name].numel(), sparsity)
+
+    def _fold(self, context: Context, name: str, grad: Tensor, *, keep: bool = False) -> Fold:
+        param, momentum = self._params[name], self._momentum
+        state, sources = self._state_of(name, keep=keep), context.sources
+        limit = self._config(name).local_grad_clip_norm
+        if momentum is not None:
+            limit, sources = momentum.limit or limit, momentum.num_trainers or sources
+        if limit is not None:
+            grad = limited(grad, limit, sources, state_dtype(param))
         v = state["residual"].view(-1)
-        return Fold(grad.reshape(-1).contiguous(), v, u, rule.momentum or 0.0, rule.nesterov)
+        if momentum is None:
+            return Fold(grad.reshape(-1).contiguous(), v, None, 0.0, False)
+        grad = momentum.decayed(name, grad)
+        u = state["momentum_buffer"].view(-1)
+        return Fold(grad.reshape(-1).contiguous(), v, u, *momentum.factors(name))
+
+
+def _wide(param: Tensor) -> torch.dtype:
+    """Return the dtype in which the update of this parameter is computed."""
+    return param.dtype if param.is_complex() else state_dtype(param)
+
+
+def _fitted(entry: Tensor | None, param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the state as it is folded: flat views of it, so contiguous."""
+    if entry is None:
+        return torch.zeros(param.shape, dtype=dtype, device=param.device)
+    here = shard_of(entry)
+    return (
+        here if here.dtype == dtype and here.is_contiguous() else narrowed(here, dtype).contiguous()
+    )

@@ -83,10 +83,7 @@ class ArrivedEntries(Arrived):
         return mean
 
     def sparse_mean(self, name: str, dtype: torch.dtype) -> Entries:
-        """Return indices (u,), ascending, and values (u,) of the mean; zero elsewhere.
-
-        Added in the order of the sources.
-        """
+        """Return indices (u,), ascending, and values (u,) of the mean; zero elsewhere."""
         indices, total = sum_sparse(self.parts[name], dtype)
         return indices, divided_(total, self.context.sources)
 
@@ -123,10 +120,7 @@ def send_entries(
 
 @functools.lru_cache(maxsize=256)
 def _layout(slots: tuple[Slot, ...], value_bits: int) -> Layout:
-    """Return the layout of a message.
-
-    It is the same object in every step, so that lengths and digest are computed once.
-    """
+    """Return the layout of a message."""
     return Layout(slots, value_bits)
 
 
@@ -163,11 +157,7 @@ def _split(
     arrived: ArrivedEntries,
     over_senders: bool,
 ) -> _Steps:
-    """Send entries to their owners, and the owners' results back to all sources.
-
-    An owner that cannot use what arrived still takes part in round two, with a message that reports
-    it, and raises afterwards.
-    """
+    """Send entries to their owners, and the owners' results back to all sources."""
     names, me = list(proposed), context.source
     plan = split_plan(layout, context.sources)
     # round one: to the owners
@@ -212,11 +202,7 @@ def _split(
 def _for_owners(
     context: Context, proposed: Mapping[str, Proposed], layout: Layout
 ) -> tuple[list[Tensor], list[Entries]]:
-    """Return a message for each owner, and the entries that the owners decode.
-
-    There are no entries if one is not finite. Entries that do not fit the owner's message are left
-    out.
-    """
+    """Return a message for each owner, and the entries that the owners decode."""
     plan, bad = split_plan(layout, context.sources), _first_bad(proposed)
     step, bucket = context.step, context.bucket
     if bad is not None:
@@ -239,10 +225,7 @@ def _added(
     rows: Tensor,
     over_senders: bool,
 ) -> list[Sums] | None:
-    """Return the sums of the pieces that this source owns.
-
-    None if an entry of a source, or their sum, is not finite.
-    """
+    """Return the sums of the pieces that this source owns."""
     plan, me = split_plan(layout, context.sources), context.source
     own, its = plan.pieces[me], plan.first[me]
     parts = [_unpacked(context, its, row, source) for source, row in enumerate(rows)]

@@ -19,7 +19,7 @@ travel together and any number of buckets at once; columns that are no more than
 replaced instead of made longer by an epsilon; for any optimizer, which gets the mean.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -34,21 +34,26 @@ from thinwire.compress.protocol import (
     ERRORS,
     AllReduce,
     Arrived,
+    ChangeCompression,
+    Compression,
     Context,
     Kept,
     MeanChange,
+    Momentum,
     Sending,
+    Shapes,
     buffer_for,
 )
 from thinwire.core.arithmetic import products_are_exact
 from thinwire.core.checksum import checked_mean_
 from thinwire.core.tensors import state_dtype
+from thinwire.layout.message import factor_numels
 
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LowRank(Compression, ChangeCompression):
     """Send each matrix of gradients as two factors of few columns (PowerSGD).
 
     The approximation error is kept and added to the next gradient (error feedback).
@@ -86,6 +91,33 @@ class LowRank:
             return False
         return self.rank < min(_sides(param))
 
+    def why_dense(self, param: Tensor) -> str | None:
+        """See `Config`.
+
+        >>> LowRank().why_dense(torch.zeros(512, 512)) is None
+        True
+        """
+        if param.dim() < 2:
+            return "of fewer than two dimensions"
+        other = self.compresses(param) or param.numel() < self.min_numel
+        if other or param.dtype not in _TYPES:
+            return super().why_dense(param)
+        return f"because rank={self.rank} is not below its smaller side"
+
+    @property
+    def last_dense_step(self) -> int:
+        """Return `begin_step`."""
+        return self.begin_step
+
+    @property
+    def settled_step(self) -> int:
+        """Return the update after the dense ones."""
+        return 1 + self.begin_step
+
+    def sent_bytes(self, step: int, shapes: Shapes, sources: int = 2, source: int = 0) -> int:
+        """Return the bytes of both factors, which have no headers."""
+        return sum(4 * sum(factor_numels(shape, self.rank)) for shape in shapes)
+
     def begin(self, anchor: Tensor) -> dict[str, Tensor]:
         factor = _drawn(self.rank, _sides(anchor)[1], anchor.numel())
         return {ERRORS: torch.zeros_like(anchor), "factors": factor.to(anchor)}
@@ -96,7 +128,7 @@ class LowRank:
         return _send_factors(context, {name: kept["factors"][name] for name in folded}, parts)
 
     def compressor(
-        self, params: Mapping[str, Tensor], *, num_trainers: int | None = None
+        self, params: Mapping[str, Tensor], momentum: Momentum | None = None
     ) -> "LowRankCompressor":
         return LowRankCompressor(self, params)
 
@@ -136,20 +168,27 @@ class LowRankCompressor:
         parts = {name: (self._matrix(name, g), self._errors[name]) for name, g in grads.items()}
         return _send_factors(context, {name: self._factors[name] for name in grads}, parts)
 
-    def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived) -> None:
-        assert isinstance(arrived, LowRankMeans)
-        for name in (name for name in arrived.names if name in grads):
-            left, right = arrived.factors[name]
+    def commit_(
+        self,
+        grads: Mapping[str, Tensor],
+        arrived: Mapping[str, Arrived],
+        row_sparse: Collection[str],
+    ) -> Collection[str]:
+        for name, got in arrived.items():
+            if not isinstance(got, LowRankMeans):
+                continue
+            left, right = got.factors[name]
             error = self._errors[name]
-            error.add_(self._matrix(name, arrived.node_means.get(name, grads[name])))
+            error.add_(self._matrix(name, got.node_means.get(name, grads[name])))
             if products_are_exact(error):
                 error.addmm_(left.t(), right, alpha=-1)
             else:  # entry by entry, as what is applied: else a part of the gradient would be lost
                 for column, row in zip(left, right, strict=True):
                     error.addr_(column, row, alpha=-1)
             factor = self._factors[name].copy_(right)
-            if columns := arrived.lost.get(name):
-                _redraw_(factor, columns, (arrived.context.step + 1 << 24) + self._keys[name])
+            if columns := got.lost.get(name):
+                _redraw_(factor, columns, (got.context.step + 1 << 24) + self._keys[name])
+        return ()
 
     def _matrix(self, name: str, grad: Tensor) -> Tensor:
         error = self._errors[name]
@@ -245,12 +284,8 @@ def _products(
     *,
     turned: bool = False,
 ) -> Tensor:
-    """Return (G Q)^T, shape (r, n), of several matrices; `turned`: P^T G, shape (r, m).
-
-    The results lie side by side.
-
-    With columns as contiguous rows, products of few columns are four times as fast.
-    """
+    """Return (G Q)^T, shape (r, n), of several matrices side by side; `turned`: P^T G."""
+    # with columns as contiguous rows, products of few columns are four times as fast
     lengths = [parts[name][0].shape[1 if turned else 0] for name in names]
     found = factors[0].new_empty(len(factors[0]), sum(lengths))
     for name, factor, product in zip(names, factors, torch.split(found, lengths, 1), strict=True):
@@ -354,10 +389,7 @@ def _with_zero(values: Tensor) -> Tensor:
 
 
 def _orthonormalized(chunks: Tensor, plan: _RowChunks) -> tuple[Tensor, Tensor]:
-    """Make one pass over the chunks of all matrices, shape (r, K, _CHUNK), float64.
-
-    Return the result and the columns that are only rounding.
-    """
+    """Make one pass over the chunks of all matrices, shape (r, K, _CHUNK), float64."""
     r = len(chunks)
     # chunks are added up each by one thread, and then those of a matrix
     sums = torch.cat([(chunks[: j + 1] * chunks[j]).sum(2) for j in range(r)])
@@ -376,14 +408,9 @@ def _orthonormalized(chunks: Tensor, plan: _RowChunks) -> tuple[Tensor, Tensor]:
 
 
 def _inverse_of_factor(gram: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], Tensor]:
-    """Return the inverse of R of b matrices at once, from R^T R.
+    """Return the inverse of R of b matrices, from R^T R: `gram[j][i]` is the entry (i, j).
 
-    Args:
-        gram: `gram[j][i]` is the entry (i, j), i <= j, shape (b,).
-
-    Returns:
-        Its entries (i, j), column by column, with zeros in a column that is only rounding; and
-        those columns as flags, shape (r, b).
+    Column by column, with zeros in a column that is only rounding; and flags of those.
     """
     upper: list[list[Tensor]] = []
     inverse: list[list[Tensor]] = []

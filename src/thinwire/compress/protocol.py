@@ -5,7 +5,8 @@ that it needs and receives their results. The driver launches the collectives of
 together, waits for all of them, and resumes the generators. `commit_` follows the vote.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -13,10 +14,13 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import PayloadCorrupt
+from thinwire.layout.message import Layout, WholeLayout
+from thinwire.layout.traffic import GATHER, messages
 from thinwire.wire.whole import spans
 
 Entries = tuple[Tensor, Tensor]
 """Indices (j,), int64, ascending, and values (j,)."""
+Shapes = Sequence[torch.Size]
 Flags = Mapping[str, bool | Tensor]
 """One flag per name, True for a gradient without a problem. A tensor has shape () and
 dtype bool.
@@ -91,7 +95,6 @@ class Arrived:
         checks: Code of the problem with each message, 0 for none, int64 (sources,), where the host
             has not looked yet.
         node_means: The gradients that were folded in, where they are means over a node.
-        sender: The compressor that sent it.
     """
 
     def __init__(self, context: Context, names: Sequence[str]) -> None:
@@ -102,7 +105,6 @@ class Arrived:
         self.sums: Sequence[Tensor] = ()
         self.checks: Tensor | None = None
         self.node_means: Mapping[str, Tensor] = {}
-        self.sender: Compressor | None = None
 
     def refuse(self, checks: Sequence[int]) -> None:
         """Raise `PayloadCorrupt` for the first of `checks`, read by the host, that is not 0."""
@@ -119,13 +121,9 @@ class Arrived:
         return None
 
     def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
-        """Return the mean over the sources.
+        """Return the mean over the sources, in the shape of `param` and in its `state_dtype`.
 
-        Args:
-            name: Of the tensor.
-            param: Gives the shape. The type is float32, float64 for float64 parameters, and that of
-                `param` itself if it is not floating-point.
-            into: Overwritten with the result if it fits: a gradient that is no longer needed.
+        `into`: overwritten with the result if it fits, as a gradient that is no longer needed.
         """
         raise NotImplementedError(f"{type(self).__name__} must define mean")
 
@@ -177,30 +175,96 @@ ERRORS = "errors"
 """The kind that always exists: the unsent part of a change, of this rank alone."""
 
 
-class Config(Protocol):
-    """Numbers of a method, such as `LowRank`: a frozen dataclass.
+class Config(ABC):
+    """Numbers of a method, such as `LowRank`, in a frozen dataclass; and what follows from them.
 
-    Their consequences are in `compress.figures`, their descriptions in `strategy.explain.texts`.
+    Steps of gradients are completed updates, from 0, those of changes local steps, from 1.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
+    @abstractmethod
     def compresses(self, param: Tensor) -> bool:
         """Return True if this tensor, or its change, is ever compressed."""
 
+    @property
+    def exchange(self) -> str:
+        """Return the route of messages: "gather", "split" or "auto"."""
+        return GATHER
 
-class Compression(Config, Protocol):
+    @property
+    def min_numel(self) -> int:
+        """Return the number of entries below which a tensor is never compressed."""
+        return 1
+
+    def why_dense(self, param: Tensor) -> str | None:
+        """Return the reason for which this tensor is never compressed, or None if it is."""
+        if self.compresses(param):
+            return None
+        small = param.numel() < self.min_numel
+        return f"below min_numel={self.min_numel}" if small else f"because of {param.dtype}"
+
+    def unsent_share(self, step: int) -> float:
+        """Return the fraction of a compressed tensor that the exchange of a step leaves out."""
+        return 0.0
+
+    @property
+    def settled_step(self) -> int:
+        """Return the first update, from 1, whose gradient messages have their final length."""
+        return 1
+
+    def layout(self, step: int, numels: Sequence[int]) -> Layout | WholeLayout:
+        """Return the layout of the message of tensors of these sizes at a step."""
+        raise NotImplementedError(f"{type(self).__name__} must define layout or sent_bytes")
+
+    def sent_bytes(self, step: int, shapes: Shapes, sources: int = 2, source: int = 0) -> int:
+        """Return the bytes that rank `source` sends of these tensors at a step, with headers."""
+        layout = self.layout(step, [shape.numel() for shape in shapes])
+        return messages(layout, self.exchange, sources).sent(source)
+
+
+class Compression(Config):
     """Config of a gradient compression, registered in `compress.COMPRESSIONS`."""
 
-    def compressor(
-        self, params: Mapping[str, Tensor], *, num_trainers: int | None = None
-    ) -> "Compressor":
-        """Build the compressor for an optimizer that has its own momentum and clipping.
+    accumulates: ClassVar[bool] = False
+    """True if it accumulates gradients, so that momentum and decay of an SGD act before it."""
 
-        Args:
-            params: The trainable parameters by name, in the same order on all ranks.
-            num_trainers: Number that scales a local clip; None: the sources.
-        """
+    @abstractmethod
+    def compressor(
+        self, params: Mapping[str, Tensor], momentum: "Momentum | None" = None
+    ) -> "Compressor":
+        """Build the compressor; `momentum` is that of an SGD, if it `accumulates`."""
+
+
+class Momentum(Protocol):
+    """The part of an SGD that acts on a rank's own gradients, by name of the parameter."""
+
+    @property
+    def limit(self) -> float | None:
+        """Limit on the norm of each tensor, if any."""
+
+    def factors(self, name: str) -> tuple[float, bool]:
+        """Return the momentum, and True for Nesterov's."""
+
+    @property
+    def num_trainers(self) -> int | None:
+        """Number that scales a local clip; None: the sources."""
+
+    @property
+    def position(self) -> int:
+        """Updates that were made with this momentum."""
+
+    def decayed(self, name: str, grad: Tensor) -> Tensor:
+        """Return the gradient to accumulate, with sign and decay."""
+
+    def rate(self, name: str) -> float:
+        """Return the learning rate of this update."""
+
+    def kept(self, name: str) -> dict[str, Tensor]:
+        """Return the state of this tensor by kind, live; empty if it has none."""
+
+    def keep_(self, name: str, entries: dict[str, Tensor]) -> None:
+        """Replace the state of this tensor."""
 
 
 class Compressor(Protocol):
@@ -215,40 +279,62 @@ class Compressor(Protocol):
     def send(self, context: Context, grads: Mapping[str, Tensor]) -> Sending:
         """Send the gradients of one bucket that it takes. Gradients and state are read only."""
 
-    def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived) -> None:
-        """Change the state after a vote that found no problem.
+    def commit_(
+        self,
+        grads: Mapping[str, Tensor],
+        arrived: Mapping[str, Arrived],
+        row_sparse: Collection[str],
+    ) -> Collection[str]:
+        """Change the state after a vote; return the parameters that it updated, with momentum.
 
-        Args:
-            grads: The gradients that were sent, unchanged since.
-            arrived: Result of `send`.
+        `arrived` has all tensors of the update, and `grads` are unchanged since they were sent;
+        `row_sparse` ones travelled densely.
         """
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state of this rank, or its node: live tensors, by kind and parameter.
-
-        `compress.OTHER_RANKS` has each kind.
-        """
+        """Return the state of this rank, or its node: live tensors, by kind and parameter."""
 
 
-class ChangeCompression(Config, Protocol):
+class ChangeCompression(Config):
     """Config of a compression of local updates, registered in `compress.CHANGE_COMPRESSIONS`.
 
     Each parameter has an error e. The sum e <- decay * e + change is to be sent; its unsent part
-    becomes e. Steps are local steps, from 1.
+    becomes e.
     """
+
+    @property
+    def last_dense_step(self) -> int:
+        """Return the last local step whose averaging is dense; timed rounds count from 0."""
+        return -1
+
+    @property
+    def decay(self) -> float:
+        """Return the factor of a kept error at the next averaging, in [0, 1]."""
+        return 1.0
+
+    @property
+    def conserves(self) -> bool:
+        """Return True if every change is applied in time: none lost, none counted twice."""
+        return self.decay == 1
+
+    @property
+    def steady_share(self) -> float | None:
+        """Return the least share of a change that repeats at every averaging that is applied.
+
+        The outer rate is 1, without momentum. None if the share depends on the values sent.
+        """
+        return 1.0 if self.conserves else None
 
     def begin(self, anchor: Tensor) -> dict[str, Tensor]:
         """Return the initial state of a parameter by kind. An error is zeros like the anchor."""
+        return {ERRORS: torch.zeros_like(anchor)}
 
+    @abstractmethod
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
         """Yield the collectives of one averaging, and return a `MeanChange`.
 
-        Args:
-            context: Its step is a local step, from 1, for the headers of messages.
-            folded: By name the sum that this rank has to send, contiguous, float32 or float64,
-                finite; read only, and perhaps `Computed` anew at every read. All names are
-                compressed at this step, at least one, in the same order on all ranks.
-            kept: The state; read only.
+        `folded` has the sums that this rank has to send, contiguous and finite, in the same order
+        on all ranks; read only, as `kept`, and perhaps `Computed` anew at every read.
         """
 
 
@@ -259,16 +345,9 @@ class MeanChange(Arrived):
     """
 
     def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
-        """Return the mean change of one parameter, and store the unsent part as error in `kept`.
+        """Return the mean change of one parameter, a new tensor with the same bits on all ranks.
 
-        Args:
-            name: Of the parameter.
-            folded: The sum that this rank had to send; read only.
-            kept: The state of this parameter. An error has shape and dtype of `folded`, contiguous;
-                it becomes `folded` minus the part that this rank sent.
-
-        Returns:
-            A new tensor like `folded`; the same bits on all ranks.
+        The error in `kept` becomes `folded` minus the part that this rank sent.
         """
         error, parts = kept[ERRORS][name].view(-1), []
         for start, end in spans(folded.numel(), folded.device):
@@ -284,14 +363,6 @@ class MeanChange(Arrived):
     def has_parts(self) -> bool:
         """True if each part of a change can be taken alone, by `wire.whole.spans`."""
         return type(self).take_part_ is not MeanChange.take_part_
-
-
-class ErrorsOnly:
-    """Base of change compressions whose only state is the errors."""
-
-    def begin(self, anchor: Tensor) -> dict[str, Tensor]:
-        """See `ChangeCompression`."""
-        return {ERRORS: torch.zeros_like(anchor)}
 
 
 def combined(sendings: Sequence[Sending]) -> Bucket:

@@ -12,8 +12,8 @@ from thinwire.compress.protocol import (
     ERRORS,
     AllGather,
     AllToAll,
+    ChangeCompression,
     Context,
-    ErrorsOnly,
     Kept,
     MeanChange,
     Sending,
@@ -31,7 +31,7 @@ _NARROWEST_PLAIN = 32
 
 
 @dataclass(frozen=True)
-class Quantized(ErrorsOnly):
+class Quantized(ChangeCompression):
     """Every entry of each parameter's change is sent in a few bits, without positions.
 
     All parameters of floating-point type are quantized, of any size. A tensor costs its bits and a
@@ -80,6 +80,10 @@ class Quantized(ErrorsOnly):
         """Return True for parameters of any size."""
         return True
 
+    def layout(self, step: int, numels: Sequence[int]) -> WholeLayout:
+        """See `Config`."""
+        return WholeLayout(tuple(numels), self.value_bits)
+
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
         """Send by an all-gather, perhaps after an all-to-all; see `ChangeCompression`."""
         errors = {name: kept[ERRORS][name] for name in folded}
@@ -106,10 +110,7 @@ class Quantized(ErrorsOnly):
 
 
 class _Whole(MeanChange):
-    """Codes that all ranks sent of each tensor.
-
-    They are kept as codes: decoded, each rank's change is as large as the model.
-    """
+    """Codes that all ranks sent of each tensor."""
 
     received: Mapping[str, Sequence[WholeReader]]
 

@@ -1,6 +1,6 @@
 """Sparse changes: the largest entries travel with their positions, and the rest is kept."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
@@ -11,9 +11,9 @@ from thinwire import _validate as check
 from thinwire.compress.entries import ArrivedEntries, Proposed, send_entries
 from thinwire.compress.protocol import (
     ERRORS,
+    ChangeCompression,
     Context,
     Entries,
-    ErrorsOnly,
     Kept,
     MeanChange,
     Sending,
@@ -21,12 +21,12 @@ from thinwire.compress.protocol import (
 from thinwire.compress.split import senders
 from thinwire.core.feedback import Proposal, sum_sparse, top_k
 from thinwire.kernels.reference import divided_
-from thinwire.layout.message import VALUE_BITS, count_sent
+from thinwire.layout.message import VALUE_BITS, Layout, count_sent
 from thinwire.layout.traffic import EXCHANGES
 
 
 @dataclass(frozen=True)
-class Sparse(ErrorsOnly):
+class Sparse(ChangeCompression):
     """Only the largest entries of each parameter's change are sent; the rest is kept.
 
     Attributes:
@@ -74,6 +74,30 @@ class Sparse(ErrorsOnly):
     def compresses(self, param: Tensor) -> bool:
         """Return True for parameters of any size."""
         return True
+
+    def unsent_share(self, step: int) -> float:
+        """Return `sparsity`."""
+        return self.sparsity
+
+    @property
+    def conserves(self) -> bool:
+        """Return False for a mean over the senders, which counts some changes more than once."""
+        return self.decay == 1 and self.mean_over == "all"
+
+    @property
+    def steady_share(self) -> float | None:
+        """Return p / (p + (1 - decay) (1 - p)) for a mean over all ranks, with p = 1 - sparsity.
+
+        That is the share of an entry that is sent at random, with probability p at each averaging;
+        more is applied of entries of one size, and of a norm that few entries make.
+        """
+        sent = 1 - self.sparsity
+        over_all = self.mean_over == "all"
+        return sent / (sent + (1 - self.decay) * self.sparsity) if over_all else None
+
+    def layout(self, step: int, numels: Sequence[int]) -> Layout:
+        """See `Config`."""
+        return Layout.of(numels, self.sparsity, self.value_bits)
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
         """Send by an all-gather, perhaps after an all-to-all; see `ChangeCompression`."""

@@ -23,10 +23,7 @@ from thinwire.layout.shares import SplitLayout
 
 
 class Sums(NamedTuple):
-    """Sums that an owner made of one of its pieces.
-
-    Positions count from the beginning of the piece.
-    """
+    """Sums that an owner made of one of its pieces."""
 
     indices: Tensor
     """Positions of entries that any source sent, ascending."""
@@ -43,21 +40,16 @@ class Sums(NamedTuple):
         return self.indices[self.chosen], self.totals[self.chosen]
 
     def left_over(self, sent: Tensor) -> Tensor:
-        """Return the residual of the owner at `indices`.
-
-        `sent`, in the shape of `chosen`, are the values that all others decode.
-        """
+        """Return the residual of the owner at `indices`."""
         rest = self.unsent.clone()
         rest[self.chosen] = self.totals[self.chosen] - sent.to(rest.dtype)
         return rest
 
 
 def shares(plan: SplitLayout[Layout], parts: Sequence[Entries]) -> list[list[Entries]]:
-    """Return the entries that one source sends to every owner, from (indices, values) per tensor.
+    """Return the entries that one source sends, by owner and piece; positions are the piece's own.
 
-    Returns:
-        By owner and piece (indices, values), positions counted from the piece's beginning. If there
-        are too many entries the largest are taken, equal ones by lowest position.
+    If there are too many the largest are taken, equal ones by lowest position.
 
     >>> from thinwire.layout.shares import split_plan
     >>> plan = split_plan(Layout.of([8], sparsity=0.5, value_bits=32), 2)
@@ -90,17 +82,8 @@ def add_up(
 ) -> list[Sums]:
     """Add up an owner's pieces, in the order of the sources, and select the entries to send.
 
-    Args:
-        layout: Of the owner's message in round two.
-        parts: By source and piece (indices, values) as decoded, at least one source.
-        dtypes: float32 or float64 by piece, in which it is added.
-        over_senders: Send means over the sources that sent an entry, those of the largest sums. Of
-            the others the mean over all sources is kept. A source that sends it later is then the
-            only sender, so a mean over senders would be too large: it would count once for each
-            source that sent it.
-
-    Returns:
-        By piece.
+    `parts`: by source and piece. `over_senders`: send means over the sources that sent an entry,
+    those of the largest sums.
     """
     found = []
     for index, (slot, dtype) in enumerate(zip(layout.slots, dtypes, strict=True)):
@@ -110,6 +93,7 @@ def add_up(
         chosen = everything if indices.numel() <= slot.k else top_k(totals, slot.k)
         if over_senders:
             means = totals / senders(sent, dtype)
+            # what is kept is the mean over all: a source that sends it later is the only sender
             found.append(Sums(indices, means, chosen, totals / len(parts)))
         else:
             found.append(Sums(indices, totals, chosen, totals))
@@ -124,15 +108,7 @@ def senders(parts: Sequence[Entries], dtype: torch.dtype) -> Tensor:
 def joined(
     plan: SplitLayout[Layout], slots: int, parts: Sequence[Sequence[Entries]]
 ) -> list[Entries | None]:
-    """Convert entries by owner and piece to entries by tensor, in the tensor's own positions.
-
-    None for a tensor without a report from any piece.
-
-    Args:
-        plan: Of the message.
-        slots: Number of tensors in it.
-        parts: By owner and piece; an owner without pieces here is left out.
-    """
+    """Convert entries by owner and piece to entries by tensor, in its positions; None without."""
     by_slot: list[list[Entries]] = [[] for _ in range(slots)]
     for pieces, theirs in zip(plan.pieces, parts, strict=True):
         for piece, (indices, values) in zip(pieces, theirs, strict=False):

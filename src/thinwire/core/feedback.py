@@ -118,16 +118,17 @@ def commit_list_(
     for_device(folds[0].residual.device).commit_list_(folds, sent, seeds)
 
 
-def compile_loops(params: Iterable[Tensor], narrow: torch.dtype | None = None) -> None:
+def compile_loops(params: Iterable[Tensor], state_dtype: str | None = None) -> None:
     """Call the loops for these parameters once, so that no step waits for a compiler.
 
     Args:
         params: Any; those on a CPU count.
-        narrow: Type of the state where it is not that of the computation.
+        state_dtype: "bfloat16", or what the computation has.
     """
     for dtype in {p.dtype for p in params if p.is_cpu and p.is_floating_point()}:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        state = torch.zeros(2, 1, dtype=narrow or wide, device="cpu")
+        stored = torch.bfloat16 if state_dtype == "bfloat16" else wide
+        state = torch.zeros(2, 1, dtype=stored, device="cpu")
         grad = torch.ones(1, dtype=dtype, device="cpu")
         fold = Fold(grad, state[0], state[1], 0.5, False)
         part = propose_list([fold], [1])[0].indices, torch.ones(1, device="cpu")

@@ -152,7 +152,7 @@ class Agreement:
         engine: Identity of this engine or optimizer among those over the same ranks, in the order
             of creation.
 
-    Communication: `Group.launch_parts`, 24 bytes per rank if all reports are equal. Where ranks
+    Communication: `Group.launch_bytes`, 24 bytes per rank if all reports are equal. Where ranks
     hold different parts of the model, the reports of each part must be equal, and no rank may
     report an event.
     """
@@ -213,7 +213,7 @@ class Agreement:
         # without an event, ranks of other parts need only the common keys
         quiet = {key for key, value in own.items() if value} <= _QUIET
         common = _written(_common(own)) if quiet else message
-        rows = self.group.launch_parts(message, common, action=vote.purpose)
+        rows = self.group.launch_bytes(message, action=vote.purpose, common=common)
         return Pending(lambda: self._judged(vote, own, message, rows.wait()))
 
     def _judged(
@@ -236,7 +236,7 @@ class Agreement:
 
         Communication: 24 bytes per rank if so.
         """
-        rows = self.group.launch_parts(content, b"", action=purpose).wait()
+        rows = self.group.launch_bytes(content, action=purpose, common=b"").wait()
         reports = [{} if row is None else {"row": row} for row in rows]
         return not any(self._answers(reports).differences("row"))
 

@@ -214,7 +214,7 @@ class GradientPattern:
         self._patience *= 2
 
 
-_ELSEWHERE = ("params", "param_names", "lr")
+_ELSEWHERE = ("params", "param_names", "lr", "position")
 """Keys compared at the start, or separately."""
 
 
@@ -241,8 +241,8 @@ class SameHyperparameters:
         for first, ours, rank, theirs in answers.differences("rates"):
             raise Mismatch(
                 f"{vote.purpose}: the learning rates of the parameter groups are {ours} on rank "
-                f"{first} and {theirs} on rank {rank}. Give all ranks the same schedule, and "
-                "change rates on all of them"
+                f"{first} and {theirs} on rank {rank}. Change them on all alike. A rank without "
+                "batches cannot call scheduler.step(): use thinwire.schedules inside engine.join()"
             )
         for first, ours, rank, theirs in answers.differences("settings"):
             _refuse(vote, (first, ours), (rank, theirs))

@@ -259,7 +259,7 @@ def optimizer_state(
         for param, name in names.items()
         for opt in every
         for key, value in opt.state.get(param, {}).items()
-        if isinstance(value, Tensor) and key != "step"
+        if isinstance(value, Tensor) and key != "step" and "residual" not in opt.state[param]
     }
 
 

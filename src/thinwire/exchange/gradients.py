@@ -6,7 +6,6 @@ Only after the second agreement may a rank change anything.
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +14,18 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.comm import Group, Nodes, Sources
-from thinwire.compress.dense import Dense, all_finite
-from thinwire.compress.protocol import Compression, Compressor, Context, Flags, Sending, combined
+from thinwire.compress.dense import Dense, DenseMeans, all_finite
+from thinwire.compress.protocol import (
+    Arrived,
+    Compression,
+    Compressor,
+    Context,
+    Flags,
+    Momentum,
+    Sending,
+    combined,
+)
+from thinwire.core.checksum import bit_sums
 from thinwire.core.tensors import narrowed
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.exchange.agreement import Answers, Drops, Participants, StepDecision, verdict_of
@@ -102,8 +111,6 @@ class GradientExchange(Synchronizer):
         """Names of the tensors that travel together. Tensors in no bucket travel in one more."""
         self.at_once = participants.job is not None
         """True if `exchange` sends before ranks agree, once gradients are steady."""
-        self.launching: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        """Returns a context manager that is entered for messages sent before ranks agree."""
         self.measure: Callable[[Round, Grads], float] | None = None
         """Returns a number for all ranks, under the key `measured` of the last agreement."""
         self.poisoned: str | None = None
@@ -122,6 +129,8 @@ class GradientExchange(Synchronizer):
         """
         self.compressors = tuple(compressors)
         self.params, self.names = params, list(params)
+        # tensors whose momentum differs between ranks since they were compressed; None: not known
+        self._apart: frozenset[str] | None = frozenset()
         self._layouts = {name: (p.shape, p.dtype) for name, p in params.items()}
         self._positions = {name: position for position, name in enumerate(self.names)}
         self.presence.restart(params)
@@ -208,17 +217,7 @@ class GradientExchange(Synchronizer):
 
     @torch.no_grad()
     def launch(self, step: int, bucket: int, grads: Grads) -> None:
-        """Send this rank's part of one bucket, without waiting; in the same order on all ranks.
-
-        Args:
-            step: Completed updates, from 0.
-            bucket: Its number, from 0.
-            grads: Dense ones.
-
-        Raises:
-            ThinwireError: One of the tensors has been launched since the last `exchange`.
-            PeerLost, PeerStalled: See `thinwire.errors`.
-        """
+        """Send this rank's part of one bucket, without waiting; in the same order on all ranks."""
         self._require_intact()
         self.make_common()
         if self._launched is None:
@@ -270,13 +269,6 @@ class GradientExchange(Synchronizer):
             unusable: Reason for which the launched messages do not match this rank's gradients.
             again: Send everything again in that case. Otherwise such gradients are a user error.
             complete: Count a gradient that this rank lacks, and another has, as zero.
-
-        Raises:
-            PayloadCorrupt: A rank rejected a message.
-            ThinwireError: A rank reported a user error.
-            Mismatch: Ranks are out of step, or have gradients for different parameters.
-            NonFinite: Too many dropped steps in a row.
-            PeerLost, PeerStalled: A rank died or does not answer.
         """
         self._require_intact()
         self.make_common()
@@ -332,20 +324,57 @@ class GradientExchange(Synchronizer):
         return Outcome(verdict, answers, grads, early)
 
     @torch.no_grad()
-    def commit_(self, done: Round, grads: Grads) -> None:
-        """Change the state of the compressors. The update must follow.
+    def commit_(self, done: Round, grads: Grads) -> set[str]:
+        """Change the state of the compressors; return the parameters that they updated.
 
-        Args:
-            done: Result of `exchange` or `vote`.
-            grads: The gradients passed there, unchanged since. A launched tensor that is not among
-                them changes nothing.
+        The update of all others must follow. `done`: of `exchange`. `grads`: those passed there,
+        unchanged since; a launched tensor that is not among them changes nothing.
         """
-        # one result brings several tensors, but its compressor must commit it once
-        for arrived in dict.fromkeys(done.arrived.values()):
-            assert arrived.sender is not None, "said when it was sent"
-            arrived.sender.commit_(grads, arrived)
+        received = {name: done.arrived[name] for name in grads}
+        if self.compressors:
+            self._make_momentum_common_(received)
+        updated: set[str] = set()
+        for compressor in self.compressors:
+            updated.update(compressor.commit_(grads, received, done.row_sparse))
         self.forget()
         self.pace.round(1, time.perf_counter(), self.wait_s)
+        return updated
+
+    def _make_momentum_common_(self, received: Mapping[str, Arrived]) -> None:
+        """Give all ranks the mean of each momentum that a dense mean is about to enter.
+
+        Communication: where a tensor was compressed before, sums and means over the ranks.
+        """
+        dense = {name for name, got in received.items() if isinstance(got, DenseMeans)}
+        apart = frozenset(self.names) if self._apart is None else self._apart
+        if late := dense & apart:
+            for compressor in self.compressors:
+                kept = compressor.state().get("momentum_buffer", {})
+                self._make_equal_([kept[name] for name in received if name in late & kept.keys()])
+        self._apart = apart.union(received) - dense
+
+    def _make_equal_(self, held: Sequence[Tensor]) -> None:
+        """Replace tensors that differ between replicas by their mean, on all of them or none."""
+        group = self.sources.all_ranks if isinstance(self.sources, Nodes) else self.sources
+        if not held or group.size == 1:
+            return
+        purpose = "making momentum common"
+        rows = group.gather_bytes(
+            torch.stack(bit_sums(held)).cpu().numpy().tobytes(), action=purpose
+        )
+        differ = [
+            tensor
+            for at, tensor in enumerate(held)
+            if len({row[8 * at : 8 * at + 8] for row in rows}) > 1
+        ]
+        wide = [t.float() if t.dtype == torch.bfloat16 else t.clone() for t in differ]
+        totals = [group.all_reduce_(tensor, action=purpose) for tensor in wide]
+        means = [total.wait().div_(group.size) for total in totals]
+        if differ:
+            # vote: no rank overwrites its momentum before all have received the means
+            group.gather_bytes(b"", action=purpose)
+        for tensor, mean in zip(differ, means, strict=True):
+            tensor.copy_(mean)
 
     def forget(self) -> None:
         """End a step, applied or not."""
@@ -403,9 +432,8 @@ class GradientExchange(Synchronizer):
         # a missing gradient travels as zeros; the vote then repeats the exchange
         whole = {n: g if n in present else self.presence.zeros(n) for n, g in whole.items()}
         # always all steady tensors: the others launch the same buckets before any vote
-        with self.launching():
-            for number, names in self._buckets_of(whole):
-                self._send(fresh, number, {name: whole[name] for name in names})
+        for number, names in self._buckets_of(whole):
+            self._send(fresh, number, {name: whole[name] for name in names})
         other = next(iter(present.keys() ^ steady | grads.keys() - present.keys()), None)
         return fresh, None if other is None else f"parameter {other} differs from the last step"
 
@@ -437,9 +465,9 @@ class GradientExchange(Synchronizer):
             }
             rest = {name: grad for name, grad in rest.items() if name not in accepted}
             if accepted:
-                sendings.append(_from(method, method.send(context, accepted)))
+                sendings.append(method.send(context, accepted))
         if rest:
-            sendings.append(_from(self._dense, self._dense.send(context, rest)))
+            sendings.append(self._dense.send(context, rest))
         return sendings
 
     def _verified(
@@ -500,7 +528,7 @@ class GradientExchange(Synchronizer):
         It may differ inside a node. Earlier failures of the state or of the last update no longer
         count.
         """
-        self._nodes_compared = False
+        self._nodes_compared, self._apart = False, None
         self.poisoned = None
 
     def _buckets_of(self, grads: Grads) -> list[tuple[int, list[str]]]:
@@ -545,52 +573,32 @@ def gradients_of(
     params: Mapping[str, Tensor],
     compression: Compression | None = None,
     *,
-    num_trainers: int | None = None,
+    momentum: Momentum | None = None,
     check_finite: bool = True,
     sources: Sources | None = None,
     participants: Participants = _NO_OTHERS,
 ) -> GradientExchange:
     """Build the exchange of gradients for an optimizer that does not exchange.
 
-    Args:
-        group: The ranks that exchange. Names, shapes, dtypes and `compression` must have been
-            compared over them.
-        params: The trainable parameters by name, in the same order on all ranks.
-        compression: The compression, or None for the dense mean.
-        num_trainers: See `Compression.compressor`.
-        check_finite: Drop the step if a dense gradient is not finite.
-        sources: The units that count once each; None to look for nodes among the ranks.
-        participants: See `GradientExchange`.
-
-    Communication: if nodes must be found, one comparison of their size and the creation of their
-    groups.
+    `momentum`: see `Compression.compressor`. All ranks must have compared the settings. `sources`:
+    None to look for nodes among the ranks, by one comparison of their size.
     """
-    if num_trainers is not None:
-        check.integer("num_trainers", num_trainers, at_least=1)
     compressors = []
     if compression is not None:
-        compressors = [compression.compressor(params, num_trainers=num_trainers)]
+        compressors = [compression.compressor(params, momentum)]
         check_finite = True
         if sources is None:
             sources = agreed_sources(group, getattr(compression, "node_size", None))
-    sources = group if sources is None else sources
-    made = GradientExchange(
+    exchange = GradientExchange(
         group,
         params,
         compressors,
-        sources=sources,
+        sources=group if sources is None else sources,
         check_dense=check_finite,
         participants=participants,
     )
-    made.count_from(0)  # the comparisons of the start are not counted
-    return made
-
-
-def _from(sender: Compressor, sending: Sending) -> Sending:
-    """Return the sending with its compressor recorded in the result."""
-    arrived = yield from sending
-    arrived.sender = sender
-    return arrived
+    exchange.count_from(0)  # the comparisons of the start are not counted
+    return exchange
 
 
 def _changed_since_launch(name: str) -> str:

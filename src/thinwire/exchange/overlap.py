@@ -7,7 +7,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -97,26 +96,6 @@ changes nothing.
 """
 
 
-class EarlyExchange(Protocol):
-    """An exchange whose messages can leave before all gradients are ready.
-
-    They are launched through `gradients`.
-    """
-
-    @property
-    def gradients(self) -> GradientExchange | None:
-        """The exchange to launch through. None before the first update."""
-
-    def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
-        """Set the parameters that travel together."""
-
-    def position(self, step: int) -> int:
-        """Return the number of updates, as counted by `gradients`, before engine step `step`."""
-
-    def launching(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context manager of a launch."""
-
-
 class Overlap:
     """Follows the gradients of one backward pass and launches every bucket that is ready.
 
@@ -134,7 +113,7 @@ class Overlap:
     Args:
         params: The trained parameters by name, in the model's order. They get hooks, which `remove`
             takes off.
-        exchange: Over more than one rank.
+        gradients: Over more than one rank.
         bucket_bytes: See `cut_into_buckets`.
         first_bytes: See `cut_into_buckets`.
     """
@@ -142,15 +121,15 @@ class Overlap:
     def __init__(
         self,
         params: Mapping[str, Parameter],
-        exchange: EarlyExchange,
+        gradients: GradientExchange,
         *,
         bucket_bytes: int = BUCKET_BYTES,
         first_bytes: int = FIRST_BUCKET_BYTES,
     ) -> None:
-        self._params, self._exchange = dict(params), exchange
+        self._params, self._gradients = dict(params), gradients
         sizes = {name: p.numel() * p.element_size() for name, p in params.items()}
         self._cut = cut_into_buckets(sizes, bucket_bytes=bucket_bytes, first_bytes=first_bytes)
-        exchange.set_buckets(self._cut)
+        gradients.buckets = self._cut
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
             for name, p in params.items()
@@ -177,16 +156,15 @@ class Overlap:
             step: Updates made before.
             final: Returns the gradient to send.
         """
-        gradients = self._exchange.gradients
-        steady = None if gradients is None else gradients.steady
+        gradients, steady = self._gradients, self._gradients.steady
         # not steady yet, or a parameter without a hook: exchange after the backward pass
-        if gradients is None or not steady or not steady <= self._params.keys():
+        if not steady or not steady <= self._params.keys():
             yield
             return
         # only agreed tensors are launched, so buckets lose the others
         agreed = [[name for name in names if name in steady] for names in self._cut]
         buckets = [(number, names) for number, names in enumerate(agreed) if names]
-        self._pending = _PendingStep(gradients, self._exchange.position(step), final, buckets)
+        self._pending = _PendingStep(gradients, step, final, buckets)
         self._armed = True
         try:
             yield
@@ -237,8 +215,7 @@ class Overlap:
         # after an error in this section other ranks wait in a collective that this rank never joins
         pending.launching = True
         grads = {name: pending.gradient(name, self._params[name]) for name in names}
-        with self._exchange.launching():
-            pending.gradients.launch(pending.step, number, grads)
+        pending.gradients.launch(pending.step, number, grads)
         # reached only if the whole bucket was launched
         pending.launching = False
 
@@ -261,8 +238,7 @@ class Overlap:
             for index in pending.readiness.rest():
                 number, names = pending.buckets[index]
                 zeros = {n: pending.zeros(n, self._params[n]) for n in names}
-                with self._exchange.launching():
-                    pending.gradients.launch(pending.step, number, zeros)
+                pending.gradients.launch(pending.step, number, zeros)
             user_error = f"its backward pass ended with {text}"
             pending.gradients.exchange(pending.step, {}, user_error=user_error, again=True)
         except ThinwireError as reported:

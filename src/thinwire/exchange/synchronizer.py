@@ -44,11 +44,11 @@ class RunMember(Protocol):
     """A member of a run, such as `thinwire.members.Members`."""
 
     @property
-    def job(self) -> Group:
+    def _job(self) -> Group:
         """All ranks that agree."""
 
     @property
-    def timeout_s(self) -> float:
+    def _timeout_s(self) -> float:
         """Time in seconds for which a member waits for others."""
 
     @property
@@ -97,7 +97,7 @@ class Ranks:
         """All ranks that agree. With a mesh, creating it is collective."""
         # members bring their group; meshes and process groups make one
         if self.members is not None:
-            return self.members.job
+            return self.members._job
         if self.mesh is not None:
             return sites_of(self.mesh, self.timeout_s)
         return Group(self.process_group, self.timeout_s)
@@ -119,7 +119,7 @@ class Ranks:
     def deadline(self) -> AbstractContextManager[None]:
         """Return a context in which all waiting counts against one time-out."""
         if self.members is not None:
-            return one_deadline(self.members.timeout_s)
+            return one_deadline(self.members._timeout_s)
         return one_deadline(time_limit_s(self.process_group, self.timeout_s))
 
     def identity(self, kind: str) -> str:

@@ -42,19 +42,6 @@ def ring_bytes(ranks: int, nbytes: float) -> float:
     return 2 * (ranks - 1) / ranks * nbytes
 
 
-def begin_step(config: object, default: int = 0) -> int:
-    """Return the updates, or local steps, before a method begins to compress."""
-    begin: int = getattr(config, "rampup_begin_step", getattr(config, "begin_step", default))
-    return begin
-
-
-def settled_step(config: object) -> int:
-    """Return the first update, from 1, whose gradient messages have their final length."""
-    levels = max(1, len(getattr(config, "sparsity", ())))
-    length = getattr(config, "rampup_step", 1)
-    return 1 + begin_step(config) - (-length * (levels - 1) // levels)
-
-
 class Messages(NamedTuple):
     """Bytes that one source sends in an exchange, without agreements and dense tensors."""
 

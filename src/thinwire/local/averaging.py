@@ -11,7 +11,6 @@ from torch import Tensor
 from thinwire.comm import Nodes, Pending, Sources
 from thinwire.comm.replicate import overwrite_
 from thinwire.compress.dense import not_finite, send_dense
-from thinwire.compress.figures import conserves, decay_of
 from thinwire.compress.protocol import (
     ERRORS,
     Bucket,
@@ -29,7 +28,7 @@ from thinwire.exchange.nodes import in_nodes, make_common_
 from thinwire.exchange.round import Round
 from thinwire.kernels.rules import OuterRule
 from thinwire.layout.message import SKETCH_NUMEL
-from thinwire.layout.traffic import begin_step
+from thinwire.local.config import LocalConfig
 from thinwire.local.model import changed_since
 from thinwire.local.sketch import sketch
 from thinwire.wire.whole import spans
@@ -69,7 +68,7 @@ class Changes(Computed):
         self, averaging: "Averaging", params: Mapping[str, Tensor], compressed: Set[str]
     ) -> None:
         self._anchors, self._errors = averaging.anchors, averaging.errors
-        self._decay = 1.0 if averaging.changes is None else decay_of(averaging.changes)
+        self._decay = 1.0 if averaging.changes is None else averaging.changes.decay
         self.params = params
         """The parameters, or copies of them."""
         self.compressed = compressed
@@ -135,11 +134,6 @@ class PendingAveraging:
     last: int = 0
     """Step of the averaging before it."""
 
-    def finish(self) -> None:
-        """Wait for everything and check it; see `Round.finish`."""
-        assert self.round is not None, "launched"
-        self.round.finish()
-
     def mean_of(self, name: str, like: Tensor) -> Tensor:
         """Return the mean over the ranks of a dense tensor, by name."""
         assert self.round is not None, "launched"
@@ -170,21 +164,22 @@ class Averaging:
         self,
         sources: Sources,
         params: Mapping[str, Tensor],
-        *,
-        outer: OuterRule,
+        config: LocalConfig,
         changes: ChangeCompression | None,
     ) -> None:
         self.sources = sources
         self._common = True
         self._params = params
-        self._outer = outer
+        self._outer = OuterRule(config.outer_lr, config.outer_momentum, config.outer_nesterov)
         self.changes = changes
         self._keys = {name: key for key, name in enumerate(params)}
         self.anchors = {
             n: widened(p).clone(memory_format=torch.contiguous_format) for n, p in params.items()
         }
         self.momentum = (
-            {n: torch.zeros_like(a) for n, a in self.anchors.items()} if outer.momentum else {}
+            {n: torch.zeros_like(a) for n, a in self.anchors.items()}
+            if self._outer.momentum
+            else {}
         )
         self.kept: dict[str, dict[str, Tensor]] = {
             kind: {}
@@ -267,7 +262,7 @@ class Averaging:
         params = {name: value.detach().clone() if keep else value for name, value in values.items()}
         moved, changes = Changes(self, params, self._compressed(step, params)), self.changes
         own = None
-        if changes is not None and moved.compressed and not conserves(changes):
+        if changes is not None and moved.compressed and not changes.conserves:
             own = self._sketch_of((n, moved.new_part(n, 0, p.numel())) for n, p in params.items())
         wide = {
             key: widened(value).clone() if keep else widened(value) for key, value in extras.items()
@@ -287,7 +282,7 @@ class Averaging:
     def _compressed(self, step: int, names: Iterable[str]) -> frozenset[str]:
         """Return the parameters whose change is compressed at this step."""
         # timed rounds count from 0; a compression without a begin step compresses at step 0 too
-        if self.changes is None or step <= begin_step(self.changes, -1):
+        if self.changes is None or step <= self.changes.last_dense_step:
             return frozenset()
         return frozenset(name for name in names if name in self.errors)
 

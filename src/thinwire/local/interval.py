@@ -1,6 +1,10 @@
-"""Averaging interval of local updates: fixed, or adapted to loss and learning rate."""
+"""When local updates average: by steps and seconds, at a fixed interval or an adapted one."""
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from enum import Enum, auto
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,7 +12,9 @@ from torch import Tensor
 
 from thinwire.errors import ThinwireError
 from thinwire.exchange.agreement import Answers
+from thinwire.layout.traffic import AGREEING_DELAY
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig
+from thinwire.local.work import RoundWork
 
 
 class Interval:
@@ -119,6 +125,150 @@ class Interval:
             rate=rate,
             first_rate=self.first_rate,
         )
+
+
+@dataclass(slots=True)
+class Counters:
+    """Progress of local updates; the same on all ranks."""
+
+    last: int
+    """Step of the last averaging."""
+    step: int = 0
+    """Local steps taken."""
+    last_full_sync: int = 0
+    """Step of the last full sync: all ranks were equal in everything after it."""
+    fragments_averaged: int = 0
+    """Averagings of single fragments so far; selects the next fragment."""
+    averagings: int = 0
+    """Averagings so far."""
+
+
+COUNTERS = tuple(entry.name for entry in fields(Counters))
+INTERVAL = ("k_steps", "first_loss", "first_rate")
+"""State of an `Interval` that is the same on all ranks."""
+
+
+class Due(Enum):
+    """What follows a local step."""
+
+    NOTHING = auto()
+    FIRST_LOSS = auto()
+    FRAGMENT = auto()
+    EVERYTHING = auto()
+
+
+class Stage(Enum):
+    """Where a result in flight should be."""
+
+    WAITS = auto()
+    SENT = auto()
+    VERIFIED = auto()
+    APPLIED = auto()
+
+
+class Timetable:
+    """When to average: decided from counts of steps and a clock, without tensors or messages."""
+
+    def __init__(self, config: LocalConfig, optimizer: torch.optim.Optimizer) -> None:
+        self.config = config
+        self.interval = Interval(config, optimizer)
+        self.counters = Counters(last=config.begin_step)
+        seconds = config.round_seconds
+        self.work = None if seconds is None else RoundWork(seconds, config.fragments)
+        """Work of this rank in a timed round; None if rounds are counted in steps."""
+        self.of_site: Callable[[bool], bool] = lambda over: over
+        """Makes the clock of a site's first rank count for its other ranks."""
+        self.steps_made = 0
+        """Local steps since construction, dropped ones included."""
+        self.synced = False
+        """True if the last step took part in an averaging (with a delay: was measured for one)."""
+        self.overlaps = config.delay >= AGREEING_DELAY and self.work is None
+        """True if local steps continue while ranks agree on an averaging."""
+
+    @property
+    def unsynced(self) -> bool:
+        """True if this rank made steps since the last full sync."""
+        begun = self.work is not None and self.work.steps > 0
+        return begun or self.counters.step > self.counters.last_full_sync
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Return what is the same on all ranks, by kind and name."""
+        interval = {key: getattr(self.interval, key) for key in INTERVAL}
+        return {"counters": asdict(self.counters), "interval": interval}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned, by name."""
+        for key in COUNTERS:
+            setattr(self.counters, key, state[key])
+        for key in INTERVAL:
+            setattr(self.interval, key, state[key])
+
+    @property
+    def fragment(self) -> int:
+        """Fragment that is averaged next: the counter is equal on all ranks, and so is this."""
+        return self.counters.fragments_averaged % self.config.fragments
+
+    def count_step(self) -> None:
+        """Count a step. In a timed round `Counters.step`, equal on all ranks, moves later."""
+        self.steps_made += 1
+        self.synced = False
+        if self.work is None:
+            self.counters.step += 1
+        else:
+            self.work.step()
+
+    def stage(self, measured: int) -> Stage:
+        """Return where the result should be that was measured at this step."""
+        # the step alone decides what is launched: in the same order on all ranks, whoever is late
+        delay = self.config.delay
+        if self.work is not None:
+            over = self._over(self.work, delay, delay / self.interval.k_steps)
+            return Stage.APPLIED if over else Stage.WAITS
+        steps = self.counters.step - measured
+        if steps >= delay:
+            return Stage.APPLIED
+        if not self.overlaps:
+            return Stage.WAITS
+        return Stage.VERIFIED if steps == delay - 1 else Stage.SENT
+
+    def due(self) -> Due:
+        """Return what follows the last step."""
+        if self.work is None:
+            begins = self.counters.step <= self.config.begin_step
+            return Due.EVERYTHING if begins else self.due_by_steps()
+        begins = self.counters.step < self.config.begin_step
+        over = begins or self._over(self.work, self._part_steps, 1 / self.config.fragments)
+        return self.due_at_end() if over else Due.NOTHING
+
+    def due_at_end(self) -> Due:
+        """Return what follows the end of a timed round."""
+        begins = self.counters.step < self.config.begin_step
+        return Due.EVERYTHING if begins else Due.FRAGMENT
+
+    def due_by_steps(self) -> Due:
+        """Return what follows by the steps since the last averaging."""
+        if self.counters.step - self.counters.last >= self._part_steps:
+            return Due.FRAGMENT
+        return Due.FIRST_LOSS if self.interval.lacks_start else Due.NOTHING
+
+    def work_report(self, part: int | None = None) -> tuple[int, int, int | None] | None:
+        """Return the steps of this timed round, and the work on a fragment or the whole model."""
+        return None if self.work is None else (self.work.steps, *self.work.totals(part))
+
+    def begin_round(self, step: int, part: int | None) -> None:
+        """Start the next timed round at the step on which all ranks agreed."""
+        if self.work is not None:
+            self.counters.step = step
+            self.work.begin(part)
+
+    @property
+    def _part_steps(self) -> int:
+        return max(1, self.interval.k_steps // self.config.fragments)
+
+    def _over(self, work: RoundWork, most_steps: int, share: float) -> bool:
+        """Return True after `most_steps` steps or `share` of the seconds on the site's clock."""
+        over = work.over(most_steps, share)
+        return over if work.steps >= most_steps else self.of_site(over)
 
 
 def adapted_interval(

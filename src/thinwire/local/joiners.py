@@ -1,18 +1,34 @@
 """State of local updates for a joiner: all values that ranks share, and every averaging since."""
 
+import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from thinwire.comm import own_deadlines
 from thinwire.compress import KEPT
 from thinwire.local.averager import Averager
 from thinwire.local.averaging import Changes, PendingAveraging, real_view, widened
-from thinwire.local.saving import INTERVAL, copied
+from thinwire.local.saving import copied
 from thinwire.members.group import ElasticGroup
+from thinwire.members.members import Members
 from thinwire.members.transfer import StateMessage
+
+
+def receive_state(averager: Averager, members: Members) -> float:
+    """Copy the state of the run to this process, continue where the others are; return seconds."""
+    began_s = time.perf_counter()
+    with own_deadlines():
+        members._fetch_state(JoinerState(averager, members._group))
+        step = averager.counters.step
+        for optimizer in averager.tensors.optimizers:
+            begin_at = getattr(optimizer, "begin_at", None)
+            if begin_at is not None:  # the schedules of the other ranks are at this step
+                begin_at(step)
+        averager.make(averager.when.due_by_steps())
+    return time.perf_counter() - began_s
 
 
 class JoinerState:
@@ -38,7 +54,7 @@ class JoinerState:
             for name, copy in copied(tensors).items()
         }
         found |= copied(self._averager.tensors.other_buffers())
-        return StateMessage("state", self._plain(), found)
+        return StateMessage("state", self._averager.when.state(), found)
 
     def last_update(self) -> StateMessage:
         """Return the messages received in the last averaging; see `SharedState`."""
@@ -64,7 +80,7 @@ class JoinerState:
             for index, answer in enumerate(answers)
         }
         tensors |= copied(self._averager.other_buffers.variable())
-        return StateMessage("round", {**self._plain(), "about": about}, tensors)
+        return StateMessage("round", {**self._averager.when.state(), "about": about}, tensors)
 
     @torch.no_grad()
     def apply(self, given: StateMessage) -> None:
@@ -85,10 +101,7 @@ class JoinerState:
         targets = [*tensors.params.items(), *tensors.weight_copies().items()]
         for name, target in targets:
             real_view(target).copy_(averaging.anchors[name])
-        for key, value in given.plain["counters"].items():
-            setattr(counters, key, value)
-        for key, value in given.plain["interval"].items():
-            setattr(self._averager.interval, key, value)
+        self._averager.when.load({**given.plain["counters"], **given.plain["interval"]})
         if self._averager.digest is not None:
             self._averager.digest.start_from(counters.step)
         self._averager.duplicates.skip()
@@ -150,10 +163,6 @@ class JoinerState:
                 param = params[key.removeprefix("state ").rpartition(" ")[0]]
                 found[key] = own.get(key, torch.zeros_like(param))
         return found
-
-    def _plain(self) -> dict[str, Any]:
-        interval = {key: getattr(self._averager.interval, key) for key in INTERVAL}
-        return {"counters": asdict(self._averager.counters), "interval": interval}
 
     def _own_kinds(self) -> list[str]:
         """Kinds of state that belong to one rank."""

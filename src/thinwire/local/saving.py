@@ -1,7 +1,6 @@
 """Save and load the state of local updates as plain values and tensors."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -9,13 +8,11 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.core.provenance import checksum_of
-from thinwire.local.averager import Averager, Counters
+from thinwire.local.averager import Averager
+from thinwire.local.interval import COUNTERS, INTERVAL
 from thinwire.local.model import LocalModel
 
 _ADVICE = "Load a state of the same model and the same config"
-
-_COUNTERS = tuple(entry.name for entry in fields(Counters))
-INTERVAL = ("k_steps", "first_loss", "first_rate")
 
 
 def saved(averager: Averager) -> dict[str, Any]:
@@ -28,9 +25,10 @@ def saved(averager: Averager) -> dict[str, Any]:
         )
     averager.settle()
     pending, averaging, counters = averager.pending, averager.averaging, averager.counters
+    when = averager.when.state()
     return {
-        **asdict(counters),
-        **{key: getattr(averager.interval, key) for key in INTERVAL},
+        **when["counters"],
+        **when["interval"],
         "observed": [float(loss) for loss in averager.interval.observed],
         "work": None if averager.work is None else averager.work.state(),
         "bytes_sent": averager.bytes_sent,
@@ -65,7 +63,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     """Restore a saved state. Everything is checked before anything changes."""
     averaging, tensors = averager.averaging, averager.tensors
     targets = {"anchors": averaging.anchors, "outer_momentum": averaging.momentum, **averaging.kept}
-    wanted = {*_COUNTERS, *INTERVAL, *targets, "bytes_sent", "pending", "local"}
+    wanted = {*COUNTERS, *INTERVAL, *targets, "bytes_sent", "pending", "local"}
     wanted |= {"sketches", "observed", "work", "unchanged_buffers"}
     if wanted != state.keys():
         raise ValueError(
@@ -81,9 +79,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
         check.instance(f"unchanged_buffers[{name!r}]", share, (int, float), advice=_ADVICE)
     pending = state["pending"]
     if pending is not None:
-        known = {
-            name: tensors.params[name] for name in pending["measured"] if name in tensors.params
-        }
+        known = {n: p for n, p in tensors.params.items() if n in pending["measured"]}
         check.same_shapes("pending", pending["measured"], known, advice=_ADVICE)
     for kind, current in targets.items():
         for name, tensor in current.items():
@@ -91,28 +87,18 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     tensors.load_unchanged(state["unchanged_buffers"])
     averaging.state_loaded()
     averaging.sketches.copy_(state["sketches"])
-    for key in _COUNTERS:
-        setattr(averager.counters, key, state[key])
+    averager.when.load(state)
     if averager.counters.last > averager.counters.step:  # no averaging was made yet
         averager.counters.last = averager.config.begin_step
-    for key in INTERVAL:
-        setattr(averager.interval, key, state[key])
     averager.interval.k_steps = averager.interval.allowed(state["k_steps"])
     averager.interval.observed = list(state["observed"])
     averager.reset_after_load(state["work"])
     averager.count_from(state["bytes_sent"])
     if pending is not None:  # it is sent again when it is due
-        devices = {name: p.device for name, p in tensors.params.items()}
-        measured = {name: value.to(devices[name]) for name, value in pending["measured"].items()}
-        extras = {
-            key: value.to(next(iter(devices.values()))) for key, value in pending["extras"].items()
-        }
-        averager.pending = averaging.measure(
-            pending["step"],
-            measured,
-            extras,
-            keep=True,
-        )
+        params = tensors.params
+        measured = {n: value.to(params[n].device) for n, value in pending["measured"].items()}
+        extras = {key: value.to(tensors.device) for key, value in pending["extras"].items()}
+        averager.pending = averaging.measure(pending["step"], measured, extras, keep=True)
         averager.weight = pending["weight"]
         if averager.work is not None:
             averaging.weigh_(averager.pending, averager.weight)

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,11 +18,8 @@ from thinwire import _validate as check
 from thinwire._names import named_parameters
 from thinwire.comm import Regrouped, long_waits_logged, own_deadlines
 from thinwire.comm.private import forget_ended
-from thinwire.compress import COMPRESSIONS, compression_of, field_of
-from thinwire.compress.dgc import DGC
-from thinwire.compress.figures import report_coverage, unsent_share
-from thinwire.compress.low_rank import LowRank
-from thinwire.compress.sparse_change import Sparse
+from thinwire.compress import COMPRESSIONS, GradientConfig, compression_of, field_of
+from thinwire.compress.figures import report_coverage
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.feedback import compile_loops
 from thinwire.core.provenance import PROVENANCE, Provenance, without_provenance
@@ -31,13 +27,12 @@ from thinwire.core.stats import Pace, numbers, planned_row
 from thinwire.errors import PeerLost
 from thinwire.exchange.digest import DIGEST_EVERY
 from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
-from thinwire.kernels.rules import OuterRule
 from thinwire.local import saving
-from thinwire.local.averager import Averager, Counters, OwnScale
+from thinwire.local.averager import Averager, OwnScale
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, LocalSGD, fragments_of
-from thinwire.local.interval import Interval
-from thinwire.local.joiners import JoinerState
+from thinwire.local.interval import Timetable
+from thinwire.local.joiners import JoinerState, receive_state
 from thinwire.local.model import (
     LocalModel,
     given_optimizer,
@@ -165,7 +160,7 @@ class LocalUpdates:
         config: LocalConfig,
         *,
         process_group: dist.ProcessGroup | None = None,
-        compression: DGC | LowRank | None = None,
+        compression: GradientConfig | None = None,
         scaler: OwnScale | None = None,
         digest_every: int = DIGEST_EVERY,
         timeout: float | datetime.timedelta | None = None,
@@ -174,7 +169,7 @@ class LocalUpdates:
         mesh: DeviceMesh | None = None,
     ) -> None:
         self._planned = planned_row(plan)
-        self.digest_every = check.integer("digest_every", digest_every, at_least=0)
+        self._digest_every = check.integer("digest_every", digest_every, at_least=0)
         check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
         if members is not None:
             _require_alone(members, mesh, process_group, timeout, config.node_size)
@@ -183,13 +178,7 @@ class LocalUpdates:
         )
         self._members = members
         if compression is not None:
-            check.instance("compression", compression, tuple(COMPRESSIONS.values()))
-            if config.compression is not None:
-                field = field_of(compression)
-                raise ValueError(
-                    f"{field} and compression={config.compression} both set the compression of "
-                    "averagings: give only one"
-                )
+            _require_alone_in(config, compression)
         self._of_gradients = compression
         self._changes = compression_of(config.compression, compression)
         optimizer = given_optimizer(optimizer, model)
@@ -199,8 +188,7 @@ class LocalUpdates:
         self.config = config
         """Config passed to the constructor."""
         self._scaler = scaler
-        self._interval = Interval(config, optimizer)
-        self._counters = Counters(last=config.begin_step)
+        self._when = Timetable(config, optimizer)
         self._skipped = self._paced_step = 0
         self._looked = False
         self._averager: Averager | None = None
@@ -228,79 +216,57 @@ class LocalUpdates:
                 ) from None
 
     def _entered(self) -> "LocalUpdates":
-        members, ranks = self._members, self._ranks
-        self._entered_once = True
-        group = ranks.group
-        facts: dict[str, Any] = {"wire": WIRE_VERSION, "config": type(self.config).__name__}
-        facts["compression"] = type(self.config.compression).__name__
-        facts["settings"] = asdict(self.config)
+        members, ranks, tensors, config = self._members, self._ranks, self._tensors, self.config
+        self._entered_once, group = True, ranks.group
+        facts: dict[str, Any] = {"wire": WIRE_VERSION, "config": type(config).__name__}
+        facts |= {"compression": type(config.compression).__name__, "settings": asdict(config)}
         if self._of_gradients is not None:
             facts[field_of(self._of_gradients)] = asdict(self._of_gradients)
-        facts |= {"digest_every": self.digest_every, "timeout in seconds": group.timeout_s}
-        facts |= arithmetic(self._tensors.device)
-        facts |= {"user error": self._tensors.difference(), **self._tensors.facts()}
-        if members is not None:
-            members._require_same_setup("local", facts)
-            members._set_step_source(lambda: self.step)
-        ranks.compare(facts, "setting up local updates")
-        if (problem := self._tensors.difference()) is not None:
-            raise RuntimeError(problem)
-        dense = self.config.node_size is None and self._changes is None
-        separate = ranks.mesh is None and (dense or self.config.by_time)
-        sources = group if separate else ranks.sources(self.config.node_size)
-        if isinstance(self._changes, Sparse | DGC):
+        facts |= {"digest_every": self._digest_every, "timeout in seconds": group.timeout_s}
+        _compare(facts, tensors, ranks, members)
+        dense = config.node_size is None and self._changes is None
+        separate = ranks.mesh is None and (dense or config.by_time)
+        sources = group if separate else ranks.sources(config.node_size)
+        if hasattr(self._changes, "sparsity"):
             ranks.compile(partial(compile_loops, self._compressed))
-        self._tensors.copy_from_first(group)
-        outer = OuterRule(
-            self.config.outer_lr, self.config.outer_momentum, self.config.outer_nesterov
-        )
+        tensors.copy_from_first(group)
         self._averager = averager = Averager(
             group,
-            self._tensors,
-            self.config,
-            interval=self._interval,
-            averaging=Averaging(sources, self._tensors.params, outer=outer, changes=self._changes),
-            counters=self._counters,
+            tensors,
+            self._when,
+            Averaging(sources, tensors.params, config, self._changes),
             scaler=self._scaler,
             identity=ranks.identity("local updates"),
-            digest_every=self.digest_every,
+            digest_every=self._digest_every,
             members=members,
             after_averaging=self._after_averaging,
         )
         joining_s = 0.0
-        if members is not None and members._joiner:
-            began_s = time.perf_counter()
-            with own_deadlines():
-                members._fetch_state(JoinerState(averager, members.group))
-                for optimizer in self._tensors.optimizers:
-                    begin_at = getattr(optimizer, "begin_at", None)
-                    if begin_at is not None:  # the schedules of the other ranks are at this step
-                        begin_at(self.step)
-                averager.average_if_due()
-            joining_s = time.perf_counter() - began_s
-        averager.start_counting()  # traffic of the start is not counted as exchange of updates
+        if members is not None:
+            members._step = lambda: self.step
+            if members._joiner:
+                joining_s = receive_state(averager, members)
         first = ranks.rank_and_size[0] == 0
-        if first and self._changes is not None:
-            report_coverage(self._changes, self._tensors.params.values())
         averager.pace = Pace(self._planned if first else None)
         averager.pace.exclude(joining_s, "joining")
+        averager.start_counting()  # traffic of the start is not counted as exchange of updates
+        if first and self._changes is not None:
+            report_coverage(self._changes, tensors.params.values())
         group.take_regroup_s()  # the start does not count
         self._paced_step = self.step
         self._steps = FollowedSteps(
-            self._tensors.optimizers,
+            tensors.optimizers,
             before=averager.before_step,
-            observed=lambda: self._interval.before_step(self.step + 1),
+            observed=lambda: self._when.interval.before_step(self.step + 1),
             after=lambda: self._follow(averager.after_step),
         )
-        self._hooks = [
-            self._steps,
-            self._tensors.model.register_forward_pre_hook(_warn_of_evaluation),
-        ]
+        warner = tensors.model.register_forward_pre_hook(_warn_of_evaluation)
+        self._hooks = [self._steps, warner]
         _open.append(self)
-        for optimizer in self._tensors.optimizers:
+        for optimizer in tensors.optimizers:
             call_params = getattr(optimizer, "call_params", None)  # of optimizers of this library
             if call_params is not None:
-                call_params({p: name for name, p in named_parameters(self._tensors.model)})
+                call_params({p: name for name, p in named_parameters(tensors.model)})
         return self
 
     @property
@@ -309,12 +275,7 @@ class LocalUpdates:
         changes, params = self._changes, self._tensors.params.values()
         return [] if changes is None else [p for p in params if changes.compresses(p)]
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None and self._hooks:
                 self.flush()
@@ -323,35 +284,30 @@ class LocalUpdates:
 
     def _follow(self, move: Callable[[], None]) -> None:
         """Run the averager's work after a step, or in place of one."""
-        averager = self._open_averager()
-        k_steps = self.k_steps
-        members = self._members
+        averager, k_steps, members = self._open_averager(), self.k_steps, self._members
         # take up a change of membership here; ranks of a site, and ranks that have already agreed
         # on a change, do so at the averaging instead
-        if members is not None and members._sharded is None and members.group.pending_after is None:
-            members.group.bind_latest()
+        shared = None if members is None or members._sharded is not None else members._group
+        if shared is not None and shared.pending_after is None:
+            shared.bind_latest()
         with (
             averager.group.one_deadline(),
             long_waits_logged(f"local step {self.step + 1}", lambda: averager.wait_s),
         ):
             move()
         if averager.duplicates.averaged_before:
-            averager.bytes_of_others += sum(
-                p.numel() * p.element_size() for p in self._tensors.params.values()
-            )
+            averager.bytes_of_others += sum(p.nbytes for p in self._tensors.params.values())
         if self.synced:
             _log.debug("averaged after local step %d", self.step)
             self._round_over(averager)
         if self.k_steps != k_steps:
-            _log.info(
-                "ranks average every %d steps from now on, not every %d", self.k_steps, k_steps
-            )
+            _log.info("ranks average every %d steps from now on, not %d", self.k_steps, k_steps)
 
     def _after_averaging(self, goes_on: bool) -> bool:
         """Admit joiners and release leaving members; return True if this rank continues."""
         members, averager = self._members, self._averager
         if members is not None and averager is not None:
-            members._end_round(JoinerState(averager, members.group), goes_on=goes_on)
+            members._end_round(JoinerState(averager, members._group), goes_on=goes_on)
             averager.last = None
             if members.left:
                 self.close()
@@ -384,31 +340,21 @@ class LocalUpdates:
         _open[:] = [other for other in _open if other is not self]
 
     @property
-    def steps_made(self) -> int:
-        """Local steps of this rank inside the block, dropped ones included."""
-        return 0 if self._averager is None else self._averager.steps_made
-
-    @property
     def k_steps(self) -> int:
         """Current interval, in steps."""
-        return self._interval.k_steps
+        return self._when.interval.k_steps
 
     @property
     def step(self) -> int:
         """Local steps made. With `round_seconds`, the most steps of any rank up to the last
         averaging, and so the same on all ranks.
         """
-        return self._counters.step
+        return self._when.counters.step
 
     @property
     def synced(self) -> bool:
         """True if the last step took part in an averaging; with a delay, was measured for one."""
-        return self._averager is not None and self._averager.synced
-
-    @property
-    def unsynced(self) -> bool:
-        """True if this rank made steps since the last full sync."""
-        return self._averager is not None and self._averager.unsynced
+        return self._when.synced
 
     @property
     def left(self) -> bool:
@@ -438,12 +384,11 @@ class LocalUpdates:
             TypeError: Not a number.
             ValueError: A tensor of more than one element; tokens without `round_seconds`.
         """
-        self._interval.observe(loss)
+        self._when.interval.observe(loss)
         if tokens is not None:
-            self.count_tokens(tokens)
+            self._count_tokens(tokens)
 
-    def count_tokens(self, tokens: int) -> None:
-        """Report the tokens of this step, as `observe` does."""
+    def _count_tokens(self, tokens: int) -> None:
         require_tokens(tokens, self.config)
         work = self._open_averager().work
         assert work is not None, "it ends by time"
@@ -453,20 +398,9 @@ class LocalUpdates:
         """Count a step that this rank drops, for instance after an overflow; instead of `step`."""
         averager = self._open_averager()
         averager.before_step()
-        self._interval.before_step(self.step + 1, dropped=True)
+        self._when.interval.before_step(self.step + 1, dropped=True)
         self._skipped += 1
         self._follow(averager.after_step)
-
-    def refuse(self, problem: str) -> None:
-        """Raise this user error on all ranks, at the next agreement of the others."""
-        averager = self._open_averager()
-        with averager.group.one_deadline():
-            averager.settle()
-            averager.agreement(self.step, "refusing", first=False, user_error=problem)
-
-    def give_up(self, why: str | None) -> None:
-        """Raise `NonFinite` with this text on all ranks at the next averaging; None cancels it."""
-        self._open_averager().given_up = why
 
     def end_round(self) -> None:
         """Join the averaging of a timed round with the steps made so far, even none.
@@ -510,35 +444,27 @@ class LocalUpdates:
             averager.flush()
         if group.size > 1 and not self._looked:
             self._looked = True
-            warn_of_averages(self._tensors.model, self._counters.averagings)
+            warn_of_averages(self._tensors.model, self._when.counters.averagings)
 
     def require_equal(self) -> None:
         """Raise `Diverged` on all ranks if values that must be equal differ; call it on all."""
-        self._entered_averager().require_equal()
+        self._open_averager(or_left=True).require_equal()
 
-    def traffic(self) -> dict[str, Any]:
-        """Return the traffic counters; see `Synchronizer.traffic`."""
-        return NO_TRAFFIC if self._averager is None else self._averager.traffic()
-
-    def exclude(self, seconds: float) -> None:
-        """Count time that went to something else than steps, such as saving; see `stats`."""
-        if self._averager is not None:
-            self._averager.pace.exclude(seconds)
-
-    def counts(self) -> dict[str, Any]:
-        """Return `traffic` and further numbers of `thinwire.core.stats`."""
+    def _counts(self) -> dict[str, Any]:
+        """Return the traffic and further numbers of `thinwire.core.stats`."""
+        changes = self._changes if self._compressed else None
+        averagings, averager = self._when.counters.averagings, self._averager
         found: dict[str, Any] = {
-            "averagings": self._counters.averagings,
-            "sparsity": unsent_share(self._changes, self.step) if self._compressed else 0.0,
-            "applied_share": 1.0,
-            **self.traffic(),
+            "averagings": averagings,
+            "sparsity": 0.0 if changes is None else changes.unsent_share(self.step),
         }
-        if self._averager is not None:
-            # each fragment has an outer optimizer of its own
-            averagings = -(-self._counters.averagings // self._averager.parts)
-            found["applied_share"] = self._averager.averaging.applied_share(averagings)
-            found |= self._averager.pace.goodput(self.step - self._skipped, self._skipped)
-        return found
+        if averager is None:
+            return found | NO_TRAFFIC
+        # each fragment has an outer optimizer of its own
+        averagings = -(-averagings // self.config.fragments)
+        found["applied_share"] = averager.averaging.applied_share(averagings)
+        goodput = averager.pace.goodput(self.step - self._skipped, self._skipped)
+        return found | averager.traffic() | goodput
 
     def stats(self) -> dict[str, float]:
         """Return flat numbers about this rank so far; names as in `thinwire.core.stats.numbers`.
@@ -560,7 +486,7 @@ class LocalUpdates:
             k_steps=self.k_steps,
             loss_scale=1.0 if self._scaler is None else self._scaler.scale,
             bytes_dense=4 * self._tensors.numel * self.step,
-            **self.counts(),
+            **self._counts(),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -569,17 +495,13 @@ class LocalUpdates:
         Between two averagings it holds this rank's own parameters and buffers too; the optimizer's
         state is not included. No communication, but an agreement in flight is waited for.
         """
-        state = self.plain_state_dict()
+        state = saving.saved(self._open_averager(or_left=True))
         return {
             **state,
             PROVENANCE: Provenance(
                 *self._ranks.rank_and_size, self.step, saving.own_checksum(state)
             ).packed(),
         }
-
-    def plain_state_dict(self) -> dict[str, Any]:
-        """Return `state_dict` without the provenance, for callers that separate the ranks."""
-        return saving.saved(self._entered_averager())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue bit for bit from a `state_dict` of the same rank; inside the block, on all
@@ -617,16 +539,9 @@ class LocalUpdates:
             )
         averager.start_anew()
 
-    def buffers_loaded(self) -> None:
-        """Record that the buffers of a loaded state were written as well."""
-        self._open_averager().tensors.buffers_restored()
-
-    def _entered_averager(self) -> Averager:
-        """Return the averager, also after the block, for callers that save its final state."""
-        return self._open_averager() if self._averager is None else self._averager
-
-    def _open_averager(self) -> Averager:
-        if not self._hooks or self._averager is None:
+    def _open_averager(self, *, or_left: bool = False) -> Averager:
+        """Return the averager of the open block; with `or_left` also after it."""
+        if self._averager is None or not (self._hooks or or_left):
             raise RuntimeError(
                 "this needs an open local_sgd block: call it inside `with local_sgd(...) as sync:`"
             )
@@ -638,7 +553,7 @@ def _warn_of_evaluation(model: nn.Module, _: object) -> None:
     if model.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
     for block in _open:
-        own = block._tensors.model is model and block.unsynced and not block.synced
+        own = block._tensors.model is model and block._when.unsynced and not block.synced
         if own and block._open_averager().group.size > 1:
             block._hooks.pop().remove()  # it was appended last
             warnings.warn(
@@ -648,6 +563,29 @@ def _warn_of_evaluation(model: nn.Module, _: object) -> None:
                 UserWarning,
                 stacklevel=5,
             )
+
+
+def _compare(
+    facts: Mapping[str, Any], tensors: LocalModel, ranks: Ranks, members: Members | None
+) -> None:
+    """Compare the setup over the ranks, and with the run of members; raise where it differs."""
+    problem = tensors.difference()
+    facts = {**facts, **arithmetic(tensors.device), "user error": problem, **tensors.facts()}
+    if members is not None:
+        members._require_same_setup("local", facts)
+    ranks.compare(facts, "setting up local updates")
+    if problem is not None:
+        raise RuntimeError(problem)
+
+
+def _require_alone_in(config: LocalConfig, compression: GradientConfig) -> None:
+    """Raise if the config has a compression beside that of gradients."""
+    check.instance("compression", compression, tuple(COMPRESSIONS.values()))
+    if config.compression is not None:
+        raise ValueError(
+            f"{field_of(compression)} and compression={config.compression} both set the "
+            "compression of averagings: give only one"
+        )
 
 
 def _require_alone(

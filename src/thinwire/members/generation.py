@@ -48,6 +48,11 @@ class Generation:
     def __post_init__(self) -> None:
         self.quorum_base = self.decision.continuing
 
+    def disconnect(self) -> None:
+        """End all waits of its members for each other."""
+        if self.groups is not None:
+            self.groups.disconnect()
+
     @property
     def ids(self) -> tuple[str, ...]:
         """The members in the order of their ranks."""

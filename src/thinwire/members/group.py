@@ -40,7 +40,7 @@ class ElasticGroup(Group):
         self.pending_after: int | None = None
         self._attempt: int | None = None
         self._regroup_s = 0.0
-        if membership.generation is not None:
+        if membership.shared.generation is not None:
             self.bind_latest()
 
     @property
@@ -53,9 +53,7 @@ class ElasticGroup(Group):
         return -1 if self.bound is None else self.bound.number
 
     def bind_latest(self) -> int:
-        """Bind to the last generation that was formed, waiting for a pending one; return
-        its number.
-        """
+        """Bind to the last generation, waiting for a pending one; return its number."""
         if self.pending_after is not None:
             self._wait_for_next(self.pending_after)
             self.pending_after = None
@@ -97,7 +95,9 @@ class ElasticGroup(Group):
         finally:
             self.rank, self.size = own
 
-    def launch_bytes(self, payload: bytes, *, action: str) -> Pending[list[bytes]]:
+    def launch_bytes(
+        self, payload: bytes, *, action: str, common: bytes | None = None
+    ) -> Pending[list[bytes]]:
         """Launch as `Group.launch_bytes` does, a numbered agreement; see `Membership`."""
         return Pending.started(self._voting(payload, action))
 
@@ -105,7 +105,7 @@ class ElasticGroup(Group):
         """Repeat an agreement until it counts; pause whenever it has been launched."""
         if self.bound is None and self.pending_after is None:
             return [payload]
-        vote, attempt = self.membership.votes + 1, self._attempt
+        vote, attempt = self.membership.shared.votes + 1, self._attempt
         while True:
             # another member may have received all answers: then they are in the store
             known = self.membership.recorded(vote)
@@ -117,7 +117,7 @@ class ElasticGroup(Group):
             try:
                 gathered = super().launch_bytes(payload, action=action)
                 yield
-                answers = gathered.wait()
+                answers = [row for row in gathered.wait() if row is not None]
             except Regrouped:
                 continue
             if self.membership.accept_agreement(number, vote, answers):
@@ -271,7 +271,7 @@ class SiteGroup(Group):
     def __init__(self, site: Site, shard_group: ElasticGroup) -> None:
         self._begin(shard_group.timeout_s)
         self.site, self.shards, self.replicas = site, site.ranks, shard_group
-        self._shard_group, self._received_ids = shard_group, [shard_group.membership.own_id]
+        self._shard_group, self._received_ids = shard_group, [shard_group.membership.shared.own_id]
 
     @property
     def rank(self) -> int:  # type: ignore[override]
@@ -289,7 +289,7 @@ class SiteGroup(Group):
     @property
     def answer_index(self) -> int:
         return (
-            self._received_ids.index(self._shard_group.membership.own_id) * self.site.size
+            self._received_ids.index(self._shard_group.membership.shared.own_id) * self.site.size
             + self.site.rank
         )
 
@@ -309,11 +309,13 @@ class SiteGroup(Group):
         try:
             yield
         except ThinwireError as error:
-            if self._shard_group.membership.end_reason is not None:
+            if self._shard_group.membership.shared.end_reason is not None:
                 self.site.announce_end(error)
             raise
 
-    def launch_bytes(self, payload: bytes, *, action: str) -> Pending[list[bytes]]:
+    def launch_bytes(
+        self, payload: bytes, *, action: str, common: bytes | None = None
+    ) -> Pending[list[bytes]]:
         """Launch as `Group.launch_bytes` does."""
         with self._announcing_end():
             gathered = self._shard_group.launch_bytes(payload, action=action)
@@ -322,7 +324,7 @@ class SiteGroup(Group):
     def _common_answers(self, gathered: Pending[list[bytes]], action: str) -> list[bytes]:
         with self._announcing_end():
             answers = gathered.wait()
-        ids = self._shard_group.membership.voters
+        ids = self._shard_group.membership.shared.voters
         all_equal = len(set(answers)) == 1
         report = {"ids": ids, "answers": packed(answers[:1] if all_equal else answers)}
         reports = self.site.gather_values(action, report)

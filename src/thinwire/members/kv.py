@@ -83,9 +83,7 @@ class AuthenticatedStore(Store):
         return self._verified(key, self._store.get(self._prefix + key))
 
     def try_get(self, key: str) -> bytes | None:
-        """Return a value, or None if there is none; one round trip, where `check` and `get`
-        take three.
-        """
+        """Return a value, or None; one round trip, where `check` and `get` take three."""
         # a stranger can read this argument: with a MAC it could be replayed as a value
         found = self._store.compare_set(self._prefix + key, _ABSENT, _ABSENT)
         return None if found == _ABSENT else self._verified(key, found)
@@ -93,9 +91,7 @@ class AuthenticatedStore(Store):
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
-        """Write a value if the present one equals `expected_value` (empty: no value);
-        return the value that is stored afterwards.
-        """
+        """Write a value if `expected_value` is there (empty: none); return what is there then."""
         expected = self._with_mac(key, expected_value) if expected_value else b""
         desired = self._with_mac(key, desired_value)
         found = self._store.compare_set(self._prefix + key, expected, desired)

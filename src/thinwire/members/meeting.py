@@ -40,9 +40,7 @@ _SESSION_BYTES: Final = 16
 def connect(
     address: str, run: str, token: bytes | None, timeout: timedelta, *, at_most_s: float = math.inf
 ) -> AuthenticatedStore:
-    """Return the store of a run at a meeting place, after the host has shown that it knows
-    the token.
-    """
+    """Return the store of a run, after the host has shown that it knows the token."""
     require_run(run)
     host = parse_address("address", address, scheme=True)
     limit_s, begun = min(timeout.total_seconds(), at_most_s), time.monotonic()

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -109,17 +108,17 @@ class Members:
         site: SingleRank,
         make_membership: Callable[[KeyValueView, str], Membership],
     ) -> None:
-        self._site, self._make_membership, self.timeout_s = site, make_membership, timeout_s
+        self._site, self._make_membership, self._timeout_s = site, make_membership, timeout_s
         self._kv = kv if self._sharded is None else kv.under(f"shard/{site.rank}")
         key = self._kv.store.key_for("state") or b""
         self._transfer_context = TransferContext(self._kv, endpoint, timeout_s, key)
         self._membership = self._join_run()
-        self.group = ElasticGroup(self._membership)
-        self.job: Group = self.group
+        self._group = ElasticGroup(self._membership)
+        self._job: Group = self._group
         if self._sharded is not None:
-            self.job = SiteGroup(self._sharded, self.group)
+            self._job = SiteGroup(self._sharded, self._group)
         self._callbacks: list[Callable[[Members], None]] = []
-        self.group.on_rebind.append(self._notify)
+        self._group.on_rebind.append(self._notify)
         self._donors: list[Donor] = []
         self._incoming_handoffs: list[IncomingHandoff] = []
         self._leaving = self._has_state = self.left = False
@@ -153,11 +152,7 @@ class Members:
         return membership
 
     def _require_mesh(self, mesh: DeviceMesh | None) -> None:
-        """Check that `mesh` is the one passed to `join`.
-
-        Raises:
-            ValueError: It is another mesh.
-        """
+        """Check that `mesh` is the one passed to `join`."""
         own_mesh = self._site.mesh
         if mesh != own_mesh:
             which = "no mesh" if mesh is None else "a mesh" if own_mesh is None else "another mesh"
@@ -170,23 +165,18 @@ class Members:
     def __enter__(self) -> "Members":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._close(leaves=kind is None)
 
     @property
     def _joiner(self) -> bool:
         """True until this process has received the state of a run that had begun without it."""
-        return self.group.bound is None and self.group.pending_after is None
+        return self._group.bound is None and self._group.pending_after is None
 
     @property
     def id(self) -> str:
         """Identity of this member: host, process and eight digits."""
-        return self._membership.own_id
+        return self._membership.shared.own_id
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -219,10 +209,10 @@ class Members:
 
     def _present(self) -> tuple[int, tuple[str, ...]]:
         """Number and members of the current generation."""
-        bound = self.group.bound
+        bound = self._group.bound
         if bound is not None:
             return bound.number, bound.ids
-        admitted = None if self._joiner else self._membership.admitted
+        admitted = None if self._joiner else self._membership.shared.admitted
         return (-1, ()) if admitted is None else admitted
 
     @property
@@ -246,9 +236,7 @@ class Members:
         now: Generation,
         size: int,
     ) -> None:
-        """Move the own state of leaving members to the first remaining one, one of `size` members
-        from then on.
-        """
+        """Move the own state of leaving members to the first of those that remain."""
         for leaving_id in leaving_ids:
             number = handoff_number(now.number, now.ids.index(leaving_id))
             if remaining[0] == self.id:
@@ -279,22 +267,18 @@ class Members:
             donor.close()
         self._donors = []
         if self._outgoing_handoff is not None:
-            self._outgoing_handoff.close(self.timeout_s)
+            self._outgoing_handoff.close(self._timeout_s)
         if (
             leaves
-            and self._membership.end_reason is None
-            and self._membership.store_problem is None
+            and self._membership.shared.end_reason is None
+            and self._membership.shared.store_problem is None
         ):
-            self._kv.limit_s = min(_LEAVE_S, self.timeout_s)
-            self._membership.announce_leaving(self._kv)
+            self._kv.limit_s = min(_LEAVE_S, self._timeout_s)
+            self._membership.shared.announce_leaving(self._kv)
         self._membership.close()
         self._kv.disconnect()
 
     # for local updates
-
-    def _set_step_source(self, step: Callable[[], int]) -> None:
-        """Take `step` from this function."""
-        self._step = step
 
     def _register_sampler(self, sampler: SharedSampler) -> None:
         """Distribute the remaining samples of this sampler again at each membership change."""
@@ -327,9 +311,8 @@ class Members:
         return ids.index(self.id) * site.size + site.rank, len(ids) * site.size
 
     def _redistribute_samples(self, ids: Sequence[str]) -> None:
-        """Distribute the remaining samples to these members. A lost member has taken those of its
-        last report: what it computed after that reached nobody.
-        """
+        """Distribute the remaining samples to these members."""
+        # a lost one has taken those of its last report: what it computed later reached nobody
         if not self._samplers or tuple(ids) == self._sharing_ids or self.id not in ids:
             return
         for sampler in self._samplers:
@@ -337,9 +320,7 @@ class Members:
         self._sharing_ids, self._taken = tuple(ids), {}
 
     def _taken_of(self, sampler: SharedSampler) -> list[tuple[int, int] | None]:
-        """Return the progress of each rank that shares the samples, as reported at the last
-        averaging; None if it has reported none since the last distribution.
-        """
+        """Return what each rank had taken at the last averaging; None if nothing since it began."""
         index = self._samplers.index(sampler)
         sharing = [
             (member, rank) for member in self._sharing_ids for rank in range(self._site.size)
@@ -348,32 +329,18 @@ class Members:
         return [None if report is None else tuple(report[index]) for report in reports]
 
     def _require_same_setup(self, occasion: str, facts: Facts) -> None:
-        """Compare this member's setup with that of the run; the first member sets it.
-
-        Args:
-            occasion: One word that names the comparison.
-            facts: Facts that must be equal on all members, as JSON values.
-
-        Raises:
-            Mismatch: The facts differ; raised on this member alone.
-            PeerLost, PeerStalled: The meeting place was lost, or does not answer.
-        """
+        """Compare JSON values with those of the run; raise here alone where they differ."""
         kv = self._kv
         kv.call(lambda: require_same(kv.store.under(occasion), dict(leaves("", facts))))
 
     def _fetch_state(self, state: SharedState) -> None:
-        """Copy the state of the run from a member, and wait for admission.
-
-        Raises:
-            PeerStalled: No member sends heartbeats, or the meeting place does not answer.
-            PeerLost: The meeting place was lost.
-        """
+        """Copy the state of the run from a member, and wait for admission."""
         try:
             self._wait_for_admission(state)
         except ThinwireError as error:
             self._site.announce_end(error)
             raise
-        self.group.pending_after = -1
+        self._group.pending_after = -1
 
     def _wait_for_admission(self, state: SharedState) -> None:
         while True:
@@ -381,7 +348,7 @@ class Members:
             try:
                 self._fetch_from_donor(state)
             except (PeerLost, PeerStalled, PayloadCorrupt) as error:
-                if self._membership.kv.waiting_s > self.timeout_s / 2:
+                if self._membership.kv.waiting_s > self._timeout_s / 2:
                     raise  # the meeting place is stalled: no other member can be asked either
                 self._membership.require_heartbeat()
                 problem = error
@@ -391,7 +358,7 @@ class Members:
             if ready:
                 # the others may have admitted this member, which has no state: join as a new one
                 self._membership.close()
-                self._membership = self.group.membership = self._join_run()
+                self._membership = self._group.membership = self._join_run()
                 self._has_state = False
             _log.warning("asking another member for the state: %s", problem)
 
@@ -408,16 +375,14 @@ class Members:
 
     def _fetch_from_donor(self, state: SharedState) -> None:
         site, problem = self._site, None
-        number = self._membership.say_hello(self._kv) if site.rank == 0 else 0
+        number = self._membership.shared.say_hello(self._kv) if site.rank == 0 else 0
         number = site.broadcast_value("asking for admission", number)
         recipient = message = None
         try:
             try:
                 self._wait_for_donor(number)
                 recipient = Recipient(self._transfer_context, number)
-                message = recipient.receive(state.max_bytes)
-                state.apply(message)
-                while message.waiting > 1:  # catch up before admission: the others wait for it
+                while message is None or message.waiting > 1:  # catch up: the others wait for it
                     message = recipient.receive(state.max_bytes)
                     state.apply(message)
             except (PeerLost, PeerStalled, PayloadCorrupt) as error:
@@ -427,7 +392,7 @@ class Members:
             assert recipient is not None and message is not None, "received"
             self._has_state = True
             if site.rank == 0:
-                self._kv.put(f"ready/{number}", {"id": self._membership.own_id})
+                self._kv.put(f"ready/{number}", {"id": self._membership.shared.own_id})
             while not message.last:
                 message = recipient.receive(state.max_bytes)
                 state.apply(message)
@@ -455,7 +420,7 @@ class Members:
         if self._samplers:
             taken = [sampler._progress for sampler in self._samplers]
             report["taken"] = [self.id, self._site.rank, taken]
-        if self.group.rank == self._site.rank == 0:
+        if self._group.rank == self._site.rank == 0:
             report["assign"] = self._membership.waiting_joiners()
             report["admit"] = self._membership.ready_joiners()
         return report
@@ -470,18 +435,12 @@ class Members:
         self._taken |= {(member, rank): taken for member, rank, taken in progress}
 
     def _end_round(self, state: SharedState, *, goes_on: bool = False) -> None:
-        """Send states, admit joiners and release leaving members, as agreed in the reports. All
-        members call it after the same round.
-
-        Args:
-            state: State that the members share.
-            goes_on: True if the same call makes another round at once: then no member joins or
-                leaves before that round.
-        """
+        """Send states, admit joiners and release leaving members, as all members have agreed."""
+        # goes_on: the same call makes another round at once, before which no member joins or leaves
         agreed, self._agreed = {} if goes_on else self._agreed, {}
         leaving_ids, self._leaving_ids = () if goes_on else self._leaving_ids, ()
         # the generation of the agreement, equal on all members, even if a new one has formed since
-        now = self.group.bound
+        now = self._group.bound
         assert now is not None, "exchanged"
         leaving_ids = tuple(member for member in leaving_ids if member in now.ids)
         remaining = [member for member in now.ids if member not in leaving_ids]
@@ -490,7 +449,7 @@ class Members:
             self._redistribute_samples([*remaining, *admitted])
         self._donors = [donor for donor in self._donors if donor.alive]
         if self._donors:
-            update = state.last_update() if self.group.size > 1 else state.full_state()
+            update = state.last_update() if self._group.size > 1 else state.full_state()
             for donor in self._donors:
                 # over a link slower than the rounds, the updates would pile up for ever
                 message = state.full_state() if donor.behind else update
@@ -498,7 +457,7 @@ class Members:
                 plain = {**message.plain, **(self._sampler_facts() if last else {})}
                 donor.enqueue(replace(message, plain=plain, last=last))
         for number, joiner in agreed.get("assign", []):
-            self._membership.donor_assigned_s[number] = time.monotonic()
+            self._membership.donor_assigned(number)
             if remaining and remaining[number % len(remaining)] == self.id:
                 donor = Donor(self._transfer_context, number, joiner, own_id=self.id)
                 donor.enqueue(state.full_state())
@@ -518,7 +477,7 @@ class Members:
                 self._membership.wait_for_decision()
                 self.left = True
                 return
-            self.group.pending_after = now.number  # the next one connects while this member trains
+            self._group.pending_after = now.number  # the next one connects while this member trains
 
     @property
     def _has_joiners(self) -> bool:
@@ -527,15 +486,13 @@ class Members:
 
 
 def _meet(membership: Membership, site: SingleRank) -> None:
-    """Let the first rank of the site meet the other sites; then each rank meets the ranks that hold
-    the same shard.
-    """
+    """Let the first rank meet the other sites; then each rank those that hold the same shard."""
     problem: ThinwireError | None = None
     ids: tuple[str, ...] = ()
     if site.rank == 0:
         try:
             membership.meet()
-            ids = () if membership.joiner else membership.current().ids
+            ids = () if membership.shared.joiner else membership.current().ids
         except ThinwireError as error:
             problem = error
     site.raise_first("meeting the other sites", problem)

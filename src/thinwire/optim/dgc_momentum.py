@@ -1,39 +1,51 @@
 """SGD with momentum over deep gradient compression."""
 
 import datetime
+import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
-from thinwire.compress.dgc import DGC
+from thinwire._names import named_parameters
+from thinwire.comm import node_size_of, tap_buckets
+from thinwire.compress.dgc import DGC, DGCCompressor, locally_clipped
+from thinwire.compress.figures import report_coverage
+from thinwire.core.arithmetic import arithmetic
+from thinwire.core.checksum import bit_sums
 from thinwire.core.feedback import compile_loops
 from thinwire.core.gradients import ClipByNorm, Regularizer
 from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of, without_provenance
-from thinwire.core.sharded import require_shards, shard_of, sharded_like
+from thinwire.core.sharded import Shards, require_shards, shard_of, sharded_like
 from thinwire.core.stats import numbers
-from thinwire.exchange.digest import DIGEST_EVERY
-from thinwire.exchange.round import Round
+from thinwire.core.tensors import narrowed, state_dtype, stored_dtype
+from thinwire.exchange.checks import SameHyperparameters
+from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest, optimizer_state
+from thinwire.exchange.gradients import GradientExchange
 from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
-from thinwire.optim.attached import Attached
-from thinwire.optim.dgc_settings import OF_DGC, DGCSettings, wide_dtype
-from thinwire.optim.dgc_synchronizer import DGCSynchronizer, DGCUpdate
-from thinwire.optim.pairs import ParamGrad
+from thinwire.optim.common import CommonOptimizer
+from thinwire.optim.folded import FoldedSGD
 from thinwire.optim.saving import of_params
 from thinwire.schedules import Schedule
+from thinwire.wire.message import WIRE_VERSION
 
+_RAMP = ("rampup_begin_step", "rampup_step", "sparsity", "min_numel", "local_grad_clip_norm")
+"""Settings of a group that `DGC` has too."""
+_OF_DGC = ("value_bits", "state_dtype", "node_size", "exchange")
+"""Settings of the whole optimizer that `DGC` has too."""
+_INSTEAD_OF_JOIN = "train with DistributedStrategy(dgc=DGC(...)) inside `with engine.join():`"
 _OWN = ("residual", "momentum_buffer")
 """Keys of the state that differs from rank to rank."""
 
 
-class DGCMomentum(DGCSettings):
+class DGCMomentum(CommonOptimizer):
     """SGD with momentum that exchanges gradients itself, in messages about 2,000 times smaller.
 
     Example, on every rank::
@@ -60,25 +72,12 @@ class DGCMomentum(DGCSettings):
         params: As in torch; all ranks must give the same, in the same order, with equal values.
         lr: A number, a schedule or a list, also per group.
         momentum: m, >= 0.
-        rampup_begin_step: Updates before compression begins, >= 0.
-        rampup_step: Updates over which the levels of `sparsity` are spread, >= 1.
-        sparsity: Fractions that are **not** sent, each in [0, 1); the last one stays.
+        rampup_begin_step, rampup_step, sparsity, local_grad_clip_norm, min_numel: As in `DGC`, also
+            per group.
+        value_bits, state_dtype, node_size, exchange: As in `DGC`.
         nesterov: True for Nesterov momentum; needs momentum.
         weight_decay: Added to each rank's own gradient before it is folded in, >= 0.
-        local_grad_clip_norm: C > 0: a source's share g / N of a compressed tensor is limited to the
-            norm C / sqrt(N). A source is a rank, or a node with the mean of its ranks.
-        num_trainers: N of that limit only; None: the number of sources.
-        min_numel: Smaller tensors are exchanged densely, >= 1.
-        value_bits: Bits of one sent value: 1, 2, 4, 8, 16 or 32. The rounding error stays in v.
-        state_dtype: u and v of compressed tensors are stored as "float32" or "bfloat16" (a torch
-            dtype is taken too), half the memory, rounded stochastically; None: float32, float64 for
-            float64 parameters.
-        node_size: Consecutive ranks that share a node, average densely among themselves and count
-            as one source, >= 1; it must divide the ranks. 1 is off. None: torchrun's
-            LOCAL_WORLD_SIZE where ranks fill two nodes or more.
-        exchange: "gather" sends every message to every source. "split" sends sums of shares, and
-            its cost does not grow with the number of sources. "auto" splits where that moves at
-            most half of the bytes.
+        num_trainers: N of `local_grad_clip_norm` only; None: the number of sources.
         process_group: The ranks that exchange; None for all of them. One process alone works too.
         mesh: Of sites and shards, with the dimensions "replicate" and "shard", over all ranks: the
             model was sharded by `fully_shard(model, mesh=mesh["shard"])` before this was made. Each
@@ -121,11 +120,18 @@ class DGCMomentum(DGCSettings):
     exchanges_gradients = True
     """True: methods that average parameters instead must refuse this optimizer."""
     _step_supports_amp_scaling = True
-    _synchronizer: DGCSynchronizer | None = None
-    _arrived: Round | None = None
-    """Exchange result handed in by the engine for the step that it calls."""
     _dense_bytes = 0
-    _attached: Attached | None = None
+    _attached: "Attached | None" = None
+    _exchange: GradientExchange | None = None
+    """Exchange with the other ranks; None before the first step."""
+    _configs: Sequence[DGC] = ()
+    """Compression of each group: outside of a step, that on which all ranks last agreed."""
+    _named: dict[str, Tensor] | None = None
+    _names: Mapping[Tensor, str]
+    value_bits: int
+    state_dtype: str | None
+    node_size: int | None
+    exchange: str
 
     def __init__(
         self,
@@ -177,7 +183,7 @@ class DGCMomentum(DGCSettings):
         dgc = DGC(
             value_bits=value_bits, state_dtype=state_dtype, node_size=node_size, exchange=exchange
         )
-        for key in OF_DGC:
+        for key in _OF_DGC:
             setattr(self, key, getattr(dgc, key))
         self.num_trainers = num_trainers
         if num_trainers is not None:
@@ -208,26 +214,30 @@ class DGCMomentum(DGCSettings):
         super().__init__(groups, defaults)
         self._close()
         if mesh is not None:
-            require_shards(self.synchronizer.params, mesh["shard"])
+            require_shards(self._params_by_name, mesh["shard"])
+
+    def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
+        momentum = check.real("momentum", values["momentum"], at_least=0)
+        if check.boolean("nesterov", values["nesterov"]) and momentum == 0:
+            raise ValueError("nesterov needs a momentum above 0, got momentum=0")
+        DGC(**{key: values[key] for key in _RAMP})  # checks them
 
     @property
-    def synchronizer(self) -> DGCSynchronizer:
-        """Exchange with the other ranks."""
-        if self._synchronizer is None or self._synchronizer.optimizer is not self:
-            self._synchronizer = DGCSynchronizer(self, self._ranks, self._identity)
-            self._update_from = DGCUpdate(self, self._synchronizer)
-        return self._synchronizer
+    def sparsity(self) -> float:
+        """Return the fraction of a compressed tensor that the next update does not send."""
+        if not any(map(self._compresses, self._ordered_params())):
+            return 0.0
+        return self._config_of(self.param_groups[0]).unsent_share(self.position)
 
     def compile_loops(self) -> None:
         """Compile what the exchange calls."""
-        params = [shard_of(p) for p in self.synchronizer.params.values() if self.compresses(p)]
-        compile_loops(params, torch.bfloat16 if self.state_dtype == "bfloat16" else None)
+        params = [shard_of(p) for p in self._ordered_params() if self._compresses(p)]
+        compile_loops(params, self.state_dtype)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in the base class. The next step compares settings and parameters."""
         super().add_param_group(param_group)
-        if self._synchronizer is not None:
-            self._synchronizer.relist()
+        self._named = None
 
     def attach(self, ddp: DistributedDataParallel) -> "Attached":
         """Move the exchange into the backward pass of `ddp`, bucket by bucket, so that the two
@@ -257,11 +267,7 @@ class DGCMomentum(DGCSettings):
             raise ValueError(
                 "this optimizer is attached already: call remove() on its handle first"
             )
-
-        def removed() -> None:
-            self._attached = None
-
-        self._attached = Attached(self, self.synchronizer, ddp, stats=self.stats, removed=removed)
+        self._attached = Attached(self, ddp)
         return self._attached
 
     @property
@@ -272,16 +278,7 @@ class DGCMomentum(DGCSettings):
     def call_params(self, names: Mapping[Tensor, str]) -> None:
         """Name parameters, as in the base class; the exchange uses these names too."""
         super().call_params(names)
-        self.synchronizer.relist()
-
-    @contextmanager
-    def updating_from(self, done: Round) -> Iterator[None]:
-        """Run a `step` inside the block from `done`, the result of an engine's exchange."""
-        self._arrived = done
-        try:
-            yield
-        finally:
-            self._arrived = None
+        self._named = None
 
     @torch.no_grad()
     def require_equal(self) -> None:
@@ -292,8 +289,8 @@ class DGCMomentum(DGCSettings):
         Raises:
             Diverged: On every rank.
         """
-        if (exchange := self.synchronizer.last) is not None:
-            exchange.require_equal(self.position)
+        if self._exchange is not None:
+            self._exchange.require_equal(self.position)
 
     def stats(self) -> dict[str, float]:
         """Return flat numbers about this rank so far; names as in `thinwire.core.stats.numbers`.
@@ -303,7 +300,7 @@ class DGCMomentum(DGCSettings):
         in the next update. If `attach` was forgotten and a DistributedDataParallel model averages
         as well, its traffic counts too.
         """
-        exchange = self.synchronizer.last
+        exchange = self._exchange
         dropped = 0 if exchange is None else exchange.drops.total
         return numbers(
             step=self.position,
@@ -322,7 +319,18 @@ class DGCMomentum(DGCSettings):
         rank, number of ranks, position, and a checksum of residuals and momentum. Every way of
         saving keeps tensors.
         """
-        state_dict = self.plain_state_dict()
+        state_dict = super().state_dict()
+        if self._ranks.mesh is not None:
+            # other checkpoint formats would take plain tensors for values equal on all ranks
+            params = [p for group in self.param_groups for p in group["params"]]
+            wrapped = {
+                key: {
+                    name: sharded_like(value, params[key]) if name in _OWN else value
+                    for name, value in entries.items()
+                }
+                for key, entries in of_params(state_dict["state"]).items()
+            }
+            state_dict["state"] = {**state_dict["state"], **wrapped}
         state = state_dict["state"]
         first = next((k for k, entries in of_params(state).items() if "residual" in entries), None)
         if first is not None:
@@ -345,22 +353,6 @@ class DGCMomentum(DGCSettings):
         return checksum_of(
             [entries.get(key) for entries in of_params(state).values() for key in _OWN]
         )
-
-    def plain_state_dict(self) -> dict[str, Any]:
-        """Return `state_dict` without provenance, for callers that keep ranks apart."""
-        state_dict = super().state_dict()
-        if self._ranks.mesh is None:
-            return state_dict
-        params = [p for group in self.param_groups for p in group["params"]]
-        # other checkpoint formats would take plain tensors for values equal on all ranks
-        state = {
-            key: {
-                name: sharded_like(value, params[key]) if name in _OWN else value
-                for name, value in entries.items()
-            }
-            for key, entries in of_params(state_dict["state"]).items()
-        }
-        return {**state_dict, "state": {**state_dict["state"], **state}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load torch's dictionary with `position`. Named parameters are matched by name.
@@ -395,56 +387,290 @@ class DGCMomentum(DGCSettings):
         if problem is not None:
             warnings.warn(f"thinwire.optim.DGCMomentum: {problem}", UserWarning, stacklevel=2)
 
-    def _run_update(self, rates: list[float]) -> bool:
-        # without a sign change: the exchange takes plain gradients
-        return self._update(self._pairs(), rates)
+    def _as_loaded(self, param: Tensor, value: Tensor) -> Tensor:
+        compressed = self._compresses(param)
+        dtype = param.dtype if param.is_complex() else state_dtype(param)
+        dtype = stored_dtype(param, self.state_dtype) if compressed else dtype
+        # flat views of it are folded, so it is contiguous whatever the layout of the parameter
+        return narrowed(shard_of(value).to(param.device), dtype).contiguous()
 
-    def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
-        sync = self.synchronizer
-        with self._ranks.deadline(), sync.fixed_rules():
-            exchange, names, received = sync.joined(), sync.names, self._arrived
-            try:
-                if received is not None:
-                    grads: Mapping[str, Tensor] = {names[p]: shard_of(g) for p, g in pairs}
-                else:
-                    overflow, factor = self._read_scaler()
-                    given = {names[p]: _unscaled(p, shard_of(g), factor) for p, g in pairs}
-                    given, unchanged = sync.limited(given), None
-                    if self._attached is not None:
-                        unchanged = self._attached.unchanged(given, scaled=overflow is not None)
-                    outcome = exchange.exchange(
-                        self.position, given, overflow=overflow, unchanged=unchanged
-                    )
-                    received, grads = outcome.received, outcome.grads
-                sync.agreed()
-                if received is None:
-                    return False
-                self._update_from(exchange, grads, rates, received)
-            finally:
-                exchange.forget()
-        self._dense_bytes += sum(
-            4 * shard_of(p).numel() for p in self._ordered_params() if p.requires_grad
+    def _compresses(self, param: Tensor) -> bool:
+        """Return True if this parameter, or this rank's shard of it, is ever compressed."""
+        return self._config_of(self._facts(param).group).compresses(shard_of(param))
+
+    def _config_of(self, group: Mapping[str, Any], *, clips: bool = False) -> DGC:
+        """Return the compression of a group; it `clips` whole tensors, and shards before."""
+        values = {key: group[key] for key in _RAMP} | {"sparsity": tuple(group["sparsity"])}
+        if self._ranks.mesh is not None and not clips:
+            values["local_grad_clip_norm"] = None
+        return _config(**values, **{key: getattr(self, key) for key in _OF_DGC})
+
+    @property
+    def _params_by_name(self) -> dict[str, Tensor]:
+        """Parameters in the order of the exchange; every name is unique."""
+        if self._named is None:
+            self._named = {}
+            for key, p in enumerate(self._ordered_params()):
+                name = self._facts(p).name or f"parameter {key}"
+                self._named[name if name not in self._named else f"{name} (parameter {key})"] = p
+            self._names = {p: name for name, p in self._named.items()}
+        return self._named
+
+    def _joined(self) -> GradientExchange:
+        """Return the exchange, after a comparison of the settings over the ranks if needed."""
+        params, known = self._params_by_name, self._exchange
+        if known is None or known.names != list(params):
+            require_shards(params, self._ranks.shards)
+            known = self._exchange = self._compared(params)
+        known.make_common()
+        return known
+
+    def _configs_now(self) -> list[DGC]:
+        return [self._config_of(group) for group in self.param_groups]
+
+    def _compared(self, params: Mapping[str, Tensor]) -> GradientExchange:
+        """Return the exchange, after a comparison of the settings over all ranks."""
+        ranks, group = self._ranks, self._ranks.group
+        problem, node = None, 1
+        try:
+            if ranks.mesh is None:
+                node, _ = node_size_of(group.global_ranks, self.node_size)
+        except ValueError as error:  # raised below, after the other ranks have received it
+            problem = error
+        facts = self._shared_facts(params, node if problem is None else str(problem))
+        ranks.compare(facts, "comparing settings and parameters")
+        if problem is not None:
+            raise problem
+        ranks.compile(self.compile_loops)
+        shards, records = Shards(params), self._common.records
+        if ranks.rank_and_size[0] == 0:
+            whole = {shard_of(p): p for p in params.values()}
+            config = self._config_of(self.param_groups[0])
+            report_coverage(config, whole, lambda shard: self._compresses(whole[shard]))
+        compressor = DGCCompressor(
+            shards,
+            lambda name: self._configs[records[params[name]].group_index],
+            FoldedSGD(self, params, self.grad_clip, self.num_trainers),
+            of_all=True,
         )
+        made = self._exchange
+        if made is None:
+            sources = ranks.sources(self.node_size, compared=True)
+            made = GradientExchange(group, shards, [compressor], sources=sources)
+            made.add_check(SameHyperparameters(self))
+        else:
+            made.restart(shards, [compressor])
+        if self.state:
+            made.state_loaded()
+        made.watch(self._digest(params), self._identity)
+        self._configs = self._configs_now()
+        return made
+
+    def _digest(self, params: Mapping[str, Tensor]) -> RollingDigest | None:
+        """Return the digest of parameters, and of momentum that is always averaged densely."""
+        if not self.digest_every:
+            return None
+        digest = RollingDigest(
+            lambda: {f"parameter {name}": shard_of(p) for name, p in params.items()},
+            lambda: optimizer_state(self, self._names),
+            every=self.digest_every,
+        )
+        digest.start_from(self.position)
+        return digest
+
+    def _shared_facts(self, params: Mapping[str, Tensor], node: int | str) -> dict[str, Any]:
+        """Return the facts that must be equal on all ranks, the most informative first."""
+        plain = [
+            {k: repr(v) for k, v in g.items() if k not in ("params", "param_names")}
+            for g in self.param_groups
+        ]
+        first = next((p.device for p in params.values()), torch.device("cpu"))
+        return {
+            "wire version": WIRE_VERSION,
+            **{key: getattr(self, key) for key in (*_OF_DGC, "num_trainers")},
+            "ranks of a node": node,
+            **arithmetic(first),
+            **self.shared_settings(),
+            "digest_every": self.digest_every,
+            "step": self.position,
+            "group": plain,
+            "parameter": [
+                f"{name} {str(p.dtype).removeprefix('torch.')} {list(p.shape)} "
+                f"requires_grad={p.requires_grad}"
+                for name, p in params.items()
+            ],
+            "decay": [self._facts(p).weight_decay for p in params.values()],
+            "initial value (CRC-32) of": self._initial_values(params),
+            "timeout in seconds": self._ranks.group.timeout_s,
+        }
+
+    def _initial_values(self, params: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return a checksum of each parameter; for a sharded one, of all its shards."""
+        own = [checksum_of(shard_of(p)) for p in params.values()]
+        shards = self._ranks.group.shards
+        if shards is None:
+            return dict(zip(params, own, strict=True))
+        packed = b"".join(crc.to_bytes(4, "little") for crc in own)
+        answers = shards.gather_now(packed, "comparing shards")
+        return {
+            name: [int.from_bytes(answer[4 * i : 4 * i + 4], "little") for answer in answers]
+            for i, name in enumerate(params)
+        }
+
+    def _run_update(self, rates: list[float]) -> bool:
+        with self._ranks.deadline():
+            exchange, agreed = self._joined(), self._configs
+            if not exchange.in_flight:  # else messages were sent by what ranks agreed on before
+                self._configs = self._configs_now()
+            try:
+                applied = self._exchanged(exchange)
+                agreed = self._configs_now()
+            finally:
+                self._configs = agreed
+                exchange.forget()
+        if applied:
+            params = [p for p in self._ordered_params() if p.requires_grad]
+            self._dense_bytes += sum(4 * shard_of(p).numel() for p in params)
+        return applied
+
+    def _exchanged(self, exchange: GradientExchange) -> bool:
+        # a GradScaler tells its scale and its verdict by these
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        overflow = None if found is None else bool(found)
+        factor = 1.0 if scale is None else 1.0 / float(scale)
+        pairs = self._pairs()  # without a sign change: the exchange takes plain gradients
+        given = {self._names[p]: _unscaled(p, shard_of(g), factor) for p, g in pairs}
+        given, unchanged = self._limited(given), None
+        if self._attached is not None:
+            unchanged = self._attached._unchanged(given, scaled=found is not None)
+        outcome = exchange.exchange(self.position, given, overflow=overflow, unchanged=unchanged)
+        if outcome.received is None:
+            return False
+        exchange.commit_(outcome.received, outcome.grads)
         return True
 
-    def _read_scaler(self) -> tuple[bool | None, float]:
-        """Return the overflow flag of a `GradScaler`, if any, and the unscaling factor."""
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        return None if found is None else bool(found), 1.0 if scale is None else 1.0 / float(scale)
+    def _limited(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Clip gradients of shards to the local norm limit, with one norm over all shards."""
+        group, params = self._ranks.group, self._params_by_name
+        if group.shards is None:
+            return grads
+        return locally_clipped(
+            grads,
+            Shards(params),
+            lambda name: self._config_of(self._facts(params[name]).group, clips=True),
+            step=self.position,
+            sources=self.num_trainers or group.replica_count,
+            gather=group.shards.gather_now,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        own = (*OF_DGC, "num_trainers", "digest_every", "timeout_s")
+        own = (*_OF_DGC, "num_trainers", "digest_every", "timeout_s")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_ranks" not in vars(self):  # a copy
             self._ranks, self._identity = Ranks(timeout=self.timeout_s), "a copied optimizer"
-        exchange = self.synchronizer.last
-        self._update_from.state_loaded()
-        if exchange is not None:
-            exchange.state_loaded()
+        if self._exchange is not None:
+            self._exchange.state_loaded()
+
+
+_config = functools.lru_cache(maxsize=256)(DGC)
 
 
 def _unscaled(param: Tensor, grad: Tensor, factor: float) -> Tensor:
-    return grad if factor == 1.0 else grad.to(wide_dtype(param)) * factor
+    if factor == 1.0:
+        return grad
+    return grad.to(grad.dtype if grad.is_complex() else state_dtype(param)) * factor
+
+
+class Attached:
+    """Handle returned by `DGCMomentum.attach`.
+
+    Example::
+
+        handle = optimizer.attach(DistributedDataParallel(model))
+        train(...)
+        handle.remove()  # step() exchanges again
+    """
+
+    def __init__(self, optimizer: DGCMomentum, ddp: DistributedDataParallel) -> None:
+        """See `DGCMomentum.attach`."""
+        check.instance("ddp", ddp, DistributedDataParallel)
+        if optimizer._ranks.mesh is not None:
+            raise ValueError(
+                "attach(ddp) cannot be combined with mesh: a sharded model is not wrapped in "
+                "DistributedDataParallel, and step() exchanges"
+            )
+        optimizer.call_params(_same_params(optimizer, ddp))
+        self._optimizer: DGCMomentum | None = optimizer
+        self._samples: dict[str, Tensor] = {}
+        """Sum of the bits of each launched gradient, by name."""
+        self._deferred = False
+        """True if buckets wait for `step` because a loss scaler is in use."""
+        with optimizer._ranks.deadline():
+            self._exchange = optimizer._joined()
+        group = self._exchange.group
+        self._tap = tap_buckets(ddp, group, self._launch, instead=_INSTEAD_OF_JOIN)
+
+    def stats(self) -> dict[str, float]:
+        """Return the statistics of the optimizer; see `DGCMomentum.stats`.
+
+        Raises:
+            RuntimeError: After `remove`.
+        """
+        if self._optimizer is None:
+            raise RuntimeError("this handle was removed: call optimizer.stats() instead")
+        return self._optimizer.stats()
+
+    def remove(self) -> None:
+        """Move the exchange back into `step`, which reads local gradients. May be called twice."""
+        if self._optimizer is not None:
+            self._tap.close()
+            self._optimizer._attached = None
+            self._optimizer = None
+            self._exchange.discard()
+
+    def _unchanged(self, grads: Mapping[str, Tensor], *, scaled: bool) -> dict[str, Tensor] | None:
+        """Return for each launched gradient a tensor that is true if it has not changed since; None
+        if nothing was launched.
+
+        `scaled`: True if a loss scaler is in use.
+        """
+        samples, self._samples = self._samples, {}
+        if scaled and self._exchange.in_flight:
+            self._exchange.discard()  # launched with scaled gradients: drop it
+            self._deferred = True
+        if not self._exchange.in_flight:
+            return None
+        names = [name for name in grads if name in samples]
+        now = bit_sums([grads[name] for name in names])
+        return {name: words == samples[name] for name, words in zip(names, now, strict=True)}
+
+    def _launch(self, bucket: int, params: Sequence[Parameter], grads: Sequence[Tensor]) -> None:
+        """Launch the exchange of one bucket; called in the backward pass."""
+        optimizer = self._optimizer
+        if self._deferred or optimizer is None:
+            return
+        with torch.no_grad():
+            names = optimizer._names
+            by_name = {names[p]: grad for p, grad in zip(params, grads, strict=True)}
+            self._exchange.launch(optimizer.position, bucket, by_name)
+            self._samples.update(zip(by_name, bit_sums(list(by_name.values())), strict=True))
+
+
+def _same_params(optimizer: DGCMomentum, ddp: DistributedDataParallel) -> dict[Tensor, str]:
+    """Return the model's names of the optimizer's parameters; raise if the two sets differ."""
+    own = {p for p in optimizer._ordered_params() if p.requires_grad}
+    theirs: dict[Tensor, str] = {
+        p: name for name, p in named_parameters(ddp.module) if p.requires_grad
+    }
+    if own != theirs.keys():
+        missing = [name for p, name in theirs.items() if p not in own]
+        raise ValueError(
+            "ddp must have exactly the trainable parameters of this optimizer: "
+            f"{len(missing)} of the model's are not in the optimizer"
+            f"{', such as ' + missing[0] if missing else ''}, "
+            f"{len(own - theirs.keys())} of the optimizer's are not in the model"
+        )
+    return theirs

@@ -18,7 +18,6 @@ from thinwire.checkpoint.shards import Sharding, words
 from thinwire.comm import Group
 from thinwire.core.sharded import is_sharded
 from thinwire.errors import CheckpointMismatch
-from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.strategy.facts import settings_in_groups
 from thinwire.strategy.parts import Parts
 from thinwire.strategy.saving import (
@@ -205,16 +204,6 @@ def _complete(state: Mapping[str, Any], parts: Parts) -> None:
             drawn = tensor.detach().cpu().clone()
             new = drawn if kind in SAME_EVERYWHERE else torch.zeros_like(drawn)
             saved[kind].setdefault(name, new)
-
-    optimizer = parts.optimizer
-    if not isinstance(optimizer, DGCMomentum):
-        return
-    owners, params = _owners(state), dict(named_parameters(parts.model))
-    for key, entries in state["optimizer"]["state"].items():
-        name = owners.get(key)
-        if name is not None and "residual" in entries and not optimizer.compresses(params[name]):
-            _require_nothing_pending(f"residual of {name}", entries["residual"])
-            del entries["residual"]
 
 
 def _require_nothing_pending(name: str, tensor: Tensor) -> None:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Group, wrong_call_site
+from thinwire.compress import field_of
+from thinwire.compress.protocol import Compression
 from thinwire.core.gradients import Clip, ClipByGlobalNorm, ClipByNorm, clipped, scaled
 from thinwire.core.norms import global_norm, norms_over_shards
 from thinwire.core.tensors import coalesced, values_of, with_own_storage, with_values
 from thinwire.errors import StrategyError
 from thinwire.optim.common import CommonOptimizer
-from thinwire.optim.dgc_momentum import DGCMomentum
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +59,25 @@ class Clipping:
 
 
 def require_one_clip(
-    optimizer: torch.optim.Optimizer, grad_clip: Clip | None, *, sharded: bool = False
+    optimizer: torch.optim.Optimizer,
+    grad_clip: Clip | None,
+    folding: Compression | None = None,
+    *,
+    sharded: bool = False,
 ) -> None:
-    """Raise `StrategyError` if the optimizer clips already, or exchanges and cannot have this
-    clipping, as where tensors are `sharded`.
+    """Raise `StrategyError` if the optimizer clips already, or a compression that is `folding` its
+    momentum cannot have this clipping, as where tensors are `sharded`.
     """
-    if grad_clip is None:
-        return
     own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
+    if grad_clip is None and (own is None or folding is None):
+        return
     why = None
-    if own is not None:
+    if grad_clip is not None and own is not None:
         why = f"the optimizer already clips by {own}: use one of them"
-    elif isinstance(optimizer, DGCMomentum):
-        why = _why_no_clip(optimizer, grad_clip, sharded=sharded)
+    elif folding is not None:
+        why = why_no_local_clip(folding, grad_clip or own, sharded=sharded)
     if why is not None:
-        raise StrategyError(f"prepare got grad_clip={grad_clip}, but {why}")
+        raise StrategyError(f"prepare got grad_clip={grad_clip or own}, but {why}")
 
 
 def require_clip_of_one(optimizers: Sequence[torch.optim.Optimizer], *, parts: bool) -> None:
@@ -88,21 +93,23 @@ def require_clip_of_one(optimizers: Sequence[torch.optim.Optimizer], *, parts: b
             )
 
 
-def _why_no_clip(optimizer: DGCMomentum, clip: Clip, *, sharded: bool) -> str | None:
+def why_no_local_clip(
+    compression: Compression, clip: Clip | None, *, sharded: bool = False
+) -> str | None:
+    """Return why gradients cannot be clipped so before they are accumulated, if so."""
+    field, limit = field_of(compression), getattr(compression, "local_grad_clip_norm", None)
     if not isinstance(clip, ClipByNorm):
         return (
-            "DGCMomentum accumulates gradients: other norms do not commute with local "
-            "accumulation. Use ClipByNorm, which limits each tensor, or omit grad_clip and set "
-            "local_grad_clip_norm of dgc"
+            f"{field} accumulates gradients: other norms do not commute with local accumulation. "
+            "Use ClipByNorm, which limits each tensor, or omit grad_clip and set "
+            f"local_grad_clip_norm of {field}"
         )
-    limits = [group["local_grad_clip_norm"] for group in optimizer.param_groups]
-    limit = next((limit for limit in limits if limit is not None), None)
     if limit is not None:
-        return f"dgc's local_grad_clip_norm={limit} limits the same gradient: use one of them"
+        return f"{field}'s local_grad_clip_norm={limit} limits the same gradient: use one of them"
     if sharded:
         return (
-            "DGCMomentum clips each shard on its own under mesh=: use local_grad_clip_norm of "
-            "dgc, which takes norms over all shards"
+            f"{field} would clip each shard on its own under mesh=: use local_grad_clip_norm of "
+            f"{field}, which takes norms over all shards"
         )
     return None
 
@@ -116,9 +123,6 @@ def take_clip_(
     shards: Group | None = None,
 ) -> Clipping:
     """Remove from `optimizer` a clipping by norm that would see one stage or shard only."""
-    if isinstance(optimizer, DGCMomentum) and grad_clip is not None:
-        undo.callback(optimizer.replace_grad_clip(grad_clip))
-        return Clipping()
     own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
     over_parts = (ClipByGlobalNorm, ClipByNorm) if shards is not None else (ClipByGlobalNorm,)
     if (stages is not None or shards is not None) and isinstance(own, over_parts):

@@ -91,8 +91,8 @@ class DistributedStrategy(Fields):
                 computes the loss.
             grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`, applied to the mean
                 gradient before weight decay and update. Under local updates it clips this rank's
-                own gradient; under a pipeline it spans all stages. With `DGCMomentum`, `ClipByNorm`
-                only, or `local_grad_clip_norm` of `dgc`.
+                own gradient; under a pipeline it spans all stages. With `dgc` and an SGD,
+                `ClipByNorm` only, or `local_grad_clip_norm` of `dgc`.
             digest_every: Updates within which diverged ranks are detected, >= 1. The agreement of
                 every update carries a digest of parameters and optimizer; under local updates, the
                 agreement of every averaging. 0 disables it.

@@ -649,8 +649,7 @@ class Engine:
             path = write(savers)
         else:
             self._background_save.begin(savers, write)
-        exclude = self._steps.pace.exclude if self.sync is None else self.sync.exclude
-        exclude(time.perf_counter() - begun_s)
+        self._steps.pace.exclude(time.perf_counter() - begun_s)
         return path
 
     def wait_for_save(self) -> Path | None:
@@ -792,9 +791,9 @@ class Engine:
     def close(self) -> None:
         """Remove all hooks from the model and the optimizer, for good. May be called twice.
 
-        The optimizer may be stepped by hand again, or be given to another engine. It keeps its new
-        class: a `DGCMomentum` whose `step` exchanges, with its residuals; a `Lars` or `Lamb`; under
-        a pipeline an optimizer of this stage. A new engine with the same fields continues with it.
+        The optimizer may be stepped by hand again, or be given to another engine. It stays a `Lars`
+        or `Lamb`, or under a pipeline an optimizer of this stage. Under `dgc` an SGD keeps momentum
+        and residuals in its `state`, and a new engine with the same fields continues with them.
         """
         self._finalizer()
         self._background_save.close()

@@ -1,7 +1,7 @@
-"""The three ways in which ranks share an update, behind one protocol."""
+"""The two ways in which ranks share an update, behind one protocol."""
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -10,10 +10,7 @@ from torch.nn import Parameter
 
 from thinwire.comm import state_in_errors
 from thinwire.comm.group import collective_calls
-from thinwire.compress import buckets_of
 from thinwire.compress.dense import not_finite
-from thinwire.compress.dgc import DGC
-from thinwire.compress.figures import unsent_share
 from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.several import all_of
 from thinwire.core.sharded import Shards, shard_of, sharded_like
@@ -22,10 +19,10 @@ from thinwire.exchange.agreement import Drops, StepDecision
 from thinwire.exchange.checks import SameHyperparameters
 from thinwire.exchange.gradients import GradientExchange, Outcome
 from thinwire.exchange.round import Round
-from thinwire.exchange.synchronizer import NO_TRAFFIC
+from thinwire.local.saving import saved
 from thinwire.local.updates import LocalUpdates
 from thinwire.optim.common import CommonOptimizer
-from thinwire.optim.dgc_momentum import DGCMomentum
+from thinwire.optim.folded import FoldedSGD
 from thinwire.strategy.clipping import Clipping
 from thinwire.strategy.ownership import allow_step
 
@@ -104,41 +101,15 @@ class Exchange(Protocol):
         return
 
 
-class _EveryStep(Exchange):
-    """Base of the two ways that exchange in every update."""
+class MeanThenStep(Exchange):
+    """Gives the mean gradient, dense or compressed, to an optimizer.
+
+    `momentum`: of an SGD whose momentum the compressor keeps. Tensors that it compresses are
+    updated by it, and their `p.grad` stays this rank's own.
+    """
 
     local = False
     moved = False
-    first_bytes: int
-    bucket_bytes: int
-
-    gradients: Any
-    """A `GradientExchange`; None before the first update."""
-
-    @property
-    def dropped_steps(self) -> int:
-        exchange = self.gradients
-        return 0 if exchange is None else exchange.drops.total
-
-    def traffic(self) -> dict[str, Any]:
-        exchange = self.gradients
-        return dict(NO_TRAFFIC if exchange is None else exchange.traffic())
-
-    @contextlib.contextmanager
-    def _reporting_failure(self, step: int, gradients: GradientExchange) -> Iterator[None]:
-        """Report a failure in the block to other ranks, which have made the update."""
-        try:
-            yield
-        except Exception as error:
-            self.moved = True
-            alone = gradients.group.size == 1
-            gradients.poisoned = _failure_text(step, error, alone=alone)
-            error.add_note(gradients.poisoned if alone else _FAILED_HERE)
-            raise
-
-
-class MeanThenStep(_EveryStep):
-    """Gives the mean gradient, dense or compressed, to an ordinary optimizer."""
 
     def __init__(
         self,
@@ -148,50 +119,71 @@ class MeanThenStep(_EveryStep):
         clip: Clipping,
         compression: Compression | None,
         limit: Limit | None = None,
+        momentum: FoldedSGD | None = None,
     ) -> None:
-        self._limit = limit
-        self.gradients: GradientExchange = gradients
+        self._limit, self._momentum = limit, momentum
+        self.gradients = gradients
         gradients.add_check(SameHyperparameters(optimizer))
         if clip.over_stages:
             gradients.measure = lambda received, grads: clip.norm(self._means(received, grads))
         self._optimizer, self._params, self._clip = optimizer, params, clip
-        self.first_bytes, self.bucket_bytes = buckets_of(compression)
         some = compression is not None and any(map(compression.compresses, Shards(params).values()))
         self._compression = compression if some else None
 
+    @property
+    def dropped_steps(self) -> int:
+        return self.gradients.drops.total
+
+    def traffic(self) -> dict[str, Any]:
+        return self.gradients.traffic()
+
+    @contextlib.contextmanager
+    def _reporting_failure(self, step: int) -> Iterator[None]:
+        """Report a failure in the block to other ranks, which have made the update."""
+        try:
+            yield
+        except Exception as error:
+            self.moved = True
+            alone = self.gradients.group.size == 1
+            self.gradients.poisoned = _failure_text(step, error, alone=alone)
+            error.add_note(self.gradients.poisoned if alone else _FAILED_HERE)
+            raise
+
     def counts(self, step: int) -> dict[str, Any]:
-        return self.traffic() | {"sparsity": unsent_share(self._compression, step)}
+        unsent = self._compression and self._compression.unsent_share(self._position(step))
+        return self.traffic() | {"sparsity": unsent or 0.0}
 
-    def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
-        self.gradients.buckets = buckets
-
-    def position(self, step: int) -> int:
-        return step
-
-    def launching(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def _position(self, step: int) -> int:
+        """Return the updates that a ramp counts."""
+        return step if self._momentum is None else self._momentum.position
 
     def update(self, step: int, grads: Grads, **how: Any) -> StepDecision:
         self.moved = False
-        limited = grads if self._limit is None else self._limit(step, grads)
+        limited = grads if self._limit is None else self._limit(self._position(step), grads)
         outcome = self.gradients.exchange(step, limited, **how)
         if outcome.received is not None:
             self._finish(step, outcome, outcome.received)
         return outcome.verdict
 
     def _finish(self, step: int, outcome: Outcome, received: Round) -> None:
-        grads = outcome.grads
-        self.gradients.commit_(received, grads)
-        # the means reuse buffers of gradients that nothing else refers to; only after the commit,
-        # which reads the gradients a last time
-        means = self._means(received, grads, with_own_storage(grads))
+        grads, gradients = outcome.grads, self.gradients
         # other ranks may have made the update from here on: a failure is reported to them
-        with self._reporting_failure(step, self.gradients):
+        with self._reporting_failure(step):
+            updated = gradients.commit_(received, grads)
+            others = {name: grad for name, grad in grads.items() if name not in updated}
+            # the means reuse buffers of gradients that nothing else refers to; only after the
+            # commit, which reads the gradients a last time
+            means = self._means(received, others, () if updated else with_own_storage(grads))
             with state_in_errors(_AFTER_EXCHANGE):
                 clipped = self._clip(means, outcome.answers.of_my_replica("measured"))
             exchanging = apply_(self._optimizer, self._params, clipped)
-            if exchanging is not None and self.gradients.group.size > 1:
-                self.gradients.duplicates.step_exchanged(exchanging)
+            if self._momentum is not None:
+                self._momentum.count_()
+            if exchanging is not None and gradients.group.size > 1:
+                gradients.duplicates.step_exchanged(exchanging)
+        for name, grad in grads.items() if updated else ():  # this rank's own
+            param = self._params[name]
+            param.grad = sharded_like(_laid_out(grad, shard_of(param)), param)
 
     def _means(
         self, received: Round, grads: Grads, owned: Collection[str] = ()
@@ -216,52 +208,6 @@ class MeanThenStep(_EveryStep):
         self.gradients.load_state_dict(state)
 
 
-class ExchangingStep(_EveryStep):
-    """Lets the optimizer exchange and update; it holds the state of the compression."""
-
-    def __init__(self, optimizer: DGCMomentum, params: Mapping[str, Parameter]) -> None:
-        self._optimizer, self._params = optimizer, params
-        self.first_bytes, self.bucket_bytes = buckets_of(DGC)
-
-    @property
-    def gradients(self) -> GradientExchange | None:
-        return self._optimizer.synchronizer.gradients
-
-    def counts(self, step: int) -> dict[str, Any]:
-        return self.traffic() | {"sparsity": self._optimizer.sparsity}
-
-    def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
-        self._optimizer.synchronizer.set_buckets(buckets)
-
-    def position(self, step: int) -> int:
-        return self._optimizer.position
-
-    def launching(self) -> contextlib.AbstractContextManager[None]:
-        return self._optimizer.synchronizer.launching()
-
-    def update(self, step: int, grads: Grads, **how: Any) -> StepDecision:
-        self.moved = False
-        optimizer, sync = self._optimizer, self._optimizer.synchronizer
-        with sync.ranks.deadline():
-            gradients = sync.joined()
-            outcome = gradients.exchange(optimizer.position, sync.limited(grads), **how)
-            sync.agreed()
-            if outcome.received is None:
-                return outcome.verdict
-            with (
-                self._reporting_failure(step, gradients),
-                optimizer.updating_from(outcome.received),
-            ):
-                apply_(optimizer, self._params, outcome.grads)
-            for name, grad in {**outcome.grads, **grads}.items():  # this rank's own
-                param = self._params[name]
-                param.grad = sharded_like(_laid_out(grad, shard_of(param)), param)
-        return outcome.verdict
-
-    def require_equal(self, step: int) -> None:
-        self._optimizer.require_equal()
-
-
 class LocalSteps:
     """Updates each rank independently. `LocalUpdates` hooks the optimizer and averages parameters.
 
@@ -283,16 +229,17 @@ class LocalSteps:
     ) -> None:
         self._limit, self._checks, self._drops = limit, checks, Drops()
         self._optimizer, self._params, self.sync, self._clip = optimizer, params, sync, clip
+        self._averager = sync._open_averager()
 
     @property
     def dropped_steps(self) -> int:
         return self._drops.total
 
     def traffic(self) -> dict[str, Any]:
-        return self.sync.traffic()
+        return self._averager.traffic()
 
     def counts(self, step: int) -> dict[str, Any]:
-        return self.sync.counts()
+        return self.sync._counts()
 
     @property
     def k_steps(self) -> int:
@@ -300,7 +247,7 @@ class LocalSteps:
 
     @property
     def pending(self) -> str:
-        return "an averaging" if self.sync.unsynced else ""
+        return "an averaging" if self._averager.when.unsynced else ""
 
     def observe(self, loss: Tensor) -> None:
         self.sync.observe(loss)
@@ -313,16 +260,16 @@ class LocalSteps:
                 self._drops.applied()
             else:
                 self._drops.dropped_here(self.sync.step + 1, culprit)
-            self.sync.give_up(self._drops.given_up)
+            self._averager.given_up = self._drops.given_up
             if culprit is not None:
                 self.sync.skip_step()
                 return StepDecision.DROP
         limited = dict(grads) if self._limit is None else self._limit(self.sync.step, grads)
-        made = self.sync.steps_made
+        made = self._averager.when.steps_made
         try:
             apply_(self._optimizer, self._params, self._clip(limited, []))
         finally:  # the local step precedes an averaging, which may fail
-            self.moved = self.sync.steps_made > made
+            self.moved = self._averager.when.steps_made > made
         return StepDecision.APPLY
 
     def skip(self) -> None:
@@ -335,13 +282,13 @@ class LocalSteps:
         self.sync.require_equal()
 
     def state_dict(self) -> dict[str, Any]:
-        return self.sync.plain_state_dict()
+        return saved(self._averager)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.sync.load_state_dict(state)
 
     def buffers_loaded(self) -> None:
-        self.sync.buffers_loaded()
+        self._averager.tensors.buffers_restored()
 
     def start_anew(self) -> None:
         self.sync.start_anew()

@@ -15,7 +15,6 @@ from thinwire._wording import listed
 from thinwire.comm.nodes import job_ranks, node_size_of
 from thinwire.compress import COMPRESSIONS, buckets_of, field_of
 from thinwire.compress.dgc import DGC
-from thinwire.compress.figures import sent_bytes, steady_share, why_dense
 from thinwire.core.gradients import Clip
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from thinwire.core.several import all_of
@@ -194,7 +193,7 @@ def _about_compression(strategy: Fields) -> Iterator[str]:
     if strategy.lars is None and strategy.lamb is None:
         yield (
             "dgc: clipping, weight decay, momentum and Nesterov of an SGD come before the "
-            "exchange (DGCMomentum); any other optimizer gets the sparse mean as its gradient"
+            "exchange; any other optimizer gets the sparse mean as its gradient"
         )
     ranks = job_ranks()[:: 1 if strategy.pipeline is None else strategy.pipeline.stages]
     sources = (
@@ -218,7 +217,7 @@ def _about_compression(strategy: Fields) -> Iterator[str]:
 
 def _about_share(config: LocalConfig) -> Iterator[str]:
     """Return advice on the applied share of a change, and on the outer rate for it."""
-    share = 1.0 if config.compression is None else steady_share(config.compression)
+    share = 1.0 if config.compression is None else config.compression.steady_share
     if share is None:
         yield (
             "local updates: the applied share of a change depends on the ranks' messages: check "
@@ -274,7 +273,7 @@ def _exchanged(strategy: Fields, model: nn.Module, params: dict[str, Parameter])
             return "compressed" if changes.compresses(p) and p.numel() else "dense"
         if strategy.compression is None:
             return "dense"
-        if (why := why_dense(strategy.compression, p)) is not None:
+        if (why := strategy.compression.why_dense(p)) is not None:
             return f"dense, {why}"
         return "dense, because its rows are sparse already" if p in row_sparse else "compressed"
 
@@ -290,11 +289,11 @@ def _exchanged(strategy: Fields, model: nn.Module, params: dict[str, Parameter])
         return
     shapes = [(torch.view_as_real(p) if p.is_complex() else p).shape for p in compressed]
     if local is not None and changes is not None:
-        yield f"a message has {sent_bytes(config, local.begin_step + 1, shapes):,} bytes"
+        yield f"a message has {config.sent_bytes(local.begin_step + 1, shapes):,} bytes"
     elif strategy.dgc is not None and local is None:
         yield _dgc_message(compressed, strategy.dgc)
     elif local is None:
-        numbers = sent_bytes(config, 1, shapes) // 4
+        numbers = config.sent_bytes(1, shapes) // 4
         yield f"the factors have {numbers:,} numbers, in two rounds"
 
 
@@ -322,8 +321,9 @@ def _about_optimizer(
             for i, p in enumerate(group["params"]):
                 names[p] = known[i] if i < len(known) else f"parameter {len(names)}"
     selected = select_optimizers(optimizer, strategy, names=names)
-    for single in [*all_of(optimizer), *(one.optimizer for one in selected)]:
+    for single, one in zip(all_of(optimizer), selected, strict=True):
         require_one_clip(single, grad_clip)
+        require_one_clip(one.optimizer, grad_clip, one.compressor if one.folds else None)
     return [note for one in selected for note in one.notes]
 
 

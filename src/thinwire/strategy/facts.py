@@ -11,7 +11,7 @@ from torch import nn
 
 from thinwire._names import named_buffers, named_parameters, plain_names
 from thinwire.compress import CHANGE_COMPRESSIONS
-from thinwire.compress.protocol import ErrorsOnly
+from thinwire.compress.protocol import ChangeCompression
 from thinwire.core.provenance import checksum_of
 from thinwire.core.several import all_of, kinds_of
 from thinwire.local.model import shape_text
@@ -34,7 +34,7 @@ _FREE = (
     *(
         f"*localsgd.compression.{key}"
         for tag, kind in CHANGE_COMPRESSIONS.items()
-        if issubclass(kind, ErrorsOnly)  # these can load each other's state
+        if kind.begin is ChangeCompression.begin  # these can load each other's state
         for key in (tag, f"{tag}.*", *(entry.name for entry in fields(kind)))
     ),
 )
@@ -42,10 +42,6 @@ _FREE = (
 listed here.
 """
 _IN_GROUPS = {
-    "dgc.rampup_begin_step": "rampup_begin_step",
-    "dgc.rampup_step": "rampup_step",
-    "dgc.sparsity": "sparsity",
-    "dgc.local_grad_clip_norm": "local_grad_clip_norm",
     "lars.lars_coeff": "trust_coefficient",
     "lars.lars_weight_decay": "weight_decay",
     "lars.epsilon": "eps",
@@ -171,9 +167,15 @@ def model_facts(
             single.shared_settings() if isinstance(single, CommonOptimizer) else None
             for single in all_of(optimizer)
         ],
-        # ranks that continue from different moments would diverge silently; moments of an optimizer
-        # that exchanges differ by design
-        "state of the optimizer": checksum_of(optimizer.state_dict()["state"])
-        if digest and not getattr(optimizer, "exchanges_gradients", False)
+        # ranks that continue from different moments would diverge silently; beside a residual they
+        # differ by design
+        "state of the optimizer": checksum_of(
+            {
+                key: entries
+                for key, entries in optimizer.state_dict()["state"].items()
+                if "residual" not in entries
+            }
+        )
+        if digest
         else None,
     }

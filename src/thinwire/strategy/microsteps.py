@@ -51,7 +51,8 @@ class Microsteps:
         """The votes inside `Engine.join`; None outside."""
         self.edit_check = GradientEditCheck(parts.params)
         self.trained = _Trained(parts)
-        self.pace = Pace(parts.planned if parts.group.rank == 0 else None)
+        planned = parts.planned if parts.group.rank == 0 else None
+        self.pace = Pace(planned) if self.sync is None else self.sync._open_averager().pace
         self._plan_warning: str | None = None
 
     @property
@@ -134,7 +135,7 @@ class Microsteps:
             self.clear_grads()
         if self.sync is not None:
             with self.with_advice():
-                self.sync.refuse(problem)
+                self.sync._open_averager().refuse(problem)
         elif self.parts.runner is None:
             with self.trained.as_prepared(), self._without_gradients(early=early):
                 self.update({}, overflow=False, user_error=problem)
@@ -151,12 +152,6 @@ class Microsteps:
                 error.add_note(
                     "If ranks have unequal numbers of batches, train inside `with "
                     "engine.join():`, or give all ranks equally many."
-                )
-            elif isinstance(error, Mismatch) and "learning rates" in str(error):
-                error.add_note(
-                    "A rank without batches cannot call scheduler.step(). Inside engine.join() "
-                    "use a schedule of thinwire.schedules, which counts updates itself, or step "
-                    "torch's scheduler after the block."
                 )
             raise
 
@@ -216,7 +211,7 @@ class Microsteps:
         if loss is not None:
             parts.exchange.observe(loss)
         if self.tokens is not None and self.sync is not None:
-            self.sync.count_tokens(self.tokens)
+            self.sync._count_tokens(self.tokens)
         held = {n: shard_of(p.grad) for n, p in parts.params.items() if p.grad is not None}
         scaler = parts.scaler
         overflow = scaler is not None and scaler.overflowed(held.values())

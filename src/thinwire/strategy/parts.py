@@ -84,6 +84,8 @@ class Preparation:
     stage: nn.Module
     params: dict[str, Parameter]
     compressor: Compression | None
+    folds: bool = False
+    """True if the compressor keeps the optimizer's momentum."""
     scaler: LossScaler | None
     sync: LocalUpdates | None
     names_of_stages: list[list[str]]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from thinwire.amp import LossScaler
 from thinwire.comm import Group, next_identity, require_agreement, sites_of
 from thinwire.comm.nodes import Grid, require_divisor
 from thinwire.comm.replicate import make_models_equal_
-from thinwire.compress.dgc import DGC, locally_clipped
+from thinwire.compress import buckets_of, locally_clipped
 from thinwire.compress.figures import report_coverage
 from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.arithmetic import arithmetic
@@ -30,12 +31,11 @@ from thinwire.exchange.digest import RollingDigest, optimizer_state
 from thinwire.exchange.gradients import gradients_of
 from thinwire.exchange.overlap import Overlap
 from thinwire.exchange.synchronizer import Ranks
-from thinwire.layout.traffic import settled_step
 from thinwire.local.model import require_own_params, warn_of_misplaced, warn_of_others
 from thinwire.local.updates import LocalUpdates
 from thinwire.optim import Lamb, Lars
 from thinwire.optim.common import CommonOptimizer
-from thinwire.optim.dgc_momentum import DGCMomentum
+from thinwire.optim.folded import FoldedSGD
 from thinwire.optim.muon import Muon
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.pipeline.split import split_model
@@ -45,7 +45,7 @@ from thinwire.step.recompute import matches, recompute
 from thinwire.strategy.clipping import Clipping, require_clip_of_one, require_one_clip, take_clip_
 from thinwire.strategy.engine import Engine
 from thinwire.strategy.engine_checks import Batches, MovingBuffers
-from thinwire.strategy.exchanges import Exchange, ExchangingStep, LocalSteps, MeanThenStep
+from thinwire.strategy.exchanges import Exchange, LocalSteps, MeanThenStep
 from thinwire.strategy.facts import checkpoint_facts, model_facts, strategy_facts
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.ownership import (
@@ -156,9 +156,9 @@ def _compile_loops(setup: Setup, plan: Preparation) -> None:
     for single in all_of(setup.optimizer):
         if isinstance(single, CommonOptimizer):
             single.compile_loops()
-    if plan.sync is None and isinstance(plan.compressor, DGC):
-        params = [p for p in Shards(plan.params).values() if plan.compressor.compresses(p)]
-        compile_loops(params, torch.bfloat16 if plan.compressor.state_dtype == "bfloat16" else None)
+    config = plan.compressor
+    if plan.sync is None and config is not None and hasattr(config, "state_dtype"):
+        compile_loops(filter(config.compresses, Shards(plan.params).values()), config.state_dtype)
 
 
 def _agreed_plan(setup: Setup) -> Preparation:
@@ -229,22 +229,22 @@ def _planned(setup: Setup) -> Preparation:
         strategy,
         names=names,
         keep=own.__contains__,
-        process_group=setup.replica_group,
-        mesh=setup.mesh,
     )
     with ExitStack() as undo:
         for one in selected:
             undo.callback(one.restore)
         sharded = setup.mesh is not None
         new = [one.optimizer for one in selected]
-        for single in new:
-            require_one_clip(single, grad_clip, sharded=sharded)
+        for one in selected:
+            folding = one.compressor if one.folds else None
+            require_one_clip(one.optimizer, grad_clip, folding, sharded=sharded)
         require_clip_of_one(new, parts=sharded or len(stages) > 1)
         for given, one in zip(all_of(optimizer), selected, strict=True):
             if one.optimizer is not given:
                 undo.callback(convert_(given, one.optimizer, one.conversion))
         of_stages = of_stages if len(stages) > 1 else []
         plan = _planned_for(setup, stage, selected[0].compressor, of_stages)
+        plan.folds = selected[0].folds
         plan.undo = undo.pop_all()
         return plan
 
@@ -321,29 +321,22 @@ def _assembled(setup: Setup, plan: Preparation, undo: ExitStack) -> Parts:
         stages=None if grid is None or grid.stages == 1 else grid.peers,
         shards=setup.shards,
     )
-    # an optimizer that was given its own group agrees with these ranks only
-    peers = setup.replica_group
-    partly = False
-    if isinstance(optimizer, DGCMomentum):
-        peers = optimizer.process_group
-        partly = peers is not None
     members = setup.members
-    buffers = MovingBuffers(plan.stage, Group(peers) if members is None else members.group)
+    peers = Group(setup.replica_group) if members is None else members._group
+    buffers = MovingBuffers(plan.stage, peers)
     batches = Batches()
     job = None if grid is None else grid.job
     checks: list[Check] = [batches, buffers] if runner is None else [runner, batches, buffers]
     participants = Participants(checks, job, plan.names_of_stages)
     exchange = _exchange(strategy, plan, setup, clip, participants)
     overlap = None
-    no_overlap = runner is not None or setup.replicas == 1 or partly or setup.find_unused_parameters
+    no_overlap = runner is not None or setup.replicas == 1 or setup.find_unused_parameters
     # gradients of shards exist only after the model's own reduction
     no_overlap = no_overlap or setup.sites is not None
-    if not no_overlap and isinstance(exchange, ExchangingStep | MeanThenStep):
+    if not no_overlap and isinstance(exchange, MeanThenStep):
+        first_bytes, bucket_bytes = buckets_of(plan.compressor)
         overlap = Overlap(
-            plan.params,
-            exchange,
-            bucket_bytes=exchange.bucket_bytes,
-            first_bytes=exchange.first_bytes,
+            plan.params, exchange.gradients, bucket_bytes=bucket_bytes, first_bytes=first_bytes
         )
         undo.callback(overlap.remove)
     for single in all_of(optimizer):
@@ -370,7 +363,7 @@ def _assembled(setup: Setup, plan: Preparation, undo: ExitStack) -> Parts:
         autocast=autocast,
         undo=undo,
         planned=setup.planned,
-        settled_step=settled_step(strategy.compression),
+        settled_step=1 if strategy.compression is None else strategy.compression.settled_step,
         facts=checkpoint_facts(strategy, model, optimizer),
     )
 
@@ -392,46 +385,44 @@ def _scaler(setup: Setup) -> LossScaler | None:
 def _exchange(
     strategy: Fields, plan: Preparation, setup: Setup, clip: Clipping, participants: Participants
 ) -> Exchange:
-    """Return the one of the three exchanges that this engine uses."""
+    """Return the one of the two exchanges that this engine uses."""
     optimizer = setup.optimizer
     if plan.sync is not None:
-        limit = _limit(strategy, plan, setup)
+        limit = _limit(strategy.compression, plan, setup)
         # a loss scale has checked the gradients; clipping waits for other stages and shards
         finite = plan.scaler is None and setup.grid is None and setup.sites is None
         return LocalSteps(optimizer, plan.params, plan.sync, clip, limit, checks=finite)
-    identity = f"engine {next_identity()}"
-    if isinstance(optimizer, DGCMomentum):
-        names: dict[torch.Tensor, str] = {p: name for name, p in plan.params.items()}
-        optimizer.synchronizer.bind(identity, setup.digest_every, names, participants)
-        return ExchangingStep(optimizer, plan.params)
     sites, compression = setup.sites, plan.compressor
-    limit = None
-    if sites is not None and compression is not None:  # a compressor sees single shards
-        limit = _limit(strategy, plan, setup)
-        if isinstance(compression, DGC):
-            compression = replace(compression, local_grad_clip_norm=None)
+    limit = None if sites is None else _limit(compression, plan, setup)
+    if compression is not None and limit is not None:  # a compressor sees single shards
+        compression = replace(compression, local_grad_clip_norm=None)
     params = Shards(plan.params)
+    own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
+    momentum = FoldedSGD(optimizer, plan.params, clip.clip or own) if plan.folds else None
     gradients = gradients_of(
         Group(setup.replica_group) if sites is None else sites,
         params,
         compression,
+        momentum=momentum,
         # a loss scale has checked the gradients, or was told not to
         check_finite=plan.scaler is None,
         sources=None if sites is None else sites.replicas,
         participants=participants,
     )
-    gradients.watch(_digest(setup, plan), identity)
+    if momentum is not None and any("residual" in momentum.kept(name) for name in params):
+        gradients.state_loaded()
+    gradients.watch(_digest(setup, plan), f"engine {next_identity()}")
     if compression is not None and gradients.sources.rank == 0:
         report_coverage(compression, params.values())
-    return MeanThenStep(optimizer, plan.params, gradients, clip, compression, limit)
+    return MeanThenStep(optimizer, plan.params, gradients, clip, compression, limit, momentum)
 
 
-def _limit(strategy: Fields, plan: Preparation, setup: Setup) -> Limit | None:
+def _limit(config: Any, plan: Preparation, setup: Setup) -> Limit | None:
     """Return the local clip before compression."""
-    if strategy.dgc is None or strategy.dgc.local_grad_clip_norm is None:
+    if getattr(config, "local_grad_clip_norm", None) is None:
         return None
     gather = None if setup.shards is None else setup.shards.gather_now
-    params, config = Shards(plan.params), strategy.dgc
+    params = Shards(plan.params)
 
     def limit(step: int, grads: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         sources = setup.replicas

@@ -6,31 +6,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from thinwire.compress import field_of
-from thinwire.compress.dgc import DGC
 from thinwire.compress.protocol import Compression
 from thinwire.core.several import all_of
 from thinwire.errors import StrategyError
 from thinwire.optim import Lamb, Lars
+from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.config import LAMB, LARS
-from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.settings import OptimizerSettings, restrict_, settings_of
+from thinwire.strategy.clipping import why_no_local_clip
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.ownership import conversion_obstacles, converted_by
 from thinwire.strategy.replacements import (
     ADAMS,
     SGDS,
     Replacement,
-    as_dgc_momentum,
     as_lamb,
     as_lars,
     convert_optimizer,
     exclusion_predicate,
+    not_differentiable,
 )
 
 _SPEED = ("capturable", "fused")
@@ -43,9 +41,11 @@ class SelectedOptimizer:
     optimizer: torch.optim.Optimizer
     """The given object, or a new one that the given object has to become: see `convert_`."""
     compressor: Compression | None
-    """Compressor of the gradients (under local updates: of the changes) before this optimizer sees
-    them. None if nothing is compressed, or if the optimizer compresses by itself.
+    """Compressor of the gradients (under local updates: of the changes); None if nothing is
+    compressed.
     """
+    folds: bool
+    """True if the compressor keeps the momentum of this SGD."""
     conversion: tuple[Any, ...]
     """Fields that replace an optimizer, and so caused a new one."""
     notes: tuple[str, ...]
@@ -90,37 +90,36 @@ def select_optimizer(
     local: bool = False,
     names: Mapping[Parameter, str],
     keep: Callable[[Tensor], bool] | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
     is_only: bool = True,
 ) -> SelectedOptimizer:
-    """Return the optimizer that trains under a strategy."""
-    # state is taken over where it means the same: momentum of SGD for DGCMomentum, moments and
-    # steps of Adam for Lamb; state of SGD is refused for Lars, whose velocity contains the rate
+    """Return the optimizer that trains under a strategy.
+
+    A compression that accumulates keeps the momentum of an SGD that is alone; everything else is
+    compressed before the optimizer.
+    """
+    # state is taken over where it means the same: moments and steps of Adam for Lamb; state of SGD
+    # is refused for Lars, whose velocity contains the rate
     prefix = f"the strategy does not work with the optimizer {type(optimizer).__name__}: "
-    dgc = compression if isinstance(compression, DGC) and is_only else None
-    conversion = (dgc, lars, lamb)
+    conversion = (lars, lamb)
     if converted_by(optimizer) == conversion:  # by an earlier engine, now closed
         lars, lamb = None, None
-        if isinstance(optimizer, DGCMomentum):
-            compression = dgc = None
+    folds = compression is not None and compression.accumulates
+    folds = folds and is_only and not local and lars is None and type(optimizer) in SGDS
     problems = [
-        *_mismatches(optimizer, compression, lars, lamb, local=local, keep=keep, is_only=is_only),
+        *_mismatches(optimizer, lars, lamb),
+        *(_unfolded(optimizer, compression) if folds and compression is not None else []),
         *_foreign_parameters(optimizer, names),
     ]
     if problems:
         raise StrategyError(prefix + "; ".join(problems))
-    stays = dgc is None or local or type(optimizer) not in SGDS
-    if lars is None and lamb is None and stays:
-        return _unchanged(optimizer, compression, keep, conversion, local=local)
+    if lars is None and lamb is None:
+        return _unchanged(optimizer, compression, keep, conversion, local=local, folds=folds)
     settings = settings_of(optimizer)
     if lars is not None:
         replacement = as_lars(optimizer, settings, lars)
-    elif lamb is not None:
-        replacement = as_lamb(optimizer, settings, lamb)
     else:
-        assert dgc is not None, "or it stays"
-        replacement = as_dgc_momentum(optimizer, settings, dgc, process_group, mesh)
+        assert lamb is not None, "or it stays"
+        replacement = as_lamb(optimizer, settings, lamb)
     # a pattern may match parameters of another optimizer
     known: dict[Tensor, str] = {p: name for p, name in names.items() if not is_only}
     known |= {p: name or names[p] for group in settings.groups for name, p in group["params"]}
@@ -138,22 +137,21 @@ def select_optimizer(
         )
     except (TypeError, ValueError) as error:
         raise StrategyError(f"{prefix}{error}") from error
-    compressor = None if isinstance(new, DGCMomentum) else compression
-    notes = [*_notes(optimizer, replacement, settings), *_compression(new, compressor, local=local)]
+    notes = [
+        *_notes(optimizer, replacement, settings),
+        *_compression(new, compression, local=local, folds=False),
+    ]
     return SelectedOptimizer(
-        optimizer=new, compressor=compressor, conversion=conversion, notes=tuple(notes)
+        optimizer=new,
+        compressor=compression,
+        folds=False,
+        conversion=conversion,
+        notes=tuple(notes),
     )
 
 
 def _mismatches(
-    optimizer: torch.optim.Optimizer,
-    compression: Compression | None,
-    lars: LARS | None,
-    lamb: LAMB | None,
-    *,
-    local: bool,
-    keep: Callable[[Tensor], bool] | None,
-    is_only: bool,
+    optimizer: torch.optim.Optimizer, lars: LARS | None, lamb: LAMB | None
 ) -> Iterator[str]:
     """Return the kinds of optimizers that do not go with the fields of a strategy."""
     kind = type(optimizer).__name__
@@ -174,34 +172,24 @@ def _mismatches(
             f"{kind}.step requires a closure, but the engine computes and exchanges gradients "
             "once per step: pass an optimizer whose step() needs no closure"
         )
-    if not isinstance(optimizer, DGCMomentum):
-        return
-    if isinstance(compression, DGC):
-        converted = converted_by(optimizer)
-        source = f" (an engine made it {kind} with other settings)" if converted else ""
+    if getattr(optimizer, "exchanges_gradients", False):
         yield (
-            "dgc is configured twice: keep it in the strategy and pass a plain SGD, or remove "
-            f"dgc from the strategy{source}"
+            f"{kind} exchanges gradients itself, in a loop of your own: pass an SGD, and compress "
+            "by a field of the strategy"
         )
-    elif compression is not None:
-        yield (
-            f"{kind} compresses gradients itself: pass an SGD, or remove {field_of(compression)}"
-        )
-    if not is_only:
-        yield (
-            f"{kind} exchanges the gradients of its own parameters only, but is one of several "
-            "optimizers: pass an SGD and dgc=DGC(...)"
-        )
-    if local:
-        yield (
-            f"{kind} exchanges gradients in every step, but local updates exchange none: pass an "
-            "SGD"
-        )
-    if keep is not None and not _all_kept(optimizer, keep):
-        yield (
-            f"{kind} does not know which ranks share a stage of the pipeline: pass an SGD and "
-            "dgc=DGC(...)"
-        )
+
+
+def _unfolded(optimizer: torch.optim.Optimizer, compression: Compression) -> Iterator[str]:
+    """Return settings of an SGD that cannot act before its gradients are accumulated."""
+    field, groups = field_of(compression), optimizer.param_groups
+    dampening = [group["dampening"] for group in groups if group.get("dampening")]
+    if dampening:
+        yield f"{field} has no dampening, but the optimizer has {dampening[0]}: set dampening=0"
+    yield from not_differentiable(field, groups)
+    yield from conversion_obstacles(optimizer)
+    clip = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
+    if clip is not None and (why := why_no_local_clip(compression, clip)) is not None:
+        yield f"the optimizer clips by {clip}, but {why}"
 
 
 def _all_kept(optimizer: torch.optim.Optimizer, keep: Callable[[Tensor], bool]) -> bool:
@@ -254,15 +242,14 @@ def _unchanged(
     conversion: tuple[Any, ...],
     *,
     local: bool,
+    folds: bool,
 ) -> SelectedOptimizer:
-    kind = type(optimizer).__name__
-    notes = [f"{kind} is used unchanged"]
-    if isinstance(optimizer, DGCMomentum):
-        notes.append("it exchanges gradients itself")
-    notes += _compression(optimizer, compressor, local=local)
+    notes = [f"{type(optimizer).__name__} is used unchanged"]
+    notes += _compression(optimizer, compressor, local=local, folds=folds)
     return SelectedOptimizer(
         optimizer=optimizer,
         compressor=compressor,
+        folds=folds,
         conversion=conversion,
         notes=tuple(notes),
         restore=(lambda: None)
@@ -309,12 +296,19 @@ def _notes(
 
 
 def _compression(
-    optimizer: torch.optim.Optimizer, compressor: Compression | None, *, local: bool
+    optimizer: torch.optim.Optimizer, compressor: Compression | None, *, local: bool, folds: bool
 ) -> Iterator[str]:
-    if compressor is not None:
-        subject = "changes of the parameters" if local else "gradients"
-        kind = type(optimizer).__name__
+    if compressor is None:
+        return
+    field, kind = field_of(compressor), type(optimizer).__name__
+    if folds:
         yield (
-            f"{field_of(compressor)} compresses {subject}, without momentum of its own; momentum, "
-            f"clipping and decay are {kind}'s"
+            f"{field} compresses gradients with the momentum, Nesterov and weight decay of {kind}, "
+            "which keeps those of all tensors that are always dense"
         )
+        return
+    subject = "changes of the parameters" if local else "gradients"
+    yield (
+        f"{field} compresses {subject}, without momentum of its own; momentum, "
+        f"clipping and decay are {kind}'s"
+    )

@@ -1,18 +1,15 @@
-"""The three methods by which a strategy replaces an optimizer, and what each takes over."""
+"""The two methods by which a strategy replaces an optimizer, and what each takes over."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.compress.dgc import DGC
 from thinwire.core.tensors import state_dtype
-from thinwire.optim import SGD, Adam, AdamW, DGCMomentum, Lamb, Lars, LazyAdam
+from thinwire.optim import SGD, Adam, AdamW, Lamb, Lars, LazyAdam
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.config import LAMB, LARS
 from thinwire.optim.groups import Exclusion, excluded_flags, require_matches
@@ -160,36 +157,6 @@ _SGD_UNUSED = ("dampening", "differentiable", "fused")
 _ADAM_UNUSED = ("eps", "amsgrad", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 
 
-def as_dgc_momentum(
-    optimizer: torch.optim.Optimizer,
-    settings: OptimizerSettings,
-    dgc: DGC,
-    process_group: dist.ProcessGroup | None,
-    mesh: DeviceMesh | None,
-) -> Replacement:
-    """Return the conversion of an SGD to `DGCMomentum`, whose constructor checks the clipping."""
-    arguments = {
-        **_of_sgd(optimizer),
-        "weight_decay": float(optimizer.defaults["weight_decay"]),
-        **asdict(dgc),
-        "process_group": process_group,
-        "mesh": mesh,
-    }
-    replacement = Replacement(
-        kind=DGCMomentum,
-        arguments=arguments,
-        keys=_SGD_KEYS,
-        unused=_SGD_UNUSED,
-        state=("momentum_buffer",),
-    )
-    replacement.problems += _sgd_problems("dgc", settings)
-    replacement.notes.append(
-        "momentum, Nesterov and weight decay act inside DGCMomentum, which exchanges gradients "
-        "itself"
-    )
-    return replacement
-
-
 def as_lars(
     optimizer: torch.optim.Optimizer, settings: OptimizerSettings, lars: LARS
 ) -> Replacement:
@@ -204,7 +171,12 @@ def as_lars(
         kind=Lars, arguments=arguments, keys=_SGD_KEYS, unused=_SGD_UNUSED, state=()
     )
     replacement.patterns = lars.exclude_from_weight_decay
-    replacement.problems += _sgd_problems("lars", settings)
+    dampening = [group["dampening"] for group in settings.groups if group.get("dampening")]
+    if dampening:
+        replacement.problems.append(
+            f"lars has no dampening, but the optimizer has {dampening[0]}: set dampening=0"
+        )
+    replacement.problems += not_differentiable("lars", settings.groups)
     _decide_decay_(replacement, optimizer, settings, "lars", lars.lars_weight_decay)
     return replacement
 
@@ -228,7 +200,7 @@ def as_lamb(
         replacement.problems.append(
             "lamb has no amsgrad, but the optimizer uses it: set amsgrad=False"
         )
-    replacement.problems += _differentiable("lamb", settings)
+    replacement.problems += not_differentiable("lamb", settings.groups)
     _decide_decay_(replacement, optimizer, settings, "lamb", lamb.lamb_weight_decay)
     replacement.notes.append(
         f"eps is LAMB's own 1e-06, not the optimizer's {optimizer.defaults['eps']:g}"
@@ -241,15 +213,9 @@ def _of_sgd(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {key: kind(optimizer.defaults[key]) for key, kind in kinds.items()}
 
 
-def _sgd_problems(field: str, settings: OptimizerSettings) -> Iterator[str]:
-    dampening = [group["dampening"] for group in settings.groups if group.get("dampening")]
-    if dampening:
-        yield f"{field} has no dampening, but the optimizer has {dampening[0]}: set dampening=0"
-    yield from _differentiable(field, settings)
-
-
-def _differentiable(field: str, settings: OptimizerSettings) -> Iterator[str]:
-    if any(group.get("differentiable") for group in settings.groups):
+def not_differentiable(field: str, groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Return the obstacle of a step that records a graph."""
+    if any(group.get("differentiable") for group in groups):
         yield (
             f"{field} is not differentiable, but the optimizer has differentiable=True: set "
             "differentiable=False"

@@ -26,7 +26,6 @@ from thinwire.core.several import all_of, kinds_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
 from thinwire.optim.by_name import in_order
 from thinwire.optim.common import CommonOptimizer
-from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.saving import remembered
 from thinwire.strategy.facts import Change, changes_of, mismatches, settings_in_groups
 from thinwire.strategy.parts import Parts
@@ -64,7 +63,6 @@ OF_OTHER_RANKS: dict[str, Rule] = {
     "merge/sums/*": "mean_zero",
     **{f"exchange/*{kind}s/*": rule for kind, rule in OTHER_RANKS.items()},
     **{f"exchange/{kind}/*": rule for kind, rule in KEPT.items()},
-    "optimizer/state/*/residual": "mean_zero",
     "optimizer/state/*/step": "first",
     "optimizer/state/*/momentum_buffer": "mean_zero",
     "optimizer/state/*": "whole",
@@ -85,16 +83,15 @@ def saved(
     names = sorted(non_persistent_buffers(parts.model))
     params = _parameters(parts)
     left = {} if frozen else {n: p for n, p in params.items() if n not in parts.params}
+    exchange, optimizer = parts.exchange.state_dict(), parts.optimizer.state_dict()
     return {
         "counters": dict(counters),
         "parameters": _copied({n: p for n, p in params.items() if n not in left}),
         "buffers": _copied(dict(named_buffers(parts.model))),
-        "optimizer": _copied(
-            getattr(parts.optimizer, "plain_state_dict", parts.optimizer.state_dict)()
-        ),
+        "optimizer": _copied({**optimizer, "state": _without_kept(optimizer["state"], exchange)}),
         "optimizer_names": _names(parts),
         "schedulers": _copied(saved_schedulers(parts.optimizer, extra)),
-        "exchange": _copied(parts.exchange.state_dict()),
+        "exchange": _copied(exchange),
         "loss_scale": None if parts.scaler is None else parts.scaler.state_dict(),
         "merge": None if parts.merge is None else _copied(parts.merge.state_dict()),
         "random": random_state(),
@@ -102,6 +99,18 @@ def saved(
         **({_OF_MODULES: of_modules} if of_modules else {}),
         **({_NON_PERSISTENT: names} if names else {}),
         **({_FROZEN: _digests(left, parts.part)} if left else {}),
+    }
+
+
+def _without_kept(state: Mapping[Any, Any], exchange: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return an optimizer's state without the tensors that the exchange saves."""
+    kinds = [kept.values() for kept in exchange.values() if isinstance(kept, Mapping)]
+    kept = {id(tensor) for tensors in kinds for tensor in tensors}
+    return {
+        key: {kind: value for kind, value in entries.items() if id(value) not in kept}
+        if isinstance(entries, Mapping)
+        else entries
+        for key, entries in state.items()
     }
 
 
@@ -326,15 +335,13 @@ def _load_optimizer(state: Mapping[str, Any], parts: Parts, keep: Collection[str
     saved_groups, groups = state["optimizer"]["param_groups"], parts.optimizer.param_groups
     kept = [{key: group[key] for key in keep if key in group} for group in groups]
     ordered = in_order(saved_groups, state["optimizer_names"], _names(parts))
-    entries = state["optimizer"]["state"]
-    if not isinstance(parts.optimizer, DGCMomentum):  # DGCMomentum keeps its state as shards
-        keys = (key for group in ordered for key in group["params"])
-        params_in_order = (param for group in groups for param in group["params"])
-        owners = dict(zip(keys, params_in_order, strict=False))
-        entries = {  # other keys are the optimizer's own
-            key: _as_sharded(values, owners[key]) if key in owners else values
-            for key, values in entries.items()
-        }
+    keys = (key for group in ordered for key in group["params"])
+    params_in_order = (param for group in groups for param in group["params"])
+    owners = dict(zip(keys, params_in_order, strict=False))
+    entries = {  # other keys are the optimizer's own
+        key: _as_sharded(values, owners[key]) if key in owners else values
+        for key, values in state["optimizer"]["state"].items()
+    }
     parts.optimizer.load_state_dict(
         {**state["optimizer"], "state": entries, "param_groups": ordered}
     )

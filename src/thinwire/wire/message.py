@@ -133,9 +133,7 @@ def with_checksum(
     form: Form, step: int, bucket: int, payload: list[Tensor], *, flags: int = 0, carried: int = 0
 ) -> Tensor:
     """Return the header with its checksum, followed by the payload, on the payload's device."""
-    raw = np.concatenate(
-        [np.zeros(HEADER_BYTES, np.uint8), *(part.cpu().numpy() for part in payload)]
-    )
+    raw = torch.cat([payload[0].new_zeros(HEADER_BYTES), *payload]).cpu().numpy()
     stamped = _stamped(raw, form, step, bucket, flags=flags, carried=carried)
     return torch.from_numpy(stamped).to(payload[0].device)
 

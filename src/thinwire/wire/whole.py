@@ -31,7 +31,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 def spans(numel: int, device: torch.device) -> Iterator[tuple[int, int]]:
     """Yield starts and ends of the parts in which a tensor is best read and written."""
-    step = _CHUNK if device.type == "cpu" else max(1, numel)
+    step = _CHUNK if device.type == "cpu" else 1 << 23
     for start in range(0, numel, step):
         yield start, min(start + step, numel)
 
@@ -52,19 +52,16 @@ def encode_whole(chunks: Iterable[Tensor], bits: int) -> Tensor:
 
 
 class WholeReader:
-    """Entries of a code, decoded when they are asked for.
-
-    The same bits on every rank and device; finite if the scales are.
-    """
+    """Decodes entries of a code: the same bits everywhere, finite if the scales are."""
 
     def __init__(self, code: Tensor, bits: int) -> None:
         begin = scale_bytes(bits)
         self._bits, self._scales, self._fields = bits, code[:begin], code[begin:]
         if bits <= 4:
             scales = self._scales.clone().view(torch.float32)  # a view must be aligned
-            signs = _ONE_BIT_SIGNS.to(code.device)
-            levels = scales * signs if bits == 1 else torch.cat([scales, -scales])
-            self._table = levels[_fields_of_bytes(bits).to(code.device)]
+            self._levels = torch.cat([scales[: 1 if bits == 1 else None], -scales[bits == 1 :]])
+            if code.is_cpu:
+                self._table = self._levels[_fields_of_bytes(bits)].numpy()
 
     def part(self, start: int, end: int) -> Tensor:
         """Return the entries [start, end): float32; `start` is at the beginning of a byte."""
@@ -73,10 +70,12 @@ class WholeReader:
         if bits > 4:
             return _from_grid(self._scales, fields, bits)
         if not fields.is_cpu:
-            return self._table[fields.long()].view(-1)[:numel]
+            levels = _unpacked(fields, bits).view(-1)[:numel]
+            low, high = self._levels[:2]
+            return torch.where(levels > 0, high, low) if bits == 1 else self._levels[levels.int()]
         entries = np.empty((fields.numel(), 8 // bits), np.float32)
         # without "clip" NumPy copies the result once more
-        np.take(self._table.numpy(), fields.numpy(), 0, out=entries, mode="clip")
+        np.take(self._table, fields.numpy(), 0, out=entries, mode="clip")
         return torch.from_numpy(entries).view(-1)[:numel]
 
 
@@ -85,14 +84,16 @@ def scale_bytes(bits: int) -> int:
     return 2 * SCALE_BYTES if bits == 1 else SCALE_BYTES * SCALE_COUNT[bits]
 
 
-_ONE_BIT_SIGNS = torch.tensor([1.0, -1.0], device="cpu")
-
-
 @lru_cache(maxsize=4)
 def _fields_of_bytes(bits: int) -> Tensor:
     """Return the fields in each byte, shape (256, 8 // bits)."""
-    shifts = torch.arange(0, 8, bits, device="cpu")
-    return (torch.arange(256, device="cpu").unsqueeze(1) >> shifts) & ((1 << bits) - 1)
+    return _unpacked(torch.arange(256, dtype=torch.uint8, device="cpu"), bits).long()
+
+
+def _unpacked(packed: Tensor, bits: int) -> Tensor:
+    """Return the fields of each byte: uint8, shape (bytes, 8 // bits)."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return (packed.unsqueeze(1) >> shifts) & ((1 << bits) - 1)
 
 
 # NumPy compares in an eighth of torch's time
@@ -101,17 +102,15 @@ def _negative(chunk: Tensor) -> Tensor:
 
 
 def _above(chunk: Tensor, bound: Tensor) -> Tensor:
-    if not chunk.is_cpu:
-        return chunk > bound
-    return torch.from_numpy(np.greater(chunk.numpy(), bound.numpy()))
+    on_cpu = chunk.is_cpu
+    return torch.from_numpy(np.greater(chunk.numpy(), bound.numpy())) if on_cpu else chunk > bound
 
 
 def _count(mask: Tensor) -> Tensor:
     """Return how many flags are set: float64, shape ()."""
     if mask.is_cpu:
-        return torch.tensor(
-            float(np.count_nonzero(mask.numpy())), dtype=torch.float64, device="cpu"
-        )
+        count = float(np.count_nonzero(mask.numpy()))
+        return torch.tensor(count, dtype=torch.float64, device="cpu")
     return mask.sum().double()
 
 
@@ -231,7 +230,8 @@ def _from_grid(scales: Tensor, fields: Tensor, bits: int) -> Tensor:
 def _rounded_down(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the largest numbers of a type that are not above these: comparisons stay exact."""
     near = values.to(dtype)
-    return torch.where(near.double() > values, near.nextafter(near.new_tensor(-torch.inf)), near)
+    below = near.nextafter(torch.full_like(near, -torch.inf))
+    return torch.where(near.double() > values, below, near)
 
 
 def _packed(fields: Tensor, bits: int) -> Tensor:

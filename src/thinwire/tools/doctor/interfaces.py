@@ -2,16 +2,16 @@
 
 import contextlib
 import functools
-import importlib.util
 import ipaddress
 import os
 import re
 import socket
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import psutil
 
 from thinwire._watchdog import addresses_of
 
@@ -57,26 +57,20 @@ class Interface:
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """Return the interfaces of this network namespace; addresses need Linux and pyroute2."""
-    if sys.platform != "linux" or importlib.util.find_spec("pyroute2") is None:
-        return tuple(Interface(name, 0, True, ()) for _, name in socket.if_nameindex())
-    from pyroute2 import IPRoute
-
-    with IPRoute() as ip:
-        held: dict[int, list[str]] = {}
-        for row in ip.get_addr():
-            address = row.get("IFA_LOCAL") or row.get("IFA_ADDRESS")
-            if not ipaddress.ip_address(address).is_link_local:
-                held.setdefault(row["index"], []).append(address)
-        return tuple(
-            Interface(
-                row.get("IFLA_IFNAME"),
-                int(row.get("IFLA_MTU")),
-                bool(row["flags"] & 1),
-                tuple(held.get(row["index"], ())),
-            )
-            for row in ip.get_links()
+    """Return the interfaces of this network namespace."""
+    held = {
+        name: tuple(
+            row.address
+            for row in rows
+            if row.family in (socket.AF_INET, socket.AF_INET6)
+            and not ipaddress.ip_address(row.address).is_link_local
         )
+        for name, rows in psutil.net_if_addrs().items()
+    }
+    return tuple(
+        Interface(name, row.mtu, row.isup, held.get(name, ()))
+        for name, row in psutil.net_if_stats().items()
+    )
 
 
 def is_loopback(address: str) -> bool:
@@ -97,10 +91,6 @@ def source_towards(host: str = "") -> str:
     return ""
 
 
-_LISTEN = "0A"
-_PROC = Path("/proc")
-
-
 class Listening(NamedTuple):
     """Processes that have torch loaded and listen."""
 
@@ -112,17 +102,16 @@ class Listening(NamedTuple):
 
 def listening() -> Listening:
     """Return the listening processes of this user, except this one."""
-    ends = {
-        inode: (_as_text(address), port)
-        for address, port, state, inode in _sockets()
-        if state == _LISTEN
-    }
     found: list[tuple[str, int, str]] = []
-    for folder in _PROC.glob("[0-9]*"):
-        try:
-            found += _sockets_of(folder, ends)
-        except OSError:  # it has ended meanwhile, or does not let itself be looked at
-            continue
+    for row in _connections():
+        if row.status == psutil.CONN_LISTEN and row.pid not in (None, os.getpid()):
+            # it may have ended meanwhile, or not let itself be looked at
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(row.pid)
+                loaded = any("libtorch" in part.path for part in process.memory_maps())
+                if loaded and process.uids().real == os.getuid():
+                    program = program_of(process.cmdline())
+                    found.append((*row.laddr, f"pid {row.pid} ({program})"))
     everywhere: dict[str, set[int]] = {}
     outward = set()
     for address, port, process in found:
@@ -140,18 +129,6 @@ def listening() -> Listening:
         ),
         tuple(sorted(outward)),
     )
-
-
-def _sockets_of(folder: Path, ends: Mapping[str, tuple[str, int]]) -> list[tuple[str, int, str]]:
-    """Return address, port and name of each socket on which a torch process of ours listens."""
-    if folder.stat().st_uid != os.getuid() or folder.name == str(os.getpid()):
-        return []
-    links = {str(link.readlink()) for link in (folder / "fd").iterdir()}
-    own = {endpoint for inode, endpoint in ends.items() if f"socket:[{inode}]" in links}
-    if not own or "libtorch" not in (folder / "maps").read_text():
-        return []
-    program = program_of((folder / "cmdline").read_bytes().decode(errors="replace").split("\0"))
-    return [(*endpoint, f"pid {folder.name} ({program})") for endpoint in own]
 
 
 def program_of(command: Sequence[str]) -> str:
@@ -174,26 +151,14 @@ def program_of(command: Sequence[str]) -> str:
     return name
 
 
-def _as_text(address: str) -> str:
-    """Decode an address of /proc/net: hexadecimal 32-bit words in native byte order."""
-    raw = bytes.fromhex(address)
-    words = [int.from_bytes(raw[at : at + 4], "big") for at in range(0, len(raw), 4)]
-    packed = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
-    family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
-    return socket.inet_ntop(family, packed)
-
-
 def ports_in_use() -> int:
     """Return the number of TCP ports in use on this machine."""
-    return len({port for _, port, _, _ in _sockets()})
+    return len({row.laddr.port for row in _connections()})
 
 
-def _sockets() -> Iterator[tuple[str, int, str, str]]:
-    """Yield local address, port, state and inode of every TCP socket."""
-    for name in ("tcp", "tcp6"):
-        path = _PROC / "net" / name
-        if path.exists():
-            for line in path.read_text().splitlines()[1:]:
-                words = line.split()
-                address, _, port = words[1].partition(":")
-                yield address, int(port, 16), words[3], words[9]
+def _connections() -> list[Any]:
+    """Return the TCP sockets, with their processes as far as this user may see them."""
+    try:
+        return list(psutil.net_connections("tcp"))
+    except psutil.AccessDenied:  # macOS shows them to root alone
+        return []

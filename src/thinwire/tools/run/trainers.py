@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire.comm import Group
-from thinwire.layout.traffic import ring_bytes, settled_step
+from thinwire.layout.traffic import ring_bytes
 from thinwire.tools.run.built_in import ConvolutionalNet, loss_of, muon_numel
 from thinwire.tools.run.config import RunConfig, imported
 from thinwire.tools.run.task import Workload, called
@@ -213,7 +213,7 @@ class Prepared:
         local = strategy.local
         merged = 1 if strategy.gradient_merge is None else strategy.gradient_merge.k_steps
         self.round_steps = merged * _longest_interval(local)
-        settled = 0 if strategy.compression is None else settled_step(strategy.compression)
+        settled = 0 if strategy.compression is None else strategy.compression.settled_step
         self.steady_from_step = merged * max(1 if local is None else local.begin_step, settled)
         # parts of the model in turn, or results that come later: ranks are never quite equal before
         # the end, and `agreed` is when nothing is on its way

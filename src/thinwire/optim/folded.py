@@ -1,0 +1,78 @@
+"""Momentum, decay and rate of an SGD, for a compressor that accumulates with them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.core.gradients import Clip, ClipByNorm, centralized, decayed
+from thinwire.core.sharded import shard_of
+from thinwire.core.tensors import state_dtype
+from thinwire.optim.common import CommonOptimizer
+
+
+class FoldedSGD:
+    """See `thinwire.compress.protocol.Momentum`. Groups and state are read anew in every update."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: Mapping[str, Tensor],
+        clip: Clip | None,
+        num_trainers: int | None = None,
+    ) -> None:
+        self.optimizer, self.params, self.num_trainers = optimizer, params, num_trainers
+        self.limit = clip.c if isinstance(clip, ClipByNorm) else None
+        self._index = {
+            param: index
+            for index, group in enumerate(optimizer.param_groups)
+            for param in group["params"]
+        }
+
+    def _group(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.optimizer.param_groups[self._index[self.params[name]]]
+        return found
+
+    def factors(self, name: str) -> tuple[float, bool]:
+        """See `Momentum`."""
+        group = self._group(name)
+        return group["momentum"], group["nesterov"]
+
+    def decayed(self, name: str, grad: Tensor) -> Tensor:
+        """See `Momentum`."""
+        optimizer, param, group = self.optimizer, self.params[name], self._group(name)
+        grad = -grad if group["maximize"] else grad
+        decay, regularizer = group["weight_decay"], group.get("regularizer")
+        if isinstance(optimizer, CommonOptimizer):  # some parameters are excluded
+            decay = optimizer._facts(param).weight_decay
+        if not (decay or regularizer or group.get("grad_centralization")):
+            return grad
+        wide = grad if grad.is_complex() else grad.to(state_dtype(param))
+        wide = decayed(wide, shard_of(param), weight_decay=decay, regularizer=regularizer)
+        return centralized(wide) if group.get("grad_centralization") else wide
+
+    def rate(self, name: str) -> float:
+        """See `Momentum`."""
+        return float(self._group(name)["lr"])
+
+    def kept(self, name: str) -> dict[str, Tensor]:
+        """See `Momentum`."""
+        entries: dict[str, Tensor] = self.optimizer.state.get(self.params[name], {})
+        return entries
+
+    def keep_(self, name: str, entries: dict[str, Tensor]) -> None:
+        """See `Momentum`."""
+        self.optimizer.state[self.params[name]] = entries
+
+    @property
+    def position(self) -> int:
+        """See `Momentum`."""
+        if isinstance(self.optimizer, CommonOptimizer):
+            return self.optimizer.position
+        return int(self.optimizer.param_groups[0].get("position", 0))
+
+    def count_(self) -> None:
+        """Count an update; torch's SGD has no counter, and one in its groups is saved with them."""
+        if not isinstance(self.optimizer, CommonOptimizer):
+            self.optimizer.param_groups[0]["position"] = self.position + 1
