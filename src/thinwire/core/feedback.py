@@ -128,18 +128,17 @@ def compile_loops(params: Iterable[Tensor], state_dtype: str | None = None) -> N
     for dtype in {p.dtype for p in params if p.is_cpu and p.is_floating_point()}:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         stored = torch.bfloat16 if state_dtype == "bfloat16" else wide
-        state = torch.zeros(2, 1, dtype=stored, device="cpu")
-        grad = torch.ones(1, dtype=dtype, device="cpu")
-        fold = Fold(grad, state[0], state[1], 0.5, False)
-        part = propose_list([fold], [1])[0].indices, torch.ones(1, device="cpu")
+        grad, state, one = (torch.ones(1, dtype=x, device="cpu") for x in (dtype, stored, wide))
+        fold = Fold(grad, state, state.clone(), 0.5, False)
+        part = propose_list([fold], [1])[0].indices, one.float()
         commit_list_([fold], [part], [0])
-        step_along_list_([torch.ones(1, dtype=wide, device="cpu")], [[part]], [1.0], 1, [wide])
+        step_along_list_([one], [[part]], [1.0], 1, [wide])
         sum_sparse([part, part], wide)
-        store_(state[0], part[1], 0)
-        top_k(part[1].to(wide), 1)
+        store_(state, part[1], 0)
+        top_k(one, 1)
         if (codes := compiled_codes()) is not None:
             slots, code = np.zeros((1, 7), np.int64), np.zeros(8, np.uint8)
-            codes.encode_slots(slots, [(part[0][:0], state[0][:0].to(wide))], 1, slots[:, 1], code)
+            codes.encode_slots(slots, [(part[0][:0], one[:0])], 1, slots[:, 1], code)
             codes.decode_slots(slots, code, 1)
 
 

@@ -14,6 +14,7 @@ from torch._compile import _disable_dynamo
 
 from thinwire import _validate as check
 from thinwire._names import plain_name
+from thinwire.comm import is_alone
 from thinwire.core.gradients import (
     Clip,
     ClipByGlobalNorm,
@@ -137,6 +138,8 @@ class CommonOptimizer(torch.optim.Optimizer):
         )
         if common.asked_order is not None:
             common.order = grouping.ordered(common.asked_order, common.records)
+        if is_alone():  # else the first step, or `prepare`, does so while the others wait
+            self.compile_loops()
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         """Raise for a value that the method does not allow, in the constructor or in a group."""
