@@ -47,31 +47,36 @@ def room(numel: int, k: int, bits: int) -> tuple[Layout, np.ndarray, slice, slic
     """Return the layout, zeros for its message, and where positions and values stand."""
     layout = Layout((Slot(numel, k),), bits)
     middle = HEADER_BYTES + position_bytes(numel, k)
-    zeros = np.zeros(layout.nbytes + codes.SPARE, np.uint8)
-    return layout, zeros, slice(HEADER_BYTES, middle), slice(middle, None)
+    return (
+        layout,
+        np.zeros(layout.nbytes, np.uint8),
+        slice(HEADER_BYTES, middle),
+        slice(middle, None),
+    )
 
 
 def encode_positions(indices: Tensor, numel: int, k: int) -> Tensor:
     layout, code, positions, _ = room(numel, k, 1)
-    counts = np.array([indices.numel()])
-    codes.encode_positions(code, layout.slot_table, counts, indices.numpy())
+    part = indices, torch.ones(indices.numel())
+    codes.encode_slots(layout.slot_table, [part], 1, np.array([k]), code)
     return torch.from_numpy(code[positions])
 
 
 def decode_positions(code: Tensor, numel: int, k: int) -> Tensor:
     layout, raw, positions, _ = room(numel, k, 1)
     raw[positions] = code.numpy()
-    return torch.from_numpy(codes.decode_positions(raw, layout.slot_table)[0])
+    return codes.decode_slots(layout.slot_table, raw, 1)[0][0]
 
 
 def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
     layout, code, _, at = room(k, k, bits)
-    counts, over = np.array([values.numel()]), np.array([k])
-    sent = codes.encode_values(code, layout.slot_table, counts, values.numpy(), bits, over)
-    return torch.from_numpy(code[at][: -codes.SPARE]), torch.from_numpy(sent)
+    part = torch.arange(values.numel()), values
+    (sent,), _ = codes.encode_slots(layout.slot_table, [part], bits, np.array([k]), code)
+    return torch.from_numpy(code[at]), sent
 
 
 def decode_values(code: Tensor, count: int, bits: int, k: int) -> Tensor:
-    layout, raw, _, at = room(k, k, bits)
-    raw[at][: code.numel()] = code.numpy()
-    return torch.from_numpy(codes.decode_values(raw, layout.slot_table, np.array([count]), bits))
+    layout, raw, positions, at = room(k, k, bits)
+    raw[positions] = encode_positions(torch.arange(count), k, k).numpy()
+    raw[at] = code.numpy()
+    return codes.decode_slots(layout.slot_table, raw, bits)[0][1]

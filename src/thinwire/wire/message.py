@@ -21,14 +21,7 @@ from torch import Tensor
 
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels import compiled_codes
-from thinwire.layout.message import (
-    CULPRIT,
-    HEADER,
-    HEADER_BYTES,
-    Layout,
-    WholeLayout,
-    whole_bytes,
-)
+from thinwire.layout.message import CULPRIT, HEADER, HEADER_BYTES, Layout, WholeLayout, whole_bytes
 from thinwire.wire import codes
 from thinwire.wire.whole import WholeReader, encode_whole, scale_bytes, spans
 
@@ -81,9 +74,9 @@ def pack(
     >>> unpack(layout, message, step=0, bucket=0, source=1).parts[0][0]
     tensor([  3, 500])
     """
-    raw = np.zeros(layout.nbytes + codes.SPARE, np.uint8)
+    raw = np.zeros(layout.nbytes, np.uint8)
     if not parts:
-        return torch.from_numpy(_stamped(raw[: layout.nbytes], layout, step, bucket)), []
+        return torch.from_numpy(_stamped(raw, layout, step, bucket)), []
     table, device = layout.slot_table, parts[0][1].device
     on_cpu = (_moved(column, torch.device("cpu")) for column in zip(*parts, strict=True))
     # spare room of a part does not count
@@ -91,7 +84,7 @@ def pack(
     all_sent, carried = (compiled_codes() or codes).encode_slots(
         table, list(zip(*on_cpu, strict=True)), layout.value_bits, over, raw
     )
-    stamped = _stamped(raw[: layout.nbytes], layout, step, bucket, carried=carried)
+    stamped = _stamped(raw, layout, step, bucket, carried=carried)
     return torch.from_numpy(stamped).to(device), _moved(all_sent, device)
 
 
@@ -164,8 +157,6 @@ def _unpack(layout: Layout, message: Tensor, step: int, bucket: int) -> Unpacked
     if parts is None:  # or it is invalid: NumPy's checks say how
         parts = codes.decode_slots(table, code, bits)
     _expect("number of entries (k)", sum(indices.numel() for indices, _ in parts), carried)
-    if message.is_cpu or not parts:
-        return Unpacked(None, parts)
     columns = (_moved(column, message.device) for column in zip(*parts, strict=True))
     return Unpacked(None, list(zip(*columns, strict=True)))
 
