@@ -21,8 +21,7 @@ from thinwire.comm.group import Rate
 from thinwire.comm.member_groups import MemberGroups
 from thinwire.comm.relay import RelayEndpoint
 from thinwire.compress import compression_of
-from thinwire.compress.figures import loops_of
-from thinwire.kernels.warm import warm_up
+from thinwire.core.feedback import compile_loops
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.model import LocalModel
 
@@ -215,7 +214,7 @@ def compiled(config: str) -> None:
     averaging = _Member(0, config).averaging
     tensors = list(averaging.anchors.values())
     if averaging.changes is not None:
-        warm_up(loops_of(averaging.changes, tensors, of_gradients=False))
+        compile_loops(tensors)
 
 
 def _entered(

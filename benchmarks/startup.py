@@ -61,8 +61,8 @@ import collections, json, time
 import numba
 import torch
 from numba.core import event
-from thinwire.kernels.rules import needs_of
-from thinwire.kernels.warm import warm_up
+from thinwire import optim
+from thinwire.core.feedback import compile_loops
 
 class Own(event.Listener):
     def __init__(self):
@@ -80,18 +80,19 @@ class Own(event.Listener):
 own = Own()
 event.register("numba:compile", own)
 cpu = time.process_time()
-wall = warm_up(needs_of(WORK, [torch.zeros(1)]))
+begin = time.perf_counter()
+params = [torch.nn.Parameter(torch.zeros(1))]
+WORK
+wall = time.perf_counter() - begin
 cpu = time.process_time() - cpu
 each = dict(own.seconds.most_common(5))
 print(json.dumps({"wall": wall, "cpu": cpu, "loops": len(own.seconds), "each": each}))
 """
 WORKS = {
-    "DGC, one bit a value": '"sparse"',
-    "DGC, four bits a value": '"sparse", value_bits=4',
-    "DGC, state in bfloat16": '"sparse", state_dtype=torch.bfloat16',
-    "sparse local updates": '"changes"',
-    "LAMB": '"lamb"',
-    "LARS": '"lars"',
+    "DGC, one bit a value": "compile_loops(params)",
+    "DGC, state in bfloat16": "compile_loops(params, 'bfloat16')",
+    "LAMB": "optim.Lamb(params).compile_loops()",
+    "LARS": "optim.Lars(params, lr=0.1).compile_loops()",
 }
 OPTIMIZERS = {
     "DGCMomentum": "optim.DGCMomentum(params, lr=0.1, sparsity=(0.99,))",
@@ -111,13 +112,9 @@ def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
 
 
-def compiling(arguments: str) -> dict[str, Any]:
-    work, _, settings = arguments.partition(",")
-    code = COMPILING.replace(
-        "needs_of(WORK, [torch.zeros(1)]", f"needs_of({work}, [torch.zeros(1)], {settings}"
-    )
+def compiling(work: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        return in_a_process(code, NUMBA_CACHE_DIR=folder)
+        return in_a_process(COMPILING.replace("WORK", work), NUMBA_CACHE_DIR=folder)
 
 
 def measure(repeats: int, works: int, optimizers: int) -> dict[str, Any]:

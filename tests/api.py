@@ -6,7 +6,9 @@ import importlib
 from typing import Any
 
 _NAMES = {
-    "tests.one_tensor": "FoldRule commit_ propose",
+    "tests.one_tensor": (
+        "FoldRule commit_ decode_positions decode_values encode_positions encode_values propose"
+    ),
     "thinwire._watchdog": "Late within",
     "thinwire._launched": "launched_rank",
     "thinwire._names": "named_parameters names_matches=matches plain_name plain_names",
@@ -40,7 +42,6 @@ _NAMES = {
     "thinwire.compress.dense": "checked_sum send_dense with_checksum",
     "thinwire.compress.dgc": "DGC locally_clipped",
     "thinwire.compress.entries": "ArrivedEntries Proposed send_entries",
-    "thinwire.compress.figures": "loops_of",
     "thinwire.compress.low_rank": "LowRank orthonormal",
     "thinwire.compress.protocol": (
         "AllGather AllReduce AllToAll Collective Compression Context ERRORS ChangeCompression Kept "
@@ -49,7 +50,7 @@ _NAMES = {
     "thinwire.compress.split": "add_up joined shares",
     "thinwire.core.checksum": "checked_mean_ checksum",
     "thinwire.core.feedback": (
-        "Proposal commit_list_ propose_list rounding_seed store_ sum_sparse top_k"
+        "Proposal commit_list_ compile_loops propose_list rounding_seed store_ sum_sparse top_k"
     ),
     "thinwire.core.gradients": (
         "ClipByGlobalNorm ClipByNorm ClipByValue clipped L1Decay L2Decay decayed centralized"
@@ -66,13 +67,12 @@ _NAMES = {
     "thinwire.exchange.overlap": "Overlap Readiness cut_into_buckets",
     "thinwire.exchange.checks": "GradientPattern",
     "thinwire.exchange.round": "Round",
-    "thinwire.kernels": "Kernels compiled_steps reference warm",
-    "thinwire.kernels.cpu": "cpu_select=select numba_body numba_steps threads",
+    "thinwire.kernels": "Kernels compiled_steps reference",
+    "thinwire.kernels.cpu": "numba_body=body threads",
     "thinwire.kernels.reference": "mixed",
     "thinwire.kernels.rules": (
-        "Fold LambRule LarsRule LoopKind OuterRule TrustRule has_address needs_of share_memory"
+        "Fold LambRule LarsRule OuterRule TrustRule has_address share_memory"
     ),
-    "thinwire.kernels.warm": "warm_up",
     "thinwire.layout": "traffic",
     "thinwire.layout.message": (
         "HEADER_BYTES Layout CHECKSUM_BYTES SKETCH_NUMEL Slot VALUE_BITS WHOLE_BITS WholeLayout "
@@ -171,8 +171,7 @@ _NAMES = {
         "Broadcast Deal Gather Jitter Lines Reduce finished homes sites switch Vote"
     ),
     "benchmarks.simulation": "Entries Method Trouble Whole dense_sum simulate",
-    "thinwire.wire": "message",
-    "thinwire.wire.codes": "decode_values encode_values decode_positions encode_positions",
+    "thinwire.wire": "codes message",
     "thinwire.wire.message": (
         "message_pack=pack message_unpack=unpack pack_nonfinite pack_whole unpack_whole"
     ),

@@ -3,12 +3,10 @@
 import gc
 import os
 from collections.abc import Iterator
-from typing import get_args
 
 import pytest
-import torch
 
-from tests.api import LoopKind, needs_of, warm_up
+from tests.compiled import compile_all
 from tests.ranks import Pool
 
 # torch asks for the name of the address of each connection to its store (pytorch 159596), and waits
@@ -25,8 +23,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
     """The pool of gloo processes."""
-    for work in get_args(LoopKind):  # what most tests need, ahead of all time limits
-        warm_up(needs_of(work, [torch.zeros(1)]))
+    compile_all()
     pool = Pool()
     yield pool
     pool.close()

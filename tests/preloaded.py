@@ -6,16 +6,14 @@ take them along.
 """
 
 import gc
-from typing import get_args
 
 import torch
 
 import thinwire.strategy.engine  # noqa: F401
-from tests.api import LoopKind, needs_of, warm_up
+from tests.compiled import compile_all
 
 torch.set_num_threads(1)
-for _work in get_args(LoopKind):
-    warm_up(needs_of(_work, [torch.zeros(1)]))
+compile_all()
 _parameter = torch.nn.Parameter(torch.zeros(1))
 _parameter.grad = torch.ones(1)
 torch.optim.SGD([_parameter], 0.1).step()  # torch's first one imports for a second

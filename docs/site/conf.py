@@ -29,7 +29,6 @@ nitpicky = True
 nitpick_ignore = [
     # the bases of the callbacks, and what types say of values that a program only hands on
     ("py:class", "thinwire.integrations.lightning._PerRankCallback"),
-    ("py:class", "thinwire.kernels.rules.Need"),
     ("py:class", "thinwire.local.averaging.PendingAveraging"),
 ]
 autodoc_mock_imports = ["lightning", "transformers"]

@@ -2,7 +2,6 @@ import os
 import shutil
 import subprocess
 import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,19 +9,14 @@ import pytest
 import torch
 
 from tests.api import (
-    VALUE_BITS,
     Fold,
     commit_list_,
-    decode_positions,
     numba_body,
-    position_bytes,
     propose_list,
     reference,
     threads,
 )
-from tests.api import cpu_select as select
 from thinwire import kernels
-from thinwire.errors import PayloadCorrupt
 
 CPU = torch.device("cpu")
 SIZES = [1, 2, 63, 64, 65, 129, 1000, 8193, 29_000]
@@ -32,9 +26,8 @@ SIZES = [1, 2, 63, 64, 65, 129, 1000, 8193, 29_000]
 @pytest.fixture
 def small_parts(monkeypatch):
     """Three threads and little room, so that small tensors show what large ones do."""
-    monkeypatch.setattr(threads, "SMALLEST_PART", 64)
-    monkeypatch.setattr(select, "_SMALLEST_ROOM", 1)
-    monkeypatch.setattr(select, "_FEW", 100)
+    monkeypatch.setattr(threads, "SMALLEST", 64)
+    monkeypatch.setattr(numba_body, "_SMALLEST_ROOM", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
 
@@ -118,7 +111,8 @@ def test_the_fast_fold_gives_the_bits_of_the_readable_one(kind, dtype, grad_dtyp
             rule = (0.9, bool(nesterov))
             u = buffer if has_buffer else None
             fast, slow = (
-                body.propose(Fold(grad, residual, u, *rule), k) for body in (numba_body, reference)
+                body.propose_list([Fold(grad, residual, u, *rule)], [k])[0]
+                for body in (numba_body, reference)
             )
             assert fast[2] is slow[2] is True
             assert_same_bits(fast[0], slow[0])
@@ -127,7 +121,7 @@ def test_the_fast_fold_gives_the_bits_of_the_readable_one(kind, dtype, grad_dtyp
             for body in (numba_body, reference):
                 v, u = residual.clone(), buffer.clone() if has_buffer else None
                 fold = Fold(grad, v, u, *rule)
-                body.commit_(fold, fast[0], (fast[1] * 0.7).float(), numel + k)
+                body.commit_list_([fold], [(fast[0], (fast[1] * 0.7).float())], [numel + k])
                 ends.append((v, u))
             assert_same_bits(ends[0][0], ends[1][0])
             if has_buffer:
@@ -143,59 +137,6 @@ def test_the_fast_rounding_gives_the_bits_of_the_readable_one(kind):
             ends.append(torch.ones(numel, dtype=torch.bfloat16))
             body.store_(ends[-1], values, 0xDEADBEEF)
         assert_same_bits(*ends)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", ["random", "tied", "denormal", "huge", "equal", "ascending"])
-@pytest.mark.parametrize("bits", VALUE_BITS)
-@pytest.mark.usefixtures("small_parts")
-def test_the_fast_value_code_gives_the_bits_of_the_readable_one(bits, kind, dtype):
-    for count in (0, 1, 2, 63, 65, 1000):
-        values = inputs(kind, count, dtype)
-        k = count + 5
-        fast, slow = (body.encode_values(values, bits, k) for body in (numba_body, reference))
-        assert_same_bits(fast[0], slow[0])
-        assert_same_bits(fast[1], slow[1])
-        for body in (numba_body, reference):
-            assert_same_bits(body.decode_values(fast[0], count, bits), slow[1])
-
-
-@pytest.mark.parametrize("numel", [1, 64, 1000, 20_003])
-@pytest.mark.usefixtures("small_parts")
-def test_the_fast_position_code_gives_the_bits_of_the_readable_one(numel):
-    generator = torch.Generator().manual_seed(numel)
-    for k in counts(numel):
-        low_bits = (numel // k).bit_length() - 1
-        low_bytes = (k * low_bits + 7) // 8
-        indices = torch.randperm(numel, generator=generator)[:k].sort().values
-        codes = [
-            b.encode_positions(indices, low_bits, low_bytes, position_bytes(numel, k) - low_bytes)
-            for b in (numba_body, reference)
-        ]
-        assert_same_bits(*codes)
-        for body in (numba_body, reference):
-            decoded, count = body.decode_positions(codes[0], k, low_bits, low_bytes)
-            assert count == k
-            assert_same_bits(decoded, indices)
-
-
-def test_both_bodies_read_the_same_from_random_bytes(monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    legal = 0
-    for numel, k in [(1, 1), (7, 3), (100, 3), (100, 100), (1000, 9), (513, 256)] * 50:
-        ones_share = float(torch.rand((), generator=generator))
-        bits = torch.rand(position_bytes(numel, k) * 8, generator=generator) < ones_share
-        code = reference._pack_bits(bits.to(torch.uint8))
-        outcomes = []
-        for choice in ("auto", "reference"):
-            monkeypatch.setenv("THINWIRE_KERNELS", choice)
-            try:
-                outcomes.append(decode_positions(code, numel, k).tolist())
-            except PayloadCorrupt as refusal:
-                outcomes.append(str(refusal))
-        assert outcomes[0] == outcomes[1]
-        legal += isinstance(outcomes[0], list)
-    assert 0 < legal < 300
 
 
 def test_both_bodies_sum_the_same():
@@ -221,9 +162,8 @@ def test_the_number_of_threads_changes_nothing(monkeypatch):
     results = []
     for count in (1, 2, 3, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
-        proposal = numba_body.propose(Fold(grad, residual, buffer, 0.9, False), 150_000)
-        code = numba_body.encode_values(proposal[1], 4, 150_000)
-        results.append((*proposal[:2], *code, numba_body.decode_values(code[0], 150_000, 4)))
+        fold = Fold(grad, residual, buffer, 0.9, False)
+        results.append(numba_body.propose_list([fold], [150_000])[0][:2])
     for result in results[1:]:
         for a, b in zip(result, results[0], strict=True):
             assert_same_bits(a, b)
@@ -237,8 +177,8 @@ def test_the_number_of_threads_changes_no_random_bit(monkeypatch, nesterov):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
         v, u = inputs("tied", 300_003, torch.bfloat16), inputs("random", 300_003, torch.bfloat16)
         fold = Fold(grad, v, u, 0.9, nesterov)
-        at, values, _ = numba_body.propose(fold, 300)
-        numba_body.commit_(fold, at, values / 2, 7)
+        [(at, values, _)] = numba_body.propose_list([fold], [300])
+        numba_body.commit_list_([fold], [(at, values / 2)], [7])
         ends.append((v, u))
     for end in ends[1:]:
         for a, b in zip(end, ends[0], strict=True):
@@ -284,7 +224,7 @@ assert kernels.for_device(torch.device("cpu")).__name__.endswith("reference")
 
 
 @pytest.mark.slow
-def test_a_package_in_an_archive_compiles_into_the_cache_of_the_user(tmp_path):
+def test_package_in_an_archive_compiles_its_loops(tmp_path):
     archive = shutil.make_archive(
         str(tmp_path / "thinwire"), "zip", Path(kernels.__file__).parents[2], "thinwire"
     )
@@ -292,8 +232,8 @@ def test_a_package_in_an_archive_compiles_into_the_cache_of_the_user(tmp_path):
 import sys
 sys.path.insert(0, {archive!r})
 {TOP_K}
-from thinwire.kernels.cpu import jit_entries
-assert {archive!r} in jit_entries.__file__
+from thinwire.kernels.cpu import loops
+assert {archive!r} in loops.__file__
 """
     environment = {
         "PYTHONPATH": "",
@@ -301,13 +241,12 @@ assert {archive!r} in jit_entries.__file__
         "NUMBA_CACHE_DIR": "",
     }
     assert_succeeds(run_python(code, **environment))
-    assert list((tmp_path / "home").rglob("*.loop"))
 
 
 def test_loops_inform_autograd_of_changes():
     grad, residual, buffer = torch.ones(100), torch.zeros(100), torch.zeros(100)
     fold = Fold(grad, residual, buffer, 0.9, False)
-    numba_body.commit_(fold, torch.tensor([3]), torch.ones(1), 0)
+    numba_body.commit_list_([fold], [(torch.tensor([3]), torch.ones(1))], [0])
     assert (grad._version, residual._version, buffer._version) == (0, 1, 1)
     target = torch.zeros(100, dtype=torch.bfloat16)
     numba_body.store_(target, grad, 0)
@@ -355,43 +294,35 @@ p = torch.nn.Parameter(torch.ones(3))
 p.grad = torch.ones(3)
 optim.Lars([p], lr=0.1).step()
 assert p[0] < 1
-"""
-COMPILES_NOTHING = f"""
-from numba.core import event
-with event.install_recorder("numba:compile") as compilations:
-{textwrap.indent(STEP, "    ")}
-from thinwire.kernels.cpu import jit_steps
-assert not compilations.buffer, [made.data["dispatcher"] for _, made in compilations.buffer]
-assert jit_steps.lars.stats.cache_hits and not jit_steps.lars.stats.cache_misses
-"""
-
-
-@pytest.fixture(scope="module")
-def stepped(tmp_path_factory):
-    """The cache of a process that has made one step."""
-    folder = tmp_path_factory.mktemp("cache")
-    assert_succeeds(run_python(STEP, NUMBA_CACHE_DIR=str(folder)))
-    return folder
-
-
-@pytest.mark.slow
-def test_a_second_process_compiles_nothing(stepped):
-    assert_succeeds(run_python(COMPILES_NOTHING, NUMBA_CACHE_DIR=str(stepped)))
-
-
-SOURCES_HAVE_CHANGED = f"""
-from thinwire.kernels.cpu import jit_cache
-jit_cache.sources_digest = lambda: "another one"
-{STEP}
-from thinwire.kernels.cpu import jit_steps
-assert jit_steps.lars.stats.cache_misses and not jit_steps.lars.stats.cache_hits
+from thinwire.kernels.cpu import loops
+stats = loops.lars.stats
+hits, misses = sum(stats.cache_hits.values()), sum(stats.cache_misses.values())
 """
 
 
 @pytest.mark.slow
-def test_a_change_in_any_file_compiles_all_anew(stepped, tmp_path):
-    cache = shutil.copytree(stepped, tmp_path / "cache")
-    assert_succeeds(run_python(SOURCES_HAVE_CHANGED, NUMBA_CACHE_DIR=str(cache)))
+def test_cache_of_this_user_spares_a_second_process_the_compiling(tmp_path):
+    home = {"XDG_CACHE_HOME": str(tmp_path), "NUMBA_CACHE_DIR": ""}
+    assert_succeeds(run_python(STEP + "assert (hits, misses) == (0, 1)", **home))
+    assert_succeeds(run_python(STEP + "assert (hits, misses) == (1, 0)", **home))
+    for file in (tmp_path / "thinwire").rglob("*.nb[ic]"):
+        file.write_bytes(b"damaged")
+    assert_succeeds(run_python(STEP + "assert (hits, misses) == (0, 1)", **home))
+    assert_succeeds(run_python(STEP + "assert (hits, misses) == (1, 0)", **home))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("inside", "mode"), [("", 0o777), ("", 0o775), ("loops", 0o755)])
+@pytest.mark.parametrize("variable", ["NUMBA_CACHE_DIR", "XDG_CACHE_HOME"])
+def test_cache_that_others_can_write_is_neither_read_nor_written(variable, inside, mode, tmp_path):
+    folder = tmp_path / "thinwire" / inside
+    folder.mkdir(mode=0o700, parents=True)
+    folder.chmod(mode)
+    home = {"XDG_CACHE_HOME": str(tmp_path), "NUMBA_CACHE_DIR": ""}
+    if variable == "NUMBA_CACHE_DIR":
+        home["NUMBA_CACHE_DIR"] = str(tmp_path / "thinwire")
+    assert_succeeds(run_python(STEP + "assert hits == 0", **home))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 @pytest.mark.slow
@@ -409,41 +340,13 @@ def test_a_forked_child_has_threads_of_its_own():
 
 
 @pytest.mark.slow
-def test_no_byte_is_read_or_written_out_of_bounds_whatever_came(tmp_path):
-    code = """
-import torch
-from thinwire.layout.message import position_bytes, value_bytes
-from thinwire.wire.codes import decode_positions
-from thinwire.wire.codes import decode_values
-from thinwire.errors import PayloadCorrupt
-generator = torch.Generator().manual_seed(0)
-for numel, k in [(1, 1), (7, 3), (100, 3), (100, 100), (1000, 9), (513, 256)] * 60:
-    for fill in (0, 1, None):
-        nbytes = position_bytes(numel, k)
-        random = torch.randint(256, (nbytes,), generator=generator)
-        code = (random if fill is None else torch.full_like(random, 255 * fill)).byte()
-        try:
-            decode_positions(code, numel, k)
-        except PayloadCorrupt:
-            pass
-    for bits in (1, 2, 4, 8, 16, 32):
-        code = torch.randint(256, (value_bytes(k, bits),), generator=generator).byte()
-        try:
-            decode_values(code, k, bits, k)
-        except PayloadCorrupt:
-            pass
-"""
-    assert_succeeds(run_python(code, NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=str(tmp_path)))
-
-
-@pytest.mark.slow
 def test_a_selection_stays_in_its_memory_whatever_it_is_from(tmp_path):
     code = """
 import torch
 from thinwire.kernels import reference
-from thinwire.kernels.cpu import numba_body, select, threads
+from thinwire.kernels.cpu import body as numba_body, threads
 from thinwire.kernels.rules import Fold
-threads.SMALLEST_PART, select._SMALLEST_ROOM, select._FEW = 64, 1, 10
+threads.SMALLEST, numba_body._SMALLEST_ROOM = 64, 1
 torch.get_num_threads = lambda: 3
 generator = torch.Generator().manual_seed(0)
 nan, inf = float("nan"), float("inf")
@@ -456,7 +359,7 @@ for dtype in (torch.float32, torch.float64):
                 v = v if fill is None else torch.where(at, fill, v)
                 for k in {1, numel // 1000 + 1, numel // 4 + 1, numel}:
                     fold = Fold(torch.zeros(numel), v.to(dtype), None, 0.0, False)
-                    own, other = (body.propose(fold, k) for body in (numba_body, reference))
+                    own, other = (b.propose_list([fold], [k])[0] for b in (numba_body, reference))
                     assert own[2] == other[2], (dtype, numel, fill, share, k)
                     assert torch.equal(own[0], other[0]) and torch.equal(own[1], other[1])
 """

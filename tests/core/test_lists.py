@@ -1,7 +1,6 @@
 """Many tensors in one call give the bits that one call for each of them gives."""
 
 import inspect
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +13,12 @@ from tests.api import (
     Kernels,
     Layout,
     Slot,
+    codes,
     commit_,
     commit_list_,
     has_address,
+    message_pack,
+    message_unpack,
     numba_body,
     propose,
     propose_list,
@@ -25,10 +27,6 @@ from tests.api import (
     sum_sparse,
     threads,
 )
-from tests.api import cpu_select as select
-from tests.api import message as message_module
-from tests.api import message_pack as pack
-from tests.api import message_unpack as unpack
 from thinwire.errors import PayloadCorrupt
 
 CPU = torch.device("cpu")
@@ -38,9 +36,8 @@ SIZES = [1, 2, 63, 64, 65, 129, 1000, 8193, 29_000, 70_000]
 @pytest.fixture(params=[1, 3])
 def few_threads(request, monkeypatch):
     """Small parts, so that small tensors are cut and shared out as large ones are."""
-    monkeypatch.setattr(threads, "SMALLEST_PART", 64)
-    monkeypatch.setattr(select, "_SMALLEST_ROOM", 1)
-    monkeypatch.setattr(select, "_FEW", 100)
+    monkeypatch.setattr(threads, "SMALLEST", 64)
+    monkeypatch.setattr(numba_body, "_SMALLEST_ROOM", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
 
 
@@ -178,12 +175,6 @@ def test_bodies_have_one_signature(name):
         assert list(inspect.signature(getattr(body, name)).parameters) == wanted
 
 
-def slot_by_slot(device):
-    """The compiled body, whose messages are coded one tensor after the other."""
-    one_by_one = {"encode_slots": reference.encode_slots, "decode_slots": reference.decode_slots}
-    return SimpleNamespace(**{**vars(numba_body), **one_by_one})
-
-
 def parts_of(layout, generator, *, zeros):
     parts = []
     for place, slot in enumerate(layout.slots):
@@ -201,33 +192,26 @@ def parts_of(layout, generator, *, zeros):
 @pytest.mark.parametrize("part", ["", "a share"])
 @pytest.mark.parametrize("bits", VALUE_BITS)
 @pytest.mark.usefixtures("few_threads")
-def test_a_message_is_the_same_however_it_is_coded(bits, part, monkeypatch):
+def test_numba_and_numpy_code_a_message_with_the_same_bits(bits, part, monkeypatch):
     slots = tuple(
         Slot(numel, max(1, numel // divisor)) for numel in SIZES for divisor in (1, 3, 100)
     )
     layout = Layout(slots, bits, part)
     for zeros in (False, True):
-        parts = parts_of(layout, torch.Generator().manual_seed(bits), zeros=zeros)
-        message, sent = pack(layout, 3, 1, parts)
-        with monkeypatch.context() as patch:
-            patch.setattr(message_module, "for_device", slot_by_slot)
-            slow_message, slow_sent = pack(layout, 3, 1, parts)
-            slow_parts = unpack(layout, message, step=3, bucket=1, source=0).parts
-        assert torch.equal(slow_message, message)
-        assert all(same_bits(a, b) for a, b in zip(sent, slow_sent, strict=True))
-        read = unpack(layout, message, step=3, bucket=1, source=0).parts
-        for mine, other in zip(read, slow_parts, strict=True):
-            assert mine[0].tolist() == other[0].tolist()
-            assert same_bits(mine[1], other[1])
+        parts, found = parts_of(layout, torch.Generator().manual_seed(bits), zeros=zeros), []
+        for body in ("auto", "reference"):
+            monkeypatch.setenv("THINWIRE_KERNELS", body)
+            message, sent = message_pack(layout, 3, 1, parts)
+            read = message_unpack(layout, message, step=3, bucket=1, source=0).parts
+            found.append([message, *sent, *(x for pair in read for x in pair)])
+        assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("bits", [1, 4, 32])
-def test_bodies_refuse_alike_and_touch_nothing_out_of_bounds(bits):
-    """Bytes that pass the checksum and are wrong all the same: the compiled loops leave them to the
-    slow checks."""
+def test_numba_refuses_the_damaged_codes_that_numpy_refuses(bits):
     layout = Layout(tuple(Slot(numel, max(1, numel // 50)) for numel in (60, 700, 3000)), bits)
     generator = torch.Generator().manual_seed(bits)
-    message, _ = pack(layout, 0, 0, parts_of(layout, generator, zeros=False))
+    message, _ = message_pack(layout, 0, 0, parts_of(layout, generator, zeros=False))
     refused = 0
     for _ in range(400):
         at = int(torch.randint(HEADER_BYTES, layout.nbytes, (), generator=generator))
@@ -235,15 +219,23 @@ def test_bodies_refuse_alike_and_touch_nothing_out_of_bounds(bits):
         damaged[at] = torch.randint(0, 256, (), generator=generator)
         fast = numba_body.decode_slots(layout.slot_table, damaged.numpy(), bits)
         try:
-            slow = list(message_module._decoded(layout, damaged))
+            slow = codes.decode_slots(layout.slot_table, damaged.numpy(), bits)
         except PayloadCorrupt:
             assert fast is None
             refused += 1
         else:
-            assert fast is not None
-            assert [i.tolist() for i, _ in fast] == [i.tolist() for i, _ in slow]
-            assert all(same_bits(a, b) for (_, a), (_, b) in zip(fast, slow, strict=True))
+            assert all(
+                same_bits(a, b)
+                for mine, other in zip(fast, slow, strict=True)
+                for a, b in zip(mine, other, strict=True)
+            )
     assert refused > 20
+
+
+def test_parts_longer_than_their_slots_are_refused():
+    layout = Layout((Slot(9, 1),), 1)
+    with pytest.raises(ValueError, match="more entries than its slot"):
+        message_pack(layout, 0, 0, [(torch.tensor([1, 2]), torch.ones(2))])
 
 
 def test_autograd_is_informed_of_hidden_changes():

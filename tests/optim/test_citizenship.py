@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from tests.api import needs_of
 from tests.optim.cases import (
     ALL,
     EVERY,
@@ -401,10 +400,3 @@ def test_torch_may_have_the_state_made_by_a_step_that_moves_nothing(case: Case) 
     assert optimizer.get_lr() == pytest.approx(0.02)
     train(net, optimizer, range(1))
     assert not same(values(net), before)
-
-
-@pytest.mark.parametrize("method", [optim.Lamb, optim.Lars])
-def test_loops_of_an_update_are_known_before_it(method: type[optim.Lamb]) -> None:
-    """So that all ranks wait for it in `prepare`, and none in an update."""
-    params = [torch.nn.Parameter(torch.ones(3))]
-    assert method(params, lr=0.1).needs == needs_of(method.__name__.lower(), params)

@@ -1,31 +1,15 @@
-"""What a config compresses of a model, and the compiled loops that it calls."""
+"""What a config compresses of a model."""
 
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from thinwire._wording import warn_user
 from thinwire.compress.protocol import Config
-from thinwire.kernels.rules import LoopKind, Need, needs_of
-
-
-def loops_of(config: Any, params: Iterable[Tensor], *, of_gradients: bool) -> frozenset[Need]:
-    """Return the compiled loops that it calls for these parameters."""
-    if not hasattr(config, "value_bits"):
-        return frozenset()
-    bits, compressed = config.value_bits, [param for param in params if config.compresses(param)]
-    if of_gradients:
-        state = torch.bfloat16 if config.state_dtype == "bfloat16" else None
-        return needs_of("sparse", compressed, state_dtype=state, value_bits=bits)
-    work: LoopKind = "changes" if hasattr(config, "sparsity") else "codes"
-    return needs_of(work, compressed, value_bits=bits)
-
 
 _log = logging.getLogger("thinwire")
 _FEW = 1024

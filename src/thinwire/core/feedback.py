@@ -19,13 +19,14 @@ al., 2015, arXiv 1502.02551, section 3. Differs: a counter-based hash instead of
 there is no generator to save, and the order of the work changes no bit.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.kernels import for_device
+from thinwire.kernels import compiled_codes, for_device
 from thinwire.kernels.reference import mixed, step_along_, summed
 from thinwire.kernels.rules import Fold, has_address, require_lengths
 
@@ -115,6 +116,30 @@ def commit_list_(
     """
     require_lengths(folds)
     for_device(folds[0].residual.device).commit_list_(folds, sent, seeds)
+
+
+def compile_loops(params: Iterable[Tensor], state_dtype: str | None = None) -> None:
+    """Call the loops for these parameters once, so that no step waits for a compiler.
+
+    Args:
+        params: Any; those on a CPU count.
+        state_dtype: "bfloat16", or what the computation has.
+    """
+    for dtype in {p.dtype for p in params if p.is_cpu and p.is_floating_point()}:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        stored = torch.bfloat16 if state_dtype == "bfloat16" else wide
+        grad, state, one = (torch.ones(1, dtype=x, device="cpu") for x in (dtype, stored, wide))
+        fold = Fold(grad, state, state.clone(), 0.5, False)
+        part = propose_list([fold], [1])[0].indices, one.float()
+        commit_list_([fold], [part], [0])
+        step_along_list_([one], [[part]], [1.0], 1, [wide])
+        sum_sparse([part, part], wide)
+        store_(state, part[1], 0)
+        top_k(one, 1)
+        if (codes := compiled_codes()) is not None:
+            slots, code = np.zeros((1, 7), np.int64), np.zeros(8, np.uint8)
+            codes.encode_slots(slots, [(part[0][:0], one[:0])], 1, slots[:, 1], code)
+            codes.decode_slots(slots, code, 1)
 
 
 def rounding_seed(step: int, key: int) -> int:

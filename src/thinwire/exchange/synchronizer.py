@@ -1,7 +1,7 @@
 """Base of every exchange: the ranks of a training, their agreements, and replicated state."""
 
 import datetime
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -33,8 +33,6 @@ from thinwire.core.stats import Pace
 from thinwire.exchange.agreement import COMPARING, Agreement, Check
 from thinwire.exchange.checks import DuplicateBatchCheck
 from thinwire.exchange.digest import FORWARD, RollingDigest, SameState
-from thinwire.kernels.rules import Need
-from thinwire.kernels.warm import warm_up
 
 _CURES = CURES | {
     "initial value (CRC-32) of": "All ranks must begin with the same parameters. They differ where "
@@ -149,9 +147,9 @@ class Ranks:
             return self.group
         return agreed_sources(self.group, node_size, compared=compared)
 
-    def compile(self, needs: Collection[Need]) -> None:
+    def compile(self, loops: Callable[[], None]) -> None:
         """Compile loops while the other ranks wait."""
-        while_busy(self.group, "compiling loops", lambda: float(warm_up(frozenset(needs)) > 0))
+        while_busy(self.group, "compiling loops", loops)
 
 
 def agreed_sources(group: Group, node_size: int | None, *, compared: bool = False) -> Sources:

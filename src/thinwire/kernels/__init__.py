@@ -1,4 +1,4 @@
-"""Loops behind `core` and `wire`, in two bodies with one signature.
+"""Loops behind `core`, in two bodies with one signature.
 
 The bodies are numba for the CPU, and torch for every other device and where numba is missing. In
 the environment `THINWIRE_KERNELS=reference` forces torch. Both return the same bits, except for the
@@ -20,6 +20,8 @@ from thinwire.kernels.rules import (
     Fold,
     LambRule,
     LarsRule,
+    Sparse,
+    Tensors,
     has_address,
     require_lengths,
     share_memory,
@@ -29,7 +31,7 @@ from thinwire.kernels.rules import (
 class Kernels(Protocol):
     """Functions of every body.
 
-    `core.feedback` and `wire.codes` describe them and check the arguments.
+    `core.feedback` describes them and checks the arguments.
     """
 
     def top_k(self, values: Tensor, k: int) -> Tensor: ...
@@ -39,52 +41,22 @@ class Kernels(Protocol):
     ) -> list[tuple[Tensor, Tensor, bool]]: ...
 
     def commit_list_(
-        self, folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int]
+        self, folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]
     ) -> None: ...
 
     def step_along_list_(
         self,
-        params: Sequence[Tensor],
-        parts: Sequence[Sequence[tuple[Tensor, Tensor]]],
+        params: Tensors,
+        parts: Sequence[Sequence[Sparse]],
         rates: Sequence[float],
         sources: int,
     ) -> None: ...
 
-    def encode_slots(
-        self,
-        slots: NDArray[np.int64],
-        parts: Sequence[tuple[Tensor, Tensor]],
-        bits: int,
-        *,
-        spare: bool,
-        code: NDArray[np.uint8],
-    ) -> tuple[list[Tensor], int] | None: ...
-
-    def decode_slots(
-        self, slots: NDArray[np.int64], code: NDArray[np.uint8], bits: int
-    ) -> list[tuple[Tensor, Tensor]] | None: ...
-
     def store_(self, target: Tensor, values: Tensor, seed: int) -> None: ...
-
-    def count_nonzero(self, values: Tensor) -> int: ...
-
-    def is_ascending(self, indices: Tensor) -> bool: ...
-
-    def encode_positions(
-        self, indices: Tensor, low_bits: int, low_bytes: int, high_bytes: int
-    ) -> Tensor: ...
-
-    def decode_positions(
-        self, code: Tensor, k: int, low_bits: int, low_bytes: int
-    ) -> tuple[Tensor, int]: ...
-
-    def encode_values(self, values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]: ...
-
-    def decode_values(self, code: Tensor, count: int, bits: int) -> Tensor: ...
 
     def sum_sparse(
         self, indices: list[Tensor], values: list[Tensor], dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> Sparse: ...
 
 
 def for_device(device: torch.device) -> Kernels:
@@ -116,28 +88,37 @@ def body_name(device: torch.device) -> str:
     return "reference" if for_device(device) is reference else "numba"
 
 
-class CompiledSteps(Protocol):
-    """Whole steps for lists of tensors, as in `core.lamb` and `core.lars`."""
+class CompiledSteps(Kernels, Protocol):
+    """Whole steps for lists of tensors too, as in `core.lamb` and `core.lars`; `wire.codes`."""
+
+    def encode_slots(
+        self,
+        slots: NDArray[np.int64],
+        parts: Sequence[Sparse],
+        bits: int,
+        over: NDArray[np.int64],
+        code: NDArray[np.uint8],
+    ) -> tuple[list[Tensor], int]: ...
+
+    def decode_slots(
+        self, slots: NDArray[np.int64], code: NDArray[np.uint8], bits: int
+    ) -> list[Sparse] | None: ...
 
     def lamb_(
         self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
+        params: Tensors,
+        grads: Tensors,
+        exp_avgs: Tensors,
+        exp_avg_sqs: Tensors,
         rule: LambRule,
     ) -> Tensor: ...
 
     def lars_(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        velocities: Sequence[Tensor] | None,
-        rule: LarsRule,
+        self, params: Tensors, grads: Tensors, velocities: Tensors | None, rule: LarsRule
     ) -> Tensor: ...
 
 
-def compiled_steps(*lists: Sequence[Tensor]) -> CompiledSteps | None:
+def compiled_steps(*lists: Tensors) -> CompiledSteps | None:
     """Return compiled steps for tensors like these, or None if torch must compute them.
 
     Args:
@@ -159,13 +140,16 @@ def compiled_steps(*lists: Sequence[Tensor]) -> CompiledSteps | None:
     if not fit or share_memory(lists[0]) or for_device(lists[0][0].device) is reference:
         return None
     require_lengths(zip(*filter(None, lists), strict=True))
-    from thinwire.kernels.cpu import numba_steps
+    return _numba_kernels()
 
-    return cast("CompiledSteps", numba_steps)
+
+def compiled_codes() -> CompiledSteps | None:
+    """Return compiled codes of messages, which are made on a CPU; None: NumPy must code them."""
+    return None if for_device(torch.device("cpu")) is reference else _numba_kernels()
 
 
 @functools.cache
-def _numba_kernels() -> Kernels | None:
+def _numba_kernels() -> CompiledSteps | None:
     """Return the numba body, or None without numba; the import takes half a second."""
     try:
         import numba
@@ -173,6 +157,6 @@ def _numba_kernels() -> Kernels | None:
         return None
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         return None
-    from thinwire.kernels.cpu import numba_body
+    from thinwire.kernels.cpu import body
 
-    return cast("Kernels", numba_body)
+    return cast("CompiledSteps", body)

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.kernels.rules import Fold
-from thinwire.layout.message import SCALE_COUNT
+from thinwire.kernels.rules import Fold, Sparse, Tensors
 
-_FLOAT32_MAX = torch.finfo(torch.float32).max
 _LOW_32 = (1 << 32) - 1
 _LARGEST_BFLOAT16 = 0x7F7F0000
 """The bits of the largest bfloat16, as a float32."""
@@ -59,18 +57,13 @@ def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor,
     return [propose(fold, k) for fold, k in zip(folds, ks, strict=True)]
 
 
-def commit_list_(
-    folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int]
-) -> None:
+def commit_list_(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]) -> None:
     for fold, part, seed in zip(folds, sent, seeds, strict=True):
         commit_(fold, *part, seed)
 
 
 def step_along_list_(
-    params: Sequence[Tensor],
-    parts: Sequence[Sequence[tuple[Tensor, Tensor]]],
-    rates: Sequence[float],
-    sources: int,
+    params: Tensors, parts: Sequence[Sequence[Sparse]], rates: Sequence[float], sources: int
 ) -> None:
     """Take a step p <- p - rate * (sum of the parts / sources) on contiguous tensors."""
     for param, own, rate in zip(params, parts, rates, strict=True):
@@ -78,10 +71,8 @@ def step_along_list_(
 
 
 def summed(
-    parts: Sequence[tuple[Tensor, Tensor]],
-    dtype: torch.dtype,
-    sum_several: Callable[..., tuple[Tensor, Tensor]],
-) -> tuple[Tensor, Tensor]:
+    parts: Sequence[Sparse], dtype: torch.dtype, sum_several: Callable[..., Sparse]
+) -> Sparse:
     """Return the single part, or the sum of several by a body's `sum_sparse`."""
     if len(parts) == 1:
         return parts[0][0], parts[0][1].to(dtype) + 0.0  # from zero: no minus zero, as with several
@@ -108,14 +99,6 @@ def divided_(total: Tensor, count: int) -> Tensor:
     rounds differently.
     """
     return total.div_(torch.full((), count, dtype=total.dtype, device=total.device))
-
-
-def encode_slots(slots: object, parts: object, bits: int, *, spare: bool, code: object) -> None:
-    """Return None: tensors are coded one by one."""
-
-
-def decode_slots(slots: object, code: object, bits: int) -> None:
-    """Return None: tensors are decoded one by one."""
 
 
 def store_(target: Tensor, values: Tensor, seed: int) -> None:
@@ -174,140 +157,9 @@ def _folded_residual(fold: Fold) -> Tensor:
     return (u * fold.momentum).add_(g).add_(v)
 
 
-def count_nonzero(values: Tensor) -> int:
-    """Return the number of values that are not zero."""
-    return int(values.count_nonzero())
-
-
-def is_ascending(indices: Tensor) -> bool:
-    """Return True if each index is larger than the one before."""
-    return bool((indices[1:] > indices[:-1]).all())
-
-
-def encode_positions(indices: Tensor, low_bits: int, low_bytes: int, high_bytes: int) -> Tensor:
-    low = _pack_fields(indices & ((1 << low_bits) - 1), low_bits, low_bytes)
-    ones = (indices >> low_bits) + torch.arange(indices.numel(), device=indices.device)
-    bitmap = torch.zeros(8 * high_bytes, dtype=torch.uint8, device=indices.device)
-    bitmap[ones] = 1
-    return torch.cat((low, _pack_bits(bitmap)))
-
-
-def decode_positions(code: Tensor, k: int, low_bits: int, low_bytes: int) -> tuple[Tensor, int]:
-    """Return the positions in the code, at most `k` and unchecked, and the number of set bits."""
-    ones = _unpack_bits(code[low_bytes:]).nonzero().squeeze(1)
-    count = ones.numel()
-    ones = ones[:k]
-    high = ones - torch.arange(ones.numel(), device=code.device)
-    return (high << low_bits) | _unpack_fields(code[:low_bytes], ones.numel(), low_bits), count
-
-
-def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
-    if bits == 32:
-        sent = values.clamp(-_FLOAT32_MAX, _FLOAT32_MAX).float()
-        return _zero_padded(sent.view(torch.uint8), 4 * k), sent
-    magnitudes = values.double().abs().clamp(max=_FLOAT32_MAX)
-    scales = _scales(magnitudes, bits, k)
-    levels = _nearest_level(magnitudes, scales, bits)
-    fields = levels | ((values < 0).long() << (bits - 1))
-    code = torch.cat((scales.view(torch.uint8), _pack_fields(fields, bits, (k * bits + 7) // 8)))
-    return code, _decode_fields(fields, scales, bits)
-
-
-def decode_values(code: Tensor, count: int, bits: int) -> Tensor:
-    if bits == 32:
-        return code[: 4 * count].clone().view(torch.float32)
-    scale_bytes = 4 * SCALE_COUNT[bits]
-    scales = code[:scale_bytes].clone().view(torch.float32)  # a copy, since a view must be aligned
-    return _decode_fields(_unpack_fields(code[scale_bytes:], count, bits), scales, bits)
-
-
-def sum_sparse(
-    indices: list[Tensor], values: list[Tensor], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def sum_sparse(indices: list[Tensor], values: list[Tensor], dtype: torch.dtype) -> Sparse:
     union, inverse = torch.unique(torch.cat(indices), return_inverse=True)
     sums = torch.zeros(union.numel(), dtype=dtype, device=union.device)
     for position, value in zip(inverse.split([i.numel() for i in indices]), values, strict=True):
         sums[position] += value.to(dtype)
     return union, sums
-
-
-def _scales(magnitudes: Tensor, bits: int, k: int) -> Tensor:
-    """Return the scales that travel with the fields: mean, code book, or smallest and largest."""
-    if bits == 1:
-        scales = [_halving_sum(magnitudes) / k]
-    elif bits <= 4:
-        scales = _split_at_means(magnitudes, bits - 1, 0.0)
-    elif magnitudes.numel() == 0:
-        scales = [0.0, 0.0]
-    else:
-        scales = [float(magnitudes.amin()), float(magnitudes.amax())]
-    return torch.tensor(scales, dtype=torch.float64, device=magnitudes.device).float()
-
-
-def _split_at_means(magnitudes: Tensor, depth: int, parent_mean: float) -> list[float]:
-    mean = _halving_sum(magnitudes) / magnitudes.numel() if magnitudes.numel() else parent_mean
-    if depth == 0:
-        return [mean]
-    lower, upper = magnitudes[magnitudes <= mean], magnitudes[magnitudes > mean]
-    return _split_at_means(lower, depth - 1, mean) + _split_at_means(upper, depth - 1, mean)
-
-
-def _halving_sum(x: Tensor) -> float:
-    """Sum by adding the upper half to the lower: an order that every device can reproduce."""
-    n = x.numel()
-    while n > 1:
-        half = (n + 1) // 2
-        x = torch.cat((x[: n - half] + x[half:n], x[n - half : half]))
-        n = half
-    return float(x[0]) if n else 0.0
-
-
-def _nearest_level(magnitudes: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Return the number of the nearest level of each magnitude, the lower of two."""
-    if bits == 1:
-        return torch.zeros_like(magnitudes, dtype=torch.int64)
-    if bits <= 4:
-        book = scales.double()
-        return torch.bucketize(magnitudes, (book[:-1] + book[1:]) / 2)
-    low, high = scales.double().tolist()
-    if low == high:
-        return torch.zeros_like(magnitudes, dtype=torch.int64)
-    top = (1 << (bits - 1)) - 1
-    position: Tensor = (magnitudes - low) * top / (high - low)
-    return (position - 0.5).ceil().clamp(0, top).long()
-
-
-def _decode_fields(fields: Tensor, scales: Tensor, bits: int) -> Tensor:
-    negative = (fields >> (bits - 1)) != 0
-    levels = fields & ((1 << (bits - 1)) - 1)
-    if bits <= 4:
-        magnitudes = scales[levels]
-    else:
-        low, high = scales.double().tolist()
-        magnitudes = (levels.double() * ((high - low) / ((1 << (bits - 1)) - 1)) + low).float()
-    return torch.where(negative, -magnitudes, magnitudes)
-
-
-def _pack_fields(fields: Tensor, width_bits: int, nbytes: int) -> Tensor:
-    shifts = torch.arange(width_bits, device=fields.device)
-    bits = ((fields.unsqueeze(1) >> shifts) & 1).to(torch.uint8).flatten()
-    return _pack_bits(_zero_padded(bits, 8 * nbytes))
-
-
-def _unpack_fields(code: Tensor, count: int, width_bits: int) -> Tensor:
-    bits = _unpack_bits(code)[: count * width_bits].view(count, width_bits).long()
-    return (bits << torch.arange(width_bits, device=code.device)).sum(dim=1)
-
-
-def _pack_bits(bits: Tensor) -> Tensor:
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return (bits.view(-1, 8) << shifts).sum(dim=1).to(torch.uint8)
-
-
-def _unpack_bits(code: Tensor) -> Tensor:
-    shifts = torch.arange(8, dtype=torch.uint8, device=code.device)
-    return ((code.unsqueeze(1) >> shifts) & 1).flatten()
-
-
-def _zero_padded(x: Tensor, length: int) -> Tensor:
-    return torch.cat((x, x.new_zeros(length - x.numel())))

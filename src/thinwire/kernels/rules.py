@@ -1,16 +1,17 @@
-"""Arguments of calls over many tensors, and the compiled loops that a training needs.
-
-They are: the tensors of a fold, the constants of a step, and checks of a tensor's memory.
-"""
+"""Arguments of calls over many tensors: a fold, the constants of a step, checks of memory."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+Tensors = Sequence[Tensor]
+Sparse = tuple[Tensor, Tensor]
+"""Positions, int64, and values."""
 
 
 class Fold(NamedTuple):
@@ -114,61 +115,6 @@ class OuterRule:
             return self.lr if times else 1.0
         summed = (1 - m * (1 - m**times) / (times * (1 - m))) / (1 - m)
         return self.lr * (1 + m * summed if self.nesterov else summed)
-
-
-LoopKind: TypeAlias = Literal["sparse", "changes", "codes", "lamb", "lars"]
-"""A sparse exchange of gradients, one of changes of parameters, codes of whole changes, or a
-compiled step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """One kind of work on tensors of one type on the CPU."""
-
-    work: LoopKind
-    """Kind of work."""
-    dtype: torch.dtype
-    """Type of the state: float32 or float64; bfloat16 too for sparse exchange."""
-    grad_dtype: torch.dtype = torch.float32
-    """Type of the gradients as the loops read them."""
-    param_dtype: torch.dtype = torch.float32
-    """Type of the parameters that a sparse exchange moves."""
-    value_bits: int = 1
-    """Bits per sent value."""
-
-
-def needs_of(
-    work: LoopKind,
-    params: Iterable[Tensor],
-    *,
-    state_dtype: torch.dtype | None = None,
-    value_bits: int = 1,
-) -> frozenset[Need]:
-    """Return the loops that work of this kind on these parameters calls.
-
-    Args:
-        work: See `Need`.
-        params: The parameters. Those on other devices, or of other types than float32, float64 and
-            (for a sparse exchange) bfloat16 and float16, need nothing.
-        state_dtype: Type of a sparse exchange's state; None: float64 for float64 parameters, else
-            float32.
-        value_bits: Bits per sent value.
-
-    >>> [need.work for need in needs_of("sparse", [torch.zeros(4)])]
-    ['sparse']
-    """
-    needs = set()
-    for device, dtype in {(param.device.type, param.dtype) for param in params}:
-        if device != "cpu" or not dtype.is_floating_point:
-            continue
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        if work not in ("sparse", "changes", "codes"):
-            needs.add(Need(work, wide))
-            continue
-        state = wide if wide == torch.float64 else state_dtype or wide
-        narrow = dtype == torch.bfloat16 and work == "sparse"
-        needs.add(Need(work, state, torch.bfloat16 if narrow else wide, wide, value_bits))
-    return frozenset(needs)
 
 
 _PLAIN_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)

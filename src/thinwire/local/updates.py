@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from thinwire._wording import warn_user
 from thinwire.comm import Regrouped, long_waits_logged, own_deadlines
 from thinwire.comm.private import forget_ended
 from thinwire.compress import COMPRESSIONS, GradientConfig, compression_of, field_of
-from thinwire.compress.figures import loops_of, report_coverage
+from thinwire.compress.figures import report_coverage
 from thinwire.core.arithmetic import arithmetic
+from thinwire.core.feedback import compile_loops
 from thinwire.core.provenance import PROVENANCE, Provenance, without_provenance
 from thinwire.core.stats import Pace, numbers, planned_row
 from thinwire.errors import PeerLost
@@ -225,7 +227,8 @@ class LocalUpdates:
         dense = config.node_size is None and self._changes is None
         separate = ranks.mesh is None and (dense or config.by_time)
         sources = group if separate else ranks.sources(config.node_size)
-        ranks.compile(loops_of(self._changes, self._compressed, of_gradients=False))
+        if hasattr(self._changes, "sparsity"):
+            ranks.compile(partial(compile_loops, self._compressed))
         tensors.copy_from_first(group)
         self._averager = averager = Averager(
             group,

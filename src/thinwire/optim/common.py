@@ -14,6 +14,7 @@ from torch._compile import _disable_dynamo
 
 from thinwire import _validate as check
 from thinwire._names import plain_name
+from thinwire.comm import is_alone
 from thinwire.core.gradients import (
     Clip,
     ClipByGlobalNorm,
@@ -26,8 +27,6 @@ from thinwire.core.gradients import (
 )
 from thinwire.core.sharded import is_sharded, shard_of
 from thinwire.core.tensors import coalesced, state_dtype
-from thinwire.kernels.rules import LoopKind, Need, needs_of
-from thinwire.kernels.warm import warm_up
 from thinwire.optim import groups as grouping
 from thinwire.optim.arguments import CommonOwn, require_known, spelled_out
 from thinwire.optim.groups import Exclusion, ParamFacts, ParamRecord
@@ -88,8 +87,6 @@ class CommonOptimizer(torch.optim.Optimizer):
     _common: _Common
     _given: list[ParamGrad] | None = None
     """Pairs passed to `apply_gradients`; None if they come from `p.grad`."""
-    _loops: ClassVar[LoopKind | None] = None
-    """Compiled loops of the method, if it has any."""
     _ratios: dict[Tensor, Tensor] | None = None
     """Trust ratios of the last update, for methods that have them."""
     __signature__: ClassVar[Signature]
@@ -141,6 +138,8 @@ class CommonOptimizer(torch.optim.Optimizer):
         )
         if common.asked_order is not None:
             common.order = grouping.ordered(common.asked_order, common.records)
+        if is_alone():  # else the first step, or `prepare`, does so while the others wait
+            self.compile_loops()
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         """Raise for a value that the method does not allow, in the constructor or in a group."""
@@ -310,17 +309,11 @@ class CommonOptimizer(torch.optim.Optimizer):
         params = self._ordered_params()
         return [(p, p.grad) for p in params if p.grad is not None and p.requires_grad]
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        """Compiled loops that an update calls."""
-        if self._loops is None:
-            return frozenset()
-        return needs_of(self._loops, (p for group in self.param_groups for p in group["params"]))
+    def compile_loops(self) -> None:
+        """Compile what an update calls, if anything."""
 
     def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
         """Update the parameters of `pairs`, if any. Return False if the update was dropped."""
-        if self._ratios is None:
-            warm_up(self.needs)
         self._ratios = {}
         for param, grad in pairs:
             grouping.require_layout(

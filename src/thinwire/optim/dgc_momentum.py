@@ -20,6 +20,7 @@ from thinwire.compress.dgc import DGC, DGCCompressor, locally_clipped
 from thinwire.compress.figures import report_coverage
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.checksum import bit_sums
+from thinwire.core.feedback import compile_loops
 from thinwire.core.gradients import ClipByNorm, Regularizer
 from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of, without_provenance
 from thinwire.core.sharded import Shards, require_shards, shard_of, sharded_like
@@ -29,10 +30,8 @@ from thinwire.exchange.checks import SameHyperparameters
 from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest, optimizer_state
 from thinwire.exchange.gradients import GradientExchange
 from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
-from thinwire.kernels.rules import Need, needs_of
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.folded import FoldedSGD
-from thinwire.optim.layerwise import begin_compiling
 from thinwire.optim.saving import of_params
 from thinwire.schedules import Schedule
 from thinwire.wire.message import WIRE_VERSION
@@ -216,7 +215,6 @@ class DGCMomentum(CommonOptimizer):
         self._close()
         if mesh is not None:
             require_shards(self._params_by_name, mesh["shard"])
-        begin_compiling(self)
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         momentum = check.real("momentum", values["momentum"], at_least=0)
@@ -231,12 +229,10 @@ class DGCMomentum(CommonOptimizer):
             return 0.0
         return self._config_of(self.param_groups[0]).unsent_share(self.position)
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        """Compiled loops that the exchange calls."""
+    def compile_loops(self) -> None:
+        """Compile what the exchange calls."""
         params = [shard_of(p) for p in self._ordered_params() if self._compresses(p)]
-        state = torch.bfloat16 if self.state_dtype == "bfloat16" else None
-        return needs_of("sparse", params, state_dtype=state, value_bits=self.value_bits)
+        compile_loops(params, self.state_dtype)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in the base class. The next step compares settings and parameters."""
@@ -445,7 +441,7 @@ class DGCMomentum(CommonOptimizer):
         ranks.compare(facts, "comparing settings and parameters")
         if problem is not None:
             raise problem
-        ranks.compile(self.needs)
+        ranks.compile(self.compile_loops)
         shards, records = Shards(params), self._common.records
         if ranks.rank_and_size[0] == 0:
             whole = {shard_of(p): p for p in params.values()}

@@ -11,7 +11,7 @@ from thinwire.core.tensors import TensorList
 from thinwire.kernels.rules import LambRule, TrustRule
 from thinwire.optim.arguments import CommonOwn
 from thinwire.optim.common import CommonOptimizer
-from thinwire.optim.layerwise import Run, begin_compiling, trust_ratios, update_runs_
+from thinwire.optim.layerwise import Run, smallest, trust_ratios, update_runs_
 from thinwire.optim.own import buffer_of, check_betas
 from thinwire.optim.pairs import ParamGrad
 
@@ -58,7 +58,6 @@ class Lamb(CommonOptimizer):
 
     _takes_complex = False
     _decay_inside = True
-    _loops = "lamb"
     trust_ratios = trust_ratios
 
     def __init__(
@@ -74,7 +73,12 @@ class Lamb(CommonOptimizer):
     ) -> None:
         values = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
         self._construct(params, lr, {**values, "trust_clip": trust_clip}, common)
-        begin_compiling(self)
+
+    def compile_loops(self) -> None:
+        """Compile the loop of an update."""
+        rule = LambRule(0.0, 0.0, 0.0, 1.0, 0.0, 1, TrustRule())
+        for p, grad, exp_avg, exp_avg_sq in smallest(self):
+            lamb_list_([p], [grad], [exp_avg], [exp_avg_sq], rule)
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         check_betas(values)
@@ -94,7 +98,7 @@ class Lamb(CommonOptimizer):
             tensors = zip(params, run.grads, exp_avgs, exp_avg_sqs, strict=True)
             return [lamb_(*row, rule) for row in tensors]
 
-        update_runs_(self, group, pairs, update_)
+        update_runs_(self, group, pairs, update_, count=True)
 
 
 def _check_trust_clip(trust_clip: Any) -> None:

@@ -11,7 +11,7 @@ from thinwire.core.tensors import TensorList
 from thinwire.kernels.rules import LarsRule, TrustRule
 from thinwire.optim.arguments import CommonOwn
 from thinwire.optim.common import CommonOptimizer
-from thinwire.optim.layerwise import Run, begin_compiling, trust_ratios, update_runs_
+from thinwire.optim.layerwise import Run, smallest, trust_ratios, update_runs_
 from thinwire.optim.own import buffer_of
 from thinwire.optim.pairs import ParamGrad
 
@@ -59,7 +59,6 @@ class Lars(CommonOptimizer):
 
     _takes_complex = False
     _decay_inside = True
-    _loops = "lars"
     trust_ratios = trust_ratios
 
     def __init__(
@@ -82,7 +81,11 @@ class Lars(CommonOptimizer):
             "nesterov": nesterov,
         }
         self._construct(params, lr, values, common)
-        begin_compiling(self)
+
+    def compile_loops(self) -> None:
+        """Compile the loop of an update."""
+        for p, grad, velocity, _ in smallest(self):
+            lars_list_([p], [grad], [velocity], LarsRule(0.0, 0.0, False, TrustRule()))
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         momentum = check.real("momentum", values["momentum"], at_least=0)
@@ -106,4 +109,4 @@ class Lars(CommonOptimizer):
             tensors = zip(params, run.grads, buffers, strict=True)
             return [lars_(p, grad, velocity, rule) for p, grad, velocity in tensors]
 
-        update_runs_(self, group, pairs, update_)
+        update_runs_(self, group, pairs, update_, count=False)

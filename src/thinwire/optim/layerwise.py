@@ -3,11 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from thinwire.comm import is_alone
-from thinwire.core.tensors import TensorList
-from thinwire.kernels.warm import warm_up, warm_up_beside
+from thinwire.core.tensors import TensorList, state_dtype
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.own import counted, widened
 from thinwire.optim.pairs import ParamGrad
@@ -25,9 +24,14 @@ class Run(NamedTuple):
     """True if torch's list operations and fused kernels take these tensors."""
 
 
-def begin_compiling(optimizer: CommonOptimizer) -> None:
-    """Compile the loops of the method ahead of the first update."""
-    (warm_up if is_alone() else warm_up_beside)(optimizer.needs)
+def smallest(optimizer: CommonOptimizer) -> list[list[Tensor]]:
+    """Return small tensors on the CPU for each type of the parameters there.
+
+    An update of them compiles the loops of the method.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    types = {state_dtype(param) for param in params if param.is_cpu}
+    return [list(torch.ones(4, 1, dtype=dtype, device="cpu").unbind()) for dtype in types]
 
 
 def trust_ratios(optimizer: CommonOptimizer) -> dict[str | Tensor, float]:
@@ -46,9 +50,11 @@ def update_runs_(
     group: dict[str, Any],
     pairs: Sequence[ParamGrad],
     update_: Callable[[Run, list[Tensor]], TensorList],
+    *,
+    count: bool,
 ) -> None:
     """Update the parameters of `pairs` in place, in runs of one device, type, decay and count."""
-    for run in _runs(optimizer, group, pairs, count=optimizer._loops == "lamb"):
+    for run in _runs(optimizer, group, pairs, count=count):
         with widened(run.params) as wide:
             ratios = update_(run, wide)
         assert optimizer._ratios is not None, "ratios come from updates"

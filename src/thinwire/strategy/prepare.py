@@ -18,9 +18,10 @@ from thinwire.comm import Group, next_identity, require_agreement, sites_of
 from thinwire.comm.nodes import Grid, require_divisor
 from thinwire.comm.replicate import make_models_equal_
 from thinwire.compress import buckets_of, locally_clipped
-from thinwire.compress.figures import loops_of, report_coverage
+from thinwire.compress.figures import report_coverage
 from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.arithmetic import arithmetic
+from thinwire.core.feedback import compile_loops
 from thinwire.core.several import all_of, kinds_of
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
 from thinwire.core.stats import planned_row
@@ -30,7 +31,6 @@ from thinwire.exchange.digest import RollingDigest, optimizer_state
 from thinwire.exchange.gradients import gradients_of
 from thinwire.exchange.overlap import Overlap
 from thinwire.exchange.synchronizer import Ranks
-from thinwire.kernels.rules import Need
 from thinwire.local.model import require_own_params, warn_of_misplaced, warn_of_others
 from thinwire.local.updates import LocalUpdates
 from thinwire.optim import Lamb, Lars
@@ -100,7 +100,7 @@ def _prepared(setup: Setup) -> Engine:
     plan = _agreed_plan(setup)
     with ExitStack() as undo:
         undo.push(plan.undo)
-        setup.ranks.compile(_needs(setup, plan))
+        setup.ranks.compile(partial(_compile_loops, setup, plan))
         split = stage_split_of(model)
         if split is None:
             _copy_from_first(model, setup.sites or group)
@@ -151,14 +151,14 @@ def _copy_from_first(model: nn.Module, group: Group) -> None:
     make_models_equal_(params, buffers, group)
 
 
-def _needs(setup: Setup, plan: Preparation) -> frozenset[Need]:
-    """Return the compiled loops that this training calls, without those of local updates."""
-    needs = frozenset[Need]()
+def _compile_loops(setup: Setup, plan: Preparation) -> None:
+    """Compile what this training calls, without the loops of local updates."""
     for single in all_of(setup.optimizer):
-        needs |= getattr(single, "needs", frozenset())
-    if plan.sync is None and plan.compressor is not None:
-        needs |= loops_of(plan.compressor, Shards(plan.params).values(), of_gradients=True)
-    return needs
+        if isinstance(single, CommonOptimizer):
+            single.compile_loops()
+    config = plan.compressor
+    if plan.sync is None and config is not None and hasattr(config, "state_dtype"):
+        compile_loops(filter(config.compresses, Shards(plan.params).values()), config.state_dtype)
 
 
 def _agreed_plan(setup: Setup) -> Preparation:

@@ -18,22 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 
 from thinwire.errors import PayloadCorrupt
-from thinwire.kernels import for_device
-from thinwire.layout.message import (
-    CULPRIT,
-    HEADER,
-    HEADER_BYTES,
-    Layout,
-    Slot,
-    WholeLayout,
-    position_bytes,
-    value_bytes,
-    whole_bytes,
-)
-from thinwire.wire.codes import decode_positions, decode_values, encode_positions, encode_values
+from thinwire.kernels import compiled_codes
+from thinwire.layout.message import CULPRIT, HEADER, HEADER_BYTES, Layout, WholeLayout, whole_bytes
+from thinwire.wire import codes
 from thinwire.wire.whole import WholeReader, encode_whole, scale_bytes, spans
 
 WIRE_VERSION = 2
@@ -85,23 +74,25 @@ def pack(
     >>> unpack(layout, message, step=0, bucket=0, source=1).parts[0][0]
     tensor([  3, 500])
     """
-    if parts:
-        raw = np.zeros(layout.nbytes, np.uint8)
-        coded = for_device(parts[0][1].device).encode_slots(
-            layout.slot_table, parts, layout.value_bits, spare=bool(layout.part), code=raw
-        )
-        if coded is not None:
-            return torch.from_numpy(_stamped(raw, layout, step, bucket, carried=coded[1])), coded[0]
-    codes: list[Tensor] = []
-    all_sent: list[Tensor] = []
-    carried = 0
-    for slot, (indices, values) in zip(layout.slots, parts, strict=True):
-        slot_codes, sent, count = _encoded(slot, layout, indices, values)
-        codes += slot_codes
-        all_sent.append(sent)
-        carried += count
-    payload = codes or [torch.zeros(CULPRIT.size, dtype=torch.uint8, device="cpu")]
-    return with_checksum(layout, step, bucket, payload, carried=carried), all_sent
+    raw = np.zeros(layout.nbytes, np.uint8)
+    if not parts:
+        return torch.from_numpy(_stamped(raw, layout, step, bucket)), []
+    table, device = layout.slot_table, parts[0][1].device
+    on_cpu = (_moved(column, torch.device("cpu")) for column in zip(*parts, strict=True))
+    # spare room of a part does not count
+    over = np.zeros_like(table[:, 1]) if layout.part else table[:, 1]
+    all_sent, carried = (compiled_codes() or codes).encode_slots(
+        table, list(zip(*on_cpu, strict=True)), layout.value_bits, over, raw
+    )
+    stamped = _stamped(raw, layout, step, bucket, carried=carried)
+    return torch.from_numpy(stamped).to(device), _moved(all_sent, device)
+
+
+def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return tensors on a device, moved in one transfer."""
+    if not tensors or tensors[0].device == device:
+        return list(tensors)
+    return list(torch.split(torch.cat(list(tensors)).to(device), [t.numel() for t in tensors]))
 
 
 def pack_nonfinite(layout: Layout, step: int, bucket: int, culprit: int) -> Tensor:
@@ -155,50 +146,19 @@ def opened(form: Form, message: Tensor, step: int, bucket: int) -> tuple[memoryv
     return raw, flags, carried
 
 
-def _encoded(
-    slot: Slot, layout: Layout, indices: Tensor, values: Tensor
-) -> tuple[list[Tensor], Tensor, int]:
-    """Return codes of positions and values, the decoded values, and the number of entries."""
-    if for_device(values.device).count_nonzero(values) == values.numel():
-        code, sent = encode_values(
-            values, layout.value_bits, max(1, values.numel()) if layout.part else slot.k
-        )
-        code = pad(code, (0, value_bytes(slot.k, layout.value_bits) - code.numel()))
-        return [encode_positions(indices, slot.numel, slot.k), code], sent, sent.numel()
-    nonzero = values != 0
-    codes, carried_sent, carried = _encoded(slot, layout, indices[nonzero], values[nonzero])
-    return (
-        codes,
-        torch.zeros_like(values, dtype=torch.float32).masked_scatter_(nonzero, carried_sent),
-        carried,
-    )
-
-
 def _unpack(layout: Layout, message: Tensor, step: int, bucket: int) -> Unpacked:
     raw, flags, carried = opened(layout, message, step, bucket)
     if flags == _FLAG_NONFINITE:
         return Unpacked(CULPRIT.unpack(raw[HEADER_BYTES : HEADER_BYTES + CULPRIT.size])[0], [])
     _expect("flags", flags, 0)
-    parts = for_device(message.device).decode_slots(
-        layout.slot_table, np.frombuffer(raw, np.uint8), layout.value_bits
-    )
-    if parts is None:
-        parts = list(_decoded(layout, message))
+    compiled, table, bits = compiled_codes(), layout.slot_table, layout.value_bits
+    code = np.frombuffer(raw, np.uint8)
+    parts = None if compiled is None else compiled.decode_slots(table, code, bits)
+    if parts is None:  # or it is invalid: NumPy's checks say how
+        parts = codes.decode_slots(table, code, bits)
     _expect("number of entries (k)", sum(indices.numel() for indices, _ in parts), carried)
-    return Unpacked(None, parts)
-
-
-def _decoded(layout: Layout, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    at = HEADER_BYTES
-    for slot in layout.slots:
-        middle = at + position_bytes(slot.numel, slot.k)
-        end = middle + value_bytes(slot.k, layout.value_bits)
-        indices = decode_positions(message[at:middle], slot.numel, slot.k)
-        yield (
-            indices,
-            decode_values(message[middle:end], indices.numel(), layout.value_bits, slot.k),
-        )
-        at = end
+    columns = (_moved(column, message.device) for column in zip(*parts, strict=True))
+    return Unpacked(None, list(zip(*columns, strict=True)))
 
 
 def _expect(field: str, came: object, expected: object) -> None:
@@ -253,12 +213,12 @@ def unpack_whole(
         if (flags, carried) != (0, 0):
             raise PayloadCorrupt(f"flags {flags} and {carried} entries came, expected 0 and 0")
         lengths = [whole_bytes(numel, layout.value_bits) for numel in layout.numels]
-        codes = list(torch.split(message[HEADER_BYTES:], lengths))
-        scales = torch.cat([code[: scale_bytes(layout.value_bits)] for code in codes]).view(
+        whole = list(torch.split(message[HEADER_BYTES:], lengths))
+        scales = torch.cat([code[: scale_bytes(layout.value_bits)] for code in whole]).view(
             torch.float32
         )
         if not bool(scales.isfinite().all()):
             raise PayloadCorrupt("scales came that are not finite")
     except PayloadCorrupt as refusal:
         raise refused(refusal, step=step, bucket=bucket, source=source) from None
-    return [WholeReader(code, layout.value_bits) for code in codes]
+    return [WholeReader(code, layout.value_bits) for code in whole]

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from thinwire.layout.message import SCALE_BYTES, SCALE_COUNT
-from thinwire.wire.codes import decode_values, encode_values
 
 _CHUNK = 1 << 17
 """Entries that stay in a core's cache between two passes; whole bytes at any number of bits."""
@@ -47,8 +46,7 @@ def encode_whole(chunks: Iterable[Tensor], bits: int) -> Tensor:
     tensor([ 2.,  2., -3., -3.])
     """
     if bits > 4:
-        whole = torch.cat(list(chunks))
-        return encode_values(whole, bits, whole.numel())[0]
+        return _on_grid(list(chunks), bits)
     scales, fields = _signs(chunks) if bits == 1 else _nearest_levels(list(chunks), bits)
     return torch.cat([scales.view(torch.uint8), *fields])
 
@@ -70,7 +68,7 @@ class WholeReader:
         bits, numel = self._bits, end - start
         fields = self._fields[start * bits // 8 : (end * bits + 7) // 8]
         if bits > 4:
-            return decode_values(torch.cat([self._scales, fields]), numel, bits, numel)
+            return _from_grid(self._scales, fields, bits)
         if not fields.is_cpu:
             levels = _unpacked(fields, bits).view(-1)[:numel]
             low, high = self._levels[:2]
@@ -200,6 +198,33 @@ def _fields(magnitudes: Tensor, negative: Tensor, levels: Tensor, bits: int) -> 
     for middle in _rounded_down(middles, magnitudes.dtype).unbind():
         found += _above(magnitudes, middle)
     return found
+
+
+def _on_grid(chunks: Sequence[Tensor], bits: int) -> Tensor:
+    """Return the code on equidistant levels; at 8 and 16 bits a field is one or two bytes."""
+    extremes = torch.stack([torch.stack(_magnitudes(chunk).aminmax()) for chunk in chunks])
+    scales = torch.stack([extremes[:, 0].amin(), extremes[:, 1].amax()]).float()
+    low, high = scales.double().unbind()
+    top = (1 << (bits - 1)) - 1
+    span = torch.where(high > low, high - low, torch.inf)
+    code = [scales.view(torch.uint8)]
+    for chunk in chunks:
+        levels = _magnitudes(chunk).sub_(low).mul_(top).div_(span).sub_(0.5).ceil_().clamp_(0, top)
+        fields = levels.to(torch.int32) | (_negative(chunk).to(torch.int32) << (bits - 1))
+        code.append(fields.to(torch.uint8 if bits == 8 else torch.uint16).view(torch.uint8))
+    return torch.cat(code)
+
+
+def _magnitudes(chunk: Tensor) -> Tensor:
+    return chunk.abs().double().clamp_(max=_LARGEST)
+
+
+def _from_grid(scales: Tensor, fields: Tensor, bits: int) -> Tensor:
+    top = (1 << (bits - 1)) - 1
+    low, high = scales.clone().view(torch.float32).double().unbind()
+    found = fields.clone().view(torch.uint8 if bits == 8 else torch.uint16).to(torch.int32)
+    magnitudes = ((found & top).double().mul_((high - low) / top).add_(low)).float()
+    return torch.where(found > top, -magnitudes, magnitudes)
 
 
 def _rounded_down(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,7 @@
-"""Loops over parts of a range on a few threads.
+"""Loops over parts of tensors on a few threads.
 
-numba's own threading layers must not be entered by two threads, so they are not used.
+numba's own threads are not used: its layer must not be entered by two threads, and exchanges run on
+a thread of their own beside the training.
 """
 
 import os
@@ -9,21 +10,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
-from itertools import pairwise
-from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-T = TypeVar("T")
+Array = NDArray[np.int64]
+Item = tuple[int, int, int]
+"""Index of the tensor, start and stop."""
 
-SMALLEST_PART = 1 << 16  # entries; below, starting a thread costs more than the loop
-# per thread: few tasks, and still no long wait for a thread that must share its core
-_SPANS = 4
-_ALIGNMENT = (
-    64  # entries; fields of any width then fill whole bytes, and no two threads share a cache line
-)
+SMALLEST = 1 << 16
+"""Entries; below, starting a thread costs more than the loop."""
+# for each thread: few hand-overs, and still no long wait for one that must share its core
+_BUNDLES = 8
 
 
 class _Pool:
@@ -45,26 +44,6 @@ class _Pool:
 _pool = _Pool()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pool.__init__)  # type: ignore[misc]
-
-
-def in_parts(length: int, work: Callable[[int, int], T]) -> list[T]:
-    """Return the results of `work(start, stop)` over contiguous parts, in order.
-
-    Up to torch.get_num_threads() threads work. All parts but the last begin and end at multiples of
-    64.
-
-    >>> in_parts(10, lambda start, stop: stop - start)
-    [10]
-    """
-    parts = _parts_of(length)
-    edges = [length * i // parts // _ALIGNMENT * _ALIGNMENT for i in range(parts)] + [length]
-    results: dict[int, T] = {}
-
-    def one(start: int, stop: int) -> None:
-        results[start] = work(start, stop)
-
-    run_all([partial(one, a, b) for a, b in pairwise(edges)])
-    return [results[start] for start in edges[:-1]]
 
 
 def run_all(works: Sequence[Callable[[], object]]) -> None:
@@ -94,17 +73,38 @@ def run_all(works: Sequence[Callable[[], object]]) -> None:
             future.result()
 
 
-def in_spans(
-    weights: Sequence[int] | NDArray[np.int64], work: Callable[[int, int], object]
-) -> None:
-    """Run `work(first, last)` over spans of items of about equal weight, on a few threads."""
-    total = np.cumsum(weights)
-    spans = min(_parts_of(int(total[-1])), len(total))
-    cuts = np.searchsorted(total, total[-1] * np.arange(1, spans) / spans).tolist()
-    edges = [0, *cuts, len(total)]
-    run_all([partial(work, a, b) for a, b in pairwise(edges) if b > a])
-
-
-def _parts_of(entries: int) -> int:
+def share_of(sizes: Array) -> int:
+    """Return the number of entries worth a task for a thread, a multiple of SMALLEST."""
     threads = torch.get_num_threads()
-    return max(1, min(_SPANS * threads if threads > 1 else 1, entries // SMALLEST_PART))
+    return max(1, int(sizes.sum()) // (threads * _BUNDLES) // SMALLEST) * SMALLEST
+
+
+def parts_of(sizes: Array) -> list[Item]:
+    """Return the tensors; those that one thread would hold up the others with in several parts."""
+    share = share_of(sizes)
+    most = max(2 * SMALLEST, 4 * share)
+    if torch.get_num_threads() == 1 or sizes.max() <= most:
+        return [(i, 0, size) for i, size in enumerate(sizes.tolist())]
+    items: list[Item] = []
+    for i, size in enumerate(sizes.tolist()):
+        step = share if size > most else max(1, size)
+        items += [(i, start, min(start + step, size)) for start in range(0, max(1, size), step)]
+    return items
+
+
+def run_items(
+    items: Sequence[tuple[int, ...]], share: int, work: Callable[[Array], object]
+) -> None:
+    """Run `work` on bundles of neighbouring items, about `share` entries each, on a few threads.
+
+    An item begins with the index of a tensor, start and stop.
+    """
+    if not items:
+        return
+    table = np.array(items, np.int64)
+    ends = np.cumsum(table[:, 2] - table[:, 1])
+    if torch.get_num_threads() == 1 or ends[-1] <= share:
+        work(table)
+        return
+    cuts = np.flatnonzero(np.diff((ends - 1) // share)) + 1
+    run_all([partial(work, bundle) for bundle in np.split(table, cuts)])
