@@ -119,12 +119,7 @@ def commit_list_(
 
 
 def compile_loops(params: Iterable[Tensor], state_dtype: str | None = None) -> None:
-    """Call the loops for these parameters once, so that no step waits for a compiler.
-
-    Args:
-        params: Any; those on a CPU count.
-        state_dtype: "bfloat16", or what the computation has.
-    """
+    """Call the loops for these parameters once, so that no step waits for a compiler."""
     for dtype in {p.dtype for p in params if p.is_cpu and p.is_floating_point()}:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         stored = torch.bfloat16 if state_dtype == "bfloat16" else wide
@@ -143,19 +138,12 @@ def compile_loops(params: Iterable[Tensor], state_dtype: str | None = None) -> N
 
 
 def rounding_seed(step: int, key: int) -> int:
-    """Return the rounding seed, 0 to 2^32 - 1, of tensor number `key` in one step.
-
-    It is the same on every rank, so that ranks with equal state stay equal.
-    """
+    """Return the rounding seed, 0 to 2^32 - 1, of tensor `key` in a step: equal on all ranks."""
     return int(mixed(mixed(step) + key))
 
 
 def store_(target: Tensor, values: Tensor, seed: int) -> None:
-    """Store `values`, float32 or float64, in `target`.
-
-    Both are contiguous, shape (n,). bfloat16 is rounded stochastically, other types are converted
-    as by torch; `seed` as in `commit_list_`.
-    """
+    """Store `values`, float32 or float64, in `target`."""
     if target.dtype.itemsize == 2:
         for_device(target.device).store_(target, values.float(), seed)
     else:

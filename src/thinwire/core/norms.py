@@ -46,11 +46,7 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def into_range(size: Tensor) -> Tensor:
-    """Return 1 for a finite norm, else a scale that keeps squares in range.
-
-    The scale is a power of two. It keeps the squares of finite numbers, and their sum, inside their
-    type. No host synchronization.
-    """
+    """Return 1 for a finite norm, else a scale that keeps squares in range."""
     small = 2.0**-532 if size.dtype == torch.float64 else 2.0**-84
     return torch.where(size.isfinite(), torch.ones_like(size), small)
 
@@ -74,10 +70,7 @@ def _rough(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def whole_norms(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-    """Return `norms` of dense tensors of one type and device, stacked.
-
-    Whole tensors outside a CPU take one list operation, in which large squares become infinite.
-    """
+    """Return `norms` of dense tensors of one type and device, stacked."""
     one_by_one = is_sharded(tensors[0]) or tensors[0].device.type == "cpu"
     found = norms(tensors) if one_by_one else torch._foreach_norm(tensors)
     return torch.stack(found).to(tensors[0].dtype)

@@ -42,16 +42,7 @@ class Provenance:
         return cls(*value.reshape(-1).tolist())
 
     def problem(self, rank: int, ranks: int, checksum: int) -> str | None:
-        """Return the reason for which this rank must not load the state, or None.
-
-        It belongs to another rank, or differs from what was saved. The state of a single process
-        fits any number of ranks, because the mean of the pending updates stays the same.
-
-        Args:
-            rank: The rank that loads.
-            ranks: Number of ranks now.
-            checksum: Of the loaded state.
-        """
+        """Return the reason for which this rank must not load the state, or None."""
         cure = (
             "Unsent residuals and momentum belong to one rank: let every rank save and load its "
             "own with engine.save and engine.load, thinwire.integrations.PerRankState, or one "
@@ -72,11 +63,7 @@ class Provenance:
 
 
 def checksum_of(tree: Any) -> int:
-    """Return the sum of the CRC-32 of all tensors in a tree, in any order: 63 bits.
-
-    Args:
-        tree: Nested mappings, lists and tuples; only tensors count. Read only.
-    """
+    """Return the sum of the CRC-32 of all tensors in a tree, in any order: 63 bits."""
     if isinstance(tree, Tensor):
         flat = tree.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return zlib.crc32(flat.numpy().data)

@@ -38,10 +38,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
         return ChainMap(*(dict(opt.state) for opt in self.optimizers))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as of one optimizer, with parameters numbered through.
-
-        All else of each optimizer, such as positions of schedules, is in `each`.
-        """
+        """Return the state as of one optimizer, with parameters numbered through."""
         whole: dict[str, Any] = {"state": {}, "param_groups": [], "each": []}
         first = 0
         for optimizer in self.optimizers:
@@ -58,11 +55,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
         return whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`; keys of parameters may be any numbers.
-
-        Raises:
-            ValueError: The number of groups or optimizers differs.
-        """
+        """Load the result of `state_dict`; keys of parameters may be any numbers."""
         groups, own = list(state_dict["param_groups"]), state_dict["each"]
         if len(own) != len(self.optimizers) or len(groups) != len(self.param_groups):
             raise ValueError(
@@ -88,19 +81,7 @@ def kinds_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def combined(optimizers: Any, names: Mapping[Tensor, str]) -> Any:
-    """Return one optimizer for the user's argument: an optimizer, or a sequence of them.
-
-    Args:
-        optimizers: An argument of another kind is returned unchanged, and refused elsewhere.
-        names: Of the model's parameters, for errors.
-
-    Returns:
-        The only one, or all combined.
-
-    Raises:
-        TypeError: An entry of the sequence is no optimizer.
-        ValueError: The sequence is empty, or a parameter is in two of them.
-    """
+    """Return one optimizer for the user's argument: an optimizer, or a sequence of them."""
     if isinstance(optimizers, torch.optim.Optimizer) or not isinstance(optimizers, Sequence):
         return optimizers
     listed = list(optimizers)

@@ -32,10 +32,7 @@ def shard_of(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(shard: Tensor, param: Tensor) -> Tensor:
-    """Return a tensor sharded as `param` with the local part `shard`.
-
-    If `param` is whole, that is `shard` itself.
-    """
+    """Return a tensor sharded as `param` with the local part `shard`."""
     if not is_sharded(param) or is_sharded(shard):
         return shard
     whole: Tensor = type(param).from_local(  # type: ignore[attr-defined]
@@ -85,11 +82,7 @@ def require_shards(params: Mapping[str, Tensor], mesh: Any) -> None:
 
 
 def require_elementwise(optimizer: Any) -> None:
-    """Raise for an optimizer of torch that needs whole matrices.
-
-    Raises:
-        ValueError: It is torch's Muon or Adafactor.
-    """
+    """Raise for an optimizer of torch that needs whole matrices."""
     for opt in all_of(optimizer):
         names = {kind.__name__ for kind in type(opt).__mro__}
         if not names & {"Muon", "Adafactor"} or getattr(opt, "takes_shards", False):
@@ -109,11 +102,7 @@ def _placed(param: Tensor) -> str:
 
 
 def reshard_(model: torch.nn.Module) -> None:
-    """Free whole parameters that a forward pass has kept, so that the model has its shards again.
-
-    After an evaluation the outermost module keeps whole copies for a backward pass. They are
-    outdated once the shards are written.
-    """
+    """Free whole parameters that a forward pass has kept: they are outdated after an update."""
     for module in model.modules():
         reshard = getattr(module, "reshard", None)
         if reshard is not None and hasattr(module, "unshard"):
@@ -121,11 +110,7 @@ def reshard_(model: torch.nn.Module) -> None:
 
 
 class Shards(Mapping[str, Tensor]):
-    """This rank's part of each parameter, by name: the tensors that are exchanged.
-
-    Args:
-        params: By name; parameters that are not sharded count as a whole.
-    """
+    """This rank's part of each parameter, by name: the tensors that are exchanged."""
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self._params = params

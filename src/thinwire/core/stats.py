@@ -123,11 +123,7 @@ class Planned(Protocol):
 
 
 def planned_row(plan: Any) -> Planned | None:
-    """Return the row of a plan: the recommended one, or the row itself.
-
-    Raises:
-        TypeError: Neither a plan nor a row of one.
-    """
+    """Return the row of a plan: the recommended one, or the row itself."""
     row = plan[plan.recommended] if hasattr(plan, "recommended") else plan
     if row is None or all(hasattr(row, name) for name in ("name", "step_seconds", "waiting_share")):
         return row  # type: ignore[no-any-return]
@@ -171,14 +167,7 @@ class Pace:
         self._lost_s[lost] += seconds
 
     def goodput(self, useful: int, dropped: int) -> dict[str, Any]:
-        """Return the goodput since the first round, and the losses; see `numbers`.
-
-        The time before the first round counts only where it went to joining.
-
-        Args:
-            useful: Steps that count.
-            dropped: Steps whose work was dropped.
-        """
+        """Return the goodput since the first round, and the losses; see `numbers`."""
         if self._begun is None or self._now_s is None or self._now_s <= self._begun[0]:
             return {"goodput": 1.0}
         begun_s, waited_s = self._begun

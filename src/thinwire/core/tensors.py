@@ -36,10 +36,7 @@ def with_values(grad: Tensor, values: Tensor) -> Tensor:
 
 
 def sparse_rows(positions: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
-    """Return a coalesced sparse tensor, without checks of its parts.
-
-    torch 2.11 warns where only an argument says so, hence the context.
-    """
+    """Return a coalesced sparse tensor, without checks of its parts."""
     with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call]
         return torch.sparse_coo_tensor(positions, values, shape, is_coalesced=True)
 
