@@ -16,7 +16,8 @@ def log_stats(source: Any, writer: Any, step: int | None = None) -> dict[str, fl
     Example::
 
         from torch.utils.tensorboard import SummaryWriter
-        log_stats(engine, SummaryWriter("runs/dgc"))
+        with SummaryWriter("runs/dgc") as writer:
+            log_stats(engine, writer)
 
     Args:
         source: Any object with `stats()`: an `Engine`, `LocalUpdates`, `Attached`, an optimizer
@@ -26,8 +27,7 @@ def log_stats(source: Any, writer: Any, step: int | None = None) -> dict[str, fl
             the module `mlflow`, an experiment of Comet or a logger of Lightning; `track(value,
             name=..., step=...)`, as a `Run` of Aim; `log(numbers, step=...)`, as a run of W&B or
             trackio, an `Accelerator` or a tracker of Accelerate. A client of MLflow comes with the
-            run: `(client, run_id)`, or the client with an attribute `run_id`. Or a function
-            `(numbers, step)`.
+            run: `(client, run_id)`, or has an attribute `run_id`. Or a function `(numbers, step)`.
         step: Position on the axis of the curves. None takes the `step` of the numbers: updates
             made, or local steps.
 
