@@ -23,6 +23,7 @@ at 2^24.
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -42,6 +43,7 @@ from thinwire.compress.protocol import (
 from thinwire.compress.sparse_change import send_largest
 from thinwire.core.feedback import (
     commit_list_,
+    compile_loops,
     in_chunks,
     propose_list,
     rounding_seed,
@@ -150,6 +152,9 @@ class DGC(Compression, ChangeCompression):
         if step < self.rampup_begin_step:
             return 0.0
         return sparsity_at(step, self.rampup_begin_step, self.rampup_step, self.sparsity)
+
+    def loops(self, params: Sequence[Tensor]) -> Callable[[], None]:
+        return partial(compile_loops, [*filter(self.compresses, params)], self.state_dtype)
 
     @property
     def last_dense_step(self) -> int:

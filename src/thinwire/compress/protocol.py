@@ -40,10 +40,7 @@ class AllGather(NamedTuple):
 
 
 class AllToAll(NamedTuple):
-    """Request for the messages of all sources to this one.
-
-    The answer has shape (sources, lengths[source]).
-    """
+    """Request for the messages of all sources to this one, shape (sources, lengths[source])."""
 
     messages: Tensor
     """Messages for each source, end to end, uint8."""
@@ -114,10 +111,7 @@ class Arrived:
         return self.bad_sum
 
     def entries(self, name: str) -> list[Entries] | None:
-        """Return indices and values of each source, or of their sum.
-
-        None if every entry has a value.
-        """
+        """Return indices and values of each source, or of their sum; None if dense."""
         return None
 
     def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
@@ -208,6 +202,10 @@ class Config(ABC):
         """Return the fraction of a compressed tensor that the exchange of a step leaves out."""
         return 0.0
 
+    def loops(self, params: Sequence[Tensor]) -> Callable[[], None] | None:
+        """Return what compiles its loops for these tensors; None if it has none."""
+        return None
+
     @property
     def settled_step(self) -> int:
         """Return the first update, from 1, whose gradient messages have their final length."""
@@ -271,10 +269,7 @@ class Compressor(Protocol):
     """Chooses what a rank sends of its gradients, and keeps the rest as residual."""
 
     def takes(self, step: int, name: str, grad: Tensor) -> bool:
-        """Return True if it sends this gradient.
-
-        The gradient is dense on all ranks, and the answer is equal on all ranks.
-        """
+        """Return True, on all ranks alike, if it sends this gradient, which is dense on all."""
 
     def send(self, context: Context, grads: Mapping[str, Tensor]) -> Sending:
         """Send the gradients of one bucket that it takes. Gradients and state are read only."""

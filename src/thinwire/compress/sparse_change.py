@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -19,7 +20,7 @@ from thinwire.compress.protocol import (
     Sending,
 )
 from thinwire.compress.split import senders
-from thinwire.core.feedback import Proposal, sum_sparse, top_k
+from thinwire.core.feedback import Proposal, compile_loops, sum_sparse, top_k
 from thinwire.kernels.reference import divided_
 from thinwire.layout.message import VALUE_BITS, Layout, count_sent
 from thinwire.layout.traffic import EXCHANGES
@@ -74,6 +75,9 @@ class Sparse(ChangeCompression):
     def compresses(self, param: Tensor) -> bool:
         """Return True for parameters of any size."""
         return True
+
+    def loops(self, params: Sequence[Tensor]) -> Callable[[], None]:
+        return partial(compile_loops, params)
 
     def unsent_share(self, step: int) -> float:
         """Return `sparsity`."""

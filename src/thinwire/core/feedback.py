@@ -118,7 +118,7 @@ def commit_list_(
     for_device(folds[0].residual.device).commit_list_(folds, sent, seeds)
 
 
-def compile_loops(params: Iterable[Tensor], state_dtype: str | None = None) -> None:
+def compile_loops(params: Iterable[Tensor], state_dtype: object = None) -> None:
     """Call the loops for these parameters once, so that no step waits for a compiler."""
     for dtype in {p.dtype for p in params if p.is_cpu and p.is_floating_point()}:
         wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +18,8 @@ from thinwire._wording import warn_user
 from thinwire.comm import Regrouped, long_waits_logged, own_deadlines
 from thinwire.comm.private import forget_ended
 from thinwire.compress import COMPRESSIONS, GradientConfig, compression_of, field_of
-from thinwire.compress.figures import report_coverage
+from thinwire.compress.coverage import report_coverage
 from thinwire.core.arithmetic import arithmetic
-from thinwire.core.feedback import compile_loops
 from thinwire.core.provenance import PROVENANCE, Provenance, without_provenance
 from thinwire.core.stats import Pace, numbers, planned_row
 from thinwire.errors import PeerLost
@@ -227,8 +225,8 @@ class LocalUpdates:
         dense = config.node_size is None and self._changes is None
         separate = ranks.mesh is None and (dense or config.by_time)
         sources = group if separate else ranks.sources(config.node_size)
-        if hasattr(self._changes, "sparsity"):
-            ranks.compile(partial(compile_loops, self._compressed))
+        if self._changes and (loops := self._changes.loops(self._compressed)):
+            ranks.compile(loops)
         tensors.copy_from_first(group)
         self._averager = averager = Averager(
             group,

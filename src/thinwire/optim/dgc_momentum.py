@@ -16,8 +16,8 @@ from thinwire import _validate as check
 from thinwire._names import named_parameters
 from thinwire._wording import warn_user
 from thinwire.comm import node_size_of, tap_buckets
+from thinwire.compress.coverage import report_coverage
 from thinwire.compress.dgc import DGC, DGCCompressor, locally_clipped
-from thinwire.compress.figures import report_coverage
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.checksum import bit_sums
 from thinwire.core.feedback import compile_loops

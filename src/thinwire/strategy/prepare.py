@@ -18,10 +18,9 @@ from thinwire.comm import Group, next_identity, require_agreement, sites_of
 from thinwire.comm.nodes import Grid, require_divisor
 from thinwire.comm.replicate import make_models_equal_
 from thinwire.compress import buckets_of, locally_clipped
-from thinwire.compress.figures import report_coverage
+from thinwire.compress.coverage import report_coverage
 from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.arithmetic import arithmetic
-from thinwire.core.feedback import compile_loops
 from thinwire.core.several import all_of, kinds_of
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
 from thinwire.core.stats import planned_row
@@ -156,9 +155,9 @@ def _compile_loops(setup: Setup, plan: Preparation) -> None:
     for single in all_of(setup.optimizer):
         if isinstance(single, CommonOptimizer):
             single.compile_loops()
-    config = plan.compressor
-    if plan.sync is None and config is not None and hasattr(config, "state_dtype"):
-        compile_loops(filter(config.compresses, Shards(plan.params).values()), config.state_dtype)
+    of_gradients = plan.compressor if plan.sync is None else None
+    if of_gradients and (loops := of_gradients.loops([*Shards(plan.params).values()])):
+        loops()
 
 
 def _agreed_plan(setup: Setup) -> Preparation:

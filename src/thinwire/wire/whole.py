@@ -59,7 +59,7 @@ class WholeReader:
         self._bits, self._scales, self._fields = bits, code[:begin], code[begin:]
         if bits <= 4:
             scales = self._scales.clone().view(torch.float32)  # a view must be aligned
-            self._levels = torch.cat([scales[: 1 if bits == 1 else None], -scales[bits == 1 :]])
+            self._levels = torch.cat((scales[:1], -scales[1:]) if bits == 1 else (scales, -scales))
             if code.is_cpu:
                 self._table = self._levels[_fields_of_bytes(bits)].numpy()
 

@@ -19,13 +19,7 @@ _FEW = 1024
 def report_coverage(
     config: Config, params: Iterable[Tensor], compresses: Callable[[Tensor], bool] | None = None
 ) -> None:
-    """Log the compressed share of the numbers; warn if it is less than half.
-
-    Args:
-        config: `DGC`, `LowRank`, or a compression of changes.
-        params: The trainable parameters, or this rank's shards of them.
-        compresses: Returns True for a tensor that is ever compressed; None: by `config`.
-    """
+    """Log the compressed share of the numbers; warn if it is less than half."""
     params = list(params)
     total = sum(p.numel() for p in params)
     compressed = sum(p.numel() for p in params if (compresses or config.compresses)(p))
