@@ -28,7 +28,7 @@ from thinwire.strategy.replacements import (
     as_lars,
     convert_optimizer,
     exclusion_predicate,
-    not_differentiable,
+    refused_settings,
 )
 
 _SPEED = ("capturable", "fused")
@@ -181,11 +181,8 @@ def _mismatches(
 
 def _unfolded(optimizer: torch.optim.Optimizer, compression: Compression) -> Iterator[str]:
     """Return settings of an SGD that cannot act before its gradients are accumulated."""
-    field, groups = field_of(compression), optimizer.param_groups
-    dampening = [group["dampening"] for group in groups if group.get("dampening")]
-    if dampening:
-        yield f"{field} has no dampening, but the optimizer has {dampening[0]}: set dampening=0"
-    yield from not_differentiable(field, groups)
+    field = field_of(compression)
+    yield from refused_settings(field, optimizer.param_groups)
     yield from conversion_obstacles(optimizer)
     clip = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
     if clip is not None and (why := why_no_local_clip(compression, clip)) is not None:

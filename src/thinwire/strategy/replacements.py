@@ -171,12 +171,7 @@ def as_lars(
         kind=Lars, arguments=arguments, keys=_SGD_KEYS, unused=_SGD_UNUSED, state=()
     )
     replacement.patterns = lars.exclude_from_weight_decay
-    dampening = [group["dampening"] for group in settings.groups if group.get("dampening")]
-    if dampening:
-        replacement.problems.append(
-            f"lars has no dampening, but the optimizer has {dampening[0]}: set dampening=0"
-        )
-    replacement.problems += not_differentiable("lars", settings.groups)
+    replacement.problems += refused_settings("lars", settings.groups)
     _decide_decay_(replacement, optimizer, settings, "lars", lars.lars_weight_decay)
     return replacement
 
@@ -200,7 +195,7 @@ def as_lamb(
         replacement.problems.append(
             "lamb has no amsgrad, but the optimizer uses it: set amsgrad=False"
         )
-    replacement.problems += not_differentiable("lamb", settings.groups)
+    replacement.problems += refused_settings("lamb", settings.groups)
     _decide_decay_(replacement, optimizer, settings, "lamb", lamb.lamb_weight_decay)
     replacement.notes.append(
         f"eps is LAMB's own 1e-06, not the optimizer's {optimizer.defaults['eps']:g}"
@@ -213,8 +208,11 @@ def _of_sgd(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {key: kind(optimizer.defaults[key]) for key, kind in kinds.items()}
 
 
-def not_differentiable(field: str, groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Return the obstacle of a step that records a graph."""
+def refused_settings(field: str, groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what no method of a strategy has: dampening, and a step that records a graph."""
+    dampening = [group["dampening"] for group in groups if group.get("dampening")]
+    if dampening:
+        yield f"{field} has no dampening, but the optimizer has {dampening[0]}: set dampening=0"
     if any(group.get("differentiable") for group in groups):
         yield (
             f"{field} is not differentiable, but the optimizer has differentiable=True: set "
