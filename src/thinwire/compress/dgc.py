@@ -23,7 +23,6 @@ at 2^24.
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -154,7 +153,7 @@ class DGC(Compression, ChangeCompression):
         return sparsity_at(step, self.rampup_begin_step, self.rampup_step, self.sparsity)
 
     def loops(self, params: Sequence[Tensor]) -> Callable[[], None]:
-        return partial(compile_loops, [*filter(self.compresses, params)], self.state_dtype)
+        return lambda: compile_loops(filter(self.compresses, params), self.state_dtype)
 
     @property
     def last_dense_step(self) -> int:

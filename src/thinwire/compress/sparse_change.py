@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -77,7 +76,7 @@ class Sparse(ChangeCompression):
         return True
 
     def loops(self, params: Sequence[Tensor]) -> Callable[[], None]:
-        return partial(compile_loops, params)
+        return lambda: compile_loops(params)
 
     def unsent_share(self, step: int) -> float:
         """Return `sparsity`."""
