@@ -138,7 +138,7 @@ def engine(make: Callable[[Any], torch.optim.Optimizer], state_dtype: str) -> Bu
 
         return step, lambda: [
             prepared._parts.optimizer.state,
-            prepared._parts.exchange.state_dict(),
+            prepared._parts.saved_exchange(),
         ]
 
     return build
@@ -180,7 +180,7 @@ def sharded_engine(model: nn.Module, inputs: Tensor) -> tuple[Step, Kept]:
     def step() -> None:
         prepared.train_step(inputs, None)
 
-    return step, lambda: [prepared._parts.optimizer.state, prepared._parts.exchange.state_dict()]
+    return step, lambda: [prepared._parts.optimizer.state, prepared._parts.saved_exchange()]
 
 
 def sharded_local(

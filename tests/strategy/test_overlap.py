@@ -166,7 +166,7 @@ def make(case: Case, *, early: bool) -> Any:
     parts = engine._parts
     parts.overlap.remove()
     parts.overlap = Overlap(
-        parts.params, parts.exchange.gradients, bucket_bytes=BUCKET_BYTES, first_bytes=200
+        parts.params, parts.gradients, bucket_bytes=BUCKET_BYTES, first_bytes=200
     )
     parts.undo.callback(parts.overlap.remove)
     if not early:
@@ -200,7 +200,7 @@ class Events(list[str]):
 
 def gradients_of(engine: Any) -> Any:
     """The exchange of an engine."""
-    return engine._parts.exchange.gradients
+    return engine._parts.gradients
 
 
 def side_by_side(rank: int, size: int, name: str) -> tuple[list[bool], int, str]:

@@ -16,7 +16,6 @@ from tests.api import (
     gradients_of,
     send_dense,
     send_entries,
-    with_own_storage,
 )
 
 
@@ -58,15 +57,15 @@ class GradientMean:
         reuse: bool = False,
     ) -> dict[str, Tensor] | None:
         """The mean gradients, or None where all ranks drop the step."""
-        done = self.exchange.exchange(step, grads, overflow=overflow).received
-        if done is None:
-            return None
-        self.exchange.commit_(done, grads)
-        mine = with_own_storage(grads) if reuse else set()
-        return {
-            n: done.arrived[n].mean(n, self.exchange.params[n], g if n in mine else None)
-            for n, g in grads.items()
-        }
+        found: dict[str, Tensor] | None = None
+
+        def keep(means: dict[str, Tensor], *_: Any) -> None:
+            nonlocal found
+            found = means
+
+        given = grads if reuse else {name: grad.clone() for name, grad in grads.items()}
+        self.exchange.update(step, given, keep, overflow=overflow)
+        return found
 
     @property
     def residuals(self) -> dict[str, Tensor]:

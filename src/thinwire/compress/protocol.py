@@ -264,6 +264,9 @@ class Momentum(Protocol):
     def keep_(self, name: str, entries: dict[str, Tensor]) -> None:
         """Replace the state of this tensor."""
 
+    def count_(self) -> None:
+        """Count an update."""
+
 
 class Compressor(Protocol):
     """Chooses what a rank sends of its gradients, and keeps the rest as residual."""

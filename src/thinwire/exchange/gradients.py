@@ -4,7 +4,6 @@ Only after the second agreement may a rank change anything.
 """
 
 import contextlib
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,9 +25,9 @@ from thinwire.compress.protocol import (
     combined,
 )
 from thinwire.core.checksum import bit_sums
-from thinwire.core.tensors import narrowed
+from thinwire.core.tensors import narrowed, sparse_rows, with_own_storage
 from thinwire.errors import PayloadCorrupt, ThinwireError
-from thinwire.exchange.agreement import Answers, Drops, Participants, StepDecision, verdict_of
+from thinwire.exchange.agreement import Answers, Participants, StepDecision, verdict_of
 from thinwire.exchange.checks import Presence
 from thinwire.exchange.nodes import in_nodes, make_common_
 from thinwire.exchange.round import Round
@@ -37,6 +36,13 @@ from thinwire.exchange.synchronizer import Synchronizer, agreed_sources
 Grads = Mapping[str, Tensor]
 """This rank's own gradients by name, unscaled and not divided by the number of ranks."""
 _NO_OTHERS = Participants()
+
+
+Apply = Callable[[dict[str, Tensor], Grads, Sequence[float]], torch.optim.Optimizer | None]
+"""Updates from means by name. The next arguments are this rank's gradients of parameters that a
+compressor has updated, and what `measure` returned on the ranks of this replica. It returns an
+optimizer that made collective calls by itself, if any.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,117 @@ class Outcome:
     """The messages that arrived, if the update is made."""
 
 
+class Compressors:
+    """The compressors of an exchange, and their state.
+
+    Args:
+        every: The first one that accepts a gradient takes it. All others travel densely.
+        dense: Sends those.
+        names: Names of all tensors.
+        sources: See `GradientExchange`.
+    """
+
+    def __init__(
+        self,
+        every: Sequence[Compressor],
+        dense: Dense,
+        names: Collection[str],
+        sources: Sources,
+    ) -> None:
+        self._every, self._dense, self._sources = tuple(every), dense, sources
+        self._names, self._nodes_compared = frozenset(names), False
+        # tensors whose momentum may differ between ranks, since they were compressed or loaded
+        self._apart: frozenset[str] = frozenset()
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Return the state that only this rank, or its node, holds: live, by kind and name."""
+        return {kind: held for one in self._every for kind, held in one.state().items()}
+
+    def state_loaded(self) -> None:
+        """Record that state was loaded from outside, on all ranks; it may differ inside a node."""
+        self._nodes_compared, self._apart = False, self._names
+
+    @torch.no_grad()
+    def make_common(self) -> None:
+        """Give the ranks of each node the same state, unless that was done before.
+
+        Ranks of a node send the same message only if their state is equal.
+        """
+        if isinstance(self._sources, Nodes) and not self._nodes_compared:
+            state = {
+                f"{kind} of {name}": entry
+                for kind, held in self.state().items()
+                for name, entry in held.items()
+            }
+            make_common_(state, self._sources)
+            self._nodes_compared = True
+
+    def sendings(
+        self, context: Context, grads: Grads, row_sparse: Collection[str]
+    ) -> list[Sending]:
+        """Return the sendings; a gradient that is row-sparse on any rank travels densely."""
+        found: list[Sending] = []
+        rest = dict(grads)
+        # in order: the first compressor that accepts a gradient takes it
+        for method in self._every:
+            accepted = {
+                name: grad
+                for name, grad in rest.items()
+                if name not in row_sparse and method.takes(context.step, name, grad)
+            }
+            rest = {name: grad for name, grad in rest.items() if name not in accepted}
+            if accepted:
+                found.append(method.send(context, accepted))
+        if rest:
+            found.append(self._dense.send(context, rest))
+        return found
+
+    @torch.no_grad()
+    def commit_(
+        self, grads: Grads, received: Mapping[str, Arrived], row_sparse: Collection[str]
+    ) -> set[str]:
+        """Change the state; return the parameters that compressors updated."""
+        if self._every:
+            self._make_momentum_common_(received)
+        return {name for one in self._every for name in one.commit_(grads, received, row_sparse)}
+
+    def _make_momentum_common_(self, received: Mapping[str, Arrived]) -> None:
+        """Give all ranks the mean of each momentum that a dense mean is about to enter.
+
+        Communication: where a tensor was compressed before, sums and means over the ranks.
+        """
+        dense = {name for name, got in received.items() if isinstance(got, DenseMeans)}
+        if late := dense & self._apart:
+            for one in self._every:
+                kept = one.state().get("momentum_buffer", {})
+                self._make_equal_([kept[name] for name in received if name in late & kept.keys()])
+        self._apart = self._apart.union(received) - dense
+
+    def _make_equal_(self, held: Sequence[Tensor]) -> None:
+        """Replace tensors that differ between replicas by their mean, on all of them or none."""
+        sources = self._sources
+        group = sources.all_ranks if isinstance(sources, Nodes) else sources
+        if not held or group.size == 1:
+            return
+        purpose = "making momentum common"
+        rows = group.gather_bytes(
+            torch.stack(bit_sums(held)).cpu().numpy().tobytes(), action=purpose
+        )
+        differ = [
+            tensor
+            for at, tensor in enumerate(held)
+            if len({row[8 * at : 8 * at + 8] for row in rows}) > 1
+        ]
+        wide = [t.float() if t.dtype == torch.bfloat16 else t.clone() for t in differ]
+        totals = [group.all_reduce_(tensor, action=purpose) for tensor in wide]
+        means = [total.wait().div_(group.size) for total in totals]
+        if differ:
+            # vote: no rank overwrites its momentum before all have received the means
+            group.gather_bytes(b"", action=purpose)
+        for tensor, mean in zip(differ, means, strict=True):
+            tensor.copy_(mean)
+
+
 class GradientExchange(Synchronizer):
     """Gives every rank the mean of all ranks' gradients, compressed or dense.
 
@@ -59,8 +176,8 @@ class GradientExchange(Synchronizer):
 
     There are two ways to use it: `exchange` alone, or `launch` during the backward pass and
     `exchange` after it. In the second case `exchange` sends again if the launched messages do not
-    match the gradients of some rank. `commit_` follows, which changes the state of the compressors,
-    and then the update.
+    match the gradients of some rank. `update` changes the state of the compressors and the
+    parameters after that.
 
     Where `sources` are `Nodes`, the ranks of a node first average their gradients and then send the
     same message. They must hold the same state; `make_common` makes it equal. A bucket launched
@@ -99,11 +216,9 @@ class GradientExchange(Synchronizer):
         self.presence = Presence()
         sources = group if sources is None else sources
         super().__init__(group, sources, kind="gradients", after=[self.presence])
-        self.drops = Drops()
         self._dense = Dense(check_finite=check_dense)
         self._launched: Round | None = None
         self._abandoned: str | None = None
-        self._nodes_compared = False
         self.params: Mapping[str, Tensor] = {}
         self.names: list[str] = []
         self._positions: dict[str, int] = {}
@@ -111,8 +226,8 @@ class GradientExchange(Synchronizer):
         """Names of the tensors that travel together. Tensors in no bucket travel in one more."""
         self.at_once = participants.job is not None
         """True if `exchange` sends before ranks agree, once gradients are steady."""
-        self.measure: Callable[[Round, Grads], float] | None = None
-        """Returns a number for all ranks, under the key `measured` of the last agreement."""
+        self.measure: Callable[[Grads], float] | None = None
+        """Returns a number from the means, which all ranks receive in the last agreement."""
         self.poisoned: str | None = None
         """Reason for which this rank did not finish its last update, or None. All ranks raise it as
         an error in the next update.
@@ -127,35 +242,20 @@ class GradientExchange(Synchronizer):
 
         The pattern of steady gradients is learned again.
         """
-        self.compressors = tuple(compressors)
+        self.compressors = Compressors(compressors, self._dense, params, self.sources)
         self.params, self.names = params, list(params)
-        # tensors whose momentum differs between ranks since they were compressed; None: not known
-        self._apart: frozenset[str] | None = frozenset()
         self._layouts = {name: (p.shape, p.dtype) for name, p in params.items()}
         self._positions = {name: position for position, name in enumerate(self.names)}
         self.presence.restart(params)
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the state that only this rank, or its node, holds, by its names in errors."""
-        return {
-            f"{kind} of {name}": entry
-            for compressor in self.compressors
-            for kind, entries in compressor.state().items()
-            for name, entry in entries.items()
-        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the compressors by kind and name, and the counters.
 
         The tensors are the live ones.
         """
-        states = {
-            kind: dict(entries)
-            for compressor in self.compressors
-            for kind, entries in compressor.state().items()
-        }
         return {
-            **{f"{kind}s": entries for kind, entries in {"residual": {}, **states}.items()},
+            "residuals": {},
+            **{f"{kind}s": held for kind, held in self.compressors.state().items()},
             "dropped_steps": self.drops.total,
             "drops_in_a_row": self.drops.in_a_row,
             "bytes_sent": self.bytes_sent,
@@ -205,6 +305,11 @@ class GradientExchange(Synchronizer):
         self.drops.total, self.drops.in_a_row = total, in_a_row
         self.count_from(bytes_sent)
 
+    def state_loaded(self) -> None:
+        """Record that the compressors' state was loaded; earlier failures no longer count."""
+        self.compressors.state_loaded()
+        self.poisoned = None
+
     @property
     def in_flight(self) -> bool:
         """True if buckets have been launched and not yet been waited for."""
@@ -219,7 +324,7 @@ class GradientExchange(Synchronizer):
     def launch(self, step: int, bucket: int, grads: Grads) -> None:
         """Send this rank's part of one bucket, without waiting; in the same order on all ranks."""
         self._require_intact()
-        self.make_common()
+        self.compressors.make_common()
         if self._launched is None:
             self._launched = self._round(step)
         twice = self._launched.names & grads.keys()
@@ -271,7 +376,7 @@ class GradientExchange(Synchronizer):
             complete: Count a gradient that this rank lacks, and another has, as zero.
         """
         self._require_intact()
-        self.make_common()
+        self.compressors.make_common()
         # hand-over: from here on this call owns the launched round
         early, self._launched = self._launched, None
         user_error = (
@@ -323,58 +428,62 @@ class GradientExchange(Synchronizer):
         self.drops.applied()
         return Outcome(verdict, answers, grads, early)
 
-    @torch.no_grad()
-    def commit_(self, done: Round, grads: Grads) -> set[str]:
-        """Change the state of the compressors; return the parameters that they updated.
+    def update(
+        self,
+        step: int,
+        grads: Grads,
+        apply: Apply,
+        **how: Any,
+    ) -> StepDecision:
+        """Exchange the gradients of this step and `apply` their means, or drop it on all ranks.
 
-        The update of all others must follow. `done`: of `exchange`. `grads`: those passed there,
-        unchanged since; a launched tensor that is not among them changes nothing.
+        Compressors change their state, and parameters whose momentum they keep, before `apply`.
+        `how`: see `exchange`.
+
+        Raises:
+            Exception: Of `apply`. Other ranks may have made the update by then; all ranks get an
+                error in the next one.
         """
+        outcome = self.exchange(step, grads, **how)
+        if outcome.received is None:
+            return outcome.verdict
+        try:
+            self._finish(outcome.received, outcome, apply)
+        except Exception as error:
+            alone = self.group.size == 1
+            self.poisoned = _failure_text(step, error, alone=alone)
+            error.add_note(self.poisoned if alone else _FAILED_HERE)
+            raise
+        return outcome.verdict
+
+    def _finish(self, done: Round, outcome: Outcome, apply: Apply) -> None:
+        grads = outcome.grads
+        # a launched tensor that is not among these gradients changes nothing
         received = {name: done.arrived[name] for name in grads}
-        if self.compressors:
-            self._make_momentum_common_(received)
-        updated: set[str] = set()
-        for compressor in self.compressors:
-            updated.update(compressor.commit_(grads, received, done.row_sparse))
+        updated = self.compressors.commit_(grads, received, done.row_sparse)
         self.forget()
-        self.pace.round(1, time.perf_counter(), self.wait_s)
-        return updated
+        own = {name: grad for name, grad in grads.items() if name in updated}
+        rest = {name: grad for name, grad in grads.items() if name not in updated}
+        # the means reuse buffers of gradients that nothing else refers to; only after the commit,
+        # which reads the gradients a last time
+        means = self._means(done, rest, () if own else with_own_storage(rest))
+        exchanging = apply(means, own, outcome.answers.of_my_replica("measured"))
+        if exchanging is not None and self.group.size > 1:
+            self.duplicates.step_exchanged(exchanging)
 
-    def _make_momentum_common_(self, received: Mapping[str, Arrived]) -> None:
-        """Give all ranks the mean of each momentum that a dense mean is about to enter.
-
-        Communication: where a tensor was compressed before, sums and means over the ranks.
-        """
-        dense = {name for name, got in received.items() if isinstance(got, DenseMeans)}
-        apart = frozenset(self.names) if self._apart is None else self._apart
-        if late := dense & apart:
-            for compressor in self.compressors:
-                kept = compressor.state().get("momentum_buffer", {})
-                self._make_equal_([kept[name] for name in received if name in late & kept.keys()])
-        self._apart = apart.union(received) - dense
-
-    def _make_equal_(self, held: Sequence[Tensor]) -> None:
-        """Replace tensors that differ between replicas by their mean, on all of them or none."""
-        group = self.sources.all_ranks if isinstance(self.sources, Nodes) else self.sources
-        if not held or group.size == 1:
-            return
-        purpose = "making momentum common"
-        rows = group.gather_bytes(
-            torch.stack(bit_sums(held)).cpu().numpy().tobytes(), action=purpose
-        )
-        differ = [
-            tensor
-            for at, tensor in enumerate(held)
-            if len({row[8 * at : 8 * at + 8] for row in rows}) > 1
-        ]
-        wide = [t.float() if t.dtype == torch.bfloat16 else t.clone() for t in differ]
-        totals = [group.all_reduce_(tensor, action=purpose) for tensor in wide]
-        means = [total.wait().div_(group.size) for total in totals]
-        if differ:
-            # vote: no rank overwrites its momentum before all have received the means
-            group.gather_bytes(b"", action=purpose)
-        for tensor, mean in zip(differ, means, strict=True):
-            tensor.copy_(mean)
+    def _means(
+        self, received: Round, grads: Grads, owned: Collection[str] = ()
+    ) -> dict[str, Tensor]:
+        """Return the means by name, in the memory of gradients that are in `owned`."""
+        means = {
+            name: received.arrived[name].mean(
+                name, self.params[name], grad if name in owned else None
+            )
+            for name, grad in grads.items()
+        }
+        # row-sparse on all ranks: an optimizer may update the present rows only. A gradient that is
+        # dense on any rank is dense on all, as in torch's sum of a dense and a row-sparse one
+        return {n: _rows(mean) if n in received.rows_only else mean for n, mean in means.items()}
 
     def forget(self) -> None:
         """End a step, applied or not."""
@@ -444,31 +553,11 @@ class GradientExchange(Synchronizer):
         context = one_round.context(bucket)
 
         def sendings(part: Grads) -> list[Sending]:
-            return self._sendings(context, part, one_round.row_sparse)
+            return self.compressors.sendings(context, part, one_round.row_sparse)
 
         nodes = isinstance(self.sources, Nodes)
         sending = in_nodes(context, grads, sendings) if nodes else combined(sendings(grads))
         one_round.launch(grads.keys(), sending)
-
-    def _sendings(
-        self, context: Context, grads: Grads, row_sparse: Collection[str]
-    ) -> list[Sending]:
-        """Return the sendings; a gradient that is row-sparse on any rank travels densely."""
-        sendings: list[Sending] = []
-        rest = dict(grads)
-        # in order: the first compressor that accepts a gradient takes it
-        for method in self.compressors:
-            accepted = {
-                name: grad
-                for name, grad in rest.items()
-                if name not in row_sparse and method.takes(context.step, name, grad)
-            }
-            rest = {name: grad for name, grad in rest.items() if name not in accepted}
-            if accepted:
-                sendings.append(method.send(context, accepted))
-        if rest:
-            sendings.append(self._dense.send(context, rest))
-        return sendings
 
     def _verified(
         self,
@@ -495,7 +584,7 @@ class GradientExchange(Synchronizer):
                 facts |= self._non_finite_report(found.sum_not_finite, grads, own=False)
             # after the checks: a norm of gradients that are not finite would be useless
             elif self.measure is not None and not facts.get("unusable"):
-                facts["measured"] = self.measure(one_round, grads)
+                facts["measured"] = self.measure(self._means(one_round, grads))
             if self.same is not None:
                 # sums are equal on all ranks unless one of them received damaged data
                 self.same.sums = one_round.sums_digest
@@ -511,25 +600,6 @@ class GradientExchange(Synchronizer):
             values = grad.coalesce().values() if grad.is_sparse else grad
             own = not all_finite(values)
         return {"non_finite" if own else "sum_non_finite": name}
-
-    @torch.no_grad()
-    def make_common(self) -> None:
-        """Give the ranks of each node the same state, unless that was done before.
-
-        Ranks of a node send the same message only if their state is equal.
-        """
-        if isinstance(self.sources, Nodes) and not self._nodes_compared:
-            make_common_(self.state(), self.sources)
-            self._nodes_compared = True
-
-    def state_loaded(self) -> None:
-        """Record that state of the compressors was loaded from outside, on all ranks.
-
-        It may differ inside a node. Earlier failures of the state or of the last update no longer
-        count.
-        """
-        self._nodes_compared, self._apart = False, None
-        self.poisoned = None
 
     def _buckets_of(self, grads: Grads) -> list[tuple[int, list[str]]]:
         """Return the number and the names of each bucket that has gradients."""
@@ -599,6 +669,29 @@ def gradients_of(
     )
     exchange.count_from(0)  # the comparisons of the start are not counted
     return exchange
+
+
+_FAILED_HERE = (
+    "This error came after the exchange: other ranks have made the update, but this rank has not, "
+    "or only in part. They will get an error in the next update; restart all ranks from the last "
+    "checkpoint"
+)
+
+
+def _failure_text(step: int, error: Exception, *, alone: bool) -> str:
+    """Return the error that all ranks get after an update that this rank could not finish."""
+    state = "That update may be made in part" if alone else "Other ranks have made that update"
+    return (
+        f"the optimizer, or a hook of it, failed after the exchange of update {step + 1} with "
+        f"{type(error).__name__}: {error}. {state}: restart {'' if alone else 'all ranks '}"
+        "from the last checkpoint"
+    )
+
+
+def _rows(dense: Tensor) -> Tensor:
+    present = dense.reshape(dense.shape[0], -1).any(dim=1).nonzero().view(-1)
+    where, rows = present.unsqueeze(0), dense[present]
+    return sparse_rows(where, rows, dense.shape)
 
 
 def _changed_since_launch(name: str) -> str:

@@ -30,7 +30,7 @@ from thinwire.comm import (
 )
 from thinwire.core.arithmetic import CURES
 from thinwire.core.stats import Pace
-from thinwire.exchange.agreement import COMPARING, Agreement, Check
+from thinwire.exchange.agreement import COMPARING, Agreement, Check, Drops
 from thinwire.exchange.checks import DuplicateBatchCheck
 from thinwire.exchange.digest import FORWARD, RollingDigest, SameState
 
@@ -208,6 +208,7 @@ class Synchronizer:
         self.duplicates = DuplicateBatchCheck(kind)
         self.agreement = Agreement(group, [*before, self.duplicates, *after])
         self._after = len(after)
+        self.drops = Drops()
         self.pace = Pace()
         self.same: SameState | None = None
         """Check of the replicated state. None if nothing is compared."""

@@ -60,8 +60,6 @@ class Averager(Synchronizer):
         self.config = when.config
         self.flushing = self.all_flush = False
         """True while this rank only waits for the end of timed rounds; if all ranks do."""
-        self.given_up: str | None = None
-        """Reason why this rank cannot continue; sent to all ranks at the next averaging."""
         self.written: str | None = None
         """Digest of parameters that other code wrote since the last full sync; else None."""
         self.pending: PendingAveraging | None = None
@@ -89,7 +87,8 @@ class Averager(Synchronizer):
 
     def reset_after_load(self, work: Mapping[str, Any] | None) -> None:
         """Reset after all state was loaded, except a result in flight."""
-        self.when.synced, self.pending, self.written, self.given_up = False, None, None, None
+        self.when.synced, self.pending, self.written = False, None, None
+        self.drops.applied()
         forget_ended()  # an averaging in flight is dropped, and nothing else releases it
         if self.work is not None:
             self.work.load(work)
@@ -309,8 +308,8 @@ class Averager(Synchronizer):
         """Launch the agreement before an averaging: nothing is sent unless all ranks can."""
         loss, rate = self.interval.report()
         failure = None
-        if self.given_up is not None:
-            text = f"rank {self.group.rank}: {self.given_up}. Nothing was applied on any rank"
+        if (problem_here := self.drops.given_up) is not None:
+            text = f"rank {self.group.rank}: {problem_here}. Nothing was applied on any rank"
             failure = NonFinite.__name__, text
         self.settle()
         return self.agreement.launch(

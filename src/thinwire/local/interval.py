@@ -178,8 +178,8 @@ class Timetable:
         """Work of this rank in a timed round; None if rounds are counted in steps."""
         self.of_site: Callable[[bool], bool] = lambda over: over
         """Makes the clock of a site's first rank count for its other ranks."""
-        self.steps_made = 0
-        """Local steps since construction, dropped ones included."""
+        self.paced_step = 0
+        """Step after the last round whose time was taken."""
         self.synced = False
         """True if the last step took part in an averaging (with a delay: was measured for one)."""
         self.overlaps = config.delay >= AGREEING_DELAY and self.work is None
@@ -202,6 +202,7 @@ class Timetable:
             setattr(self.counters, key, state[key])
         for key in INTERVAL:
             setattr(self.interval, key, state[key])
+        self.paced_step = self.counters.step
 
     @property
     def fragment(self) -> int:
@@ -210,7 +211,6 @@ class Timetable:
 
     def count_step(self) -> None:
         """Count a step. In a timed round `Counters.step`, equal on all ranks, moves later."""
-        self.steps_made += 1
         self.synced = False
         if self.work is None:
             self.counters.step += 1

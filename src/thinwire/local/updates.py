@@ -187,13 +187,17 @@ class LocalUpdates:
         """Config passed to the constructor."""
         self._scaler = scaler
         self._when = Timetable(config, optimizer)
-        self._skipped = self._paced_step = 0
+        self._skipped = 0
         self._looked = False
         self._averager: Averager | None = None
         self._hooks: list[Any] = []
         self._entered_once = False
 
     def __enter__(self) -> "LocalUpdates":
+        return self._enter(follow=True)
+
+    def _enter(self, *, follow: bool) -> "LocalUpdates":
+        """Enter the block. Without `follow`, steps are made by `_make_step`."""
         if self._entered_once:
             raise RuntimeError(
                 "this local_sgd block was entered before: create a new one with local_sgd(...)"
@@ -206,14 +210,14 @@ class LocalUpdates:
             )
         with self._ranks.deadline():
             try:
-                return self._entered()
+                return self._entered(follow=follow)
             except Regrouped:
                 raise PeerLost(
                     "a member was lost while local updates were set up, so there is no state to "
                     "continue from: start again"
                 ) from None
 
-    def _entered(self) -> "LocalUpdates":
+    def _entered(self, *, follow: bool) -> "LocalUpdates":
         members, ranks, tensors, config = self._members, self._ranks, self._tensors, self.config
         self._entered_once, group = True, ranks.group
         facts: dict[str, Any] = {"wire": WIRE_VERSION, "config": type(config).__name__}
@@ -251,9 +255,9 @@ class LocalUpdates:
         if first and self._changes is not None:
             report_coverage(self._changes, tensors.params.values())
         group.take_regroup_s()  # the start does not count
-        self._paced_step = self.step
+        self._when.paced_step = self.step
         self._steps = FollowedSteps(
-            tensors.optimizers,
+            tensors.optimizers if follow else [],
             before=averager.before_step,
             observed=lambda: self._when.interval.before_step(self.step + 1),
             after=lambda: self._follow(averager.after_step),
@@ -313,7 +317,7 @@ class LocalUpdates:
         return True
 
     def _round_over(self, averager: Averager) -> None:
-        steps, self._paced_step = self.step - self._paced_step, self.step
+        steps, self._when.paced_step = self.step - self._when.paced_step, self.step
         averager.pace.exclude(averager.group.take_regroup_s(), "regrouping")
         if not steps:  # a timed round in which no rank made a step
             return
@@ -355,6 +359,11 @@ class LocalUpdates:
         return self._when.synced
 
     @property
+    def _unsynced(self) -> bool:
+        """True if ranks made steps since the last full sync."""
+        return self._when.unsynced
+
+    @property
     def left(self) -> bool:
         """True if this rank was a member of the run and has left."""
         return self._members is not None and self._members.left
@@ -391,6 +400,14 @@ class LocalUpdates:
         work = self._open_averager().work
         assert work is not None, "it ends by time"
         work.observe(tokens)
+
+    def _make_step(self, step: Callable[[], None]) -> None:
+        """Make a local step by calling `step`, and average if that is due."""
+        averager = self._open_averager()
+        averager.before_step()
+        self._when.interval.before_step(self.step + 1)
+        step()
+        self._follow(averager.after_step)
 
     def skip_step(self) -> None:
         """Count a step that this rank drops, for instance after an overflow; instead of `step`."""
@@ -521,7 +538,10 @@ class LocalUpdates:
             problem = provenance.problem(*self._ranks.rank_and_size, own)
             if problem is not None:
                 warn_user(f"thinwire.local_sgd: {problem}")
-        self._paced_step = self.step
+
+    def _buffers_loaded(self) -> None:
+        """Note that the model's buffers were written, after `load_state_dict`."""
+        self._tensors.buffers_restored()
 
     def start_anew(self) -> None:
         """Continue from the current parameters and buffers, which must be equal on all ranks.

@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of, withou
 from thinwire.core.sharded import Shards, require_shards, shard_of, sharded_like
 from thinwire.core.stats import numbers
 from thinwire.core.tensors import narrowed, state_dtype, stored_dtype
+from thinwire.exchange.agreement import StepDecision
 from thinwire.exchange.checks import SameHyperparameters
 from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest, optimizer_state
 from thinwire.exchange.gradients import GradientExchange
@@ -422,7 +424,7 @@ class DGCMomentum(CommonOptimizer):
         if known is None or known.names != list(params):
             require_shards(params, self._ranks.shards)
             known = self._exchange = self._compared(params)
-        known.make_common()
+        known.compressors.make_common()
         return known
 
     def _configs_now(self) -> list[DGC]:
@@ -543,11 +545,13 @@ class DGCMomentum(CommonOptimizer):
         given, unchanged = self._limited(given), None
         if self._attached is not None:
             unchanged = self._attached._unchanged(given, scaled=found is not None)
-        outcome = exchange.exchange(self.position, given, overflow=overflow, unchanged=unchanged)
-        if outcome.received is None:
-            return False
-        exchange.commit_(outcome.received, outcome.grads)
-        return True
+        verdict = exchange.update(
+            self.position, given, _nothing_left, overflow=overflow, unchanged=unchanged
+        )
+        applied = verdict is StepDecision.APPLY
+        if applied:
+            exchange.pace.round(1, time.perf_counter(), exchange.wait_s)
+        return applied
 
     def _limited(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
         """Clip gradients of shards to the local norm limit, with one norm over all shards."""
@@ -576,6 +580,10 @@ class DGCMomentum(CommonOptimizer):
 
 
 _config = functools.lru_cache(maxsize=256)(DGC)
+
+
+def _nothing_left(*_: Any) -> None:
+    """The compressor has updated every parameter."""
 
 
 def _unscaled(param: Tensor, grad: Tensor, factor: float) -> Tensor:

@@ -132,7 +132,8 @@ def discard_pending(parts: Parts, *, alike: bool = True) -> None:
     parts.buffers.forget(alike=alike)
     if parts.merge is not None:
         parts.merge.clear()
-    parts.exchange.start_anew()
+    if parts.sync is not None:
+        parts.sync.start_anew()
 
 
 def _shapes(facts: Mapping[str, Any]) -> dict[str, str]:
@@ -187,7 +188,7 @@ def _owners(tree: Mapping[str, Any]) -> dict[Any, str]:
 
 def _complete(state: Mapping[str, Any], parts: Parts) -> None:
     """Initialize compression state that a new sharding needs: zeros, or as drawn on all ranks."""
-    saved, here = state["exchange"], parts.exchange.state_dict()
+    saved, here = state["exchange"], parts.saved_exchange()
     for kind, tensors in here.items():
         if not isinstance(tensors, dict) or not isinstance(saved.get(kind), dict):
             continue

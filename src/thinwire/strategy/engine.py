@@ -156,7 +156,7 @@ class Engine:
         except (TypeError, ValueError, RuntimeError) as error:  # reported to other stages
             problem = error
         with self._parts.group.one_deadline():
-            concludes = self._parts.exchange.local or self._steps.merging
+            concludes = self.sync is not None or self._steps.merging
             loss = runner.step(inputs, targets, problem, concludes=concludes)
             self._steps.finish(loss)
             loss = runner.conclude() if loss is None else loss
@@ -381,7 +381,7 @@ class Engine:
         batches.begin()
         try:
             yield
-            if self._parts.exchange.local:
+            if self.sync is not None:
                 joining.idle(self._steps.idle_locally)
             else:
                 batches.has_batch = False
@@ -418,7 +418,7 @@ class Engine:
         microsteps = 0 if merge is None else merge.microsteps
         with self._steps.with_advice(), parts.group.one_deadline():
             # local updates compare steps in their own flush, and ranks have unequal ones by time
-            if self._steps.by_time is None and not (merge is None and parts.exchange.local):
+            if self._steps.by_time is None and not (merge is None and parts.sync is not None):
                 position = {"step": self._steps.position()}
                 position["microsteps of the unfinished update"] = microsteps
                 require_agreement(parts.group, position, action="engine.flush()")
@@ -426,9 +426,10 @@ class Engine:
                 self._steps.clear_grads()  # before a second set is made
                 left, overflow = merge.take(avg=parts.merge_avg), merge.overflowed
                 self._steps.update(left, overflow=overflow, complete=True)
-            parts.exchange.flush()
-            if not parts.exchange.local:
+            if parts.sync is None:
                 parts.buffers.synchronize()
+            else:
+                parts.sync.flush()
         self._steps.edit_check.record()
 
     def mean_loss(self, loss: Tensor | float) -> Tensor:
@@ -506,20 +507,19 @@ class Engine:
             The counters by name.
         """
         parts = self._parts
-        counts = parts.exchange.counts(self.step)
+        counts: dict[str, Any] = {} if self.sync is None else self.sync._counts()
+        if parts.gradients is not None:
+            counts = parts.gradients.traffic() | {"sparsity": parts.unsent_share(self.step)}
+            counts |= self._steps.pace.goodput(self.step, self._steps.dropped_steps())
         counts["bytes_received"] += sum(part.bytes_received for part in parts.votes)
         if counts["bytes_between_nodes"] is not None and not self._sharded:
             counts["bytes_between_nodes"] += sum(part.bytes_sent for part in parts.votes)
-        if not parts.exchange.local:
-            pace, dropped = self._steps.pace, self._steps.dropped_steps()
-            counts["waiting_share"] = pace.waiting_share
-            counts |= pace.goodput(self.step, dropped)
         counts |= {"bytes_sent": self._steps.bytes_sent(), "wait_s": self._steps.wait_s()}
         return numbers(
             step=self.step,
             microsteps=0 if parts.merge is None else parts.merge.microsteps,
             dropped_steps=self._steps.dropped_steps(),
-            k_steps=parts.exchange.k_steps,
+            k_steps=1 if self.sync is None else self.sync.k_steps,
             loss_scale=1.0 if parts.scaler is None else parts.scaler.scale,
             bytes_between_stages=0 if parts.runner is None else parts.runner.bytes_sent,
             bytes_dense=4 * self.step * sum(shard_of(p).numel() for p in parts.params.values()),
@@ -534,7 +534,9 @@ class Engine:
         parts = self._parts
         microsteps = 0 if parts.merge is None else parts.merge.microsteps
         waiting = [f"{microsteps} merged microsteps"] if microsteps else []
-        return " and ".join([*waiting, *filter(None, [parts.exchange.pending])])
+        if self.sync is not None and self.sync._unsynced:
+            waiting.append("an averaging")
+        return " and ".join(waiting)
 
     def trust_ratios(self) -> dict[str | Tensor, float]:
         """Return the trust ratio of every parameter in the last update, by name, under LARS and
@@ -637,7 +639,7 @@ class Engine:
         if self._parts.group.static_membership:
             position = {"step of the checkpoint": self._steps.position()}
             require_agreement(self._parts.group, position, action="saving")
-            self._parts.exchange.require_equal(self.step)
+            self._steps.exchange.require_equal(self._steps.position())
         check.boolean("frozen", frozen)
         check.boolean("wait", wait)
         self.wait_for_save()
@@ -847,7 +849,7 @@ class Engine:
         if (problem := self._steps.trained.problem()) is not None:
             self._steps.refuse(problem, early=early)
         joining = self._steps.joining
-        if joining is not None and joining.due and self._parts.exchange.local:
+        if joining is not None and joining.due and self.sync is not None:
             joining.vote(active=True)
 
 
@@ -866,7 +868,6 @@ class Following:
 
 
 def _close(parts: Parts) -> None:
-    parts.exchange.close()
     parts.undo.close()
 
 

@@ -3,7 +3,8 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -13,17 +14,23 @@ from torch.nn import Parameter
 from thinwire._names import named_parameters
 from thinwire._wording import warn_user
 from thinwire.comm import long_waits_logged, state_in_errors
+from thinwire.comm.group import collective_calls
+from thinwire.compress.dense import not_finite
 from thinwire.core.several import all_of
 from thinwire.core.sharded import is_sharded, shard_of, sharded_like
-from thinwire.core.stats import Pace
 from thinwire.core.tensors import with_own_storage
 from thinwire.errors import Mismatch, PeerLost, PeerStalled
 from thinwire.exchange.agreement import StepDecision
-from thinwire.exchange.gradients import layout_change
+from thinwire.exchange.gradients import Grads, layout_change
 from thinwire.local.updates import LocalUpdates
+from thinwire.optim.common import CommonOptimizer
 from thinwire.strategy.engine_checks import Joining
-from thinwire.strategy.exchanges import LocalSteps
-from thinwire.strategy.ownership import GradientEditCheck, ReplacedParameterCheck, params_of
+from thinwire.strategy.ownership import (
+    GradientEditCheck,
+    ReplacedParameterCheck,
+    allow_step,
+    params_of,
+)
 from thinwire.strategy.parts import Parts
 
 _log = logging.getLogger("thinwire")
@@ -38,7 +45,8 @@ class Microsteps:
     """
 
     def __init__(self, parts: Parts) -> None:
-        self.parts = parts
+        self.parts, self.sync = parts, parts.sync
+        self.exchange, self.pace = parts.exchange, parts.exchange.pace
         self.step = 0
         """Updates made by this rank. Without local updates the same on all ranks."""
         self.dropped_before = 0
@@ -51,8 +59,9 @@ class Microsteps:
         """The votes inside `Engine.join`; None outside."""
         self.edit_check = GradientEditCheck(parts.params)
         self.trained = _Trained(parts)
-        planned = parts.planned if parts.group.rank == 0 else None
-        self.pace = Pace(planned) if self.sync is None else self.sync._open_averager().pace
+        # a loss scale has checked the gradients; clipping waits for other stages and shards
+        whole = parts.runner is None and not any(map(is_sharded, parts.params.values()))
+        self._drops_alone = whole and parts.scaler is None
         self._plan_warning: str | None = None
 
     @property
@@ -60,12 +69,6 @@ class Microsteps:
         """True if the present microstep is merged, and no update follows it."""
         merge = self.parts.merge
         return merge is not None and merge.microsteps + 1 < self.parts.merge_steps
-
-    @property
-    def sync(self) -> LocalUpdates | None:
-        """See `Engine.sync`."""
-        exchange = self.parts.exchange
-        return exchange.sync if isinstance(exchange, LocalSteps) else None
 
     def position(self) -> int:
         """Return updates, or local steps with dropped ones: the same on all ranks."""
@@ -78,17 +81,16 @@ class Microsteps:
 
     def bytes_sent(self) -> int:
         """Bytes that this rank sent, earlier runs included."""
-        exchanged = int(self.parts.exchange.traffic()["bytes_sent"])
-        return self.bytes_before + exchanged + sum(part.bytes_sent for part in self.parts.votes)
+        votes = sum(part.bytes_sent for part in self.parts.votes)
+        return self.bytes_before + self.exchange.bytes_sent + votes
 
     def wait_s(self) -> float:
         """Seconds for which other ranks blocked this one."""
-        waited = float(self.parts.exchange.traffic()["wait_s"])
-        return waited + sum(part.wait_s for part in self.parts.votes)
+        return self.exchange.wait_s + sum(part.wait_s for part in self.parts.votes)
 
     def dropped_steps(self) -> int:
         """Dropped steps of this rank."""
-        return self.dropped_before + self.parts.exchange.dropped_steps
+        return self.dropped_before + self.exchange.drops.total
 
     def idle_locally(self) -> None:
         """Take part in local updates as a rank without a batch, while others have one."""
@@ -208,10 +210,11 @@ class Microsteps:
         # merges or is dropped
         for optimizer in all_of(parts.optimizer):
             vars(optimizer)["_opt_called"] = True
-        if loss is not None:
-            parts.exchange.observe(loss)
-        if self.tokens is not None and self.sync is not None:
-            self.sync._count_tokens(self.tokens)
+        if self.sync is not None:
+            if loss is not None:
+                self.sync.observe(loss)
+            if self.tokens is not None:
+                self.sync._count_tokens(self.tokens)
         held = {n: shard_of(p.grad) for n, p in parts.params.items() if p.grad is not None}
         scaler = parts.scaler
         overflow = scaler is not None and scaler.overflowed(held.values())
@@ -250,8 +253,8 @@ class Microsteps:
         `complete`: gradients that this rank lacks and another has count as zero, as on ranks
         without batches.
         """
-        parts, exchange = self.parts, self.parts.exchange
-        if exchange.local:
+        parts, gradients = self.parts, self.parts.gradients
+        if gradients is None:
             self._update_here(grads, overflow=overflow)
             return StepDecision.APPLY
         scaler, overlap = parts.scaler, parts.overlap
@@ -263,9 +266,10 @@ class Microsteps:
         # launched buckets may differ from these gradients: the vote decides if they are sent again
         if overlap is not None and overlap.pending:
             how |= {"unusable": overlap.unusable(grads), "again": True}
-        verdict = self._exchanged(grads, **how)
+        verdict = gradients.update(self.step, self._limited(grads), self._apply, **how)
         if verdict is StepDecision.END:
             return verdict
+        self.step += verdict is StepDecision.APPLY
         if verdict is StepDecision.OVERFLOW:
             _log.info("step %d was dropped for an overflow", self.step)
         if scaler is not None:
@@ -278,26 +282,85 @@ class Microsteps:
 
     def _update_here(self, grads: dict[str, Tensor], *, overflow: bool) -> None:
         """Run a local step, or skip it for an overflow of the ranks that share the loss scale."""
-        exchange, scaler = self.parts.exchange, self.parts.scaler
+        sync, scaler = self.sync, self.parts.scaler
+        assert sync is not None, "ranks train locally"
         if grads and scaler is not None:
             overflow = scaler.checks and scaler.agree(overflow)
             # first, since local updates may send the new scale to other ranks in this step
             scaler.update(overflow)
-        if grads and not overflow:
-            self._exchanged(grads)
-        else:
-            if grads:
-                _log.info("step %d was dropped for an overflow", self.step)
-                self.dropped_before += 1
+        if grads and overflow:
+            _log.info("step %d was dropped for an overflow", self.step)
+            self.dropped_before += 1
+        if not grads or overflow or self._drops_here(sync, grads):
             self.forget_merged()
-            exchange.skip()  # it counts towards the next averaging
-        self.forget_merged()
+            sync.skip_step()  # it counts towards the next averaging
+        else:
+            sync._make_step(partial(self._step_here, self._limited(grads)))
         self._schedule_vote()
 
+    def _drops_here(self, sync: LocalUpdates, grads: Grads) -> bool:
+        """Count this local step as dropped if a gradient is not finite, where ranks check that."""
+        culprit = next(iter(not_finite(grads)), None) if self._drops_alone else None
+        if culprit is not None:
+            self.exchange.drops.dropped_here(sync.step + 1, culprit)
+        elif self._drops_alone:
+            self.exchange.drops.applied()
+        return culprit is not None
+
+    def _limited(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Clip this rank's gradients before they are compressed."""
+        parts = self.parts
+        step = self.step if self.sync is None else self.sync.step
+        return grads if parts.limit is None else parts.limit(parts.ramp_step(step), grads)
+
+    def _step_here(self, grads: dict[str, Tensor]) -> None:
+        """Make a local step. An averaging that follows, and may fail, does not undo it."""
+        self._step_optimizers(self.parts.clip(grads, []))
+        self.step += 1
+        self.forget_merged()
+
+    def _apply(
+        self, means: dict[str, Tensor], own: Grads, norms: Sequence[float]
+    ) -> torch.optim.Optimizer | None:
+        """See `thinwire.exchange.gradients.Apply`."""
+        self.forget_merged()  # other ranks may have made the update
+        with state_in_errors(_AFTER_EXCHANGE):
+            clipped = self.parts.clip(means, norms)
+        exchanging = self._step_optimizers(clipped)
+        for name, grad in own.items():
+            param = self.parts.params[name]
+            param.grad = sharded_like(_laid_out(grad, shard_of(param)), param)
+        return exchanging
+
+    def _step_optimizers(self, grads: Grads) -> torch.optim.Optimizer | None:
+        """Run one step from `grads`, which replace `p.grad`. Wide gradients stay wide if possible.
+
+        Return the optimizer from another library that made collective calls in it, if any.
+        """
+        params, optimizer = self.parts.params, self.parts.optimizer
+        for name, param in params.items():
+            param.grad = None
+            if name in grads:
+                param.grad = sharded_like(_laid_out(grads[name], shard_of(param)), param)
+        wide = any(grad.dtype != params[name].dtype for name, grad in grads.items())
+        exchanging: torch.optim.Optimizer | None = None
+        with allow_step(optimizer):
+            for single in all_of(optimizer):
+                # optimizers of this library exchange norms and matrices of shards
+                ours = isinstance(single, CommonOptimizer)
+                calls = 0 if ours else collective_calls()
+                if wide and isinstance(single, CommonOptimizer):
+                    own = {p for group in single.param_groups for p in group["params"]}
+                    pairs = ((params[name], grad) for name, grad in grads.items())
+                    single.apply_gradients([(p, sharded_like(g, p)) for p, g in pairs if p in own])
+                else:
+                    single.step()
+                if not ours and collective_calls() > calls:
+                    exchanging = single
+        return exchanging
+
     def _end_round(self) -> None:
-        exchange = self.parts.exchange
-        compare = self.step > self.parts.settled_step
-        rate = exchange.traffic()["rate_bit_s"]
+        compare, rate = self.step > self.parts.settled_step, self.exchange.sources.rate_bit_s
         warning = self.pace.round(
             self.parts.merge_steps, time.perf_counter(), self.wait_s(), rate, compare=compare
         )
@@ -308,19 +371,6 @@ class Microsteps:
         if self._plan_warning is not None:
             warning, self._plan_warning = self._plan_warning, None
             warn_user(warning)
-
-    def _exchanged(self, grads: dict[str, Tensor], **how: Any) -> StepDecision:
-        """Run the exchange with its update, and count it."""
-        exchange = self.parts.exchange
-        try:
-            verdict = exchange.update(self.step, grads, **how)
-        except BaseException:
-            if exchange.moved:  # other ranks made the update, or this rank its local step
-                self.forget_merged()
-                self.step += exchange.local
-            raise
-        self.step += verdict is StepDecision.APPLY
-        return verdict
 
     def forget_merged(self) -> None:
         """Clear the merge, after its update was made or dropped."""
@@ -375,7 +425,7 @@ class _Trained:
                 f"prepare had chosen the parameters to exchange: {listed}. Close this engine and "
                 "prepare a new one, with an optimizer that has them, on all ranks"
             )
-        averaged = self._parts.params if self._parts.exchange.local else {}
+        averaged = {} if self._parts.sync is None else self._parts.params
         frozen = next((name for name, p in averaged.items() if not p.requires_grad), None)
         if frozen is not None:
             return (
@@ -394,6 +444,10 @@ class _Trained:
         )
 
 
+_AFTER_EXCHANGE = (
+    "The gradients had already been exchanged: the sent values have left this rank's residuals, "
+    "but no parameter has changed"
+)
 _UPDATE_MADE = (
     "This rank has made the update before this error: parameters, optimizer and counters are "
     "updated, but the buffers are not yet equal on all ranks"
@@ -412,6 +466,13 @@ def _unscaled(
         new[name] = wide.mul_(factor) if wide is grad and name in owned else wide * factor
         params[name].grad = sharded_like(new[name].to(grad.dtype), params[name])
     return new
+
+
+def _laid_out(grad: Tensor, param: Tensor) -> Tensor:
+    if grad.is_sparse or (grad.dtype == param.dtype and grad.stride() == param.stride()):
+        return grad.to(param.dtype)
+    # fused kernels need equal strides
+    return torch.empty_like(param, requires_grad=False).copy_(grad)
 
 
 def _wide(grad: Tensor) -> Tensor:

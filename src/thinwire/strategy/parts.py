@@ -1,7 +1,7 @@
 """Records of `prepare`: its arguments, its plan, and the parts of an engine."""
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,17 +15,20 @@ from torch.nn import Parameter
 from thinwire.amp import LossScaler
 from thinwire.comm import Group
 from thinwire.comm.nodes import Grid
-from thinwire.compress.protocol import Compression
+from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.gradients import Clip
 from thinwire.core.stats import Planned
+from thinwire.exchange.gradients import GradientExchange
 from thinwire.exchange.overlap import Overlap
-from thinwire.exchange.synchronizer import Ranks
+from thinwire.exchange.synchronizer import Ranks, Synchronizer
+from thinwire.local import saving
 from thinwire.local.updates import LocalUpdates
 from thinwire.members.members import Members
+from thinwire.optim.folded import FoldedSGD
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.step.merge import GradientSum
+from thinwire.strategy.clipping import Clipping
 from thinwire.strategy.engine_checks import Batches, MovingBuffers
-from thinwire.strategy.exchanges import Exchange
 from thinwire.strategy.fields import Fields
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -105,7 +108,16 @@ class Parts:
     """Trained parameters of this rank, by the name in the whole model."""
     group: Group
     """All ranks."""
-    exchange: Exchange
+    gradients: GradientExchange | None
+    """The exchange of every update; None if ranks train locally."""
+    sync: LocalUpdates | None
+    clip: Clipping
+    limit: Limit | None
+    """Clips this rank's gradients before they are compressed."""
+    compression: Compression | None
+    """Compression of gradients; None if it compresses no tensor."""
+    momentum: FoldedSGD | None
+    """Momentum of an SGD that the compressor keeps, if it does."""
     buffers: MovingBuffers
     scaler: LossScaler | None
     merge: GradientSum | None
@@ -131,6 +143,38 @@ class Parts:
     """First update at which messages have their final length."""
     facts: dict[str, Any]
     """Facts that a checkpoint must share with the engine that loads it."""
+
+    @property
+    def exchange(self) -> Synchronizer:
+        """The one of the two exchanges that this engine uses."""
+        if self.sync is not None:
+            return self.sync._open_averager(or_left=True)
+        assert self.gradients is not None, "one of the two"
+        return self.gradients
+
+    def saved_exchange(self) -> dict[str, Any]:
+        """Return this rank's state that later updates depend on, without the optimizer's."""
+        if self.sync is not None:
+            return saving.saved(self.sync._open_averager(or_left=True))
+        assert self.gradients is not None, "one of the two"
+        return self.gradients.state_dict()
+
+    def load_exchange(self, state: Mapping[str, Any]) -> None:
+        """Continue from `saved_exchange`. Everything is checked before anything changes."""
+        if self.sync is not None:
+            saving.load(state, self.sync._open_averager())
+        if self.gradients is not None:
+            self.gradients.load_state_dict(state)
+
+    def ramp_step(self, step: int) -> int:
+        """Return the updates that a ramp of the compression counts, after `step` of the engine."""
+        return step if self.momentum is None else self.momentum.position
+
+    def unsent_share(self, step: int) -> float:
+        """Return the fraction of a gradient that the exchange of a step leaves out."""
+        if self.compression is None:
+            return 0.0
+        return self.compression.unsent_share(self.ramp_step(step))
 
     @property
     def savers(self) -> Group:

@@ -23,11 +23,12 @@ from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.several import all_of, kinds_of
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
-from thinwire.core.stats import planned_row
+from thinwire.core.stats import Pace, planned_row
 from thinwire.errors import StrategyError, ThinwireError
 from thinwire.exchange.agreement import Check, Participants
+from thinwire.exchange.checks import SameHyperparameters
 from thinwire.exchange.digest import RollingDigest, optimizer_state
-from thinwire.exchange.gradients import gradients_of
+from thinwire.exchange.gradients import GradientExchange, gradients_of
 from thinwire.exchange.overlap import Overlap
 from thinwire.exchange.synchronizer import Ranks
 from thinwire.local.model import require_own_params, warn_of_misplaced, warn_of_others
@@ -44,7 +45,6 @@ from thinwire.step.recompute import matches, recompute
 from thinwire.strategy.clipping import Clipping, require_clip_of_one, require_one_clip, take_clip_
 from thinwire.strategy.engine import Engine
 from thinwire.strategy.engine_checks import Batches, MovingBuffers
-from thinwire.strategy.exchanges import Exchange, LocalSteps, MeanThenStep
 from thinwire.strategy.facts import checkpoint_facts, model_facts, strategy_facts
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.ownership import (
@@ -311,7 +311,7 @@ def _assembled(setup: Setup, plan: Preparation, undo: ExitStack) -> Parts:
         )
     merge = strategy.gradient_merge
     if plan.sync is not None:
-        undo.callback(plan.sync.__enter__().close)
+        undo.callback(plan.sync._enter(follow=False).close)
     grid = setup.grid
     clip = take_clip_(
         optimizer,
@@ -327,15 +327,25 @@ def _assembled(setup: Setup, plan: Preparation, undo: ExitStack) -> Parts:
     job = None if grid is None else grid.job
     checks: list[Check] = [batches, buffers] if runner is None else [runner, batches, buffers]
     participants = Participants(checks, job, plan.names_of_stages)
-    exchange = _exchange(strategy, plan, setup, clip, participants)
+    gradients = limit = momentum = compression = None
+    if plan.sync is not None:
+        limit = _limit(strategy.compression, plan, setup)
+    else:
+        compression = plan.compressor
+        limit = None if setup.sites is None else _limit(compression, plan, setup)
+        own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
+        momentum = FoldedSGD(optimizer, plan.params, clip.clip or own) if plan.folds else None
+        if compression is not None and limit is not None:  # a compressor sees single shards
+            compression = replace(compression, local_grad_clip_norm=None)
+        gradients = _exchange(plan, setup, clip, participants, compression, momentum)
     overlap = None
     no_overlap = runner is not None or setup.replicas == 1 or setup.find_unused_parameters
     # gradients of shards exist only after the model's own reduction
     no_overlap = no_overlap or setup.sites is not None
-    if not no_overlap and isinstance(exchange, MeanThenStep):
+    if not no_overlap and gradients is not None:
         first_bytes, bucket_bytes = buckets_of(plan.compressor)
         overlap = Overlap(
-            plan.params, exchange.gradients, bucket_bytes=bucket_bytes, first_bytes=first_bytes
+            plan.params, gradients, bucket_bytes=bucket_bytes, first_bytes=first_bytes
         )
         undo.callback(overlap.remove)
     for single in all_of(optimizer):
@@ -347,7 +357,12 @@ def _assembled(setup: Setup, plan: Preparation, undo: ExitStack) -> Parts:
         loss_fn=setup.loss_fn,
         params=plan.params,
         group=setup.group,
-        exchange=exchange,
+        gradients=gradients,
+        sync=plan.sync,
+        clip=clip,
+        limit=limit,
+        compression=compression if _compresses(compression, plan) else None,
+        momentum=momentum,
         overlap=overlap,
         batches=batches,
         find_unused=setup.find_unused_parameters and plan.sync is None,
@@ -382,22 +397,15 @@ def _scaler(setup: Setup) -> LossScaler | None:
 
 
 def _exchange(
-    strategy: Fields, plan: Preparation, setup: Setup, clip: Clipping, participants: Participants
-) -> Exchange:
-    """Return the one of the two exchanges that this engine uses."""
-    optimizer = setup.optimizer
-    if plan.sync is not None:
-        limit = _limit(strategy.compression, plan, setup)
-        # a loss scale has checked the gradients; clipping waits for other stages and shards
-        finite = plan.scaler is None and setup.grid is None and setup.sites is None
-        return LocalSteps(optimizer, plan.params, plan.sync, clip, limit, checks=finite)
-    sites, compression = setup.sites, plan.compressor
-    limit = None if sites is None else _limit(compression, plan, setup)
-    if compression is not None and limit is not None:  # a compressor sees single shards
-        compression = replace(compression, local_grad_clip_norm=None)
-    params = Shards(plan.params)
-    own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
-    momentum = FoldedSGD(optimizer, plan.params, clip.clip or own) if plan.folds else None
+    plan: Preparation,
+    setup: Setup,
+    clip: Clipping,
+    participants: Participants,
+    compression: Compression | None,
+    momentum: FoldedSGD | None,
+) -> GradientExchange:
+    """Return the exchange of gradients."""
+    sites, params = setup.sites, Shards(plan.params)
     gradients = gradients_of(
         Group(setup.replica_group) if sites is None else sites,
         params,
@@ -411,9 +419,18 @@ def _exchange(
     if momentum is not None and any("residual" in momentum.kept(name) for name in params):
         gradients.state_loaded()
     gradients.watch(_digest(setup, plan), f"engine {next_identity()}")
+    gradients.add_check(SameHyperparameters(setup.optimizer))
+    if clip.over_stages:
+        gradients.measure = clip.norm
     if compression is not None and gradients.sources.rank == 0:
         report_coverage(compression, params.values())
-    return MeanThenStep(optimizer, plan.params, gradients, clip, compression, limit, momentum)
+    gradients.pace = Pace(setup.planned if setup.group.rank == 0 else None)
+    return gradients
+
+
+def _compresses(compression: Compression | None, plan: Preparation) -> bool:
+    some = Shards(plan.params).values()
+    return compression is not None and any(map(compression.compresses, some))
 
 
 def _limit(config: Any, plan: Preparation, setup: Setup) -> Limit | None:

@@ -82,7 +82,7 @@ def saved(
     names = sorted(non_persistent_buffers(parts.model))
     params = _parameters(parts)
     left = {} if frozen else {n: p for n, p in params.items() if n not in parts.params}
-    exchange, optimizer = parts.exchange.state_dict(), parts.optimizer.state_dict()
+    exchange, optimizer = parts.saved_exchange(), parts.optimizer.state_dict()
     return {
         "counters": dict(counters),
         "parameters": _copied({n: p for n, p in params.items() if n not in left}),
@@ -198,12 +198,13 @@ def load_all(
         left = agreed(problem, left)
         if problem is not None:
             raise problem
-        parts.exchange.load_state_dict(
+        parts.load_exchange(
             _without(left, state["exchange"], _buffers(parts))
         )  # it checks everything before it changes anything
         undo.pop_all()
     copy_values_(state, parts, left)
-    parts.exchange.buffers_loaded()
+    if parts.sync is not None:
+        parts.sync._buffers_loaded()
     # buffers that a merge has changed on each rank are made equal by its update
     merging = parts.merge is not None and parts.merge.microsteps != 0
     parts.buffers.forget(equal=not merging, alike=not left)
