@@ -68,12 +68,7 @@ class Presence:
         self.all_ready = False
 
     def begin(self, grads: Mapping[str, Tensor], *, complete: bool) -> None:
-        """Start a step with these gradients.
-
-        Args:
-            grads: This rank's gradients by name.
-            complete: Count a gradient that this rank lacks as zero.
-        """
+        """Start a step with these gradients."""
         self._grads, self._complete = grads, complete
 
     def report(self, vote: Vote) -> Report:
@@ -321,15 +316,7 @@ class DuplicateBatchCheck:
         self._done = True
 
     def sample(self, tensors: Iterable[Tensor], params: Iterable[Tensor], ranks: int) -> None:
-        """Take a digest of this rank's tensors for the next agreement.
-
-        Tensors that are all zero are not compared.
-
-        Args:
-            tensors: Gradients or changes.
-            params: Parameters of the model, to find a DDP model that has averaged before.
-            ranks: Number of ranks that take part.
-        """
+        """Take a digest of this rank's tensors for the next agreement."""
         self._params = params
         self._own = None if self._done or ranks == 1 else _digest(tensors)
 

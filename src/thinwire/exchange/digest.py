@@ -131,12 +131,7 @@ class RollingDigest:
         self._since = 0
 
     def at(self, step: int, index: int | None = None) -> str:
-        """Return the digest for the agreement of this update, in hexadecimal digits.
-
-        Args:
-            step: Updates made before.
-            index: Number of the digest, if not every update has one.
-        """
+        """Return the digest for the agreement of this update, in hexadecimal digits."""
         index = step if index is None else index
         return f"{checksum([piece for part in self._parts for piece in part.read(index)]):016x}"
 
@@ -165,11 +160,7 @@ class RollingDigest:
         self.start_from(step)
 
     def explain(self, group: Group, step: int) -> None:
-        """Find the tensors that differ.
-
-        Raises:
-            Diverged: On every rank, with the same text.
-        """
+        """Find the tensors that differ."""
         # collective: every rank comes here, since all saw the same digests
         text = self._difference(group, group.replicas, step)
         if group.replicas is not None:
@@ -246,11 +237,7 @@ class SameState:
 def optimizer_state(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
 ) -> dict[str, Tensor]:
-    """Return the tensors of an optimizer that updates every replica alike, by key and parameter.
-
-    Empty for optimizers that are neither torch's nor thinwire's: their state may differ between
-    ranks by design.
-    """
+    """Return the tensors of an optimizer that updates every replica alike, by key and parameter."""
     known = ("torch.optim.", "thinwire.")
     # state of other classes may be each rank's own by design
     every = [opt for opt in all_of(optimizer) if type(opt).__module__.startswith(known)]

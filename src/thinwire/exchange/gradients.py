@@ -172,34 +172,17 @@ class Compressors:
 class GradientExchange(Synchronizer):
     """Gives every rank the mean of all ranks' gradients, compressed or dense.
 
-    If a gradient is not finite, all ranks drop the step.
+    If a gradient is not finite, all ranks drop the step. `update` may follow `launch` calls of the
+    backward pass; it sends again if what was launched does not match the gradients of some rank.
 
-    There are two ways to use it: `exchange` alone, or `launch` during the backward pass and
-    `exchange` after it. In the second case `exchange` sends again if the launched messages do not
-    match the gradients of some rank. `update` changes the state of the compressors and the
-    parameters after that.
+    `sources`: the units that count once each: ranks, nodes, whose ranks first average and then send
+    the same message, or the ranks that hold the same part of the model. `check_dense`: drop the
+    step if a dense gradient is not finite; a compressed one always drops it, because it would
+    corrupt the residual permanently.
 
-    Where `sources` are `Nodes`, the ranks of a node first average their gradients and then send the
-    same message. They must hold the same state; `make_common` makes it equal. A bucket launched
-    early is averaged inside its node at once. It goes to other nodes when the next bucket is
-    launched, or after the last.
-
-    Args:
-        group: The ranks. Names, shapes, dtypes and settings must have been compared over them.
-        params: The parameters by name, in the same order on all ranks.
-        compressors: The first one that accepts a gradient takes it. All others travel densely.
-        sources: The units that count once each: ranks, nodes, or the ranks that hold the same part
-            of the model as this one. In the last case `group` is all ranks.
-        participants: Additional participants and facts of the agreements.
-        check_dense: Drop the step if a dense gradient is not finite. A compressed one always drops
-            it, because it would corrupt the residual permanently.
-
-    Communication: per step, one small agreement before the messages and one after. With buckets
-    launched early only the second, unless they are sent again. See the compressors for the
-    messages. Among nodes, one all-reduce per dtype inside each node before them.
-
-    Failure: after an error or a dropped step nothing has been applied on this rank. `drops` counts
-    dropped steps.
+    Communication: one small agreement before the messages and one after. With buckets launched
+    early only the second, unless they are sent again. Among nodes, one all-reduce per dtype inside
+    each node before them. Failure: after an error or a dropped step nothing has been applied.
     """
 
     def __init__(
@@ -262,16 +245,7 @@ class GradientExchange(Synchronizer):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of `state_dict`; values are copied. No communication.
-
-        Values of a wider type are rounded to nearest, once; those of a narrower one stay exactly as
-        they are.
-
-        Raises:
-            ValueError: The state belongs to other parameters or another config; nothing has
-                changed.
-            TypeError: A counter of the wrong kind.
-        """
+        """Continue from the result of `state_dict`; values are copied. No communication."""
         here = self.state_dict()
         if state.keys() != here.keys():
             raise ValueError(
@@ -428,21 +402,11 @@ class GradientExchange(Synchronizer):
         self.drops.applied()
         return Outcome(verdict, answers, grads, early)
 
-    def update(
-        self,
-        step: int,
-        grads: Grads,
-        apply: Apply,
-        **how: Any,
-    ) -> StepDecision:
+    def update(self, step: int, grads: Grads, apply: Apply, **how: Any) -> StepDecision:
         """Exchange the gradients of this step and `apply` their means, or drop it on all ranks.
 
-        Compressors change their state, and parameters whose momentum they keep, before `apply`.
-        `how`: see `exchange`.
-
-        Raises:
-            Exception: Of `apply`. Other ranks may have made the update by then; all ranks get an
-                error in the next one.
+        Compressors change their state, and parameters whose momentum they keep, before `apply`. If
+        it raises, all ranks get an error in the next update. `how`: see `exchange`.
         """
         outcome = self.exchange(step, grads, **how)
         if outcome.received is None:

@@ -14,22 +14,7 @@ from thinwire.errors import PayloadCorrupt
 
 @torch.no_grad()
 def make_common_(state: Mapping[str, Tensor], nodes: Nodes) -> None:
-    """Give all ranks of each node the mean of their `state`, unless it is equal already.
-
-    The tensors change in place. State that was saved with every rank as a source of its own, or
-    with other ranks, differs inside a node. The mean preserves the pending update, which is the
-    mean over all ranks.
-
-    Args:
-        state: Momentum and residuals by name, the same names and shapes on all ranks.
-        nodes: The ranks.
-
-    Raises:
-        Mismatch: Ranks hold state of different tensors, or one of them is at another step.
-
-    Communication: one agreement over all ranks, one inside the node, and all-reduces inside a node
-    whose ranks differ.
-    """
+    """Give all ranks of each node the mean of their `state`, unless it is equal already."""
     facts = {"state of": [f"{name} {list(tensor.shape)}" for name, tensor in state.items()]}
     require_agreement(nodes.all_ranks, facts, action="comparing the state inside the nodes")
     # compare 4 bytes first: equal state needs no averaging
@@ -58,17 +43,7 @@ def in_nodes(
     grads: Mapping[str, Tensor],
     send: Callable[[Mapping[str, Tensor]], Sequence[Sending]],
 ) -> Bucket:
-    """Average the gradients of a node's ranks densely, then make the node's sendings.
-
-    Args:
-        context: Of the bucket.
-        grads: Of this rank, by name; row-sparse ones become dense.
-        send: Makes the sendings from the means over the node, which are bit-identical on all of
-            its ranks.
-
-    Raises:
-        PayloadCorrupt: A part of a mean was damaged in transit; raised after the node has sent.
-    """
+    """Average the gradients of a node's ranks densely, then make the node's sendings."""
     dense = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
     groups = by_dtype(dense)
     purpose = f"averaging dense tensors of step {context.step}, bucket {context.bucket}"

@@ -25,14 +25,6 @@ def cut_into_buckets(
 ) -> list[list[str]]:
     """Assign tensors to buckets, in the reverse of the given order.
 
-    That is about the order in which gradients become ready. A bucket ends with the tensor that
-    fills it, as in DistributedDataParallel, so it may be larger by one tensor.
-
-    Args:
-        sizes: Bytes of every tensor by name, in the model's order.
-        bucket_bytes: Size at which a bucket is full.
-        first_bytes: The same for the first bucket, if that is smaller.
-
     >>> cut_into_buckets({"a": 60, "b": 50, "c": 50}, bucket_bytes=100, first_bytes=10)
     [['c'], ['b', 'a']]
     """
@@ -150,12 +142,7 @@ class Overlap:
 
     @contextlib.contextmanager
     def during(self, step: int, final: Final) -> Iterator[None]:
-        """Return the context of the backward pass and all that follows until the update.
-
-        Args:
-            step: Updates made before.
-            final: Returns the gradient to send.
-        """
+        """Return the context of the backward pass and all that follows until the update."""
         gradients, steady = self._gradients, self._gradients.steady
         # not steady yet, or a parameter without a hook: exchange after the backward pass
         if not steady or not steady <= self._params.keys():

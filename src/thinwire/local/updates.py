@@ -220,11 +220,7 @@ class LocalUpdates:
     def _entered(self, *, follow: bool) -> "LocalUpdates":
         members, ranks, tensors, config = self._members, self._ranks, self._tensors, self.config
         self._entered_once, group = True, ranks.group
-        facts: dict[str, Any] = {"wire": WIRE_VERSION, "config": type(config).__name__}
-        facts |= {"compression": type(config.compression).__name__, "settings": asdict(config)}
-        if self._of_gradients is not None:
-            facts[field_of(self._of_gradients)] = asdict(self._of_gradients)
-        facts |= {"digest_every": self._digest_every, "timeout in seconds": group.timeout_s}
+        facts = _facts(config, self._of_gradients) | {"digest_every": self._digest_every}
         _compare(facts, tensors, ranks, members)
         dense = config.node_size is None and self._changes is None
         separate = ranks.mesh is None and (dense or config.by_time)
@@ -359,11 +355,6 @@ class LocalUpdates:
         return self._when.synced
 
     @property
-    def _unsynced(self) -> bool:
-        """True if ranks made steps since the last full sync."""
-        return self._when.unsynced
-
-    @property
     def left(self) -> bool:
         """True if this rank was a member of the run and has left."""
         return self._members is not None and self._members.left
@@ -401,20 +392,19 @@ class LocalUpdates:
         assert work is not None, "it ends by time"
         work.observe(tokens)
 
-    def _make_step(self, step: Callable[[], None]) -> None:
-        """Make a local step by calling `step`, and average if that is due."""
-        averager = self._open_averager()
-        averager.before_step()
-        self._when.interval.before_step(self.step + 1)
-        step()
-        self._follow(averager.after_step)
-
     def skip_step(self) -> None:
         """Count a step that this rank drops, for instance after an overflow; instead of `step`."""
+        self._make_step(None)
+
+    def _make_step(self, step: Callable[[], None] | None) -> None:
+        """Make a local step by calling `step`, or drop it; average if that is due."""
         averager = self._open_averager()
         averager.before_step()
-        self._when.interval.before_step(self.step + 1, dropped=True)
-        self._skipped += 1
+        self._when.interval.before_step(self.step + 1, dropped=step is None)
+        if step is None:
+            self._skipped += 1
+        else:
+            step()
         self._follow(averager.after_step)
 
     def end_round(self) -> None:
@@ -539,10 +529,6 @@ class LocalUpdates:
             if problem is not None:
                 warn_user(f"thinwire.local_sgd: {problem}")
 
-    def _buffers_loaded(self) -> None:
-        """Note that the model's buffers were written, after `load_state_dict`."""
-        self._tensors.buffers_restored()
-
     def start_anew(self) -> None:
         """Continue from the current parameters and buffers, which must be equal on all ranks.
 
@@ -581,12 +567,20 @@ def _warn_of_evaluation(model: nn.Module, _: object) -> None:
             )
 
 
+def _facts(config: LocalConfig, of_gradients: GradientConfig | None) -> dict[str, Any]:
+    """Return the settings that must be equal on all ranks, by name."""
+    facts: dict[str, Any] = {"wire": WIRE_VERSION, "config": type(config).__name__}
+    facts |= {"compression": type(config.compression).__name__, "settings": asdict(config)}
+    return facts | ({} if of_gradients is None else {field_of(of_gradients): asdict(of_gradients)})
+
+
 def _compare(
     facts: Mapping[str, Any], tensors: LocalModel, ranks: Ranks, members: Members | None
 ) -> None:
     """Compare the setup over the ranks, and with the run of members; raise where it differs."""
     problem = tensors.difference()
-    facts = {**facts, **arithmetic(tensors.device), "user error": problem, **tensors.facts()}
+    facts = {**facts, "timeout in seconds": ranks.group.timeout_s, **arithmetic(tensors.device)}
+    facts |= {"user error": problem, **tensors.facts()}
     if members is not None:
         members._require_same_setup("local", facts)
     ranks.compare(facts, "setting up local updates")

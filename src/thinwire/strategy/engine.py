@@ -73,7 +73,7 @@ class Engine:
         self._following: Following | None = None
         self._background_save = BackgroundSave()
         # hooks of the engine are on the model and the optimizer, and must not outlive the engine
-        self._finalizer = weakref.finalize(self, _close, parts)
+        self._finalizer = weakref.finalize(self, parts.undo.close)
 
     @property
     def step(self) -> int:
@@ -507,10 +507,7 @@ class Engine:
             The counters by name.
         """
         parts = self._parts
-        counts: dict[str, Any] = {} if self.sync is None else self.sync._counts()
-        if parts.gradients is not None:
-            counts = parts.gradients.traffic() | {"sparsity": parts.unsent_share(self.step)}
-            counts |= self._steps.pace.goodput(self.step, self._steps.dropped_steps())
+        counts = self._steps.counts()
         counts["bytes_received"] += sum(part.bytes_received for part in parts.votes)
         if counts["bytes_between_nodes"] is not None and not self._sharded:
             counts["bytes_between_nodes"] += sum(part.bytes_sent for part in parts.votes)
@@ -534,7 +531,7 @@ class Engine:
         parts = self._parts
         microsteps = 0 if parts.merge is None else parts.merge.microsteps
         waiting = [f"{microsteps} merged microsteps"] if microsteps else []
-        if self.sync is not None and self.sync._unsynced:
+        if self.sync is not None and self.sync._when.unsynced:
             waiting.append("an averaging")
         return " and ".join(waiting)
 
@@ -865,10 +862,6 @@ class Following:
         """Stop following steps. May be called twice."""
         self.active = False
         self._undo()
-
-
-def _close(parts: Parts) -> None:
-    parts.undo.close()
 
 
 def _check_mean(loss: object) -> None:

@@ -88,6 +88,14 @@ class Microsteps:
         """Seconds for which other ranks blocked this one."""
         return self.exchange.wait_s + sum(part.wait_s for part in self.parts.votes)
 
+    def counts(self) -> dict[str, Any]:
+        """Return the traffic of the exchange, and what else it counts, by names of `stats`."""
+        if self.sync is not None:
+            return self.sync._counts()
+        goodput = self.pace.goodput(self.step, self.dropped_steps())
+        unsent = {"sparsity": self.parts.unsent_share(self.step)}
+        return self.exchange.traffic() | unsent | goodput
+
     def dropped_steps(self) -> int:
         """Dropped steps of this rank."""
         return self.dropped_before + self.exchange.drops.total

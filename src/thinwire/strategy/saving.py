@@ -204,7 +204,7 @@ def load_all(
         undo.pop_all()
     copy_values_(state, parts, left)
     if parts.sync is not None:
-        parts.sync._buffers_loaded()
+        parts.sync._tensors.buffers_restored()
     # buffers that a merge has changed on each rank are made equal by its update
     merging = parts.merge is not None and parts.merge.microsteps != 0
     parts.buffers.forget(equal=not merging, alike=not left)
