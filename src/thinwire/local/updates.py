@@ -181,14 +181,15 @@ class LocalUpdates:
         self._changes = compression_of(config.compression, compression)
         optimizer = given_optimizer(optimizer, model)
         self._tensors = LocalModel(model, optimizer, self._ranks.shards)
+        compresses = (lambda _: False) if self._changes is None else self._changes.compresses
+        self._compressed = [*filter(compresses, self._tensors.params.values())]
         fragments_of(self._tensors.trained, config)  # refuses more fragments than parameters
         warn_of_others(model, optimizer, own_state=not config.average_state)
         self.config = config
         """Config passed to the constructor."""
         self._scaler = scaler
         self._when = Timetable(config, optimizer)
-        self._skipped = 0
-        self._looked = False
+        self._skipped, self._looked = 0, False
         self._averager: Averager | None = None
         self._hooks: list[Any] = []
         self._entered_once = False
@@ -267,12 +268,6 @@ class LocalUpdates:
                 call_params({p: name for name, p in named_parameters(tensors.model)})
         return self
 
-    @property
-    def _compressed(self) -> list[Tensor]:
-        """Parameters whose changes may be compressed."""
-        changes, params = self._changes, self._tensors.params.values()
-        return [] if changes is None else [p for p in params if changes.compresses(p)]
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None and self._hooks:
@@ -297,7 +292,7 @@ class LocalUpdates:
             averager.bytes_of_others += sum(p.nbytes for p in self._tensors.params.values())
         if self.synced:
             _log.debug("averaged after local step %d", self.step)
-            self._round_over(averager)
+            self._end_round(averager)
         if self.k_steps != k_steps:
             _log.info("ranks average every %d steps from now on, not %d", self.k_steps, k_steps)
 
@@ -312,18 +307,14 @@ class LocalUpdates:
                 return False
         return True
 
-    def _round_over(self, averager: Averager) -> None:
+    def _end_round(self, averager: Averager) -> None:
         steps, self._when.paced_step = self.step - self._when.paced_step, self.step
-        averager.pace.exclude(averager.group.take_regroup_s(), "regrouping")
+        pace, rate = averager.pace, averager.sources.rate_bit_s
+        pace.exclude(averager.group.take_regroup_s(), "regrouping")
         if not steps:  # a timed round in which no rank made a step
             return
-        warning = averager.pace.round(
-            steps,
-            time.perf_counter(),
-            averager.wait_s,
-            averager.sources.rate_bit_s,
-            compare=self.step > self.config.begin_step,
-        )
+        compare, now = self.step > self.config.begin_step, time.perf_counter()
+        warning = pace.round(steps, now, averager.wait_s, rate, compare=compare)
         if warning is not None:
             warn_user(warning)
 
@@ -457,12 +448,10 @@ class LocalUpdates:
 
     def _counts(self) -> dict[str, Any]:
         """Return the traffic and further numbers of `thinwire.core.stats`."""
-        changes = self._changes if self._compressed else None
         averagings, averager = self._when.counters.averagings, self._averager
-        found: dict[str, Any] = {
-            "averagings": averagings,
-            "sparsity": 0.0 if changes is None else changes.unsent_share(self.step),
-        }
+        found: dict[str, Any] = {"averagings": averagings, "sparsity": 0.0}
+        if self._changes is not None and self._compressed:
+            found["sparsity"] = self._changes.unsent_share(self.step)
         if averager is None:
             return found | NO_TRAFFIC
         # each fragment has an outer optimizer of its own
