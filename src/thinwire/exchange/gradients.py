@@ -426,11 +426,11 @@ class GradientExchange(Synchronizer):
         received = {name: done.arrived[name] for name in grads}
         updated = self.compressors.commit_(grads, received, done.row_sparse)
         self.forget()
-        own = {name: grad for name, grad in grads.items() if name in updated}
-        rest = {name: grad for name, grad in grads.items() if name not in updated}
+        own = {name: grads[name] for name in updated}
+        rest = {name: grad for name, grad in grads.items() if name not in updated} if own else grads
         # the means reuse buffers of gradients that nothing else refers to; only after the commit,
         # which reads the gradients a last time
-        means = self._means(done, rest, () if own else with_own_storage(rest))
+        means = self._means(done, rest, () if own else with_own_storage(rest)) if rest else {}
         exchanging = apply(means, own, outcome.answers.of_my_replica("measured"))
         if exchanging is not None and self.group.size > 1:
             self.duplicates.step_exchanged(exchanging)
