@@ -402,7 +402,7 @@ class GradientExchange(Synchronizer):
         self.drops.applied()
         return Outcome(verdict, answers, grads, early)
 
-    def update(self, step: int, grads: Grads, apply: Apply, **how: Any) -> StepDecision:
+    def update(self, step: int, grads: Grads, apply: Apply | None, **how: Any) -> StepDecision:
         """Exchange the gradients of this step and `apply` their means, or drop it on all ranks.
 
         Compressors change their state, and parameters whose momentum they keep, before `apply`. If
@@ -411,29 +411,27 @@ class GradientExchange(Synchronizer):
         outcome = self.exchange(step, grads, **how)
         if outcome.received is None:
             return outcome.verdict
+        done, grads = outcome.received, outcome.grads
         try:
-            self._finish(outcome.received, outcome, apply)
+            # a launched tensor that is not among these gradients changes nothing
+            received = {name: done.arrived[name] for name in grads}
+            updated = self.compressors.commit_(grads, received, done.row_sparse)
+            self.forget()
+            own = {name: grads[name] for name in updated}
+            rest = {n: grad for n, grad in grads.items() if n not in own} if own else grads
+            # the means reuse buffers of gradients that nothing else refers to; only after the
+            # commit, which reads the gradients a last time
+            means = self._means(done, rest, () if own else with_own_storage(rest)) if rest else {}
+            if apply is not None:
+                exchanging = apply(means, own, outcome.answers.of_my_replica("measured"))
+                if exchanging is not None and self.group.size > 1:
+                    self.duplicates.step_exchanged(exchanging)
         except Exception as error:
             alone = self.group.size == 1
             self.poisoned = _failure_text(step, error, alone=alone)
             error.add_note(self.poisoned if alone else _FAILED_HERE)
             raise
         return outcome.verdict
-
-    def _finish(self, done: Round, outcome: Outcome, apply: Apply) -> None:
-        grads = outcome.grads
-        # a launched tensor that is not among these gradients changes nothing
-        received = {name: done.arrived[name] for name in grads}
-        updated = self.compressors.commit_(grads, received, done.row_sparse)
-        self.forget()
-        own = {name: grads[name] for name in updated}
-        rest = {name: grad for name, grad in grads.items() if name not in updated} if own else grads
-        # the means reuse buffers of gradients that nothing else refers to; only after the commit,
-        # which reads the gradients a last time
-        means = self._means(done, rest, () if own else with_own_storage(rest)) if rest else {}
-        exchanging = apply(means, own, outcome.answers.of_my_replica("measured"))
-        if exchanging is not None and self.group.size > 1:
-            self.duplicates.step_exchanged(exchanging)
 
     def _means(
         self, received: Round, grads: Grads, owned: Collection[str] = ()

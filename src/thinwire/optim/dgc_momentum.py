@@ -545,8 +545,8 @@ class DGCMomentum(CommonOptimizer):
         given, unchanged = self._limited(given), None
         if self._attached is not None:
             unchanged = self._attached._unchanged(given, scaled=found is not None)
-        verdict = exchange.update(
-            self.position, given, _nothing_left, overflow=overflow, unchanged=unchanged
+        verdict = exchange.update(  # the compressor updates every parameter
+            self.position, given, None, overflow=overflow, unchanged=unchanged
         )
         applied = verdict is StepDecision.APPLY
         if applied:
@@ -580,10 +580,6 @@ class DGCMomentum(CommonOptimizer):
 
 
 _config = functools.lru_cache(maxsize=256)(DGC)
-
-
-def _nothing_left(*_: Any) -> None:
-    """The compressor has updated every parameter."""
 
 
 def _unscaled(param: Tensor, grad: Tensor, factor: float) -> Tensor:
