@@ -225,13 +225,13 @@ class DGCMomentum(CommonOptimizer):
     @property
     def sparsity(self) -> float:
         """Return the fraction of a compressed tensor that the next update does not send."""
-        if not any(map(self._compresses, self._ordered_params())):
+        if not any(map(self._compresses, self._common.order)):
             return 0.0
         return self._config_of(self.param_groups[0]).unsent_share(self.position)
 
     def compile_loops(self) -> None:
         """Compile what the exchange calls."""
-        params = [shard_of(p) for p in self._ordered_params() if self._compresses(p)]
+        params = [shard_of(p) for p in self._common.order if self._compresses(p)]
         compile_loops(params, self.state_dtype)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -410,7 +410,7 @@ class DGCMomentum(CommonOptimizer):
         """Parameters in the order of the exchange; every name is unique."""
         if self._named is None:
             self._named = {}
-            for key, p in enumerate(self._ordered_params()):
+            for key, p in enumerate(self._common.order):
                 name = self._facts(p).name or f"parameter {key}"
                 self._named[name if name not in self._named else f"{name} (parameter {key})"] = p
             self._names = {p: name for name, p in self._named.items()}
@@ -529,7 +529,7 @@ class DGCMomentum(CommonOptimizer):
                 self._configs = agreed
                 exchange.forget()
         if applied:
-            params = [p for p in self._ordered_params() if p.requires_grad]
+            params = [p for p in self._common.order if p.requires_grad]
             self._dense_bytes += sum(4 * shard_of(p).numel() for p in params)
         return applied
 
@@ -661,7 +661,7 @@ class Attached:
 
 def _same_params(optimizer: DGCMomentum, ddp: DistributedDataParallel) -> dict[Tensor, str]:
     """Return the model's names of the optimizer's parameters; raise if the two sets differ."""
-    own = {p for p in optimizer._ordered_params() if p.requires_grad}
+    own = {p for p in optimizer._common.order if p.requires_grad}
     theirs: dict[Tensor, str] = {
         p: name for name, p in named_parameters(ddp.module) if p.requires_grad
     }
