@@ -171,7 +171,6 @@ class Group:
         return Group.over_private(self._shared.detached(self.timeout_s), self.timeout_s)
 
     def _begin(self, timeout_s: float) -> None:
-        """Set the counters and the state of one rank that has exchanged nothing yet."""
         self.timeout_s = timeout_s
         self.bytes_sent = self.bytes_received = 0
         self.wait_s = 0.0
@@ -258,9 +257,12 @@ class Group:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
-    def all_gather(self, message: Tensor, *, action: str, control: bool = False) -> Pending[Tensor]:
-        """Launch an all-gather of equally long byte strings, uint8 of one dimension."""
-        # the input must not change until `wait`; `control`: on a process group of its own
+    def all_gather(self, message: Tensor, *, action: str) -> Pending[Tensor]:
+        """Launch an all-gather of equally long byte strings, untouched until `wait`, uint8 (n,)."""
+        return self._gather(message, action, control=False)
+
+    def _gather(self, message: Tensor, action: str, *, control: bool) -> Pending[Tensor]:
+        """Gather as `all_gather` does; `control` messages use a process group of their own."""
         self.bytes_sent += message.numel()
         self.bytes_received += (self.size - 1) * message.numel()
         if self.size == 1:
@@ -366,8 +368,7 @@ class Group:
 
     def gather_bytes(self, payload: bytes, *, action: str) -> list[bytes]:
         """Return every rank's byte string, of any lengths, in rank order."""
-        # one round of 24 bytes if all are equal, as in a healthy step; else a second one, padded to
-        # the longest
+        # one round of 24 bytes if all are equal, as in a healthy step; else a second, padded one
         rows = self.launch_bytes(payload, action=action).wait()
         return [row for row in rows if row is not None]
 
@@ -408,7 +409,7 @@ class Group:
         number = 0 if macs is None else macs.next()
         if macs is not None:
             message = macs.with_mac(message, number)
-        gathered = self.all_gather(message.to(self.device), action=action, control=True)
+        gathered = self._gather(message.to(self.device), action, control=True)
 
         def strings() -> list[bytes]:
             rows = gathered.wait().cpu()
@@ -491,8 +492,8 @@ class Group:
                 progress.add(nbytes / len(works))
 
     def _extension_s(self) -> float:
-        heartbeats = None if self._shared is None else self._shared.heartbeats
-        return 0.0 if heartbeats is None else heartbeats.extension_s(whole_s(self.timeout_s))
+        heartbeats = self._shared and self._shared.heartbeats
+        return heartbeats.extension_s(whole_s(self.timeout_s)) if heartbeats else 0.0
 
     def _explained(self, error: RuntimeError, action: str, within: str) -> ThinwireError:
         if isinstance(error, ThinwireError):

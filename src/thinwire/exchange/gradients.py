@@ -25,12 +25,11 @@ from thinwire.compress.protocol import (
     Sending,
     combined,
 )
-from thinwire.core.checksum import bit_sums
 from thinwire.core.tensors import narrowed
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.exchange.agreement import Answers, Drops, Participants, StepDecision, verdict_of
 from thinwire.exchange.checks import Presence
-from thinwire.exchange.nodes import in_nodes, make_common_
+from thinwire.exchange.nodes import in_nodes, make_common_, make_mean_
 from thinwire.exchange.round import Round
 from thinwire.exchange.synchronizer import Synchronizer, agreed_sources
 
@@ -345,36 +344,16 @@ class GradientExchange(Synchronizer):
 
         Communication: where a tensor was compressed before, sums and means over the ranks.
         """
+        sources = self.sources
+        ranks = sources.all_ranks if isinstance(sources, Nodes) else sources
         dense = {name for name, got in received.items() if isinstance(got, DenseMeans)}
         apart = frozenset(self.names) if self._apart is None else self._apart
         if late := dense & apart:
             for compressor in self.compressors:
                 kept = compressor.state().get("momentum_buffer", {})
-                self._make_equal_([kept[name] for name in received if name in late & kept.keys()])
+                held = [kept[name] for name in received if name in late & kept.keys()]
+                make_mean_(held, ranks, action="making momentum common")
         self._apart = apart.union(received) - dense
-
-    def _make_equal_(self, held: Sequence[Tensor]) -> None:
-        """Replace tensors that differ between replicas by their mean, on all of them or none."""
-        group = self.sources.all_ranks if isinstance(self.sources, Nodes) else self.sources
-        if not held or group.size == 1:
-            return
-        purpose = "making momentum common"
-        rows = group.gather_bytes(
-            torch.stack(bit_sums(held)).cpu().numpy().tobytes(), action=purpose
-        )
-        differ = [
-            tensor
-            for at, tensor in enumerate(held)
-            if len({row[8 * at : 8 * at + 8] for row in rows}) > 1
-        ]
-        wide = [t.float() if t.dtype == torch.bfloat16 else t.clone() for t in differ]
-        totals = [group.all_reduce_(tensor, action=purpose) for tensor in wide]
-        means = [total.wait().div_(group.size) for total in totals]
-        if differ:
-            # vote: no rank overwrites its momentum before all have received the means
-            group.gather_bytes(b"", action=purpose)
-        for tensor, mean in zip(differ, means, strict=True):
-            tensor.copy_(mean)
 
     def forget(self) -> None:
         """End a step, applied or not."""
@@ -588,7 +567,7 @@ def gradients_of(
         compressors = [compression.compressor(params, momentum)]
         check_finite = True
         if sources is None:
-            sources = agreed_sources(group, getattr(compression, "node_size", None))
+            sources = agreed_sources(group, compression.node_size)
     exchange = GradientExchange(
         group,
         params,

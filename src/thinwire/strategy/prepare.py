@@ -418,7 +418,7 @@ def _exchange(
 
 def _limit(config: Any, plan: Preparation, setup: Setup) -> Limit | None:
     """Return the local clip before compression."""
-    if getattr(config, "local_grad_clip_norm", None) is None:
+    if config is None or config.local_grad_clip_norm is None:
         return None
     gather = None if setup.shards is None else setup.shards.gather_now
     params = Shards(plan.params)
