@@ -149,8 +149,7 @@ class DGCMomentum(CommonOptimizer):
         timeout: float | datetime.timedelta | None = None,
         **common: Unpack[CommonOwn],
     ) -> None:
-        limits = {"local_grad_clip_norm": local_grad_clip_norm, "mesh": mesh}
-        _check_clip(common.get("grad_clip"), **limits)
+        _check_clip(common.get("grad_clip"), local_grad_clip_norm, mesh)
         self._dgc = DGC(
             value_bits=value_bits, state_dtype=state_dtype, node_size=node_size, exchange=exchange
         )
@@ -471,16 +470,16 @@ def _config(whole: DGC, **of_group: Any) -> DGC:
     return dataclasses.replace(whole, **of_group)
 
 
-def _check_clip(clip: Clip | None, *, local_grad_clip_norm: object, mesh: object) -> None:
+def _check_clip(clip: Clip | None, local_limit: float | None, mesh: DeviceMesh | None) -> None:
     """Raise for a `grad_clip` that does not commute with local accumulation, or beside another."""
     if clip is None:
         return
     advice = "other norms do not commute with local accumulation"
     check.instance("grad_clip", clip, ClipByNorm, advice=advice)
-    if local_grad_clip_norm is not None:
+    if local_limit is not None:
         raise ValueError(
-            f"grad_clip={clip} and local_grad_clip_norm={local_grad_clip_norm} limit the same "
-            "gradient: give only one"
+            f"grad_clip={clip} and local_grad_clip_norm={local_limit} limit the same gradient: "
+            "give only one"
         )
     if mesh is not None:
         raise ValueError(
