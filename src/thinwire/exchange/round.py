@@ -77,11 +77,7 @@ class Round:
         return Context(*position, read_sums=self._read_sums)
 
     def launch(self, names: Collection[str], sending: Bucket) -> None:
-        """Launch one bucket.
-
-        A bucket whose ranks still average inside their nodes continues when the next one is
-        launched.
-        """
+        """Launch one bucket; averages inside nodes continue when the next one is launched."""
         # first the messages of earlier buckets to other nodes
         self.names.update(names)
         self.leave_nodes()
@@ -110,16 +106,10 @@ class Round:
     def finish(
         self, unchanged: Flags | None = None, order: Mapping[str, int] | None = None
     ) -> Findings:
-        """Wait for all buckets and check them.
-
-        Args:
-            unchanged: Flags that may still lie on a device; read in one copy with the others.
-            order: By name which of several tensors is the first one; else it is the one that was
-                launched first.
+        """Wait for all buckets and check them; `order` decides which tensor is the first.
 
         Raises:
             PayloadCorrupt: A message is damaged or belongs to another exchange; names its source.
-            PeerLost, PeerStalled: See `thinwire.comm.Group`.
         """
         # a sending may yield further collectives, so go on until none is left
         while self._waiting:
@@ -231,14 +221,6 @@ def read_flags(
     several: Sequence[Flags], numbers: Sequence[Tensor] = ()
 ) -> tuple[list[str | None], list[list[int]]]:
     """Return per set of flags the first name that is False, and the values of integer tensors.
-
-    Args:
-        several: Sets of flags.
-        numbers: int64, shape (m,) each.
-
-    Returns:
-        The names, None where all flags are True, and the numbers. One copy to the host per device,
-        for everything together.
 
     >>> read_flags([{"a": True, "b": False}, {}], [torch.tensor([1, 2])])
     (['b', None], [[1, 2]])

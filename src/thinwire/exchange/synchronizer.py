@@ -57,18 +57,7 @@ class RunMember(Protocol):
 
 
 class Ranks:
-    """The ranks of one training, as the user gives them.
-
-    Args:
-        process_group: None for all of them.
-        timeout: Time for which a rank waits for others in one call. None: as the process group.
-        mesh: Mesh of sites and shards, instead of `process_group`.
-        members: Members of a run, instead of `process_group` and `timeout`.
-        node_size: Number of consecutive ranks per node; refused with a mesh.
-
-    Raises:
-        TypeError, ValueError: An argument is of the wrong kind, or two exclude each other.
-    """
+    """The ranks of one training, as the user gives them; None stands for all of this job."""
 
     def __init__(
         self,
@@ -134,12 +123,7 @@ class Ranks:
         require_agreement(group, facts, action=purpose, cures=_CURES, versions=versions())
 
     def sources(self, node_size: int | None, *, compared: bool = False) -> Sources:
-        """Return the units that count as one source each.
-
-        Args:
-            node_size: Number of ranks per node, the same on all ranks; None to look for nodes.
-            compared: True if ranks have already compared the size that was found.
-        """
+        """Return the units that count as one source each; `compared`: ranks agree on their size."""
         # the order matters: a site counts once, whatever its nodes are
         if self.group.replicas is not None:
             return self.group.replicas
@@ -180,15 +164,8 @@ NO_TRAFFIC: dict[str, Any] = {
 class Synchronizer:
     """Base of the two exchanges: `GradientExchange`, in every update, and `Averager`, periodically.
 
-    Both follow the same sequence: measure what this rank would send, agree to send it, send, verify
-    what arrived, agree that all is well. Only then do they change parameters and state.
-
-    Args:
-        group: The ranks that agree.
-        sources: The units that count as one each in what is exchanged.
-        kind: Name of the exchanged tensors in messages.
-        before: Checks that judge before all others.
-        after: Checks that judge after all others.
+    Both measure what this rank would send, agree to send it, send, verify what arrived, and agree
+    that all is well. Only then do they change parameters and state.
     """
 
     def __init__(
@@ -222,12 +199,7 @@ class Synchronizer:
         checks.insert(len(checks) - self._after, check)
 
     def watch(self, digest: RollingDigest | None, identity: str) -> None:
-        """Compare the replicated state at every step.
-
-        Args:
-            digest: Digest of that state; None to compare nothing.
-            identity: Identity of this engine or optimizer among those over these ranks.
-        """
+        """Compare the replicated state at every step, if there is a digest of it."""
         self.agreement.engine = identity
         if self.same is not None:
             self.agreement.checks.remove(self.same)
@@ -238,14 +210,7 @@ class Synchronizer:
             self.add_check(self.same)
 
     def require_equal(self, step: int) -> None:
-        """Compare all replicated state.
-
-        Raises:
-            Diverged: On every rank.
-            Mismatch: Ranks are out of step.
-
-        Communication: 24 bytes per rank, twice.
-        """
+        """Compare all replicated state: `Diverged` or `Mismatch` on every rank."""
         if self.same is None:
             return
         with self.group.uncounted():  # not part of an update's exchange
