@@ -21,8 +21,8 @@ _NAMES = {
     "thinwire.checkpoint.files": "on_all_ranks",
     "thinwire.cli": "main",
     "thinwire.comm": (
-        "Group Nodes Pending group node_size_of nodes private replicate require_agreement "
-        "sources_of while_busy"
+        "Group Nodes Pending group node_size_of nodes private require_agreement "
+        "sources_of waiting while_busy"
     ),
     "thinwire.comm.direct": "connections_between",
     "thinwire.comm.channel": "Channel",

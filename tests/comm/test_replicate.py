@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.api import Group, make_equal_
-from tests.api import replicate as replicate_module
+from tests.api import Group, make_equal_, waiting
 from tests.ranks import Pool
 from tests.waiting import time_out
 
@@ -90,7 +89,7 @@ def slow_line(rank: int, size: int) -> list[str]:
     log = logging.getLogger("thinwire")
     log.addHandler(Told())
     log.setLevel(logging.INFO)
-    often = patch.object(replicate_module, "_LOG_EVERY_S", 1.0)
+    often = patch.object(waiting, "_LOG_EVERY_S", 1.0)
     with often, patch.object(Group, "broadcast_", slowly):
         make_equal_(tensors(rank), group, action="copying")
     log.handlers.clear()

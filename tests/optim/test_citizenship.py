@@ -123,7 +123,7 @@ def test_a_copy_goes_on_bit_for_bit(case: Case, way: str, extras: dict) -> None:
     assert twin.position == 3
     assert twin.get_lr() == optimizer.get_lr()
     assert same(train(net, optimizer, range(3, 7)), train(twin_net, twin, range(3, 7)))
-    assert set(twin._ordered_params()) == set(twin_net.parameters())
+    assert set(twin._common.order) == set(twin_net.parameters())
 
 
 def test_maximize_is_minimize_of_the_negative(case: Case) -> None:

@@ -218,7 +218,7 @@ def test_wrong_values_in_a_group_change_nothing(
             {"params": [("late", torch.nn.Parameter(torch.ones(1)))], **group}
         )
     assert len(optimizer.param_groups) == 1
-    assert len(optimizer._ordered_params()) == 6
+    assert len(optimizer._common.order) == 6
     train(model(), optimizer, range(1))
 
 
@@ -318,14 +318,14 @@ def test_order_params_fixes_the_order_and_not_the_numbers(case: Case) -> None:
         ],
         grad_clip=optim.ClipByNorm(0.1),
     )
-    assert a._ordered_params() == [p for _, p in reverse]
+    assert a._common.order == [p for _, p in reverse]
     assert len(a.param_groups) == 2
     pairs = a.backward(net(torch.ones(1, 5)).sum())
     assert [p for p, _ in pairs] == [p for _, p in reverse]
     assert same(train(net, a, range(3)), train(twin, b, range(3)))
     late = torch.nn.Parameter(torch.ones(1))
     a.add_param_group({"params": [("late", late)]})
-    assert a._ordered_params()[-1] is late
+    assert a._common.order[-1] is late
 
 
 def test_the_order_changes_no_bit_of_the_global_norm() -> None:

@@ -130,7 +130,7 @@ def test_schedules_groups_exclusions_order_and_clipping_are_taken_over():
     assert new.param_groups[0]["param_names"] == ["net.0.weight", "net.0.bias"], (
         "its own names go first"
     )
-    assert new._ordered_params() == list(net.parameters())[::-1]
+    assert new._common.order == list(net.parameters())[::-1]
     for _ in range(5):
         assert [g["lr"] for g in new.param_groups] == [g["lr"] for g in given.param_groups]
         steps(net, new, [new.position])

@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import hashlib
-import logging
 import os
 import struct
 import time
@@ -33,23 +32,18 @@ from thinwire.comm.private import (
 )
 from thinwire.comm.torch_versions import all_gather_single
 from thinwire.comm.waiting import (
-    left_s,
+    Limit,
+    Progress,
     one_deadline,
-    progressed,
     seconds_of,
     set_activity,
-    waited,
     whole_s,
 )
 from thinwire.errors import PayloadCorrupt, ThinwireError
 
-_SLICE_S = 1.0
-"""Interval at which a wait checks the clock and lets signals in."""
-_LOG_EVERY_S = 10.0
 _ALONE_S = 1800.0
 _SHORT_BYTES = 1024
 """Longest control message that goes to all ranks at once."""
-_log = logging.getLogger("thinwire")
 _HEAD = struct.Struct("<I8s8s")
 """Header of a string: its length, its digest, and the digest of what ranks of all parts must have
 in common.
@@ -100,11 +94,8 @@ class Group:
     # refused
 
     on_the_wire: ClassVar[float] = 0.0
-    """Bytes that all groups of this process have put on the wire, agreements included, without TCP
-    and IP headers.
-
-    Counted for the algorithms of gloo and NCCL on large messages: a gathered message is sent W-1
-    times (`bytes_sent` counts it once), and a rank's part of an all-reduce 2(W-1)/W times.
+    """Bytes on the wire of all groups of this process, agreements included, without TCP and IP
+    headers: a gathered message W-1 times (`bytes_sent`: once), a reduced one 2(W-1)/W times.
     """
     within_sites: ClassVar[float] = 0.0
     """The part of `on_the_wire` between ranks of one site, which shard a model."""
@@ -168,22 +159,18 @@ class Group:
     def over_private(cls, private: Private, timeout_s: float) -> "Group":
         """Return a group over a process group that already belongs to the library."""
         assert private.group is not None, "made just now"
-        group = cls.__new__(cls)
-        group._begin(timeout_s)
-        group.rank, group.size = dist.get_rank(private.group), dist.get_world_size(private.group)
+        group = cls.alone(timeout_s)
+        group.rank, group.size = private.group.rank(), private.group.size()
         group._shared = private
         return group
 
     def detached(self) -> "Group":
         """Return a group for one other thread; see `Private.detached`."""
-        group = Group.alone(self.timeout_s)
-        group.rank, group.size = self.rank, self.size
-        if self._shared is not None:
-            group._shared = self._shared.detached(self.timeout_s)
-        return group
+        if self._shared is None:
+            return Group.alone(self.timeout_s)
+        return Group.over_private(self._shared.detached(self.timeout_s), self.timeout_s)
 
     def _begin(self, timeout_s: float) -> None:
-        """Set the counters and the state of one rank that has exchanged nothing yet."""
         self.timeout_s = timeout_s
         self.bytes_sent = self.bytes_received = 0
         self.wait_s = 0.0
@@ -191,9 +178,7 @@ class Group:
         self._shared = None
 
     def authenticate(self, key: bytes) -> None:
-        """Add a MAC made with `key` to every further agreement, and offer `macs` to callers
-        that exchange messages.
-        """
+        """Add a MAC made with `key` to every further agreement, and make `macs` for messages."""
         self.macs = MessageMacs(key, "messages", self.rank)
         self._agreement_macs = MessageMacs(key, "agreements", self.rank)
 
@@ -273,8 +258,7 @@ class Group:
         return torch.device("cpu")
 
     def all_gather(self, message: Tensor, *, action: str) -> Pending[Tensor]:
-        """Launch an all-gather of equally long byte strings, uint8 of one dimension."""
-        # the input must not change until `wait`
+        """Launch an all-gather of equally long byte strings, untouched until `wait`, uint8 (n,)."""
         return self._gather(message, action, control=False)
 
     def _gather(self, message: Tensor, action: str, *, control: bool) -> Pending[Tensor]:
@@ -299,13 +283,7 @@ class Group:
             ]
         wire = (self.copies if self.relayed else self.size - 1) * message.numel()
         return self._launched(
-            launches,
-            lambda: rows,
-            action,
-            held,
-            wire_bytes=wire,
-            rated=not control,
-            control=control,
+            launches, lambda: rows, action, held, wire_bytes=wire, control=control
         )
 
     def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, action: str) -> Pending[Tensor]:
@@ -326,27 +304,23 @@ class Group:
         self.bytes_received += sum(taken) - own
         if self.size == 1:
             return Pending(lambda: parts)
-        device = parts.device
-        parts = parts.to(self._carrier(device))
+        device, parts = parts.device, parts.to(self._carrier(parts.device))
         width = max(piece_bytes(self.timeout_s) // self.size, 1)
         begins = range(0, max(1, *map(max, lengths)), width)
-        rounds = list(zip(_cut(given, begins, width), _cut(taken, begins, width), strict=True))
-        pieces = [parts]
-        if len(rounds) > 1:
-            strings = torch.split(parts, list(given))
-            pieces = [torch.cat([string[at : at + width] for string in strings]) for at in begins]
-        outs = [parts.new_empty(sum(came)) for _, came in rounds]
+        strings = torch.split(parts, list(given))
+        gone = [[string[at : at + width] for string in strings] for at in begins]
+        came = [[min(max(length - at, 0), width) for length in taken] for at in begins]
+        pieces = [parts] if len(gone) == 1 else [torch.cat(cut) for cut in gone]
+        outs = [parts.new_empty(sum(row)) for row in came]
         launches = [
-            partial(dist.all_to_all_single, out, piece, came, gone)
-            for out, piece, (gone, came) in zip(outs, pieces, rounds, strict=True)
+            partial(dist.all_to_all_single, out, piece, to, [len(string) for string in cut])
+            for out, piece, to, cut in zip(outs, pieces, came, gone, strict=True)
         ]
 
         def joined() -> Tensor:
-            if len(outs) == 1:
-                return outs[0].to(device)
-            split = [torch.split(out, came) for out, (_, came) in zip(outs, rounds, strict=True)]
-            strings = [piece for source in zip(*split, strict=True) for piece in source]
-            return torch.cat(strings).to(device)
+            split = [torch.split(out, row) for out, row in zip(outs, came, strict=True)]
+            whole = [piece for source in zip(*split, strict=True) for piece in source]
+            return (outs[0] if len(outs) == 1 else torch.cat(whole)).to(device)
 
         return self._launched(
             launches, joined, action, [*outs, *pieces], wire_bytes=parts.numel() - own
@@ -394,20 +368,16 @@ class Group:
 
     def gather_bytes(self, payload: bytes, *, action: str) -> list[bytes]:
         """Return every rank's byte string, of any lengths, in rank order."""
-        # one round of 24 bytes if all are equal, as in a healthy step; else a second one, padded to
-        # the longest
+        # one round of 24 bytes if all are equal, as in a healthy step; else a second, padded one
         rows = self.launch_bytes(payload, action=action).wait()
         return [row for row in rows if row is not None]
 
     def launch_bytes(
         self, payload: bytes, *, action: str, common: bytes | None = None
     ) -> Pending[Sequence[bytes | None]]:
-        """Launch the first round of `gather_bytes`; `wait` launches a second one if it is needed.
-
-        All ranks must wait for it before they launch another one. If the strings are equal within
-        each of the `parts`, and `common` on all ranks, there is no second round, and None stands
-        for the strings of other parts.
-        """
+        """Launch the first round of `gather_bytes`; `wait` makes a second one if it is needed."""
+        # all ranks wait for it before they launch another one. If the strings are equal within each
+        # of the `parts`, and `common` on all ranks, None stands for the strings of other parts
         parts = () if common is None or not self.static_membership else self.parts
         shared = common if parts and common is not None else payload
         own = _HEAD.pack(len(payload), _digest(payload), _digest(shared))
@@ -426,14 +396,6 @@ class Group:
             return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
         return Pending(gathered)
-
-    def _damaged(self, action: str, source: int) -> PayloadCorrupt:
-        where = f"rank {self.rank} of {self.size}, {action}: the message from rank {source}"
-        text = f"{where} was damaged in transit. {state_after_failure()}"
-        if self._shared is not None and self._shared.heartbeats is not None:
-            self._shared.heartbeats.ask("damaged", 0.0)
-        self.abandon(text, PayloadCorrupt)
-        return PayloadCorrupt(text)
 
     def gather_now(self, payload: bytes, action: str) -> list[bytes]:
         """Gather strings of equal length on all ranks, in one round."""
@@ -457,9 +419,15 @@ class Group:
                     text = wrong_mac_text(action, wrong[0])
                     raise PayloadCorrupt(f"{text}. {state_after_failure()}")
             found = [row.numpy().tobytes() for row in rows]
-            for rank, row in enumerate(found):
+            for source, row in enumerate(found):
                 if row[-4:] != _CHECKSUM.pack(zlib.crc32(row[:-4])):
-                    raise self._damaged(action, rank)
+                    where = f"rank {self.rank} of {self.size}, {action}"
+                    damage = f"{where}: the message from rank {source} was damaged in transit"
+                    text = f"{damage}. {state_after_failure()}"
+                    if self._shared is not None and self._shared.heartbeats is not None:
+                        self._shared.heartbeats.ask("damaged", 0.0)
+                    self.abandon(text, PayloadCorrupt)
+                    raise PayloadCorrupt(text)
             return [row[:-4] for row in found]
 
         return Pending(strings)
@@ -486,7 +454,7 @@ class Group:
             try:
                 work = launch(group=group, async_op=True)
             except RuntimeError as error:
-                raise self._explained(error, action, self.timeout_s) from error
+                raise self._explained(error, action, f"{whole_s(self.timeout_s):g} s") from error
             keep_alive(group, work, held)
             works.append(work)
 
@@ -495,7 +463,7 @@ class Group:
             begin_s = time.perf_counter()
             try:
                 self._wait_for_all(works, action, held)
-                nbytes = wire_bytes if rated else 0.0
+                nbytes = wire_bytes if rated and not control else 0.0
                 self._rate.ended(nbytes, launched_s, begin_s, time.perf_counter())
             finally:
                 self.wait_s += time.perf_counter() - begin_s
@@ -508,73 +476,29 @@ class Group:
         self, works: Sequence[dist.Work], action: str, held: Sequence[Tensor]
     ) -> None:
         assert self._shared is not None, "something was launched"
-        began_s = logged_s = time.monotonic()
-        watched = held[0].device.type in self._shared.watched
-        for done, work in enumerate(works):
-            self._wait_for(work, action, watched)
-            if len(works) == 1:
-                return
-            progressed()
-            now = time.monotonic()
-            if now - logged_s >= _LOG_EVERY_S:
-                logged_s, share = now, (done + 1) / len(works)
-                left = (now - began_s) * (1 - share) / share
-                rate = sum(tensor.nbytes for tensor in held) * share / (now - began_s) / 1e6
-                seen = action, 100 * share, rate, left
-                _log.info("%s: %.0f %% done, %.2f MB/s, about %.0f s left", *seen)
-
-    def _wait_for(self, work: dist.Work, action: str, watched: bool) -> None:
-        # wait in slices; shortly before the limit ask whether the missing ranks are busy: if so,
-        # the limit moves (`longer`), else it stands (`denied`) and the wait runs out
-        limit_s, began_s, ended = left_s(self.timeout_s), time.monotonic(), False
-        longer = denied = False
-        while True:
-            until_s = limit_s if denied else limit_s - self._ask_before_s
+        in_slices = held[0].device.type in self._shared.watched
+        nbytes = sum(tensor.nbytes for tensor in held)
+        progress = Progress(action, nbytes)
+        for work in works:
+            limit = Limit(self.timeout_s, self._ask_before_s, self._extension_s)
             try:
-                if watched:
-                    left = until_s - (time.monotonic() - began_s)
-                    work.wait(datetime.timedelta(seconds=max(min(left, _SLICE_S), 0.001)))
-                else:
-                    work.wait()
-                forget(work)
-                if longer:
-                    progressed()
-                else:
-                    waited(time.monotonic() - began_s)
-                return
+                limit.wait(work, in_slices=in_slices)
             except RuntimeError as error:
                 if work.is_completed():
                     forget(work)
-                    if not ended:  # it may have succeeded since: wait again, to see its outcome
-                        ended = True
-                        continue
-                elif time.monotonic() - began_s < until_s:
-                    continue
-                elif not denied:
-                    extension_s = self._extension_s()
-                    waited_s = time.monotonic() - began_s
-                    if extension_s > 0:
-                        longer, limit_s = True, max(limit_s, waited_s + extension_s)
-                        continue
-                    denied = True
-                    if waited_s < limit_s:
-                        continue
-                raise self._explained(error, action, limit_s) from error
+                raise self._explained(error, action, limit.within) from error
+            forget(work)
+            if len(works) > 1:
+                progress.add(nbytes / len(works))
 
     def _extension_s(self) -> float:
-        heartbeats = None if self._shared is None else self._shared.heartbeats
-        return 0.0 if heartbeats is None else heartbeats.extension_s(whole_s(self.timeout_s))
+        heartbeats = self._shared and self._shared.heartbeats
+        return heartbeats.extension_s(whole_s(self.timeout_s)) if heartbeats else 0.0
 
-    def _explained(self, error: RuntimeError, action: str, limit_s: float) -> ThinwireError:
+    def _explained(self, error: RuntimeError, action: str, within: str) -> ThinwireError:
         if isinstance(error, ThinwireError):
             return error
         assert self._shared is not None, "something was launched"
-        whole = whole_s(self.timeout_s)
-        within = f"{whole:g} s"
-        if limit_s > 1.01 * whole:
-            within += " after a rank was last known to be busy"
-        elif limit_s < 0.99 * whole:
-            within = f"the {limit_s:.1f} s that were left of {within} for the whole call"
         heartbeats, ranks = self._shared.heartbeats, {"rank": self.rank, "size": self.size}
         explained = explain_failure(
             error, action=action, within=within, heartbeats=heartbeats, **ranks
@@ -687,8 +611,3 @@ def rows_of(
     """Return, for every piece of `message`, its destination in the rows of `out` and the piece."""
     for at in range(0, message.numel(), limit_bytes):
         yield [row[at : at + limit_bytes] for row in out], message[at : at + limit_bytes]
-
-
-def _cut(lengths: Sequence[int], begins: Sequence[int], width: int) -> list[list[int]]:
-    """Return, round by round, how much of each string is sent."""
-    return [[min(max(length - at, 0), width) for length in lengths] for at in begins]

@@ -1,7 +1,6 @@
 """Make replicas equal: copy tensors of rank 0 to all ranks."""
 
 import hashlib
-import logging
 import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,14 +11,13 @@ from torch import Tensor
 
 from thinwire.comm.failures import state_after_failure
 from thinwire.comm.group import Group
-from thinwire.comm.waiting import own_deadlines
+from thinwire.comm.waiting import Progress, own_deadlines
 from thinwire.errors import PayloadCorrupt
 
 _DIGEST_BYTES = 16
 _FIRST_BYTES, _SMALLEST_BYTES, _LARGEST_BYTES = 256 << 10, 16 << 10, 16 << 20
-_PIECE_S, _LOG_EVERY_S = 2.0, 5.0
+_PIECE_S = 2.0
 _SECONDS = struct.Struct("<d")
-_log = logging.getLogger("thinwire")
 
 
 @torch.no_grad()
@@ -112,7 +110,7 @@ def _copy_(buffers: list[Tensor], group: Group, action: str, source: int) -> Non
     total, done = sum(buffer.numel() for buffer in buffers), 0
     size = max(min(_FIRST_BYTES, int(group.timeout_s * 8192)), _SMALLEST_BYTES)
     target_s = min(group.timeout_s / 20, _PIECE_S)
-    begun = logged_s = time.monotonic()
+    progress = Progress(action, total)
     while done < total:
         parts = list(_parts(buffers, done, done + size))
         piece, begin_s = torch.cat(parts), time.monotonic()
@@ -128,12 +126,7 @@ def _copy_(buffers: list[Tensor], group: Group, action: str, source: int) -> Non
         slowest_s = max(_SECONDS.unpack(answer)[0] for answer in times)
         growth = min(target_s / max(slowest_s, 1e-9), 4.0)
         size = int(min(max(size * growth, _SMALLEST_BYTES), _LARGEST_BYTES))
-        now = time.monotonic()
-        if now - logged_s >= _LOG_EVERY_S:
-            logged_s, rate = now, done / (now - begun)
-            left_s = (total - done) / rate
-            shown = (action, done / 1e6, total / 1e6, rate / 1e6, left_s)
-            _log.info("%s: %.1f of %.1f MB, %.2f MB/s, about %.0f s left", *shown)
+        progress.add(piece.numel())
 
 
 def _parts(buffers: list[Tensor], first: int, end: int) -> Iterator[Tensor]:

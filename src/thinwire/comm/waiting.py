@@ -9,9 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from torch.distributed import Work
+
 from thinwire import _validate as check
 
 _LONG_S = 10.0
+_SLICE_S = 1.0
+"""Interval at which a wait checks the clock and lets signals in."""
+_LOG_EVERY_S = 5.0
 _log = logging.getLogger("thinwire")
 _activity: list[tuple[str, bool, float]] = [("", False, time.monotonic())]
 """Last exchange of this process, whether it is waited for, and since when; replaced as a whole."""
@@ -75,6 +80,81 @@ def waited(seconds: float) -> None:
 def progressed() -> None:
     """Restart the time-out of the call: a part of a large exchange has arrived."""
     _call.left_s = _call.timeout_s
+
+
+class Limit:
+    """Limit on the wait for an exchange; it moves while the missing ranks are busy."""
+
+    def __init__(
+        self, timeout_s: float, ask_before_s: float, extension_s: Callable[[], float]
+    ) -> None:
+        self._whole_s, self._limit_s = whole_s(timeout_s), left_s(timeout_s)
+        self._ask_before_s, self._extension_s = ask_before_s, extension_s
+
+    def wait(self, work: Work, *, in_slices: bool) -> None:
+        """Wait until the work has ended; raise its error, or `RuntimeError` at the limit."""
+        # shortly before the limit ask whether the missing ranks are busy: if so, the limit moves
+        # (`longer`), else it stands (`denied`) and the wait runs out
+        began_s, ended, longer, denied = time.monotonic(), False, False, False
+        while True:
+            until_s = self._limit_s - (0.0 if denied else self._ask_before_s)
+            try:
+                if in_slices:
+                    left = until_s - (time.monotonic() - began_s)
+                    work.wait(datetime.timedelta(seconds=max(min(left, _SLICE_S), 0.001)))
+                else:
+                    work.wait()
+                break
+            except RuntimeError:
+                if work.is_completed():
+                    if ended:
+                        raise
+                    ended = True  # it may have succeeded since: wait again, to see its outcome
+                elif time.monotonic() - began_s >= until_s:
+                    if denied:
+                        raise
+                    extension_s = self._extension_s()
+                    waited_s = time.monotonic() - began_s
+                    if extension_s > 0:
+                        longer, self._limit_s = True, max(self._limit_s, waited_s + extension_s)
+                        continue
+                    denied = True
+                    if waited_s >= self._limit_s:
+                        raise
+        if longer:
+            progressed()
+        else:
+            waited(time.monotonic() - began_s)
+
+    @property
+    def within(self) -> str:
+        """The limit in words, for errors."""
+        whole, limit_s = f"{self._whole_s:g} s", self._limit_s
+        if limit_s > 1.01 * self._whole_s:
+            return f"{whole} after a rank was last known to be busy"
+        if limit_s < 0.99 * self._whole_s:
+            return f"the {limit_s:.1f} s that were left of {whole} for the whole call"
+        return whole
+
+
+class Progress:
+    """Logs every few seconds how much of a large exchange is done."""
+
+    def __init__(self, action: str, total_bytes: int) -> None:
+        self._action, self._total, self._done = action, total_bytes, 0.0
+        self._began_s = self._logged_s = time.monotonic()
+
+    def add(self, nbytes: float) -> None:
+        """Count a part that has arrived, and restart the time-out of the call."""
+        progressed()
+        self._done += nbytes
+        now = time.monotonic()
+        if now - self._logged_s >= _LOG_EVERY_S:
+            self._logged_s, rate = now, self._done / (now - self._began_s)
+            megabytes = self._done / 1e6, self._total / 1e6, rate / 1e6
+            left_s = (self._total - self._done) / rate
+            text = "%s: %.1f of %.1f MB, %.2f MB/s, about %.0f s left"
+            _log.info(text, self._action, *megabytes, left_s)
 
 
 def seconds_of(timeout: float | datetime.timedelta | None) -> float | None:

@@ -5,10 +5,10 @@ None of them communicates; the packages that exchange import them.
 
 from thinwire.compress.dgc import DGC, locally_clipped
 from thinwire.compress.low_rank import LowRank
-from thinwire.compress.protocol import ERRORS, ChangeCompression, OtherRanks
+from thinwire.compress.protocol import ERRORS, ChangeCompression, Compression, OtherRanks
 from thinwire.compress.quantized_change import Quantized
 from thinwire.compress.sparse_change import Sparse
-from thinwire.layout.traffic import BUCKET_BYTES, BUCKETS, FIRST_BUCKET_BYTES
+from thinwire.layout.traffic import DENSE_BUCKETS
 
 __all__ = ["DGC", "LowRank", "Quantized", "Sparse", "locally_clipped"]
 
@@ -42,28 +42,13 @@ def field_of(compression: object) -> str:
     return next(field for field, known in COMPRESSIONS.items() if issubclass(kind, known))
 
 
-def buckets_of(compression: object) -> tuple[int, int]:
-    """Return the gradient bytes of the first bucket and of the others.
-
-    `compression` is a config or its class; None stands for dense.
-    """
-    field = None if compression is None else field_of(compression)
-    return BUCKETS.get(field, (FIRST_BUCKET_BYTES, BUCKET_BYTES))
+def buckets_of(compression: Compression | None) -> tuple[int, int]:
+    """Return the gradient bytes of the first bucket and of the others; None stands for dense."""
+    return DENSE_BUCKETS if compression is None else compression.buckets
 
 
 def compression_of(
     changes: ChangeConfig | None, of_gradients: GradientConfig | None
 ) -> ChangeCompression | None:
-    """Return the compression of local updates: the first argument that is not None.
-
-    None if everything travels densely.
-
-    Raises:
-        ValueError: A setting that applies to gradients only.
-    """
-    if changes is None and isinstance(of_gradients, DGC) and of_gradients.state_dtype == "bfloat16":
-        raise ValueError(
-            "dgc.state_dtype is 'bfloat16', but residuals of an averaging have the type of its "
-            "anchors: leave state_dtype out"
-        )
+    """Return the compression of local updates; None if everything travels densely."""
     return changes or of_gradients

@@ -309,7 +309,6 @@ class DGCCompressor:
                 sent[names[0]].context.sources,
                 [_wide(param) for param in params],
             )
-        momentum.count_()
         return kept
 
     def _enter_(self, name: str, arrived: Arrived, momentum: Momentum, *, clip: bool) -> None:

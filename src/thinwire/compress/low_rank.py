@@ -48,6 +48,7 @@ from thinwire.core.arithmetic import products_are_exact
 from thinwire.core.checksum import checked_mean_
 from thinwire.core.tensors import state_dtype
 from thinwire.layout.message import factor_numels
+from thinwire.layout.traffic import TWO_ROUND_BUCKETS
 
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -78,8 +79,7 @@ class LowRank(Compression, ChangeCompression):
     begin_step: int = 10
     min_numel: int = 16384
 
-    node_size: ClassVar[None] = None
-    """None: nodes are looked for. Ranks of one machine average densely and count as one source."""
+    buckets: ClassVar[tuple[int, int]] = TWO_ROUND_BUCKETS
 
     def __post_init__(self) -> None:
         check.set_fields(self, check.integer, "rank", "min_numel", at_least=1)

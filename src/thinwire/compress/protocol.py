@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thinwire.errors import PayloadCorrupt
 from thinwire.layout.message import Layout, WholeLayout
-from thinwire.layout.traffic import GATHER, messages
+from thinwire.layout.traffic import BUCKETS, GATHER, messages
 from thinwire.wire.whole import spans
 
 Entries = tuple[Tensor, Tensor]
@@ -224,8 +224,20 @@ class Config(ABC):
 class Compression(Config):
     """Config of a gradient compression, registered in `compress.COMPRESSIONS`."""
 
+    buckets: ClassVar[tuple[int, int]] = BUCKETS
+    """Gradient bytes of the first bucket of an update and of the others."""
     accumulates: ClassVar[bool] = False
     """True if it accumulates gradients, so that momentum and decay of an SGD act before it."""
+
+    @property
+    def node_size(self) -> int | None:
+        """Return the ranks of a node, which count as one source; None to look for nodes."""
+        return None
+
+    @property
+    def local_grad_clip_norm(self) -> float | None:
+        """Return the limit on a source's share of a compressed tensor, if any."""
+        return None
 
     @abstractmethod
     def compressor(
@@ -263,9 +275,6 @@ class Momentum(Protocol):
 
     def keep_(self, name: str, entries: dict[str, Tensor]) -> None:
         """Replace the state of this tensor."""
-
-    def count_(self) -> None:
-        """Count an update."""
 
 
 class Compressor(Protocol):

@@ -46,9 +46,6 @@ class Vote:
 class Answers(Sequence[Report]):
     """Reports of all ranks, in rank order.
 
-    Where ranks hold different parts of the model and all is well, the reports of other parts are
-    shortened to the keys that are common to all ranks, such as `step` and `phase`.
-
     >>> answers = Answers([{"step": 3}, {"step": 3, "failure": "x"}], (), 0)
     >>> answers.unanimous, list(answers.of("failure"))
     (False, [(1, 'x')])
@@ -90,20 +87,14 @@ class Answers(Sequence[Report]):
         return ((rank, report) for rank, (own, report) in of_all if own == part)
 
     def of_my_replica(self, key: str) -> list[Any]:
-        """Return the values from the ranks of this rank's replica, in the order of parts.
-
-        The ranks of a replica are consecutive. Empty if no rank reported this key.
-        """
+        """Return the values of this replica's ranks, which are consecutive, by part; [] if none."""
         # a replica has one rank of every part
         width = len(set(self._parts))
         first = self._rank - self._rank % width
         return [report[key] for report in self._reports[first : first + width] if key in report]
 
     def differences(self, key: str, default: Any = None) -> Iterator[tuple[int, Any, int, Any]]:
-        """Yield differences under this key among ranks that hold the same part.
-
-        Each item is the first rank of the part, its value, the rank that differs and its value.
-        """
+        """Yield first rank of a part, its value, a rank that differs and its value, for one key."""
         # only ranks of one part hold the same tensors
         for part in [] if self.unanimous else self.by_part():
             first = min(part)
@@ -144,18 +135,7 @@ class Participants:
 
 
 class Agreement:
-    """The agreements of one training.
-
-    Args:
-        group: All ranks that must agree.
-        checks: In the order in which they judge.
-        engine: Identity of this engine or optimizer among those over the same ranks, in the order
-            of creation.
-
-    Communication: `Group.launch_bytes`, 24 bytes per rank if all reports are equal. Where ranks
-    hold different parts of the model, the reports of each part must be equal, and no rank may
-    report an event.
-    """
+    """The agreements of one training; checks judge in their order. See `Group.launch_bytes`."""
 
     def __init__(self, group: Group, checks: Sequence[Check] = (), *, engine: str = "") -> None:
         self.group, self.checks, self.engine = group, list(checks), engine
@@ -169,24 +149,10 @@ class Agreement:
         last: bool = False,
         **facts: Any,
     ) -> Answers:
-        """Gather the reports of all ranks and judge them.
+        """Gather the reports of all ranks and judge them; see `Vote`.
 
-        Args:
-            step: Updates made before.
-            phase: See `Vote`.
-            first: See `Vote`.
-            last: See `Vote`.
-            facts: Further facts of the caller; None is left out. Keys with a meaning here:
-                `failure`, the type and text of an error that stops this rank; `user_error`, a user
-                error; `corrupt`, the reason for which this rank rejected a message.
-
-        Raises:
-            PayloadCorrupt: A rank rejected a message.
-            ThinwireError: A rank reported a user error or a failure. The type is kept where it is
-                one of the exchange's errors.
-            Mismatch: Ranks are at different steps, or in different engines.
-
-        Checks may raise further errors.
+        `facts` of the caller are left out where they are None. Three keys stop all ranks:
+        `failure`, type and text of this rank's error; `user_error`; `corrupt`, a refused message.
         """
         return self.launch(step, phase, first=first, last=last, **facts).wait()
 
@@ -199,10 +165,7 @@ class Agreement:
         last: bool = False,
         **facts: Any,
     ) -> Pending[Answers]:
-        """Send this rank's report without waiting; `wait` judges, and raises as a call does.
-
-        One agreement at a time: wait for it before the next one is launched.
-        """
+        """Send this rank's report; `wait` judges. Wait for it before the next is launched."""
         vote = Vote(self.group, step, phase, first, last)
         own: Report = {"engine": self.engine, "step": step, "phase": phase}
         # all checks share one message; each writes only its own keys
@@ -232,10 +195,7 @@ class Agreement:
         return answers
 
     def all_equal(self, content: bytes, purpose: str) -> bool:
-        """Return True if the ranks of each part hold the same content.
-
-        Communication: 24 bytes per rank if so.
-        """
+        """Return True if the ranks of each part hold the same content."""
         rows = self.group.launch_bytes(content, action=purpose, common=b"").wait()
         reports = [{} if row is None else {"row": row} for row in rows]
         return not any(self._answers(reports).differences("row"))
@@ -332,10 +292,6 @@ class StepDecision(Enum):
 def verdict_of(answers: Answers) -> StepDecision:
     """Return the decision that follows from the reports.
 
-    The keys are `batches` (this rank has a batch), `overflow` (a loss scaler found an overflow),
-    `non_finite` and `sum_non_finite` (the first parameter whose gradient is not finite: on this
-    rank alone, or in the sum over several ranks).
-
     >>> verdict_of(Answers([{"non_finite": "weight"}, {}], (), 0))
     <StepDecision.DROP: 'drop'>
     """
@@ -368,11 +324,7 @@ class Drops:
         self.total += 1
 
     def dropped(self, step: int, answers: Answers) -> None:
-        """Count a step that all ranks drop, and warn.
-
-        Raises:
-            NonFinite: The tenth in a row, on every rank.
-        """
+        """Count a step that all ranks drop, and warn; raise `NonFinite` at the tenth in a row."""
         culprits = [(*culprit, "") for culprit in answers.of("non_finite")]
         culprits += [(*culprit, _ADDED) for culprit in answers.of("sum_non_finite")]
         rank, name, added = culprits[0]
@@ -387,10 +339,7 @@ class Drops:
         _warn(text)
 
     def dropped_here(self, step: int, name: str) -> None:
-        """Count a step that this rank alone drops because of the gradient of `name`, and warn.
-
-        The tenth in a row sets `given_up`, which the other ranks receive.
-        """
+        """Count a step that this rank alone drops; the tenth in a row sets `given_up`."""
         self.total += 1
         text = (
             f"local step {step} was dropped on this rank: the gradient of parameter {name} is not "

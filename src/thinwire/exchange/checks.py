@@ -36,13 +36,7 @@ _TYPE_OF = {letter: dtype for kinds in (_DENSE, _ROW_SPARSE) for dtype, letter i
 
 
 class Presence:
-    """Check that ranks have gradients of the same parameters and types.
-
-    A report has one letter per gradient, for its type.
-
-    A parameter with a gradient on some ranks only is an error, unless a rank reports that its
-    missing gradients count as zero.
-    """
+    """Check that ranks have gradients of the same parameters and types, a letter for each."""
 
     def __init__(self) -> None:
         self.pattern = GradientPattern()
@@ -68,7 +62,7 @@ class Presence:
         self.all_ready = False
 
     def begin(self, grads: Mapping[str, Tensor], *, complete: bool) -> None:
-        """Start a step with these gradients."""
+        """Start a step with this rank's gradients; `complete`: those that it lacks are zero."""
         self._grads, self._complete = grads, complete
 
     def report(self, vote: Vote) -> Report:
@@ -111,10 +105,7 @@ class Presence:
         self.pattern.observe(self._kinds)
 
     def completed(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the gradients, with zeros for those that only other ranks have.
-
-        Type and layout of the zeros follow the other ranks.
-        """
+        """Return the gradients, with zeros of the same type for those that only others have."""
         whole = dict(grads)
         for name, kinds in self._kinds.items():
             if name not in grads and kinds[0] != _ABSENT:
@@ -166,10 +157,6 @@ _FIRST_PATIENCE = 2
 class GradientPattern:
     """Learns from agreed steps the tensors that have a dense gradient on every rank.
 
-    The result is the same on all ranks. A rank that sends early must know the tensors in advance,
-    and sends twice if they turn out to be others. Therefore early sending starts after two equal
-    steps in a row. Each wrong prediction doubles that number.
-
     >>> pattern = GradientPattern()
     >>> for _ in range(2):
     ...     pattern.observe({"weight": "aa"})
@@ -214,10 +201,7 @@ _ELSEWHERE = ("params", "param_names", "lr", "position")
 
 
 class SameHyperparameters:
-    """Compares the parameter groups of the optimizer over the ranks.
-
-    Learning rates are compared in the last agreement of an update, all other settings in every one.
-    """
+    """Compares parameter groups in every agreement, learning rates in the last of an update."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -294,13 +278,7 @@ _SAMPLED = 64
 
 
 class DuplicateBatchCheck:
-    """Duplicate-batch check: compares a digest of each rank's first gradients or changes.
-
-    It warns where two ranks have equal digests twice in a row. Once all ranks have differed, they
-    are not compared again. In a healthy run, that is the first exchange with a nonzero tensor.
-
-    Communication: a few characters in an existing agreement, until all ranks have differed.
-    """
+    """Warns where two ranks have equal first gradients or changes twice in a row."""
 
     def __init__(self, kind: Literal["gradients", "changes"]) -> None:
         self.averaged_before = False
@@ -316,7 +294,7 @@ class DuplicateBatchCheck:
         self._done = True
 
     def sample(self, tensors: Iterable[Tensor], params: Iterable[Tensor], ranks: int) -> None:
-        """Take a digest of this rank's tensors for the next agreement."""
+        """Take a digest of this rank's tensors; `params` show a DDP model that averaged before."""
         self._params = params
         self._own = None if self._done or ranks == 1 else _digest(tensors)
 
@@ -325,11 +303,7 @@ class DuplicateBatchCheck:
         return {} if self._own is None else {"batch_id": self._own}
 
     def judge(self, vote: Vote, answers: Answers) -> None:
-        """See `Check`.
-
-        Warns:
-            UserWarning: Once, with what to do.
-        """
+        """See `Check`; warns once."""
         # one digest is for one agreement only
         own, self._own = self._own, None
         digests = {rank: report.get("batch_id") for rank, report in answers.ranks_of_my_part()}
@@ -349,11 +323,7 @@ class DuplicateBatchCheck:
         warn_user(message)
 
     def step_exchanged(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record that the optimizer made collective calls of its own in `step`.
-
-        Warns:
-            UserWarning: Once, with the remedy.
-        """
+        """Warn once of an optimizer that made collective calls of its own in `step`."""
         if self._warned_of_step:
             return
         self._warned_of_step, kind = True, type(optimizer).__name__

@@ -101,18 +101,8 @@ class _Rolling:
 class RollingDigest:
     """Compares the replicated state of all ranks, a slice per update.
 
-    The digest of an update covers one slice of `lasting` and a larger one of `fading`. The tensor
-    that differs is searched for only after a digest has differed.
-
-    Args:
-        lasting: Returns the tensors in which a difference persists: parameters, or this rank's
-            shards of them. Called at every update.
-        fading: Returns the tensors in which a difference may fade: moments. All of them are read
-            within 8 updates.
-        every: Updates within which all of `lasting` is read, >= 1.
-
-    Communication: only the digest, which `SameState` compares. Where it differs, `explain` gathers
-    8 bytes and a name per piece.
+    `lasting` tensors keep a difference, as parameters do, and are read within `every` updates;
+    `fading` ones, such as moments, within 8. Which tensor differs is looked for afterwards.
 
     >>> param = torch.zeros(4)
     >>> digest = RollingDigest(lambda: {"weight": param}, dict, every=1)
@@ -131,7 +121,7 @@ class RollingDigest:
         self._since = 0
 
     def at(self, step: int, index: int | None = None) -> str:
-        """Return the digest for the agreement of this update, in hexadecimal digits."""
+        """Return the digest of update `step`, or number `index`, in hexadecimal digits."""
         index = step if index is None else index
         return f"{checksum([piece for part in self._parts for piece in part.read(index)]):016x}"
 
@@ -145,13 +135,7 @@ class RollingDigest:
         self._since = step
 
     def require_equal(self, agreement: Agreement, step: int) -> None:
-        """Compare everything at once.
-
-        Raises:
-            Diverged: On every rank.
-
-        Communication: 24 bytes a rank where all are equal.
-        """
+        """Compare everything at once; raise `Diverged` on every rank."""
         # one checksum first: piece by piece only if it differs
         everything = [tensor for part in self._parts for tensor in part.dense().values()]
         own = f"{checksum(everything):016x}".encode()
@@ -160,7 +144,7 @@ class RollingDigest:
         self.start_from(step)
 
     def explain(self, group: Group, step: int) -> None:
-        """Find the tensors that differ."""
+        """Find the tensors that differ; raise `Diverged` on every rank with the same text."""
         # collective: every rank comes here, since all saw the same digests
         text = self._difference(group, group.replicas, step)
         if group.replicas is not None:
@@ -199,10 +183,7 @@ class RollingDigest:
 
 
 class SameState:
-    """Check that ranks hold the same state and received the same sums.
-
-    It takes part in the last agreement of an update.
-    """
+    """Check in the last agreement that ranks hold the same state and received the same sums."""
 
     def __init__(self, digest: RollingDigest) -> None:
         self.digest = digest

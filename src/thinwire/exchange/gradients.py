@@ -24,12 +24,11 @@ from thinwire.compress.protocol import (
     Sending,
     combined,
 )
-from thinwire.core.checksum import bit_sums
 from thinwire.core.tensors import narrowed, sparse_rows, with_own_storage
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.exchange.agreement import Answers, Participants, StepDecision, verdict_of
 from thinwire.exchange.checks import Presence
-from thinwire.exchange.nodes import in_nodes, make_common_
+from thinwire.exchange.nodes import in_nodes, make_common_, make_mean_
 from thinwire.exchange.round import Round
 from thinwire.exchange.synchronizer import Synchronizer, agreed_sources
 
@@ -139,34 +138,13 @@ class Compressors:
         """
         dense = {name for name, got in received.items() if isinstance(got, DenseMeans)}
         if late := dense & self._apart:
+            sources = self._sources
+            ranks = sources.all_ranks if isinstance(sources, Nodes) else sources
             for one in self._every:
                 kept = one.state().get("momentum_buffer", {})
-                self._make_equal_([kept[name] for name in received if name in late & kept.keys()])
+                held = [kept[name] for name in received if name in late & kept.keys()]
+                make_mean_(held, ranks, action="making momentum common")
         self._apart = self._apart.union(received) - dense
-
-    def _make_equal_(self, held: Sequence[Tensor]) -> None:
-        """Replace tensors that differ between replicas by their mean, on all of them or none."""
-        sources = self._sources
-        group = sources.all_ranks if isinstance(sources, Nodes) else sources
-        if not held or group.size == 1:
-            return
-        purpose = "making momentum common"
-        rows = group.gather_bytes(
-            torch.stack(bit_sums(held)).cpu().numpy().tobytes(), action=purpose
-        )
-        differ = [
-            tensor
-            for at, tensor in enumerate(held)
-            if len({row[8 * at : 8 * at + 8] for row in rows}) > 1
-        ]
-        wide = [t.float() if t.dtype == torch.bfloat16 else t.clone() for t in differ]
-        totals = [group.all_reduce_(tensor, action=purpose) for tensor in wide]
-        means = [total.wait().div_(group.size) for total in totals]
-        if differ:
-            # vote: no rank overwrites its momentum before all have received the means
-            group.gather_bytes(b"", action=purpose)
-        for tensor, mean in zip(differ, means, strict=True):
-            tensor.copy_(mean)
 
 
 class GradientExchange(Synchronizer):
@@ -417,12 +395,12 @@ class GradientExchange(Synchronizer):
             received = {name: done.arrived[name] for name in grads}
             updated = self.compressors.commit_(grads, received, done.row_sparse)
             self.forget()
-            own = {name: grads[name] for name in updated}
-            rest = {n: grad for n, grad in grads.items() if n not in own} if own else grads
-            # the means reuse buffers of gradients that nothing else refers to; only after the
-            # commit, which reads the gradients a last time
-            means = self._means(done, rest, () if own else with_own_storage(rest)) if rest else {}
             if apply is not None:
+                own = {name: grads[name] for name in updated}
+                rest = {n: grad for n, grad in grads.items() if n not in own} if own else grads
+                # the means reuse buffers of gradients that nothing else refers to; only after the
+                # commit, which reads the gradients a last time
+                means = self._means(done, rest, () if own else with_own_storage(rest))
                 exchanging = apply(means, own, outcome.answers.of_my_replica("measured"))
                 if exchanging is not None and self.group.size > 1:
                     self.duplicates.step_exchanged(exchanging)
@@ -620,7 +598,7 @@ def gradients_of(
         compressors = [compression.compressor(params, momentum)]
         check_finite = True
         if sources is None:
-            sources = agreed_sources(group, getattr(compression, "node_size", None))
+            sources = agreed_sources(group, compression.node_size)
     exchange = GradientExchange(
         group,
         params,

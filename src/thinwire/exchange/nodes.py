@@ -1,41 +1,56 @@
 """Averaging inside nodes: ranks of a node count as one source and hold one state."""
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from thinwire.comm import Nodes, require_agreement
+from thinwire.comm import Group, Nodes, require_agreement
 from thinwire.compress.dense import by_dtype, damaged_text, joined, opened, parted, sum_of
 from thinwire.compress.protocol import Bucket, Context, Sending, combined
+from thinwire.core.checksum import checksum
 from thinwire.errors import PayloadCorrupt
 
 
-@torch.no_grad()
 def make_common_(state: Mapping[str, Tensor], nodes: Nodes) -> None:
-    """Give all ranks of each node the mean of their `state`, unless it is equal already."""
+    """Give all ranks of each node the mean of their `state`, by name, unless it is equal already.
+
+    State that was saved with every rank as a source of its own, or with other ranks, differs inside
+    a node. The mean preserves the pending update, which is the mean over all ranks.
+
+    Raises:
+        Mismatch: Ranks hold state of different tensors, or one of them is at another step.
+    """
     facts = {"state of": [f"{name} {list(tensor.shape)}" for name, tensor in state.items()]}
     require_agreement(nodes.all_ranks, facts, action="comparing the state inside the nodes")
-    # compare 4 bytes first: equal state needs no averaging
-    checksum = 0
-    for tensor in state.values():
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        checksum = zlib.crc32(flat.numpy().data, checksum)
-    answers = nodes.node.gather_bytes(
-        checksum.to_bytes(4, "little"), action="comparing the state inside the node"
-    )
-    # equal answers on all ranks of a node, so all of them enter the all-reduces or none does
-    if len(set(answers)) > 1:
-        pending = [
-            nodes.node.all_reduce_(
-                tensor.contiguous().clone(), action="averaging the state inside the node"
-            )
-            for tensor in (t.float() if t.dtype == torch.bfloat16 else t for t in state.values())
-        ]
-        # all sums are launched before the first wait
-        for tensor, total in zip(state.values(), pending, strict=True):
-            tensor.copy_(total.wait().div_(nodes.node_size))
+    make_mean_(list(state.values()), nodes.node, action="averaging the state inside the node")
+
+
+@torch.no_grad()
+def make_mean_(tensors: Sequence[Tensor], group: Group, *, action: str) -> None:
+    """Replace tensors that differ between the ranks by their mean, on all of them or none."""
+    if not tensors or group.size == 1:
+        return
+    sums = b"".join(checksum([tensor]).to_bytes(8, "little") for tensor in tensors)
+    rows = group.gather_bytes(sums, action=action)
+    # equal answers on all ranks, so all of them enter the all-reduces or none does
+    cuts = [slice(at, at + 8) for at in range(0, len(sums), 8)]
+    differ = [
+        tensor
+        for tensor, cut in zip(tensors, cuts, strict=True)
+        if len({row[cut] for row in rows}) > 1
+    ]
+    pending = [group.all_reduce_(_copy(tensor), action=action) for tensor in differ]
+    means = [total.wait().div_(group.size) for total in pending]
+    if differ:
+        group.gather_bytes(b"", action=action)  # none is overwritten before all ranks have all
+    for tensor, mean in zip(differ, means, strict=True):
+        tensor.copy_(mean)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
+    return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def in_nodes(

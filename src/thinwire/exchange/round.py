@@ -77,11 +77,7 @@ class Round:
         return Context(*position, read_sums=self._read_sums)
 
     def launch(self, names: Collection[str], sending: Bucket) -> None:
-        """Launch one bucket.
-
-        A bucket whose ranks still average inside their nodes continues when the next one is
-        launched.
-        """
+        """Launch one bucket; averages inside nodes continue when the next one is launched."""
         # first the messages of earlier buckets to other nodes
         self.names.update(names)
         self.leave_nodes()
@@ -110,7 +106,11 @@ class Round:
     def finish(
         self, unchanged: Flags | None = None, order: Mapping[str, int] | None = None
     ) -> Findings:
-        """Wait for all buckets and check them."""
+        """Wait for all buckets and check them; `order` decides which tensor is the first.
+
+        Raises:
+            PayloadCorrupt: A message is damaged or belongs to another exchange; names its source.
+        """
         # a sending may yield further collectives, so go on until none is left
         while self._waiting:
             waiting, self._waiting = self._waiting, []

@@ -57,7 +57,7 @@ class RunMember(Protocol):
 
 
 class Ranks:
-    """The ranks of one training, as the user gives them."""
+    """The ranks of one training, as the user gives them; None stands for all of this job."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Ranks:
         require_agreement(group, facts, action=purpose, cures=_CURES, versions=versions())
 
     def sources(self, node_size: int | None, *, compared: bool = False) -> Sources:
-        """Return the units that count as one source each."""
+        """Return the units that count as one source each; `compared`: ranks agree on their size."""
         # the order matters: a site counts once, whatever its nodes are
         if self.group.replicas is not None:
             return self.group.replicas
@@ -164,15 +164,8 @@ NO_TRAFFIC: dict[str, Any] = {
 class Synchronizer:
     """Base of the two exchanges: `GradientExchange`, in every update, and `Averager`, periodically.
 
-    Both follow the same sequence: measure what this rank would send, agree to send it, send, verify
-    what arrived, agree that all is well. Only then do they change parameters and state.
-
-    Args:
-        group: The ranks that agree.
-        sources: The units that count as one each in what is exchanged.
-        kind: Name of the exchanged tensors in messages.
-        before: Checks that judge before all others.
-        after: Checks that judge after all others.
+    Both measure what this rank would send, agree to send it, send, verify what arrived, and agree
+    that all is well. Only then do they change parameters and state.
     """
 
     def __init__(
@@ -207,7 +200,7 @@ class Synchronizer:
         checks.insert(len(checks) - self._after, check)
 
     def watch(self, digest: RollingDigest | None, identity: str) -> None:
-        """Compare the replicated state at every step."""
+        """Compare the replicated state at every step, if there is a digest of it."""
         self.agreement.engine = identity
         if self.same is not None:
             self.agreement.checks.remove(self.same)
@@ -218,7 +211,7 @@ class Synchronizer:
             self.add_check(self.same)
 
     def require_equal(self, step: int) -> None:
-        """Compare all replicated state."""
+        """Compare all replicated state: `Diverged` or `Mismatch` on every rank."""
         if self.same is None:
             return
         with self.group.uncounted():  # not part of an update's exchange

@@ -14,14 +14,10 @@ FIRST_BUCKET_BYTES = 2**20
 """Gradient bytes of the first bucket. It is small, so that the link does not idle at the beginning
 of the backward pass.
 """
-BUCKETS = {
-    None: (FIRST_BUCKET_BYTES, 5 * 2**20),  # the backward pass cannot hide the last bucket
-    "dgc": (FIRST_BUCKET_BYTES, BUCKET_BYTES),
-    "low_rank": (BUCKET_BYTES, BUCKET_BYTES),  # a small first one does not pay in two rounds
-}
-"""Gradient bytes of the first bucket of an update and of the others, by the field of the
-compression. None is for dense gradients, measured at 1 Gbit/s.
-"""
+BUCKETS = FIRST_BUCKET_BYTES, BUCKET_BYTES
+"""Gradient bytes of the first bucket of an update and of the others."""
+DENSE_BUCKETS = FIRST_BUCKET_BYTES, 5 * 2**20  # the backward pass cannot hide the last bucket
+TWO_ROUND_BUCKETS = BUCKET_BYTES, BUCKET_BYTES  # a small first one does not pay in two rounds
 _WORTH = 2
 """Factor by which the split exchange must reduce the bytes to be chosen. It passes on k sums, where
 a gather passes on the entries of all sources, but it waits for the wire twice.

@@ -28,7 +28,7 @@ from thinwire.core.gradients import (
 from thinwire.core.sharded import is_sharded, shard_of
 from thinwire.core.tensors import coalesced, state_dtype
 from thinwire.optim import groups as grouping
-from thinwire.optim.arguments import CommonOwn, require_known, spelled_out
+from thinwire.optim.arguments import Common, CommonOwn, require_known, spelled_out
 from thinwire.optim.groups import Exclusion, ParamFacts, ParamRecord
 from thinwire.optim.pairs import (
     ParamGrad,
@@ -51,7 +51,8 @@ class _Common:
     regularizer: Regularizer | None
     exclude: Exclusion
     asked_order: list[Tensor] | None
-    order: list[Tensor] | None = None
+    order: list[Tensor] = dataclasses.field(default_factory=list)
+    """All parameters, in the order in which gradients are exchanged and applied."""
     position: int = 0
     schedules: list[Schedule | None] = dataclasses.field(default_factory=list)
     own_lr: list[bool] = dataclasses.field(default_factory=list)
@@ -61,20 +62,11 @@ class _Common:
 class CommonOptimizer(torch.optim.Optimizer):
     """Base of every optimizer here, beside a class of torch or `torch.optim.Optimizer` itself.
 
-    A method's constructor calls `_construct`. A method on top of a class of torch makes three calls
-    instead: `groups, rate = self._open(params, lr, ...)`, then torch's constructor with `groups`
-    and the number `rate`, then `self._close()`.
+    A method's constructor calls `_construct`; on top of a class of torch, `_open`, torch's
+    constructor with what that returns, and `_close`. It defines `_update_group`, or `_update`.
 
-    One update reads the rates, lists the (param, grad) pairs in order, negated under `maximize`,
-    and calls `_update`. Errors are raised before anything changes. The position advances only if
-    `_update` returns True.
-
-    A subclass defines `_update_group`, or `_update` as a whole, and, if needed,
-    `_check_hyperparameters`, `_check_rate` and the class attributes below.
-
-    **State**: torch's `state` and `param_groups`, and `position`. Schedules, `grad_clip`,
-    exclusions and the order are arguments: they are copied and pickled with the optimizer, but are
-    not in the state_dict.
+    **State**: torch's `state` and `param_groups`, and `position`. What the constructor was given is
+    copied and pickled with the optimizer, and not in the state_dict.
     """
 
     _wide_state = True
@@ -109,23 +101,16 @@ class CommonOptimizer(torch.optim.Optimizer):
         torch.optim.Optimizer.__init__(self, groups, {"lr": rate, **values, **own})
         self._close()
 
-    def _open(
-        self,
-        params: object,
-        lr: object,
-        *,
-        grad_clip: Clip | None = None,
-        regularizer: Regularizer | None = None,
-        exclude_from_weight_decay: object = None,
-    ) -> tuple[Any, float]:
+    def _open(self, params: object, lr: object, **common: Unpack[Common]) -> tuple[Any, float]:
         """Check the common arguments; return `params` and `lr` for torch's constructor."""
-        rate = parse_rate("lr", lr)
-        if grad_clip is not None:
-            check.instance("grad_clip", grad_clip, (ClipByGlobalNorm, ClipByNorm, ClipByValue))
+        rate, clip = parse_rate("lr", lr), common.get("grad_clip")
+        if clip is not None:
+            check.instance("grad_clip", clip, (ClipByGlobalNorm, ClipByNorm, ClipByValue))
+        regularizer = common.get("regularizer")
         grouping.check_regularizer(regularizer)
-        exclude = grouping.parse_exclusion(exclude_from_weight_decay)
+        exclude = grouping.parse_exclusion(common.get("exclude_from_weight_decay"))
         groups, order = grouping.split_order(params)
-        self._common = _Common(rate, grad_clip, regularizer, exclude, order)
+        self._common = _Common(rate, clip, regularizer, exclude, order)
         return groups, rate_at(rate, 0) if isinstance(rate, Schedule) else rate
 
     def _close(self) -> None:
@@ -177,11 +162,8 @@ class CommonOptimizer(torch.optim.Optimizer):
         self._check_hyperparameters({**self.defaults, **group})
         entries = grouping.listed(group)
         named = [record.name for record in common.records.values() if record.name is not None]
-        if named and "param_names" in self.param_groups[0] and None in dict(entries):
-            raise ValueError(
-                f"{type(self).__name__} has names for its parameters ({named[0]!r}; a strategy "
-                "takes those of the model): write {'params': module.named_parameters()}"
-            )
+        if named and "param_names" in self.param_groups[0]:
+            grouping.require_names(entries, type(self).__name__, named[0])
         if not self._takes_complex:
             grouping.require_real(entries, type(self).__name__)
         flags = grouping.excluded_flags(common.exclude, entries)
@@ -190,8 +172,7 @@ class CommonOptimizer(torch.optim.Optimizer):
         for (name, param), excluded in zip(entries, flags, strict=True):
             plain = None if name is None else plain_name(name)
             common.records[param] = ParamRecord(len(common.records), last, plain, excluded)
-        if common.order is not None:
-            common.order.extend(param for _, param in entries)
+        common.order.extend(param for _, param in entries)
         common.schedules.append(schedule)
         common.own_lr.append(own_lr)
 
@@ -238,11 +219,10 @@ class CommonOptimizer(torch.optim.Optimizer):
     def begin_at(self, position: int) -> None:
         """Continue as after `position` updates; for a member that joins a run."""
         self._common.position = position
-        self._show_rates()
-
-    def _ordered_params(self) -> list[Tensor]:
-        """Return all parameters in the order in which gradients are exchanged and applied."""
-        return list(self._common.records) if self._common.order is None else self._common.order
+        # a group shows the rate of the next update
+        for group, schedule in zip(self.param_groups, self._common.schedules, strict=True):
+            if schedule is not None:
+                group["lr"] = rate_ahead(schedule, position, group["lr"])
 
     def _label(self, param: Tensor) -> str:
         """Return the name of a parameter in messages."""
@@ -285,17 +265,10 @@ class CommonOptimizer(torch.optim.Optimizer):
         ):
             self._check_rate(0.0, "the learning rate, which somebody has set to 0,")
             self._run_update([0.0] * len(self.param_groups))
-        elif self._run_update(self._rates()):
+            return
+        groups, schedules = self.param_groups, self._common.schedules
+        if self._run_update(rates_of_(groups, schedules, self.position, self._check_rate)):
             self.begin_at(self.position + 1)
-
-    def _rates(self) -> list[float]:
-        return rates_of_(self.param_groups, self._common.schedules, self.position, self._check_rate)
-
-    def _show_rates(self) -> None:
-        """Write the rate of the next update into the groups that a schedule drives."""
-        for group, schedule in zip(self.param_groups, self._common.schedules, strict=True):
-            if schedule is not None:
-                group["lr"] = rate_ahead(schedule, self.position, group["lr"])
 
     def _run_update(self, rates: list[float]) -> bool:
         pairs = self._pairs()
@@ -306,7 +279,7 @@ class CommonOptimizer(torch.optim.Optimizer):
         """Return the parameters and gradients of this update, in order."""
         if self._given is not None:
             return self._given
-        params = self._ordered_params()
+        params = self._common.order
         return [(p, p.grad) for p in params if p.grad is not None and p.requires_grad]
 
     def compile_loops(self) -> None:
@@ -387,7 +360,7 @@ class CommonOptimizer(torch.optim.Optimizer):
                 this optimizer.
         """
         calls = checked_callbacks(callbacks)
-        order = self._ordered_params()
+        order = self._common.order
         wanted = selected(order, self._common.records, parameters, no_grad_set)
         differentiate(loss, wanted, order)
         pairs = [(p, p.grad) for p in wanted if p.grad is not None]
@@ -413,7 +386,7 @@ class CommonOptimizer(torch.optim.Optimizer):
             TypeError: Not an iterable of pairs.
             ValueError: A parameter that is foreign or repeated, or a gradient of another shape.
         """
-        self._given = checked_pairs(params_grads, self._ordered_params(), self._common.records)
+        self._given = checked_pairs(params_grads, self._common.order, self._common.records)
         try:
             self.step()
         finally:
@@ -453,14 +426,11 @@ class CommonOptimizer(torch.optim.Optimizer):
         self.zero_grad(set_to_none=True)
 
     def get_lr(self) -> float:
-        """Return the rate of the next update, of the first group without an `lr` of its own, else
-        of the first group.
-        """
+        """Return the next rate of the first group without an `lr` of its own, or of the first."""
         return float(self.param_groups[self._groups_of_constructor()[0]]["lr"])
 
     def set_lr(self, value: float) -> None:
-        """Set the rate of all groups without an `lr` of their own, or of all groups if every one
-        has its own.
+        """Set the rate of all groups without an `lr` of their own, or of all if each has its own.
 
         Args:
             value: >= 0.
@@ -489,9 +459,7 @@ class CommonOptimizer(torch.optim.Optimizer):
         return laid_out(param, value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's dictionary of plain values and tensors, with `position`, the completed
-        updates.
-        """
+        """Return torch's dictionary, with `position`, the completed updates."""
         return {**packed(super().state_dict()), "position": self.position}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

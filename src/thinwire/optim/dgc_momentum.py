@@ -1,10 +1,11 @@
 """SGD with momentum over deep gradient compression."""
 
+import dataclasses
 import datetime
 import functools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -16,22 +17,23 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire import _validate as check
 from thinwire._names import named_parameters
 from thinwire._wording import warn_user
-from thinwire.comm import node_size_of, tap_buckets
+from thinwire.comm import Group, node_size_of, tap_buckets
 from thinwire.compress.coverage import report_coverage
 from thinwire.compress.dgc import DGC, DGCCompressor, locally_clipped
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.checksum import bit_sums
 from thinwire.core.feedback import compile_loops
-from thinwire.core.gradients import ClipByNorm, Regularizer
+from thinwire.core.gradients import Clip, ClipByNorm
 from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of, without_provenance
 from thinwire.core.sharded import Shards, require_shards, shard_of, sharded_like
 from thinwire.core.stats import numbers
-from thinwire.core.tensors import narrowed, state_dtype, stored_dtype
+from thinwire.core.tensors import narrowed, state_dtype
 from thinwire.exchange.agreement import StepDecision
 from thinwire.exchange.checks import SameHyperparameters
 from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest, optimizer_state
 from thinwire.exchange.gradients import GradientExchange
 from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
+from thinwire.optim.arguments import CommonOwn
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.folded import FoldedSGD
 from thinwire.optim.saving import of_params
@@ -40,10 +42,8 @@ from thinwire.wire.message import WIRE_VERSION
 
 _RAMP = ("rampup_begin_step", "rampup_step", "sparsity", "min_numel", "local_grad_clip_norm")
 """Settings of a group that `DGC` has too."""
-_OF_DGC = ("value_bits", "state_dtype", "node_size", "exchange")
-"""Settings of the whole optimizer that `DGC` has too."""
 _INSTEAD_OF_JOIN = "train with DistributedStrategy(dgc=DGC(...)) inside `with engine.join():`"
-_OWN = ("residual", "momentum_buffer")
+_OWN = frozenset(("residual", "momentum_buffer"))
 """Keys of the state that differs from rank to rank."""
 
 
@@ -58,8 +58,8 @@ class DGCMomentum(CommonOptimizer):
             optimizer.step()  # exchanges and updates
             optimizer.zero_grad()
 
-    Each rank holds the gradient of its own mean loss in `p.grad`; `step` exchanges and updates. Per
-    tensor of at least `min_numel` elements::
+    Each rank has the gradient of its own mean loss in `p.grad`. Per tensor of at least `min_numel`
+    elements::
 
         u <- m u + g
         v <- v + u
@@ -81,36 +81,30 @@ class DGCMomentum(CommonOptimizer):
         weight_decay: Added to each rank's own gradient before it is folded in, >= 0.
         num_trainers: N of `local_grad_clip_norm` only; None: the number of sources.
         process_group: The ranks that exchange; None for all of them. One process alone works too.
-        mesh: Of sites and shards, with the dimensions "replicate" and "shard", over all ranks: the
-            model was sharded by `fully_shard(model, mesh=mesh["shard"])` before this was made. Each
-            rank exchanges its own shards with those that hold the same ones; all vote together. A
-            shard is what is compressed, and `min_numel` counts. Instead of `process_group`.
+        mesh: Of sites and shards, with the dimensions "replicate" and "shard", over all ranks,
+            instead of `process_group`. The model was sharded by `fully_shard(model,
+            mesh=mesh["shard"])`. Shards are compressed, and `min_numel` counts in them.
         digest_every: Updates within which a difference between the ranks' parameters, or in
             momentum that is averaged densely, is found, >= 1; 0 compares nothing.
-        timeout: Longest wait for other ranks in one call, in seconds or as a timedelta; None: the
-            time-out of the process group. The same on all ranks.
-        grad_clip: `ClipByNorm` only: its c is C for compressed tensors and a plain limit for those
-            that stay dense.
-        regularizer: `L1Decay` or `L2Decay`, treated as `weight_decay` is.
-        exclude_from_weight_decay: Patterns over names, or a predicate (name, parameter) -> bool.
-        maximize: True to maximize the objective.
-        foreach: Accepted for the common signature; the exchange decides the order of work.
+        timeout: Longest wait for other ranks in one call, in seconds or as a timedelta, the same on
+            all ranks; None: the time-out of the process group.
+        common: As in all optimizers. `grad_clip` takes `ClipByNorm` only: its c is C for compressed
+            tensors and a plain limit for others. `regularizer` is treated as `weight_decay` is.
+            `foreach` changes nothing.
 
     **State** in `state[p]`: `momentum_buffer` u and, for compressed tensors, `residual` v, float32
-    (float64 for float64 parameters) or `state_dtype`, local to the rank, or common to the ranks of
-    a node; `position` in the state_dict. Every rank saves its own. Loaded state is converted to the
+    (float64 for float64 parameters) or `state_dtype`, of this rank or common to its node;
+    `position` in the state_dict. Every rank saves its own. Loaded state is converted to the
     configured type, rounded to nearest if that is narrower.
-    **Communication** per step: 24 bytes a rank of agreement before and after, one all-gather of
-    equally long messages, one all-reduce per dtype of dense tensors. The agreement carries a digest
-    of the values that must be equal on all ranks. The first step also compares settings and
-    parameters over the ranks. With nodes these go between the first ranks of the nodes, after one
-    all-reduce per dtype inside each; with "split" the all-gather becomes an exchange of parts and
-    an all-gather of their sums.
-    **Failure**: a gradient that is not finite, on any rank, drops the step on all of them. Nothing
-    changes, and a warning names parameter, rank and step. The tenth in a row raises
-    `thinwire.errors.NonFinite`. Ranks whose values differ raise `thinwire.errors.Diverged` on all
-    ranks, within `digest_every` updates. Every other error of an exchange leaves parameters and
-    state as they were before the step.
+    **Communication** per step: 24 bytes a rank of agreement before and after, which carry a digest;
+    one all-gather of equally long messages, or with "split" an exchange of parts and an all-gather
+    of their sums; one all-reduce per dtype of dense tensors. With nodes these go between first
+    ranks, after one all-reduce per dtype inside each node. The first step also compares settings
+    and parameters.
+    **Failure**: a gradient that is not finite, on any rank, drops the step on all of them, with a
+    warning. The tenth in a row raises `thinwire.errors.NonFinite`. Ranks whose values differ raise
+    `thinwire.errors.Diverged` on all ranks, within `digest_every` updates. Every other error of an
+    exchange leaves parameters and state as they were before the step.
 
     Raises:
         TypeError, ValueError: A wrong argument, at construction.
@@ -122,6 +116,8 @@ class DGCMomentum(CommonOptimizer):
     exchanges_gradients = True
     """True: methods that average parameters instead must refuse this optimizer."""
     _step_supports_amp_scaling = True
+    _dgc: DGC
+    """Settings of the whole optimizer that `DGC` has too."""
     _dense_bytes = 0
     _attached: "Attached | None" = None
     _exchange: GradientExchange | None = None
@@ -130,10 +126,6 @@ class DGCMomentum(CommonOptimizer):
     """Compression of each group: outside of a step, that on which all ranks last agreed."""
     _named: dict[str, Tensor] | None = None
     _names: Mapping[Tensor, str]
-    value_bits: int
-    state_dtype: str | None
-    node_size: int | None
-    exchange: str
 
     def __init__(
         self,
@@ -157,51 +149,19 @@ class DGCMomentum(CommonOptimizer):
         mesh: DeviceMesh | None = None,
         digest_every: int = DIGEST_EVERY,
         timeout: float | datetime.timedelta | None = None,
-        grad_clip: ClipByNorm | None = None,
-        regularizer: Regularizer | None = None,
-        exclude_from_weight_decay: Any = None,
-        maximize: bool = False,
-        foreach: bool | None = None,
+        **common: Unpack[CommonOwn],
     ) -> None:
-        if grad_clip is not None:
-            check.instance(
-                "grad_clip",
-                grad_clip,
-                ClipByNorm,
-                advice="other norms do not commute with local accumulation",
-            )
-        if grad_clip is not None and local_grad_clip_norm is not None:
-            raise ValueError(
-                f"grad_clip={grad_clip} and local_grad_clip_norm={local_grad_clip_norm} limit the "
-                "same gradient: give only one"
-            )
-        groups, rate = self._open(
-            params,
-            lr,
-            grad_clip=grad_clip,
-            regularizer=regularizer,
-            exclude_from_weight_decay=exclude_from_weight_decay,
-        )
-        dgc = DGC(
+        _check_clip(common.get("grad_clip"), local_grad_clip_norm, mesh)
+        self._dgc = DGC(
             value_bits=value_bits, state_dtype=state_dtype, node_size=node_size, exchange=exchange
         )
-        for key in _OF_DGC:
-            setattr(self, key, getattr(dgc, key))
         self.num_trainers = num_trainers
         if num_trainers is not None:
             self.num_trainers = check.integer("num_trainers", num_trainers, at_least=1)
         self.digest_every = check.integer("digest_every", digest_every, at_least=0)
         self._ranks = Ranks(process_group, timeout=timeout, mesh=mesh, node_size=node_size)
         self.timeout_s = self._ranks.timeout_s
-        if mesh is not None and grad_clip is not None:
-            raise ValueError(
-                f"grad_clip={grad_clip} cannot be combined with mesh, because the norm of an "
-                "arriving gradient would cover one shard only: use local_grad_clip_norm, whose "
-                "norms cover all shards"
-            )
-        self._identity = self._ranks.identity("optimizer")
-        defaults = {
-            "lr": rate,
+        values = {
             "momentum": momentum,
             "nesterov": nesterov,
             "weight_decay": weight_decay,
@@ -210,13 +170,10 @@ class DGCMomentum(CommonOptimizer):
             "sparsity": tuple(sparsity) if isinstance(sparsity, list) else sparsity,
             "local_grad_clip_norm": local_grad_clip_norm,
             "min_numel": min_numel,
-            "maximize": maximize,
-            "foreach": foreach,
         }
-        super().__init__(groups, defaults)
-        self._close()
-        if mesh is not None:
-            require_shards(self._params_by_name, mesh["shard"])
+        self._construct(params, lr, values, common)
+        self._identity = self._ranks.identity("optimizer")
+        require_shards({} if mesh is None else self._params_by_name, self._ranks.shards)
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         momentum = check.real("momentum", values["momentum"], at_least=0)
@@ -227,14 +184,14 @@ class DGCMomentum(CommonOptimizer):
     @property
     def sparsity(self) -> float:
         """Return the fraction of a compressed tensor that the next update does not send."""
-        if not any(map(self._compresses, self._ordered_params())):
+        if not any(map(self._compresses, self._common.order)):
             return 0.0
         return self._config_of(self.param_groups[0]).unsent_share(self.position)
 
     def compile_loops(self) -> None:
         """Compile what the exchange calls."""
-        params = [shard_of(p) for p in self._ordered_params() if self._compresses(p)]
-        compile_loops(params, self.state_dtype)
+        params = [shard_of(p) for p in self._common.order if self._compresses(p)]
+        compile_loops(params, self._dgc.state_dtype)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in the base class. The next step compares settings and parameters."""
@@ -322,39 +279,28 @@ class DGCMomentum(CommonOptimizer):
         saving keeps tensors.
         """
         state_dict = super().state_dict()
+        state = of_params(state_dict["state"])
         if self._ranks.mesh is not None:
             # other checkpoint formats would take plain tensors for values equal on all ranks
             params = [p for group in self.param_groups for p in group["params"]]
-            wrapped = {
-                key: {
-                    name: sharded_like(value, params[key]) if name in _OWN else value
-                    for name, value in entries.items()
+            for key, entries in state.items():
+                own = {
+                    name: sharded_like(entries[name], params[key]) for name in _OWN & entries.keys()
                 }
-                for key, entries in of_params(state_dict["state"]).items()
-            }
-            state_dict["state"] = {**state_dict["state"], **wrapped}
-        state = state_dict["state"]
-        first = next((k for k, entries in of_params(state).items() if "residual" in entries), None)
+                state[key] = {**entries, **own}
+        first = next((key for key, entries in state.items() if "residual" in entries), None)
         if first is not None:
-            own = self._own_rank_and_size()
-            provenance = Provenance(*own, self.position, self._own_checksum(state)).packed()
-            state_dict["state"] = {**state, first: {**state[first], PROVENANCE: provenance}}
-        return state_dict
+            state[first] = {**state[first], PROVENANCE: self._provenance(state).packed()}
+        return {**state_dict, "state": {**state_dict["state"], **state}}
 
-    def _own_rank_and_size(self) -> tuple[int, int]:
-        """Return this rank's index among the ranks that exchange, and their number."""
+    def _provenance(self, state: Mapping[Any, Mapping[str, Any]]) -> Provenance:
+        """Return that of a state of this rank; shards share one, which has no checksum."""
         mesh = self._ranks.mesh
-        if mesh is None:
-            return self._ranks.rank_and_size
-        return mesh.get_local_rank("replicate"), mesh["replicate"].size()
-
-    def _own_checksum(self, state: Mapping[Any, Mapping[str, Any]]) -> int:
-        """Return a checksum of residuals and momentum; 0 for shards, which share a provenance."""
-        if self._ranks.mesh is not None:
-            return 0
-        return checksum_of(
-            [entries.get(key) for entries in of_params(state).values() for key in _OWN]
-        )
+        if mesh is not None:
+            site, sites = mesh.get_local_rank("replicate"), mesh["replicate"].size()
+            return Provenance(site, sites, self.position, 0)
+        own = [entries.get(key) for entries in of_params(state).values() for key in _OWN]
+        return Provenance(*self._ranks.rank_and_size, self.position, checksum_of(own))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load torch's dictionary with `position`. Named parameters are matched by name.
@@ -366,33 +312,26 @@ class DGCMomentum(CommonOptimizer):
         Raises:
             ValueError: The groups or shapes do not fit; nothing was changed.
         """
-        state = state_dict["state"]
-        every = of_params(state).values()
-        provenance = next(
-            (o for entries in every if (o := Provenance.read(entries.get(PROVENANCE)))), None
-        )
-        bare = {
-            **state_dict,
-            "state": {key: without_provenance(entries) for key, entries in state.items()},
-        }
-        if provenance is not None and "position" not in bare:
-            bare["position"] = provenance.position
-        super().load_state_dict(bare)
-        problem = None
+        bare, state = without_provenance(state_dict), of_params(state_dict["state"])
+        found = (Provenance.read(entries.get(PROVENANCE)) for entries in state.values())
+        provenance, problem = next(filter(None, found), None), None
         if provenance is not None:
-            problem = provenance.problem(*self._own_rank_and_size(), self._own_checksum(state))
-        elif "position" not in bare and any("residual" in entries for entries in every):
+            bare.setdefault("position", provenance.position)
+            own = self._provenance(state)
+            problem = provenance.problem(own.rank, own.ranks, own.checksum)
+        elif "position" not in bare and any("residual" in entries for entries in state.values()):
             problem = (
                 "the state has no position, so the sparsity ramp-up restarts at update 0: save "
                 "all of state_dict(), or set state_dict['position'] to the number of updates made"
             )
+        super().load_state_dict(bare)
         if problem is not None:
             warn_user(f"thinwire.optim.DGCMomentum: {problem}")
 
     def _as_loaded(self, param: Tensor, value: Tensor) -> Tensor:
         compressed = self._compresses(param)
         dtype = param.dtype if param.is_complex() else state_dtype(param)
-        dtype = stored_dtype(param, self.state_dtype) if compressed else dtype
+        dtype = self._dgc.stored_dtype(param) if compressed else dtype
         # flat views of it are folded, so it is contiguous whatever the layout of the parameter
         return narrowed(shard_of(value).to(param.device), dtype).contiguous()
 
@@ -405,14 +344,14 @@ class DGCMomentum(CommonOptimizer):
         values = {key: group[key] for key in _RAMP} | {"sparsity": tuple(group["sparsity"])}
         if self._ranks.mesh is not None and not clips:
             values["local_grad_clip_norm"] = None
-        return _config(**values, **{key: getattr(self, key) for key in _OF_DGC})
+        return _config(self._dgc, **values)
 
     @property
     def _params_by_name(self) -> dict[str, Tensor]:
         """Parameters in the order of the exchange; every name is unique."""
         if self._named is None:
             self._named = {}
-            for key, p in enumerate(self._ordered_params()):
+            for key, p in enumerate(self._common.order):
                 name = self._facts(p).name or f"parameter {key}"
                 self._named[name if name not in self._named else f"{name} (parameter {key})"] = p
             self._names = {p: name for name, p in self._named.items()}
@@ -420,31 +359,21 @@ class DGCMomentum(CommonOptimizer):
 
     def _joined(self) -> GradientExchange:
         """Return the exchange, after a comparison of the settings over the ranks if needed."""
-        params, known = self._params_by_name, self._exchange
-        if known is None or known.names != list(params):
+        params = self._params_by_name
+        if self._exchange is None or self._exchange.names != list(params):
             require_shards(params, self._ranks.shards)
-            known = self._exchange = self._compared(params)
-        known.compressors.make_common()
-        return known
+            self._ranks.compare(_facts_of(self, params), "comparing settings and parameters")
+            self._exchange = self._restarted(params)
+        self._exchange.compressors.make_common()
+        return self._exchange
 
     def _configs_now(self) -> list[DGC]:
         return [self._config_of(group) for group in self.param_groups]
 
-    def _compared(self, params: Mapping[str, Tensor]) -> GradientExchange:
-        """Return the exchange, after a comparison of the settings over all ranks."""
-        ranks, group = self._ranks, self._ranks.group
-        problem, node = None, 1
-        try:
-            if ranks.mesh is None:
-                node, _ = node_size_of(group.global_ranks, self.node_size)
-        except ValueError as error:  # raised below, after the other ranks have received it
-            problem = error
-        facts = self._shared_facts(params, node if problem is None else str(problem))
-        ranks.compare(facts, "comparing settings and parameters")
-        if problem is not None:
-            raise problem
+    def _restarted(self, params: Mapping[str, Tensor]) -> GradientExchange:
+        """Return the exchange of these parameters, whose settings are equal on all ranks."""
+        ranks, shards, records = self._ranks, Shards(params), self._common.records
         ranks.compile(self.compile_loops)
-        shards, records = Shards(params), self._common.records
         if ranks.rank_and_size[0] == 0:
             whole = {shard_of(p): p for p in params.values()}
             config = self._config_of(self.param_groups[0])
@@ -457,8 +386,8 @@ class DGCMomentum(CommonOptimizer):
         )
         made = self._exchange
         if made is None:
-            sources = ranks.sources(self.node_size, compared=True)
-            made = GradientExchange(group, shards, [compressor], sources=sources)
+            sources = ranks.sources(self._dgc.node_size, compared=True)
+            made = GradientExchange(ranks.group, shards, [compressor], sources=sources)
             made.add_check(SameHyperparameters(self))
         else:
             made.restart(shards, [compressor])
@@ -480,45 +409,6 @@ class DGCMomentum(CommonOptimizer):
         digest.start_from(self.position)
         return digest
 
-    def _shared_facts(self, params: Mapping[str, Tensor], node: int | str) -> dict[str, Any]:
-        """Return the facts that must be equal on all ranks, the most informative first."""
-        plain = [
-            {k: repr(v) for k, v in g.items() if k not in ("params", "param_names")}
-            for g in self.param_groups
-        ]
-        first = next((p.device for p in params.values()), torch.device("cpu"))
-        return {
-            "wire version": WIRE_VERSION,
-            **{key: getattr(self, key) for key in (*_OF_DGC, "num_trainers")},
-            "ranks of a node": node,
-            **arithmetic(first),
-            **self.shared_settings(),
-            "digest_every": self.digest_every,
-            "step": self.position,
-            "group": plain,
-            "parameter": [
-                f"{name} {str(p.dtype).removeprefix('torch.')} {list(p.shape)} "
-                f"requires_grad={p.requires_grad}"
-                for name, p in params.items()
-            ],
-            "decay": [self._facts(p).weight_decay for p in params.values()],
-            "initial value (CRC-32) of": self._initial_values(params),
-            "timeout in seconds": self._ranks.group.timeout_s,
-        }
-
-    def _initial_values(self, params: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return a checksum of each parameter; for a sharded one, of all its shards."""
-        own = [checksum_of(shard_of(p)) for p in params.values()]
-        shards = self._ranks.group.shards
-        if shards is None:
-            return dict(zip(params, own, strict=True))
-        packed = b"".join(crc.to_bytes(4, "little") for crc in own)
-        answers = shards.gather_now(packed, "comparing shards")
-        return {
-            name: [int.from_bytes(answer[4 * i : 4 * i + 4], "little") for answer in answers]
-            for i, name in enumerate(params)
-        }
-
     def _run_update(self, rates: list[float]) -> bool:
         with self._ranks.deadline():
             exchange, agreed = self._joined(), self._configs
@@ -531,7 +421,7 @@ class DGCMomentum(CommonOptimizer):
                 self._configs = agreed
                 exchange.forget()
         if applied:
-            params = [p for p in self._ordered_params() if p.requires_grad]
+            params = [p for p in self._common.order if p.requires_grad]
             self._dense_bytes += sum(4 * shard_of(p).numel() for p in params)
         return applied
 
@@ -568,8 +458,8 @@ class DGCMomentum(CommonOptimizer):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        own = (*_OF_DGC, "num_trainers", "digest_every", "timeout_s")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+        own = ("_dgc", "num_trainers", "digest_every", "timeout_s")
+        return {**super().__getstate__(), **{name: vars(self)[name] for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -579,7 +469,73 @@ class DGCMomentum(CommonOptimizer):
             self._exchange.state_loaded()
 
 
-_config = functools.lru_cache(maxsize=256)(DGC)
+@functools.lru_cache(maxsize=256)
+def _config(whole: DGC, **of_group: Any) -> DGC:
+    return dataclasses.replace(whole, **of_group)
+
+
+def _check_clip(clip: Clip | None, local_limit: float | None, mesh: DeviceMesh | None) -> None:
+    """Raise for a `grad_clip` that does not commute with local accumulation, or beside another."""
+    if clip is None:
+        return
+    advice = "other norms do not commute with local accumulation"
+    check.instance("grad_clip", clip, ClipByNorm, advice=advice)
+    if local_limit is not None:
+        raise ValueError(
+            f"grad_clip={clip} and local_grad_clip_norm={local_limit} limit the same gradient: "
+            "give only one"
+        )
+    if mesh is not None:
+        raise ValueError(
+            f"grad_clip={clip} cannot be combined with mesh, because the norm of an arriving "
+            "gradient would cover one shard only: use local_grad_clip_norm, whose norms cover all "
+            "shards"
+        )
+
+
+def _facts_of(optimizer: DGCMomentum, params: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the facts that must be equal on all ranks, the most informative first."""
+    ranks, group, dgc = optimizer._ranks, optimizer._ranks.group, optimizer._dgc
+    node = dgc.node_size
+    if node is None and ranks.mesh is None:
+        node, _ = node_size_of(group.global_ranks, None)
+    plain = [
+        {k: repr(v) for k, v in g.items() if k not in ("params", "param_names")}
+        for g in optimizer.param_groups
+    ]
+    first = next((p.device for p in params.values()), torch.device("cpu"))
+    return {
+        "wire version": WIRE_VERSION,
+        **{k: v for k, v in dataclasses.asdict(dgc).items() if k not in _RAMP},
+        "num_trainers": optimizer.num_trainers,
+        "ranks of a node": node,
+        **arithmetic(first),
+        **optimizer.shared_settings(),
+        "digest_every": optimizer.digest_every,
+        "step": optimizer.position,
+        "group": plain,
+        "parameter": [
+            f"{name} {str(p.dtype).removeprefix('torch.')} {list(p.shape)} "
+            f"requires_grad={p.requires_grad}"
+            for name, p in params.items()
+        ],
+        "decay": [optimizer._facts(p).weight_decay for p in params.values()],
+        "initial value (CRC-32) of": _initial_values(params, group.shards),
+        "timeout in seconds": group.timeout_s,
+    }
+
+
+def _initial_values(params: Mapping[str, Tensor], shards: Group | None) -> dict[str, Any]:
+    """Return a checksum of each parameter; for a sharded one, of all its shards."""
+    own = [checksum_of(shard_of(p)) for p in params.values()]
+    if shards is None:
+        return dict(zip(params, own, strict=True))
+    packed = b"".join(crc.to_bytes(4, "little") for crc in own)
+    answers = shards.gather_now(packed, "comparing shards")
+    return {
+        name: [int.from_bytes(answer[4 * i : 4 * i + 4], "little") for answer in answers]
+        for i, name in enumerate(params)
+    }
 
 
 def _unscaled(param: Tensor, grad: Tensor, factor: float) -> Tensor:
@@ -665,7 +621,7 @@ class Attached:
 
 def _same_params(optimizer: DGCMomentum, ddp: DistributedDataParallel) -> dict[Tensor, str]:
     """Return the model's names of the optimizer's parameters; raise if the two sets differ."""
-    own = {p for p in optimizer._ordered_params() if p.requires_grad}
+    own = {p for p in optimizer._common.order if p.requires_grad}
     theirs: dict[Tensor, str] = {
         p: name for name, p in named_parameters(ddp.module) if p.requires_grad
     }

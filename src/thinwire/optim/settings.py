@@ -71,7 +71,7 @@ def _settings_of_ours(optimizer: CommonOptimizer) -> OptimizerSettings:
     return OptimizerSettings(
         lr=lr,
         groups=_spelled_out(groups, rates, own_lr),
-        order=None if common.order is None else list(common.order),
+        order=list(common.order),
         excluded={param: record.excluded for param, record in common.records.items()},
         exclude=common.exclude,
         grad_clip=common.grad_clip,
@@ -123,7 +123,7 @@ def _restrict_records_(
     records, order = common.records, common.order
     kept = [(param, record) for param, record in records.items() if keep(param)]
     common.records = {p: replace(record, index=i) for i, (p, record) in enumerate(kept)}
-    common.order = None if order is None else [param for param in order if keep(param)]
+    common.order = [param for param in order if keep(param)]
 
     def undo() -> None:
         common.records, common.order = records, order

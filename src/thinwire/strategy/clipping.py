@@ -97,7 +97,7 @@ def why_no_local_clip(
     compression: Compression, clip: Clip | None, *, sharded: bool = False
 ) -> str | None:
     """Return why gradients cannot be clipped so before they are accumulated, if so."""
-    field, limit = field_of(compression), getattr(compression, "local_grad_clip_norm", None)
+    field, limit = field_of(compression), compression.local_grad_clip_norm
     if not isinstance(clip, ClipByNorm):
         return (
             f"{field} accumulates gradients: other norms do not commute with local accumulation. "

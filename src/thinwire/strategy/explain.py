@@ -178,7 +178,7 @@ def _advice(strategy: Fields) -> Iterator[str]:
     else:
         yield "local updates: ranks differ between two averagings; evaluate after flush()"
         yield from _about_share(local)
-    if local is not None and getattr(strategy.dgc, "node_size", None) not in (None, 1):
+    if local and strategy.dgc and strategy.dgc.node_size not in (None, 1):
         yield "dgc: node_size is for gradients; set node_size of the local updates"
     pending = ["the leftovers of a merge"] if merge is not None and merge.k_steps > 1 else []
     if pending := pending + (["the last averaging"] if local is not None else []):

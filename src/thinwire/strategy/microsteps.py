@@ -335,6 +335,8 @@ class Microsteps:
         with state_in_errors(_AFTER_EXCHANGE):
             clipped = self.parts.clip(means, norms)
         exchanging = self._step_optimizers(clipped)
+        if self.parts.momentum is not None:
+            self.parts.momentum.count_()
         for name, grad in own.items():
             param = self.parts.params[name]
             param.grad = sharded_like(_laid_out(grad, shard_of(param)), param)

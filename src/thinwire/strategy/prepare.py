@@ -435,7 +435,7 @@ def _compresses(compression: Compression | None, plan: Preparation) -> bool:
 
 def _limit(config: Any, plan: Preparation, setup: Setup) -> Limit | None:
     """Return the local clip before compression."""
-    if getattr(config, "local_grad_clip_norm", None) is None:
+    if config is None or config.local_grad_clip_norm is None:
         return None
     gather = None if setup.shards is None else setup.shards.gather_now
     params = Shards(plan.params)

@@ -48,7 +48,7 @@ def require_mesh_works(strategy: Fields, mesh: DeviceMesh) -> None:
     problems += [
         "node_size: each rank of a site exchanges its own shards: omit node_size"
         for config in (strategy.compression, strategy.local)
-        if getattr(config, "node_size", None) not in (None, 1)
+        if config is not None and config.node_size not in (None, 1)
     ]
     if problems:
         raise StrategyError(f"mesh= does not work with {'; '.join(problems)}")

@@ -10,6 +10,7 @@ from thinwire.layout.message import HEADER_BYTES, Layout, WholeLayout, factor_nu
 from thinwire.layout.traffic import (
     AGREEING_DELAY,
     BUCKETS,
+    TWO_ROUND_BUCKETS,
     messages,
     ring_bytes,
     travels_checksummed,
@@ -123,7 +124,7 @@ def _powersgd(work: Workload, network: Network) -> Cost:
 def _low_rank(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
     rank, least = own.get("rank", 2), own.get("min_numel", 16384)
     buckets, kept, rest, all_right = [], 0, 0, 0
-    for ready_s, shapes in work.buckets(*BUCKETS["low_rank"]):
+    for ready_s, shapes in work.buckets(*TWO_ROUND_BUCKETS):
         large = [shape for shape in shapes if len(shape) > 1 and prod(shape) >= least]
         numel = sum(map(prod, large))
         factors = [factor_numels(shape, rank) for shape in large]
@@ -149,14 +150,15 @@ def _dgc(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
     least = own.get("min_numel", 16384)
     node, sources = _nodes(own, network)
     buckets, kept, rest = [], 0, 0
-    for ready_s, shapes in work.buckets(*BUCKETS["dgc"]):
+    for ready_s, shapes in work.buckets(*BUCKETS):
         large = [n for n in map(prod, shapes) if n >= least]
         rest += sum(map(prod, shapes)) - sum(large)
         kept += sum(large)
         if not large:
             continue
-        exchange = own.get("exchange", "auto")
-        dealt = _sparse_dealt(tuple(large), sparsity, bits, exchange, sources.ranks)
+        dealt = _sparse_dealt(
+            tuple(large), sparsity, bits, own.get("exchange", "auto"), sources.ranks
+        )
         encode_s = _passes(work, sum(large), 10)
         wire_s, nbytes = dealt.seconds(sources), dealt.sent(sources)
         taken_s = sources.transfer_s(nbytes)

@@ -301,7 +301,7 @@ def _between_sites(network: Network, shard: int, *, shared: bool) -> Network:
 
 def _takes_shards(name: str, document: Mapping[str, Any] | None) -> bool:
     """Return True if a strategy works on sharded models; dense is then HSDP."""
-    return name == "dense" or any(field in ("dgc", "localsgd") for field in document or {})
+    return name == "dense" or (document is not None and "low_rank" not in document)
 
 
 def _require_unmeasured(probe: str | Path, **given: object) -> None:
