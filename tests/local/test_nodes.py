@@ -1,6 +1,7 @@
 """Local updates of nodes: their ranks average densely, count as one source, and keep the same."""
 
 import os
+import warnings
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -38,6 +39,7 @@ def one_step(model: torch.nn.Module, optimizer: Any, step: int, source: int) -> 
 
 def trained(rank: int, size: int, config: Any, alike: int, dgc: Any = None) -> dict[str, Any]:
     """Ranks in groups of `alike` see the same gradients."""
+    warnings.filterwarnings("ignore", ".*are equal bit for bit")
     model = Bag()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     with tw.local.updates.LocalUpdates(model, optimizer, config, compression=dgc) as sync:

@@ -151,7 +151,7 @@ CASES = {
     # eight equal ones
     "skipped together": Case({"dgc": DGC}, before_step=skip_together, early=4 + 2),
     "skipped together, dense": Case(before_step=skip_together, early=4 + 2),
-    "frozen later": Case({"dgc": DGC}, before_step=freeze_later, early=7 + 7),
+    "frozen later": Case({"dgc": DGC}, before_step=freeze_later, early=7 + 6),
 }
 
 

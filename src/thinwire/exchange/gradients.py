@@ -6,6 +6,7 @@ Only after the second agreement may a rank change anything.
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ class Compressors:
             self._nodes_compared = True
 
     def sendings(
-        self, context: Context, grads: Grads, row_sparse: Collection[str]
+        self, context: Context, row_sparse: Collection[str], grads: Grads
     ) -> list[Sending]:
         """Return the sendings; a gradient that is row-sparse on any rank travels densely."""
         found: list[Sending] = []
@@ -129,7 +130,10 @@ class Compressors:
         """Change the state; return the parameters that compressors updated."""
         if self._every:
             self._make_momentum_common_(received)
-        return {name for one in self._every for name in one.commit_(grads, received, row_sparse)}
+        updated: set[str] = set()
+        for one in self._every:
+            updated.update(one.commit_(grads, received, row_sparse))
+        return updated
 
     def _make_momentum_common_(self, received: Mapping[str, Arrived]) -> None:
         """Give all ranks the mean of each momentum that a dense mean is about to enter.
@@ -492,9 +496,7 @@ class GradientExchange(Synchronizer):
     def _send(self, one_round: Round, bucket: int, grads: Grads) -> None:
         context = one_round.context(bucket)
 
-        def sendings(part: Grads) -> list[Sending]:
-            return self.compressors.sendings(context, part, one_round.row_sparse)
-
+        sendings = partial(self.compressors.sendings, context, one_round.row_sparse)
         nodes = isinstance(self.sources, Nodes)
         sending = in_nodes(context, grads, sendings) if nodes else combined(sendings(grads))
         one_round.launch(grads.keys(), sending)

@@ -156,9 +156,8 @@ def _dgc(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
         kept += sum(large)
         if not large:
             continue
-        dealt = _sparse_dealt(
-            tuple(large), sparsity, bits, own.get("exchange", "auto"), sources.ranks
-        )
+        exchange = own.get("exchange", "auto")
+        dealt = _sparse_dealt(tuple(large), sparsity, bits, exchange, sources.ranks)
         encode_s = _passes(work, sum(large), 10)
         wire_s, nbytes = dealt.seconds(sources), dealt.sent(sources)
         taken_s = sources.transfer_s(nbytes)
