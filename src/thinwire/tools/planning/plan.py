@@ -247,7 +247,8 @@ def plan(
         (name, recipe, document)
         for name, recipe, document in candidates(network.ranks, network.node_size)
         if recipe.optimizer != "muon" or work.muon_numel != 0
-        if shard == 1 or _takes_shards(name, document)
+        # dense is then HSDP
+        if shard == 1 or name == "dense" or (document is not None and "low_rank" not in document)
     ]
     # progress is against dense with the same optimizer, so time is too
     dense_s = {
@@ -297,11 +298,6 @@ def _between_sites(network: Network, shard: int, *, shared: bool) -> Network:
         down_bit_s=network.down / lines,
         node=None,
     )
-
-
-def _takes_shards(name: str, document: Mapping[str, Any] | None) -> bool:
-    """Return True if a strategy works on sharded models; dense is then HSDP."""
-    return name == "dense" or (document is not None and "low_rank" not in document)
 
 
 def _require_unmeasured(probe: str | Path, **given: object) -> None:
