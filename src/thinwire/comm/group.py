@@ -477,8 +477,8 @@ class Group:
     ) -> None:
         assert self._shared is not None, "something was launched"
         in_slices = held[0].device.type in self._shared.watched
-        nbytes = sum(tensor.nbytes for tensor in held)
-        progress = Progress(action, nbytes)
+        nbytes = sum(tensor.nbytes for tensor in held) if len(works) > 1 else 0
+        progress = Progress(action, nbytes) if len(works) > 1 else None
         for work in works:
             limit = Limit(self.timeout_s, self._ask_before_s, self._extension_s)
             try:
@@ -488,7 +488,7 @@ class Group:
                     forget(work)
                 raise self._explained(error, action, limit.within) from error
             forget(work)
-            if len(works) > 1:
+            if progress is not None:
                 progress.add(nbytes / len(works))
 
     def _extension_s(self) -> float:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch.distributed import Work
 
@@ -82,22 +83,23 @@ def progressed() -> None:
     _call.left_s = _call.timeout_s
 
 
+@dataclass(slots=True)
 class Limit:
     """Limit on the wait for an exchange; it moves while the missing ranks are busy."""
 
-    def __init__(
-        self, timeout_s: float, ask_before_s: float, extension_s: Callable[[], float]
-    ) -> None:
-        self._whole_s, self._limit_s = whole_s(timeout_s), left_s(timeout_s)
-        self._ask_before_s, self._extension_s = ask_before_s, extension_s
+    timeout_s: float
+    ask_before_s: float
+    extension_s: Callable[[], float]
+    limit_s: float = 0.0
 
     def wait(self, work: Work, *, in_slices: bool) -> None:
         """Wait until the work has ended; raise its error, or `RuntimeError` at the limit."""
         # shortly before the limit ask whether the missing ranks are busy: if so, the limit moves
         # (`longer`), else it stands (`denied`) and the wait runs out
-        began_s, ended, longer, denied = time.monotonic(), False, False, False
+        self.limit_s, began_s = left_s(self.timeout_s), time.monotonic()
+        ended = longer = denied = False
         while True:
-            until_s = self._limit_s - (0.0 if denied else self._ask_before_s)
+            until_s = self.limit_s - (0.0 if denied else self.ask_before_s)
             try:
                 if in_slices:
                     left = until_s - (time.monotonic() - began_s)
@@ -113,13 +115,13 @@ class Limit:
                 elif time.monotonic() - began_s >= until_s:
                     if denied:
                         raise
-                    extension_s = self._extension_s()
+                    extension_s = self.extension_s()
                     waited_s = time.monotonic() - began_s
                     if extension_s > 0:
-                        longer, self._limit_s = True, max(self._limit_s, waited_s + extension_s)
+                        longer, self.limit_s = True, max(self.limit_s, waited_s + extension_s)
                         continue
                     denied = True
-                    if waited_s >= self._limit_s:
+                    if waited_s >= self.limit_s:
                         raise
         if longer:
             progressed()
@@ -129,12 +131,12 @@ class Limit:
     @property
     def within(self) -> str:
         """The limit in words, for errors."""
-        whole, limit_s = f"{self._whole_s:g} s", self._limit_s
-        if limit_s > 1.01 * self._whole_s:
-            return f"{whole} after a rank was last known to be busy"
-        if limit_s < 0.99 * self._whole_s:
-            return f"the {limit_s:.1f} s that were left of {whole} for the whole call"
-        return whole
+        whole = whole_s(self.timeout_s)
+        if self.limit_s > 1.01 * whole:
+            return f"{whole:g} s after a rank was last known to be busy"
+        if self.limit_s < 0.99 * whole:
+            return f"the {self.limit_s:.1f} s that were left of {whole:g} s for the whole call"
+        return f"{whole:g} s"
 
 
 class Progress:
