@@ -10,7 +10,6 @@ import pytest
 
 from tests.launched import free_port
 from tests.processes import ran, ran_thinwire
-from thinwire import cli
 
 CLEARED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
 
@@ -81,29 +80,3 @@ def test_a_rank_that_meets_nobody_says_so_in_time(rank: str, told: str) -> None:
     if rank == "1":
         assert "cannot be reached from this machine: refused" in " ".join(done.stderr.split())
     assert time.monotonic() - begun < 30
-
-
-@pytest.mark.parametrize(
-    ("options", "environment", "told"),
-    [
-        (["--timeout", "3"], {}, "timeout=3 is out of range; 15 to 600"),
-        (["--timeout", "nan"], {}, "timeout=nan"),
-        (["--timeout", "long"], {}, "--timeout"),
-        (["--loud"], {}, "--loud"),
-        ([], {"RANK": "2", "WORLD_SIZE": "2"}, "RANK='2' and WORLD_SIZE='2' do not name a rank"),
-    ],
-)
-def test_bad_input_is_one_line(
-    options: list[str],
-    environment: dict[str, str],
-    told: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in CLEARED:
-        monkeypatch.setenv(name, environment.get(name, "1"))
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["doctor", *options])
-    printed = capsys.readouterr()
-    assert (stop.value.code, printed.out, printed.err.count("\n")) == (2, "", 1)
-    assert told in printed.err

@@ -24,7 +24,7 @@ from tests.api import (
 )
 from tests.lab.namespaces import needs_netns
 from tests.launched import as_torchrun_starts, free_port
-from tests.processes import ran, ran_thinwire
+from tests.processes import ran
 from tests.ranks import Pool
 
 RANKS = 3
@@ -182,13 +182,6 @@ def test_file_not_a_probe_is_reported(tmp_path: Path, text: str) -> None:
         tw.plan(probe=path)
     with pytest.raises(ValueError, match="cannot be read"):
         tw.plan(probe=tmp_path / "missing.json")
-
-
-def test_alone_it_says_how_to_start_it() -> None:
-    said = ran_thinwire("probe", "--out", "probe.json")
-    assert said.returncode == 2
-    assert "torchrun" in said.stderr
-    assert len(said.stderr.splitlines()) == 1
 
 
 TASK = """
