@@ -274,20 +274,6 @@ def test_nothing_is_lost_where_products_have_fewer_bits(precision: str) -> None:
     assert float(lost.norm() / whole.norm()) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "text"),
-    [
-        ({"rank": 0}, ValueError, "rank must be an integer >= 1, got 0"),
-        ({"rank": 1.5}, TypeError, "rank must be an integer, got 1.5"),
-        ({"begin_step": -1}, ValueError, "begin_step"),
-        ({"min_numel": 0}, ValueError, "min_numel"),
-    ],
-)
-def test_wrong_arguments(settings: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        tw.LowRank(**settings)
-
-
 def warned_with(rank: int, size: int, fields: dict[str, Any]) -> list[tuple[str, list[str]]]:
     """What `prepare` warns of by optimizer, and in which file."""
     told = []

@@ -314,16 +314,3 @@ def test_settings_that_do_not_go_together_are_an_error_on_all(
     for answer in ranks.run(telling, case, expect_errors=True):
         assert isinstance(answer, Raised)
         assert text in answer.text
-
-
-@pytest.mark.parametrize(
-    ("others", "text"),
-    [
-        ({"node_size": 2}, "needs node_size=None or 1, got 2"),
-        ({"compression": tw.Sparse(0.9)}, 'mean_over="all"'),
-        ({"round_seconds": 0}, "round_seconds"),
-    ],
-)
-def test_settings_that_do_not_go_with_it(others: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        tw.LocalSGD(8, **{"round_seconds": 1.0, **others})
