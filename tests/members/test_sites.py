@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import thinwire as tw
-from tests.api import Averaging, ElasticGroup, Pending, PendingAveraging
+from tests.api import Averaging, ElasticGroup, PendingAveraging
 from tests.members.places import meeting_place, met
-from tests.members.training import PHASES, TIMEOUT_S, deaf, digest, model, wait_for
+from tests.members.training import PHASES, TIMEOUT_S, deaf, digest, faulty, model, wait_for
 from tests.ranks import Lost, Pool, Raised
 from tests.sharded.models import mesh_of
+from tests.toys import arriving, descend
 from tests.waiting import PATIENCE_S
 from thinwire.errors import ThinwireError
 
@@ -82,9 +83,8 @@ def site(
         batches = torch.Generator().manual_seed(number)
         rounds: dict[int, tuple[str, int]] = {}
         longest_s = 0.0
-        with tw.join(
-            address, run="test", min_members=1, start_members=founders, timeout=timeout_s, mesh=mesh
-        ) as members:
+        options = {"min_members": 1, "start_members": founders, "timeout": timeout_s, "mesh": mesh}
+        with faulty(rank, fault), tw.join(address, run="test", **options) as members:
             with tw.local_sgd(net, optimizer, config, members=members, mesh=mesh) as sync:
                 entered, place = sync.step, members.rank
                 while sync.step < steps and not members.left:
@@ -144,7 +144,7 @@ def alike(sites: list[Any], steps: int) -> dict[int, tuple[str, int]]:
     for each in sites:
         assert {one["step"] for one in each} == {steps}
         assert len({tuple(one["rounds"]) for one in each}) == 1
-    return {step: (text, size) for step, (text, size) in sites[0][0]["rounds"].items()}
+    return sites[0][0]["rounds"]
 
 
 def together(rank: int, size: int, config: Any, steps: int, sites: list[int]) -> dict[str, Tensor]:
@@ -158,10 +158,8 @@ def together(rank: int, size: int, config: Any, steps: int, sites: list[int]) ->
         for _ in range(steps):
             x = batch(batches)
             loss = (net(x) - x.roll(1, 1)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
             sync.observe(loss)
-            optimizer.step()
+            descend(optimizer, loss)
     return {n: p.detach().full_tensor().clone() for n, p in net.named_parameters()}
 
 
@@ -234,17 +232,9 @@ def test_a_site_that_dies_while_it_comes_holds_up_nobody(
     ranks: Pool, tmp_path: Path, at: int
 ) -> None:
     """One of its ranks dies before or after the site counts as ready."""
-    sites = run_sites(
-        ranks,
-        tmp_path,
-        SPARSE,
-        size=6,
-        errors=True,
-        founders=2,
-        steps=140,
-        step_s=0.05,
-        fault={"rank": 5, "phase": "taking", "at": at},
-    )
+    options = {"founders": 2, "steps": 140, "step_s": 0.05}
+    fault = {"rank": 5, "phase": "taking", "at": at}
+    sites = run_sites(ranks, tmp_path, SPARSE, size=6, errors=True, fault=fault, **options)
     dead = sites.pop()
     assert isinstance(dead[1], Lost)
     assert isinstance(dead[0], Raised)
@@ -278,18 +268,13 @@ def _deaf(rank: int, size: int, address: str, folder: str) -> Any:
 
 def one_bad_message(rank: int, size: int, address: str, folder: str) -> tuple[str, bool]:
     """Of one shard, at one site: nothing is applied anywhere."""
-    whole, before = ElasticGroup.all_gather, {}
+    before: dict[str, Any] = {}
 
-    def flipped(self: ElasticGroup, message: Tensor, *, action: str) -> Pending[Tensor]:
-        pending = whole(self, message, action=action)
-
-        def finish() -> Tensor:
-            rows = pending.wait().clone()
-            if rank == 3 and rows.shape[1] > 40:
-                rows[0, 40] ^= 1
-            return rows
-
-        return Pending(finish)
+    def flipped(rows: Tensor, _: str) -> Tensor:
+        rows = rows.clone()
+        if rank == 3 and rows.shape[1] > 40:
+            rows[0, 40] ^= 1
+        return rows
 
     def measured(averaging: Averaging, pending: PendingAveraging, **options: Any) -> None:
         before.update({n: a.clone() for n, a in averaging.anchors.items()})
@@ -298,7 +283,7 @@ def one_bad_message(rank: int, size: int, address: str, folder: str) -> tuple[st
 
     launch = Averaging.launch
     with (
-        patch.object(ElasticGroup, "all_gather", flipped),
+        arriving(ElasticGroup, "all_gather", flipped),
         patch.object(Averaging, "launch", measured),
         pytest.raises(ThinwireError) as caught,
     ):
