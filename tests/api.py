@@ -29,7 +29,7 @@ _NAMES = {
     "thinwire.comm.group": "Rate",
     "thinwire.comm.nodes": "Grid",
     "thinwire.comm.private": "next_identity warn_of_restarts",
-    "thinwire.comm.macs": "ALL_RANKS MAC_BYTES MessageMacs",
+    "thinwire.comm.macs": "ALL_RANKS MessageMacs",
     "thinwire.comm.relay": (
         "ALL FRAME_BYTES GREETING HEAD NONCE_BYTES Answer Kind RelayClient RelayEndpoint hello_mac "
         "require_relay"

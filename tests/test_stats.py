@@ -42,7 +42,6 @@ NAMES = {
     "lost_joining",
     "lost_saving",
 }
-cross_entropy = nn.functional.cross_entropy
 
 
 def require_flat(stats: dict[str, Any]) -> None:

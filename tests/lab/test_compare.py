@@ -399,43 +399,24 @@ def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_netns
-def test_nothing_survives_a_killed_command(tmp_path: Path, start: Start) -> None:
-    # a latency adds a process that carries the packets to all that there is without one
-    running = Running(start, tmp_path / "out", "--latency", "1ms")
-    running.process.kill()
-    assert running.end()[0] == -signal.SIGKILL
-    running.all_gone()
-
-
-@pytest.mark.slow
-@needs_netns
 @pytest.mark.parametrize(
     ("number", "status", "text"),
     [
+        (signal.SIGKILL, -signal.SIGKILL, ""),
         (signal.SIGINT, 130, "thinwire: interrupted; every worker has been ended\n"),
         (signal.SIGTERM, 143, ""),
     ],
 )
-def test_an_interrupted_command_cleans_up(
+def test_nothing_survives_a_command_that_is_ended(
     number: int, status: int, text: str, tmp_path: Path, start: Start
 ) -> None:
-    running = Running(start, tmp_path / "out")
+    # a latency adds a process that carries the packets to all that there is without one
+    running = Running(start, tmp_path / "out", "--latency", "1ms")
     running.process.send_signal(number)
-    assert running.end() == (status, text)
+    ended, errors = running.end()
+    assert ended == status
     running.all_gone()
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-@needs_netns
-@pytest.mark.fault
-def test_a_killed_worker_ends_the_comparison(tmp_path: Path, start: Start) -> None:
-    running = Running(start, tmp_path / "out")
-    os.kill(workers_below(running.process.pid)[1], signal.SIGKILL)
-    status, errors = running.end()
-    assert status == 1
-    assert re.fullmatch(r"thinwire: dense: worker \d was killed by SIGKILL\n", errors), errors
-    running.all_gone()
+    assert number == signal.SIGKILL or (errors == text and not running.out.exists())
 
 
 @pytest.mark.slow

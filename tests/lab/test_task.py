@@ -2,7 +2,6 @@
 wrong with it in one line, before anything has trained."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from tests.api import (
 )
 from tests.lab.configs import config
 from tests.lab.test_compare import compared, settings
-from tests.processes import ran
+from tests.processes import ran, torchrun
 from tests.ranks import Pool
 from tests.toys import refusal
 
@@ -224,17 +223,15 @@ def test_options_that_a_task_would_ignore_are_refused(more: dict[str, Any], tmp_
 @pytest.mark.slow
 def test_under_torchrun_the_ranks_train_over_their_network(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    compared = ["-m", "thinwire", "compare", "--task", file(tmp_path), "--steps", "8"]
+    command = torchrun("-m", "thinwire", "compare", "--task", file(tmp_path), "--steps", "8")
     more = ["--strategies", "dense", "sparse-local", "--out", str(out), "--quiet"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = ran([*torchrun, *compared, *more], env=environment)
+    done = ran([*command, *more], env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("report: ") == 1
     told = (out / "results.json").read_text(encoding="utf-8")
     assert "2 workers, started by a launcher, over the network between them" in told
     assert "Over this machine's loopback" not in told
-    wrong = ran([*torchrun, *compared, "--link", "20mbit"])
+    wrong = ran([*command, "--link", "20mbit"])
     assert wrong.returncode != 0
     assert "omit --link and --latency" in wrong.stderr
 
