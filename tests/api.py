@@ -150,7 +150,7 @@ _NAMES = {
     "thinwire.tools.planning.command": "plan_page=render",
     "thinwire.tools.planning.plan": "Plan members_text",
     "thinwire.tools.planning.work": "Probe matrices work_Work=Workload",
-    "thinwire.tools.report.page": "Axis bytes_text loss_text",
+    "thinwire.tools.report.page": "bytes_text loss_text",
     "thinwire.tools.report.progress": "Bar Display",
     "thinwire.tools.run": "run_command=command worker",
     "thinwire.tools.run.training": "BareStep ByClock BySteps rate_factor rehearse shortened",

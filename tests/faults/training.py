@@ -14,7 +14,7 @@ import thinwire as tw
 from tests.toys import bits, descend, engine_of
 from thinwire.errors import ThinwireError
 
-__all__ = ["Seen", "Trainer", "digest", "make", "said_nothing_moved"]
+__all__ = ["Seen", "Trainer", "digest", "make", "meet_again", "said_nothing_moved"]
 
 WIDTH = 96
 DGC = {"sparsity": (0.97,), "min_numel": 500}
@@ -125,6 +125,14 @@ class Trainer:
         own += ("exp_avg", "momentum_buffer ") if self.sync is not None else ()
         own += ("buffer ",) if self.way in ("attach", "alone") else ()  # those are the user's there
         return digest({name: t for name, t in self.tensors().items() if not name.startswith(own)})
+
+
+def meet_again(rank: int, size: int, port: int) -> None:
+    """Another process group, over a store that rank 0 hosts at this port."""
+    dist.barrier()
+    dist.destroy_process_group()
+    method = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
 
 
 def make(way: str, **options: Any) -> Trainer:

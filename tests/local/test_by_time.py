@@ -10,7 +10,16 @@ import torch
 
 import thinwire as tw
 from tests.local.rounds import rounds_of, steps_that_take
-from tests.local.test_laws import Bag, bag, digest, gradient, set_gradients, start_values, values
+from tests.local.test_laws import (
+    Bag,
+    bag,
+    digest,
+    gradient,
+    one_step,
+    set_gradients,
+    start_values,
+    values,
+)
 from tests.ranks import Pool, Raised
 
 LONG_S = 1e9
@@ -153,8 +162,7 @@ def trained(rank: int, size: int, config: tw.LocalSGD) -> tuple[list[str], float
     found = []
     with tw.local_sgd(model, optimizer, config) as sync:
         for step in range(1, 18):
-            set_gradients(model, step, rank)
-            optimizer.step()
+            one_step(model, optimizer, step, rank)
             if sync.synced:
                 found.append(digest(model))
     return [*found, digest(model)], sync.stats()["bytes_sent"]
@@ -177,23 +185,6 @@ def test_equal_weights_give_the_bits_of_counted_rounds(ranks: Pool, others: dict
     counted = ranks.run(trained, tw.LocalSGD(4, **others), size=3)
     timed = ranks.run(trained, tw.LocalSGD(4, round_seconds=LONG_S, **others), size=3)
     assert [bits for bits, _ in timed] == [bits for bits, _ in counted]
-
-
-def until_averaged(
-    averagings: int,
-    rank: int,
-    model: Bag,
-    optimizer: torch.optim.Optimizer,
-    sync: tw.LocalUpdates,
-    made: list[int],
-) -> None:
-    """Train until so many averagings were made; `made` has the steps before each, and a zero."""
-    while len(made) <= averagings:
-        set_gradients(model, sync.step + 1, rank)
-        optimizer.step()
-        made[-1] += 1
-        if sync.synced:
-            made.append(0)
 
 
 PULLS = (1.0, -2.0)
@@ -268,7 +259,11 @@ def slow_and_fast_with_delay(rank: int, size: int, stop: bool) -> tuple[list[int
             with tw.local_sgd(model, optimizer, config) as sync:
                 if state is not None:
                     sync.load_state_dict(state)
-                until_averaged(until, rank, model, optimizer, sync, made)
+                while len(made) <= until:
+                    one_step(model, optimizer, sync.step + 1, rank)
+                    made[-1] += 1
+                    if sync.synced:
+                        made.append(0)
                 state = sync.state_dict()
                 if until < 6:
                     sync.close()  # the result in flight is in the state

@@ -21,14 +21,10 @@ from tests.api import (
     Group,
     compression_of,
 )
-from tests.local.test_laws import Bag, bag, digest, set_gradients
+from tests.local.test_laws import BITS, SHAPES, Bag, bag, digest, set_gradients
 from tests.ranks import Pool
 from tests.reference import whole_codes
 
-BITS = (1, 2, 4, 8, 16)
-
-
-SHAPES = {"a": (6, 5), "b": (7,), "c": (3, 4), "d": ()}
 NUMELS = (30, 7, 12, 1)
 SIZES = [torch.Size(shape) for shape in SHAPES.values()]
 

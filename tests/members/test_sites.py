@@ -1,6 +1,8 @@
 """A member that is a site of shards comes and goes as a whole."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import thinwire as tw
@@ -18,7 +21,7 @@ from tests.members.places import meeting_place, met
 from tests.members.training import PHASES, TIMEOUT_S, deaf, digest, faulty, model, wait_for
 from tests.ranks import Lost, Pool, Raised
 from tests.sharded.models import mesh_of
-from tests.toys import arriving, descend
+from tests.toys import arriving, descend, engine_of
 from tests.waiting import PATIENCE_S
 from thinwire.errors import ThinwireError
 
@@ -53,6 +56,18 @@ def batch(generator: torch.Generator) -> Tensor:
     return torch.randn(8, 24, generator=generator)
 
 
+@contextmanager
+def as_site(folder: str, name: str, shard: int, shards: int = SHARDS) -> Iterator[DeviceMesh]:
+    """A process group of one site while the block runs, and its mesh."""
+    store = dist.FileStore(f"{folder}/site-{name}", shards)
+    dist.init_process_group("gloo", store=store, rank=shard, world_size=shards)
+    dist.barrier()  # a rank that ends at once would break off the other one's connecting
+    try:
+        yield mesh_of(1, shards)
+    finally:
+        dist.destroy_process_group()
+
+
 def site(
     rank: int,
     size: int,
@@ -74,10 +89,7 @@ def site(
     founders = size // SHARDS if founders is None else founders
     flag = Path(folder, "go")
     wait_for(str(flag) if number >= founders else "")
-    store = dist.FileStore(f"{folder}/site-{number}", SHARDS)
-    dist.init_process_group("gloo", store=store, rank=shard, world_size=SHARDS)
-    try:
-        mesh = mesh_of(1, SHARDS)
+    with as_site(folder, f"{number}", shard) as mesh:
         net = net_of(0 if one_start else number, mesh)
         optimizer = optimizer_of(net, config)
         batches = torch.Generator().manual_seed(number)
@@ -116,8 +128,6 @@ def site(
                 "values": values,
                 "stats": stats,
             }
-    finally:
-        dist.destroy_process_group()
 
 
 def run_sites(
@@ -301,22 +311,16 @@ def engine(rank: int, size: int, address: str, folder: str, part: str) -> Any:
     """A run to step 20, of which one site saves at step 10; or how it begins anew from there."""
     number, shard = divmod(rank, SHARDS)
     wait_for(f"{folder}/{part}" if number == 2 else "")
-    store = dist.FileStore(f"{folder}/site-{number}-{part}", SHARDS)
-    dist.init_process_group("gloo", store=store, rank=shard, world_size=SHARDS)
-    try:
-        mesh = mesh_of(1, SHARDS)
+    with as_site(folder, f"{number}-{part}", shard) as mesh:
         net = net_of(number, mesh)
         optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
-        strategy = tw.DistributedStrategy(
-            localsgd=SPARSE, gradient_merge=tw.GradientMerge(2), amp=tw.AMP(dtype="bfloat16")
-        )
+        fields = {"localsgd": SPARSE, "gradient_merge": tw.GradientMerge(2)}
+        fields["amp"] = tw.AMP(dtype="bfloat16")
         data = torch.randn(64, 24, generator=torch.Generator().manual_seed(9))
-        with tw.join(
-            address, run="sites", start_members=2, timeout=TIMEOUT_S, mesh=mesh
-        ) as members:
-            trained = strategy.prepare(
-                net, optimizer, torch.nn.MSELoss(), members=members, mesh=mesh
-            )
+        options = {"run": "sites", "start_members": 2, "timeout": TIMEOUT_S}
+        with tw.join(address, mesh=mesh, **options) as members:
+            told = {"members": members, "mesh": mesh}
+            trained = engine_of(net, optimizer=optimizer, told=told, **fields)
             loaded = trained.load(f"{folder}/copies", if_any=True)
             entered = members.step
             sampler = tw.ShardedSampler(data, members=members)
@@ -333,8 +337,6 @@ def engine(rank: int, size: int, address: str, folder: str, part: str) -> Any:
             text = digest(trained._parts.exchange.sync)
             trained.close()
         return loaded is not None, entered, text
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.slow
@@ -359,23 +361,18 @@ def refused(rank: int, size: int, address: str, folder: str, what: str) -> str:
     own = 1 if number > 1 or (what == "other shards" and number) else SHARDS
     if number:
         wait_for(f"{folder}/joined")
-    store = dist.FileStore(f"{folder}/site-{number}", own)
-    dist.init_process_group("gloo", store=store, rank=shard, world_size=own)
-    dist.barrier()  # a rank that ends at once would break off the other one's connecting
-    try:
-        mesh = mesh_of(2, 1) if what == "sites" else mesh_of(1, own)
-        with tw.join(address, run="test", timeout=TIMEOUT_S, mesh=mesh) as members:
-            Path(folder, "joined").touch()
-            net = net_of(0, mesh)
-            optimizer = torch.optim.SGD(net.parameters(), 0.1)
-            given = None if what == "no mesh" else mesh
-            with tw.local_sgd(net, optimizer, SPARSE, members=members, mesh=given):
-                pass
-        return "no error"
-    except (ThinwireError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        dist.destroy_process_group()
+    with as_site(folder, f"{number}", shard, own) as site_mesh:
+        mesh = mesh_of(2, 1) if what == "sites" else site_mesh
+        try:
+            with tw.join(address, run="test", timeout=TIMEOUT_S, mesh=mesh) as members:
+                Path(folder, "joined").touch()
+                net = net_of(0, mesh)
+                optimizer = torch.optim.SGD(net.parameters(), 0.1)
+                given = None if what == "no mesh" else mesh
+                with tw.local_sgd(net, optimizer, SPARSE, members=members, mesh=given):
+                    return "no error"
+        except (ThinwireError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
 
 
 def test_state_that_does_not_fit_is_one_clear_error(ranks: Pool, tmp_path: Path) -> None:

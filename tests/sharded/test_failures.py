@@ -183,6 +183,7 @@ def check_refusals(rank: int, size: int) -> None:
         (lambda: momentum(model, mesh, grad_clip=clip), "use local_grad_clip_norm"),
         (lambda: local(model, mesh, config={"node_size": 2}), "omit node_size"),
         (lambda: local(model, mesh, process_group=world), "omit process_group"),
+        (lambda: engine_of(model, told={"mesh": mesh}).join().__enter__(), "does not work with m"),
     ]
     for act, fact in refused:
         try:

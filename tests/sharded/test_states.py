@@ -24,24 +24,6 @@ from tests.toys import descend, engine_of
 AT, STEPS = 5, 10
 
 
-def explained(rank: int, size: int) -> tuple[str, str]:
-    mesh = mesh_of(2, 2)
-    model = sharded_model(mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    strategy = tw.DistributedStrategy(dgc=tw.DGC(min_numel=20))
-    text = strategy.explain(model, optimizer)
-    engine = strategy.prepare(model, optimizer, mse_loss, mesh=mesh)
-    with pytest.raises(RuntimeError, match="does not work with mesh=") as caught, engine.join():
-        pass
-    return text, str(caught.value)
-
-
-@pytest.mark.slow
-def test_explain_and_join(ranks: Pool) -> None:
-    for text, _ in ranks.run(explained, size=4):
-        assert "DGCMomentum" in text
-
-
 def scaled_by_torch(rank: int, size: int) -> dict[str, Tensor]:
     mesh = mesh_of(2, 2)
     model = sharded_model(mesh)

@@ -31,11 +31,7 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return x, x[:, :5].sin()
 
 
-OPTION_SETS: list[dict[str, Any]] = [
-    {"node_size": 2, "exchange": "gather"},
-    {"node_size": 2, "exchange": "split"},
-    {"node_size": 1, "exchange": "split"},
-]
+IN_NODES, ALONE = {"node_size": 2, "exchange": "gather"}, {"node_size": 1, "exchange": "split"}
 
 
 def dgc(model: nn.Module, **options: Any) -> tw.optim.DGCMomentum:
@@ -121,10 +117,10 @@ def _die_at(optimizer: tw.optim.DGCMomentum, phase: str) -> None:
 @pytest.mark.parametrize(
     ("options", "who", "phase"),
     [
-        (OPTION_SETS[0], 2, "gathering messages"),  # a leader
-        (OPTION_SETS[0], 3, "averaging dense"),  # another rank of its node
-        (OPTION_SETS[2], 1, "scattering messages"),
-        (OPTION_SETS[2], 1, "gathering sums"),
+        (IN_NODES, 2, "gathering messages"),  # a leader
+        (IN_NODES, 3, "averaging dense"),  # another rank of its node
+        (ALONE, 1, "scattering messages"),
+        (ALONE, 1, "gathering sums"),
     ],
 )
 def test_a_rank_that_dies_is_lost_on_all_others(
