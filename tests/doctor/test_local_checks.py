@@ -21,6 +21,7 @@ from tests.api import (
 )
 from tests.doctor.machines import LOOPBACK, made_up
 
+DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
 DOCKER = Interface("docker0", 1500, True, ("172.17.0.1",))
 
 
@@ -68,20 +69,10 @@ def test_an_interface_that_is_not_there_names_the_closest() -> None:
         ("ports", {"ports_used": 28000}, "232 free", "ip_local_port_range"),
         ("open files", {"open_files": 256}, "256 files", "ulimit -n 1024"),
         ("threads", {"environment": {"OMP_NUM_THREADS": "4"}}, "more threads", "THREADS=2"),
-        (
-            "threads",
-            {"environment": {"OMP_NUM_THREADS": "1"}, "cores": 16},
-            "idle",
-            "OMP_NUM_THREADS=16",
-        ),
+        ("threads", {"environment": {"OMP_NUM_THREADS": "1"}, "cores": 16}, "idle", "THREADS=16"),
         ("clock", {"clock_kept": False}, "no time service", "chrony"),
         ("gloo", {"environment": {"TP_SOCKET_IFNAME": "eth0"}}, "torch's RPC", "GLOO_SOCKET"),
-        (
-            "environment",
-            {"environment": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}},
-            "DETAIL",
-            "unset it",
-        ),
+        ("environment", {"environment": DEBUG}, "DETAIL", "unset it"),
     ],
 )
 def test_surprising_setup_is_a_note(

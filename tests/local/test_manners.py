@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from tests.local.test_laws import Bag, bag, digest, net, one_step, set_gradients, sgd, values
 from tests.ranks import Pool
-from tests.toys import bits, engine_of, warned
+from tests.toys import bits, descend, engine_of, warned
 
 
 def test_alone_plain_averaging_does_not_change_a_bit() -> None:
@@ -95,9 +95,7 @@ def test_alone_buffers_and_state_stay_as_they_are(delay: int) -> None:
         config = tw.LocalSGD(4, begin_step=0, delay=delay, average_state=True)
         with tw.local_sgd(model, optimizer, config) if is_local else contextlib.nullcontext():
             for _ in range(20):
-                optimizer.zero_grad()
-                model(torch.randn(8, 4)).square().sum().backward()
-                optimizer.step()
+                descend(optimizer, model(torch.randn(8, 4)).square().sum())
         models.append(model)
     for name, value in models[0].state_dict().items():
         assert torch.equal(models[1].state_dict()[name], value), name
