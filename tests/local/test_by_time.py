@@ -10,16 +10,7 @@ import torch
 
 import thinwire as tw
 from tests.local.rounds import rounds_of, steps_that_take
-from tests.local.test_laws import (
-    Bag,
-    bag,
-    digest,
-    gradient,
-    one_step,
-    set_gradients,
-    start_values,
-    values,
-)
+from tests.local.test_laws import Bag, bag, digest, gradient, one_step, start_values, values
 from tests.ranks import Pool, Raised
 
 LONG_S = 1e9
@@ -37,9 +28,8 @@ def paced(rank: int, config: tw.LocalSGD, tokens: bool, each: Callable[[Any, Bag
     model, optimizer = bag()
     with rounds_of(STEPS[rank]), tw.local_sgd(model, optimizer, config) as sync:
         for step in range(1, ROUNDS * STEPS[rank] + 1):
-            set_gradients(model, step, rank)
             sync.observe(0.0, tokens=TOKENS[rank] if tokens else None)
-            optimizer.step()
+            one_step(model, optimizer, step, rank)
             assert sync.synced == (step % STEPS[rank] == 0)
             if sync.synced:
                 each(sync, model)
@@ -284,12 +274,9 @@ def telling(rank: int, size: int, case: str) -> None:
     config = tw.LocalSGD(2, begin_step=0, round_seconds=LONG_S)
     with tw.local_sgd(model, optimizer, config) as sync:
         for step in range(1, 3):
-            set_gradients(model, step, rank)
-            tells = {"one rank": rank == 0, "one step": step == 1 or rank == 0, "state": False}[
-                case
-            ]
+            tells = {"one rank": rank == 0, "one step": step == 1 or rank == 0}.get(case)
             sync.observe(0.0, tokens=8 if tells else None)
-            optimizer.step()
+            one_step(model, optimizer, step, rank)
             if case == "state":
                 sync.state_dict()
 

@@ -24,7 +24,7 @@ from tests.api import (
     combined,
     updates,
 )
-from tests.local.test_laws import bag, digest, set_gradients
+from tests.local.test_laws import bag, digest, one_step
 from tests.ranks import Pool
 from tests.toys import arriving
 
@@ -74,10 +74,9 @@ def trained(rank: int, size: int, stop: int, state: Any, last: int) -> dict[str,
             sync.load_state_dict(state[rank])
         saved = None
         for step in range(sync.step + 1, last + 1):
-            set_gradients(model, step, rank)
+            one_step(model, optimizer, step, rank)
             for n, p in model.named_parameters():
                 changed[n] += 0.1 * p.grad  # type: ignore[operator]
-            optimizer.step()
             saved = sync.state_dict() if step == stop else saved
         sync.flush()
         kept = sync.state_dict()["errors"]

@@ -12,32 +12,15 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 import thinwire as tw
-from tests.api import (
-    AuthenticatedStore,
-    Donor,
-    JoinerState,
-    KeyValueView,
-    Recipient,
-    StateMessage,
-    TransferContext,
-    next_identity,
-    transfer,
-)
-from tests.members.places import LOOPBACK, TOKEN, meeting_place, met
+from tests.api import JoinerState, StateMessage, next_identity, transfer
+from tests.members.places import TOKEN, meeting_place, met
+from tests.members.test_transfer import both_ends
 from tests.members.training import MOST_STEPS, TIMEOUT_S, in_run, member, wait_for
 from tests.ranks import Pool
 from tests.toys import descend, engine_of
 from tests.waiting import PATIENCE_S, time_out, until
 
 EVERY_4 = tw.LocalSGD(4, begin_step=0)
-
-
-def both_ends(timeout_s: float) -> tuple[Donor, Recipient]:
-    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
-    kv = KeyValueView(AuthenticatedStore(store, b"s" * 32))
-    way = TransferContext(kv, LOOPBACK, timeout_s, b"k" * 32)
-    donor = Donor(way, 0, "ann", own_id="bob")
-    return donor, Recipient(way.cloned(), 0)
 
 
 def state(value: float) -> StateMessage:
