@@ -26,7 +26,7 @@ BASE = {
 MATHS = BASE | {"layout", "schedules", "kernels", "core"}
 METHODS = MATHS | {"wire", "compress"}
 MAY_IMPORT = {
-    **dict.fromkeys(BASE, set()),
+    **{name: set() for name in BASE},
     "_validate": {"_wording"},
     "schedules": BASE,
     "task": BASE,
