@@ -161,7 +161,7 @@ def test_one_that_is_on_another_machine_may_not_be_there_yet() -> None:
     assert has_remote_ranks("", ()) is None
 
 
-def test_the_text_has_what_is_wrong_and_the_data_has_everything() -> None:
+def test_text_has_the_errors_and_data_has_everything() -> None:
     found = [ok("one", "fine"), note("two", "x " * 80, "do this"), wrong("three", "bad", "mend")]
     assert as_text(found, quiet=True).split() == ["wrong", "three", "bad", "->", "mend"]
     told = document("title", found, 1.234)
