@@ -12,7 +12,7 @@ import pytest
 
 from tests.launched import free_port
 from tests.processes import kill_all, running
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "restarts.py"
 STEPS, KILL_AT = 1500, 50
@@ -45,7 +45,7 @@ def test_other_machine_continues_alone_and_reports_the_loss(tmp_path: Path) -> N
     with _agent(port, tmp_path, host=1) as first, _agent(port, tmp_path, host=0) as second:
         until(lambda: _reached(tmp_path) >= KILL_AT, "training")
         kill_all(second)
-        out, _ = first.communicate(timeout=120)
+        out, _ = first.communicate(timeout=PATIENCE_S)
     assert first.returncode == 0, out
     told = re.search(r"1 ranks go on from step (\d+): (\d+) steps are made again", out)
     assert told, out
