@@ -29,7 +29,7 @@ _NAMES = {
     "thinwire.comm.group": "Rate",
     "thinwire.comm.nodes": "Grid",
     "thinwire.comm.private": "next_identity warn_of_restarts",
-    "thinwire.comm.macs": "ALL_RANKS MAC_BYTES MessageMacs",
+    "thinwire.comm.macs": "ALL_RANKS MessageMacs",
     "thinwire.comm.relay": (
         "ALL FRAME_BYTES GREETING HEAD NONCE_BYTES Answer Kind RelayClient RelayEndpoint hello_mac "
         "require_relay"
@@ -150,7 +150,7 @@ _NAMES = {
     "thinwire.tools.planning.command": "plan_page=render",
     "thinwire.tools.planning.plan": "Plan members_text",
     "thinwire.tools.planning.work": "Probe matrices work_Work=Workload",
-    "thinwire.tools.report.page": "Axis PALETTE bytes_text loss_text sample",
+    "thinwire.tools.report.page": "bytes_text loss_text",
     "thinwire.tools.report.progress": "Bar Display",
     "thinwire.tools.run": "run_command=command worker",
     "thinwire.tools.run.training": "BareStep ByClock BySteps rate_factor rehearse shortened",

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["alive", "descendants", "kill_all", "ran", "ran_code", "ran_thinwire", "running"]
-
 
 def alive(pid: int) -> bool:
     """Whether the process exists and is no zombie."""
@@ -62,6 +60,12 @@ def ran(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[
     with running(command, **pipes, **options) as process:
         out, err = process.communicate()
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def torchrun(*words: str, ranks: int = 2) -> list[str]:
+    """The command by which torchrun starts so many ranks of this machine."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*start, f"--nproc-per-node={ranks}", *words]
 
 
 def ran_code(code: str, **options: Any) -> "subprocess.CompletedProcess[str]":

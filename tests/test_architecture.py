@@ -26,14 +26,8 @@ BASE = {
 MATHS = BASE | {"layout", "schedules", "kernels", "core"}
 METHODS = MATHS | {"wire", "compress"}
 MAY_IMPORT = {
-    "errors": set(),
-    "_version": set(),
+    **{name: set() for name in BASE},
     "_validate": {"_wording"},
-    "_wording": set(),
-    "_names": set(),
-    "_watchdog": set(),
-    "_launched": set(),
-    "_files": set(),
     "schedules": BASE,
     "task": BASE,
     "logs": BASE,

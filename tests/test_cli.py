@@ -11,9 +11,10 @@ import pytest
 
 import thinwire as tw
 from tests.processes import ran, ran_code, ran_thinwire
+from tests.toys import answer, refusal
 from thinwire import cli
 
-BAD = {
+COMPARE = {
     "--workers x": "--workers",
     "--workers 1.5": "--workers: '1.5' is not a whole number",
     "--steps 2.7": "--steps: '2.7' is not a whole number",
@@ -64,34 +65,83 @@ BAD = {
     "--wrkers 2": "Did you mean --workers?",
     "stray": "stray",
 }
+RUN = {
+    "-- missing.py": "missing.py does not exist",
+    "-- .": ". is a folder",
+    "--link fast -- missing.py": "link='fast'",
+    "--link 20mbit --latency soon -- missing.py": "latency='soon'",
+    "--up 10mbit -- missing.py": "up='10mbit' is given without down",
+    "--workers 0 -- missing.py": "workers=0",
+    "--workers 1.5 -- missing.py": "'1.5' is not a whole number",
+    "--link 20mbit": "no script is given; write it after --",
+    "": "no script is given; write it after --",
+    "--lr 0.1 train.py": "Options of the script go after --: thinwire run",
+    "--workers 2 --lr 0.1 train.py --workers 3": "Unknown option: --lr. Options of the script go",
+    "missing.py --workers 3": "missing.py does not exist",
+    "--workers train.py": "'train.py' is not a whole number",
+}
+HOST = {
+    "": "--bind is missing",
+    "--bind 0.0.0.0:29400": "all addresses of this machine",
+    "--bind [::]:29400": "all addresses of this machine",
+    "--bind [0:0::0]:29400": "all addresses of this machine",
+    "--bind *:29400": "all addresses of this machine",
+    "--bind 203.0.113.7:29400": "not an address of this machine",
+    "--bind [2001:db8::7]:29400": "not an address of this machine",
+    "--bind localhost:29400": "has a name: give an address",
+    "--bind 127.0.0.1": "is not an address such as 10.0.0.1:29400",
+    "--bind :29400": "is not an address such as 10.0.0.1:29400",
+    "--bind ::1:29400": "put IPv6 addresses in brackets",
+    "--bind 127.0.0.1:65536": "is not an address such as",
+    "--bind 127.0.0.1:http": "is not an address such as",
+    "--bind tcp://127.0.0.1:0": "is not an address such as 10.0.0.1:29400",
+    "--bind 127.0.0.1:0 --token-file /no/such": "token file /no/such does not exist",
+    "--bind 127.0.0.1:0 --tokn-file x": "--token-file",
+    "--bind 127.0.0.1:0 --new-token x": "leave the other options out",
+    "--relay --new-token x": "leave the other options out",
+    "--bind 127.0.0.1:0 --cert c": "for the relay: give --relay too",
+    "--bind 127.0.0.1:0 --relay --key k": "--cert is missing",
+    "--bind 127.0.0.1:0 --relay --cert c": "--cert c without --key: not a certificate and its",
+    "--bind 127.0.0.1:0 --relay --cert c --key k": "--cert c, --key k: not a certificate and its",
+}
+NUMBERS = "--params 124M --step-seconds 0.35"
+PLAN = {
+    f"{NUMBERS} --workers 2.5": "'2.5' is not a whole number",
+    f"{NUMBERS} --link fast": "link='fast' is not a rate; write a number and a unit",
+    f"{NUMBERS} --latency -3ms": "latency='-3ms'",
+    "--params 124M --step-seconds 350ms": "did you mean 0.35?",
+    "--params 124M --step-seconds soon": "'soon' is not a number of seconds",
+    "--params 124M": "step_seconds is missing; give params and step_seconds, or a task",
+    "": "params is missing",
+    f"{NUMBERS} --out missing/best.yaml": "out='missing/best.yaml' cannot be written",
+    f"{NUMBERS} --html .": "html='.' cannot be written: Is a directory",
+    f"{NUMBERS} --out a --html ./a": "out and html are the same file, 'a'; give",
+    f"{NUMBERS} --out /proc/best.yaml": "out='/proc/best.yaml' cannot be written",
+}
+DOCTOR = {
+    "--timeout 3": "timeout=3 is out of range; 15 to 600",
+    "--timeout nan": "timeout=nan",
+    "--timeout long": "--timeout",
+    "--loud": "--loud",
+}
+BAD = {"compare": COMPARE, "run": RUN, "host": HOST, "plan": PLAN, "doctor": DOCTOR}
 
 
-def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(arguments)
-    captured = capsys.readouterr()
-    assert stop.value.code == 2
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    return captured.err
-
-
-@pytest.mark.parametrize("arguments", BAD)
+@pytest.mark.parametrize(("command", "words"), [(c, words) for c in BAD for words in BAD[c]])
 def test_bad_input_is_one_line(
-    arguments: str,
+    command: str,
+    words: str,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    line = fails(capsys, "compare", *arguments.split())
-    assert line.startswith("thinwire: ")
-    assert BAD[arguments] in line
+    assert BAD[command][words] in refusal(capsys, command, *words.split())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "compare" in fails(capsys, "frobnicate")
+    assert "compare" in refusal(capsys, "frobnicate")
 
 
 def test_a_folder_without_text_is_one_line(
@@ -99,26 +149,24 @@ def test_a_folder_without_text_is_one_line(
 ) -> None:
     (tmp_path / "picture.bin").write_bytes(bytes(100_000))
     out = tmp_path / "out"
-    assert "0 bytes of text" in fails(capsys, "compare", "--text", str(tmp_path), "--out", str(out))
+    words = ("compare", "--text", str(tmp_path), "--out", str(out))
+    assert "0 bytes of text" in refusal(capsys, *words)
     assert not out.exists()
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--link", "fast"], ["--strategies", "dence"], ["--nonsense"]]
+    ("arguments", "example"),
+    [
+        ([], "compare --workers 2 --link 100mbit --strategies dense"),
+        (["compare"], "compare --workers 2 --link 100mbit --strategies dense"),
+        (["explain"], "explain examples/strategies/one_bit_local.yaml"),
+        (["host"], "host --bind 10.0.0.1:29400 --token-file token"),
+    ],
 )
-def test_the_installed_command_exits_with_2(arguments: list[str]) -> None:
-    done = ran_thinwire("compare", *arguments)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["compare", "--help"]])
-def test_help_has_an_example(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(arguments)
-    assert stop.value.code == 0
-    assert (
-        "thinwire compare --workers 2 --link 100mbit --strategies dense" in capsys.readouterr().out
-    )
+def test_help_has_an_example(
+    arguments: list[str], example: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"thinwire {example}" in answer(capsys, *arguments, "--help")[0]
 
 
 COMMANDS = ("compare", "doctor", "explain", "export", "host", "plan", "probe", "run")
@@ -129,9 +177,7 @@ def test_help_breaks_a_line_only_where_the_next_word_does_not_fit(
     arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        cli.main([*arguments, "--help"])
-    printed = capsys.readouterr().out.splitlines()
+    printed = answer(capsys, *arguments, "--help")[0].splitlines()
     for line, following in pairwise(text.removesuffix("│").rstrip() for text in printed):
         boxed = following.startswith("│")
         if boxed and not following.startswith("│     "):
@@ -145,35 +191,41 @@ def test_missing_packages_are_named_with_the_way_to_get_them(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cli, "_EXTRAS", ("rich", "no_such_package"))
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["compare"])
-    assert stop.value.code == 2
-    assert (
-        capsys.readouterr().err
-        == "thinwire: the command line needs no_such_package: pip install 'thinwire[cli]'\n"
-    )
+    line = refusal(capsys, "compare")
+    assert "needs no_such_package: pip install 'thinwire[cli]'" in line
 
 
 def test_digits_need_a_package_that_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)  # as where it is not installed
-    line = fails(capsys, "compare", "--model", "convolution")
-    assert line.endswith("scikit-learn, which is not installed; run pip install scikit-learn\n")
+    line = refusal(capsys, "compare", "--model", "convolution")
+    assert "run pip install scikit-learn" in line
 
 
-def test_arguments_are_checked_before_torch_and_digits_are_loaded() -> None:
-    code = """
+@pytest.mark.parametrize(
+    ("arguments", "fact"),
+    [
+        ("compare --model convolution --link fast", "link='fast'"),
+        ("host --bind 0.0.0.0:1", "all addresses"),
+        ("explain plan.yaml", "plan.yaml"),
+    ],
+)
+def test_input_is_checked_before_torch_and_digits_are_loaded(
+    arguments: str, fact: str, tmp_path: Path
+) -> None:
+    (tmp_path / "plan.yaml").write_text("dgc:\n", encoding="utf-8")
+    code = f"""
 import sys
 from thinwire import cli
 try:
-    cli.main(["compare", "--model", "convolution", "--link", "fast"])
+    cli.main({arguments.split()})
 except SystemExit as stop:
-    sys.exit(99 if {"torch", "sklearn"} & sys.modules.keys() else stop.code)
+    sys.exit(99 if {{"torch", "sklearn"}} & sys.modules.keys() else stop.code)
 """
-    done = ran_code(code)
+    done = ran_code(code, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
-    assert "link='fast'" in done.stderr
+    assert fact in done.stderr
 
 
 WITHOUT = """
@@ -217,7 +269,7 @@ def test_a_bad_strategy_file_is_one_line(
     path = tmp_path / "plan.yaml"
     path.write_text(text, encoding="utf-8")
     for options in ([], ["--quiet"]):
-        line = fails(capsys, "explain", str(path), *options)
+        line = refusal(capsys, "explain", str(path), *options)
         assert line.startswith(f"thinwire: {path}:")
         assert BAD_FILES[text] in line
 
@@ -244,7 +296,7 @@ def test_a_file_that_is_no_strategy_is_one_short_line(
 ) -> None:
     path = tmp_path / "file"
     path.write_bytes(NO_STRATEGIES[name])
-    line = fails(capsys, "explain", str(path))
+    line = refusal(capsys, "explain", str(path))
     assert line.startswith(f"thinwire: {path}:")
     assert len(line) < 1500, line[:3000]
 
@@ -268,7 +320,7 @@ def test_a_file_that_is_no_strategy_is_one_short_line(
 def test_only_near_words_are_suggested(
     arguments: str, meant: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = fails(capsys, *arguments.split())
+    line = refusal(capsys, *arguments.split())
     found = re.search(r'did you mean "?([\w-]+)', line, re.IGNORECASE)
     assert (found and found[1]) == meant, line
 
@@ -276,10 +328,10 @@ def test_only_near_words_are_suggested(
 def test_a_strategy_file_that_cannot_be_read_is_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert "gone.yaml: No such file" in fails(capsys, "explain", str(tmp_path / "gone.yaml"))
-    assert "directory" in fails(capsys, "explain", str(tmp_path))
-    assert "FILE" in fails(capsys, "explain")
-    assert "--loud" in fails(capsys, "explain", "--loud", str(tmp_path))
+    assert "gone.yaml: No such file" in refusal(capsys, "explain", str(tmp_path / "gone.yaml"))
+    assert "directory" in refusal(capsys, "explain", str(tmp_path))
+    assert "FILE" in refusal(capsys, "explain")
+    assert "--loud" in refusal(capsys, "explain", "--loud", str(tmp_path))
 
 
 @pytest.mark.parametrize("quiet", [False, True])
@@ -287,32 +339,7 @@ def test_explain_prints_the_strategys_text(quiet: bool, capsys: pytest.CaptureFi
     path = Path(__file__).parent.parent / "examples" / "strategies" / "dgc_merged.yaml"
     expected = "" if quiet else f"{tw.DistributedStrategy.load(path).explain()}\n"
     capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["explain", str(path), *(["--quiet"] if quiet else [])])
-    assert stop.value.code == 0
-    assert capsys.readouterr().out == expected
-
-
-def test_help_on_explain_has_an_example_that_works(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["explain", "--help"])
-    assert stop.value.code == 0
-    printed = capsys.readouterr().out
-    assert "thinwire explain examples/strategies/one_bit_local.yaml" in printed
-    assert "--quiet" in printed
-
-
-def test_a_broken_file_is_answered_before_torch_is_loaded(tmp_path: Path) -> None:
-    (tmp_path / "plan.yaml").write_text("dgc:\n", encoding="utf-8")
-    code = f"""
-import sys
-from thinwire import cli
-try:
-    cli.main(["explain", {str(tmp_path / "plan.yaml")!r}])
-except SystemExit as stop:
-    sys.exit(stop.code if "torch" not in sys.modules else 99)
-"""
-    assert ran_code(code).returncode == 2
+    assert answer(capsys, "explain", str(path), *["--quiet"] * quiet)[0] == expected
 
 
 @pytest.mark.parametrize("module", ["cyclopts", "torch"])

@@ -114,20 +114,6 @@ def test_readme_has_the_two_commands_that_set_all_up() -> None:
         assert [line for line in commands if re.match(rf"make {target}\b", line)], target
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/start.md", "docs/site/index.md"])
-def test_a_first_page_installs_before_it_uses(page: str) -> None:
-    readme, text = (ROOT / name for name in ("README.md", page))
-    [install] = re.findall(
-        r"^## Install\n.*?(?=^## )", readme.read_text(), re.DOTALL | re.MULTILINE
-    )
-    shown = text.read_text().replace("<!-- README: Install -->", install)
-    installs, uses = (
-        shown.find("pip install"),
-        re.search(r"^(thinwire |import thinwire|<!-- README)", shown, re.MULTILINE),
-    )
-    assert 0 < installs < (uses.start() if uses else len(shown))
-
-
 def test_every_note_on_a_method_has_a_sample() -> None:
     """DGC's is a program of docs/own_loop.md, which needs several ranks."""
     notes = [page for page in PAGES if page.parent.name == "notes" and page.stem != "dgc"]

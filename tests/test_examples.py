@@ -5,15 +5,13 @@ processes of the pool.
 """
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.integrations.packages import needs
 from tests.launched import run_script
-from tests.processes import running
+from tests.processes import ran, torchrun
 from tests.ranks import Pool
 
 ROOT = Path(__file__).parent.parent
@@ -31,21 +29,10 @@ EXAMPLES = sorted(
 )
 
 
-def torchrun(script: Path, cwd: Path) -> str:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-    ]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with running(command, cwd=cwd, **pipes) as process:
-        out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, out + err
-    return str(out)
+def output_of(script: Path, cwd: Path) -> str:
+    done = ran(torchrun(str(script)), cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
 
 
 def lines_of(path: Path) -> int:
@@ -69,7 +56,7 @@ def test_example_runs_and_is_short(ranks: Pool, path: Path, tmp_path: Path) -> N
 def test_example_with_another_package_runs_and_is_short(name: str, tmp_path: Path) -> None:
     path = ROOT / "examples" / name
     assert lines_of(path) < 140
-    assert torchrun(path, tmp_path).strip()
+    assert output_of(path, tmp_path)
 
 
 @pytest.mark.slow
@@ -81,4 +68,4 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     for number, block in enumerate(blocks):
         script = tmp_path / f"block_{number}.py"
         script.write_text(block, encoding="utf-8")
-        assert torchrun(script, tmp_path).strip()
+        assert output_of(script, tmp_path)

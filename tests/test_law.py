@@ -1,15 +1,11 @@
 """`benchmarks.law`: a law that is found again, and lines that are not made again."""
 
-import json
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 import pytest
 
-from benchmarks import law
 from benchmarks.gaps import (
     Cell,
     Gap,
@@ -63,23 +59,3 @@ def test_a_law_is_found_again_and_its_intervals_cover_other_runs() -> None:
         assert low < mid < high
         inside += low <= point.gap <= high
     assert inside > 180
-
-
-def test_a_line_is_made_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results = tmp_path / "law.jsonl"
-    words = ["law", "--size", "0.14M", "--workers", "2", "--interval", "2", "--steps", "3"]
-    words += ["--seeds", "5", "--lr", "0.01", "--batch", "1", "--results", str(results)]
-    monkeypatch.setattr(law, "HELD_OUT_SEQUENCES", 2)
-    monkeypatch.setattr(sys, "argv", words)
-    law.main()
-    lines = results.read_text()
-    assert [json.loads(line)["cell"]["interval"] for line in lines.splitlines()] == [0, 2]
-    law.main()
-    assert results.read_text() == lines
-    monkeypatch.setattr(sys, "argv", ["law", "fit"])
-    monkeypatch.setattr("benchmarks.gaps.RESULTS", results)
-    capsys.readouterr()
-    law.main()
-    assert "| 139,584 | muon | 2 | 1 | 1 | 2 (few) |" in capsys.readouterr().out

@@ -7,6 +7,7 @@ from torch import nn
 import thinwire as tw
 from benchmarks.lockstep import LocalRanks, Ranks
 from tests.ranks import Pool
+from tests.toys import bits, descend
 
 STEPS = 11
 CONFIGS = {
@@ -28,39 +29,30 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, tw.optim.Muon(tw.optim.muon_groups(model), lr=0.02, weight_decay=0.1)
 
 
-def trained(model: nn.Module, step: int, rank: int) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
     random = torch.Generator().manual_seed(100 * step + rank)
     inputs, targets = torch.randint(11, (2, 16), generator=random)
-    loss = nn.functional.cross_entropy(model(inputs), targets)
-    loss.backward()  # type: ignore[no-untyped-call]
+    descend(optimizer, nn.functional.cross_entropy(model(inputs), targets))
 
 
-def bits_of(model: nn.Module) -> list[bytes]:
-    return [p.detach().numpy().tobytes() for p in model.parameters()]
-
-
-def on_real_ranks(rank: int, size: int, name: str) -> tuple[list[bytes], float]:
+def on_real_ranks(rank: int, size: int, name: str) -> tuple[str, float]:
     model, optimizer = made()
     with tw.local_sgd(model, optimizer, CONFIGS[name]) as sync:
         for step in range(STEPS):
-            trained(model, step, rank)
-            optimizer.step()
-            optimizer.zero_grad()
-    return bits_of(model), sync.stats()["applied_share"]
+            train(model, optimizer, step, rank)
+    return bits(model.parameters()), sync.stats()["applied_share"]
 
 
-def in_one_process(_: int, __: int, name: str, size: int) -> list[tuple[list[bytes], float]]:
+def in_one_process(_: int, __: int, name: str, size: int) -> list[tuple[str, float]]:
     both = [made() for _ in range(size)]
     sync = LocalRanks([model for model, _ in both], CONFIGS[name])
     for step in range(STEPS):
         for rank, (model, optimizer) in enumerate(both):
-            trained(model, step, rank)
-            optimizer.step()
-            optimizer.zero_grad()
+            train(model, optimizer, step, rank)
         sync.step()
     sync.flush()
     return [
-        (bits_of(model), averaging.applied_share(sync.rounds))
+        (bits(model.parameters()), averaging.applied_share(sync.rounds))
         for (model, _), averaging in zip(both, sync.averagings, strict=True)
     ]
 
@@ -70,8 +62,8 @@ def in_one_process(_: int, __: int, name: str, size: int) -> list[tuple[list[byt
 def test_the_bits_of_real_ranks(ranks: Pool, name: str, size: int) -> None:
     real = ranks.run(on_real_ranks, name, size=size)
     (alone,) = ranks.run(in_one_process, name, size, size=0)
-    assert [bits for bits, _ in alone] == [bits for bits, _ in real]
-    assert alone[0][0] != bits_of(made()[0])
+    assert [digest for digest, _ in alone] == [digest for digest, _ in real]
+    assert alone[0][0] != bits(made()[0].parameters())
     for (_, ours), (_, theirs) in zip(alone, real, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
 

@@ -4,6 +4,7 @@ import math
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, NonCallableMock
 
 import pytest
 import torch
@@ -13,56 +14,6 @@ from tests.strategy.training import batch, make_engine
 from tests.test_stats import NAMES
 
 PAGE = Path(__file__).parent.parent / "docs" / "logging.md"
-
-
-class Scalars:
-    """As TensorBoard's writer."""
-
-    def __init__(self) -> None:
-        self.lines: list[tuple[str, float, int]] = []
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.lines.append((name, value, step))
-
-
-class Run:
-    """As a run of wandb."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[dict[str, float], int]] = []
-
-    def log(self, numbers: dict[str, float], *, step: int) -> None:
-        self.rows.append((numbers, step))
-
-
-class Metrics(Run):
-    """As the module mlflow, an experiment of Comet or a logger of Lightning."""
-
-    log: Any = None
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        assert step is not None
-        self.rows.append((metrics, step))
-
-
-class Tracked(Scalars):
-    """As a Run of Aim."""
-
-    def track(self, value: float, name: str | None = None, step: int | None = None) -> None:
-        assert name is not None and step is not None
-        self.lines.append((name, value, step))
-
-    add_scalar: Any = None
-
-
-class Client(Scalars):
-    """As a client of MLflow, which is told the run in every call."""
-
-    add_scalar: Any = None
-
-    def log_metric(self, run_id: str, key: str, value: float, *, step: int) -> None:
-        assert run_id == "a run"
-        self.lines.append((key, value, step))
 
 
 class Odd:
@@ -77,28 +28,31 @@ def test_every_kind_of_writer_gets_the_same_numbers() -> None:
     for step in range(3):
         engine.train_step(*batch(step, 0))
     expected = {f"thinwire/{name}": value for name, value in engine.stats().items()}
-    scalars, run, rows = Scalars(), Run(), []
-    assert tw.log_stats(engine, scalars) == expected
-    tw.log_stats(engine, run)
-    tw.log_stats(engine, lambda numbers, step: rows.append((numbers, step)))
-    assert scalars.lines == [(name, value, 3) for name, value in expected.items()]
-    assert run.rows == rows == [(expected, 3)]
-    metrics, tracked, client, bound = Metrics(), Tracked(), Client(), Client()
-    bound.run_id = "a run"  # type: ignore[attr-defined]
-    for writer in (metrics, tracked, (client, "a run"), bound):
+    # as TensorBoard's, a run of wandb, the module mlflow, a run of Aim, and a client of MLflow,
+    # which is told the run in every call
+    names = ("add_scalar", "log", "log_metrics", "track", "log_metric")
+    scalars, run, metrics, tracked, client = (Mock(spec=[name]) for name in names)
+    bound, function = Mock(spec=["log_metric", "run_id"], run_id="a run"), Mock(spec=["__call__"])
+    for writer in (scalars, run, metrics, tracked, (client, "a run"), bound, function):
         assert tw.log_stats(engine, writer) == expected
-    assert metrics.rows == run.rows
-    assert tracked.lines == client.lines == bound.lines == scalars.lines
+    function.assert_called_once_with(expected, 3)
+    for method in (run.log, metrics.log_metrics):
+        method.assert_called_once_with(expected, step=3)
+    for name, value in expected.items():
+        scalars.add_scalar.assert_any_call(name, value, 3)
+        tracked.track.assert_any_call(value, name=name, step=3)
+        for method in (client.log_metric, bound.log_metric):
+            method.assert_any_call("a run", name, value, step=3)
 
 
 def test_own_step_that_is_no_number_is_refused() -> None:
-    run = Run()
+    run = Mock(spec=["log"])
     assert tw.log_stats(Odd(), run, step=70) == {
         "thinwire/step": 3,
         "thinwire/ratio": math.inf,
         "thinwire/at": 0.5,
     }
-    assert [step for _, step in run.rows] == [70]
+    assert run.log.call_args.kwargs == {"step": 70}
 
 
 def test_object_neither_source_nor_writer_is_refused() -> None:
@@ -106,8 +60,8 @@ def test_object_neither_source_nor_writer_is_refused() -> None:
         tw.log_stats(torch.nn.Linear(1, 1), print)
     with pytest.raises(TypeError, match=r"writer must have add_scalar.* got a str"):
         tw.log_stats(Odd(), "runs/a")
-    with pytest.raises(TypeError, match=r"MLflow client and its run_id.* got a Client"):
-        tw.log_stats(Odd(), Client())
+    with pytest.raises(TypeError, match=r"MLflow client and its run_id.* got a NonCallableMock"):
+        tw.log_stats(Odd(), NonCallableMock(spec=["log_metric"]))
     with pytest.raises(ValueError, match="step must be"):
         tw.log_stats(Odd(), print, step=-1)
 

@@ -1,7 +1,6 @@
 """Each sample of an epoch goes to exactly one rank, whoever comes and goes."""
 
 import random
-import warnings
 from collections import Counter
 from itertools import chain, islice
 from typing import Any
@@ -13,8 +12,9 @@ from torch.utils.data import DataLoader
 
 import thinwire as tw
 from tests.members.places import meeting_place
-from tests.members.training import TIMEOUT_S
+from tests.members.training import in_run
 from tests.ranks import Pool
+from tests.toys import descend, warned
 
 
 def epochs(rank: int, size: int, length: int, shuffle: bool) -> list[list[int]]:
@@ -153,60 +153,40 @@ def test_a_hundred_histories_of_joins_and_losses() -> None:
         history(seed)
 
 
-def member(rank: int, size: int, address: str) -> list[int]:
-    with tw.join(address, run="test", timeout=TIMEOUT_S, min_members=3) as members:
-        model = torch.nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        sampler = tw.ShardedSampler(range(90), seed=5, members=members)
-        seen: list[int] = []
-        with tw.local_sgd(model, optimizer, tw.LocalSGD(3, 0), members=members) as sync:
-            data: Any = range(90)
-            for batch in DataLoader(data, batch_size=2, sampler=sampler):
-                seen += batch.tolist()
-                optimizer.zero_grad()
-                model(batch[:, None].expand(-1, 4).float() / 90).square().mean().backward()
-                if members.rank == 2 and sync.step == 6:
-                    members.leave()
-                optimizer.step()
-                if sync.left or sync.step == 15:
-                    break
-        return seen
+def member(rank: int, size: int, address: str, sharing: bool) -> tuple[list[int], list[str]]:
+    """Samples and warnings; where the sampler was not given the members it takes all samples, as
+    all others do."""
+    model, seen = torch.nn.Linear(4, 1), []
+    run = in_run(address, model, tw.LocalSGD(3, 0), min_members=3)
+    with warned() as texts, run as (members, sync, optimizer):
+        own = {"members": members} if sharing else {}
+        seed = 5 + (not sharing and members.rank == 2)
+        sampler = tw.ShardedSampler(range(90), seed=seed, **own)
+        data: Any = range(90)
+        for batch in DataLoader(data, batch_size=2, sampler=sampler):
+            seen += batch.tolist()
+            if sharing and members.rank == 2 and sync.step == 6:
+                members.leave()
+            inputs = batch[:, None].expand(-1, 4).float() / 90
+            descend(optimizer, model(inputs).square().mean())
+            if sync.left or sync.step == (15 if sharing else 9):
+                break
+    return seen, texts
 
 
 def test_members_share_samples_left_by_a_leaving_member(ranks: Pool) -> None:
     with meeting_place(None) as address:
-        found = ranks.run(member, address, size=3, group=False)
+        found = [seen for seen, _ in ranks.run(member, address, True, size=3, group=False)]
     seen = Counter(chain(*found))
     assert max(seen.values()) == 1, "no sample twice"
     # three members until the averaging of step 9, two of them until step 15
     assert sorted(map(len, found)) == [18, 30, 30]
 
 
-def overlapping(rank: int, size: int, address: str) -> list[str]:
-    """A member whose sampler was not given the members takes all samples, as all others do."""
-    with tw.join(address, run="test", timeout=TIMEOUT_S, min_members=3) as members:
-        model = torch.nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        sampler = tw.ShardedSampler(range(90), seed=5 + (members.rank == 2))
-        with (
-            warnings.catch_warnings(record=True) as warned,
-            tw.local_sgd(model, optimizer, tw.LocalSGD(3, 0), members=members) as sync,
-        ):
-            warnings.simplefilter("always")
-            data: Any = range(90)
-            for batch in DataLoader(data, batch_size=2, sampler=sampler):
-                optimizer.zero_grad()
-                model(batch[:, None].expand(-1, 4).float() / 90).square().mean().backward()
-                optimizer.step()
-                if sync.step == 9:
-                    break
-        return [str(each.message) for each in warned]
-
-
 def test_members_that_share_batches_are_noticed(ranks: Pool) -> None:
     with meeting_place(None) as address:
-        for warned in ranks.run(overlapping, address, size=3, group=False):
-            (message,) = warned
+        for _, texts in ranks.run(member, address, False, size=3, group=False):
+            (message,) = texts
             assert "changes of ranks 0 and 1 are equal" in message
             assert "same batches" in message and "ShardedSampler" in message
 

@@ -4,7 +4,6 @@ what matters."""
 import logging
 import math
 import time
-import warnings
 from collections.abc import Callable
 from numbers import Real
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import thinwire as tw
 from tests.laws.frontends import AttachedStep, Case, LocalBlock, OwnStep, WithEngine
 from tests.ranks import Pool, say, wait_for_word
 from tests.strategy.training import FIELDS, batch, make_engine
+from tests.toys import engine_of, warned
 
 NAMES = {
     "step",
@@ -42,7 +42,6 @@ NAMES = {
     "lost_joining",
     "lost_saving",
 }
-cross_entropy = nn.functional.cross_entropy
 
 
 def require_flat(stats: dict[str, Any]) -> None:
@@ -141,10 +140,8 @@ def adapted(way: str, **options: Any) -> Trained:
     fields: dict[str, Any] = {"localsgd": tw.LocalSGD(2)} if way == "dgc, localsgd" else {}
     fields |= {"low_rank": tw.LowRank(**options)} if way == "low_rank" else {}
     fields |= {"dgc": tw.DGC(**options)} if way.startswith("dgc") else {}
-    sgd = torch.optim.SGD(params, lr=1e-3)
-    engine = tw.DistributedStrategy(**fields).prepare(
-        model, sgd if way == "dgc of SGD" else adam, lambda out, _: out.square().mean()
-    )
+    optimizer = None if way == "dgc of SGD" else adam
+    engine = engine_of(model, lambda out, _: out.square().mean(), optimizer=optimizer, **fields)
     return Trained(engine.stats, lambda: engine.train_step(x, x), engine.close)
 
 
@@ -170,10 +167,9 @@ def test_where_no_smaller_tensor_helps_the_reason_is_reported() -> None:
 
 
 def words(rank: int, size: int) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as texts:
         adapted("dgc").close()
-    return [str(warning.message) for warning in caught]
+    return texts
 
 
 def test_one_rank_tells_it(ranks: Pool) -> None:

@@ -119,6 +119,8 @@ def test_leftovers_of_interrupted_saves_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".step_0000000009.tmp-0123abcd").mkdir()
     (tmp_path / ".step_0000000009.tmp-0123abcd" / "rank_00000.json").touch()
     (tmp_path / ".rank_00003.token-0123abcd").touch()
-    (tmp_path / ".hidden").touch()
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".step_0000000008.tmp-0123abcd").symlink_to(tmp_path / ".hidden")
+    (tmp_path / ".step_0000000007.tmp-0123abcd").symlink_to(tmp_path / "nowhere")
     save(tmp_path, {}, step=1, group=Group(), facts={})
     assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", "step_0000000001"]

@@ -17,7 +17,7 @@ import thinwire as tw
 from tests.checkpoint.states import flip, same
 from tests.ranks import Pool
 from tests.strategy.training import make_engine, train
-from thinwire import cli
+from tests.toys import answer, engine_of, refusal
 from thinwire.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -53,8 +53,7 @@ class WithMore(nn.Linear):
 
 
 def saved(root: Path, model: nn.Module, steps: int = 1) -> Any:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = tw.DistributedStrategy().prepare(model, optimizer, nn.functional.cross_entropy)
+    engine = engine_of(model, nn.functional.cross_entropy)
     for step in range(steps):
         engine.train_step(torch.arange(12).roll(step), torch.arange(12))
         engine.save(root, keep=None)
@@ -166,23 +165,15 @@ def test_file_not_saved_by_an_engine_is_refused(tmp_path: Path) -> None:
         tw.checkpoint.export(tmp_path, tmp_path / "model.safetensors")
 
 
-def command(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["export", *map(str, arguments)])
-    assert isinstance(stop.value.code, int)
-    return stop.value.code
-
-
 def test_command_names_the_device_and_its_particulars(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved(tmp_path / "run", Tied(), steps=2)
-    assert command(tmp_path / "run", tmp_path / "model.safetensors") == 0
-    first, second = capsys.readouterr().out.splitlines()
+    words = ("export", str(tmp_path / "run"), str(tmp_path / "model.safetensors"))
+    first, second = answer(capsys, *words)[0].splitlines()
     assert "step_0000000002 (step 2, saved by 1 rank): 7 tensors" in first
     assert second == "tied, written under both names: head.weight is embed.weight"
-    assert command(tmp_path / "run", tmp_path / "model.safetensors", "--force", "--quiet") == 0
-    assert capsys.readouterr() == ("", "")
+    assert answer(capsys, *words, "--force", "--quiet") == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -210,10 +201,7 @@ def test_bad_input_is_one_line(
     flip(tmp_path / "damaged" / "step_0000000001" / "rank_00000.json")
     (tmp_path / "empty").mkdir()
     (tmp_path / "there.safetensors").touch()
-    assert command(*arguments) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert told.lower() in err.lower()
+    assert told.lower() in refusal(capsys, "export", *arguments).lower()
     assert not (tmp_path / "a.safetensors").exists()
 
 

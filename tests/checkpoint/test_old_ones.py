@@ -37,18 +37,6 @@ def test_link_to_a_checkpoint_in_another_folder_goes_as_a_link(tmp_path: Path) -
     assert (archive / "manifest.json").exists(), "what a link leads to is not ours to delete"
 
 
-def test_link_between_leftovers_is_removed(tmp_path: Path) -> None:
-    target = tmp_path / "elsewhere"
-    target.mkdir()
-    root = tmp_path / "run"
-    root.mkdir()
-    (root / ".step_0000000009.tmp-0123abcd").symlink_to(target)
-    (root / ".step_0000000008.tmp-0123abcd").symlink_to(tmp_path / "nowhere")
-    saved(root, 1)
-    assert names(root) == ["step_0000000001"]
-    assert target.exists()
-
-
 def test_a_leftover_that_cannot_be_removed_does_not_keep_one_from_saving(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

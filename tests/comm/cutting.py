@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.launched import free_port
+from tests.processes import running
 
 __all__ = ["Ended", "Trainees", "trainees"]
 
@@ -89,29 +90,17 @@ def trainees(
 ) -> Iterator[Trainees]:
     """Ranks that train, rank 0 with the store; all are killed in the end."""
     port = free_port()
-    processes = []
-    try:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment |= {"GLOO_SOCKET_IFNAME": "eth0"} if namespaces else {}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with contextlib.ExitStack() as ends:
+        processes = []
         for rank in range(size):
-            fd = namespaces[rank] if namespaces else -1
-            command = [
-                sys.executable,
-                str(_ENTER),
-                str(fd),
-                str(os.getpid()),
-                sys.executable,
-                str(_SCRIPT),
-            ]
-            processes.append(
-                subprocess.Popen(
-                    [*command, kind, str(rank), str(size), address, str(port), str(timeout_s)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    pass_fds=namespaces,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"}
-                    | ({"GLOO_SOCKET_IFNAME": "eth0"} if namespaces else {}),
-                )
-            )
+            there = [_ENTER, namespaces[rank] if namespaces else -1, os.getpid(), sys.executable]
+            words = [*there, _SCRIPT, kind, rank, size, address, port, timeout_s]
+            command = [sys.executable, *map(str, words)]
+            started = running(command, pass_fds=namespaces, env=environment, **pipes)
+            processes.append(ends.enter_context(started))
         for process in processes:
             assert process.stdout is not None
             # before it, gloo of torch 2.10 says there who is connected
@@ -120,14 +109,3 @@ def trainees(
                 line = process.stdout.readline()
             assert b"trains" in line, (line, process.poll())
         yield Trainees(processes)
-    finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGCONT)
-            process.kill()
-        for process in processes:
-            process.wait(10)
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.close()
-            process.stdout.close()

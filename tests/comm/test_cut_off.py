@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from tests.api import Link, inside, network
+from tests.api import Link, network
 from tests.comm.cutting import Ended, trainees
+from tests.faults.lines import blackhole, state
 from tests.lab.namespaces import needs_netns
 
 TIMEOUT_S = 5.0
@@ -34,18 +35,6 @@ def test_the_host_of_the_store_is_stopped(kind: str) -> None:
     assert all("The store of the process group does not answer either" in text for text in texts)
 
 
-@pytest.mark.fault("SIGSTOP for longer than the time-out")
-@pytest.mark.slow  # a time-out that a loaded machine keeps
-def test_another_rank_is_stopped() -> None:
-    with trainees("votes", 3, TIMEOUT_S) as job:
-        time.sleep(random.random())
-        texts = check(job.ended([0, 2], lambda: job.stop(1), 40))
-    assert all(
-        "rank 1 did not take part within 5 s: rank 1 has sent no heartbeat for" in text
-        for text in texts
-    )
-
-
 @pytest.mark.fault
 @pytest.mark.slow  # a time-out that a loaded machine keeps
 @pytest.mark.parametrize(("victim", "moment_s"), [(0, 0.5), (0, 7.0), (1, 7.0)])
@@ -61,33 +50,12 @@ def test_a_busy_rank_is_stopped(
     assert victim == 0 or all("rank 1 has sent no heartbeat for" in text for text in texts)
 
 
-def put(namespace: int, state: str) -> None:
-    """Take the interface inside a namespace up or down."""
-    from pyroute2 import IPRoute
-
-    def act() -> None:
-        with IPRoute() as ip:
-            ip.link("set", index=ip.link_lookup(ifname="eth0")[0], state=state)
-
-    inside(namespace, act)
-
-
-def drop(namespace: int, addresses: Sequence[str]) -> None:
-    """Drop, without a word, what goes from a namespace to the given addresses."""
-    from pyroute2 import IPRoute
-
-    def act() -> None:
-        with IPRoute() as ip:
-            for address in addresses:
-                ip.route("add", dst=f"{address}/32", type="blackhole")
-
-    inside(namespace, act)
-
-
 @pytest.mark.fault("a line is cut for good")
 @pytest.mark.slow  # a time-out that a loaded machine keeps
 @needs_netns
-@pytest.mark.parametrize(("cut", "victim"), [(lambda there, _: put(there, "down"), 0), (drop, 1)])
+@pytest.mark.parametrize(
+    ("cut", "victim"), [(lambda there, _: state(there, "down"), 0), (blackhole, 1)]
+)
 def test_the_network_of_a_rank_is_cut(
     cut: Callable[[int, Sequence[str]], None], victim: int
 ) -> None:
@@ -114,9 +82,9 @@ def test_a_new_process_group_trains_on_in_the_same_processes_once_the_network_is
     with network(3, Link.parse("100mbit")) as net:
         there = net.namespace_fds
         with trainees("again", 3, TIMEOUT_S, address=net.addresses[0], namespaces=there) as job:
-            put(there[victim], "down")
+            state(there[victim], "down")
             assert [job.hear(rank) for rank in range(3)] == [{"type": "PeerStalled"}] * 3
-            put(there[victim], "up")
+            state(there[victim], "up")
             for rank in range(3):
                 job.tell(rank)
             told = [job.hear(rank) for rank in range(3)]

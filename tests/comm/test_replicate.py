@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.api import Group, make_equal_, waiting
 from tests.ranks import Pool
+from tests.toys import arriving
 from tests.waiting import time_out
 
 
@@ -48,18 +49,14 @@ def test_only_differing_tensors_travel(ranks: Pool) -> None:
 
 
 def flipped(rank: int, size: int) -> bool:
-    held, group, real = tensors(rank), Group(), Group.broadcast_
+    held, group = tensors(rank), Group()
 
-    def damaging(self: Group, buffer: Tensor, *, action: str, source: int) -> object:
-        pending = real(self, buffer, action=action, source=source)
-        if rank == 1:
-            pending.wait()
-            buffer[buffer.numel() // 2] ^= 4
-            return type(pending)(lambda: buffer)
-        return pending
+    def hurt(buffer: Tensor, _: str) -> Tensor:
+        buffer[buffer.numel() // 2] ^= 4 * (rank == 1)
+        return buffer
 
     try:
-        with patch.object(Group, "broadcast_", damaging):
+        with arriving(Group, "broadcast_", hurt):
             make_equal_(held, group, action="copying")
     finally:
         assert all(torch.equal(value, tensors(rank)[name]) for name, value in held.items())

@@ -1,28 +1,27 @@
 """A job that torchrun may restart is told what the restart needs."""
 
-import warnings
+import os
+from unittest.mock import patch
 
 import pytest
 
 from tests.api import Group, warn_of_restarts
 from tests.ranks import Pool
+from tests.toys import warned
 
 MAY_FAIL = {"RANK": "0", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
-def warned(rank: int, size: int, environment: dict[str, str]) -> list[str]:
+def texts_of(rank: int, size: int, environment: dict[str, str]) -> list[str]:
     warn_of_restarts.cache_clear()
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for name, value in environment.items():
-            patch.setenv(name, value)
+    with patch.dict(os.environ, environment), warned() as texts:
         Group()
         Group()
-    return [str(warning.message) for warning in caught]
+    return texts
 
 
 def test_a_restart_that_is_likely_to_fail_is_warned_of_once(ranks: Pool) -> None:
-    told, _ = ranks.run(warned, MAY_FAIL)
+    told, _ = ranks.run(texts_of, MAY_FAIL)
     assert len(told) == 1
     assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun" in told[0]
 
@@ -34,4 +33,4 @@ def test_a_restart_that_is_likely_to_fail_is_warned_of_once(ranks: Pool) -> None
 def test_nothing_is_reported_where_there_is_nothing_to_do(
     ranks: Pool, other: dict[str, str]
 ) -> None:
-    assert ranks.run(warned, {**MAY_FAIL, **other}) == [[], []]
+    assert ranks.run(texts_of, {**MAY_FAIL, **other}) == [[], []]

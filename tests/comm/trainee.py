@@ -10,12 +10,14 @@ import os
 import sys
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import thinwire as tw
 from tests.api import Group
+from tests.toys import engine_of
 
 
 def votes(rank: int) -> None:
@@ -28,7 +30,7 @@ def votes(rank: int) -> None:
 
 def engine(rank: int) -> None:
     """A strategy with all that it exchanges."""
-    prepared = made(normed())
+    prepared = engine_of(normed(), **UNDER_DGC)
     x = torch.randn(8, 64)
     for step in range(10**9):
         prepared.train_step(x, x)
@@ -43,17 +45,13 @@ def normed() -> torch.nn.Module:
     )
 
 
-def made(model: torch.nn.Module) -> tw.Engine:
-    """An engine under DGC."""
-    strategy = tw.DistributedStrategy(dgc=tw.DGC())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    return strategy.prepare(model, optimizer, torch.nn.functional.mse_loss)
+UNDER_DGC: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "dgc": tw.DGC()}
 
 
 def again(rank: int) -> None:
     """What goes on with the same model over a new process group, once the first one failed."""
     model = normed()
-    first = made(model)
+    first = engine_of(model, **UNDER_DGC)
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank))
     try:
         for step in range(10**9):
@@ -65,7 +63,7 @@ def again(rank: int) -> None:
     dist.destroy_process_group()
     sys.stdin.readline()
     meet(port_after=1)
-    second = made(model)
+    second = engine_of(model, **UNDER_DGC)
     for _ in range(6):
         second.train_step(x, x)
     values = [float(p.double().sum()) for p in model.parameters()]
@@ -75,9 +73,7 @@ def again(rank: int) -> None:
 def busy(rank: int) -> None:
     """Rank 0, or `BUSY_RANK`, evaluates for long after some steps, and says so."""
     torch.manual_seed(0)
-    model, x = torch.nn.Linear(64, 64), torch.randn(8, 64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    prepared = tw.DistributedStrategy().prepare(model, optimizer, torch.nn.functional.mse_loss)
+    prepared, x = engine_of(torch.nn.Linear(64, 64), lr=0.01), torch.randn(8, 64)
     for step in range(10**9):
         prepared.train_step(x, x)
         yield_line(step)

@@ -1,6 +1,5 @@
 """PowerSGD: laws over real ranks, against loops in float64."""
 
-import hashlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import thinwire as tw
+from tests import toys
 from tests.api import Group, LowRank, Overlap
 from tests.precision import products_in
 from tests.ranks import Pool
 from tests.reference.low_rank import LowRankOracle
 from tests.sync.means import GradientMean
+from tests.toys import bits
 
 SHAPES = {"wide": (5, 17), "cube": (6, 3, 5), "vector": (40,), "tall": (31, 4), "square": (3, 3)}
 """What travels as factors of rank 1 and 2, and densely: a vector, and for rank 3 a side of 3."""
@@ -128,11 +129,9 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def engine_of(model: nn.Module, **settings: Any) -> Any:
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.02, momentum=0.9)
     low_rank = tw.LowRank(**{"rank": 2, "begin_step": 3, "min_numel": 64, **settings})
-    return tw.DistributedStrategy(low_rank=low_rank).prepare(
-        model, optimizer, nn.functional.cross_entropy
-    )
+    loss_fn = nn.functional.cross_entropy
+    return toys.engine_of(model, loss_fn, lr=0.02, momentum=0.9, low_rank=low_rank)
 
 
 def in_ten_buckets(engine: Any) -> None:
@@ -143,11 +142,6 @@ def in_ten_buckets(engine: Any) -> None:
     assert len(parts.gradients.buckets) >= 10
 
 
-def digest(model: nn.Module) -> str:
-    raw = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-    return hashlib.sha256(raw).hexdigest()
-
-
 def long_training(rank: int, size: int, steps: int, buckets: int) -> tuple[float, float, str]:
     torch.set_num_threads(1 + rank % 2)  # the bits may not depend on it
     engine = engine_of(model_of())
@@ -155,7 +149,7 @@ def long_training(rank: int, size: int, steps: int, buckets: int) -> tuple[float
         in_ten_buckets(engine)
     losses = [float(engine.train_step(*batch(rank, step))) for step in range(steps)]
     engine.close()
-    return sum(losses[:10]) / 10, sum(losses[-10:]) / 10, digest(engine.model)
+    return sum(losses[:10]) / 10, sum(losses[-10:]) / 10, bits(engine.model.parameters())
 
 
 @pytest.mark.slow
@@ -203,10 +197,7 @@ def local_training(
     rank: int, size: int, config: tw.LocalSGD, stop: int, folder: str, resume: bool
 ) -> list[Any]:
     model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    engine = tw.DistributedStrategy(localsgd=config).prepare(
-        model, optimizer, nn.functional.cross_entropy
-    )
+    engine = toys.engine_of(model, nn.functional.cross_entropy, lr=0.05, localsgd=config)
     if resume:
         engine.load(folder)
     losses = []
@@ -217,7 +208,7 @@ def local_training(
     sent = engine.stats()["bytes_sent"]
     engine.flush()
     engine.close()
-    return [losses, digest(model), sent]
+    return [losses, bits(model.parameters()), sent]
 
 
 LOCAL = {
@@ -259,9 +250,8 @@ def test_nothing_is_lost_where_products_have_fewer_bits(precision: str) -> None:
     """Gradients are what was applied and what is kept; only processors with instructions for fewer
     bits lose some otherwise."""
     model = Weighted()
-    strategy = tw.DistributedStrategy(low_rank=LowRank(64, begin_step=0, min_numel=1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine = strategy.prepare(model, optimizer, lambda out, _: out)
+    low_rank = LowRank(64, begin_step=0, min_numel=1)
+    engine = toys.engine_of(model, lambda out, _: out, lr=1.0, low_rank=low_rank)
     whole = torch.zeros(192, 192, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     with products_in(precision):
@@ -272,20 +262,6 @@ def test_nothing_is_lost_where_products_have_fewer_bits(precision: str) -> None:
     kept = engine.state_dict()["exchange"]["residuals"]["weight"].double()
     lost = whole - (kept - model.weight.detach().double())
     assert float(lost.norm() / whole.norm()) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "text"),
-    [
-        ({"rank": 0}, ValueError, "rank must be an integer >= 1, got 0"),
-        ({"rank": 1.5}, TypeError, "rank must be an integer, got 1.5"),
-        ({"begin_step": -1}, ValueError, "begin_step"),
-        ({"min_numel": 0}, ValueError, "min_numel"),
-    ],
-)
-def test_wrong_arguments(settings: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        tw.LowRank(**settings)
 
 
 def warned_with(rank: int, size: int, fields: dict[str, Any]) -> list[tuple[str, list[str]]]:

@@ -1,5 +1,6 @@
 """Network namespaces as the machines of a job: commands run in each, and what rank 0 finds."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ from typing import Any
 
 from tests.api import enter
 from tests.api import netns_Network as Network
-from tests.processes import kill_all
+from tests.processes import running
 
 __all__ = ["doctors", "in_hosts", "shell", "worst"]
 
@@ -26,27 +27,16 @@ def in_hosts(
     base = {key: value for key, value in os.environ.items() if key not in CLEARED}
     base["PATH"] = f"{Path(sys.executable).parent}:{base['PATH']}"
     base["OMP_NUM_THREADS"] = "1"
-    started = [
-        subprocess.Popen(
-            [sys.executable, enter.__file__, str(fd), str(os.getpid()), "bash", "-c", command],
-            pass_fds=[fd],
-            env={**base, **own},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for fd, command, own in zip(net.namespace_fds, commands, environments, strict=True)
-    ]
-    done = []
-    try:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    with contextlib.ExitStack() as ends:
+        started, done = [], []
+        for fd, command, own in zip(net.namespace_fds, commands, environments, strict=True):
+            there = [sys.executable, enter.__file__, str(fd), str(os.getpid())]
+            words, place = [*there, "bash", "-c", command], {**base, **own}
+            started.append(ends.enter_context(running(words, pass_fds=[fd], env=place, **pipes)))
         for process, command in zip(started, commands, strict=True):
             out, err = process.communicate(timeout=limit_s)
             done.append(subprocess.CompletedProcess(command, process.returncode, out, err))
-    finally:
-        for process in started:
-            kill_all(process)
-            process.wait()
     return done
 
 

@@ -98,48 +98,40 @@ def test_path_of_a_machine_with_unseen_interfaces() -> None:
     assert "ip link set dev INTERFACE mtu 1280" in finding.advice
 
 
-@pytest.mark.parametrize(("ahead_s", "way"), [(2.5, "ahead of"), (-70.0, "behind")])
-def test_clocks_that_differ_are_a_note(ahead_s: float, way: str) -> None:
-    (finding,) = bad(reports_of(rank_of(0), replace(rank_of(1), skew=(ahead_s, 0.02))))
-    assert (finding.level, finding.check) == ("note", "clocks")
-    assert f"the clock of rank 1 is {abs(ahead_s):.1f} s {way} rank 0's" in finding.found
+def other_version(name: str, value: str) -> Seen:
+    return rank_of(1, versions={**made_up().versions, name: value})
+
+
+@pytest.mark.parametrize(
+    ("other", "level", "check", "fact"),
+    [
+        (replace(rank_of(1), skew=(2.5, 0.02)), "note", "clocks", "2.5 s ahead of rank 0's"),
+        (replace(rank_of(1), skew=(-70.0, 0.02)), "note", "clocks", "70.0 s behind rank 0's"),
+        (other_version("torch", "2.13.0+cu128"), "note", "versions", "2.13.0+cu128 on rank 1"),
+        (other_version("torch", "2.12.0+cpu"), "note", "versions", "and 2.12.0+cpu on rank 1"),
+        (other_version("thinwire", "0.9"), "note", "versions", "and 0.9 on rank 1"),
+        (other_version("wire", "2"), "wrong", "versions", "and 2 on rank 1"),
+        (other_version("python", "3.12.1"), "note", "versions", "and 3.12.1 on rank 1"),
+        (rank_of(1, environment={"GLOO_SOCKET_IFNAME": "x"}), "note", "environment", "x on rank 1"),
+        (
+            rank_of(1, environment={"GLOO_DEVICE_TRANSPORT": "x"}),
+            *("wrong", "environment", "is not set on rank 0 and x on rank 1"),
+        ),
+        (
+            replace(rank_of(1), machine=made_up("10.0.0.1", namespace="another")),
+            *("wrong", "addresses", "rank 0 and rank 1 are on different machines"),
+        ),
+        (replace(rank_of(1), gloo="Connection refused"), "wrong", "gloo group", "rank 1: Conn"),
+    ],
+)
+def test_difference_between_ranks_is_named(other: Seen, level: str, check: str, fact: str) -> None:
+    (finding,) = bad(reports_of(rank_of(0), other))
+    assert (finding.level, finding.check) == (level, check)
+    assert fact in finding.found
 
 
 def test_skew_within_the_measurement_error_is_none() -> None:
     assert bad(reports_of(rank_of(0), replace(rank_of(1), skew=(1.5, 0.7)))) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "level"),
-    [
-        ("torch", "2.13.0+cu128", "note"),
-        ("torch", "2.12.0+cpu", "note"),
-        ("thinwire", "0.9", "note"),
-        ("wire", "2", "wrong"),
-        ("python", "3.12.1", "note"),
-    ],
-)
-def test_versions_that_differ(name: str, value: str, level: str) -> None:
-    versions = {**made_up().versions, name: value}
-    (finding,) = bad(reports_of(rank_of(0), rank_of(1, versions=versions)))
-    assert (finding.level, finding.check) == (level, "versions")
-    assert f"and {value} on rank 1" in finding.found
-
-
-@pytest.mark.parametrize(
-    ("name", "level"), [("GLOO_SOCKET_IFNAME", "note"), ("GLOO_DEVICE_TRANSPORT", "wrong")]
-)
-def test_environments_that_differ(name: str, level: str) -> None:
-    (finding,) = bad(reports_of(rank_of(0), rank_of(1, environment={name: "x"})))
-    assert (finding.level, finding.check) == (level, "environment")
-    assert finding.found == f"{name} is not set on rank 0 and x on rank 1"
-
-
-def test_machines_with_the_same_address() -> None:
-    twin = replace(rank_of(1), machine=made_up("10.0.0.1", namespace="another"))
-    (finding,) = bad(reports_of(rank_of(0), twin))
-    assert (finding.level, finding.check) == ("wrong", "addresses")
-    assert "rank 0 and rank 1 are on different machines" in finding.found
 
 
 def test_loopback_is_wrong_on_two_machines_and_right_on_one() -> None:
@@ -172,9 +164,3 @@ def test_ranks_are_named_in_short() -> None:
         "ranks 0, 1",
         "ranks 0, 2, 4-7",
     ]
-
-
-def test_a_group_that_does_not_come_about() -> None:
-    failed = replace(rank_of(1), gloo="Connection refused")
-    (finding,) = bad(reports_of(rank_of(0), failed))
-    assert (finding.level, finding.found) == ("wrong", "rank 1: Connection refused")

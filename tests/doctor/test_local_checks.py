@@ -21,6 +21,7 @@ from tests.api import (
 )
 from tests.doctor.machines import LOOPBACK, made_up
 
+DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
 DOCKER = Interface("docker0", 1500, True, ("172.17.0.1",))
 
 
@@ -68,20 +69,10 @@ def test_an_interface_that_is_not_there_names_the_closest() -> None:
         ("ports", {"ports_used": 28000}, "232 free", "ip_local_port_range"),
         ("open files", {"open_files": 256}, "256 files", "ulimit -n 1024"),
         ("threads", {"environment": {"OMP_NUM_THREADS": "4"}}, "more threads", "THREADS=2"),
-        (
-            "threads",
-            {"environment": {"OMP_NUM_THREADS": "1"}, "cores": 16},
-            "idle",
-            "OMP_NUM_THREADS=16",
-        ),
+        ("threads", {"environment": {"OMP_NUM_THREADS": "1"}, "cores": 16}, "idle", "THREADS=16"),
         ("clock", {"clock_kept": False}, "no time service", "chrony"),
         ("gloo", {"environment": {"TP_SOCKET_IFNAME": "eth0"}}, "torch's RPC", "GLOO_SOCKET"),
-        (
-            "environment",
-            {"environment": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}},
-            "DETAIL",
-            "unset it",
-        ),
+        ("environment", {"environment": DEBUG}, "DETAIL", "unset it"),
     ],
 )
 def test_surprising_setup_is_a_note(
@@ -170,18 +161,10 @@ def test_one_that_is_on_another_machine_may_not_be_there_yet() -> None:
     assert has_remote_ranks("", ()) is None
 
 
-def test_the_text_wraps_and_the_data_has_everything() -> None:
+def test_text_has_the_errors_and_data_has_everything() -> None:
     found = [ok("one", "fine"), note("two", "x " * 80, "do this"), wrong("three", "bad", "mend")]
-    text = as_text(found, quiet=False)
-    assert max(map(len, text.splitlines())) <= 100
-    assert text.startswith("ok     one          fine\n")
-    assert as_text(found, quiet=True) == f"wrong  three        bad\n{' ' * 20}-> mend"
+    assert as_text(found, quiet=True).split() == ["wrong", "three", "bad", "->", "mend"]
     told = document("title", found, 1.234)
     assert (told["title"], told["status"], told["seconds"]) == ("title", 1, 1.23)
-    assert told["findings"][2] == {
-        "level": "wrong",
-        "check": "three",
-        "found": "bad",
-        "advice": "mend",
-    }
+    assert list(told["findings"][2].values()) == ["wrong", "three", "bad", "mend"]
     assert document("title", found[:2], 0)["status"] == 0

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -150,22 +149,3 @@ def injected(fault: Fault, trainer: Trainer, rank: int) -> Iterator[list[str]]:
         trainer.step = step  # type: ignore[method-assign]
         for handle in handles:
             handle.remove()
-
-
-def received(change: Callable[[Tensor], Tensor], *, what: Sequence[str]) -> None:
-    """From here on, in this process, let every exchange whose name begins so arrive changed."""
-    launched = Group._launched
-
-    def launch(
-        self: Group, launches: Any, result: Any, named: str, *args: Any, **kwargs: Any
-    ) -> Any:
-        if named.startswith(tuple(what)):
-            return launched(self, launches, lambda: change(result()), named, *args, **kwargs)
-        return launched(self, launches, result, named, *args, **kwargs)
-
-    Group._launched = launch  # type: ignore[method-assign]
-
-
-def one_thread() -> None:
-    """As the pool has it."""
-    torch.set_num_threads(1)

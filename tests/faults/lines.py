@@ -10,16 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
-import thinwire as tw
-from tests.api import Link, enter_network, inside, network
+from tests.api import Link, inside, network
 from tests.api import netns_Network as Network
 from tests.faults.training import Seen, Trainer, digest, make
+from tests.lab.namespaces import entered
 from tests.launched import free_port
 from tests.ranks import Pool
+from tests.toys import engine_of
 from tests.waiting import time_out, until
 
 __all__ = [
@@ -102,26 +104,15 @@ def _inside(
 ) -> Any:
     dist.barrier()  # else the other may still be connecting
     dist.destroy_process_group()
-    home = os.open("/proc/self/ns/net", os.O_RDONLY)
-    there = os.open(paths[rank], os.O_RDONLY)
-    try:
-        enter_network(there)
-        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-        dist.init_process_group(
-            "gloo",
-            init_method=method,
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=60),
-        )
-        return function(rank, size, *args)
-    finally:
-        with contextlib.suppress(Exception):  # a broken group cannot always be left in good order
-            dist.destroy_process_group()
-        os.environ.pop("GLOO_SOCKET_IFNAME", None)
-        enter_network(home)
-        os.close(home)
-        os.close(there)
+    place = {"init_method": method, "rank": rank, "world_size": size}
+    with entered(paths[rank]), patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "eth0"}):
+        try:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=60), **place)
+            return function(rank, size, *args)
+        finally:
+            # a broken group cannot always be left in good order
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
 
 
 def trained(
@@ -160,10 +151,7 @@ def wide(
     """Per step of a large model the bytes given to exchanges, those that left, and seconds."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(1024, 512), torch.nn.Linear(512, 1024))
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.01, momentum=0.9)
-    engine = tw.DistributedStrategy(**fields).prepare(
-        model, optimizer, torch.nn.functional.mse_loss, timeout=60.0
-    )
+    engine = engine_of(model, lr=0.01, momentum=0.9, told={"timeout": 60.0}, **fields)
     rows = []
     data = torch.Generator().manual_seed(rank)
     for number in range(last):
@@ -173,13 +161,8 @@ def wide(
             _wait_for_the_act(folder)
         before = engine.stats()["bytes_sent"], traffic(), time.monotonic()
         engine.train_step(x, x)
-        rows.append(
-            (
-                engine.stats()["bytes_sent"] - before[0],
-                traffic() - before[1],
-                time.monotonic() - before[2],
-            )
-        )
+        after = engine.stats()["bytes_sent"], traffic(), time.monotonic()
+        rows.append(tuple(now - then for now, then in zip(after, before, strict=True)))
     return rows
 
 

@@ -5,13 +5,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch.distributed as dist
 from torch import Tensor
 
 from tests.api import Group, Pending
 from tests.faults.injector import PHASES, Fault, injected
 from tests.faults.lines import alike
-from tests.faults.training import Seen, Trainer, digest, make
+from tests.faults.training import Seen, Trainer, digest, make, meet_again
 from tests.launched import free_port
 from tests.ranks import Lost, Pool, Raised
 from tests.waiting import PATIENCE_S, time_out
@@ -35,11 +34,7 @@ def train(
 ) -> Seen:
     """Train to step `LAST` or to the first error; `port`: over a store that rank 0 hosts there."""
     if port:
-        dist.barrier()
-        dist.destroy_process_group()
-        dist.init_process_group(
-            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size
-        )
+        meet_again(rank, size, port)
     trainer, seen = make(way, timeout=timeout), Seen()
     none = Fault("raise", -1, -1, "")
     with warnings.catch_warnings(), injected(fault or none, trainer, rank) as done:

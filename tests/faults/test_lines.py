@@ -20,9 +20,9 @@ FAST = Link.parse("200mbit")
 needs_nft = pytest.mark.skipif(shutil.which("nft") is None, reason="needs the command nft")
 
 
-def undisturbed(ranks: Pool, folder: Path, way: str, size: int, last: int) -> list[str]:
+def undisturbed(ranks: Pool, folder: Path, way: str, last: int) -> list[str]:
     folder.mkdir()
-    seen = over_lines(ranks, trained, way, last, 30.0, folder=folder, size=size, link=FAST)
+    seen = over_lines(ranks, trained, way, last, 30.0, folder=folder, size=3, link=FAST)
     return [one.common for one in seen]
 
 
@@ -32,7 +32,7 @@ def undisturbed(ranks: Pool, folder: Path, way: str, size: int, last: int) -> li
 @pytest.mark.parametrize("way", ["dgc", "local"])
 def test_a_line_is_down_for_less_than_the_time_out(ranks: Pool, tmp_path: Path, way: str) -> None:
     """Nothing but time is lost: the bits are those of the run that nobody disturbed."""
-    whole = undisturbed(ranks, tmp_path / "whole", way, 3, 12)
+    whole = undisturbed(ranks, tmp_path / "whole", way, 12)
 
     def down_and_up(net: Network) -> None:
         state(net.namespace_fds[2], "down")
@@ -51,7 +51,7 @@ def test_a_line_is_down_for_less_than_the_time_out(ranks: Pool, tmp_path: Path, 
 @needs_netns
 @needs_nft
 def test_every_hundredth_packet_is_lost(ranks: Pool, tmp_path: Path) -> None:
-    whole = undisturbed(ranks, tmp_path / "whole", "dgc", 3, 30)
+    whole = undisturbed(ranks, tmp_path / "whole", "dgc", 30)
 
     def lose(net: Network) -> None:
         for namespace in net.namespace_fds:
@@ -82,20 +82,8 @@ def stopped(answers: list[object]) -> list[Seen]:
 @needs_netns
 def test_two_halves_without_a_way_between_them_both_stop(ranks: Pool, tmp_path: Path) -> None:
     """Neither goes on alone, and nothing that only one half has exchanged is applied."""
-    answers = over_lines(
-        ranks,
-        trained,
-        "dgc",
-        10**6,
-        TIMEOUT_S,
-        4,
-        folder=tmp_path,
-        size=4,
-        link=FAST,
-        at=4,
-        act=part,
-    )
-    seen = stopped(answers)
+    args = (ranks, trained, "dgc", 10**6, TIMEOUT_S, 4)
+    seen = stopped(over_lines(*args, folder=tmp_path, size=4, link=FAST, at=4, act=part))
     assert all(one.before == one.after for one in seen)
     assert len({one.common for one in seen}) == 1
 
@@ -114,10 +102,8 @@ def test_two_halves_that_part_in_mid_step_both_stop(
         time.sleep(later_s)
         part(net)
 
-    answers = over_lines(
-        ranks, trained, "dgc", 10**6, TIMEOUT_S, folder=tmp_path, size=4, link=FAST, at=4, act=later
-    )
-    seen = stopped(answers)
+    args = (ranks, trained, "dgc", 10**6, TIMEOUT_S)
+    seen = stopped(over_lines(*args, folder=tmp_path, size=4, link=FAST, at=4, act=later))
     for one in seen:
         assert not said_nothing_moved(one.text) or one.before == one.after
     assert max(one.updates for one in seen) - min(one.updates for one in seen) <= 1
@@ -131,18 +117,8 @@ def test_line_fifty_times_slower_counts_bytes_on_the_wire(ranks: Pool, tmp_path:
     def slow(net: Network) -> None:
         replace(net, link=Link.parse("20mbit")).limit()
 
-    rows, _ = over_lines(
-        ranks,
-        wide,
-        {},
-        6,
-        3,
-        folder=tmp_path,
-        size=2,
-        link=Link.parse("1gbit"),
-        at=3,
-        act=slow,
-    )
+    link = Link.parse("1gbit")
+    rows, _ = over_lines(ranks, wide, {}, 6, 3, folder=tmp_path, size=2, link=link, at=3, act=slow)
     told, sent = (sum(row[n] for row in rows[1:]) for n in (0, 1))
     assert told == pytest.approx(sent, rel=0.05)
     assert min(row[2] for row in rows[3:]) > 4 * min(row[2] for row in rows[1:3])

@@ -18,7 +18,6 @@ from tests.api import (
     KeyValueView,
     Link,
     connect,
-    enter_network,
     listeners,
     network,
     parse_address,
@@ -26,8 +25,9 @@ from tests.api import (
 from tests.faults.lines import state
 from tests.faults.proxy import Proxy, proxy
 from tests.lab.namespaces import needs_netns
+from tests.members.homes import at_home
 from tests.members.places import host_command, meeting_place
-from tests.members.training import model, wait_for
+from tests.members.training import in_run, model, wait_for
 from tests.ranks import Lost, Pool
 from thinwire.errors import PeerLost, PeerStalled
 
@@ -185,17 +185,11 @@ def test_rounds_go_on_without_the_meeting_point_and_the_next_loss_ends_the_run_i
 
 
 def _trains(rank: int, size: int, address: str, flag: str) -> Any:
-    net = model(0)
-    optimizer = torch.optim.SGD(net.parameters(), 0.01)
-    data = torch.Generator().manual_seed(rank)
+    net, data = model(0), torch.Generator().manual_seed(rank)
     begun, before = time.monotonic(), len(listeners())
+    options = {"min_members": 2, "start_members": 3, "timeout": TIMEOUT_S}
     try:
-        with (
-            tw.join(
-                address, run="test", min_members=2, start_members=3, timeout=TIMEOUT_S
-            ) as members,
-            tw.local_sgd(net, optimizer, CONFIG, members=members) as sync,
-        ):
+        with in_run(address, net, CONFIG, **options) as (members, sync, optimizer):
             while True:
                 net(torch.randn(4, 24, generator=data)).square().mean().backward()
                 if sync.step == 10 and rank == 0:
@@ -237,45 +231,26 @@ def test_the_hosts_line_is_cut_and_back_before_a_member_is_lost(
 
         cutting = threading.Thread(target=cut)
         cutting.start()
-        paths = [f"/proc/{os.getpid()}/fd/{fd}" for fd in net.namespace_fds[1:]]
-        found = ranks.run(
-            _goes_on,
-            paths,
-            address,
-            str(tmp_path),
-            size=4,
-            group=False,
-            expect_errors=True,
-            timeout_s=150,
-        )
+        namespaces = list(net.namespace_fds[1:])
+        more = {"expect_errors": True, "timeout_s": 150}
+        found = at_home(ranks, namespaces, _goes_on, address, str(tmp_path), **more)
         cutting.join()
     assert isinstance(found[3], Lost)
     assert found[:3] == [(3, 21)] * 3, found
 
 
-def _goes_on(rank: int, size: int, paths: list[str], address: str, folder: str) -> tuple[int, int]:
+def _goes_on(rank: int, size: int, address: str, folder: str) -> tuple[int, int]:
     """Averages until one is lost, and 20 times more."""
-    home, there = (os.open(path, os.O_RDONLY) for path in ("/proc/self/ns/net", paths[rank]))
     net, data = model(0), torch.Generator().manual_seed(rank)
-    optimizer = torch.optim.SGD(net.parameters(), 0.01)
-    rounds_of_three = 0
-    enter_network(there)
-    try:
-        with (
-            tw.join(address, run="test", min_members=2, start_members=4, timeout=6.0) as members,
-            tw.local_sgd(net, optimizer, tw.LocalSGD(1), members=members) as sync,
-        ):
-            while rounds_of_three <= 20:
-                net(torch.randn(4, 24, generator=data)).square().mean().backward()
-                if sync.step == 10 and rank == 0:
-                    Path(folder, "cut").touch()
-                if rank == 3 and Path(folder, "die").exists():
-                    os._exit(1)
-                time.sleep(0.05)
-                optimizer.step()
-                rounds_of_three += members.size == 3
-            return members.size, rounds_of_three
-    finally:
-        enter_network(home)
-        os.close(home)
-        os.close(there)
+    rounds_of_three, options = 0, {"min_members": 2, "start_members": 4, "timeout": 6.0}
+    with in_run(address, net, tw.LocalSGD(1), **options) as (members, sync, optimizer):
+        while rounds_of_three <= 20:
+            net(torch.randn(4, 24, generator=data)).square().mean().backward()
+            if sync.step == 10 and rank == 0:
+                Path(folder, "cut").touch()
+            if rank == 3 and Path(folder, "die").exists():
+                os._exit(1)
+            time.sleep(0.05)
+            optimizer.step()
+            rounds_of_three += members.size == 3
+        return members.size, rounds_of_three

@@ -1,5 +1,6 @@
 """Processes that were given a wrong number of ranks, or the rank of another one."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launched import free_port
+from tests.processes import running
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S, AMPLE_S = 1.0, 10.0
@@ -17,28 +19,19 @@ def started(
     folder: Path, places: list[tuple[int, int]], timeout_s: float = AMPLE_S
 ) -> list[tuple[int, str, str]]:
     """Exit status, report and last words of a process for each rank and number of ranks."""
-    port, processes = str(free_port()), []
-    for number, (rank, size) in enumerate(places):
-        environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, "-m", "tests.faults.numbered", str(folder / f"{number}")]
-        process = subprocess.Popen(
-            [*command, str(timeout_s)],
-            env={**os.environ, **environment},
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        processes.append(process)
-    # init_process_group waits for its store and then five time-outs for each connection; the rest
-    # is what a process needs to begin
-    limit_s = 6 * timeout_s + 60
-    try:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    with contextlib.ExitStack() as ends:
+        processes = []
+        for number, (rank, size) in enumerate(places):
+            own = {**os.environ, **place, "RANK": str(rank), "WORLD_SIZE": str(size)}
+            words = ["-m", "tests.faults.numbered", str(folder / f"{number}"), str(timeout_s)]
+            started = running([sys.executable, *words], env=own, **pipes)
+            processes.append(ends.enter_context(started))
+        # init_process_group waits for its store and then five time-outs for each connection; the
+        # rest is what a process needs to begin
+        limit_s = 6 * timeout_s + 60
         said = [process.communicate(timeout=limit_s)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
     reports = [folder / f"{number}" for number in range(len(places))]
     return [
         (process.returncode, report.read_text() if report.exists() else "", words)

@@ -7,13 +7,12 @@ import socket
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from tests.api import listeners
 from tests.faults.injector import Fault
 from tests.faults.lines import limited_memory
 from tests.faults.test_injected import survivors, train
-from tests.faults.training import Seen, make
+from tests.faults.training import Seen, make, meet_again
 from tests.launched import free_port
 from tests.ranks import Lost, Pool
 
@@ -22,11 +21,7 @@ CGROUPS = os.access("/sys/fs/cgroup/memory/cgroup.procs", os.W_OK)
 
 def visited(rank: int, size: int, port: int, visit: bool) -> tuple[str, int]:
     """What ranks hold in common, and at how many ports a stranger spoke, on rank 1 at step 5."""
-    dist.barrier()
-    dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size
-    )
+    meet_again(rank, size, port)
     trainer, spoken = make("dgc", timeout=30.0), 0
     for number in range(10):
         if number == 5 and rank == 1 and visit:

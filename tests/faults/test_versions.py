@@ -3,7 +3,7 @@
 import pytest
 
 from tests.api import dgc_momentum, facts, updates
-from tests.ranks import Pool, Raised
+from tests.ranks import Pool
 from tests.strategy.test_alike import start
 
 
@@ -22,9 +22,4 @@ def prepared(rank: int, size: int, way: str) -> None:
 @pytest.mark.fault("another version of the wire format on one rank")
 @pytest.mark.parametrize("way", ["engine", "DGCMomentum", "local_sgd"])
 def test_another_wire_version_on_one_rank_is_a_mismatch_on_all(way: str, ranks: Pool) -> None:
-    answers = ranks.run(prepared, way, expect_errors=True)
-    for answer in answers:
-        assert isinstance(answer, Raised)
-        assert answer.type_name == "Mismatch"
-        assert "wire" in answer.text
-        assert "rank 0 has 2, rank 1 has 3" in answer.text
+    ranks.raise_alike("Mismatch", ["wire", "rank 0 has 2, rank 1 has 3"], prepared, way)

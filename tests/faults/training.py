@@ -1,6 +1,5 @@
 """A small model trained in any of the ways, and what one rank reports of it under a fault."""
 
-import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
+from tests.toys import bits, descend, engine_of
 from thinwire.errors import ThinwireError
 
-__all__ = ["Seen", "Trainer", "digest", "make", "said_nothing_moved"]
+__all__ = ["Seen", "Trainer", "digest", "make", "meet_again", "said_nothing_moved"]
 
 WIDTH = 96
 DGC = {"sparsity": (0.97,), "min_numel": 500}
@@ -70,26 +70,16 @@ def said_nothing_moved(text: str) -> bool:
     return re.search(claim, text) is not None
 
 
+@dataclass
 class Trainer:
     """One way to train: `step(number)` makes one update; parameters and state by name."""
 
-    def __init__(
-        self,
-        way: str,
-        model: nn.Module,
-        optimizer: Any,
-        step: Callable[[int], None],
-        engine: Any,
-        sync: Any,
-    ):
-        self.way, self.model, self.optimizer, self.step, self.engine, self.sync = (
-            way,
-            model,
-            optimizer,
-            step,
-            engine,
-            sync,
-        )
+    way: str
+    model: nn.Module
+    optimizer: Any
+    step: Callable[[int], Any]
+    engine: Any = None
+    sync: Any = None
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that training depends on, the live ones, by kind and name."""
@@ -137,68 +127,51 @@ class Trainer:
         return digest({name: t for name, t in self.tensors().items() if not name.startswith(own)})
 
 
+def meet_again(rank: int, size: int, port: int) -> None:
+    """Another process group, over a store that rank 0 hosts at this port."""
+    dist.barrier()
+    dist.destroy_process_group()
+    method = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
+
+
 def make(way: str, **options: Any) -> Trainer:
     """Everything up to the first step."""
     model, rank = small_model(), dist.get_rank()
     loss_of = nn.functional.cross_entropy
+    forward: nn.Module = DistributedDataParallel(model) if way == "attach" else model
+
+    def step(number: int) -> None:
+        x, y = batch(number, rank)
+        descend(optimizer, loss_of(forward(x), y))
+
     if way in ("attach", "alone"):
         optimizer: Any = tw.optim.DGCMomentum(
             model.named_parameters(), lr=0.05, momentum=0.9, **{**DGC, **options}
         )
-        forward: nn.Module = model
         if way == "attach":
-            forward = DistributedDataParallel(model)
             optimizer.attach(forward)
-
-        def step(number: int) -> None:
-            x, y = batch(number, rank)
-            optimizer.zero_grad()
-            loss_of(forward(x), y).backward()
-            optimizer.step()
-
-        return Trainer(way, model, optimizer, step, None, None)
+        return Trainer(way, model, optimizer, step)
     if way in ("local", "sparse-local"):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        compression = None if way == "local" else tw.Sparse(0.9)
-        sync = tw.local_sgd(
-            model,
-            optimizer,
-            tw.LocalSGD(k_steps=4, begin_step=1, compression=compression),
-            **options,
-        )
+        config = tw.LocalSGD(4, compression=None if way == "local" else tw.Sparse(0.9))
+        sync = tw.local_sgd(model, optimizer, config, **options)
         sync.__enter__()
-
-        def local_step(number: int) -> None:
-            x, y = batch(number, rank)
-            optimizer.zero_grad()
-            loss_of(model(x), y).backward()
-            optimizer.step()
-
-        return Trainer(way, model, optimizer, local_step, None, sync)
+        return Trainer(way, model, optimizer, step, sync=sync)
     fields = {"dgc": tw.DGC(**DGC)} if "dgc" in way else {}
     fields |= {"lamb": tw.LAMB()} if way == "lamb" else {}
     if way in ("dense", "dgc"):
         optimizer = torch.optim.SGD(model.named_parameters(), lr=0.05, momentum=0.9)
     else:
         optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
-    engine = tw.DistributedStrategy(**fields).prepare(model, optimizer, loss_of, **options)
-    return Trainer(
-        way,
-        model,
-        engine.optimizer,
-        lambda number: engine.train_step(*batch(number, rank)),
-        engine,
-        None,
-    )
+    engine = engine_of(model, loss_of, optimizer=optimizer, told=options, **fields)
+    step_of = lambda number: engine.train_step(*batch(number, rank))  # noqa: E731
+    return Trainer(way, model, engine.optimizer, step_of, engine)
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """Of names and all bits."""
-    total = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(tensors.items()):
-        total.update(name.encode())
-        total.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
+    return bits(tensors[name] for name in sorted(tensors)) + " ".join(sorted(tensors))
 
 
 def _residuals(engine: Any) -> dict[str, Tensor]:

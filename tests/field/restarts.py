@@ -8,7 +8,6 @@ prints how many of the restarts were good: all ranks met, loaded the same checkp
 
 import argparse
 import contextlib
-import hashlib
 import json
 import os
 import random
@@ -27,6 +26,8 @@ import torch
 import torch.distributed as dist
 
 import thinwire as tw
+from tests import processes
+from tests.toys import bits, engine_of
 
 WORKAROUND = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 ROOT = Path(__file__).parent.parent.parent
@@ -47,9 +48,8 @@ def train(folder: Path, restarts: int, seed: int, incarnation: int) -> str:
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.05, momentum=0.9)
-    strategy = tw.DistributedStrategy(dgc=tw.DGC(sparsity=(0.99,), min_numel=1000))
-    engine = strategy.prepare(model, optimizer, torch.nn.functional.cross_entropy)
+    dgc = tw.DGC(sparsity=(0.99,), min_numel=1000)
+    engine = engine_of(model, torch.nn.functional.cross_entropy, lr=0.05, momentum=0.9, dgc=dgc)
     engine.load(folder / "checkpoints", if_any=True)
     begin = engine.step
     chance = random.Random(1000 * seed + incarnation)
@@ -70,11 +70,8 @@ def train(folder: Path, restarts: int, seed: int, incarnation: int) -> str:
             note(folder, rank, incarnation=incarnation, begin=begin)
         if engine.step % SAVE_EVERY == 0:
             engine.save(folder / "checkpoints")
-    tensors = [
-        *model.state_dict().values(),
-        *engine.state_dict()["exchange"]["residuals"].values(),
-    ]
-    digest = hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in tensors)).hexdigest()
+    residuals = engine.state_dict()["exchange"]["residuals"]
+    digest = bits([*model.state_dict().values(), *residuals.values()])
     note(folder, rank, digest=digest)
     engine.close()
     return digest
@@ -92,22 +89,14 @@ def torchrun(
     """Run to the end, or until torchrun gives up; first steps by incarnation, digests and log."""
     folder.mkdir(parents=True, exist_ok=True)
     allowed = str(2 * restarts)  # those that fail by themselves take one, too
-    agent = [
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--max-restarts",
-        allowed,
-        "--monitor-interval",
-        "0.1",
-    ]
+    agent = ["--max-restarts", allowed, "--monitor-interval", "0.1"]
     mine = ["-m", "tests.field.restarts", "--worker", str(folder), "--restarts", str(restarts)]
     mine += ["--seed", str(seed), "--apart", str(apart_s)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     environment.pop(WORKAROUND, None)
     if workaround:
         environment[WORKAROUND] = "1"
-    command = [sys.executable, "-m", "torch.distributed.run", *agent, *mine]
+    command = processes.torchrun(*agent, *mine)
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, env=environment, cwd=folder, start_new_session=True

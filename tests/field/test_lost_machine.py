@@ -4,19 +4,21 @@ import os
 import re
 import subprocess
 import sys
-import time
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.launched import free_port
-from tests.processes import kill_all
+from tests.processes import kill_all, running
+from tests.waiting import PATIENCE_S, until
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "restarts.py"
 STEPS, KILL_AT = 1500, 50
 
 
-def _agent(port: int, folder: Path, *, host: int) -> "subprocess.Popen[str]":
+def _agent(port: int, folder: Path, *, host: int) -> AbstractContextManager[Any]:
     settings = f"last_call_timeout=3,join_timeout=60,is_host={host}"
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"),
@@ -25,13 +27,8 @@ def _agent(port: int, folder: Path, *, host: int) -> "subprocess.Popen[str]":
         *("--rdzv-conf", settings, str(EXAMPLE), str(folder), str(STEPS)),
     ]
     environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE if host else subprocess.DEVNULL,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-    )
+    out = subprocess.PIPE if host else subprocess.DEVNULL
+    return running(command, stdout=out, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
 def _reached(folder: Path) -> int:
@@ -45,17 +42,10 @@ def _reached(folder: Path) -> int:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_other_machine_continues_alone_and_reports_the_loss(tmp_path: Path) -> None:
     port = free_port()
-    first, second = (_agent(port, tmp_path, host=host) for host in (1, 0))
-    try:
-        until = time.monotonic() + 100
-        while _reached(tmp_path) < KILL_AT and time.monotonic() < until:
-            time.sleep(0.02)
+    with _agent(port, tmp_path, host=1) as first, _agent(port, tmp_path, host=0) as second:
+        until(lambda: _reached(tmp_path) >= KILL_AT, "training")
         kill_all(second)
-        out, _ = first.communicate(timeout=120)
-    finally:
-        for agent in (first, second):
-            kill_all(agent)
-            agent.wait()
+        out, _ = first.communicate(timeout=PATIENCE_S)
     assert first.returncode == 0, out
     told = re.search(r"1 ranks go on from step (\d+): (\d+) steps are made again", out)
     assert told, out

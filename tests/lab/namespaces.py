@@ -1,11 +1,13 @@
 """What the tests need to look at namespaces and processes from outside."""
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.api import why_unavailable
+from tests.api import enter_network, why_unavailable
 
 _REASON = why_unavailable()
 NETNS = [
@@ -19,6 +21,19 @@ def needs_netns(test: Callable[..., None]) -> Callable[..., None]:
     for mark in NETNS:
         test = mark(test)
     return test
+
+
+@contextlib.contextmanager
+def entered(path: str) -> Iterator[None]:
+    """This thread is in the network namespace behind a path while the block runs."""
+    home, there = (os.open(each, os.O_RDONLY) for each in ("/proc/self/ns/net", path))
+    try:
+        enter_network(there)
+        yield
+    finally:
+        enter_network(home)
+        os.close(home)
+        os.close(there)
 
 
 def processes_in(namespace: str) -> list[int]:

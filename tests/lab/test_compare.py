@@ -21,6 +21,7 @@ from tests.api import (
     Failure,
     Job,
     Recipe,
+    Results,
     RunConfig,
     Settings,
     WorkerError,
@@ -60,6 +61,11 @@ def settings(out: Path, **changes: Any) -> Settings:
     return Settings.check(**{**typed, **changes})
 
 
+def compared(out: Path, **changes: Any) -> Results:
+    """What comes of a comparison on this machine, where nothing limits a link."""
+    return compare(settings(out, **{"link": "loopback", **changes}), Display())
+
+
 def command(out: Path, *more: str) -> list[str]:
     fixed = ["--size", "tiny", "--batch", "2", "--quiet", "--out", str(out)]
     return [sys.executable, "-m", "thinwire", "compare", *fixed, *more]
@@ -94,8 +100,7 @@ def test_the_command_trains_over_a_shaped_link_and_reports(tmp_path: Path) -> No
 @pytest.mark.parametrize("strategy", ["fp16", "powersgd"])
 @pytest.mark.usefixtures("pooled")
 def test_torchs_own_hooks_run_without_hanging(strategy: str, tmp_path: Path) -> None:
-    results = compare(settings(tmp_path, link="loopback", strategies=[strategy]), Display())
-    run = results.strategies[0]
+    (run,) = compared(tmp_path, strategies=[strategy]).strategies
     assert run.final_loss < run.evaluations[0].loss
     assert run.library_bytes_per_step <= 2 * run.parameters
 
@@ -104,8 +109,8 @@ def test_torchs_own_hooks_run_without_hanging(strategy: str, tmp_path: Path) -> 
 def test_sites_shard_the_model_and_share_a_link(tmp_path: Path) -> None:
     """Bytes are those of a site's interface: nothing inside a site is among them."""
     names = ["dense", "dense-muon", "muon-local"]
-    shards = settings(tmp_path, workers=4, shard=2, strategies=names, steps=33, batch=1)
-    results = compare(shards, Display())
+    shards = {"workers": 4, "shard": 2, "strategies": names, "steps": 33, "batch": 1}
+    results = compared(tmp_path, link="100mbit", **shards)
     assert results.failures == []
     assert results.headline.startswith("2 sites of 2 ranks that shard the model, each in a network")
     dense, muon, local = results.strategies
@@ -125,9 +130,8 @@ def test_sites_shard_the_model_and_share_a_link(tmp_path: Path) -> None:
 def test_strategies_for_whole_models_are_refused_before_training(tmp_path: Path) -> None:
     refused = {"fp16": "is a hook of DDP, which needs whole models", "low-rank": "StrategyError"}
     names = ["dense", *refused]
-    shards = settings(tmp_path, link="loopback", workers=4, shard=2, strategies=names, batch=1)
     with pytest.raises(ValueError, match="nothing has been trained") as error:
-        compare(shards, Display())
+        compared(tmp_path, workers=4, shard=2, strategies=names, batch=1)
     for name, reason in refused.items():
         assert re.search(
             f"strategies='{name}' does not work with the model: .*{reason}", str(error.value)
@@ -143,7 +147,7 @@ def test_without_permission_the_first_line_says_so(
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(netns, "new_namespace", refuse)
-    results = compare(settings(tmp_path, link="20mbit", steps=6), Display())
+    results = compared(tmp_path, link="20mbit", steps=6)
     assert "NOT emulated" in results.headline
     assert "Operation not permitted" in results.headline or sys.platform != "linux"
     run = results.strategies[0]
@@ -154,19 +158,14 @@ def test_without_permission_the_first_line_says_so(
 
 @pytest.mark.usefixtures("pooled")
 def test_a_budget_of_seconds_is_used_up(tmp_path: Path) -> None:
-    results = compare(settings(tmp_path, link="loopback", steps=None, seconds=2.0), Display())
-    run = results.strategies[0]
+    (run,) = compared(tmp_path, steps=None, seconds=2.0).strategies
     assert run.seconds >= 2.0
     assert run.steps == len(run.step_ms)
 
 
 @pytest.mark.usefixtures("pooled")
 def test_local_updates_are_evaluated_where_all_ranks_are_equal(tmp_path: Path) -> None:
-    results = compare(
-        settings(tmp_path, link="loopback", strategies=["sparse-local"], steps=None, seconds=3.0),
-        Display(),
-    )
-    run = results.strategies[0]
+    (run,) = compared(tmp_path, strategies=["sparse-local"], steps=None, seconds=3.0).strategies
     k_steps = run.settings["k_steps"]
     assert run.settings["value_bits"] == 2
     assert all(point.step % k_steps == 1 for point in run.evaluations[1:-1])
@@ -183,14 +182,9 @@ def test_local_updates_are_evaluated_where_all_ranks_are_equal(tmp_path: Path) -
 @pytest.mark.usefixtures("pooled")
 def test_strategy_files_take_part(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
-    plan.write_text(
-        "dgc: {sparsity: [0.99], min_numel: 1024}\nlocalsgd: {k_steps: 4}\ngradient_merge: "
-        "{k_steps: 2}\n"
-    )
-    results = compare(
-        settings(tmp_path / "out", link="loopback", strategies=[str(plan)], steps=30), Display()
-    )
-    run = results.strategies[0]
+    dgc = "dgc: {sparsity: [0.99], min_numel: 1024}\n"
+    plan.write_text(f"{dgc}localsgd: {{k_steps: 4}}\ngradient_merge: {{k_steps: 2}}\n")
+    (run,) = compared(tmp_path / "out", strategies=[str(plan)], steps=30).strategies
     assert run.strategy == "plan"
     assert run.settings["localsgd"]["k_steps"] == 4
     assert run.settings["lr"] > 0
@@ -232,9 +226,7 @@ def test_measurements_before_a_failure_are_kept(
         return run_one(config, *rest)
 
     monkeypatch.setattr(comparison, "_run", first_fails)
-    results = compare(
-        settings(tmp_path, link="loopback", strategies=["dgc", "dense"], steps=5), Display()
-    )
+    results = compared(tmp_path, strategies=["dgc", "dense"], steps=5)
     assert [run.strategy for run in results.strategies] == ["dense"]
     assert results.failed == Failure("dgc", "worker 1 failed: it was a test")
     assert results.interrupted is None
@@ -290,10 +282,7 @@ def test_a_file_that_does_not_go_with_the_model_is_refused_before_anything_train
 @pytest.mark.slow  # numba compiles every kernel of DGC
 def test_no_strategy_compiles_on_its_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
-    results = compare(
-        settings(tmp_path / "out", link="loopback", strategies=["dgc"], steps=8), Display()
-    )
-    run = results.strategies[0]
+    (run,) = compared(tmp_path / "out", strategies=["dgc"], steps=8).strategies
     assert run.preparation_seconds > run.seconds
     assert max(run.step_ms) < 1000
 
@@ -310,12 +299,8 @@ def test_finished_strategies_survive_an_interruption(
     process = start(command(out, *more))
     until(lambda: (out / ".work" / "localsgd" / "job.json").exists() or process.poll() is not None)
     before = json.loads((out / "results.json").read_text())
-    assert before["interrupted"] == {
-        "by": None,
-        "during": None,
-        "progress": None,
-        "not_begun": ["localsgd", "fp16"],
-    }
+    nothing = {"by": None, "during": None, "progress": None}
+    assert before["interrupted"] == {**nothing, "not_begun": ["localsgd", "fp16"]}
     family = descendants(process.pid)
     process.send_signal(number)
     printed, errors = process.communicate(timeout=PATIENCE_S)
@@ -326,12 +311,8 @@ def test_finished_strategies_survive_an_interruption(
     until(lambda: not any(alive(pid) for pid in family))
     results = json.loads((out / "results.json").read_text())
     assert [run["strategy"] for run in results["strategies"]] == ["dense"]
-    assert results["interrupted"] == {
-        "by": by,
-        "during": "localsgd",
-        "progress": 0.0,
-        "not_begun": ["fp16"],
-    }
+    reached = {"by": by, "during": "localsgd", "progress": 0.0}
+    assert results["interrupted"] == {**reached, "not_begun": ["fp16"]}
     page = (out / "report.html").read_text()
     for text in (printed, page):
         assert f"interrupted by {by}" in text
@@ -413,17 +394,7 @@ def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
             in refused.stderr
         )
         assert (work / "mine").exists()
-    assert compare(settings(tmp_path, link="loopback", steps=4), Display()).strategies
-
-
-@pytest.mark.slow
-@needs_netns
-def test_nothing_survives_a_killed_command(tmp_path: Path, start: Start) -> None:
-    # a latency adds a process that carries the packets to all that there is without one
-    running = Running(start, tmp_path / "out", "--latency", "1ms")
-    running.process.kill()
-    assert running.end()[0] == -signal.SIGKILL
-    running.all_gone()
+    assert compared(tmp_path, steps=4).strategies
 
 
 @pytest.mark.slow
@@ -431,30 +402,21 @@ def test_nothing_survives_a_killed_command(tmp_path: Path, start: Start) -> None
 @pytest.mark.parametrize(
     ("number", "status", "text"),
     [
+        (signal.SIGKILL, -signal.SIGKILL, ""),
         (signal.SIGINT, 130, "thinwire: interrupted; every worker has been ended\n"),
         (signal.SIGTERM, 143, ""),
     ],
 )
-def test_an_interrupted_command_cleans_up(
+def test_nothing_survives_a_command_that_is_ended(
     number: int, status: int, text: str, tmp_path: Path, start: Start
 ) -> None:
-    running = Running(start, tmp_path / "out")
+    # a latency adds a process that carries the packets to all that there is without one
+    running = Running(start, tmp_path / "out", "--latency", "1ms")
     running.process.send_signal(number)
-    assert running.end() == (status, text)
+    ended, errors = running.end()
+    assert ended == status
     running.all_gone()
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-@needs_netns
-@pytest.mark.fault
-def test_a_killed_worker_ends_the_comparison(tmp_path: Path, start: Start) -> None:
-    running = Running(start, tmp_path / "out")
-    os.kill(workers_below(running.process.pid)[1], signal.SIGKILL)
-    status, errors = running.end()
-    assert status == 1
-    assert re.fullmatch(r"thinwire: dense: worker \d was killed by SIGKILL\n", errors), errors
-    running.all_gone()
+    assert number == signal.SIGKILL or (errors == text and not running.out.exists())
 
 
 @pytest.mark.slow
@@ -472,7 +434,7 @@ def test_a_silent_worker_is_not_waited_for_for_ever(
 
     monkeypatch.setattr(Bar, "update", stop_one)
     with pytest.raises(WorkerError, match=r"worker \d failed: .*\n?.*Timed out"):
-        compare(settings(tmp_path, link="loopback", steps=100_000), Display())
+        compared(tmp_path, steps=100_000)
     until(lambda: not alive(stopped[0]))
 
 

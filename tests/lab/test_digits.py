@@ -13,12 +13,10 @@ from sklearn.datasets import load_digits
 from tests.api import (
     ConvolutionalNet,
     ConvolutionSize,
-    Display,
     RunConfig,
     Setup,
     build_trainer,
     choose,
-    compare,
     comparison,
     read_digits,
     rehearse,
@@ -27,7 +25,7 @@ from tests.api import (
 )
 from tests.api import page_render as render
 from tests.lab.configs import config
-from tests.lab.test_compare import settings
+from tests.lab.test_compare import compared
 from tests.ranks import Pool
 
 RECORD = 65
@@ -148,10 +146,7 @@ def test_muon_trains_the_kernels_of_the_net_as_matrices() -> None:
 @pytest.mark.usefixtures("pooled")
 def test_it_learns_its_digits_under_every_kind_of_strategy(tmp_path: Path) -> None:
     names = ["dense", "dgc", "low-rank", "quantized-local"]
-    asked = settings(
-        tmp_path, link="loopback", strategies=names, model="convolution", steps=48, batch=8
-    )
-    results = compare(asked, Display())
+    results = compared(tmp_path, strategies=names, model="convolution", steps=48, batch=8)
     starts = {run.evaluations[0].loss for run in results.strategies}
     assert len(starts) == 1
     for run in results.strategies:

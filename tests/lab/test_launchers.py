@@ -63,18 +63,19 @@ def clean(**more: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("words", "environment", "told"),
     [
-        (
-            "compare --workers 3",
-            PLACE,
-            "workers=3, but the launcher (such as torchrun) started 4 ranks",
-        ),
+        ("compare --workers 3", PLACE, "workers=3, but the launcher (such as torchrun) started 4"),
         ("compare --link 20mbit", PLACE, "omit --link and --latency"),
         ("compare --up 1mbit --down 2mbit", PLACE, "omit --link and --latency, --up and --down"),
         ("compare", TORCHRUN, "TORCHELASTIC_RUN_ID in the environment, and no RANK"),
         ("compare", without("RANK"), "WORLD_SIZE in the environment, and no RANK"),
         ("run train.py", TORCHRUN, "TORCHELASTIC_RUN_ID in the environment, and no RANK"),
         ("probe --out p.json", TORCHRUN, "TORCHELASTIC_RUN_ID in the environment, and no RANK"),
-        ("probe --out p.json --batch 0", PLACE, "batch=0 is out of range"),
+        ("probe --out p.json --batch 0", PLACE, "batch=0 is out of range; 1 to 4096"),
+        ("probe --out p.json", PLACE | {"RANK": "0", "WORLD_SIZE": "1"} | TORCHRUN, "only one"),
+        ("probe --out p.json", {}, "torchrun"),
+        ("doctor", PLACE | {"RANK": "4"}, "RANK='4' and WORLD_SIZE='4' do not name a rank"),
+        ("run -- train.py", PLACE, "run it without torchrun"),
+        ("run -- train.py", PLACE | TORCHRUN, "run it without torchrun"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -83,6 +84,7 @@ def test_bad_input_is_one_line(
     done = ran_thinwire(*words.split(), cwd=tmp_path, env=clean(**environment))
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert told in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

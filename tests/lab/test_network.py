@@ -63,12 +63,6 @@ def test_the_limit_can_be_lifted_and_put_back(latency: str) -> None:
         assert lifted_s < limited_s  # by a hundredth of it where nothing else runs
 
 
-def test_worker_receiving_is_shaped_too() -> None:
-    """Two senders at the full rate of theirs meet in one receiver, whose link is no faster."""
-    count, link = 1_500_000, Link.parse("20mbit")
-    assert seconds_of_two_senders(link, count) >= 0.8 * link.seconds(2 * count)
-
-
 @pytest.mark.parametrize("latency", ["0ms", "5ms"])
 def test_the_two_directions_of_a_line_have_rates_of_their_own(latency: str) -> None:
     """Two slow senders meet in a receiver that is fast enough for both, and the other way round."""

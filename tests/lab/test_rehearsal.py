@@ -24,25 +24,10 @@ STEPS = 4
 
 
 def test_intervals_become_short_and_nothing_else_changes() -> None:
-    local = {
-        "k_steps": 64,
-        "begin_step": 200,
-        "fragments": 8,
-        "delay": 5,
-        "outer_lr": 0.7,
-        "average_state": True,
-    }
-    assert shortened({"document": {"localsgd": local}}) == {
-        "document": {
-            "localsgd": {
-                **local,
-                "k_steps": 4,
-                "begin_step": 1,
-                "fragments": 2,
-                "delay": 1,
-            }
-        }
-    }
+    local = {"k_steps": 64, "begin_step": 200, "fragments": 8, "delay": 5}
+    local |= {"outer_lr": 0.7, "average_state": True}
+    short = {**local, "k_steps": 4, "begin_step": 1, "fragments": 2, "delay": 1}
+    assert shortened({"document": {"localsgd": local}}) == {"document": {"localsgd": short}}
     dgc = {"rampup_begin_step": 0, "rampup_step": 800, "sparsity": [0.75, 0.999]}
     assert shortened(dgc) == {**dgc, "rampup_step": 5}
     assert shortened({"k_steps": 2, "begin_step": 0}) == {"k_steps": 2, "begin_step": 0}

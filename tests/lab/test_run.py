@@ -14,9 +14,9 @@ import pytest
 
 from tests.api import Prefixed, run_command
 from tests.lab.namespaces import NETNS, namespace_of, needs_netns, processes_in
-from tests.processes import alive, descendants, running
+from tests.processes import alive, descendants, ran, running
+from tests.toys import refusal
 from tests.waiting import PATIENCE_S, until
-from thinwire import cli
 
 PLACE = """
 import json, os, sys
@@ -45,21 +45,6 @@ if os.environ["RANK"] == "1":
     END
 time.sleep(600)
 """
-BAD = {
-    "-- missing.py": "missing.py does not exist",
-    "-- .": ". is a folder",
-    "--link fast -- missing.py": "link='fast'",
-    "--link 20mbit --latency soon -- missing.py": "latency='soon'",
-    "--up 10mbit -- missing.py": "up='10mbit' is given without down",
-    "--workers 0 -- missing.py": "workers=0",
-    "--workers 1.5 -- missing.py": "'1.5' is not a whole number",
-    "--link 20mbit": "no script is given; write it after --",
-    "": "no script is given; write it after --",
-    "--lr 0.1 train.py": "Options of the script go after --: thinwire run",
-    "--workers 2 --lr 0.1 train.py --workers 3": "Unknown option: --lr. Options of the script go",
-    "missing.py --workers 3": "missing.py does not exist",
-    "--workers train.py": "'train.py' is not a whole number",
-}
 
 
 def command(*arguments: str) -> list[str]:
@@ -73,49 +58,16 @@ def write(folder: Path, text: str) -> Path:
 
 
 def run(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    words = command(*arguments)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.run(words, cwd=cwd, text=True, check=False, timeout=PATIENCE_S, **pipes)
-
-
-def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["run", *arguments])
-    captured = capsys.readouterr()
-    assert (stop.value.code, captured.out, captured.err.count("\n")) == (2, "", 1)
-    return captured.err
-
-
-@pytest.mark.parametrize("arguments", BAD)
-def test_bad_input_is_one_line(
-    arguments: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert BAD[arguments] in fails(capsys, *arguments.split())
+    return ran(command(*arguments), cwd=cwd)
 
 
 def test_run_without_root_names_the_requirement(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_command, "why_unavailable", lambda: "needs root (CAP_SYS_ADMIN): no")
-    line = fails(capsys, "--link", "20mbit", "--", str(write(tmp_path, PLACE)))
+    line = refusal(capsys, "run", "--link", "20mbit", "--", str(write(tmp_path, PLACE)))
     assert "link='20mbit' cannot be emulated here: it needs root (CAP_SYS_ADMIN)" in line
     assert "--link loopback" in line
-
-
-@pytest.mark.parametrize("more", [{"TORCHELASTIC_RUN_ID": "a"}, {}], ids=["torchrun", "srun"])
-def test_under_a_launcher_it_is_refused(
-    more: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    for key, value in {**more, **place}.items():
-        monkeypatch.setenv(key, value)
-    done = run(tmp_path, "--", "train.py")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "run it without torchrun" in done.stderr
 
 
 def places(done: subprocess.CompletedProcess[str]) -> list[dict[str, object]]:

@@ -9,20 +9,10 @@ from tests.api import (
 )
 
 
-def names(*words: str) -> list[str]:
-    return [recipe.name for recipe in choose(words)]
-
-
 def file(folder: Path, text: str, name: str = "plan.yaml") -> str:
     path = folder / name
     path.write_text(text, encoding="utf-8")
     return str(path)
-
-
-def test_all_are_there() -> None:
-    assert {"dense", "fp16", "powersgd", "dgc"} <= set(STRATEGIES)
-    assert {"localsgd", "adaptive-localsgd", "diloco", "sparse-local"} <= set(STRATEGIES)
-    assert names("dgc", "dense") == ["dgc", "dense"]
 
 
 def test_a_file_is_called_by_its_stem_and_carries_the_whole_strategy(tmp_path: Path) -> None:

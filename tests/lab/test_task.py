@@ -2,7 +2,6 @@
 wrong with it in one line, before anything has trained."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,20 @@ import torch
 
 from tests.api import (
     BareStep,
-    Display,
     Setup,
     TaskRefused,
     called,
-    compare,
     comparison,
-    main,
     rehearse,
     seed_of,
     to_use,
     work_of,
 )
 from tests.lab.configs import config
-from tests.lab.test_compare import settings
-from tests.processes import ran
+from tests.lab.test_compare import compared, settings
+from tests.processes import ran, torchrun
 from tests.ranks import Pool
+from tests.toys import refusal
 
 TASK = """
 import os, torch, thinwire as tw
@@ -36,6 +33,14 @@ def endless(rank, world):
     while True:
         x = torch.randn(8, 6, generator=random)
         yield x, x.sum(1, keepdim=True)
+
+class Late:
+    calls = 0
+    def __call__(self, outputs, targets):
+        self.calls += 1
+        if self.calls > 3:
+            raise ValueError("late")
+        return torch.nn.functional.mse_loss(outputs, targets)
 
 def task(seed):
     if (log := os.environ.get("TASK_LOG")) is not None:
@@ -72,10 +77,7 @@ def test_it_trains_under_several_strategies_with_its_own_optimizer(
     monkeypatch.setenv("TASK_LOG", str(log))
     names = ["dense", "low-rank", "sparse-local", "dgc"]
     task = file(tmp_path, ('os.environ.get("TASK_LOG")', f'"{log}"'))
-    results = compare(
-        settings(tmp_path / "out", link="loopback", strategies=names, task=task, steps=40, seed=3),
-        Display(),
-    )
+    results = compared(tmp_path / "out", strategies=names, task=task, steps=40, seed=3)
     for run in results.strategies:
         assert run.parameters == 6 * 16 + 16 + 16 + 1
         assert run.settings["lr"] == 0.02
@@ -92,11 +94,7 @@ def test_it_trains_under_several_strategies_with_its_own_optimizer(
 
 @pytest.mark.usefixtures("pooled")
 def test_seeds_are_means_with_a_range(tmp_path: Path) -> None:
-    task = file(tmp_path)
-    results = compare(
-        settings(tmp_path / "out", link="loopback", task=task, steps=6, seeds=2), Display()
-    )
-    (run,) = results.strategies
+    (run,) = compared(tmp_path / "out", task=file(tmp_path), steps=6, seeds=2).strategies
     ends = [seed.evaluations[-1].loss for seed in run.seeds]
     assert [seed.seed for seed in run.seeds] == [0, 1]
     assert run.final_loss == pytest.approx(sum(ends) / 2)
@@ -104,89 +102,37 @@ def test_seeds_are_means_with_a_range(tmp_path: Path) -> None:
     assert ends[0] != ends[1]
 
 
-LATE = """class Late:
-    calls = 0
-    def __call__(self, outputs, targets):
-        self.calls += 1
-        if self.calls > 3:
-            raise ValueError("late")
-        return torch.nn.functional.mse_loss(outputs, targets)
-
-def task("""
-WRONG: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
-    "import": ((("import os,", "import nothing_of_this_name, os,"),), "cannot be imported"),
-    "no function": ((("def task(", "def other("),), "has no function task"),
-    "raises": ((("    torch.manual_seed(seed)", "    raise KeyError('x')"),), "KeyError"),
-    "no Task": ((("return tw.Task(", "return dict("),), "must return a thinwire.Task, got dict"),
-    "raises later": (
-        (("loss_fn=torch.nn.functional.mse_loss,", "loss_fn=Late(),"), ("def task(", LATE)),
-        "loss_fn raised ValueError: late",
-    ),
-    "exits": (
-        (("evaluate=lambda m:", "evaluate=lambda m: exit(0) if rank else"),),
-        "SystemExit: 0 (on rank 1)",
-    ),
-    "cannot be moved": (
-        (("torch.nn.Linear(6, 16)", 'torch.nn.Linear(6, 16, device="meta")'),),
-        "model.to(cpu) raised NotImplementedError",
-    ),
-    "no evaluate": ((("        evaluate=", "        optimizer=None) or dict("),), "evaluate"),
-    "ends": ((("    while True:", "    for _ in range(3):"),), "ended after 3 batches"),
-    "NaN": (
-        (("evaluate=lambda m:", 'evaluate=lambda m: float("nan") *'),),
-        "returned nan before the first update",
-    ),
-    "NaN loss": (
-        (("loss_fn=torch.nn.functional.mse_loss,", "loss_fn=lambda a, b: (a - b).mean() / 0,"),),
-        "the loss of the first batch is",
-    ),
-    "models differ": (
-        (("torch.nn.Linear(6, 16)", "torch.nn.Linear(6, 16, bias=rank == 0)"),),
-        "ranks built different models: rank 0 has 0.bias of shape [16]",
-    ),
-    "one rank fails": (
-        (
-            (
-                "    torch.manual_seed(seed)",
-                "    assert not torch.distributed.get_rank(), 'no data'",
-            ),
-        ),
-        "AssertionError: no data (on rank 1)",
-    ),
-    "evaluate fails on one rank": (
-        (
-            (
-                "evaluate=lambda m:",
-                "evaluate=lambda m: torch.distributed.get_rank() / 0 if rank else",
-            ),
-        ),
-        "raised ZeroDivisionError: division by zero (on rank 1)",
-    ),
-    "a schedule": (
-        (
-            ("AdamW(params, lr=0.02)", "SGD(params, lr=0.1)"),
-            (
-                "torch.optim.SGD(params, lr=0.1)",
-                "tw.optim.SGD(params, lr=tw.schedules.CosineDecay(0.0, 0.1, 10))",
-            ),
-        ),
-        "has a schedule as learning rate",
-    ),
-    "no pairs": ((("yield x, x.sum(1, keepdim=True)", "yield x"),), "pairs (inputs, targets)"),
+RANK = "torch.distributed.get_rank()"
+ON_ONE = f"{RANK} / 0 if rank else"
+WITH_SCHEDULE = "tw.optim.SGD(params, lr=tw.schedules.CosineDecay(0.0, 0.1, 10))"
+WRONG: dict[str, tuple[str, str, str]] = {
+    "import": ("import os,", "import nothing_of_this_name, os,", "cannot be imported"),
+    "no function": ("def task(", "def other(", "has no function task"),
+    "raises": ("    torch.manual_seed(seed)", "    raise KeyError('x')", "KeyError"),
+    "no Task": ("return tw.Task(", "return dict(", "must return a thinwire.Task, got dict"),
+    "raises later": ("torch.nn.functional.mse_loss,", "Late(),", "loss_fn raised ValueError: late"),
+    "exits": ("evaluate=lambda m:", "evaluate=lambda m: exit(0) if rank else", "(on rank 1)"),
+    "cannot be moved": ("Linear(6, 16)", 'Linear(6, 16, device="meta")', "model.to(cpu) raised"),
+    "no evaluate": ("        evaluate=", "        optimizer=None) or dict(", "evaluate"),
+    "ends": ("    while True:", "    for _ in range(3):", "ended after 3 batches"),
+    "NaN": ("evaluate=lambda m:", 'evaluate=lambda m: float("nan") *', "returned nan before"),
+    "NaN loss": ("torch.nn.functional.mse_loss,", "lambda a, b: (a - b).mean() / 0,", "the loss"),
+    "models differ": ("Linear(6, 16)", "Linear(6, 16, bias=rank == 0)", "0.bias of shape [16]"),
+    "one rank fails": ("torch.manual_seed(seed)", f"assert not {RANK}", "(on rank 1)"),
+    "evaluate on one rank": ("evaluate=lambda m:", f"evaluate=lambda m: {ON_ONE}", "(on rank 1)"),
+    "a schedule": ("torch.optim.AdamW(params, lr=0.02)", WITH_SCHEDULE, "has a schedule"),
+    "no pairs": ("yield x, x.sum(1, keepdim=True)", "yield x", "pairs (inputs, targets)"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.usefixtures("pooled")
 def test_wrong_task_is_one_line_and_nothing_trains(case: str, tmp_path: Path) -> None:
-    changes, told = WRONG[case]
-    task = file(tmp_path, *changes)
-    out = settings(
-        tmp_path / "out", link="loopback", strategies=["dense", "dgc"], task=task, steps=6
-    )
-    with pytest.raises(TaskRefused) as refusal:
-        compare(out, Display())
-    text = str(refusal.value)
+    before, after, told = WRONG[case]
+    task = file(tmp_path, (before, after))
+    with pytest.raises(TaskRefused) as refused:
+        compared(tmp_path / "out", strategies=["dense", "dgc"], task=task, steps=6)
+    text = str(refused.value)
     assert told in text
     assert text.startswith(f"task={task!r}: ")
     assert not (tmp_path / "out" / "results.json").exists()
@@ -221,21 +167,15 @@ def test_a_gpu_that_is_not_there_is_one_line_before_anything_is_prepared(
 ) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(SystemExit) as end:
-        main(["compare", "--link", "loopback", "--device", "cuda", "--out", str(tmp_path / "o")])
-    said = capfd.readouterr()
-    assert (end.value.code, said.out, said.err.count("\n")) == (2, "", 1)
-    assert "torch finds no GPU" in said.err
+    words = ("compare", "--link", "loopback", "--device", "cuda", "--out", str(tmp_path / "o"))
+    assert "torch finds no GPU" in refusal(capfd, *words)
     assert not (tmp_path / "o").exists()
 
 
 @pytest.mark.usefixtures("pooled")
 def test_strategies_begin_alike_where_a_task_seeds_nothing(tmp_path: Path) -> None:
     task = file(tmp_path, ("    torch.manual_seed(seed)\n", ""))
-    results = compare(
-        settings(tmp_path / "out", link="loopback", strategies=["dense", "dgc"], task=task),
-        Display(),
-    )
+    results = compared(tmp_path / "out", strategies=["dense", "dgc"], task=task)
     first, second = (run.evaluations[0].loss for run in results.strategies)
     assert first == second
 
@@ -243,26 +183,12 @@ def test_strategies_begin_alike_where_a_task_seeds_nothing(tmp_path: Path) -> No
 @pytest.mark.usefixtures("pooled")
 @pytest.mark.parametrize("kind", ["frozen", "double"])
 def test_bytes_equal_trained_parameters(kind: str, tmp_path: Path) -> None:
-    text = (
-        TASK.replace("    return tw.Task(", "    task = tw.Task(")
-        + {
-            "frozen": "    task.model[0].requires_grad_(False)\n    return task\n",
-            "double": "    task.model.double()\n    return task\n",
-        }[kind]
-    )
-    if kind == "double":
-        text = text.replace(
-            "torch.randn(8, 6, generator=random)",
-            "torch.randn(8, 6, generator=random, dtype=torch.float64)",
-        ).replace("torch.randn(64, 6)", "torch.randn(64, 6, dtype=torch.float64)")
-    path = tmp_path / "my_task.py"
-    path.write_text(text)
-    results = compare(
-        settings(
-            tmp_path / "out", link="loopback", strategies=["dense", "fp16"], task=f"{path}:task"
-        ),
-        Display(),
-    )
+    model = ("torch.nn.Linear(16, 1)),", "torch.nn.Linear(16, 1)).double(),")
+    wide = (("generator=random", "generator=random, dtype=torch.float64"),)
+    wide += (("torch.randn(64, 6)", "torch.randn(64, 6, dtype=torch.float64)"), model)
+    frozen = (("torch.nn.Linear(6, 16)", "torch.nn.Linear(6, 16).requires_grad_(False)"),)
+    task = file(tmp_path, *(frozen if kind == "frozen" else wide))
+    results = compared(tmp_path / "out", strategies=["dense", "fp16"], task=task)
     entries = {"frozen": 17, "double": 6 * 16 + 16 + 17}[kind]
     dense, half = results.strategies
     assert dense.library_bytes_per_step == entries * {"frozen": 4, "double": 8}[kind]
@@ -297,17 +223,15 @@ def test_options_that_a_task_would_ignore_are_refused(more: dict[str, Any], tmp_
 @pytest.mark.slow
 def test_under_torchrun_the_ranks_train_over_their_network(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    compared = ["-m", "thinwire", "compare", "--task", file(tmp_path), "--steps", "8"]
+    command = torchrun("-m", "thinwire", "compare", "--task", file(tmp_path), "--steps", "8")
     more = ["--strategies", "dense", "sparse-local", "--out", str(out), "--quiet"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = ran([*torchrun, *compared, *more], env=environment)
+    done = ran([*command, *more], env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("report: ") == 1
     told = (out / "results.json").read_text(encoding="utf-8")
     assert "2 workers, started by a launcher, over the network between them" in told
     assert "Over this machine's loopback" not in told
-    wrong = ran([*torchrun, *compared, "--link", "20mbit"])
+    wrong = ran([*command, "--link", "20mbit"])
     assert wrong.returncode != 0
     assert "omit --link and --latency" in wrong.stderr
 
@@ -316,16 +240,8 @@ def test_under_torchrun_the_ranks_train_over_their_network(tmp_path: Path) -> No
 @pytest.mark.usefixtures("pooled")
 def test_the_example_learns_its_digits(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "tasks" / "digits.py"
-    results = compare(
-        settings(
-            tmp_path,
-            link="loopback",
-            strategies=["dense", "quantized-local"],
-            task=f"{example}:task",
-            steps=60,
-        ),
-        Display(),
-    )
+    names = ["dense", "quantized-local"]
+    results = compared(tmp_path, strategies=names, task=f"{example}:task", steps=60)
     for run in results.strategies:
         assert run.final_loss < 0.5 * run.evaluations[0].loss
 
@@ -372,7 +288,7 @@ def test_ranks_draw_batches_of_their_own_where_a_task_seeds_nothing(
 def test_the_verdict_says_that_all_ranks_have_the_same_batches(tmp_path: Path) -> None:
     for own, expected in (("manual_seed(rank)", False), ("manual_seed(5)", True)):
         task = file(tmp_path, ("manual_seed(rank)", own))
-        results = compare(settings(tmp_path / own, link="loopback", task=task, steps=2), Display())
+        results = compared(tmp_path / own, task=task, steps=2)
         assert ("the same batch" in results.verdict) == expected
         assert results.strategies[0].alike == expected
 
@@ -410,14 +326,8 @@ def test_muon_that_would_train_nothing_fails_alone(tmp_path: Path) -> None:
         ),
         ("        optimizer=lambda params: torch.optim.AdamW(params, lr=0.02),\n", ""),
     )
-    out = settings(
-        tmp_path / "out",
-        link="loopback",
-        strategies=["dense", "muon-local"],
-        task=file(tmp_path, *changes),
-        steps=4,
-    )
-    results = compare(out, Display())
+    task = file(tmp_path, *changes)
+    results = compared(tmp_path / "out", strategies=["dense", "muon-local"], task=task, steps=4)
     assert [run.strategy for run in results.strategies] == ["dense"]
     (failure,) = results.failures
     assert "Muon trains hidden matrices and this model has none" in failure.error

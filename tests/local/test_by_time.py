@@ -10,7 +10,7 @@ import torch
 
 import thinwire as tw
 from tests.local.rounds import rounds_of, steps_that_take
-from tests.local.test_laws import Bag, bag, digest, gradient, set_gradients, start_values, values
+from tests.local.test_laws import Bag, bag, digest, gradient, one_step, start_values, values
 from tests.ranks import Pool, Raised
 
 LONG_S = 1e9
@@ -28,9 +28,8 @@ def paced(rank: int, config: tw.LocalSGD, tokens: bool, each: Callable[[Any, Bag
     model, optimizer = bag()
     with rounds_of(STEPS[rank]), tw.local_sgd(model, optimizer, config) as sync:
         for step in range(1, ROUNDS * STEPS[rank] + 1):
-            set_gradients(model, step, rank)
             sync.observe(0.0, tokens=TOKENS[rank] if tokens else None)
-            optimizer.step()
+            one_step(model, optimizer, step, rank)
             assert sync.synced == (step % STEPS[rank] == 0)
             if sync.synced:
                 each(sync, model)
@@ -153,8 +152,7 @@ def trained(rank: int, size: int, config: tw.LocalSGD) -> tuple[list[str], float
     found = []
     with tw.local_sgd(model, optimizer, config) as sync:
         for step in range(1, 18):
-            set_gradients(model, step, rank)
-            optimizer.step()
+            one_step(model, optimizer, step, rank)
             if sync.synced:
                 found.append(digest(model))
     return [*found, digest(model)], sync.stats()["bytes_sent"]
@@ -177,23 +175,6 @@ def test_equal_weights_give_the_bits_of_counted_rounds(ranks: Pool, others: dict
     counted = ranks.run(trained, tw.LocalSGD(4, **others), size=3)
     timed = ranks.run(trained, tw.LocalSGD(4, round_seconds=LONG_S, **others), size=3)
     assert [bits for bits, _ in timed] == [bits for bits, _ in counted]
-
-
-def until_averaged(
-    averagings: int,
-    rank: int,
-    model: Bag,
-    optimizer: torch.optim.Optimizer,
-    sync: tw.LocalUpdates,
-    made: list[int],
-) -> None:
-    """Train until so many averagings were made; `made` has the steps before each, and a zero."""
-    while len(made) <= averagings:
-        set_gradients(model, sync.step + 1, rank)
-        optimizer.step()
-        made[-1] += 1
-        if sync.synced:
-            made.append(0)
 
 
 PULLS = (1.0, -2.0)
@@ -268,7 +249,11 @@ def slow_and_fast_with_delay(rank: int, size: int, stop: bool) -> tuple[list[int
             with tw.local_sgd(model, optimizer, config) as sync:
                 if state is not None:
                     sync.load_state_dict(state)
-                until_averaged(until, rank, model, optimizer, sync, made)
+                while len(made) <= until:
+                    one_step(model, optimizer, sync.step + 1, rank)
+                    made[-1] += 1
+                    if sync.synced:
+                        made.append(0)
                 state = sync.state_dict()
                 if until < 6:
                     sync.close()  # the result in flight is in the state
@@ -289,12 +274,9 @@ def telling(rank: int, size: int, case: str) -> None:
     config = tw.LocalSGD(2, begin_step=0, round_seconds=LONG_S)
     with tw.local_sgd(model, optimizer, config) as sync:
         for step in range(1, 3):
-            set_gradients(model, step, rank)
-            tells = {"one rank": rank == 0, "one step": step == 1 or rank == 0, "state": False}[
-                case
-            ]
+            tells = {"one rank": rank == 0, "one step": step == 1 or rank == 0}.get(case)
             sync.observe(0.0, tokens=8 if tells else None)
-            optimizer.step()
+            one_step(model, optimizer, step, rank)
             if case == "state":
                 sync.state_dict()
 
@@ -314,16 +296,3 @@ def test_settings_that_do_not_go_together_are_an_error_on_all(
     for answer in ranks.run(telling, case, expect_errors=True):
         assert isinstance(answer, Raised)
         assert text in answer.text
-
-
-@pytest.mark.parametrize(
-    ("others", "text"),
-    [
-        ({"node_size": 2}, "needs node_size=None or 1, got 2"),
-        ({"compression": tw.Sparse(0.9)}, 'mean_over="all"'),
-        ({"round_seconds": 0}, "round_seconds"),
-    ],
-)
-def test_settings_that_do_not_go_with_it(others: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        tw.LocalSGD(8, **{"round_seconds": 1.0, **others})

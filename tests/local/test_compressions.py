@@ -21,14 +21,10 @@ from tests.api import (
     Group,
     compression_of,
 )
-from tests.local.test_laws import Bag, bag, digest, set_gradients
+from tests.local.test_laws import BITS, SHAPES, Bag, bag, digest, set_gradients
 from tests.ranks import Pool
 from tests.reference import whole_codes
 
-BITS = (1, 2, 4, 8, 16)
-
-
-SHAPES = {"a": (6, 5), "b": (7,), "c": (3, 4), "d": ()}
 NUMELS = (30, 7, 12, 1)
 SIZES = [torch.Size(shape) for shape in SHAPES.values()]
 
@@ -310,33 +306,6 @@ def test_of_a_repeated_change_a_little_more_is_applied_than_is_reported(
     assert told < applied < told + 0.12
     assert applied == pytest.approx((1 - decay**waits) / (1 - decay) / waits, abs=0.03)
     assert estimate == pytest.approx(applied, abs=0.02)
-
-
-# ---- refusals, and what every compression tells
-
-
-@pytest.mark.parametrize(
-    ("make", "kind", "text"),
-    [
-        (lambda: tw.Quantized(32), ValueError, "value_bits=32 does not compress.*compression=None"),
-        (
-            lambda: tw.Quantized(3),
-            ValueError,
-            r"value_bits must be one of \[1, 2, 4, 8, 16\], got 3",
-        ),
-        (lambda: tw.Quantized(4.0), TypeError, "value_bits must be an integer"),  # type: ignore[arg-type]
-        (lambda: tw.Quantized(4, decay=1.5), ValueError, "decay"),
-        (
-            lambda: tw.Sparse(0.9, mean_over="some"),
-            ValueError,
-            "mean_over must be one of.*senders.*all.*'some'",
-        ),  # type: ignore[arg-type]
-        (lambda: tw.LocalSGD(4, compression=tw.DGC()), TypeError, "Sparse or Quantized"),  # type: ignore[arg-type]
-    ],
-)
-def test_configs_refuse(make: Any, kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=text):
-        make()
 
 
 @pytest.mark.parametrize("tag", CHANGE_COMPRESSIONS)

@@ -26,6 +26,7 @@ from tests.local.test_laws import (
 )
 from tests.ranks import Pool
 from tests.reference.local_training import Simulation, intervals
+from tests.toys import descend, engine_of
 from thinwire.errors import Mismatch
 
 
@@ -278,9 +279,7 @@ def with_tables(rank: int, size: int, delay: int, spoil: bool) -> tuple[bool, li
         for step in range(12):
             if spoil and step == 6 and rank == 1:
                 model.mean[0] = torch.nan
-            optimizer.zero_grad()
-            model(torch.ones(3, 4) + rank).square().mean().backward()
-            optimizer.step()
+            descend(optimizer, model(torch.ones(3, 4) + rank).square().mean())
     same = torch.equal(model.table, table) and torch.equal(model.mask, mask)
     return same, model.mean.tolist(), sync.stats()["bytes_sent"]
 
@@ -336,9 +335,7 @@ def test_a_failed_averaging_counts_the_steps_once(
     by_time: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tw.LocalSGD(2, begin_step=0, round_seconds=1e6 if by_time else None)
-    model = nn.Linear(4, 1)
-    optimizer = sgd(model)
-    engine = tw.DistributedStrategy(localsgd=config).prepare(model, optimizer, nn.MSELoss())
+    engine = engine_of(nn.Linear(4, 1), localsgd=config)
     x, y = torch.ones(3, 4), torch.ones(3, 1)
     verified, failures = Averager._verified, iter([True])
 
@@ -378,9 +375,7 @@ class Watching(nn.Module):
 def buffers_after_flush(rank: int, size: int, config: Any, steps: int) -> list[list[Tensor]]:
     """Before `flush` and after it, of a model whose statistics a rank computes anew."""
     model = Watching(rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    strategy = tw.DistributedStrategy(localsgd=config)
-    engine = strategy.prepare(model, optimizer, nn.functional.mse_loss)
+    engine = engine_of(model, localsgd=config)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(steps):
         x = torch.randn(8, 4, generator=generator)
@@ -426,10 +421,8 @@ def moved_teacher(rank: int, size: int, when_synced: bool) -> list[str]:
         config = tw.LocalSGD(2, begin_step=0)
         with tw.local_sgd(model, optimizer, config, digest_every=1) as sync:
             for step in range(6):
-                optimizer.zero_grad()
                 generator = torch.Generator().manual_seed(10 * step + rank)
-                model(torch.randn(8, 4, generator=generator)).square().mean().backward()
-                optimizer.step()
+                descend(optimizer, model(torch.randn(8, 4, generator=generator)).square().mean())
                 if sync.synced or not when_synced:
                     with torch.no_grad():
                         model.teacher.weight.lerp_(model.layer.weight, 0.1)
@@ -471,7 +464,7 @@ def test_a_model_without_shapes_is_refused_by_name(engine: bool) -> None:
     optimizer = sgd(model)
     with pytest.raises(ValueError, match=r"1\.weight has no shape yet.*Run one"):
         if engine:
-            tw.DistributedStrategy().prepare(model, optimizer)
+            engine_of(model)
         else:
             with tw.local_sgd(model, optimizer, tw.LocalSGD(2)):
                 pass
@@ -498,10 +491,8 @@ def test_buffer_shaped_later_is_named_with_its_earlier_shape() -> None:
 )
 def test_a_parameter_frozen_later_is_refused_before_the_next_step(config: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-    optimizer = sgd(model)
     field = "localsgd" if isinstance(config, tw.LocalSGD) else "adaptive_localsgd"
-    strategy = tw.DistributedStrategy(**{field: config})
-    engine = strategy.prepare(model, optimizer, nn.functional.mse_loss)
+    engine = engine_of(model, **{field: config})
     x, y = torch.ones(2, 3), torch.zeros(2, 1)
     engine.train_step(x, y)
     model[0].requires_grad_(False)
@@ -551,18 +542,11 @@ def load_between(rank: int, size: int, config: Any, after: int, anew: bool) -> f
     return max(float((p.detach() - loaded[n]).abs().max()) for n, p in model.named_parameters())
 
 
+@pytest.mark.parametrize("after", [0, 7])
 @pytest.mark.parametrize("name", LOSSY)
-def test_weights_loaded_before_the_first_step_are_the_start_of_training(
-    ranks: Pool, name: str
-) -> None:
-    """They went through one bit, and were off by 100."""
-    assert max(ranks.run(load_between, LOSSY[name], 0, False, size=2)) < 1e-6
-
-
-@pytest.mark.parametrize("name", LOSSY)
-def test_weights_put_back_in_a_run_begin_anew(ranks: Pool, name: str) -> None:
-    """Nothing that was kept for the weights before is added to them."""
-    assert max(ranks.run(load_between, LOSSY[name], 7, True, size=2)) < 1e-6
+def test_loaded_weights_are_the_start_of_training(ranks: Pool, name: str, after: int) -> None:
+    """Also in a run, which begins anew: nothing that was kept before is added to them."""
+    assert max(ranks.run(load_between, LOSSY[name], after, after > 0, size=2)) < 1e-6
 
 
 def clamped(rank: int, size: int) -> tuple[float, float]:
@@ -625,7 +609,7 @@ def evaluated(rank: int, size: int, where: str) -> list[list[str]]:
     model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
     optimizer, x = sgd(model), torch.full((2, 4), float(rank))
     if where == "engine":
-        engine = tw.DistributedStrategy(localsgd=tw.LocalSGD(2)).prepare(model, optimizer)
+        engine = engine_of(model, optimizer=optimizer, localsgd=tw.LocalSGD(2))
         sync = engine.sync
         assert sync is not None
         step = lambda: engine.minimize(model(x).sum())  # noqa: E731

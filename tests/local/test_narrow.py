@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from tests.ranks import Pool
+from tests.toys import engine_of
 
 SMALL = 2.0**-7
 """One unit in the last place of a bfloat16 1.0."""
@@ -69,9 +70,7 @@ def resumed(rank: int, size: int, folder: str, halves: int) -> tuple[list[float]
     for half in range(halves):
         model = OneWeight(torch.bfloat16)
         local = tw.LocalSGD(1, compression=tw.Quantized(1))
-        engine = tw.DistributedStrategy(localsgd=local).prepare(
-            model, torch.optim.SGD(model.parameters(), lr=1.0)
-        )
+        engine = engine_of(model, lr=1.0, localsgd=local)
         engine.load(folder, if_any=True)
         for _ in range(20 if halves == 2 else 40):
             engine.minimize((model.w.float() * (-SMALL if rank == 0 else 0.0)).sum())

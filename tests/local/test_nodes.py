@@ -11,7 +11,7 @@ import torch
 
 import thinwire as tw
 from tests.api import Members, Nodes
-from tests.local.test_laws import Bag, bag, digest, noise, start_values
+from tests.local.test_laws import Bag, bag, digest, noise, one_step, start_values
 from tests.ranks import Pool
 
 COMPRESSIONS = {
@@ -29,12 +29,6 @@ CONFIGS = {
     ),
     "state": tw.LocalSGD(3, average_state=True),
 }
-
-
-def one_step(model: torch.nn.Module, optimizer: Any, step: int, source: int) -> None:
-    for name, p in model.named_parameters():
-        p.grad = (0.3 * p.detach() + noise(step, source, name)).to(p.dtype)
-    optimizer.step()
 
 
 def trained(rank: int, size: int, config: Any, alike: int, dgc: Any = None) -> dict[str, Any]:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
-from tests.api import Group, Pending
+from tests.api import Group
 from tests.local.test_laws import Bag, digest, set_gradients
 from tests.ranks import Lost, Pool, Raised, say, wait_for_word
+from tests.toys import arriving
 from thinwire.errors import ThinwireError
 
 FIRST, K, DELAY = 1, 8, 3
@@ -73,13 +74,24 @@ def kept(sync: Any) -> dict[str, Tensor]:
 def with_a_fault(rank: int, size: int, config: Any, way: str) -> tuple[int, str, bool]:
     """Return the step at which this rank raised, its error, and whether its state is untouched."""
     model, optimizer, sync = make(config)
-    told, raised = "", 0
-    with sync:
+    told, raised, hits = "", 0, int(rank == 1 and way == "damage")
+
+    def came(rows: Tensor, _: str) -> Tensor:
+        nonlocal hits
+        if hits and sync.step >= MEASURED - 1:
+            hits -= 1
+            rows[-1, rows.shape[1] // 2] ^= 1
+        return rows
+
+    with arriving(Group, "all_gather", came), sync:
         for step in range(1, MEASURED + K):
             set_gradients(model, step, rank)
             try:
-                if rank == 1 and step == MEASURED:
-                    spoil(model, sync, way)
+                if rank == 1 and step == MEASURED and way == "not finite":
+                    with torch.no_grad():
+                        model.c[1, 2] = float("nan")  # type: ignore[operator]
+                elif rank == 1 and step == MEASURED and way == "another call":
+                    sync.flush()
                 optimizer.step()
             except ThinwireError as error:
                 told, raised = str(error), step
@@ -90,33 +102,6 @@ def with_a_fault(rank: int, size: int, config: Any, way: str) -> tuple[int, str,
         after = kept(sync)
         sync.close()
     return raised, told, all(torch.equal(before[name], after[name]) for name in before)
-
-
-def spoil(model: Bag, sync: Any, way: str) -> None:
-    if way == "not finite":
-        with torch.no_grad():
-            model.c[1, 2] = float("nan")  # type: ignore[operator]
-    elif way == "another call":
-        sync.flush()
-    else:
-        damage_the_next_message()
-
-
-def damage_the_next_message() -> None:
-    given = Group.all_gather
-
-    def all_gather(self: Group, message: Tensor, *, action: str) -> Pending[Tensor]:
-        Group.all_gather = given  # type: ignore[method-assign]
-        pending = given(self, message, action=action)
-
-        def rows() -> Tensor:
-            received = pending.wait()
-            received[-1, received.shape[1] // 2] ^= 1
-            return received
-
-        return Pending(rows)
-
-    Group.all_gather = all_gather  # type: ignore[method-assign]
 
 
 FAULTS = {

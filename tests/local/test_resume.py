@@ -12,6 +12,7 @@ import thinwire as tw
 from tests.api import private
 from tests.local.test_laws import net
 from tests.ranks import Pool
+from tests.toys import descend, engine_of
 
 
 def rolled_back(rank: int, size: int) -> list[int]:
@@ -107,14 +108,13 @@ def test_a_result_on_its_way_is_applied_once_where_a_loaded_run_averages_in_ever
 def merging(config: Any) -> tw.Engine:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
-    merge = tw.GradientMerge(k_steps=4)
     field = "adaptive_localsgd" if isinstance(config, tw.AdaptiveLocalSGD) else "localsgd"
-    strategy = tw.DistributedStrategy(gradient_merge=merge, **{field: config})
+    fields = {"gradient_merge": tw.GradientMerge(k_steps=4), field: config}
 
     def loss_fn(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return y.mean() + 1e-3 * out.square().mean()
 
-    return strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4), loss_fn)
+    return engine_of(model, loss_fn, lr=1e-4, **fields)
 
 
 def intervals_of(engine: tw.Engine, first: int, last: int) -> list[float]:
@@ -166,14 +166,9 @@ def without_its_state(rank: int, size: int) -> tuple[str, bool]:
     model = nn.Linear(4, 2)
     config = tw.LocalSGD(4, begin_step=0, delay=2, average_state=True)
 
-    def step(optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
-        (model(torch.randn(3, 4)) - rank).square().mean().backward()
-        optimizer.step()
-
     with tw.local_sgd(model, optimizer := torch.optim.Adam(model.parameters()), config) as sync:
         for _ in range(5):
-            step(optimizer)
+            descend(optimizer, (model(torch.randn(3, 4)) - rank).square().mean())
         state = sync.state_dict()
     sync = tw.local_sgd(model, torch.optim.Adam(model.parameters()), config)
     sync.__enter__()

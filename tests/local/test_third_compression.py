@@ -24,8 +24,9 @@ from tests.api import (
     combined,
     updates,
 )
-from tests.local.test_laws import bag, digest, set_gradients
+from tests.local.test_laws import bag, digest, one_step
 from tests.ranks import Pool
+from tests.toys import arriving
 
 
 class OneFactor(ChangeCompression):
@@ -73,10 +74,9 @@ def trained(rank: int, size: int, stop: int, state: Any, last: int) -> dict[str,
             sync.load_state_dict(state[rank])
         saved = None
         for step in range(sync.step + 1, last + 1):
-            set_gradients(model, step, rank)
+            one_step(model, optimizer, step, rank)
             for n, p in model.named_parameters():
                 changed[n] += 0.1 * p.grad  # type: ignore[operator]
-            optimizer.step()
             saved = sync.state_dict() if step == stop else saved
         sync.flush()
         kept = sync.state_dict()["errors"]
@@ -107,18 +107,16 @@ def test_it_trains_keeps_books_and_resumes(ranks: Pool) -> None:
 def summed(rank: int, size: int, flipped: bool) -> int:
     """The digest of two sums, one of which arrives with another bit on rank 1."""
 
-    class Flipping(Group):
-        def all_reduce_(self, buffer: Tensor, *, action: str):  # type: ignore[no-untyped-def]
-            pending = super().all_reduce_(buffer, action=action)
-            if flipped and self.rank == 1 and "factors" in action:
-                pending.wait().view(torch.uint8)[0] ^= 1
-            return pending
+    def hurt(total: Tensor, action: str) -> Tensor:
+        if flipped and rank == 1 and "factors" in action:
+            total.view(torch.uint8)[0] ^= 1
+        return total
 
     folded = {"m": torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))}
-    one_round = Round(Flipping(), 1)
-    kept = {"factors": {"m": torch.ones(4)}}
-    one_round.launch(folded, combined([OneFactor().send(one_round.context(0), folded, kept)]))
-    one_round.finish()
+    one_round, kept = Round(Group(), 1), {"factors": {"m": torch.ones(4)}}
+    with arriving(Group, "all_reduce_", hurt):
+        one_round.launch(folded, combined([OneFactor().send(one_round.context(0), folded, kept)]))
+        one_round.finish()
     return one_round.sums_digest
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.api import Link, enter_network, inside, network, new_namespace
+from tests.api import Link, inside, network, new_namespace
 from tests.api import netns_Network as Network
 from tests.faults.lines import blackhole
-from tests.lab.namespaces import needs_netns
+from tests.lab.namespaces import entered, needs_netns
 from tests.ranks import Pool
 
 __all__ = ["at_home", "homes", "needs_homes", "walled"]
@@ -79,20 +79,16 @@ def walled(count: int, link: Link) -> Iterator[tuple[Network, list[int]]]:
         yield net, list(net.namespace_fds[1:])
 
 
-def at_home(ranks: Pool, namespaces: list[int], function: Callable[..., Any], *args: Any) -> Any:
+def at_home(
+    ranks: Pool, namespaces: list[int], function: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
     """`function(rank, size, *args)` of one rank in each namespace."""
     paths = [f"/proc/{os.getpid()}/fd/{fd}" for fd in namespaces]
-    return ranks.run(_inside, paths, function, args, size=len(paths), group=False)
+    return ranks.run(_inside, paths, function, args, size=len(paths), group=False, **options)
 
 
 def _inside(
     rank: int, size: int, paths: list[str], function: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
-    home, there = (os.open(path, os.O_RDONLY) for path in ("/proc/self/ns/net", paths[rank]))
-    try:
-        enter_network(there)
+    with entered(paths[rank]):
         return function(rank, size, *args)
-    finally:
-        enter_network(home)
-        os.close(home)
-        os.close(there)

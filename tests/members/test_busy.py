@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 import thinwire as tw
 from tests.members.places import met
-from tests.members.training import digest, model
+from tests.members.training import digest, in_run, model
 from tests.ranks import Pool
 
 TIMEOUT_S = 5.0
@@ -20,16 +21,12 @@ CONFIG = tw.LocalSGD(2, begin_step=0)
 
 def member(rank: int, size: int, address: str, says: bool, stops: bool) -> dict[str, Any]:
     """Member 1 works alone for longer than the time-out after step 5."""
-    net = model(rank)
-    optimizer = torch.optim.SGD(net.parameters(), 0.01)
-    data = torch.Generator().manual_seed(rank)
+    net, data = model(rank), torch.Generator().manual_seed(rank)
     sizes: list[int] = []
     generations: list[int] = []
     longest_s = 0.0
-    with (
-        tw.join(address, run="t", start_members=3, timeout=TIMEOUT_S) as members,
-        tw.local_sgd(net, optimizer, CONFIG, members=members) as sync,
-    ):
+    run = in_run(address, net, CONFIG, start_members=3, timeout=TIMEOUT_S)
+    with run as (members, sync, optimizer):
         while sync.step < 12:
             net(torch.randn(8, 24, generator=data)).square().mean().backward()
             if rank == 1 and sync.step == 5:
@@ -37,11 +34,9 @@ def member(rank: int, size: int, address: str, says: bool, stops: bool) -> dict[
                     with tw.busy(60):
                         time.sleep(1)
                         os.kill(os.getpid(), signal.SIGSTOP)
-                elif says:
-                    with tw.busy(60):
-                        time.sleep(BUSY_S)
                 else:
-                    time.sleep(BUSY_S)
+                    with tw.busy(60) if says else nullcontext():
+                        time.sleep(BUSY_S)
             begun = time.monotonic()
             optimizer.step()
             longest_s = max(longest_s, time.monotonic() - begun)

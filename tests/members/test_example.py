@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.members.places import lines_of_two
+from tests.processes import torchrun
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
@@ -18,7 +19,6 @@ def test_members_of_the_example_train_together(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sites_of_the_example_train_together(tmp_path: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    lines = lines_of_two(tmp_path, [*launcher, str(EXAMPLES / "sharded_members.py")])
+    lines = lines_of_two(tmp_path, torchrun(str(EXAMPLES / "sharded_members.py"))[1:])
     assert all(each[0].startswith("site ") for each in lines)
     assert lines[0][-1].startswith("step 160: ")

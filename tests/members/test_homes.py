@@ -17,8 +17,9 @@ from tests.members.homes import at_home, homes, needs_homes, walled
 from tests.members.places import host_command
 from tests.members.relays import listens, relay_place
 from tests.members.test_relay import CONFIGS, in_order
-from tests.members.training import digest
+from tests.members.training import digest, in_run
 from tests.ranks import Pool
+from tests.toys import descend
 from tests.waiting import PATIENCE_S, until
 from thinwire.errors import ThinwireError
 
@@ -60,13 +61,9 @@ def test_members_train_that_nothing_reaches(ranks: Pool, token_file: str) -> Non
 
 def unjoined(rank: int, size: int, address: str, token_file: str) -> str:
     """The error of a member that opens a port and is not reached there."""
-    net = torch.nn.Linear(2, 2)
-    optimizer, options = torch.optim.SGD(net.parameters(), 0.1), {"token_file": token_file}
+    options = {"token_file": token_file, "start_members": 2, "timeout": 3.0}
     try:
-        with (
-            tw.join(address, run="t", start_members=2, timeout=3.0, **options) as members,
-            tw.local_sgd(net, optimizer, tw.LocalSGD(1, 0), members=members),
-        ):
+        with in_run(address, torch.nn.Linear(2, 2), tw.LocalSGD(1, 0), **options):
             return "no error"
     except ThinwireError as error:
         return str(error)
@@ -103,19 +100,14 @@ ROUNDS, MESSAGE_BYTES = 8, 1_200_000
 def big_rounds(rank: int, size: int, address: str, token_file: str) -> list[str]:
     """The digest after every averaging, each of a message of `MESSAGE_BYTES`."""
     torch.manual_seed(0)
-    net = torch.nn.Linear(1200, MESSAGE_BYTES // 1200)
-    optimizer, found = torch.optim.SGD(net.parameters(), 0.01), []
+    net, found = torch.nn.Linear(1200, MESSAGE_BYTES // 1200), []
     config = tw.LocalSGD(1, begin_step=0, compression=tw.Quantized(8))
     options = {"token_file": token_file, "min_members": size, "timeout": PATIENCE_S, "relay": True}
-    with (
-        tw.join(address, run="big", **options) as members,
-        tw.local_sgd(net, optimizer, config, members=members) as sync,
-    ):
+    with in_run(address, net, config, **options) as (members, sync, optimizer):
         batches = torch.Generator().manual_seed(members.rank)
         while sync.step < ROUNDS:
-            optimizer.zero_grad()
-            net(torch.randn(4, 1200, generator=batches)).square().mean().backward()
-            optimizer.step()
+            x = torch.randn(4, 1200, generator=batches)
+            descend(optimizer, net(x).square().mean())
             found.append(digest(sync))
     return found
 

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import socket
-import stat
 import struct
 import subprocess
 import sys
@@ -21,99 +20,24 @@ from torch._C._distributed_c10d import TCPStore
 
 from tests.api import AuthenticatedStore, RelayEndpoint, connect, require_relay
 from tests.members.places import TIMEOUT, TOKEN, host_command
-from tests.processes import running
+from tests.processes import ran_code, running
+from tests.toys import answer, refusal
 from tests.waiting import PATIENCE_S, until
-from thinwire import cli
 from thinwire.errors import Mismatch, PeerLost, PeerStalled
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["host", *arguments])
-    captured = capsys.readouterr()
-    assert stop.value.code == 2
-    assert captured.out == ""
-    assert captured.err.startswith("thinwire: ")
-    assert captured.err.count("\n") == 1
-    return captured.err
-
-
-BAD = {
-    "": "--bind is missing",
-    "--bind 0.0.0.0:29400": "all addresses of this machine",
-    "--bind [::]:29400": "all addresses of this machine",
-    "--bind [0:0::0]:29400": "all addresses of this machine",
-    "--bind *:29400": "all addresses of this machine",
-    "--bind 203.0.113.7:29400": "not an address of this machine",
-    "--bind [2001:db8::7]:29400": "not an address of this machine",
-    "--bind localhost:29400": "has a name: give an address",
-    "--bind 127.0.0.1": "is not an address such as 10.0.0.1:29400",
-    "--bind :29400": "is not an address such as 10.0.0.1:29400",
-    "--bind ::1:29400": "put IPv6 addresses in brackets",
-    "--bind 127.0.0.1:65536": "is not an address such as",
-    "--bind 127.0.0.1:http": "is not an address such as",
-    "--bind tcp://127.0.0.1:0": "is not an address such as 10.0.0.1:29400",
-    "--bind 127.0.0.1:0 --token-file /no/such": "token file /no/such does not exist",
-    "--bind 127.0.0.1:0 --tokn-file x": "--token-file",
-    "--bind 127.0.0.1:0 --new-token x": "leave the other options out",
-    "--relay --new-token x": "leave the other options out",
-    "--bind 127.0.0.1:0 --cert c": "for the relay: give --relay too",
-    "--bind 127.0.0.1:0 --relay --key k": "--cert is missing",
-    "--bind 127.0.0.1:0 --relay --cert c": "--cert c without --key: not a certificate and its",
-    "--bind 127.0.0.1:0 --relay --cert c --key k": "--cert c, --key k: not a certificate and its",
-}
-
-
-@pytest.mark.parametrize("arguments", BAD)
-def test_bad_input_is_one_line(
-    arguments: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert BAD[arguments] in refusal(capsys, *arguments.split())
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert "the port is in use" in refusal(capsys, "--bind", f"127.0.0.1:{port}")
+        assert "the port is in use" in refusal(capsys, "host", "--bind", f"127.0.0.1:{port}")
 
 
 def test_a_token_is_made_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "token"
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["host", "--new-token", str(path)])
-    assert stop.value.code == 0
-    assert str(path) in capsys.readouterr().out
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    before = path.read_bytes()
-    assert "exists already" in refusal(capsys, "--new-token", str(path))
-    assert path.read_bytes() == before
-
-
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["host", "--help"])
-    assert stop.value.code == 0
-    assert "thinwire host --bind 10.0.0.1:29400 --token-file token" in capsys.readouterr().out
-
-
-def test_arguments_are_checked_before_torch_is_loaded() -> None:
-    code = """
-import sys
-from thinwire import cli
-try:
-    cli.main(["host", "--bind", "0.0.0.0:1"])
-except SystemExit as stop:
-    sys.exit(99 if "torch" in sys.modules else stop.code)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stderr
+    assert str(path) in answer(capsys, "host", "--new-token", str(path))[0]
+    assert "exists already" in refusal(capsys, "host", "--new-token", str(path))
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
@@ -329,8 +253,5 @@ def test_a_token_that_could_not_be_written_leaves_no_file(tmp_path: Path) -> Non
     no_room = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); " + (
         f"from thinwire.members.credentials import new_token; new_token({str(path)!r})"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", no_room], capture_output=True, text=True, check=False
-    )
-    assert "token cannot be written: File too large" in ended.stderr
+    assert "token cannot be written: File too large" in ran_code(no_room).stderr
     assert not path.exists()

@@ -12,31 +12,15 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 import thinwire as tw
-from tests.api import (
-    AuthenticatedStore,
-    Donor,
-    JoinerState,
-    KeyValueView,
-    Recipient,
-    StateMessage,
-    TransferContext,
-    next_identity,
-    transfer,
-)
-from tests.members.places import LOOPBACK, TOKEN, meeting_place, met
-from tests.members.training import MOST_STEPS, TIMEOUT_S, member, wait_for
+from tests.api import JoinerState, StateMessage, next_identity, transfer
+from tests.members.places import TOKEN, meeting_place, met
+from tests.members.test_transfer import both_ends
+from tests.members.training import MOST_STEPS, TIMEOUT_S, in_run, member, wait_for
 from tests.ranks import Pool
+from tests.toys import descend, engine_of
 from tests.waiting import PATIENCE_S, time_out, until
 
 EVERY_4 = tw.LocalSGD(4, begin_step=0)
-
-
-def both_ends(timeout_s: float) -> tuple[Donor, Recipient]:
-    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
-    kv = KeyValueView(AuthenticatedStore(store, b"s" * 32))
-    way = TransferContext(kv, LOOPBACK, timeout_s, b"k" * 32)
-    donor = Donor(way, 0, "ann", own_id="bob")
-    return donor, Recipient(way.cloned(), 0)
 
 
 def state(value: float) -> StateMessage:
@@ -107,18 +91,23 @@ def test_state_of_a_process_before_does_not_matter(ranks: Pool) -> None:
         assert ranks.run(after_other_things, address, size=2) == [12, 12]
 
 
+def layer_of(rank: int) -> torch.nn.Module:
+    torch.manual_seed(rank)
+    return torch.nn.Linear(8, 8)
+
+
+def paced_step(net: torch.nn.Module, optimizer: Any) -> None:
+    descend(optimizer, net(torch.randn(4, 8)).square().mean())
+    time.sleep(0.05)
+
+
 def beside_a_stranger(rank: int, size: int, address: str, token_file: str, flag: str) -> Any:
     wait_for(flag if rank == 2 else "")
-    torch.manual_seed(rank)
-    net = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(net.parameters(), 0.01)
-    joined = tw.join(address, run="t", token_file=token_file, start_members=2, timeout=TIMEOUT_S)
-    with joined as members, tw.local_sgd(net, optimizer, EVERY_4, members=members) as sync:
+    net, options = layer_of(rank), {"token_file": token_file, "start_members": 2}
+    with in_run(address, net, EVERY_4, **options) as (members, sync, optimizer):
         entered, end = sync.step, MOST_STEPS
         while sync.step < end:
-            net(torch.randn(4, 8)).square().mean().backward()
-            optimizer.step()
-            time.sleep(0.05)
+            paced_step(net, optimizer)
             if sync.synced and members.size == 3:  # on all of them after the same averaging
                 end = min(end, sync.step + 8)
             if rank == 0 and sync.step == 8:
@@ -126,9 +115,10 @@ def beside_a_stranger(rank: int, size: int, address: str, token_file: str, flag:
                 limit = timedelta(seconds=PATIENCE_S)
                 stranger = TCPStore(host, int(port), None, False, limit, wait_for_workers=False)
                 for number in range(9):
-                    if not stranger.check([f"run/t/hello/{number}"]):
-                        stranger.set(f"run/t/hello/{number}", json.dumps({"id": "x", "n": number}))
-                stranger.set("run/t/hellos", "0")
+                    key = f"run/test/hello/{number}"
+                    if not stranger.check([key]):
+                        stranger.set(key, json.dumps({"id": "x", "n": number}))
+                stranger.set("run/test/hellos", "0")
                 Path(flag).touch()
         return entered, members.size
 
@@ -141,19 +131,11 @@ def test_requests_of_a_stranger_end_nothing(ranks: Pool, tmp_path: Path, token_f
 
 def flushing(rank: int, size: int, address: str, flag: str) -> Any:
     wait_for(flag if rank == 1 else "")
-    torch.manual_seed(rank)
-    net = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(net.parameters(), 0.01)
-    config = tw.LocalSGD(6, begin_step=0, delay=3)
-    with (
-        tw.join(address, run="t", timeout=TIMEOUT_S) as members,
-        tw.local_sgd(net, optimizer, config, members=members) as sync,
-    ):
+    net, config = layer_of(rank), tw.LocalSGD(6, begin_step=0, delay=3)
+    with in_run(address, net, config) as (members, sync, optimizer):
         entered = sync.step
         while sync.step < 40:
-            net(torch.randn(4, 8)).square().mean().backward()
-            optimizer.step()
-            time.sleep(0.05)
+            paced_step(net, optimizer)
             if rank == 0 and sync.step == 4:
                 Path(flag).touch()
                 until(members._membership.waiting_joiners, "the joiner")
@@ -171,23 +153,16 @@ def test_nobody_is_let_in_between_two_averagings_of_one_call(ranks: Pool, tmp_pa
 
 def with_a_schedule(rank: int, size: int, address: str, flag: str) -> list[tuple[int, float]]:
     wait_for(flag if rank == 1 else "")
-    torch.manual_seed(rank)
-    net = torch.nn.Linear(8, 8)
-    rate = tw.schedules.CosineDecay(0.0, 1e-3, MOST_STEPS)
+    net, rate = layer_of(rank), tw.schedules.CosineDecay(0.0, 1e-3, MOST_STEPS)
     optimizer = tw.optim.AdamW(net.named_parameters(), lr=rate)
     seen = []
-    with (
-        tw.join(address, run="t", timeout=TIMEOUT_S) as members,
-        tw.local_sgd(net, optimizer, EVERY_4, members=members) as sync,
-    ):
+    with in_run(address, net, EVERY_4, optimizer) as (members, sync, _):
         end = MOST_STEPS
         while sync.step < end:
-            net(torch.randn(4, 8)).square().mean().backward()
-            optimizer.step()
+            paced_step(net, optimizer)
             if sync.synced and members.size == 2:
                 end = min(end, sync.step + 8)
             seen.append((sync.step, optimizer.get_lr()))
-            time.sleep(0.05)
             if rank == 0 and sync.step == 4:
                 Path(flag).touch()
     return seen
@@ -200,12 +175,8 @@ def test_a_schedule_goes_on_where_the_others_are(ranks: Pool, tmp_path: Path) ->
 
 
 def asking(rank: int, size: int, address: str) -> str:
-    torch.manual_seed(rank)
-    net = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(net.parameters(), 0.01)
     with tw.join(address, run="t", timeout=TIMEOUT_S) as members:
-        strategy = tw.DistributedStrategy(localsgd=EVERY_4)
-        engine = strategy.prepare(net, optimizer, torch.nn.MSELoss(), members=members)
+        engine = engine_of(layer_of(rank), localsgd=EVERY_4, told={"members": members})
         x = torch.randn(4, 8)
         loss = engine.train_step(x, x)
         with pytest.raises(RuntimeError) as error:

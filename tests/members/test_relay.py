@@ -35,8 +35,9 @@ from tests.api import (
 )
 from tests.members.places import TOKEN, host_command, meeting_place
 from tests.members.relays import listening, listens, rank_by_hand, relay_alone, relay_place
-from tests.members.training import TIMEOUT_S, digest, member, model
+from tests.members.training import TIMEOUT_S, digest, in_run, member, model
 from tests.ranks import Lost, Pool, Raised
+from tests.toys import descend
 from tests.waiting import PATIENCE_S, until
 from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, ThinwireError
 
@@ -57,18 +58,13 @@ def in_order(rank: int, size: int, address: str, config: Any, options: Any) -> l
     net, flag, steps = model(0), options.pop("flag", ""), options.pop("steps", STEPS)
     optimizer = torch.optim.AdamW(net.parameters(), 2e-3)
     found = []
-    options = {"run": "test", "min_members": size, "timeout": TIMEOUT_S, **options}
+    options = {"min_members": size, **options}
     options["relay"] = rank in options.pop("relayed", range(size))
-    with (
-        tw.join(address, **options) as members,
-        tw.local_sgd(net, optimizer, config, members=members) as sync,
-    ):
+    with in_run(address, net, config, optimizer, **options) as (members, sync, _):
         batches = torch.Generator().manual_seed(members.rank)
         while sync.step < steps:
             x = torch.randn(8, 24, generator=batches)
-            optimizer.zero_grad()
-            (net(x) - x.roll(1, 1)).square().mean().backward()
-            optimizer.step()
+            descend(optimizer, (net(x) - x.roll(1, 1)).square().mean())
             if sync.synced:
                 found.append(digest(sync))
             if flag:
@@ -126,17 +122,12 @@ def wide(rank: int, size: int, address: str, token_file: str, reaching: int) -> 
     torch.manual_seed(0)
     net = torch.nn.Linear(600, 500)
     torch.manual_seed(rank)
-    optimizer = torch.optim.SGD(net.parameters(), 0.01)
     config = tw.LocalSGD(1, begin_step=0, compression=tw.Quantized(8))
-    options = {"run": "wide", "token_file": token_file, "min_members": size}
-    options["relay"] = rank >= reaching
-    with (
-        tw.join(address, timeout=4 * TIMEOUT_S, **options) as members,
-        tw.local_sgd(net, optimizer, config, members=members) as sync,
-    ):
+    options = {"token_file": token_file, "min_members": size, "relay": rank >= reaching}
+    run = in_run(address, net, config, timeout=4 * TIMEOUT_S, **options)
+    with run as (_, sync, optimizer):
         while sync.step < 10:
-            net(torch.randn(4, 600)).square().mean().backward()
-            optimizer.step()
+            descend(optimizer, net(torch.randn(4, 600)).square().mean())
         return int(sync.stats()["bytes_sent"])
 
 
@@ -302,18 +293,14 @@ def altered(rank: int, size: int, address: str, token_file: str) -> tuple[str, i
     """How training ended, and after how many averagings."""
     net, told = model(0), ""
     torch.manual_seed(rank)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    options = {"run": "test", "token_file": token_file, "start_members": size, "relay": True}
+    options = {"token_file": token_file, "start_members": size, "relay": True}
     try:
-        with (
-            tw.join(address, timeout=TIMEOUT_S, **options) as members,
-            tw.local_sgd(net, optimizer, CONFIGS["whole"], members=members) as sync,
-        ):
+        run = in_run(address, net, CONFIGS["whole"], **options)
+        with run as (members, sync, optimizer):
             try:
                 while sync.step < STEPS:
                     before = digest(sync)
-                    net(torch.randn(8, 24)).square().mean().backward()
-                    optimizer.step()
+                    descend(optimizer, net(torch.randn(8, 24)).square().mean())
             except PayloadCorrupt as error:
                 told = str(error)
                 assert digest(sync) == before

@@ -1,6 +1,8 @@
 """A member that is a site of shards comes and goes as a whole."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import thinwire as tw
-from tests.api import Averaging, ElasticGroup, Pending, PendingAveraging
+from tests.api import Averaging, ElasticGroup, PendingAveraging
 from tests.members.places import meeting_place, met
-from tests.members.training import PHASES, TIMEOUT_S, deaf, digest, model, wait_for
+from tests.members.training import PHASES, TIMEOUT_S, deaf, digest, faulty, model, wait_for
 from tests.ranks import Lost, Pool, Raised
 from tests.sharded.models import mesh_of
+from tests.toys import arriving, descend, engine_of
 from tests.waiting import PATIENCE_S
 from thinwire.errors import ThinwireError
 
@@ -52,6 +56,18 @@ def batch(generator: torch.Generator) -> Tensor:
     return torch.randn(8, 24, generator=generator)
 
 
+@contextmanager
+def as_site(folder: str, name: str, shard: int, shards: int = SHARDS) -> Iterator[DeviceMesh]:
+    """A process group of one site while the block runs, and its mesh."""
+    store = dist.FileStore(f"{folder}/site-{name}", shards)
+    dist.init_process_group("gloo", store=store, rank=shard, world_size=shards)
+    dist.barrier()  # a rank that ends at once would break off the other one's connecting
+    try:
+        yield mesh_of(1, shards)
+    finally:
+        dist.destroy_process_group()
+
+
 def site(
     rank: int,
     size: int,
@@ -73,18 +89,14 @@ def site(
     founders = size // SHARDS if founders is None else founders
     flag = Path(folder, "go")
     wait_for(str(flag) if number >= founders else "")
-    store = dist.FileStore(f"{folder}/site-{number}", SHARDS)
-    dist.init_process_group("gloo", store=store, rank=shard, world_size=SHARDS)
-    try:
-        mesh = mesh_of(1, SHARDS)
+    with as_site(folder, f"{number}", shard) as mesh:
         net = net_of(0 if one_start else number, mesh)
         optimizer = optimizer_of(net, config)
         batches = torch.Generator().manual_seed(number)
         rounds: dict[int, tuple[str, int]] = {}
         longest_s = 0.0
-        with tw.join(
-            address, run="test", min_members=1, start_members=founders, timeout=timeout_s, mesh=mesh
-        ) as members:
+        options = {"min_members": 1, "start_members": founders, "timeout": timeout_s, "mesh": mesh}
+        with faulty(rank, fault), tw.join(address, run="test", **options) as members:
             with tw.local_sgd(net, optimizer, config, members=members, mesh=mesh) as sync:
                 entered, place = sync.step, members.rank
                 while sync.step < steps and not members.left:
@@ -116,8 +128,6 @@ def site(
                 "values": values,
                 "stats": stats,
             }
-    finally:
-        dist.destroy_process_group()
 
 
 def run_sites(
@@ -144,7 +154,7 @@ def alike(sites: list[Any], steps: int) -> dict[int, tuple[str, int]]:
     for each in sites:
         assert {one["step"] for one in each} == {steps}
         assert len({tuple(one["rounds"]) for one in each}) == 1
-    return {step: (text, size) for step, (text, size) in sites[0][0]["rounds"].items()}
+    return sites[0][0]["rounds"]
 
 
 def together(rank: int, size: int, config: Any, steps: int, sites: list[int]) -> dict[str, Tensor]:
@@ -158,10 +168,8 @@ def together(rank: int, size: int, config: Any, steps: int, sites: list[int]) ->
         for _ in range(steps):
             x = batch(batches)
             loss = (net(x) - x.roll(1, 1)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
             sync.observe(loss)
-            optimizer.step()
+            descend(optimizer, loss)
     return {n: p.detach().full_tensor().clone() for n, p in net.named_parameters()}
 
 
@@ -234,17 +242,9 @@ def test_a_site_that_dies_while_it_comes_holds_up_nobody(
     ranks: Pool, tmp_path: Path, at: int
 ) -> None:
     """One of its ranks dies before or after the site counts as ready."""
-    sites = run_sites(
-        ranks,
-        tmp_path,
-        SPARSE,
-        size=6,
-        errors=True,
-        founders=2,
-        steps=140,
-        step_s=0.05,
-        fault={"rank": 5, "phase": "taking", "at": at},
-    )
+    options = {"founders": 2, "steps": 140, "step_s": 0.05}
+    fault = {"rank": 5, "phase": "taking", "at": at}
+    sites = run_sites(ranks, tmp_path, SPARSE, size=6, errors=True, fault=fault, **options)
     dead = sites.pop()
     assert isinstance(dead[1], Lost)
     assert isinstance(dead[0], Raised)
@@ -278,18 +278,13 @@ def _deaf(rank: int, size: int, address: str, folder: str) -> Any:
 
 def one_bad_message(rank: int, size: int, address: str, folder: str) -> tuple[str, bool]:
     """Of one shard, at one site: nothing is applied anywhere."""
-    whole, before = ElasticGroup.all_gather, {}
+    before: dict[str, Any] = {}
 
-    def flipped(self: ElasticGroup, message: Tensor, *, action: str) -> Pending[Tensor]:
-        pending = whole(self, message, action=action)
-
-        def finish() -> Tensor:
-            rows = pending.wait().clone()
-            if rank == 3 and rows.shape[1] > 40:
-                rows[0, 40] ^= 1
-            return rows
-
-        return Pending(finish)
+    def flipped(rows: Tensor, _: str) -> Tensor:
+        rows = rows.clone()
+        if rank == 3 and rows.shape[1] > 40:
+            rows[0, 40] ^= 1
+        return rows
 
     def measured(averaging: Averaging, pending: PendingAveraging, **options: Any) -> None:
         before.update({n: a.clone() for n, a in averaging.anchors.items()})
@@ -298,7 +293,7 @@ def one_bad_message(rank: int, size: int, address: str, folder: str) -> tuple[st
 
     launch = Averaging.launch
     with (
-        patch.object(ElasticGroup, "all_gather", flipped),
+        arriving(ElasticGroup, "all_gather", flipped),
         patch.object(Averaging, "launch", measured),
         pytest.raises(ThinwireError) as caught,
     ):
@@ -316,22 +311,16 @@ def engine(rank: int, size: int, address: str, folder: str, part: str) -> Any:
     """A run to step 20, of which one site saves at step 10; or how it begins anew from there."""
     number, shard = divmod(rank, SHARDS)
     wait_for(f"{folder}/{part}" if number == 2 else "")
-    store = dist.FileStore(f"{folder}/site-{number}-{part}", SHARDS)
-    dist.init_process_group("gloo", store=store, rank=shard, world_size=SHARDS)
-    try:
-        mesh = mesh_of(1, SHARDS)
+    with as_site(folder, f"{number}-{part}", shard) as mesh:
         net = net_of(number, mesh)
         optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
-        strategy = tw.DistributedStrategy(
-            localsgd=SPARSE, gradient_merge=tw.GradientMerge(2), amp=tw.AMP(dtype="bfloat16")
-        )
+        fields = {"localsgd": SPARSE, "gradient_merge": tw.GradientMerge(2)}
+        fields["amp"] = tw.AMP(dtype="bfloat16")
         data = torch.randn(64, 24, generator=torch.Generator().manual_seed(9))
-        with tw.join(
-            address, run="sites", start_members=2, timeout=TIMEOUT_S, mesh=mesh
-        ) as members:
-            trained = strategy.prepare(
-                net, optimizer, torch.nn.MSELoss(), members=members, mesh=mesh
-            )
+        options = {"run": "sites", "start_members": 2, "timeout": TIMEOUT_S}
+        with tw.join(address, mesh=mesh, **options) as members:
+            told = {"members": members, "mesh": mesh}
+            trained = engine_of(net, optimizer=optimizer, told=told, **fields)
             loaded = trained.load(f"{folder}/copies", if_any=True)
             entered = members.step
             sampler = tw.ShardedSampler(data, members=members)
@@ -348,8 +337,6 @@ def engine(rank: int, size: int, address: str, folder: str, part: str) -> Any:
             text = digest(trained._parts.exchange.sync)
             trained.close()
         return loaded is not None, entered, text
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.slow
@@ -374,23 +361,18 @@ def refused(rank: int, size: int, address: str, folder: str, what: str) -> str:
     own = 1 if number > 1 or (what == "other shards" and number) else SHARDS
     if number:
         wait_for(f"{folder}/joined")
-    store = dist.FileStore(f"{folder}/site-{number}", own)
-    dist.init_process_group("gloo", store=store, rank=shard, world_size=own)
-    dist.barrier()  # a rank that ends at once would break off the other one's connecting
-    try:
-        mesh = mesh_of(2, 1) if what == "sites" else mesh_of(1, own)
-        with tw.join(address, run="test", timeout=TIMEOUT_S, mesh=mesh) as members:
-            Path(folder, "joined").touch()
-            net = net_of(0, mesh)
-            optimizer = torch.optim.SGD(net.parameters(), 0.1)
-            given = None if what == "no mesh" else mesh
-            with tw.local_sgd(net, optimizer, SPARSE, members=members, mesh=given):
-                pass
-        return "no error"
-    except (ThinwireError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        dist.destroy_process_group()
+    with as_site(folder, f"{number}", shard, own) as site_mesh:
+        mesh = mesh_of(2, 1) if what == "sites" else site_mesh
+        try:
+            with tw.join(address, run="test", timeout=TIMEOUT_S, mesh=mesh) as members:
+                Path(folder, "joined").touch()
+                net = net_of(0, mesh)
+                optimizer = torch.optim.SGD(net.parameters(), 0.1)
+                given = None if what == "no mesh" else mesh
+                with tw.local_sgd(net, optimizer, SPARSE, members=members, mesh=given):
+                    return "no error"
+        except (ThinwireError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
 
 
 def test_state_that_does_not_fit_is_one_clear_error(ranks: Pool, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tests.api import ElasticGroup, Pending
 from tests.members.places import TOKEN, meeting_place, met
 from tests.members.training import digest, model
 from tests.ranks import Pool
+from tests.toys import arriving, descend
 from thinwire.errors import PayloadCorrupt
 
 CONFIG = tw.LocalSGD(4, begin_step=1, compression=tw.Sparse(0.9))
@@ -23,8 +24,7 @@ def train(
     rank: int, size: int, address: str, token_file: str | None, tapped_at: int | None
 ) -> dict[str, Any]:
     """Train, and tell how it ended; on the way to rank 0 a bit of exchange `tapped_at` changes."""
-    given, calls, agreements = ElasticGroup.all_gather, 0, 0
-    agreed = ElasticGroup.launch_now
+    agreed, calls, agreements = ElasticGroup.launch_now, 0, 0
 
     def launch_now(self: ElasticGroup, payload: bytes, action: str) -> Pending[list[bytes]]:
         nonlocal agreements
@@ -34,24 +34,19 @@ def train(
     def exchanges() -> int:
         return calls + agreements
 
-    def all_gather(self: ElasticGroup, message: Tensor, *, action: str) -> Pending[Tensor]:
+    def came(rows: Tensor, _: str) -> Tensor:
         nonlocal calls
-        pending, number = given(self, message, action=action), calls
+        if rank == 0 and calls == tapped_at:
+            rows[size - 1, rows.shape[1] // 2] ^= 1
         calls += 1
-
-        def rows() -> Tensor:
-            came = pending.wait()
-            if rank == 0 and number == tapped_at:
-                came[size - 1, came.shape[1] // 2] ^= 1
-            return came
-
-        return Pending(rows)
+        return rows
 
     net, told, digests = model(0), "", []
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     try:
         with (
-            patch.multiple(ElasticGroup, all_gather=all_gather, launch_now=launch_now),
+            arriving(ElasticGroup, "all_gather", came),
+            patch.object(ElasticGroup, "launch_now", launch_now),
             tw.join(address, run="test", token_file=token_file, min_members=size) as members,
             tw.local_sgd(net, optimizer, CONFIG, members=members, digest_every=0) as sync,
         ):
@@ -61,10 +56,8 @@ def train(
             try:
                 while sync.step < STEPS:
                     x = torch.randn(8, 24, generator=batches)
-                    optimizer.zero_grad()
-                    (net(x) - x.roll(1, 1)).square().mean().backward()
                     before = digest(sync)
-                    optimizer.step()
+                    descend(optimizer, (net(x) - x.roll(1, 1)).square().mean())
                     if sync.synced:
                         digests.append(digest(sync))
             except PayloadCorrupt as error:

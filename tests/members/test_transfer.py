@@ -35,19 +35,24 @@ class Tapped(transfer.Channel):
         return Tapped.change(super().receive(at_most))
 
 
+def both_ends(timeout_s: float, number: int = 0, key: bytes = b"k" * 32) -> tuple[Donor, Recipient]:
+    """A member that gives to the joiner of this number, which has a key."""
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_S), wait_for_workers=False)
+    kv = KeyValueView(AuthenticatedStore(store, b"s" * 32))
+    way = TransferContext(kv, LOOPBACK, timeout_s, b"k" * 32)
+    donor = Donor(way, number, "ann", own_id="bob")
+    return donor, Recipient(way.cloned()._replace(key=key), number)
+
+
 def taken(
     monkeypatch: pytest.MonkeyPatch, change: Any, *, key: bytes = b"k" * 32, number: int = 4
 ) -> list[StateMessage]:
     """The messages of a member with `key` for joiner 4, as joiner `number` reads them."""
-    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_S), wait_for_workers=False)
-    kv = KeyValueView(AuthenticatedStore(store, b"s" * 32))
     monkeypatch.setattr(transfer, "Channel", Tapped)
     Tapped.change = staticmethod(change)
-    way = TransferContext(kv, LOOPBACK, LIMIT_S, b"k" * 32)
-    donor = Donor(way, 4, "ann", own_id="bob")
+    donor, recipient = both_ends(LIMIT_S, 4, key)
     for message in MESSAGES:
         donor.enqueue(message)
-    recipient = Recipient(way.cloned()._replace(key=key), 4)
     if number != 4:
         recipient._checksums = transfer._Checksums(key, number)
     try:

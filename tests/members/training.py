@@ -112,6 +112,19 @@ def deaf(at: int) -> Iterator[list[int]]:
         yield times
 
 
+@contextmanager
+def in_run(
+    address: str, net: nn.Module, config: Any, optimizer: Any = None, **options: Any
+) -> Iterator[tuple[tw.Members, tw.LocalUpdates, Any]]:
+    """Yield the members, their local updates, and the optimizer: SGD where none is given."""
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), 0.01)
+    with (
+        tw.join(address, **{"run": "test", "timeout": TIMEOUT_S, **options}) as members,
+        tw.local_sgd(net, optimizer, config, members=members) as sync,
+    ):
+        yield members, sync, optimizer
+
+
 def wait_for(flag: str) -> None:
     """Until there is a file of this name; at once for an empty one."""
     until(lambda: not flag or Path(flag).exists(), f"the file {flag}")
@@ -157,28 +170,17 @@ def member(
     rounds: dict[int, tuple[str, int, int]] = {}
     longest_s, entered = 0.0, -1
     changes: list[tuple[int, int]] = []
-    with (
-        faulty(rank, fault) as own,
-        tw.join(
-            address,
-            run="test",
-            token_file=token_file,
-            min_members=min_members,
-            start_members=founders,
-            timeout=timeout_s,
-            relay=relay,
-            ca=ca,
-        ) as members,
-    ):
+    options = {"token_file": token_file, "timeout": timeout_s, "relay": relay, "ca": ca}
+    options |= {"min_members": min_members, "start_members": founders}
+    with faulty(rank, fault) as own, tw.join(address, run="test", **options) as members:
         members.on_change(lambda now: changes.append((now.generation, now.size)))
         with tw.local_sgd(net, optimizer, config, members=members) as sync:
             entered, end = sync.step, MOST_STEPS if until_size else steps
             averagings = sync.stats()["averagings"]
             while sync.step < end and not members.left:
                 x = torch.randn(8, 24, generator=batches)
-                loss = (net(x) - x.roll(1, 1)).square().mean()
                 optimizer.zero_grad()
-                loss.backward()
+                (net(x) - x.roll(1, 1)).square().mean().backward()
                 if own is not None and own["phase"] == "step" and sync.step == own["at"]:
                     HOW[own["how"]]()
                 if sync.step == (leave_at or {}).get(rank):

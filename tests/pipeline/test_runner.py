@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from tests.api import Grid, PipelineRunner, split_model
 from tests.ranks import Lost, Pool, Raised
+from tests.toys import engine_of
 from thinwire import Pipeline
 from thinwire.errors import PayloadCorrupt
 
@@ -349,52 +350,25 @@ class Trip:
 @pytest.mark.parametrize(
     ("trouble", "kinds", "texts"),
     [
-        (
-            "indivisible",
-            ("ValueError",) * 2,
-            ["a mini-batch of 7 cannot be cut into micro_batches=4"] * 2,
-        ),
-        (
-            "no batch",
-            ("ValueError",) * 2,
-            ["inputs must be tensors with the same first dimension"] * 2,
-        ),
-        ("no gradients", ("RuntimeError",) * 2, ["use evaluate instead"] * 2),
-        (
-            "other targets",
-            ("Mismatch",) * 2,
-            ["content of targets of the mini-batch: stage 1 has"] * 2,
-        ),
-        (
-            "forward",
-            ("KeyError", "ThinwireError"),
-            ["tripped", "stage 1 of 2 failed in this step: KeyError: 'tripped'"],
-        ),
-        (
-            "backward",
-            ("ThinwireError", "KeyError"),
-            ["stage 2 of 2 failed in this step: KeyError", "tripped"],
-        ),
-        (
-            "loss of two",
-            ("ValueError",) * 2,
-            ["stage 2 of 2", "must return one element, got shape (2,)"],
-        ),
-        (
-            "no tensor",
-            ("TypeError",) * 2,
-            ["stage 2 of 2", "must return a tensor of one element, got float"],
-        ),
-        ("integer", ("TypeError",) * 2, ["stage 2 of 2", "floating-point loss, got torch.int64"]),
-        ("detached", ("ValueError",) * 2, ["stage 2 of 2", "depends on no parameter"]),
+        ("indivisible", "ValueError", "7 cannot be cut into micro_batches=4"),
+        ("no batch", "ValueError", "same first dimension"),
+        ("no gradients", "RuntimeError", "use evaluate"),
+        ("other targets", "Mismatch", "content of targets"),
+        ("forward", "KeyError ThinwireError", "tripped|stage 1 of 2 failed"),
+        ("backward", "ThinwireError KeyError", "stage 2 of 2 failed|tripped"),
+        ("loss of two", "ValueError", "stage 2 of 2|got shape (2,)"),
+        ("no tensor", "TypeError", "stage 2 of 2|got float"),
+        ("integer", "TypeError", "stage 2 of 2|got torch.int64"),
+        ("detached", "ValueError", "stage 2 of 2|depends on no parameter"),
     ],
 )
 def test_an_error_of_one_stage_is_one_of_all_and_the_pipeline_goes_on(
-    ranks: Pool, trouble: str, kinds: tuple[str, ...], texts: list[str]
+    ranks: Pool, trouble: str, kinds: str, texts: str
 ) -> None:
+    """Kinds and texts of both stages, or one for both."""
     answers = ranks.run(attempt, trouble)
-    assert tuple(kind for kind, _, _ in answers) == kinds
-    for (_, text, loss), expected in zip(answers, texts, strict=True):
+    assert [kind for kind, _, _ in answers] == (2 * kinds.split())[:2]
+    for (_, text, loss), expected in zip(answers, (2 * texts.split("|"))[:2], strict=True):
         assert expected in text
         inputs, targets = batch()
         torch.testing.assert_close(
@@ -424,11 +398,8 @@ def change_shapes(rank: int, size: int) -> None:
 
 
 def return_an_object(rank: int, size: int) -> None:
-    _, runner = prepared(
-        nn.Sequential(nn.Linear(6, 6), Odd(), nn.Linear(6, 3)).double(),
-        Pipeline(2, 2, "gpipe", ("2",)),
-    )
-    runner.step(*batch())
+    model = nn.Sequential(nn.Linear(6, 6), Odd(), nn.Linear(6, 3)).double()
+    prepared(model, Pipeline(2, 2, "gpipe", ("2",)))[1].step(*batch())
 
 
 class Odd(nn.Module):
@@ -439,12 +410,8 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     ("function", "kind", "text"),
     [
-        (change_shapes, "ValueError", "must have the same layout and plain values"),
-        (
-            return_an_object,
-            "TypeError",
-            "has a part of type set, which cannot be sent between stages",
-        ),
+        (change_shapes, "ValueError", "same layout"),
+        (return_an_object, "TypeError", "a part of type set"),
     ],
 )
 def test_value_that_cannot_travel_is_refused(
@@ -457,10 +424,8 @@ def damaged(rank: int, size: int, stage: int, steps: int) -> tuple[str, bool]:
     """How a step ends in which a stage of the first replica receives a wrong bit, and if the model
     has changed. With `steps` > 1 the ranks of a stage average only now and then."""
     fields: dict[str, Any] = {"localsgd": tw.LocalSGD(steps)} if steps > 1 else {}
-    strategy = tw.DistributedStrategy(pipeline=Pipeline(2, 2, split_points=("4",)), **fields)
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    engine = strategy.prepare(model, optimizer, nn.functional.cross_entropy)
+    fields["pipeline"] = Pipeline(2, 2, split_points=("4",))
+    engine = engine_of(mlp(), nn.functional.cross_entropy, momentum=0.9, **fields)
     for seed in range(3):
         engine.train_step(*batch(seed=2 * seed + rank // 2))
     before = [p.clone() for p in engine.model.parameters()]

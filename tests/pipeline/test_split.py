@@ -155,91 +155,41 @@ def with_own_forward() -> nn.Sequential:
 
 
 @pytest.mark.parametrize(
-    ("model", "stages", "points", "kind", "text"),
+    ("points", "text"),
     [
-        (tree(), 2, ("blocks.9",), ValueError, "no module 'blocks.9'; did you mean 'blocks.2'"),
-        (tree(), 2, ("haed",), ValueError, "no module 'haed'; did you mean 'head'"),
-        (
-            tree(),
-            3,
-            ("head", "blocks"),
-            ValueError,
-            "execution order, got 'blocks', which runs before 'head'",
-        ),
-        (
-            tree(),
-            3,
-            ("blocks", "blocks.0"),
-            ValueError,
-            "'blocks.0', which runs at the same place as 'blocks'",
-        ),
-        (
-            tree(),
-            2,
-            ("0",),
-            ValueError,
-            "'0' is the first module of the model, so stage 1 would be empty",
-        ),
-        (
-            tree(),
-            2,
-            ("blocks.0.norm",),
-            StrategyError,
-            "'blocks.0.norm' lies inside 'blocks.0', a Block, which cannot",
-        ),
-        (
-            hooked(),
-            2,
-            ("blocks.1",),
-            StrategyError,
-            "'blocks.1' lies inside 'blocks', a Sequential.*it has hooks",
-        ),
-        (tree(), 3, ("1", "blocks"), StrategyError, "stage 2 of 3, '1' to '1', has no parameters"),
-        (
-            tree(),
-            6,
-            (),
-            StrategyError,
-            "6 stages, but the model has only 5 modules with parameters in sequence",
-        ),
-        (
-            tied(),
-            2,
-            (),
-            StrategyError,
-            "'0.weight' on stage 1 and 'head.weight' on stage 2 are one tensor",
-        ),
-        (
-            shared_buffer(),
-            2,
-            (),
-            StrategyError,
-            "'0.running_mean' on stage 1 and '1.running_mean' on stage 2",
-        ),
-        (
-            Block(),
-            2,
-            (),
-            StrategyError,
-            "the model, a Block, cannot be cut into 2 stages: only an nn.Sequential",
-        ),
-        (with_own_weight(), 2, (), StrategyError, "parameters or buffers outside its modules"),
-        (
-            with_own_forward(),
-            2,
-            (),
-            StrategyError,
-            "a Skipping, cannot be cut into 2 stages: it defines its own forward",
-        ),
-        (nn.Sequential(), 2, (), StrategyError, "it is empty"),
+        (("blocks.9",), "did you mean 'blocks.2'"),
+        (("haed",), "did you mean 'head'"),
+        (("head", "blocks"), "'blocks', which runs before 'head'"),
+        (("blocks", "blocks.0"), "'blocks.0', which runs at the same place as 'blocks'"),
+        (("0",), "'0' is the first module"),
+    ],
+)
+def test_wrong_split_points_are_named(points: tuple[str, ...], text: str) -> None:
+    with pytest.raises(ValueError, match=text) as caught:
+        split_model(tree(), Pipeline(len(points) + 1, 2, split_points=points))
+    assert not isinstance(caught.value, StrategyError)
+
+
+@pytest.mark.parametrize(
+    ("model", "stages", "points", "text"),
+    [
+        (tree(), 2, ("blocks.0.norm",), "'blocks.0.norm' lies inside 'blocks.0', a Block"),
+        (hooked(), 2, ("blocks.1",), "inside 'blocks', a Sequential.*hooks"),
+        (tree(), 3, ("1", "blocks"), "stage 2 of 3, '1' to '1', has no parameters"),
+        (tree(), 6, (), "6 stages, but the model has only 5"),
+        (tied(), 2, (), "'0.weight' on stage 1 and 'head.weight' on stage 2"),
+        (shared_buffer(), 2, (), "'0.running_mean' on stage 1 and '1.running_mean' on stage 2"),
+        (Block(), 2, (), "a Block, cannot be cut into 2"),
+        (with_own_weight(), 2, (), "outside its modules"),
+        (with_own_forward(), 2, (), "Skipping, .*its own forward"),
+        (nn.Sequential(), 2, (), "empty"),
     ],
 )
 def test_model_that_cannot_be_cut_is_refused(
-    model: nn.Module, stages: int, points: tuple[str, ...], kind: type[Exception], text: str
+    model: nn.Module, stages: int, points: tuple[str, ...], text: str
 ) -> None:
-    with pytest.raises(ValueError, match=text) as caught:
+    with pytest.raises(StrategyError, match=text):
         split_model(model, Pipeline(stages, 2, split_points=points))
-    assert type(caught.value) is kind
 
 
 def test_tied_modules_may_share_a_stage() -> None:

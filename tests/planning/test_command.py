@@ -10,34 +10,11 @@ import pytest
 
 import thinwire as tw
 from tests.api import command
-from tests.processes import ran, ran_thinwire, running
+from tests.processes import ran, running
 from tests.waiting import PATIENCE_S
 
 NUMBERS = ["--params", "124M", "--step-seconds", "0.35"]
 PLAN = [sys.executable, "-m", "thinwire", "plan"]
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ([*NUMBERS, "--workers", "2.5"], "'2.5' is not a whole number"),
-        ([*NUMBERS, "--link", "fast"], "link='fast' is not a rate; write a number and a unit"),
-        ([*NUMBERS, "--latency", "-3ms"], "latency='-3ms'"),
-        (["--params", "124M", "--step-seconds", "350ms"], "did you mean 0.35?"),
-        (["--params", "124M", "--step-seconds", "soon"], "'soon' is not a number of seconds"),
-        (["--params", "124M"], "step_seconds is missing; give params and step_seconds, or a task"),
-        ([], "params is missing"),
-        ([*NUMBERS, "--out", "missing/best.yaml"], "out='missing/best.yaml' cannot be written"),
-        ([*NUMBERS, "--html", "."], "html='.' cannot be written: Is a directory"),
-        ([*NUMBERS, "--out", "a", "--html", "./a"], "out and html are the same file, 'a'; give"),
-        ([*NUMBERS, "--out", "/proc/best.yaml"], "out='/proc/best.yaml' cannot be written"),
-    ],
-)
-def test_impossible_arguments_are_one_line(words: list[str], says: str, tmp_path: Path) -> None:
-    said = ran([*PLAN, *words], cwd=tmp_path)
-    assert (said.returncode, said.stdout) == (2, "")
-    assert len(said.stderr.splitlines()) == 1
-    assert says in said.stderr
 
 
 @pytest.mark.parametrize("more", [[], ["--json"], ["--all"]])
@@ -84,27 +61,6 @@ def test_the_file_names_the_optimizer_it_is_for(
     command.plan(params="1M", step_seconds=1.0, link=link, out=tmp_path / "best.yaml")
     assert f"; optimizer: {named}" in " ".join(capsys.readouterr().out.split())
     assert f"\n# Optimizer: {named}" in (tmp_path / "best.yaml").read_text()
-
-
-def probed(folder: Path, ranks: int, *more: str) -> "subprocess.CompletedProcess[str]":
-    """The command as rank 0 of a run of torchrun's."""
-    place = {"TORCHELASTIC_RUN_ID": "a run", "RANK": "0", "WORLD_SIZE": str(ranks)}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    environment = {**os.environ, **place}
-    return ran_thinwire("probe", "--out", "probe.json", *more, cwd=folder, env=environment)
-
-
-def test_a_probe_of_a_batch_of_nothing_is_refused(tmp_path: Path) -> None:
-    said = probed(tmp_path, 2, "--batch", "0")
-    assert said.returncode == 2
-    assert "batch=0 is out of range; 1 to 4096 is allowed" in said.stderr
-
-
-def test_a_probe_of_one_rank_is_refused_where_it_is_made(tmp_path: Path) -> None:
-    said = probed(tmp_path, 1)
-    assert said.returncode == 2
-    assert "torchrun started only one" in said.stderr
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_behind_a_link_is_written_and_the_link_stays(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import cProfile
 import json
 import pstats
 from importlib.resources import files
-from math import prod
 from typing import Any
 
 import pytest
@@ -13,16 +12,7 @@ import thinwire as tw
 from tests.api import (
     LEFT_OUT,
     STRATEGIES,
-    Layout,
-    Slot,
-    WholeLayout,
-    cost_of,
-    matrices,
-    split_plan,
-    whole_split,
 )
-from tests.api import network_Network as Network
-from tests.api import work_Work as Work
 from tests.processes import ran_thinwire
 
 NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "link": "100mbit"}
@@ -91,24 +81,6 @@ def test_a_plan_is_no_more_work_for_more_ranks() -> None:
         calls.append(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
     few, many = calls
     assert many < 2 * few
-
-
-@pytest.mark.parametrize("bits", [1, 4])
-def test_shares_between_many_ranks_follow_from_few(bits: int) -> None:
-    ranks, work = 512, Work(40_000_000, matrices(40_000_000), 0.1)
-    numels = [prod(shape) for shape in work.shapes]
-
-    def sent(compression: Any) -> float:
-        document = {"localsgd": {"k_steps": 1, "compression": compression}}
-        return cost_of(document, "", work, Network(1e8, 0.0, ranks)).bytes
-
-    plan = split_plan(Layout(tuple(Slot(n, n // 10) for n in numels), bits), ranks)
-    dealt = sum(each.nbytes for each in plan.first) + (ranks - 2) * plan.row_bytes
-    assert sent({"sparse": {"sparsity": 0.9, "value_bits": bits}}) == pytest.approx(dealt, rel=0.05)
-    whole = whole_split(WholeLayout(tuple(numels), bits), ranks)
-    assert whole is not None
-    dealt = sum(each.nbytes for each in whole.first[1:]) + (ranks - 1) * whole.row_bytes
-    assert sent({"quantized": {"value_bits": bits}}) == pytest.approx(dealt, rel=0.05)
 
 
 def test_table_shows_the_best_of_every_and_all_of_them_when_asked() -> None:

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,9 @@ def page(plan: Plan) -> str:
     return render(plan, "thinwire plan --params <124M>")
 
 
-def test_it_loads_nothing_and_suits_light_dark_and_narrow(page: str) -> None:
-    style = page.split("<style>")[1].split("</style>", maxsplit=1)[0]
+def test_the_page_loads_nothing(page: str) -> None:
     assert not re.search(r"(src|href)=|@import|https?://(?!www.w3.org)", page)
     assert set(re.findall(r"url\((.*?)\)", page)) == {"#waits-wide", "#waits-narrow"}
-    assert "prefers-color-scheme: dark" in style
-    assert "max-width: 760px" in style
-    assert 'name="viewport" content="width=device-width' in page
 
 
 def test_every_best_row_is_there_with_its_source_and_the_prior_is_called_one(
@@ -47,24 +42,6 @@ def test_every_best_row_is_there_with_its_source_and_the_prior_is_called_one(
         assert escape(row.progress_source) in page
     assert "thinwire plan --params &lt;124M&gt;" in page
     assert "100 Mbit/s each, 20 ms one way, assumed" in page
-
-
-def test_bars_add_up_to_the_step_and_every_strategy_has_a_mark(plan: Plan, page: str) -> None:
-    drawings = [
-        ET.fromstring(text) for text in re.findall(r"<svg class=\"plot.*?</svg>", page, re.S)
-    ]
-    assert len(drawings) == 4
-    for bars in drawings[:2]:
-        widths = [float(rect.get("width", 0)) for rect in bars.iter("rect")]
-        whole = [own + waits for own, waits in zip(widths[::2], widths[1::2], strict=True)]
-        steps = [row.step_seconds[1] for row in plan.best()]
-        assert len(whole) == len(steps)
-        longest = steps.index(max(steps))
-        for width, seconds in zip(whole, steps, strict=True):
-            assert width == pytest.approx(whole[longest] * seconds / steps[longest], abs=1.2)
-    for points in drawings[2:]:
-        titles = [title.text or "" for title in points.iter("title")]
-        assert [title.split(":")[0] for title in titles] == [row.name for row in plan.best()]
 
 
 def test_the_command_writes_it_without_torch(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import approx
 
 import thinwire as tw
 from tests.api import (
@@ -197,10 +198,14 @@ def test_an_update_by_muon_takes_longer_as_the_probe_has_measured() -> None:
 
 
 @pytest.mark.parametrize("value_bits", [1, 4])
-def test_bytes_by_shares_are_dealt_once_and_passed_on_in_a_ring(value_bits: int) -> None:
-    """Owners' rows go round a ring: each rank passes on those of all others."""
-    ranks, sparse = 64, {"sparse": {"sparsity": 0.9, "value_bits": value_bits}}
-    work = Work(4_000_000, matrices(4_000_000), 0.1)
+@pytest.mark.parametrize(("ranks", "params", "rel"), [(64, 4_000_000, 0), (512, 40_000_000, 0.05)])
+def test_bytes_by_shares_are_dealt_once_and_passed_on_in_a_ring(
+    value_bits: int, ranks: int, params: int, rel: float
+) -> None:
+    """Owners' rows go round a ring: each rank passes on those of all others. Those between many
+    ranks follow from few."""
+    sparse = {"sparse": {"sparsity": 0.9, "value_bits": value_bits}}
+    work = Work(params, matrices(params), 0.1)
     numels = [prod(shape) for shape in work.shapes]
     layout = Layout(tuple(Slot(n, count_sent(n, 0.9)) for n in numels), value_bits)
     plan = split_plan(layout, ranks)
@@ -211,25 +216,16 @@ def test_bytes_by_shares_are_dealt_once_and_passed_on_in_a_ring(value_bits: int)
         document = {"localsgd": {"k_steps": 1, "compression": compression}}
         return cost_of(document, "", work, Network(1e8, 0.0, ranks)).bytes - 256
 
-    dealt = {sum(each.nbytes for each in plan.first) - own.nbytes for own in plan.first}
-    assert sent(sparse) - (ranks - 1) * plan.row_bytes in dealt
-    assert (
-        sent({"quantized": {"value_bits": value_bits}})
-        == sum(each.nbytes for each in whole.first[1:]) + (ranks - 1) * whole.row_bytes
-    )
+    dealt = sum(each.nbytes for each in plan.first) + (ranks - 1) * plan.row_bytes
+    assert any(sent(sparse) == approx(dealt - own.nbytes, rel=rel) for own in plan.first)
+    dealt = sum(each.nbytes for each in whole.first[1:]) + (ranks - 1) * whole.row_bytes
+    assert sent({"quantized": {"value_bits": value_bits}}) == approx(dealt, rel=rel, abs=0)
 
 
 def test_shapes_make_up_the_number_of_parameters() -> None:
     for params in (1, 7, 16_384, 868_000, 124_000_000):
         made = sum(map(prod, matrices(params)))
         assert params - params**0.5 <= made <= params
-
-
-def test_nothing_is_compressed_where_the_link_is_fast_enough() -> None:
-    plan = tw.plan(params="1M", step_seconds=0.5, link="400gbit")
-    assert plan.recommended == "dense"
-    assert "dense" in plan.reason
-    assert "%" in plan.reason
 
 
 def test_loss_is_reported_with_two_digits_and_as_an_interval() -> None:

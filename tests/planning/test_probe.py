@@ -4,7 +4,6 @@ import contextlib
 import json
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,15 @@ from tests.api import (
 )
 from tests.lab.namespaces import needs_netns
 from tests.launched import as_torchrun_starts, free_port
-from tests.processes import ran, ran_thinwire
+from tests.processes import ran, torchrun
 from tests.ranks import Pool
 
 RANKS = 3
 MEASURED = "device='cuda' is given, but probe='.*probe.json' has measured it; omit one of them"
 
 
-def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    return ran([sys.executable, *start, "-m", "thinwire", *words])
+def probe_by_torchrun(*words: str) -> subprocess.CompletedProcess[str]:
+    return ran(torchrun("-m", "thinwire", "probe", *words, ranks=RANKS))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +70,7 @@ def test_every_pair_and_every_gradient_is_measured(file: Path) -> None:
 
 @pytest.mark.slow
 def test_a_file_that_rank_0_cannot_write_is_one_line_of_all_at_once() -> None:
-    said = torchrun("probe", "--out", "/no/such/probe.json", "--size", "tiny", "--batch", "2")
+    said = probe_by_torchrun("--out", "/no/such/probe.json", "--size", "tiny", "--batch", "2")
     assert said.returncode == 1  # of torchrun
     line = "thinwire: out='/no/such/probe.json' cannot be written: No such file or directory"
     assert said.stderr.count(line) >= 1
@@ -184,13 +182,6 @@ def test_file_not_a_probe_is_reported(tmp_path: Path, text: str) -> None:
         tw.plan(probe=tmp_path / "missing.json")
 
 
-def test_alone_it_says_how_to_start_it() -> None:
-    said = ran_thinwire("probe", "--out", "probe.json")
-    assert said.returncode == 2
-    assert "torchrun" in said.stderr
-    assert len(said.stderr.splitlines()) == 1
-
-
 TASK = """
 import os, torch, thinwire as tw
 
@@ -217,7 +208,7 @@ def task(seed):
 def test_a_task_of_ones_own_is_measured_and_planned_with(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK)
     task, path = f"{tmp_path / 'mine.py'}:task", tmp_path / "probe.json"
-    said = torchrun("probe", "--out", str(path), "--task", task)
+    said = probe_by_torchrun("--out", str(path), "--task", task)
     assert said.returncode == 0, said.stderr
     found = json.loads(path.read_text())
     assert found["task"] == task
@@ -244,25 +235,26 @@ def test_a_task_of_ones_own_is_measured_and_planned_with(tmp_path: Path) -> None
 def test_a_task_that_fails_on_one_rank_is_one_line_on_all(
     tmp_path: Path, before: str, after: str, says: str
 ) -> None:
-    (tmp_path / "mine.py").write_text(TASK.replace(before, after))
-    task = f"{tmp_path / 'mine.py'}:task"
-    said = torchrun("probe", "--out", str(tmp_path / "p.json"), "--task", task, "--quiet")
-    assert said.returncode != 0
-    told = [line for line in said.stderr.splitlines() if line.startswith("thinwire: ")]
-    assert set(told) == {f"thinwire: task={task!r}: {says}"}
+    said, told = failing(tmp_path, TASK.replace(before, after))
+    assert set(told) == {f"thinwire: task={f'{tmp_path}/mine.py:task'!r}: {says}"}
     assert "exitcode: 2" in said.stderr or "exitcode  : 2" in said.stderr
     assert "in step" not in said.stderr
     assert not (tmp_path / "p.json").exists()
 
 
+def failing(folder: Path, text: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """A probe of a task that fails, and the lines with which the command says so."""
+    (folder / "mine.py").write_text(text)
+    words = ("--out", str(folder / "p.json"), "--task", f"{folder}/mine.py:task", "--quiet")
+    said = probe_by_torchrun(*words)
+    assert said.returncode != 0
+    return said, [line for line in said.stderr.splitlines() if line.startswith("thinwire: ")]
+
+
 @pytest.mark.slow
 def test_a_rank_that_leaves_is_one_line_on_the_others(tmp_path: Path) -> None:
     leaving = "if os.environ['RANK'] == '1': os._exit(5)"
-    (tmp_path / "mine.py").write_text(TASK.replace("torch.manual_seed(seed)", leaving))
-    task = f"{tmp_path / 'mine.py'}:task"
-    said = torchrun("probe", "--out", str(tmp_path / "p.json"), "--task", task, "--quiet")
-    assert said.returncode != 0
-    told = [line for line in said.stderr.splitlines() if line.startswith("thinwire: ")]
+    said, told = failing(tmp_path, TASK.replace("torch.manual_seed(seed)", leaving))
     assert all("another rank has left" in line for line in told)
     assert "planning/command.py" not in said.stderr
 

@@ -15,6 +15,7 @@ from tests.ranks import Pool
 from tests.sharded.models import IN, batch, mesh_of, plain_model, same, sharded_model, site_of
 from tests.sharded.models import whole_values as values_of
 from tests.sharded.test_equal_to_whole import ENGINES
+from tests.toys import engine_of
 
 AT, STEPS = 6, 12
 CASES = ["no field", "merge", "scaled", "dgc of an SGD", "dgc of AdamW", "local", "local, dgc"]
@@ -27,10 +28,7 @@ def made(sites: int, shards: int, name: str) -> tuple[Any, nn.Module, tw.Engine]
     fields, make = ENGINES[name]
     mesh = mesh_of(sites, shards) if shards else None
     model = plain_model() if mesh is None else sharded_model(mesh)
-    engine = tw.DistributedStrategy(**fields).prepare(
-        model, make(model), nn.functional.mse_loss, mesh=mesh
-    )
-    return mesh, model, engine
+    return mesh, model, engine_of(model, optimizer=make(model), told={"mesh": mesh}, **fields)
 
 
 def whole(model: nn.Module, mesh: Any) -> dict[str, Tensor]:
@@ -143,9 +141,7 @@ def test_mean_of_pending_updates_stays(ranks: Pool, place: tuple[int, int], tmp_
 def parameters_alone(rank: int, size: int, folder: str) -> dict[str, Tensor]:
     mesh = mesh_of(1, 2)
     model = sharded_model(mesh, seed=11)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    engine = tw.DistributedStrategy().prepare(model, optimizer, mesh=mesh)
-    engine.load_parameters(folder)
+    engine_of(model, told={"mesh": mesh}).load_parameters(folder)
     return values_of(model)
 
 
@@ -159,8 +155,7 @@ def test_parameters_alone(ranks: Pool, tmp_path: Path) -> None:
 def from_file(rank: int, size: int, path: str) -> dict[str, Tensor]:
     mesh = mesh_of(2, 2) if size == 4 else None
     model = plain_model(11) if mesh is None else sharded_model(mesh, seed=11)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    engine = tw.DistributedStrategy(localsgd=tw.LocalSGD(2)).prepare(model, optimizer, mesh=mesh)
+    engine = engine_of(model, told={"mesh": mesh}, localsgd=tw.LocalSGD(2))
     engine.load_parameters(path, torch_checkpoint=not path.endswith(".safetensors"))
     return whole(model, mesh)
 
@@ -179,24 +174,20 @@ def test_one_file_of_the_whole_model_and_back(ranks: Pool, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*single process:UserWarning")
 @pytest.mark.parametrize("nested", [False, True])
-def test_from_a_pickled_file(ranks: Pool, nested: bool, tmp_path: Path) -> None:
-    values = plain_model(21).state_dict()
-    torch.save({"model": values, "epoch": 3} if nested else values, tmp_path / "model.pt")
-    for size in (2, 4):
-        for loaded in ranks.run(from_file, str(tmp_path / "model.pt"), size=size):
-            same(loaded, values)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nested", [False, True])
-def test_from_a_checkpoint_of_torch(ranks: Pool, nested: bool, tmp_path: Path) -> None:
-    values = plain_model(21).state_dict()
+@pytest.mark.parametrize("kind", ["pickled", "of torch"])
+def test_from_a_file_or_folder_of_torch(
+    ranks: Pool, kind: str, nested: bool, tmp_path: Path
+) -> None:
+    values, place = plain_model(21).state_dict(), tmp_path / "model.pt"
     state = {"model": values, "epoch": 3} if nested else values
-    with pytest.warns(UserWarning, match="single process"):
-        torch.distributed.checkpoint.save(state, checkpoint_id=str(tmp_path), no_dist=True)
+    if kind == "pickled":
+        torch.save(state, place)
+    else:
+        torch.distributed.checkpoint.save(state, checkpoint_id=str(place), no_dist=True)
     for size in (2, 4):
-        for loaded in ranks.run(from_file, str(tmp_path), size=size):
+        for loaded in ranks.run(from_file, str(place), size=size):
             same(loaded, values)
 
 
@@ -219,26 +210,21 @@ def test_torch_saves_the_trained_state_of_an_engine(ranks: Pool, tmp_path: Path)
 @pytest.mark.parametrize("kind", ["shape", "lacks", "strange", "damaged"])
 def test_a_file_of_another_model_is_refused(ranks: Pool, kind: str, tmp_path: Path) -> None:
     values, file = plain_model(21).state_dict(), tmp_path / "model.safetensors"
-    if kind == "shape":
-        values["2.bias"] = torch.zeros(7)
-    elif kind == "lacks":
+    if kind == "lacks":
         del values["2.bias"]
-    elif kind == "strange":
-        values["9.bias"] = torch.zeros(7)
+    else:
+        values["9.bias" if kind == "strange" else "2.bias"] = torch.zeros(7)
     save_file(values, file)
     if kind == "damaged":
         file.write_bytes(b"no safetensors")
-    texts = ranks.run(from_file, str(file), size=4, expect_errors=True)
-    wanted = {
+    fact = {
         "shape": "2.bias has shape (7,) in the file and (3,) in this model",
         "lacks": "it lacks 2.bias",
         "strange": "the model has no 9.bias",
         "damaged": "cannot be read",
-    }
-    for told in texts:
-        kinds = {"damaged": "CheckpointCorrupt"}
-        assert told.type_name == kinds.get(kind, "CheckpointMismatch")
-        assert wanted[kind] in told.text
+    }[kind]
+    error = "CheckpointCorrupt" if kind == "damaged" else "CheckpointMismatch"
+    ranks.raise_alike(error, fact, from_file, str(file), size=4)
 
 
 def rows(rank: int, size: int, shards: int, out: int, folder: str, save: bool) -> None:
@@ -246,8 +232,7 @@ def rows(rank: int, size: int, shards: int, out: int, folder: str, save: bool) -
     model = nn.Linear(4, out, bias=False)
     if mesh is not None:
         fully_shard(model, mesh=mesh["shard"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = tw.DistributedStrategy().prepare(model, optimizer, mesh=mesh)
+    engine = engine_of(model, told={"mesh": mesh})
     if save:
         engine.save(folder)
     else:
@@ -278,9 +263,7 @@ def low_rank(
     config = tw.LocalSGD(4, compression=tw.LowRank(2, begin_step=1, min_numel=40))
     model = sharded_model(mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    engine = tw.DistributedStrategy(localsgd=config).prepare(
-        model, optimizer, nn.functional.mse_loss, mesh=mesh
-    )
+    engine = engine_of(model, optimizer=optimizer, told={"mesh": mesh}, localsgd=config)
     if first:
         engine.load(folder)
     before = engine.state_dict()["exchange"]
@@ -306,10 +289,7 @@ def moving_buffers(rank: int, size: int, folder: str) -> Tensor:
     mesh = mesh_of(1, 2)
     model = nn.Sequential(nn.Linear(IN, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     fully_shard(model, mesh=mesh["shard"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    engine = tw.DistributedStrategy(localsgd=tw.LocalSGD(8)).prepare(
-        model, optimizer, nn.functional.mse_loss, mesh=mesh
-    )
+    engine = engine_of(model, lr=0.01, told={"mesh": mesh}, localsgd=tw.LocalSGD(8))
     for step in range(3):
         engine.train_step(*batch(rank, step))
     engine.save(folder)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from tests.ranks import Pool
 from tests.sharded.models import Split, batch, mesh_of, same, sharded_model, site_of, whole_values
+from tests.toys import descend, engine_of
 
 STEPS = 12
 RAMP = {"sparsity": (0.5, 0.9), "rampup_begin_step": 2, "rampup_step": 6, "min_numel": 20}
@@ -82,9 +83,8 @@ def engine_run(rank: int, size: int, name: str, clip: bool) -> tuple[dict[str, T
     if size == 2:  # its names are others, and it changes no bit
         fields = {key: value for key, value in fields.items() if key != "recompute"}
     grad_clip = tw.optim.ClipByValue(0.05) if clip else None
-    engine = tw.DistributedStrategy(**fields).prepare(
-        model, make(model), nn.functional.mse_loss, grad_clip=grad_clip, mesh=mesh
-    )
+    told = {"grad_clip": grad_clip, "mesh": mesh}
+    engine = engine_of(model, optimizer=make(model), told=told, **fields)
     for step in range(STEPS):
         engine.train_step(*batch(site_of(mesh), step))
         if step == 5:  # leaves whole parameters behind in the outermost module
@@ -109,9 +109,7 @@ def local_run(rank: int, size: int, name: str) -> tuple[dict[str, Tensor], Any]:
     optimizer = adamw(model)
     with tw.local_sgd(model, optimizer, CONFIGS[name], mesh=mesh) as sync:
         for step in range(STEPS):
-            loss_of(model, site_of(mesh), step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(optimizer, loss_of(model, site_of(mesh), step))
             with torch.no_grad():
                 model(batch(9, step)[0])
     return whole_values(model), sync.stats()
@@ -131,9 +129,7 @@ def optimizer_run(rank: int, size: int, settings: dict[str, Any]) -> dict[str, T
         model.named_parameters(), **MOMENTUM, **RAMP, **settings, mesh=mesh
     )
     for step in range(STEPS):
-        loss_of(model, site_of(mesh), step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(optimizer, loss_of(model, site_of(mesh), step))
     return whole_values(model)
 
 

@@ -19,9 +19,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.functional import mse_loss
 
 import thinwire as tw
+from tests import toys
 from tests.api import Group, Pending, owners
 from tests.ranks import Pool
 from tests.sharded.models import mesh_of, same, site_of
+from tests.toys import descend
 from thinwire.errors import PayloadCorrupt
 
 STEPS = 20
@@ -148,9 +150,7 @@ def kept_whole(rank: int, size: int, dim: int) -> dict[str, Tensor]:
     for step in range(6):
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(8, 12, generator=generator, dtype=torch.float64)
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(optimizer, model(x).square().mean())
     return values_of(model)
 
 
@@ -168,8 +168,7 @@ def engine_of(place: tuple[int, int] | None, field: str) -> tuple[nn.Module, tw.
     if field == "lamb":
         fields["lamb"] = tw.LAMB()
     kind = torch.optim.AdamW(model.parameters(), lr=0.02) if field == "lamb" else muon_of(model)
-    given = {} if mesh is None else {"mesh": mesh}
-    return model, tw.DistributedStrategy(**fields).prepare(model, kind, mse_loss, **given)
+    return model, toys.engine_of(model, optimizer=kind, told={"mesh": mesh}, **fields)
 
 
 def resumed(
@@ -213,9 +212,7 @@ def through_torch(
         set_state_dict(model, optimizer, model_state_dict=state[0], optim_state_dict=state[1])
     for step in range(begin, begin + 4):
         x, y = batch(0, step, torch.float32)
-        mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(optimizer, mse_loss(model(x), y))
     state = get_state_dict(model, optimizer)
     if not begin:
         dcp.save({"model": state[0], "optimizer": state[1]}, checkpoint_id=folder)

@@ -19,26 +19,9 @@ from tests.ranks import Pool
 from tests.sharded.models import HIDDEN, IN, batch, mesh_of, same, sharded_model, site_of
 from tests.sharded.models import whole_values as values_of
 from tests.sharded.test_checkpoints import made
+from tests.toys import descend, engine_of
 
 AT, STEPS = 5, 10
-
-
-def explained(rank: int, size: int) -> tuple[str, str]:
-    mesh = mesh_of(2, 2)
-    model = sharded_model(mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    strategy = tw.DistributedStrategy(dgc=tw.DGC(min_numel=20))
-    text = strategy.explain(model, optimizer)
-    engine = strategy.prepare(model, optimizer, mse_loss, mesh=mesh)
-    with pytest.raises(RuntimeError, match="does not work with mesh=") as caught, engine.join():
-        pass
-    return text, str(caught.value)
-
-
-@pytest.mark.slow
-def test_explain_and_join(ranks: Pool) -> None:
-    for text, _ in ranks.run(explained, size=4):
-        assert "DGCMomentum" in text
 
 
 def scaled_by_torch(rank: int, size: int) -> dict[str, Tensor]:
@@ -47,17 +30,13 @@ def scaled_by_torch(rank: int, size: int) -> dict[str, Tensor]:
     optimizer = tw.optim.DGCMomentum(
         model.named_parameters(), lr=0.05, min_numel=20, sparsity=(0.8,), mesh=mesh
     )
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if rank >= 0 and size == 4 else None
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for step in range(STEPS):
         x, y = batch(site_of(mesh), step)
         loss = mse_loss(model(x), y)
-        if scaler is None:
-            loss.backward()
-            optimizer.step()
-        else:
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
     return values_of(model)
 
@@ -79,9 +58,7 @@ def frozen(rank: int, size: int) -> str:
     with pytest.raises(tw.errors.Diverged) as caught, sync:
         for step in range(3):
             x, y = batch(site_of(mesh), step)
-            mse_loss(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(optimizer, mse_loss(model(x), y))
             if step == 0 and rank == 0:
                 with torch.no_grad():
                     model[0].weight.to_local().add_(1.0)
@@ -133,8 +110,7 @@ def test_one_site_sends_nothing_and_warns_of_nothing(ranks: Pool, name: str) -> 
 def other_values(rank: int, size: int) -> dict[str, float]:
     mesh = mesh_of(2, 2)
     model = sharded_model(mesh, seed=site_of(mesh))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    engine = tw.DistributedStrategy().prepare(model, optimizer, mse_loss, mesh=mesh)
+    engine = engine_of(model, lr=0.05, told={"mesh": mesh})
     engine.train_step(*batch(site_of(mesh), 0))
     return engine.stats()
 
@@ -217,9 +193,7 @@ def saved_by_torch(rank: int, size: int, folder: str) -> bool:
         model.named_parameters(), lr=0.1, min_numel=10, sparsity=(0.8,), mesh=mesh
     )
     for step in range(3):
-        model(batch(rank, step)[0]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(optimizer, model(batch(rank, step)[0]).square().mean())
     before = optimizer.state[model.weight]["residual"].clone()
     state = get_optimizer_state_dict(model, optimizer)
     torch.distributed.checkpoint.save(state, checkpoint_id=folder)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.nn.functional import mse_loss
 
 import thinwire as tw
 from tests.ranks import Pool
 from tests.sharded.models import IN, batch, mesh_of, plain_model, site_of
 from tests.sharded.models import whole_values as values_of
+from tests.toys import engine_of
 
 
 class Tied(nn.Module):
@@ -81,9 +81,8 @@ def trained(rank: int, size: int, way: str, field: str) -> dict[str, Tensor]:
     mesh = None if size == 2 else mesh_of(2, 2)
     model = model_of("plain" if way == "meta" else way) if mesh is None else sharded(way, mesh)
     optimizer = torch.optim.AdamW(groups_of(model), lr=0.01)
-    engine = tw.DistributedStrategy(**FIELDS[field]).prepare(
-        model, optimizer, mse_loss, grad_clip=tw.ClipByGlobalNorm(1.0), mesh=mesh
-    )
+    told = {"grad_clip": tw.ClipByGlobalNorm(1.0), "mesh": mesh}
+    engine = engine_of(model, optimizer=optimizer, told=told, **FIELDS[field])
     schedule = torch.optim.lr_scheduler.StepLR(engine.optimizer, 4, 0.5)
     for step in range(10):
         engine.train_step(*batch(site_of(mesh), step))

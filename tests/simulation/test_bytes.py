@@ -13,17 +13,11 @@ from tests.api import (
     simulate,
     switch,
 )
+from tests.local.test_laws import Bag
 from tests.ranks import Pool
 
 SHAPES = {"a": (40, 30), "b": (70,), "c": (50, 50), "d": (3,), "e": (20, 11)}
 NUMELS = tuple(int(np.prod(shape)) for shape in SHAPES.values())
-
-
-class Bag(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        for place, shape in enumerate(SHAPES.values()):
-            self.register_parameter(f"p{place}", torch.nn.Parameter(torch.full(shape, 0.1 + place)))
 
 
 def draw_gradients(model: torch.nn.Module, step: int, rank: int) -> None:
@@ -33,7 +27,7 @@ def draw_gradients(model: torch.nn.Module, step: int, rank: int) -> None:
 
 
 def sent_by_gradients(rank: int, size: int, options: dict[str, Any], steps: int) -> list[float]:
-    model = Bag()
+    model = Bag(SHAPES, torch.float32)
     optimizer = tw.optim.DGCMomentum(model.named_parameters(), lr=0.1, **options)
     counts = []
     for step in range(steps):

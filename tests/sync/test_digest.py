@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from tests.api import Engine, Group, Pending, checksum, traffic
+from tests import toys
+from tests.api import Engine, Group, checksum, traffic
 from tests.ranks import Pool
+from tests.toys import arriving, descend
 from thinwire.optim import DGCMomentum
 
 EVERY = 8
@@ -35,25 +37,16 @@ def data(rank: int, step: int, width: int = 64) -> tuple[Tensor, Tensor]:
     return torch.randn(6, width, generator=generator), torch.randint(5, (6,), generator=generator)
 
 
+cross_entropy = nn.functional.cross_entropy
+DGC = tw.DGC(sparsity=(0.9,), min_numel=64)
 NODES = tw.DGC(sparsity=(0.9,), min_numel=64, node_size=2)
 
 
-def engine_of(kind: str, model: nn.Module, dgc: tw.DGC | None = None, **given: Any) -> Engine:
-    fields: dict[str, Any] = {
-        "dense": {},
-        "adamw": {},
-        "dgc": {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64)},
-        "dgc adamw": {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64)},
-    }[kind]
-    fields |= {} if dgc is None else {"dgc": dgc}
-    if kind.endswith("adamw"):
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    else:
-        optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    settings = {"digest_every": EVERY, **given}
-    return tw.DistributedStrategy(**fields).prepare(
-        model, optimizer, nn.functional.cross_entropy, **settings
-    )
+def engine_of(kind: str, model: nn.Module, **given: Any) -> Engine:
+    fields = {"nodes": {"dgc": NODES}, "dgc": {"dgc": DGC}, "dgc adamw": {"dgc": DGC}}
+    adam = torch.optim.AdamW(model.parameters(), 1e-3) if kind.endswith("adamw") else None
+    given = {"optimizer": adam, "told": {"digest_every": EVERY, **given}, **fields.get(kind, {})}
+    return toys.engine_of(model, cross_entropy, lr=0.01, momentum=0.9, **given)
 
 
 def hurt_parameter(engine: Engine) -> None:
@@ -105,11 +98,7 @@ def step_in_another_order(rank: int, size: int, kind: str, steps: int) -> None:
         ]
         for step in range(steps + 1):
             for i in (1, 0) if rank == 1 and step == steps else (0, 1):
-                optimizers[i].zero_grad()
-                nn.functional.cross_entropy(
-                    models[i](data(rank, step)[0]), data(rank, step)[1]
-                ).backward()
-                optimizers[i].step()
+                descend(optimizers[i], loss_of(models[i], rank, step))
         return
     engines = [engine_of(kind, model_of()) for _ in range(2)]
     for step in range(steps + 1):
@@ -125,6 +114,11 @@ def test_engines_stepped_in_another_order_are_a_mismatch(
     ranks.raise_alike("Mismatch", "order", step_in_another_order, kind, steps)
 
 
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    x, y = data(rank, step)
+    return cross_entropy(model(x), y)
+
+
 def train_locally(rank: int, size: int, harm: str) -> tuple[int, str]:
     model = model_of()
     model[0].bias.requires_grad_(False)
@@ -132,8 +126,6 @@ def train_locally(rank: int, size: int, harm: str) -> tuple[int, str]:
     config = tw.LocalSGD(2, outer_momentum=0.5, compression=tw.Sparse(0.9))
     with tw.local_sgd(model, optimizer, config, digest_every=EVERY) as sync:
         for step in range(6 + EVERY):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(data(rank, step)[0]), data(rank, step)[1]).backward()
             if step == 6 and rank == 1:
                 assert sync._averager is not None
                 averaging = sync._averager.averaging
@@ -143,7 +135,7 @@ def train_locally(rank: int, size: int, harm: str) -> tuple[int, str]:
                 }
                 flip_(held[harm], 7, 3)
             try:
-                optimizer.step()
+                descend(optimizer, loss_of(model, rank, step))
             except tw.errors.Diverged as error:
                 sync.close()
                 return step, str(error)
@@ -171,12 +163,10 @@ def train_with_intervals_that_grow(rank: int, size: int) -> tuple[int, int]:
             if step == 70 and rank == 1:
                 assert sync._averager is not None
                 flip_(sync._averager.averaging.anchors["2.weight"], 7, 3)
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(data(rank, step)[0]), data(rank, step)[1])
-            loss.backward()
+            loss = loss_of(model, rank, step)
             sync.observe(loss)
             try:
-                optimizer.step()
+                descend(optimizer, loss)
             except tw.errors.Diverged:
                 sync.close()
                 return step, sync.k_steps
@@ -266,9 +256,7 @@ def overflow_in_the_sum(rank: int, size: int, way: str, early: int) -> tuple[int
     model = nn.Linear(40, 30)
     given: dict[str, Any] = {"node_size": 2} if way == "nodes" else {"exchange": way}
     dgc = None if way == "dense" else tw.DGC(sparsity=(0.9,), min_numel=64, value_bits=32, **given)
-    engine = tw.DistributedStrategy(dgc=dgc).prepare(
-        model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    )
+    engine = toys.engine_of(model, lr=0.01, momentum=0.9, dgc=dgc)
     for step in range(early + 1):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -292,24 +280,19 @@ def test_finite_gradients_with_an_infinite_sum_drop_the_step(
 
 def hurting(rank: int, where: str) -> Any:
     """`Group` whose dense sum of step 3 has a flipped bit on rank 1, or from it."""
-    plain = Group.all_reduce_ if where == "sum" else Group.all_gather
+    plain = Group.all_gather
 
-    def damaged(self: Group, buffer: Tensor, *, action: str) -> Any:
-        hit = rank == 1 and "averaging dense" in action and "step 3," in action
-        if hit and where == "part":
-            flip_(buffer[: buffer.numel() // 4 * 4], buffer.numel() // 8, 5)
-        pending = plain(self, buffer, action=action)
-        if not hit or where == "part":
-            return pending
+    def hurt(content: Tensor, action: str) -> Tensor:
+        if rank == 1 and "averaging dense" in action and "step 3," in action:
+            flip_(content.view(-1)[: content.numel() // 4 * 4], content.numel() // 8, 5)
+        return content
 
-        def finish() -> Tensor:
-            total = pending.wait()
-            flip_(total.view(-1)[: total.numel() // 4 * 4], total.numel() // 8, 5)
-            return total
+    def leaving(self: Group, content: Tensor, *, action: str) -> Any:
+        return plain(self, hurt(content, action), action=action)
 
-        return Pending(finish)
-
-    return patch.multiple(Group, **{"all_reduce_" if where == "sum" else "all_gather": damaged})
+    if where == "part":
+        return patch.object(Group, "all_gather", leaving)
+    return arriving(Group, "all_reduce_" if where == "sum" else "all_gather", hurt)
 
 
 def flip_in_a_sum(rank: int, size: int, kind: str, where: str) -> None:
@@ -324,16 +307,10 @@ def flip_in_a_sum(rank: int, size: int, kind: str, where: str) -> None:
             optimizer = torch.optim.SGD(model.parameters(), 0.05)
             with tw.local_sgd(model, optimizer, tw.LocalSGD(2)):
                 for step in range(6):
-                    optimizer.zero_grad()
-                    nn.functional.cross_entropy(
-                        model(data(rank, step)[0]), data(rank, step)[1]
-                    ).backward()
-                    optimizer.step()
+                    descend(optimizer, loss_of(model, rank, step))
             return
         model = model_of()
-        engine = engine_of(
-            "dgc" if kind == "nodes" else kind, model, dgc=NODES if kind == "nodes" else None
-        )
+        engine = engine_of(kind, model)
         before: Any = None
         try:
             for step in range(6):
@@ -368,15 +345,9 @@ def flip_at_random(rank: int, size: int, count: int) -> list[tuple[str, int]]:
     """Of every flip where it was, and after how many updates it was found; -1 if never."""
     chance = torch.Generator().manual_seed(11)
     places = [
-        ("dense", "parameter"),
-        ("dense", "momentum_buffer"),
-        ("adamw", "parameter"),
+        *itertools.product(("dense", "dgc"), ("parameter", "momentum_buffer")),
+        *itertools.product(("adamw", "dgc adamw"), ("parameter", "exp_avg_sq")),
         ("adamw", "exp_avg"),
-        ("adamw", "exp_avg_sq"),
-        ("dgc", "parameter"),
-        ("dgc", "momentum_buffer"),
-        ("dgc adamw", "parameter"),
-        ("dgc adamw", "exp_avg_sq"),
     ]
     found = []
     for turn in range(count):
@@ -399,12 +370,8 @@ def flip_at_random(rank: int, size: int, count: int) -> list[tuple[str, int]]:
             if rank == 1:
                 entries = {"parameter": p, **engine.optimizer.state[p]}
                 flip_(entries[where], place, bit)
-            found.append(
-                (
-                    f"{kind}, {where} {name}[{place}] bit {bit}",
-                    updates_until_found(engine, rank, begin),
-                )
-            )
+            updates = updates_until_found(engine, rank, begin)
+            found.append((f"{kind}, {where} {name}[{place}] bit {bit}", updates))
     return found
 
 

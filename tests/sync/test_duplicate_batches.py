@@ -1,7 +1,6 @@
 """A forgotten `attach`, or local updates inside DDP, is noticed, and the statistics do not claim
 what is not saved."""
 
-import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from tests.ranks import Pool
 from tests.strategy.training import batch, make_model
+from tests.toys import descend, engine_of, warned
 
 cross_entropy = nn.functional.cross_entropy
 SPARSE: dict[str, Any] = {"sparsity": (0.99,), "min_numel": 64}
@@ -30,11 +30,10 @@ def told(
     ddp = DistributedDataParallel(model) if "ddp" in case else model
     dgc = tw.optim.DGCMomentum(model.parameters(), lr=0.1, **SPARSE)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warned() as said:
         stats = trained(case, max(0, rank - same_data), model, ddp, dgc, sgd)
     values = [float(v) for p in model.parameters() for v in p.detach().reshape(-1)]
-    return [str(each.message) for each in said], stats, values
+    return said, stats, values
 
 
 def trained(
@@ -44,21 +43,17 @@ def trained(
     if "local" in case:
         with tw.local_sgd(model, sgd, tw.LocalSGD(2, compression=tw.Sparse(0.99))) as sync:
             for x, y in steps:
-                sgd.zero_grad()
-                cross_entropy(ddp(x), y).backward()
-                sgd.step()
+                descend(sgd, cross_entropy(ddp(x), y))
             return sync.stats()
     if "engine" in case:
-        engine = tw.DistributedStrategy(dgc=tw.DGC(**SPARSE)).prepare(model, sgd)
+        engine = engine_of(model, optimizer=sgd, dgc=tw.DGC(**SPARSE))
         for x, y in steps:
             engine.minimize(cross_entropy(ddp(x), y))
         return engine.stats()
     if "attached" in case:
         dgc.attach(ddp)
     for x, y in steps:
-        dgc.zero_grad()
-        cross_entropy(ddp(x), y).backward()
-        dgc.step()
+        descend(dgc, cross_entropy(ddp(x), y))
     return dict(dgc.stats())
 
 
@@ -79,18 +74,14 @@ def test_a_healthy_run_hears_nothing(case: str, ranks: Pool) -> None:
         assert stats["bytes_sent"] > 0
 
 
+@pytest.mark.parametrize(("size", "who"), [(2, "all ranks"), (3, "ranks 0 and 1")])
 @pytest.mark.parametrize("case", ["bare", "engine", "local"])
-def test_ranks_with_the_same_data_hear_it_once_and_go_on(case: str, ranks: Pool) -> None:
-    for said, _, _ in ranks.run(told, case, True):
+def test_ranks_with_the_same_data_are_named_once(
+    case: str, size: int, who: str, ranks: Pool
+) -> None:
+    for said, _, _ in ranks.run(told, case, True, size=size):
         assert len(said) == 1
-        assert "all ranks are equal" in said[0] and "same batches" in said[0]
-
-
-@pytest.mark.parametrize("case", ["bare", "engine", "local"])
-def test_two_of_three_ranks_with_the_same_data_are_named(case: str, ranks: Pool) -> None:
-    for said, _, _ in ranks.run(told, case, True, size=3):
-        assert len(said) == 1
-        assert "ranks 0 and 1 are equal" in said[0] and "same batches" in said[0]
+        assert f"{who} are equal" in said[0] and "same batches" in said[0]
 
 
 @pytest.mark.parametrize("case", ["bare", "engine", "local"])
@@ -102,13 +93,12 @@ def still(rank: int, size: int) -> list[str]:
     """Gradients of zero say nothing."""
     model = make_model(plain=True)
     optimizer = tw.optim.DGCMomentum(model.parameters(), lr=0.1, **SPARSE)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warned() as said:
         for _ in range(4):
             for p in model.parameters():
                 p.grad = torch.zeros_like(p)
             optimizer.step()
-    return [str(each.message) for each in said]
+    return said
 
 
 def test_gradients_of_zero_are_no_reason(ranks: Pool) -> None:
@@ -130,13 +120,12 @@ def averaging_in_step(
     rank: int, size: int, kind: type[torch.optim.Optimizer], fields: dict[str, Any]
 ) -> list[str]:
     model = make_model(plain=True)
-    engine = tw.DistributedStrategy(**fields).prepare(model, kind(model.parameters()))
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    engine = engine_of(model, optimizer=kind(model.parameters()), **fields)
+    with warned() as said:
         for step in range(6):
             x, y = batch(step, rank)
             engine.minimize(cross_entropy(model(x), y))
-    return [str(each.message) for each in said]
+    return said
 
 
 FIELDS: dict[str, dict[str, Any]] = {

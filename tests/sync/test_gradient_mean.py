@@ -208,27 +208,19 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     dgc = DGC(sparsity=(0.9,), min_numel=84)
     mean = GradientMean(Group(), parameters(), dgc)
     mean.reduce(0, gradients(0, 0))
-    good = {
-        key: {n: v.clone() for n, v in x.items()} if key == "residuals" else x
-        for key, x in mean.state_dict().items()
-    }
+    residuals = {name: value.clone() for name, value in mean.residuals.items()}
+    good = {**mean.state_dict(), "residuals": residuals}
     for bad, text in [
         ({}, "keys"),
         ({**good, "more": 1}, "more"),
         ({**good, "dropped_steps": -1}, "dropped_steps"),
-        (
-            {**good, "residuals": {"big": good["residuals"]["big"]}},
-            "residual middle has shape nothing in it",
-        ),
-        (
-            {**good, "residuals": {**good["residuals"], "big": torch.zeros(3)}},
-            r"residual big has shape \(3,\) in it",
-        ),
-        ({**good, "residuals": {**good["residuals"], "other": torch.zeros(3)}}, "residual other"),
+        ({**good, "residuals": {"big": residuals["big"]}}, "residual middle has shape nothing"),
+        ({**good, "residuals": {**residuals, "big": torch.zeros(3)}}, r"big has shape \(3,\)"),
+        ({**good, "residuals": {**residuals, "other": torch.zeros(3)}}, "residual other"),
     ]:
         with pytest.raises(ValueError, match=text):
             mean.load_state_dict(bad)
-    assert all(torch.equal(v, good["residuals"][n]) for n, v in mean.residuals.items())
+    assert all(torch.equal(v, residuals[n]) for n, v in mean.residuals.items())
 
 
 def test_local_limit_is_for_compressed_tensors() -> None:

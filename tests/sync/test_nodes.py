@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from tests.api import Group, node_size_of
 from tests.ranks import Lost, Pool
+from tests.toys import bits, descend
 
 
 class Net(nn.Module):
@@ -30,11 +31,7 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return x, x[:, :5].sin()
 
 
-OPTION_SETS: list[dict[str, Any]] = [
-    {"node_size": 2, "exchange": "gather"},
-    {"node_size": 2, "exchange": "split"},
-    {"node_size": 1, "exchange": "split"},
-]
+IN_NODES, ALONE = {"node_size": 2, "exchange": "gather"}, {"node_size": 1, "exchange": "split"}
 
 
 def dgc(model: nn.Module, **options: Any) -> tw.optim.DGCMomentum:
@@ -53,9 +50,7 @@ def from_flat_to_nodes(rank: int, size: int) -> dict[str, Any]:
     flat = dgc(model, node_size=1)
     for step in range(4):
         x, y = batch(step, rank)
-        (model(x) - y).square().mean().backward()
-        flat.step()
-        flat.zero_grad()
+        descend(flat, (model(x) - y).square().mean())
     grouped = dgc(model, node_size=2)
     grouped.load_state_dict(copy.deepcopy(flat.state_dict()))
     before = [flat.state[p]["residual"].clone() for p in model.parameters() if p.numel() >= 200]
@@ -92,22 +87,17 @@ def die(rank: int, size: int, options: dict[str, Any], who: int, phase: str) -> 
         (model(x) - y).square().mean().backward()
         if step == 1 and rank == who:
             _die_at(optimizer, phase)
-        before = (
-            [p.detach().clone() for p in model.parameters()],
-            copy.deepcopy(optimizer.state_dict()["state"]),
-        )
+        before = held(model, optimizer)
         try:
             optimizer.step()
         except RuntimeError as error:
-            state = optimizer.state_dict()["state"]
-            same = all(
-                torch.equal(a, b) for a, b in zip(before[0], model.parameters(), strict=True)
-            ) and all(
-                torch.equal(entry, state[i][k])
-                for i, entries in before[1].items()
-                for k, entry in entries.items()
-            )
+            same = held(model, optimizer) == before
             raise RuntimeError(f"{type(error).__name__}, unchanged={same}") from error
+
+
+def held(model: nn.Module, optimizer: tw.optim.DGCMomentum) -> str:
+    states = optimizer.state.values()
+    return bits([*model.parameters(), *(each for state in states for each in state.values())])
 
 
 def _die_at(optimizer: tw.optim.DGCMomentum, phase: str) -> None:
@@ -127,10 +117,10 @@ def _die_at(optimizer: tw.optim.DGCMomentum, phase: str) -> None:
 @pytest.mark.parametrize(
     ("options", "who", "phase"),
     [
-        (OPTION_SETS[0], 2, "gathering messages"),  # a leader
-        (OPTION_SETS[0], 3, "averaging dense"),  # another rank of its node
-        (OPTION_SETS[2], 1, "scattering messages"),
-        (OPTION_SETS[2], 1, "gathering sums"),
+        (IN_NODES, 2, "gathering messages"),  # a leader
+        (IN_NODES, 3, "averaging dense"),  # another rank of its node
+        (ALONE, 1, "scattering messages"),
+        (ALONE, 1, "gathering sums"),
     ],
 )
 def test_a_rank_that_dies_is_lost_on_all_others(
@@ -161,12 +151,7 @@ def launched(
         ({"LOCAL_WORLD_SIZE": "4"}, None, 1, "do not fill two machines"),
         ({"LOCAL_WORLD_SIZE": "1"}, None, 1, "no second rank"),
         ({"LOCAL_WORLD_SIZE": "nonsense"}, None, 1, "no second rank"),
-        (
-            {"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3", "WORLD_SIZE": "4"},
-            None,
-            1,
-            "3 machines",
-        ),
+        ({"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3", "WORLD_SIZE": "4"}, None, 1, "3 mach"),
         ({"LOCAL_WORLD_SIZE": "2"}, 1, 1, "given"),
         ({}, 4, 4, "given"),
     ],
