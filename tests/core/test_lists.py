@@ -253,6 +253,10 @@ def test_autograd_is_informed_of_hidden_changes():
         params, [[(p.indices, p.values)] for p in proposals], [0.1] * len(params), 1
     )
     assert all(param._version > 0 for param in params)
+    assert all(fold.grad._version == 0 for fold in folds)
+    target = torch.zeros(100, dtype=torch.bfloat16)
+    numba_body.store_(target, torch.ones(100), 0)
+    assert target._version == 1
 
 
 def test_tensors_without_memory_or_in_the_memory_of_others_are_distinguished():

@@ -1,5 +1,4 @@
-"""The steps of LAMB, LARS and the outer SGD against the formulas, one operation of torch
-at a time."""
+"""The steps of LAMB and LARS against the formulas, one operation of torch at a time."""
 
 import functools
 import itertools
@@ -116,19 +115,6 @@ def assert_lars(lists, moved, ratios, momentum, decay, eps):
         assert_same_bits(moved[2][i], velocity)
 
 
-def assert_outer(lists, moved, rule):
-    for i, (s, c, b) in enumerate(zip(*lists, strict=True)):
-        velocity = b * rule.momentum + c if rule.momentum else b
-        step = (
-            {False: velocity, True: c + rule.momentum * velocity}[rule.nesterov]
-            if rule.momentum
-            else c
-        )
-        assert_same_bits(moved[0][i], s - rule.lr * step)
-        assert_same_bits(moved[1][i], c)
-        assert_same_bits(moved[2][i], velocity)
-
-
 @pytest.fixture
 def on_threads(monkeypatch):
     def set_way(count):
@@ -186,25 +172,6 @@ def test_lars(kind, dtype, momentum, decay, eps, on_threads):
     moved = clones(lists)
     ratios = work(*moved)
     assert_lars(lists, moved, ratios, momentum, decay, eps)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["random", "denormal", "huge"])
-@pytest.mark.parametrize(
-    "rule", [OuterRule(), OuterRule(0.7), OuterRule(0.7, 0.9), OuterRule(0.7, 0.9, nesterov=True)]
-)
-def test_the_outer_step(kind, dtype, rule, on_threads):
-    lists = [tensors(kind, dtype, seed) for seed in range(3)]
-
-    def work(s, c, b):
-        for anchor, change, buffer in zip(s, c, b, strict=True):
-            anchor.sub_(outer_step_(change, buffer if rule.momentum else None, rule))
-        return torch.zeros((), dtype=dtype)
-
-    assert_the_way_changes_nothing(on_threads, work, lists)
-    moved = clones(lists)
-    work(*moved)
-    assert_outer(lists, moved, rule)
 
 
 def test_a_plain_outer_step_is_the_change_itself():
