@@ -49,6 +49,8 @@ class Case:
     steps: int = STEPS
     dgc: dict[str, Any] = field(default_factory=dict)
     """Settings beside those of `DGC`."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Settings of torch's wrapper."""
     fields: dict[str, Any] | None = None
     """Of an engine, in place of `dgc` or `localsgd`."""
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
@@ -194,7 +196,7 @@ class AttachedStep(OwnStep):
         self._wrap()
 
     def _wrap(self) -> None:
-        self.called = DistributedDataParallel(self.model)
+        self.called = DistributedDataParallel(self.model, **self.case.ddp)
         self.handle = self.optimizer.attach(self.called)
 
     def wrap_again(self) -> None:
