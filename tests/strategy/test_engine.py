@@ -351,35 +351,6 @@ def test_an_overflow_on_one_rank_drops_the_step_on_all(
     assert dropped == [0, 0, 0, 1, 1, 1]
 
 
-def local_overflow(rank: int, size: int) -> tuple[list[float], list[int], str]:
-    engine = make_engine(
-        ("amp", "localsgd"), replace={"localsgd": tw.LocalSGD(4, begin_step=0)}, plain=True
-    )
-    scales, dropped = [], []
-    for step in range(8):
-        x, y = batch(step, rank)
-        if step == 1 and rank == 1:
-            x = x * float("inf")
-        engine.train_step(x, y)
-        scales.append(engine.stats()["loss_scale"])
-        dropped.append(engine.stats()["dropped_steps"])
-    engine.flush()
-    return scales, dropped, digest(engine)
-
-
-def test_between_averagings_an_overflow_concerns_its_rank_and_the_smallest_scale_wins(
-    ranks: Pool,
-) -> None:
-    (scales_0, dropped_0, digest_0), (scales_1, dropped_1, digest_1) = ranks.run(
-        local_overflow, size=2
-    )
-    assert dropped_0 == [0] * 8
-    assert dropped_1 == [0] + [1] * 7
-    assert scales_1[1] == scales_0[1] / 2
-    assert scales_0[3] == scales_1[3] == min(scales_0[2], scales_1[2])
-    assert digest_0 == digest_1
-
-
 def poisoned_batch(rank: int, size: int, merged: bool) -> tuple[str, int, int, bool]:
     """A NaN on rank 1 in the third microstep."""
     engine = make_engine(("localsgd", "gradient_merge") if merged else ("localsgd",))

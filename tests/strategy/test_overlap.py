@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import thinwire as tw
 from tests.api import Overlap
 from tests.ranks import Pool
-from tests.strategy.training import digest
+from tests.strategy.training import batch, digest
 from thinwire.errors import Mismatch, ThinwireError
 
 cross_entropy = nn.functional.cross_entropy
@@ -65,12 +65,6 @@ class Net(nn.Module):
             if i == 1 and self.at_half is not None and x.requires_grad:
                 x.register_hook(self.at_half)
         return self.last(x)
-
-
-def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    x = torch.randn(16, 8, generator=generator)
-    return x, (x[:, :4] * 3).argmax(1)
 
 
 def nesterov(model: nn.Module) -> torch.optim.Optimizer:
@@ -393,7 +387,6 @@ def raising(rank: int, size: int, where: str) -> tuple[str, str, int, list[str]]
     for step in range(7):
         wrong = (step, rank) == (4, 1)
         engine.model.at_half = _fail if wrong and where == "middle" else None
-        engine._parts.loss_fn = cross_entropy
         handle = engine.model.first.bias.register_hook(_fail) if wrong and where == "end" else None
         top = engine.model.last.bias.register_hook(_fail) if wrong and where == "begin" else None
         try:

@@ -363,19 +363,6 @@ def test_nothing_decays_twice(make, own, config, works):
         assert f"{field}_weight_decay={decay}" in said
 
 
-@pytest.mark.parametrize("adamw", [torch.optim.AdamW, optim.AdamW])
-def test_a_group_with_a_decay_of_its_own_keeps_it(adamw):
-    net = network()
-    groups = [
-        {"params": net[0].parameters()},
-        {"params": net[1].parameters(), "weight_decay": 0.0},
-        {"params": net[2].parameters(), "weight_decay": 0.2},
-    ]
-    result = selected(net, adamw(groups, lr=0.1), lamb=LAMB(lamb_weight_decay=0.3))
-    assert [g["weight_decay"] for g in result.optimizer.param_groups] == [0.01, 0.0, 0.2]
-    assert "0.01, 0.0, 0.2" in " ".join(result.notes)
-
-
 @pytest.mark.parametrize("decays", [(5e-4, 0.0), (0.0, 5e-4), (0.01, 0.0), (0.0, 0.0)])
 @pytest.mark.parametrize(
     ("make", "default", "strategy"),
