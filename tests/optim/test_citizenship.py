@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tests.optim.cases import (
     ALL,
-    EVERY,
     EXTRAS,
     OURS,
     Case,
@@ -25,11 +24,6 @@ from tests.optim.cases import (
 )
 from thinwire import optim
 from thinwire.schedules import CosineDecay
-
-
-@pytest.fixture(params=EVERY)
-def case(request: pytest.FixtureRequest) -> Case:
-    return EVERY[request.param]
 
 
 def test_a_closure_is_called_once_with_gradients_enabled(case: Case) -> None:
