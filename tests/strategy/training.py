@@ -78,6 +78,10 @@ def make_engine(
     return strategy.prepare(net, make_optimizer(net, fields), nn.functional.cross_entropy)
 
 
+def settings(fields: Iterable[str]) -> dict[str, Any]:
+    return {name: FIELDS[name] for name in fields}
+
+
 def prepared(
     model: nn.Module | None = None,
     optimizer: Any = None,
