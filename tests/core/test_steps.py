@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -261,26 +260,6 @@ def test_autograd_sees_that_parameters_have_changed(make):
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def stepped(seed, steps=4):
-    params = [torch.nn.Parameter(t) for t in tensors("random", torch.float32, seed)]
-    optimizers = [optim.Lamb(params[:7]), optim.Lars(params[7:], lr=0.1)]
-    for step in range(steps):
-        for p, grad in zip(params, tensors("random", torch.float32, 10 + step), strict=True):
-            p.grad = grad
-        for optimizer in optimizers:
-            optimizer.step()
-    return params
-
-
-def test_several_threads_may_step_at_once():
-    alone = [stepped(seed) for seed in range(3)]
-    with ThreadPoolExecutor(6) as pool:
-        together = list(pool.map(stepped, [0, 1, 2] * 2))
-    for params, expected in zip(together, alone * 2, strict=True):
-        for p, q in zip(params, expected, strict=True):
-            assert_same_bits(p.detach(), q.detach())
 
 
 @pytest.mark.parametrize("make", [optim.Lamb, lambda params: optim.Lars(params, lr=0.1)])
