@@ -16,6 +16,7 @@ from tests.api import (
     reference,
     threads,
 )
+from tests.precision import assert_same_bits
 from thinwire import kernels
 
 CPU = torch.device("cpu")
@@ -45,14 +46,6 @@ def inputs(kind, numel, dtype):
         "rare": torch.where(normal > 3, normal, 0.0),
         "one block": torch.where(torch.arange(numel) // 64 == 7, normal, normal * 1e-6),
     }[kind].to(dtype)
-
-
-def assert_same_bits(a, b):
-    assert (a.dtype, a.shape) == (b.dtype, b.shape)
-    if a.is_floating_point():
-        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-        a, b = a.view(kind), b.view(kind)
-    assert torch.equal(a, b)
 
 
 def counts(numel):
@@ -203,6 +196,7 @@ def test_the_environment_and_a_missing_numba_choose_torch(monkeypatch):
 def test_numba_that_compiles_nothing_leaves_the_work_to_the_reference():
     code = """
 import torch
+from tests.precision import assert_same_bits
 from thinwire import kernels
 assert kernels.for_device(torch.device("cpu")).__name__.endswith("reference")
 """

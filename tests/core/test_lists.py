@@ -27,6 +27,7 @@ from tests.api import (
     sum_sparse,
     threads,
 )
+from tests.precision import same_bits
 from thinwire.errors import PayloadCorrupt
 
 CPU = torch.device("cpu")
@@ -77,12 +78,6 @@ def copies(folds):
 
 def rule(fold):
     return FoldRule(fold.momentum, fold.nesterov)
-
-
-def same_bits(a, b):
-    if a.numel() == 0:
-        return (a.dtype, a.shape) == (b.dtype, b.shape)
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, False), (0.9, True), (None, False)])

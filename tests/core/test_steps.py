@@ -20,6 +20,7 @@ from tests.api import (
     outer_step_,
     threads,
 )
+from tests.precision import assert_same_bits
 from thinwire import optim
 
 SIZES = [1, 2, 3, 127, 128, 129, 1023, 1024, 1025, 2049, 32_767, 32_768, 32_769, 70_001, 300_007]
@@ -79,12 +80,6 @@ def assert_one_rounding_apart(ratio, expected):
     hundred additions."""
     allowed = 2.0**-23 if ratio.dtype == torch.float32 else 1e-13
     assert abs(float(ratio) - expected) <= max(allowed * expected, 2.0**-149)
-
-
-def assert_same_bits(a, b):
-    kind = torch.int32 if a.dtype == torch.float32 else torch.int64
-    assert a.dtype == b.dtype
-    assert torch.equal(a.view(kind), b.view(kind))
 
 
 def assert_lamb(lists, moved, ratios, decay, trust):

@@ -138,24 +138,6 @@ def test_zeros_are_not_sent_and_nothing_moves() -> None:
     assert [int(i) for i in (p != before).nonzero()] == [5]
 
 
-def reshaped(rank: int, size: int, rows: int, odd: set[int]) -> None:
-    p, optimizer = one_param()
-    for step in range(3):
-        if step == 2 and rank in odd:
-            p.data = torch.zeros(rows)
-        p.grad = torch.full_like(p, 1.0 + rank)
-        optimizer.step()
-
-
-@pytest.mark.parametrize("odd", [{0, 1}, {1}], ids=["all ranks", "one rank"])
-def test_parameter_that_changes_inplace_is_an_error_on_all_ranks(
-    odd: set[int], ranks: Pool
-) -> None:
-    for rows in (300, 900):
-        says = f"rank {min(odd)}: parameter", f"is float32 [{rows}] now"
-        ranks.raise_alike("ThinwireError", says, reshaped, rows, odd)
-
-
 def no_gradient_anywhere(rank: int, size: int) -> bool:
     p, optimizer = one_param()
     before = p.detach().clone()

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import thinwire as tw
 from tests.api import Overlap
 from tests.ranks import Pool
+from tests.strategy.test_resume import TRAFFIC
 from tests.strategy.training import batch, digest
 from thinwire.errors import Mismatch, ThinwireError
 
@@ -209,10 +210,7 @@ def side_by_side(rank: int, size: int, name: str) -> tuple[list[bool], int, str]
             engine.train_step(x, y)
         pairs = zip(early.model.parameters(), late.model.parameters(), strict=True)
         same.append(all(torch.equal(a, b) for a, b in pairs))
-        traffic = ("bytes_sent", "bytes_received", "bytes_between_nodes", "ratio", "wait_s")
-        traffic += ("rate_bit_s", "waiting_share", "goodput")
-        traffic += ("lost_waiting", "lost_regrouping", "lost_joining", "lost_saving")
-        stats = [{**engine.stats(), **dict.fromkeys(traffic, 0)} for engine in (early, late)]
+        stats = [{**engine.stats(), **dict.fromkeys(TRAFFIC, 0)} for engine in (early, late)]
         same.append(stats[0] == stats[1])
     states = [engine.state_dict() for engine in (early, late)]
     for state in states:

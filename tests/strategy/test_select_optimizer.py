@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from tests.api import select_optimizer
+from tests.optim.cases import give_gradients
+from tests.optim.cases import train as steps
 from thinwire import DGC, LAMB, LARS, DistributedStrategy, StrategyError, optim
 from thinwire.optim import ClipByNorm, L1Decay, L2Decay
 from thinwire.schedules import CosineDecay, PiecewiseConstant
@@ -25,18 +27,6 @@ def selected(net, optimizer, **strategy):
     return select_optimizer(
         optimizer, names=names, compression=strategy.pop("dgc", None), **strategy
     )
-
-
-def give_gradients(net, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for p in net.parameters():
-        p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
-
-
-def steps(net, optimizer, seeds):
-    for seed in seeds:
-        give_gradients(net, seed)
-        optimizer.step()
 
 
 def assert_same(a, b, **tolerance):
