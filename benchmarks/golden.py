@@ -30,7 +30,8 @@ from tests.laws.test_frontends import CASES, COMPRESSED
 from tests.laws.test_matrix import AVERAGING, SENDING
 from tests.members.places import met
 from tests.ranks import Pool
-from tests.strategy.test_pairs import PAIRS, conflicting, some_combinations
+from tests.strategy.test_pairs import conflicting, some_combinations
+from tests.strategy.test_rules import PAIRS
 from tests.strategy.training import FIELDS, digest, make_engine, train
 
 STEPS = 12

@@ -21,8 +21,7 @@ _NAMES = {
     "thinwire.checkpoint.files": "on_all_ranks",
     "thinwire.cli": "main",
     "thinwire.comm": (
-        "Group Nodes Pending group node_size_of nodes private require_agreement "
-        "sources_of waiting while_busy"
+        "Group Nodes Pending node_size_of private require_agreement sources_of waiting while_busy"
     ),
     "thinwire.comm.direct": "connections_between",
     "thinwire.comm.channel": "Channel",
@@ -44,7 +43,7 @@ _NAMES = {
     "thinwire.compress.entries": "ArrivedEntries Proposed send_entries",
     "thinwire.compress.low_rank": "LowRank orthonormal",
     "thinwire.compress.protocol": (
-        "AllGather AllReduce AllToAll Collective Compression Context ERRORS ChangeCompression Kept "
+        "AllGather AllReduce Compression Context ERRORS ChangeCompression Kept "
         "MeanChange Sending combined"
     ),
     "thinwire.compress.split": "add_up joined shares",
@@ -55,16 +54,16 @@ _NAMES = {
     "thinwire.core.gradients": (
         "ClipByGlobalNorm ClipByNorm ClipByValue clipped L1Decay L2Decay decayed centralized"
     ),
-    "thinwire.core.lamb": "lamb_ lamb_list_",
-    "thinwire.core.lars": "lars_ lars_list_",
+    "thinwire.core.lamb": "lamb_",
+    "thinwire.core.lars": "lars_",
     "thinwire.core.loss_scale": "any_non_finite initial_scale next_scale",
     "thinwire.core.norms": "global_norm norm trust_ratio",
     "thinwire.core.outer": "outer_step_",
     "thinwire.core.stats": "Pace planned_row",
-    "thinwire.core.tensors": "with_own_storage narrowed",
+    "thinwire.core.tensors": "narrowed",
     "thinwire.exchange": "ranks=synchronizer",
     "thinwire.exchange.gradients": "GradientExchange gradients_of",
-    "thinwire.exchange.overlap": "Overlap Readiness cut_into_buckets",
+    "thinwire.exchange.overlap": "Overlap Readiness",
     "thinwire.exchange.checks": "GradientPattern",
     "thinwire.exchange.round": "Round",
     "thinwire.kernels": "Kernels compiled_steps reference",
@@ -76,7 +75,7 @@ _NAMES = {
     "thinwire.layout": "traffic",
     "thinwire.layout.message": (
         "HEADER_BYTES Layout CHECKSUM_BYTES SKETCH_NUMEL Slot VALUE_BITS WHOLE_BITS WholeLayout "
-        "count_sent position_bytes position_parts value_bytes"
+        "count_sent position_bytes value_bytes"
     ),
     "thinwire.layout.shares": "split_plan whole_split fragments_partition=contiguous",
     "thinwire.layout.traffic": ("GATHER chosen_split first_split messages travels_checksummed"),
@@ -96,7 +95,7 @@ _NAMES = {
     "thinwire.members.transfer": "Donor Recipient StateMessage TransferContext",
     "thinwire.members.group": "ElasticGroup",
     "thinwire.members.membership": "Membership Shared",
-    "thinwire.members.meeting": "connect require_same run_host run_store",
+    "thinwire.members.meeting": "connect require_same run_host",
     "thinwire.members.members": "Members",
     "thinwire.members.relay": "certificate relay_key relaying _Relay",
     "thinwire.optim": "dgc_momentum owners",
@@ -105,14 +104,13 @@ _NAMES = {
     "thinwire.step.forwarding": "autocast_forward=Autocast",
     "thinwire.step.merge": "GradientSum",
     "thinwire.step.recompute": "recompute recompute_matches=matches",
-    "thinwire.strategy": "distributed_strategy facts prepare",
+    "thinwire.strategy": "facts prepare",
     "thinwire.strategy.clipping": "take_clip_",
     "thinwire.strategy.distributed_strategy": "DistributedStrategy",
     "thinwire.strategy.documents": "text_of",
     "thinwire.strategy.engine": "Engine",
     "thinwire.strategy.replace": "select_optimizer",
     "thinwire.strategy.rules": "FIELDS RULES page rule_of rules_between",
-    "thinwire.strategy.user_state": "schedulers_of",
     "thinwire.tools.app": "app",
     "thinwire.tools.compare": "comparison=compare",
     "thinwire.tools.compare.compare": "compare",
@@ -120,7 +118,7 @@ _NAMES = {
         "BEST page_render=render to_use write_best write_json write_report"
     ),
     "thinwire.tools.compare.record": (
-        "Asked Failure Interruption KEYS Point Results Run common_loss first_reached"
+        "Asked Failure Interruption KEYS Results Run common_loss first_reached"
     ),
     "thinwire.tools.compare.results": "Ledger",
     "thinwire.tools.compare.settings": "Settings",
@@ -150,7 +148,7 @@ _NAMES = {
     "thinwire.tools.planning.command": "plan_page=render",
     "thinwire.tools.planning.plan": "Plan members_text",
     "thinwire.tools.planning.work": "Probe matrices work_Work=Workload",
-    "thinwire.tools.report.page": "bytes_text loss_text",
+    "thinwire.tools.report.page": "loss_text",
     "thinwire.tools.report.progress": "Bar Display",
     "thinwire.tools.run": "run_command=command worker",
     "thinwire.tools.run.training": "BareStep ByClock BySteps rate_factor rehearse shortened",
@@ -164,14 +162,12 @@ _NAMES = {
     ),
     "thinwire.tools.run.probe": "idle_restarts probe",
     "thinwire.tools.run.command": "Prefixed",
-    "thinwire.tools.run.task": "TaskError called work_of",
+    "thinwire.tools.run.task": "called work_of",
     "thinwire.tools.run.text": "Corpus read_digits read_folder read_standard_library",
     "thinwire.tools.run.trainers": "DDPTrainer Prepared Setup build_trainer",
-    "benchmarks.simulation_lines": (
-        "Broadcast Deal Gather Jitter Lines Reduce finished homes sites switch Vote"
-    ),
-    "benchmarks.simulation": "Entries Method Trouble Whole dense_sum simulate",
-    "thinwire.wire": "codes message",
+    "benchmarks.simulation_lines": "Deal Gather Jitter Lines Reduce finished switch Vote",
+    "benchmarks.simulation": "Entries Method Trouble Whole simulate",
+    "thinwire.wire": "codes",
     "thinwire.wire.message": (
         "message_pack=pack message_unpack=unpack pack_nonfinite pack_whole unpack_whole"
     ),

@@ -1,11 +1,11 @@
-"""How torch multiplies float32 matrices, for the length of a test."""
+"""Bits of tensors, and how torch multiplies float32 matrices for the length of a test."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-__all__ = ["products_in"]
+__all__ = ["assert_same_bits", "products_in", "same_bits"]
 
 
 @contextmanager
@@ -17,3 +17,13 @@ def products_in(precision: str) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(used)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """NaNs and signs of zeros included."""
+    raw = [t.contiguous().reshape(-1).view(torch.uint8) if t.numel() else t for t in (a, b)]
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*raw)
+
+
+def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
+    assert same_bits(a, b)

@@ -30,14 +30,6 @@ def test_interval(values: dict[str, float], expected: int) -> None:
     assert adapted_interval(4, 16, **values) == expected
 
 
-def test_the_interval_stays_where_loss_and_rate_stay() -> None:
-    """With the start inside the root it would fall to its square root."""
-    for init in range(1, 17):
-        assert (
-            adapted_interval(init, 16, loss=0.7, first_loss=0.7, rate=0.3, first_rate=0.3) == init
-        )
-
-
 def test_cut_covers_in_order_and_is_nearly_equal() -> None:
     for sizes in (
         [1],

@@ -16,6 +16,7 @@ from tests.api import (
     reference,
     threads,
 )
+from tests.precision import assert_same_bits
 from thinwire import kernels
 
 CPU = torch.device("cpu")
@@ -45,14 +46,6 @@ def inputs(kind, numel, dtype):
         "rare": torch.where(normal > 3, normal, 0.0),
         "one block": torch.where(torch.arange(numel) // 64 == 7, normal, normal * 1e-6),
     }[kind].to(dtype)
-
-
-def assert_same_bits(a, b):
-    assert (a.dtype, a.shape) == (b.dtype, b.shape)
-    if a.is_floating_point():
-        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-        a, b = a.view(kind), b.view(kind)
-    assert torch.equal(a, b)
 
 
 def counts(numel):
@@ -155,31 +148,17 @@ def test_both_bodies_sum_the_same():
             assert_same_bits(fast, slow)
 
 
-def test_the_number_of_threads_changes_nothing(monkeypatch):
-    grad, residual, buffer = (
-        inputs(kind, 300_003, torch.float32) for kind in ("random", "tied", "ascending")
-    )
-    results = []
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(("dtype", "k"), [(torch.float32, 150_000), (torch.bfloat16, 300)])
+def test_the_number_of_threads_changes_no_bit(monkeypatch, dtype, k, nesterov):
+    grad, ends = inputs("random", 300_003, torch.float32), []
     for count in (1, 2, 3, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
-        fold = Fold(grad, residual, buffer, 0.9, False)
-        results.append(numba_body.propose_list([fold], [150_000])[0][:2])
-    for result in results[1:]:
-        for a, b in zip(result, results[0], strict=True):
-            assert_same_bits(a, b)
-
-
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_the_number_of_threads_changes_no_random_bit(monkeypatch, nesterov):
-    grad = inputs("random", 300_003, torch.float32)
-    ends = []
-    for count in (1, 2, 3):
-        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
-        v, u = inputs("tied", 300_003, torch.bfloat16), inputs("random", 300_003, torch.bfloat16)
+        v, u = inputs("tied", 300_003, dtype), inputs("ascending", 300_003, dtype)
         fold = Fold(grad, v, u, 0.9, nesterov)
-        [(at, values, _)] = numba_body.propose_list([fold], [300])
-        numba_body.commit_list_([fold], [(at, values / 2)], [7])
-        ends.append((v, u))
+        [(at, values, _)] = numba_body.propose_list([fold], [k])
+        numba_body.commit_list_([fold], [(at, (values / 2).float())], [7])
+        ends.append((at, values, v, u))
     for end in ends[1:]:
         for a, b in zip(end, ends[0], strict=True):
             assert_same_bits(a, b)
@@ -217,6 +196,7 @@ def test_the_environment_and_a_missing_numba_choose_torch(monkeypatch):
 def test_numba_that_compiles_nothing_leaves_the_work_to_the_reference():
     code = """
 import torch
+from tests.precision import assert_same_bits
 from thinwire import kernels
 assert kernels.for_device(torch.device("cpu")).__name__.endswith("reference")
 """
@@ -241,16 +221,6 @@ assert {archive!r} in loops.__file__
         "NUMBA_CACHE_DIR": "",
     }
     assert_succeeds(run_python(code, **environment))
-
-
-def test_loops_inform_autograd_of_changes():
-    grad, residual, buffer = torch.ones(100), torch.zeros(100), torch.zeros(100)
-    fold = Fold(grad, residual, buffer, 0.9, False)
-    numba_body.commit_list_([fold], [(torch.tensor([3]), torch.ones(1))], [0])
-    assert (grad._version, residual._version, buffer._version) == (0, 1, 1)
-    target = torch.zeros(100, dtype=torch.bfloat16)
-    numba_body.store_(target, grad, 0)
-    assert target._version == 1
 
 
 def run_python(code, **environment):

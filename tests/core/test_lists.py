@@ -27,6 +27,7 @@ from tests.api import (
     sum_sparse,
     threads,
 )
+from tests.precision import same_bits
 from thinwire.errors import PayloadCorrupt
 
 CPU = torch.device("cpu")
@@ -77,12 +78,6 @@ def copies(folds):
 
 def rule(fold):
     return FoldRule(fold.momentum, fold.nesterov)
-
-
-def same_bits(a, b):
-    if a.numel() == 0:
-        return (a.dtype, a.shape) == (b.dtype, b.shape)
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, False), (0.9, True), (None, False)])
@@ -253,6 +248,10 @@ def test_autograd_is_informed_of_hidden_changes():
         params, [[(p.indices, p.values)] for p in proposals], [0.1] * len(params), 1
     )
     assert all(param._version > 0 for param in params)
+    assert all(fold.grad._version == 0 for fold in folds)
+    target = torch.zeros(100, dtype=torch.bfloat16)
+    numba_body.store_(target, torch.ones(100), 0)
+    assert target._version == 1
 
 
 def test_tensors_without_memory_or_in_the_memory_of_others_are_distinguished():

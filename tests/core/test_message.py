@@ -60,13 +60,6 @@ def test_sent_entries_arrive_in_the_size_of_the_layout(sizes, bits, with_zeros):
             assert torch.equal(sent, values)
 
 
-def test_all_zero_values_are_a_message_without_entries():
-    layout = Layout((Slot(50, 4),), 1)
-    message, sent = pack(layout, 12, 3, [(torch.arange(4), torch.zeros(4))])
-    assert sent[0].tolist() == [0.0] * 4
-    assert unpack(layout, message, **WHERE).parts[0][0].numel() == 0
-
-
 def test_a_25_million_tensor_costs_at_most_13_2_bits_an_entry_with_header_and_scale():
     slot = Slot(25_600_000, 25_600)
     layout = Layout((slot,), 1)

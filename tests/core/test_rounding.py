@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.api import FoldRule, commit_, mixed, narrowed, propose, rounding_seed, store_
+from tests.precision import same_bits
 from tests.reference import rounding as oracle
 
 RULES = [FoldRule(0.9), FoldRule(0.9, nesterov=True), None]
@@ -24,10 +25,6 @@ def stored(values, seed):
     target = torch.full_like(values, 7, dtype=torch.bfloat16)
     store_(target, values, seed)
     return target
-
-
-def same_bits(a, b):
-    return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e-38, 1e-40, 3e37])

@@ -1,8 +1,10 @@
-"""The task that every framework trains, and the same loops without any framework."""
+"""The task that frameworks train, and the same loop without any."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +14,8 @@ from torch.utils.data import TensorDataset
 
 import thinwire as tw
 
-BATCH, STEPS, ACCUMULATED = 16, 24, 2
-"""Samples of a batch, batches of each of two ranks in an epoch, batches of one update."""
+BATCH, STEPS = 16, 24
+"""Samples of a batch, batches of each of two ranks in an epoch."""
 
 
 def task(seed: int = 0) -> tuple[nn.Module, TensorDataset]:
@@ -44,46 +46,6 @@ def own_batches(
         yield x[part][:BATCH], y[part][:BATCH]
 
 
-def own_compressed(rank: int, epochs: int, *, of_batches: bool) -> list[Tensor]:
-    """The parameters after a plain DDP loop with an attached optimizer."""
-    model, data = task()
-    ddp, optimizer = DistributedDataParallel(model), dgc(model)
-    optimizer.attach(ddp)
-    for _ in range(epochs):
-        for i, (x, y) in enumerate(own_batches(data, rank, of_batches=of_batches), start=1):
-            due = i % ACCUMULATED == 0
-            with nullcontext() if due else ddp.no_sync():
-                (cross_entropy(ddp(x), y) / ACCUMULATED).backward()
-            if due:
-                optimizer.step()
-                optimizer.zero_grad()
-    return parameters(model)
-
-
-def own_local(
-    rank: int,
-    epochs: int,
-    make: Callable[[nn.Module], torch.optim.Optimizer],
-    config: Any,
-    *,
-    of_batches: bool,
-) -> list[Tensor]:
-    """The parameters after a plain loop of local updates."""
-    model, data = task()
-    optimizer = make(model)
-    with tw.local_sgd(model, optimizer, config) as sync:
-        for _ in range(epochs):
-            for x, y in own_batches(data, rank, of_batches=of_batches):
-                loss = cross_entropy(model(x), y)
-                loss.backward()
-                sync.observe(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            if not of_batches:  # Lightning's callbacks average after every epoch
-                sync.flush()
-    return parameters(model)
-
-
 STRATEGIES: dict[str, Any] = {
     "none": tw.DistributedStrategy(),
     "dgc": tw.DistributedStrategy(
@@ -106,33 +68,99 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.named_parameters(), lr=0.01)
 
 
-def own_engine(
-    rank: int,
-    epochs: int,
-    strategy: str,
-    *,
-    clip: float | None = None,
-    accumulated: int = ACCUMULATED,
-    of_batches: bool,
-) -> tuple[list[Tensor], list[float]]:
-    """The parameters after a plain loop that the engine updates, and the loss of every batch."""
-    model, data = task()
-    limit = None if clip is None else tw.ClipByGlobalNorm(clip)
-    engine = STRATEGIES[strategy].prepare(model, adamw(model), grad_clip=limit)
-    losses: list[Tensor] = []
-    for _ in range(epochs):
-        for i, (x, y) in enumerate(own_batches(data, rank, of_batches=of_batches), start=1):
-            loss = cross_entropy(model(x), y)
-            (loss / accumulated).backward()
-            losses.append(loss.detach())
-            if i % accumulated == 0:
-                engine.apply_gradients(torch.stack(losses[-accumulated:]).mean())
-                model.zero_grad()
-        if not of_batches:
-            engine.flush()
-    engine.flush()
-    engine.close()
-    return parameters(model), torch.stack(losses).tolist()
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def lamb(model: nn.Module) -> torch.optim.Optimizer:
+    return tw.optim.Lamb(model.named_parameters(), lr=tw.schedules.WarmUp(0.01, 20))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a framework trains, and how."""
+
+    method: Any
+    """A name of `STRATEGIES`; "compressed" for `DGCMomentum`, or a config of local updates."""
+    make: Callable[[nn.Module], torch.optim.Optimizer] = adamw
+    epochs: int = 2
+    accumulated: int = 1
+    clip: float | None = None
+    narrow: bool = False
+    """In mixed precision."""
+    seed: int = 0
+
+
+@dataclass
+class Trained:
+    """What came of it on one rank."""
+
+    losses: list[float]
+    parameters: list[Tensor]
+    states: list[Tensor]
+    stats: dict[str, Any]
+    held_out: float = 0.0
+
+
+class Framework(Protocol):
+    """Trains as a plan says, saves on the way, and begins from there where it resumes."""
+
+    def train(self, rank: int, size: int, plan: Plan, folder: Path, resumes: bool) -> Trained: ...
+
+    def own(self, rank: int, size: int, plan: Plan, folder: Path) -> Trained:
+        """The same loop without the framework."""
+
+
+@contextmanager
+def started(plan: Plan, model: nn.Module, optimizer: Any) -> Iterator[Any]:
+    """The part of ours that `plan` names: an attached optimizer, local updates or an engine."""
+    if plan.method == "compressed":
+        optimizer.attach(model)
+        yield optimizer
+    elif isinstance(plan.method, str):
+        limit = None if plan.clip is None else tw.ClipByGlobalNorm(plan.clip)
+        engine = STRATEGIES[plan.method].prepare(model, optimizer, grad_clip=limit)
+        yield engine
+        engine.flush()
+        engine.close()
+    else:
+        with tw.local_sgd(model, optimizer, plan.method) as sync:
+            yield sync
+
+
+def own_loop(rank: int, plan: Plan, *, of_batches: bool) -> Trained:
+    """Train by torch alone, with our part; Lightning's callbacks average after every epoch."""
+    model, data = task(plan.seed)
+    optimizer, losses = plan.make(model), list[Tensor]()
+    called = DistributedDataParallel(model) if plan.method == "compressed" else model
+    with started(plan, called, optimizer) as part:
+        for _ in range(plan.epochs):
+            for i, (x, y) in enumerate(own_batches(data, rank, of_batches=of_batches), start=1):
+                due = i % plan.accumulated == 0
+                with nullcontext() if due or called is model else called.no_sync():
+                    loss = cross_entropy(called(x), y)
+                    (loss / plan.accumulated).backward()
+                losses.append(loss.detach())
+                if isinstance(part, tw.LocalUpdates):
+                    part.observe(loss)
+                if due and isinstance(part, tw.Engine):
+                    part.apply_gradients(torch.stack(losses[-plan.accumulated :]).mean())
+                elif due:
+                    optimizer.step()
+                if due:
+                    optimizer.zero_grad()
+            if not of_batches and part is not optimizer:
+                part.flush()
+    return result(model, optimizer, losses, part.stats())
+
+
+def result(model: nn.Module, optimizer: Any, losses: list[Any], stats: Any) -> Trained:
+    return Trained(
+        [float(loss) for loss in losses],
+        parameters(model),
+        [value.clone() for entries in optimizer.state.values() for value in entries.values()],
+        stats,
+    )
 
 
 def parameters(model: nn.Module) -> list[Tensor]:

@@ -77,3 +77,20 @@ def test_a_logger_of_lightning(engine: Any, tmp_path: Path) -> None:
         (row,) = csv.DictReader(file)
     assert int(row.pop("step")) == 3
     assert same({name: float(value) for name, value in row.items()}, written)
+
+
+@needs("tensorboard")
+def test_curves_are_in_the_file_of_tensorboard(engine: Any, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(tmp_path) as writer:
+        for step in range(3, 6):
+            engine.train_step(*batch(step, 0))
+            written = tw.log_stats(engine, writer)
+    curves = EventAccumulator(str(tmp_path))
+    curves.Reload()
+    assert set(curves.Tags()["scalars"]) == written.keys()
+    dense = curves.Scalars("thinwire/bytes_dense")
+    assert [point.step for point in dense] == [4, 5, 6]
+    assert dense[-1].value == written["thinwire/bytes_dense"]

@@ -31,6 +31,13 @@ NOT_COMPARED = ("random", "provenance", "bytes_sent")
 cross_entropy = nn.functional.cross_entropy
 
 
+def make_model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
+    )
+
+
 @dataclass(frozen=True)
 class Case:
     """What is on; every frontend trains with the same."""
@@ -49,6 +56,9 @@ class Case:
     steps: int = STEPS
     dgc: dict[str, Any] = field(default_factory=dict)
     """Settings beside those of `DGC`."""
+    made: Callable[[], nn.Module] = make_model
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Settings of torch's wrapper."""
     fields: dict[str, Any] | None = None
     """Of an engine, in place of `dgc` or `localsgd`."""
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
@@ -71,13 +81,6 @@ class Trained:
     """The bits of all that the frontend saves, before the end."""
     dropped: int
     bytes_sent: int
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(
-        nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
-    )
 
 
 def losses(case: Case, model: nn.Module, rank: int, begin: int, end: int) -> Iterator[Tensor]:
@@ -122,7 +125,7 @@ class Frontend:
     """One way to train: made, stepped, saved and ended."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.model = case, make_model()
+        self.case, self.model = case, case.made()
         if case.frozen:
             self.model.get_parameter(case.frozen).requires_grad_(False)
         self.told = dict(case.told)
@@ -194,7 +197,7 @@ class AttachedStep(OwnStep):
         self._wrap()
 
     def _wrap(self) -> None:
-        self.called = DistributedDataParallel(self.model)
+        self.called = DistributedDataParallel(self.model, **self.case.ddp)
         self.handle = self.optimizer.attach(self.called)
 
     def wrap_again(self) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
+from tests.laws.frontends import AttachedStep, Case, OwnStep, trained
 from tests.ranks import Pool
 from tests.reference.dgc_training import Oracle
 
@@ -223,76 +223,16 @@ def test_unsent_entries_stay(ranks: Pool, bits: int, exchange: str) -> None:
                 assert torch.equal(residual[touched], torch.zeros(int(touched.sum())))
 
 
-class Net(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.first = nn.Linear(12, 40, dtype=dtype)
-        self.second = nn.Linear(40, 30, dtype=dtype)
-        self.third = nn.Linear(30, 5, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
-
-
-def batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(50_000 + 100 * step + rank)
-    x = torch.randn(8, 12, generator=generator, dtype=dtype)
-    return x, x[:, :5].sin()
-
-
-DGC_OPTIONS: dict[str, Any] = {
-    "lr": 0.05,
-    "min_numel": 200,
-    "sparsity": (0.9, 0.97),
-    "rampup_begin_step": 3,
-    "rampup_step": 6,
-}
-
-
-def run_net(
-    rank: int,
-    size: int,
-    attach: bool,
-    steps: int,
-    options: dict[str, Any],
-    ddp_options: dict[str, Any],
-) -> dict[str, Any]:
-    torch.manual_seed(3)
-    model = Net(torch.float32)
-    optimizer = tw.optim.DGCMomentum(model.named_parameters(), **{**DGC_OPTIONS, **options})
-    ddp = DistributedDataParallel(model, **ddp_options) if attach else model
-    handle = optimizer.attach(ddp) if attach else None
-    losses = []
-    for step in range(steps):
-        x, y = batch(step, rank)
-        loss = (ddp(x) - y).square().mean()
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    if handle is not None:
-        handle.remove()
-    return {
-        "params": {n: p.detach() for n, p in model.named_parameters()},
-        "state": [optimizer.state[p] for p in model.parameters()],
-        "losses": losses,
-        "stats": optimizer.stats(),
-    }
-
-
 @pytest.mark.slow
 def test_replicas_stay_bit_identical_for_500_steps_on_4_ranks(ranks: Pool) -> None:
-    answers = ranks.run(run_net, False, 500, {"value_bits": 1}, {}, size=4)
-    for answer in answers[1:]:
-        for name, value in answer["params"].items():
-            assert torch.equal(value, answers[0]["params"][name])
-    assert np.mean(answers[0]["losses"][-20:]) < 0.5 * np.mean(answers[0]["losses"][:20])
+    case = Case(dgc={"value_bits": 1, "sparsity": (0.9, 0.97), "rampup_step": 6}, steps=500)
+    assert len({each.bits for each in ranks.run(trained, OwnStep, case, size=4)}) == 1
 
 
 @pytest.mark.fault("DDP makes other buckets after the first step")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ddp_options",
+    "ddp",
     [
         {},
         {"bucket_cap_mb": 0.001},
@@ -303,23 +243,18 @@ def test_replicas_stay_bit_identical_for_500_steps_on_4_ranks(ranks: Pool) -> No
     ids=str,
 )
 @pytest.mark.parametrize(
-    "options",
+    "dgc",
     [
-        {},
+        {"sparsity": (0.9, 0.97), "rampup_step": 6},
         {"weight_decay": 0.1, "local_grad_clip_norm": 0.01, "nesterov": True},
         {"state_dtype": "bfloat16", "rampup_begin_step": 6, "value_bits": 4},
     ],
     ids=str,
 )
 def test_attached_or_not_the_numbers_are_the_same(
-    ranks: Pool, options: dict[str, Any], ddp_options: dict[str, Any]
+    ranks: Pool, dgc: dict[str, Any], ddp: dict[str, Any]
 ) -> None:
-    attached = ranks.run(run_net, True, 12, options, ddp_options)
-    stepped = ranks.run(run_net, False, 12, options, {})
-    for one, other in zip(attached, stepped, strict=True):
-        for name, value in one["params"].items():
-            assert torch.equal(value, attached[0]["params"][name])
-            assert torch.equal(value, other["params"][name]), name
-        for mine, theirs in zip(one["state"], other["state"], strict=True):
-            assert mine.keys() == theirs.keys()
-            assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    attached = ranks.run(trained, AttachedStep, Case(dgc=dgc, ddp=ddp))
+    stepped = ranks.run(trained, OwnStep, Case(dgc=dgc))
+    assert [(each.bits, each.held) for each in attached] == [(e.bits, e.held) for e in stepped]
+    assert len({each.bits for each in stepped}) == 1

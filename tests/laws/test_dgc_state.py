@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import thinwire as tw
-from tests.api import Group
-from tests.ranks import Pool
 from tests.reference import rounding as oracle
-from tests.sync.means import GradientMean
 from thinwire.optim import DGCMomentum
 
 KEYS = ("momentum_buffer", "residual")
@@ -140,40 +137,6 @@ def test_before_compression_the_update_is_that_of_a_buffer_rounded_step_by_step(
         for stored, value in zip(buffer.tolist(), exact.tolist(), strict=True):
             assert stored in oracle.neighbours(value)[:2]
         assert torch.equal(p, expected)
-
-
-def mean_of_two(rank: int, size: int) -> list[Tensor]:
-    torch.manual_seed(0)
-    params = {"weight": nn.Parameter(torch.randn(40, 30))}
-    dgc = tw.DGC(sparsity=(0.95,), min_numel=100, value_bits=32, state_dtype="bfloat16")
-    mean = GradientMean(Group(), params, dgc)
-    total, errors = torch.zeros(40, 30, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    for number in range(40):
-        grad = torch.randn(40, 30, generator=torch.Generator().manual_seed(1000 * number + rank))
-        before = mean.residuals["weight"].double()
-        means = mean.reduce(number, {"weight": grad})
-        assert means is not None
-        total += means["weight"].double() * size
-        errors = errors + sum(map(oracle.variance, (before + grad).view(-1).tolist()))
-    accumulated = sum(
-        torch.randn(40, 30, generator=torch.Generator().manual_seed(1000 * n + rank)).double()
-        for n in range(40)
-    )
-    assert isinstance(accumulated, Tensor)
-    assert mean.residuals["weight"].dtype == torch.bfloat16
-    assert means["weight"].dtype == torch.float32
-    return [total, mean.residuals["weight"].double(), accumulated, errors]
-
-
-def test_sent_and_kept_under_another_optimizer_equal_the_accumulated(
-    ranks: Pool,
-) -> None:
-    answers = ranks.run(mean_of_two)
-    assert torch.equal(answers[0][0], answers[1][0])
-    missing = sum(answer[1] - answer[2] for answer in answers).sum() + answers[0][0].sum()
-    # Equal seeds tie the ranks' rounding together: their errors may add up, at worst fully.
-    deviation = sum(float(answer[3]) ** 0.5 for answer in answers)
-    assert 0 < abs(missing) < 4 * deviation
 
 
 def final_loss(seed: int, choice: str) -> float:

@@ -1,5 +1,7 @@
 """Equal settings, data and ranks give the same bits through every frontend."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,7 +43,22 @@ COMPRESSED = {
 }
 
 
+def in_other_orders(every: int = 1) -> torch.nn.Module:
+    """A convolution in the order of channels, a matrix in that of columns, a part of a tensor."""
+    torch.manual_seed(5)
+    first = torch.nn.Conv2d(2, 16, 2).to(memory_format=torch.channels_last)
+    last = torch.nn.Linear(16, 4)
+    last.weight = torch.nn.Parameter(torch.randn(16, 4).t())
+    last.bias = torch.nn.Parameter(torch.randn(4, every)[:, 0])
+    return torch.nn.Sequential(
+        torch.nn.Unflatten(1, (2, 2, 2)), first, torch.nn.Flatten(), torch.nn.Tanh(), last
+    )
+
+
+OTHER_ORDERS = Case(made=in_other_orders, told={"digest_every": 1})
 OF_DGC = {
+    "other orders": OTHER_ORDERS,
+    "other orders, dense": replace(OTHER_ORDERS, dgc={"rampup_begin_step": 99}),
     "bfloat16": Case(dgc={"state_dtype": "bfloat16"}),
     "nodes": Case(dgc={"node_size": 2, "exchange": "gather"}),
 }
@@ -105,6 +122,8 @@ OF_ENGINES = {
     "lamb": Case(fields={"lamb": tw.LAMB()}, optimizer=torch.optim.AdamW),
     "local": Case(fields={"localsgd": tw.LocalSGD(2)}),
     "adaptive": Case(fields=ADAPTIVE),
+    "other orders": replace(OTHER_ORDERS, made=partial(in_other_orders, 2)),
+    "other orders, dense": replace(OTHER_ORDERS, made=partial(in_other_orders, 2), fields={}),
 }
 
 

@@ -11,6 +11,7 @@ from tests.laws.frontends import Case, Frontend, LocalBlock, LocalEngine, OwnSte
 from tests.ranks import Pool
 
 ENGINE = (WithEngine,)
+COMPRESSED = (OwnStep, WithEngine)
 LOCAL = (LocalBlock, LocalEngine)
 ALL = (OwnStep, WithEngine, LocalBlock)
 
@@ -64,6 +65,24 @@ UNLIKE: dict[str, Unlike] = {
         lambda rank: plain(told={"grad_clip": tw.ClipByGlobalNorm(1.0 + rank)}),
         ["grad_clip", "c=1.0", "c=2.0"],
     ),
+    "sparsity": Unlike(
+        COMPRESSED,
+        lambda rank: Case(dgc={"sparsity": (0.75 - 0.25 * rank,)}),
+        ["sparsity", "0.75", "0.5"],
+    ),
+    "bits of gradients": Unlike(
+        COMPRESSED, lambda rank: Case(dgc={"value_bits": 1 + 7 * rank}), ["value_bits", "1", "8"]
+    ),
+    "type of state": Unlike(
+        COMPRESSED,
+        lambda rank: Case(dgc={"state_dtype": "bfloat16"} if rank else {}),
+        ["state_dtype", "bfloat16"],
+    ),
+    "clipping of dgc": Unlike(
+        COMPRESSED,
+        lambda rank: Case(clip=tw.optim.ClipByNorm(2.0) if rank else None),
+        ["grad_clip", "None", "c=2.0"],
+    ),
     "clipping": Unlike(
         ENGINE,
         lambda rank: plain(clip=tw.optim.ClipByNorm(1.0 + rank)),
@@ -80,8 +99,8 @@ UNLIKE: dict[str, Unlike] = {
         ["excluded from weight decay", "bias"],
     ),
     "schedule": Unlike(
-        ENGINE,
-        lambda rank: plain(lr=tw.schedules.CosineDecay(0.0, 0.1, 100 + rank)),
+        COMPRESSED,
+        lambda rank: Case(lr=tw.schedules.CosineDecay(0.0, 0.1, 100 + rank)),
         ["schedule", "decay_steps=100", "decay_steps=101"],
     ),
     "table": Unlike(

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.ranks import Pool
@@ -71,52 +70,6 @@ def test_compression_that_begins_later_in_a_resumed_run(ranks: Pool, tmp_path: A
         assert torch.equal(a, b)
 
 
-class Net(nn.Module):
-    """A parameter in the order of its columns, and a convolution in that of channels."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv = nn.Conv2d(3, 8, 3, dtype=dtype).to(memory_format=torch.channels_last)
-        self.matrix = nn.Parameter(torch.randn(20, 8, dtype=dtype).t())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x).mean((2, 3)) @ self.matrix
-
-
-def attached(rank: int, size: int, dtype: torch.dtype, sparsity: float, attach: bool) -> Any:
-    net = Net(dtype)
-    optimizer = tw.optim.DGCMomentum(
-        net.parameters(),
-        lr=0.05,
-        min_numel=1,
-        rampup_begin_step=10**9 if sparsity == 0 else 0,
-        sparsity=(sparsity or 0.9,),
-    )
-    called: nn.Module = net
-    if attach:
-        called = DistributedDataParallel(net)
-        optimizer.attach(called)
-    for step in range(3):
-        optimizer.zero_grad()
-        x = drawn(step, rank, 4, 3, 6, 6).to(dtype).contiguous(memory_format=torch.channels_last)
-        called(x).square().mean().backward()
-        optimizer.step()
-    return [p.detach() for p in net.parameters()]
-
-
-@pytest.mark.parametrize("sparsity", [0.0, 0.8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_attached_to_tensors_in_another_order(
-    ranks: Pool, dtype: torch.dtype, sparsity: float
-) -> None:
-    alone = ranks.run(attached, dtype, sparsity, False, size=2)
-    inside = ranks.run(attached, dtype, sparsity, True, size=2)
-    for one, other in zip(alone, inside, strict=True):
-        for a, b in zip(one, other, strict=True):
-            assert torch.equal(a, b)
-
-
 def strided(rank: int, size: int, what: str) -> list[Tensor]:
     torch.manual_seed(0)
     values = torch.randn(60, 3)
@@ -140,21 +93,3 @@ def test_strides_change_nothing(ranks: Pool, what: str) -> None:
     assert torch.equal(first[0], second[0])
     if what != "expanded":
         assert torch.equal(first[0], ranks.run(strided, "none", size=2)[0][0])
-
-
-def strided_engine(rank: int, size: int, fields: Any) -> bool:
-    torch.manual_seed(0)
-    model = nn.Module()
-    model.row = nn.Parameter(torch.randn(50, 2)[:, 0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    engine = tw.DistributedStrategy(**fields).prepare(model, optimizer, digest_every=1)
-    for step in range(3):
-        engine.minimize((model.row * drawn(step, rank, 50)).square().sum())
-    return bool(model.row.isfinite().all())
-
-
-@pytest.mark.parametrize(
-    "fields", [{}, {"dgc": tw.DGC(sparsity=(0.9,), min_numel=1)}], ids=["dense", "dgc"]
-)
-def test_an_engine_of_a_column(ranks: Pool, fields: Any) -> None:
-    assert ranks.run(strided_engine, fields, size=2) == [True, True]

@@ -265,35 +265,3 @@ def test_tensors_not_matrices_are_trained_by_adamw_in_every_group() -> None:
         of_muon = name in HIDDEN and name.endswith("weight")
         assert ("momentum_buffer" in optimizer.state[p]) is of_muon, name
         assert ("exp_avg" in optimizer.state[p]) is not of_muon, name
-
-
-@pytest.mark.parametrize(
-    ("wrong", "error", "says"),
-    [
-        ({"ns_steps": 0}, ValueError, "ns_steps"),
-        ({"ns_dtype": "float16"}, ValueError, "ns_dtype.*bfloat16"),
-        ({"ns_dtype": 32}, TypeError, "ns_dtype"),
-        ({"ns_coefficients": (3.4, -4.8)}, ValueError, "ns_coefficients.*three"),
-        ({"ns_coefficients": (3.4, -4.8, "2")}, TypeError, r"ns_coefficients\[2\]"),
-        ({"adjust_lr_fn": "mean"}, ValueError, "adjust_lr_fn.*match_rms_adamw"),
-        ({"betas": (0.9, 1.0)}, ValueError, r"betas\[1\]"),
-        ({"momentum": -1}, ValueError, "momentum"),
-        ({"lr": -1}, ValueError, "lr"),
-    ],
-)
-def test_bad_arguments_name_allowed_ones(wrong: dict, error: type, says: str) -> None:
-    with pytest.raises(error, match=says):
-        Muon(Language().parameters(), **wrong)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "error"),
-    [
-        ({"muon": "yes"}, TypeError),
-        ({"conv": 1}, TypeError),
-        ({"ns_dtype": torch.bfloat16}, ValueError),
-    ],
-)
-def test_group_settings_are_checked(wrong: dict, error: type) -> None:
-    with pytest.raises(error, match=next(iter(wrong))):
-        Muon([{"params": list(Language().parameters()), **wrong}])

@@ -4,14 +4,9 @@ changes, get and set."""
 import pytest
 import torch
 
-from tests.optim.cases import EVERY, OURS, Case, give_gradients, model, same, train, values
+from tests.optim.cases import OURS, Case, give_gradients, model, same, train, values
 from thinwire import optim
 from thinwire.schedules import Constant, Schedule, ScheduledLR, Table, WarmUp
-
-
-@pytest.fixture(params=EVERY)
-def case(request: pytest.FixtureRequest) -> Case:
-    return EVERY[request.param]
 
 
 def test_schedule_equals_setting_the_rate_by_hand(case: Case) -> None:

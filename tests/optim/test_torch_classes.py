@@ -82,28 +82,6 @@ def test_torchs_own_bad_arguments_are_refused_with_torchs_error() -> None:
     assert tried >= 10
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong", "error", "says"),
-    [
-        ("SGD", {"weight_decay": "1"}, TypeError, "weight_decay must be a number.*'1'"),
-        ("SGD", {"weight_decay": None}, TypeError, "weight_decay must be a number"),
-        ("SGD", {"weight_decay": torch.ones(2)}, ValueError, "weight_decay.*one element"),
-        ("SGD", {"momentum": "x"}, TypeError, "momentum must be a number"),
-        ("AdamW", {"eps": "x"}, TypeError, "eps must be a number"),
-        ("RMSprop", {"alpha": "x"}, TypeError, "alpha must be a number"),
-        ("Adam", {"betas": 0.9}, TypeError, "betas must be two numbers"),
-        ("Adam", {"betas": (True, 0.9)}, TypeError, r"betas\[0\]"),
-        ("Muon", {"eps": torch.ones(2)}, ValueError, "eps.*one element"),
-        ("Muon", {"momentum": torch.tensor(True)}, TypeError, "momentum"),
-    ],
-)
-def test_wrong_kind_is_reported_by_name_before_torch_compares_it(
-    name: str, wrong: dict, error: type, says: str
-) -> None:
-    with pytest.raises(error, match=says):
-        getattr(optim, name)(nn.Linear(3, 4).named_parameters(), **wrong)
-
-
 @pytest.mark.parametrize("name", ["SGD", "Lamb", "DGCMomentum"])
 @pytest.mark.parametrize("decay", [-1, float("nan"), "0.1"])
 def test_a_decay_that_is_written_into_a_group_is_checked(name: str, decay: object) -> None:

@@ -3,13 +3,8 @@
 import pytest
 import torch
 
-from tests.optim.cases import ALL, EVERY, EXTRAS, Case, give_gradients, model, same, train, values
+from tests.optim.cases import ALL, EXTRAS, Case, give_gradients, model, same, train, values
 from thinwire import optim
-
-
-@pytest.fixture(params=EVERY)
-def case(request: pytest.FixtureRequest) -> Case:
-    return EVERY[request.param]
 
 
 def loss_of(net: torch.nn.Module) -> torch.Tensor:

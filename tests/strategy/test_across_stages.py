@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 import thinwire as tw
 from tests.api import Group, take_clip_
 from tests.ranks import Pool, Raised
+from tests.strategy.training import flat
 
 STEPS, BAD = 4, 2
 FIELDS: list[dict[str, Any]] = [
@@ -49,28 +50,24 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return torch.randn(4, 4, generator=generator), torch.randn(4, 4, generator=generator)
 
 
-def flat(engine: tw.Engine) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in engine.model.parameters()])
-
-
-def partial_gradients(rank: int, size: int, fields: dict[str, Any]) -> tuple[str, Tensor]:
+def partial_gradients(rank: int, size: int, fields: dict[str, Any]) -> tuple[str, list[float]]:
     """What was raised at one step, and the parameters after further ones."""
     engine, told = prepared(**fields), ""
     for step in range(STEPS):
         if rank == 2:
             engine.model[0].both = step != BAD
-        before = flat(engine)
+        before = flat(engine.model)
         try:
             engine.train_step(*batch(step, rank))
         except tw.errors.Mismatch as error:
             told += str(error)
             assert step == BAD
-            assert torch.equal(flat(engine), before)
+            assert flat(engine.model) == before
         else:
             assert step != BAD
-            assert not torch.equal(flat(engine), before)
+            assert flat(engine.model) != before
     assert engine.step == STEPS - 1
-    return told, flat(engine)
+    return told, flat(engine.model)
 
 
 @pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: "-".join(fields) or "dense")
@@ -83,10 +80,10 @@ def test_an_exchange_that_fails_on_one_stage_is_applied_by_none(
     (text,) = told
     assert "parameter 0.second.weight has a gradient on ranks [0] but none on ranks [2]" in text
     for one, other in ((0, 2), (1, 3)):
-        assert torch.equal(answers[one][1], answers[other][1])
+        assert answers[one][1] == answers[other][1]
 
 
-def unlike_stages(rank: int, size: int, case: str) -> tuple[int, Tensor]:
+def unlike_stages(rank: int, size: int, case: str) -> tuple[int, list[float]]:
     """Steps of a model whose stages become steady at different times, or never."""
     torch.manual_seed(0)
     model = nn.Sequential(Branch(), nn.Linear(4, 4))
@@ -102,7 +99,7 @@ def unlike_stages(rank: int, size: int, case: str) -> tuple[int, Tensor]:
         if case == "seldom" and rank % 2 == 0:
             engine.model[0].both = step % 4 != 3
         engine.train_step((x * 3).long().abs() % 8 if case == "row-sparse" else x, y)
-    return engine.step, flat(engine)
+    return engine.step, flat(engine.model)
 
 
 @pytest.mark.parametrize("case", ["frozen", "row-sparse", "seldom"])
@@ -110,7 +107,7 @@ def test_stages_without_steady_gradients_train(ranks: Pool, case: str) -> None:
     answers = ranks.run(unlike_stages, case, size=4)
     assert [step for step, _ in answers] == [7] * 4
     for one, other in ((0, 2), (1, 3)):
-        assert torch.equal(answers[one][1], answers[other][1])
+        assert answers[one][1] == answers[other][1]
 
 
 def too_large_a_sum(
@@ -119,7 +116,7 @@ def too_large_a_sum(
     """Each gradient of one stage is finite, and the sum over the replicas is not."""
     engine, told = prepared(clip, **fields), []
     for step in range(STEPS):
-        before, hook = flat(engine), None
+        before, hook = flat(engine.model), None
         if step == BAD and rank % 2 == 0:
             param = next(engine.model.parameters())
             hook = param.register_hook(lambda grad: torch.full_like(grad, 1e38))
@@ -127,7 +124,7 @@ def too_large_a_sum(
             warnings.simplefilter("always")
             engine.train_step(*batch(step, rank))
         told += [str(each.message) for each in caught if "dropped" in str(each.message)]
-        assert torch.equal(flat(engine), before) == (step == BAD)
+        assert (flat(engine.model) == before) == (step == BAD)
         if hook is not None:
             hook.remove()
     return told, engine.stats()["dropped_steps"], engine.step
@@ -146,7 +143,7 @@ def test_a_sum_of_one_stage_that_is_not_finite_drops_the_step_on_all(
         assert step == STEPS - 1
 
 
-def poisoned_in_turn(rank: int, size: int) -> tuple[str, int, Tensor]:
+def poisoned_in_turn(rank: int, size: int) -> tuple[str, int, list[float]]:
     """Stages take turns in dropping the step: each of them half as often in a row."""
     engine, told = prepared(), ""
     for param in engine.model.parameters():
@@ -158,8 +155,8 @@ def poisoned_in_turn(rank: int, size: int) -> tuple[str, int, Tensor]:
                 warnings.simplefilter("ignore")
                 engine.train_step(*batch(step, rank))
         except tw.errors.NonFinite as error:
-            return str(error), step, flat(engine)
-    return told, -1, flat(engine)
+            return str(error), step, flat(engine.model)
+    return told, -1, flat(engine.model)
 
 
 def test_stages_count_their_drops_together(ranks: Pool) -> None:
@@ -177,12 +174,12 @@ def spoiled(rank: int, size: int) -> list[str]:
     engine.train_step(*batch(0, rank))
     hook = engine.optimizer.register_step_pre_hook(refuse) if rank == 3 else None
     for step in (1, 2):
-        before = flat(engine)
+        before = flat(engine.model)
         try:
             engine.train_step(*batch(step, rank))
         except (ValueError, tw.errors.ThinwireError) as error:
             told.append(str(error))
-            assert torch.equal(flat(engine), before)
+            assert flat(engine.model) == before
         if hook is not None:
             hook.remove()
     return told

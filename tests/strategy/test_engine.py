@@ -21,12 +21,13 @@ import thinwire as tw
 from tests.api import Group
 from tests.ranks import Lost, Pool, Raised
 from tests.strategy.training import (
-    FIELDS,
     batch,
     digest,
     make_engine,
     make_model,
     make_optimizer,
+    prepared,
+    settings,
     train,
 )
 from thinwire.errors import NonFinite
@@ -351,35 +352,6 @@ def test_an_overflow_on_one_rank_drops_the_step_on_all(
     assert dropped == [0, 0, 0, 1, 1, 1]
 
 
-def local_overflow(rank: int, size: int) -> tuple[list[float], list[int], str]:
-    engine = make_engine(
-        ("amp", "localsgd"), replace={"localsgd": tw.LocalSGD(4, begin_step=0)}, plain=True
-    )
-    scales, dropped = [], []
-    for step in range(8):
-        x, y = batch(step, rank)
-        if step == 1 and rank == 1:
-            x = x * float("inf")
-        engine.train_step(x, y)
-        scales.append(engine.stats()["loss_scale"])
-        dropped.append(engine.stats()["dropped_steps"])
-    engine.flush()
-    return scales, dropped, digest(engine)
-
-
-def test_between_averagings_an_overflow_concerns_its_rank_and_the_smallest_scale_wins(
-    ranks: Pool,
-) -> None:
-    (scales_0, dropped_0, digest_0), (scales_1, dropped_1, digest_1) = ranks.run(
-        local_overflow, size=2
-    )
-    assert dropped_0 == [0] * 8
-    assert dropped_1 == [0] + [1] * 7
-    assert scales_1[1] == scales_0[1] / 2
-    assert scales_0[3] == scales_1[3] == min(scales_0[2], scales_1[2])
-    assert digest_0 == digest_1
-
-
 def poisoned_batch(rank: int, size: int, merged: bool) -> tuple[str, int, int, bool]:
     """A NaN on rank 1 in the third microstep."""
     engine = make_engine(("localsgd", "gradient_merge") if merged else ("localsgd",))
@@ -411,9 +383,7 @@ def test_under_local_updates_a_rank_drops_its_own_step(ranks: Pool, merged: bool
 
 def poisoned_rank(rank: int, size: int, config: Any) -> tuple[int, str, bool]:
     adaptive = isinstance(config, tw.AdaptiveLocalSGD)
-    strategy = tw.DistributedStrategy(**{"adaptive_localsgd" if adaptive else "localsgd": config})
-    model = make_model()
-    engine = strategy.prepare(model, make_optimizer(model, ()), cross_entropy)
+    engine = prepared(make_model(), **{"adaptive_localsgd" if adaptive else "localsgd": config})
     if rank == max(size - 1, 0):
         next(engine.model.parameters()).register_hook(lambda g: g * float("nan"))
     with warnings.catch_warnings(), pytest.raises(NonFinite) as caught:
@@ -454,26 +424,20 @@ def refuse(rank: int, size: int, case: str) -> None:
     model = make_model(plain=True)
     optimizer = make_optimizer(model, ())
     if case == "different models":
-        other = make_model(plain=True, blocks=2 + rank)
-        tw.DistributedStrategy().prepare(other, make_optimizer(other, ()))
+        prepared(make_model(plain=True, blocks=2 + rank))
     elif case == "different states":
         if rank:
             model(batch(0, 0)[0]).sum().backward()
             optimizer.step()
-        tw.DistributedStrategy().prepare(model, optimizer)
+        prepared(model, optimizer)
     elif case == "one rank has another optimizer":
         given = torch.optim.Adagrad(model.parameters()) if rank else optimizer
-        tw.DistributedStrategy(lars=tw.LARS()).prepare(model, given)
+        prepared(model, given, lars=tw.LARS())
     elif case == "ranks and stages":
-        tw.DistributedStrategy(pipeline=tw.Pipeline(stages=2, micro_batches=1)).prepare(
-            model, optimizer
-        )
+        prepared(pipeline=tw.Pipeline(stages=2, micro_batches=1))
     elif case == "different microsteps":
-        engine = tw.DistributedStrategy(gradient_merge=tw.GradientMerge(4)).prepare(
-            model, optimizer, cross_entropy
-        )
-        for step in range(1 + rank):
-            engine.train_step(*batch(step, rank))
+        engine = prepared(gradient_merge=tw.GradientMerge(4))
+        train(engine, (), 0, 1 + rank)
         engine.flush()
 
 
@@ -495,47 +459,65 @@ def test_disagreement_is_an_error_on_every_rank(
         assert all(needle in answer.text for needle in needles), answer.text
 
 
-def unfrozen_in_mid_training(
-    rank: int, size: int, fields: tuple[str, ...], added: bool
+CHANGES = {
+    "added": ("3.weight", "after prepare"),
+    "unfrozen": ("3.weight", "after prepare"),
+    "replaced": ("3.weight", "is another object"),
+    "all replaced": ("0.weight", "is another object"),
+}
+"""A parameter that is named, and what is said of it."""
+
+
+def changed_in_mid_training(
+    rank: int, size: int, fields: tuple[str, ...], change: str
 ) -> tuple[str, bool, str]:
-    """What was said, whether the parameter was left alone, and all parameters after a new engine
-    has gone on."""
+    """What was said, whether all was left alone, and the bits after a new engine has gone on."""
     model = make_model(plain=True)
     late = model.get_parameter("3.weight")
-    optimizer = make_optimizer(model, fields)
-    if added:
+    optimizer, named = make_optimizer(model, fields), contextlib.nullcontext()
+    if change == "added":
         others = [(name, p) for name, p in model.named_parameters() if p is not late]
         optimizer = torch.optim.SGD(others, lr=0.05, momentum=0.9)
-    else:
-        late.requires_grad_(False)
-    strategy = tw.DistributedStrategy(**{name: FIELDS[name] for name in fields})
-    named = pytest.warns(UserWarning, match="in no group of .*: 3.weight")
-    with named if added else contextlib.nullcontext():
-        engine = strategy.prepare(model, optimizer, cross_entropy)
+        named = pytest.warns(UserWarning, match="in no group of .*: 3.weight")
+    late.requires_grad_(change != "unfrozen")
+    with named:
+        engine = prepared(model, optimizer, **settings(fields))
     train(engine, fields, 0, 4)
-    if added:
+    if change == "added":
         engine.optimizer.add_param_group({"params": [("3.weight", late)]})
-    else:
+    elif change == "unfrozen":
         late.requires_grad_(True)
-    before = late.detach().clone()
-    with pytest.raises(RuntimeError, match="after prepare") as refusal:
+    elif change == "replaced":
+        model.get_submodule("3").weight = nn.Parameter(torch.ones_like(late))
+    else:
+        copies = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(copies, assign=True)
+    before = digest(engine)
+    with pytest.raises(RuntimeError, match=CHANGES[change][1]) as refusal:
         train(engine, fields, 4, 8)
-    same = torch.equal(late, before)
+    same = digest(engine) == before
     engine.close()
-    again = strategy.prepare(model, make_optimizer(model, fields), cross_entropy)
+    again = prepared(model, make_optimizer(model, fields), **settings(fields))
+    late = model.get_parameter("3.weight").detach().clone()
     train(again, fields, 8, 16)
-    assert not torch.equal(late, before)
+    again.flush()
+    assert not torch.equal(model.get_parameter("3.weight"), late)
     return str(refusal.value), same, digest(again)
 
 
-@pytest.mark.parametrize("fields", [(), ("dgc",), ("gradient_merge",)])
-@pytest.mark.parametrize("added", [False, True])
-def test_a_parameter_that_comes_later_is_refused_and_a_new_engine_goes_on(
-    fields: tuple[str, ...], added: bool, ranks: Pool
+@pytest.mark.parametrize(
+    ("fields", "change"),
+    [
+        *((fields, change) for change in CHANGES for fields in [(), ("dgc",), ("gradient_merge",)]),
+        *((("localsgd",), change) for change in ("replaced", "all replaced")),
+    ],
+)
+def test_a_parameter_that_changes_is_refused_and_a_new_engine_goes_on(
+    fields: tuple[str, ...], change: str, ranks: Pool
 ) -> None:
-    answers = ranks.run(unfrozen_in_mid_training, fields, added, size=2)
+    answers = ranks.run(changed_in_mid_training, fields, change, size=2)
     assert answers[0] == answers[1]
-    assert "3.weight" in answers[0][0]
+    assert CHANGES[change][0] in answers[0][0]
     assert answers[0][1]
 
 
@@ -564,9 +546,8 @@ def test_rank_at_another_step_is_reported_as_that(fields: tuple[str, ...], ranks
 
 def schedule_of_the_users(rank: int, size: int) -> bool:
     keep = [object() for _ in range(1000 * rank)]  # addresses differ between the ranks
-    model = make_model(plain=True)
-    given = tw.optim.SGD(model.named_parameters(), lr=OfTheUsers().then(OfTheUsers(), at=3))
-    engine = tw.DistributedStrategy().prepare(model, given, cross_entropy)
+    rate = OfTheUsers().then(OfTheUsers(), at=3)
+    engine = prepared(optimizer=lambda net: tw.optim.SGD(net.named_parameters(), lr=rate))
     engine.train_step(*batch(0, rank))
     return bool(engine.step == 1 and len(keep) == 1000 * rank)
 
@@ -584,17 +565,13 @@ def test_an_error_of_one_rank_is_an_error_of_all(ranks: Pool) -> None:
 
 
 def test_train_step_needs_a_loss_function() -> None:
-    model = make_model(plain=True)
-    engine = tw.DistributedStrategy().prepare(model, make_optimizer(model, ()))
+    engine = prepared(loss=None)
     with pytest.raises(RuntimeError, match=r"prepare\(model, optimizer, loss_fn\).*minimize"):
         engine.train_step(*batch(0, 0))
 
 
 def test_a_loss_that_is_no_scalar_is_refused() -> None:
-    model = make_model(plain=True)
-    engine = tw.DistributedStrategy().prepare(
-        model, make_optimizer(model, ()), lambda o, t: cross_entropy(o, t, reduction="none")
-    )
+    engine = prepared(loss=lambda o, t: cross_entropy(o, t, reduction="none"))
     with pytest.raises(ValueError, match=r"scalar, got shape \(16,\)"):
         engine.train_step(*batch(0, 0))
     with pytest.raises(ValueError, match="no parameter"):
@@ -634,19 +611,15 @@ class OldStyle(torch.optim.SGD):
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, OldStyle])
 @pytest.mark.parametrize("fields", [(), ("localsgd",), ("dgc",)])
 def test_optimizer_that_requires_a_closure_is_refused(kind: Any, fields: tuple[str, ...]) -> None:
-    model = make_model(plain=True)
-    strategy = tw.DistributedStrategy(**{name: FIELDS[name] for name in fields})
     with pytest.raises(tw.StrategyError, match=rf"{kind.__name__}\.step requires a closure"):
-        strategy.prepare(model, kind(model.parameters(), lr=0.1))
+        prepared(optimizer=lambda net: kind(net.parameters(), lr=0.1), **settings(fields))
 
 
 def test_a_step_that_a_scheduler_wraps_requires_no_closure() -> None:
     model = make_model(plain=True)
     optimizer = make_optimizer(model, ())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    tw.DistributedStrategy().prepare(model, optimizer, nn.functional.cross_entropy).train_step(
-        *batch(0, 0)
-    )
+    prepared(model, optimizer).train_step(*batch(0, 0))
     scheduler.step()
 
 
@@ -692,10 +665,7 @@ class WithoutRate(torch.optim.Optimizer):
 
 
 def trained_without_rate(rank: int, size: int) -> str:
-    model = make_model(plain=True)
-    engine = tw.DistributedStrategy().prepare(
-        model, WithoutRate(model.parameters(), {}), cross_entropy
-    )
+    engine = prepared(optimizer=lambda net: WithoutRate(net.parameters(), {}))
     engine.train_step(*batch(0, rank))
     return digest(engine)
 
@@ -705,45 +675,11 @@ def test_an_optimizer_without_a_learning_rate_trains(ranks: Pool) -> None:
     assert first == second
 
 
-def replaced_in_mid_training(
-    rank: int, size: int, fields: tuple[str, ...], whole: bool
-) -> tuple[str, bool]:
-    model = make_model(plain=True)
-    optimizer = make_optimizer(model, fields)
-    strategy = tw.DistributedStrategy(**{name: FIELDS[name] for name in fields})
-    engine = strategy.prepare(model, optimizer, cross_entropy)
-    train(engine, fields, 0, 4)
-    if whole:
-        copies = {name: value.clone() for name, value in model.state_dict().items()}
-        model.load_state_dict(copies, assign=True)
-    else:
-        model.get_submodule("3").weight = nn.Parameter(torch.ones_like(model[3].weight))
-    before = digest(engine)
-    with pytest.raises(RuntimeError, match="is another object") as refusal:
-        train(engine, fields, 4, 8)
-    same = before == digest(engine)
-    engine.close()
-    again = strategy.prepare(model, make_optimizer(model, fields), cross_entropy)
-    train(again, fields, 8, 16)
-    return str(refusal.value), same
-
-
-@pytest.mark.parametrize("fields", [(), ("dgc",), ("gradient_merge",), ("localsgd",)])
-@pytest.mark.parametrize("whole", [False, True])
-def test_parameter_replaced_is_refused_and_a_new_engine_continues(
-    fields: tuple[str, ...], whole: bool, ranks: Pool
-) -> None:
-    for text, same in ranks.run(replaced_in_mid_training, fields, whole, size=2):
-        assert ("0.weight" if whole else "3.weight") in text
-        assert same
-
-
 def reshaped(rank: int, size: int, fields: tuple[str, ...], change: str, odd: set[int]) -> None:
     """Train some steps, so that buckets leave during the backward pass; then change a model."""
     model = make_model(plain=True)
-    engine = tw.DistributedStrategy(**{name: FIELDS[name] for name in fields}).prepare(
-        model, torch.optim.SGD(model.parameters(), 0.1), cross_entropy, timeout=50
-    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    engine = prepared(model, optimizer, told={"timeout": 50}, **settings(fields))
     train(engine, fields, 0, 6)
     if rank in odd and change == "double":
         model.double()
@@ -802,11 +738,9 @@ def test_row_sparse_state_is_refused_with_advice(tmp_path: Path) -> None:
 def test_a_state_in_memory_may_be_loaded_again_and_again(
     fields: tuple[str, ...], make: Any
 ) -> None:
-    model = make_model(plain=True)
-    strategy = tw.DistributedStrategy(**{name: FIELDS[name] for name in fields})
     told = {"momentum": 0.9} if make is tw.optim.SGD else {}
-    optimizer = make(model.parameters(), lr=0.05, **told)
-    engine = strategy.prepare(model, optimizer, cross_entropy)
+    own = settings(fields)
+    engine = prepared(optimizer=lambda net: make(net.parameters(), lr=0.05, **told), **own)
     train(engine, fields, 0, 4)
     state, losses = engine.state_dict(), []
     for _ in range(3):

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, SequentialLR
 
 import thinwire as tw
 from tests.ranks import Pool
-from tests.strategy.training import FIELDS, batch, digest, make_model, make_optimizer
+from tests.strategy.training import FIELDS, batch, digest, flat, make_model, make_optimizer
 
 cross_entropy = nn.functional.cross_entropy
 Optimizer = torch.optim.Optimizer
@@ -51,10 +51,6 @@ def prepared(case: str, **told: Any) -> tuple[nn.Module, Optimizer, Any]:
         optimizer,
         tw.DistributedStrategy(**fields).prepare(model, optimizer, cross_entropy, **told),
     )
-
-
-def values(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
 
 
 def updates(engine: Any, first: int = 0, count: int = 1, part: int = 0) -> None:
@@ -96,12 +92,12 @@ def test_a_rate_set_in_its_groups_is_the_rate_of_the_next_update(case: str) -> N
     group["lr"] = 0.0
     if case == "lars":
         group["momentum"] = 0.0  # its velocity contains the rates of before
-    before = values(model)
+    before = flat(model)
     updates(engine, 2)
-    assert torch.equal(values(model), before)
+    assert flat(model) == before
     group["lr"] = 0.01
     updates(engine, 4)
-    assert not torch.equal(values(model), before)
+    assert flat(model) != before
 
 
 def by_hand(case: str, make: Any, early: bool) -> tuple[list[float], list[float]]:
@@ -192,9 +188,9 @@ def test_rate_that_is_a_tensor_goes_on_inplace() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     engine = tw.DistributedStrategy(**DGC).prepare(model, optimizer, cross_entropy)
     rate.zero_()
-    before = values(model)
+    before = flat(model)
     updates(engine)
-    assert torch.equal(values(model), before)
+    assert flat(model) == before
 
 
 # ---- a step by hand
@@ -204,14 +200,14 @@ def test_rate_that_is_a_tensor_goes_on_inplace() -> None:
 def test_its_step_by_hand_is_an_error_that_says_a_remedy(case: str) -> None:
     model, optimizer, engine = prepared(case)
     updates(engine, count=2)
-    before, saved = values(model), str(engine.state_dict())
+    before, saved = flat(model), str(engine.state_dict())
     for call in (optimizer.step, lambda: optimizer.step(lambda: torch.zeros(()))):
         with pytest.raises(RuntimeError, match=r"engine\.train_step.*engine\.minimize.*[Rr]emove"):
             call()
-    assert torch.equal(values(model), before)
+    assert flat(model) == before
     assert str(engine.state_dict()) == saved
     updates(engine, 4)
-    assert not torch.equal(values(model), before)
+    assert flat(model) != before
 
 
 @ALL
@@ -266,7 +262,7 @@ def fails(rank: int, size: int, case: str, how: str) -> tuple[bool, bool, str]:
             cross_entropy(net(batch(step, 0)[0]), batch(step, 0)[1]).backward()
             one.step()
     scheduler.step()
-    return alike, torch.equal(values(model), values(twin)), text
+    return alike, flat(model) == flat(twin), text
 
 
 @pytest.mark.parametrize("how", ["settings differ", "one rank cannot"])
@@ -306,17 +302,17 @@ def test_a_closed_engine_gives_it_back(case: str) -> None:
     model, optimizer, engine = prepared(case)
     updates(engine, count=2)
     engine.close()
-    before = values(model)
+    before = flat(model)
     model(batch(0, 0)[0]).sum().backward()
     optimizer.step()
-    assert not torch.equal(values(model), before)
+    assert flat(model) != before
     again = tw.DistributedStrategy(**CASES[case][1]).prepare(model, optimizer, cross_entropy)
     assert again.optimizer is optimizer
     updates(again, count=2)
     again.close()
 
 
-def trained_by_engines(kind: Any, counts: list[int]) -> Tensor:
+def trained_by_engines(kind: Any, counts: list[int]) -> list[float]:
     """Parameters after as many updates by one engine after another, with one optimizer."""
     model, step = make_model(plain=True), 0
     optimizer = kind(model.named_parameters(), lr=0.05, momentum=0.9)
@@ -329,13 +325,13 @@ def trained_by_engines(kind: Any, counts: list[int]) -> Tensor:
             step += 1
         engine.close()
     assert any("residual" in entries for entries in optimizer.state.values())
-    return values(model)
+    return flat(model)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, tw.optim.SGD], ids=["torch", "ours"])
 def test_second_engine_with_a_used_sgd_goes_on_with_momentum_residual_and_ramp(kind: Any) -> None:
     whole, parts = (trained_by_engines(kind, counts) for counts in ([7], [3, 4]))
-    assert torch.equal(whole, parts)
+    assert whole == parts
 
 
 COUNTS = ("dropped_steps", "bytes_sent", "bytes_received", "bytes_between_nodes")
@@ -459,9 +455,8 @@ def test_copies_of_it_train_on_alike(case: str) -> None:
         one.zero_grad()
         cross_entropy(net(batch(9, 0)[0]), batch(9, 0)[1]).backward()
         one.step()
-        results.append(values(net))
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+        results.append(flat(net))
+    assert results[0] == results[1] == results[2]
 
 
 def test_a_frozen_parameter_with_an_old_gradient_stays_as_it_is() -> None:

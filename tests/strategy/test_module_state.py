@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from tests.ranks import Pool
-from tests.strategy.training import batch, digest
+from tests.strategy.training import digest, train
 from thinwire.errors import CheckpointError, CheckpointMismatch
 
 
@@ -60,19 +60,15 @@ def prepared(model: nn.Module | None = None, **fields: Any) -> Any:
     return strategy.prepare(made, optimizer, nn.functional.cross_entropy)
 
 
-def train(engine: Any, begin: int, end: int, rank: int = 0) -> list[float]:
-    return [engine.train_step(*batch(step, rank)).item() for step in range(begin, end)]
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, compiled: bool) -> None:
     engine = prepared()
     engine.model.kept = {"since": [1, "start"]}
-    train(engine, 0, 3)
+    train(engine, (), 0, 3)
     engine.save(tmp_path)
     state = engine.state_dict()
     saved = copy.deepcopy(state)
-    expected, end = train(engine, 3, 6), digest(engine)
+    expected, end = train(engine, (), 3, 6), digest(engine)
     assert engine.model[1].calls == 6
     with torch.compiler.set_stance("force_eager"):
         for load in (lambda e: e.load(tmp_path), lambda e: e.load_state_dict(state)):
@@ -83,7 +79,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, compiled: bool) -> None:
             load(other)
             model = other.model._orig_mod if compiled else other.model
             assert (model[1].calls, model.kept) == (3, {"since": [1, "start"]})
-            assert train(other, 3, 6) == expected
+            assert train(other, (), 3, 6) == expected
             assert digest(other) == end
     assert state["module_state"].keys() == {"_extra_state", "1._extra_state", "3._extra_state"}
     kept = [each["module_state"]["1._extra_state"] for each in (state, saved)]
@@ -93,11 +89,11 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, compiled: bool) -> None:
 
 def test_a_module_that_refuses_leaves_everything_as_it_was(tmp_path: Path) -> None:
     engine = prepared()
-    train(engine, 0, 3)
+    train(engine, (), 0, 3)
     engine.save(tmp_path)
     state = engine.state_dict()
     other = prepared()
-    train(other, 5, 7)
+    train(other, (), 5, 7)
     other.model.kept = "mine"
     before = (digest(other), copy.deepcopy(other.optimizer.state_dict()))
     other.model[3].refuses = True
@@ -115,11 +111,11 @@ def test_a_module_that_refuses_leaves_everything_as_it_was(tmp_path: Path) -> No
 
 def test_a_later_refusal_undoes_it_too(tmp_path: Path) -> None:
     engine = prepared(amp=tw.AMP(loss_scale=tw.DynamicLossScale()))
-    train(engine, 0, 3)
+    train(engine, (), 0, 3)
     state = engine.state_dict()
     state["loss_scale"] = {"scale": "none"}
     other = prepared(amp=tw.AMP(loss_scale=tw.DynamicLossScale()))
-    train(other, 0, 1)
+    train(other, (), 0, 1)
     with pytest.raises((TypeError, ValueError, KeyError)):
         other.load_state_dict(state)
     assert (other.model[1].calls, other.model[3].calls) == (1, 1)
@@ -144,7 +140,7 @@ def test_state_no_file_can_store_is_refused_with_its_module(tmp_path: Path, valu
 
 def test_states_without_load_aloud(tmp_path: Path) -> None:
     engine = prepared()
-    train(engine, 0, 2)
+    train(engine, (), 0, 2)
     state = engine.state_dict()
     del state["module_state"]
     other = prepared()
@@ -163,17 +159,17 @@ def test_states_without_load_aloud(tmp_path: Path) -> None:
 def saving(rank: int, size: int, folder: str) -> tuple[list[float], int]:
     engine = prepared()
     engine.model.kept = f"of rank {rank}"
-    train(engine, 0, 3, rank)
+    train(engine, (), 0, 3)
     engine.model[1].calls += rank
     engine.save(folder)
-    return train(engine, 3, 5, rank), engine.model[1].calls
+    return train(engine, (), 3, 5), engine.model[1].calls
 
 
 def loading(rank: int, size: int, folder: str) -> tuple[list[float], int, str]:
     engine = prepared()
     engine.load(folder)
     kept = engine.model.kept
-    return train(engine, 3, 5, rank), engine.model[1].calls, kept
+    return train(engine, (), 3, 5), engine.model[1].calls, kept
 
 
 def test_it_is_of_every_rank_and_on_another_number_that_of_rank_0(

@@ -73,51 +73,47 @@ def require_names(message: str) -> None:
     assert not re.search(r"parameter \d", message), message
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_gradient_that_is_not_finite(kind: str) -> None:
-    engine = prepared(kind)
+def not_finite(engine: Any) -> None:
     engine.model.blocks[0].weight.register_hook(lambda grad: grad * float("nan"))
-
-    def act() -> None:
-        for _ in range(10):
-            engine.train_step(*DATA)
-
-    require_names(said(act))
+    for _ in range(10):
+        engine.train_step(*DATA)
 
 
-@pytest.mark.parametrize("kind", ["our Lamb", "our Lars"])
-def test_state_of_another_shape(kind: str) -> None:
-    engine = prepared(kind)
+def state_of_another_shape(engine: Any) -> None:
     engine.train_step(*DATA)
     state = engine.optimizer.state[engine.model.blocks[0].weight]
-    for key, value in state.items():
-        if value.dim():
-            state[key] = value[:2].clone()
-    require_names(said(lambda: engine.train_step(*DATA)))
+    state.update({key: value[:2].clone() for key, value in state.items() if value.dim()})
+    engine.train_step(*DATA)
 
 
-@pytest.mark.parametrize("kind", ["our Lamb", "our Lars", "our AdamW"])
-def test_a_state_that_does_not_fit(kind: str) -> None:
-    engine = prepared(kind)
+def state_that_does_not_fit(engine: Any) -> None:
     engine.train_step(*DATA)
     state = copy.deepcopy(engine.optimizer.state_dict())
-    state["state"][1] = {
-        key: value[:2].clone() if isinstance(value, Tensor) and value.dim() == 2 else value
-        for key, value in state["state"][1].items()
-    }
-    require_names(said(lambda: engine.optimizer.load_state_dict(state)))
+    entries = state["state"][1]
+    entries.update({key: value[:2].clone() for key, value in entries.items() if value.dim() == 2})
+    engine.optimizer.load_state_dict(state)
 
 
-@pytest.mark.parametrize("kind", ["our Lamb", "our AdamW"])
-def test_a_gradient_of_two_phases(kind: str) -> None:
-    engine = prepared(kind)
+def gradient_of_two_phases(engine: Any) -> None:
     engine.close()  # the names stay
-    pairs = [(engine.model.blocks[0].weight, torch.ones(2))]
-    require_names(said(lambda: engine.optimizer.apply_gradients(pairs)))
-    # and an argument takes them
     loss = mean(engine.model(DATA[0]), DATA[1])
     [(param, _)] = engine.optimizer.backward(loss, parameters=[NAME])
     assert param is engine.model.blocks[0].weight
+    engine.optimizer.apply_gradients([(param, torch.ones(2))])
+
+
+@pytest.mark.parametrize(
+    ("act", "kind"),
+    [
+        *((not_finite, kind) for kind in OPTIMIZERS),
+        *((state_of_another_shape, kind) for kind in ("our Lamb", "our Lars")),
+        *((state_that_does_not_fit, kind) for kind in ("our Lamb", "our Lars", "our AdamW")),
+        *((gradient_of_two_phases, kind) for kind in ("our Lamb", "our AdamW")),
+    ],
+)
+def test_messages_of_an_engine_name_parameters(act: Callable[[Any], None], kind: str) -> None:
+    engine = prepared(kind)
+    require_names(said(lambda: act(engine)))
 
 
 def test_trust_ratios_have_names() -> None:

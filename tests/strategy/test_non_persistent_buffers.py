@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from tests.api import export
 from tests.ranks import Pool
-from tests.strategy.training import batch, digest
+from tests.strategy.training import digest, train
 from thinwire.errors import CheckpointMismatch
 
 ROWS = 16
@@ -55,10 +55,6 @@ def prepared(rows: int = 0, *, persistent: bool = False, **fields: Any) -> Any:
     return tw.DistributedStrategy(**fields).prepare(model, optimizer, nn.functional.cross_entropy)
 
 
-def train(engine: Any, begin: int, end: int, rank: int = 0) -> list[float]:
-    return [engine.train_step(*batch(step, rank)).item() for step in range(begin, end)]
-
-
 LOADS: dict[str, Callable[[Any, Path, Any], object]] = {
     "load": lambda engine, folder, state: engine.load(folder),
     "load_state_dict": lambda engine, folder, state: engine.load_state_dict(state),
@@ -69,7 +65,7 @@ LOADS: dict[str, Callable[[Any, Path, Any], object]] = {
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Any, Path, Any]:
     engine = prepared()
-    train(engine, 0, 3)
+    train(engine, (), 0, 3)
     engine.save(tmp_path)
     return engine, tmp_path, engine.state_dict()
 
@@ -94,7 +90,7 @@ def test_a_cache_that_is_not_there_or_of_another_length_stays_as_it_is(
     if rows == 40:
         return  # its own values count
     if kind != "load_parameters":
-        assert train(other, 3, 6) == train(engine, 3, 6)
+        assert train(other, (), 3, 6) == train(engine, (), 3, 6)
         assert digest(other) == digest(engine)
 
 
@@ -134,7 +130,7 @@ def test_persistent_ones_have_to_fit(
 ) -> None:
     engine = prepared(**then)
     engine.model[0].register_buffer("beside", torch.zeros(2), persistent=False)
-    train(engine, 0, 1)
+    train(engine, (), 0, 1)
     engine.save(tmp_path)
     other = prepared(**now)
     before = digest(other)
@@ -156,19 +152,19 @@ def test_an_exported_model_has_none_of_them(saved: tuple[Any, Path, Any], tmp_pa
 def test_local_updates_go_on_between_two_averagings(tmp_path: Path, delay: int) -> None:
     fields = {"localsgd": tw.LocalSGD(4, delay=delay)}
     engine = prepared(20, **fields)
-    train(engine, 0, 5)
+    train(engine, (), 0, 5)
     engine.save(tmp_path)
-    expected = train(engine, 5, 12)
+    expected = train(engine, (), 5, 12)
     for rows in (ROWS, 40):
         other = prepared(rows, **fields)
         other.load(tmp_path)
         assert len(other.model[0].cache) == rows
-        assert train(other, 5, 12) == expected
+        assert train(other, (), 5, 12) == expected
 
 
 def unlike(rank: int, size: int, folder: str) -> tuple[list[float], list[float], str]:
     engine = prepared()
-    train(engine, 0, 2, rank)
+    train(engine, (), 0, 2)
     engine.save(folder)
     engine.close()
     other = prepared()
@@ -177,7 +173,7 @@ def unlike(rank: int, size: int, folder: str) -> tuple[list[float], list[float],
         other.model[0].cache.fill_(7)
     other.load(folder)
     kept = getattr(other.model[0], "cache", torch.empty(0, 4))[:, 0].tolist()
-    train(other, 2, 4, rank)
+    train(other, (), 2, 4)
     return kept, other.model[0].cache[:, 0].tolist(), digest(other)
 
 
@@ -195,16 +191,16 @@ def between_averagings(rank: int, size: int, folder: str) -> list[str]:
     fields = {"localsgd": tw.LocalSGD(4, delay=2)}
     engine = prepared(20, **fields)
     for step in range(5):
-        train(engine, step, step + 1, rank)
+        train(engine, (), step, step + 1)
         engine.model[0].cache[-1] += 1 + rank  # so that it travels; no batch has so many rows
     engine.save(folder)
-    train(engine, 5, 12, rank)
+    train(engine, (), 5, 12)
     engine.flush()
     found = [digest_of_line(engine)]
     engine.close()
     other = prepared(ROWS, **fields)
     other.load(folder)
-    train(other, 5, 12, rank)
+    train(other, (), 5, 12)
     other.flush()
     dist.barrier()
     return [*found, digest_of_line(other)]

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import thinwire as tw
 from tests.api import Overlap
 from tests.ranks import Pool
-from tests.strategy.training import digest
+from tests.strategy.test_resume import TRAFFIC
+from tests.strategy.training import batch, digest
 from thinwire.errors import Mismatch, ThinwireError
 
 cross_entropy = nn.functional.cross_entropy
@@ -65,12 +66,6 @@ class Net(nn.Module):
             if i == 1 and self.at_half is not None and x.requires_grad:
                 x.register_hook(self.at_half)
         return self.last(x)
-
-
-def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    x = torch.randn(16, 8, generator=generator)
-    return x, (x[:, :4] * 3).argmax(1)
 
 
 def nesterov(model: nn.Module) -> torch.optim.Optimizer:
@@ -215,10 +210,7 @@ def side_by_side(rank: int, size: int, name: str) -> tuple[list[bool], int, str]
             engine.train_step(x, y)
         pairs = zip(early.model.parameters(), late.model.parameters(), strict=True)
         same.append(all(torch.equal(a, b) for a, b in pairs))
-        traffic = ("bytes_sent", "bytes_received", "bytes_between_nodes", "ratio", "wait_s")
-        traffic += ("rate_bit_s", "waiting_share", "goodput")
-        traffic += ("lost_waiting", "lost_regrouping", "lost_joining", "lost_saving")
-        stats = [{**engine.stats(), **dict.fromkeys(traffic, 0)} for engine in (early, late)]
+        stats = [{**engine.stats(), **dict.fromkeys(TRAFFIC, 0)} for engine in (early, late)]
         same.append(stats[0] == stats[1])
     states = [engine.state_dict() for engine in (early, late)]
     for state in states:
@@ -393,7 +385,6 @@ def raising(rank: int, size: int, where: str) -> tuple[str, str, int, list[str]]
     for step in range(7):
         wrong = (step, rank) == (4, 1)
         engine.model.at_half = _fail if wrong and where == "middle" else None
-        engine._parts.loss_fn = cross_entropy
         handle = engine.model.first.bias.register_hook(_fail) if wrong and where == "end" else None
         top = engine.model.last.bias.register_hook(_fail) if wrong and where == "begin" else None
         try:

@@ -1,7 +1,6 @@
 """Every pair of fields, and triples and more at random: trained on real ranks, or refused in so
 many words."""
 
-import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -10,14 +9,8 @@ import pytest
 
 from tests.api import RULES
 from tests.ranks import Pool
+from tests.strategy.test_rules import CONFLICTS, PAIRS
 from tests.strategy.training import FIELDS, digest, make_engine, train, world_rank
-
-PAIRS = list(itertools.combinations(FIELDS, 2))
-CONFLICTS = [
-    {"lars", "lamb"},
-    {"localsgd", "adaptive_localsgd"},
-    *({"low_rank", other} for other in ("dgc", "localsgd", "adaptive_localsgd")),
-]
 
 
 def conflicting(fields: Sequence[str]) -> bool:

@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
-import thinwire as tw
 from tests.launched import free_port
 from tests.processes import ran, running
 from tests.ranks import Lost, Pool
-from tests.strategy.training import FIELDS, batch, digest, make_model, train
+from tests.strategy.training import batch, digest, make_model, prepared, settings, train
 from tests.waiting import PATIENCE_S
 from thinwire.errors import CheckpointError, CheckpointMismatch
 
@@ -27,9 +25,7 @@ def tuned(fields: tuple[str, ...] = ()) -> Any:
     model = make_model(plain=True)
     for param in model[:-1].parameters():
         param.requires_grad_(False)
-    strategy = tw.DistributedStrategy(**{name: FIELDS[name] for name in fields})
-    optimizer = torch.optim.AdamW(model[-1].parameters(), 0.01)
-    return strategy.prepare(model, optimizer, cross_entropy)
+    return prepared(model, torch.optim.AdamW(model[-1].parameters(), 0.01), **settings(fields))
 
 
 def size_of(folder: Path) -> int:
@@ -78,9 +74,7 @@ def test_frozen_parameters_that_have_changed_are_refused(tmp_path: Path) -> None
 
 
 def beside(rank: int, size: int, folder: str) -> list[Any]:
-    model = make_model(plain=True)
-    optimizer = torch.optim.SGD(model.named_parameters(), 0.05, momentum=0.9)
-    engine = tw.DistributedStrategy().prepare(model, optimizer, cross_entropy)
+    engine = prepared()
     found = []
     for step in range(6):
         engine.train_step(*batch(step, rank))
@@ -89,9 +83,7 @@ def beside(rank: int, size: int, folder: str) -> list[Any]:
     last = engine.wait_for_save()
     assert last == found[-1] and engine.wait_for_save() is None
     told = [digest(engine)]
-    again = tw.DistributedStrategy().prepare(
-        (copy := make_model(plain=True)), torch.optim.SGD(copy.named_parameters(), 0.05, 0.9)
-    )
+    again = prepared()
     assert again.load(folder) == last and again.extra == 5
     told.append(digest(again))
     again.load(folder, step=2)

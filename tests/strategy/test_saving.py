@@ -80,15 +80,6 @@ def test_existing_checkpoint_is_not_missing_because_an_argument_is_wrong(tmp_pat
         engine.load(tmp_path, if_any=True)
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, 1), (3, 3), (None, 4)])
-def test_how_many_stay(tmp_path: Path, keep: int | None, left: int) -> None:
-    engine = prepared()
-    for step in range(4):
-        train(engine, (), step, step + 1)
-        engine.save(tmp_path, keep=keep)
-    assert len(list(tmp_path.iterdir())) == left
-
-
 # ---- whatever else the user has
 
 

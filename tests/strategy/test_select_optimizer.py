@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from tests.api import select_optimizer
+from tests.optim.cases import give_gradients
+from tests.optim.cases import train as steps
 from thinwire import DGC, LAMB, LARS, DistributedStrategy, StrategyError, optim
 from thinwire.optim import ClipByNorm, L1Decay, L2Decay
 from thinwire.schedules import CosineDecay, PiecewiseConstant
@@ -25,18 +27,6 @@ def selected(net, optimizer, **strategy):
     return select_optimizer(
         optimizer, names=names, compression=strategy.pop("dgc", None), **strategy
     )
-
-
-def give_gradients(net, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for p in net.parameters():
-        p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
-
-
-def steps(net, optimizer, seeds):
-    for seed in seeds:
-        give_gradients(net, seed)
-        optimizer.step()
 
 
 def assert_same(a, b, **tolerance):
@@ -361,19 +351,6 @@ def test_nothing_decays_twice(make, own, config, works):
         said = refused(net, optimizer, **{field: config})
         assert f"weight_decay={own}" in said
         assert f"{field}_weight_decay={decay}" in said
-
-
-@pytest.mark.parametrize("adamw", [torch.optim.AdamW, optim.AdamW])
-def test_a_group_with_a_decay_of_its_own_keeps_it(adamw):
-    net = network()
-    groups = [
-        {"params": net[0].parameters()},
-        {"params": net[1].parameters(), "weight_decay": 0.0},
-        {"params": net[2].parameters(), "weight_decay": 0.2},
-    ]
-    result = selected(net, adamw(groups, lr=0.1), lamb=LAMB(lamb_weight_decay=0.3))
-    assert [g["weight_decay"] for g in result.optimizer.param_groups] == [0.01, 0.0, 0.2]
-    assert "0.01, 0.0, 0.2" in " ".join(result.notes)
 
 
 @pytest.mark.parametrize("decays", [(5e-4, 0.0), (0.0, 5e-4), (0.01, 0.0), (0.0, 0.0)])

@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.nn.functional import cross_entropy, softplus
 
 import thinwire as tw
 from tests.ranks import Pool
-from tests.strategy.training import FIELDS, batch, digest, make_model, train
+from tests.strategy.training import batch, digest, make_model, prepared, settings, train
 
 FIELD_SETS = [
     (),
@@ -43,10 +44,8 @@ def optimizers_of(model: nn.Module, fields: tuple[str, ...], several: bool) -> A
 
 
 def engine_of(fields: tuple[str, ...], several: bool, **given: Any) -> Any:
-    model = make_model(plain=True)
-    strategy = tw.DistributedStrategy(**{name: FIELDS[name] for name in fields})
-    optimizer = optimizers_of(model, fields, several)
-    return strategy.prepare(model, optimizer, cross_entropy, **given)
+    make = partial(optimizers_of, fields=fields, several=several)
+    return prepared(optimizer=make, told=given, **settings(fields))
 
 
 def trained(rank: int, size: int, fields: tuple[str, ...], several: bool) -> str:

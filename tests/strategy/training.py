@@ -78,6 +78,30 @@ def make_engine(
     return strategy.prepare(net, make_optimizer(net, fields), nn.functional.cross_entropy)
 
 
+def settings(fields: Iterable[str]) -> dict[str, Any]:
+    return {name: FIELDS[name] for name in fields}
+
+
+def prepared(
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    *,
+    loss: Any = nn.functional.cross_entropy,
+    told: dict[str, Any] | None = None,
+    **fields: Any,
+) -> Any:
+    """An engine of a plain model, unless one is given; `optimizer` is one or makes one of it."""
+    net = make_model(plain=True) if model is None else model
+    made = make_optimizer(net, fields) if optimizer is None else optimizer
+    made = made if isinstance(made, torch.optim.Optimizer) else made(net)
+    return tw.DistributedStrategy(**fields).prepare(net, made, loss, **(told or {}))
+
+
+def flat(model: nn.Module) -> list[float]:
+    """All parameters."""
+    return [float(v) for p in model.parameters() for v in p.detach().reshape(-1)]
+
+
 def replica_of(rank: int, fields: Iterable[str]) -> int:
     """Which data a rank sees: ranks of one pipeline see the same."""
     return rank // 2 if "pipeline" in fields else rank
