@@ -9,6 +9,7 @@ import torch
 
 from tests.api import write_rank_file
 from tests.integrations.task import dgc, equal, parameters, residuals, task
+from tests.optim.test_provenance import steps
 from tests.ranks import Pool
 from thinwire.errors import CheckpointError
 from thinwire.integrations import PerRankState
@@ -27,14 +28,6 @@ class Box:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.value = state_dict["value"]
-
-
-def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, count: int) -> None:
-    data = torch.Generator().manual_seed(rank)
-    for _ in range(count):
-        model(torch.randn(8, 20, generator=data)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def there_and_back(rank: int, size: int, folder: str) -> dict[str, Any]:

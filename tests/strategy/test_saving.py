@@ -7,6 +7,7 @@ import pickle
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,24 +28,10 @@ from tests.strategy.training import (
     digest,
     make_engine,
     make_model,
-    make_optimizer,
+    prepared,
     train,
 )
 from thinwire.errors import CheckpointError, CheckpointMismatch, CheckpointMissing
-
-
-def prepared(
-    strategy: tw.DistributedStrategy | None = None,
-    *,
-    make: Callable[..., Any] | None = None,
-    **model: Any,
-) -> Any:
-    net = make_model(plain=True, **model)
-    optimizer = make(net) if make else make_optimizer(net, ())
-    return (strategy or tw.DistributedStrategy()).prepare(
-        net, optimizer, nn.functional.cross_entropy
-    )
-
 
 # ---- nothing there yet, and how many stay
 
@@ -356,12 +343,12 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_settings_that_touch_no_state_may_change(
     tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before, after = (tw.DistributedStrategy(**fields) for fields in CHANGES[case])
-    engine = prepared(before)
+    before, after = CHANGES[case]
+    engine = prepared(**before)
     train(engine, (), 0, 4)
     engine.save(tmp_path)
     engine.close()
-    changed = prepared(after)
+    changed = prepared(**after)
     fresh = [dict(group) for group in changed.optimizer.param_groups]
     changed.load(tmp_path)
     assert digest(changed) == digest(engine)
@@ -412,11 +399,11 @@ def test_settings_that_touch_state_are_named_with_both_values_and_the_way_on(
     tmp_path: Path, case: str
 ) -> None:
     before, after, needle = REFUSED[case]
-    engine = prepared(tw.DistributedStrategy(**before))
+    engine = prepared(**before)
     train(engine, (), 0, 3)
     engine.save(tmp_path)
     engine.close()
-    other = prepared(tw.DistributedStrategy(**after))
+    other = prepared(**after)
     with pytest.raises(CheckpointMismatch, match=needle) as caught:
         other.load(tmp_path, if_any=True)
     assert "engine.load_parameters" in str(caught.value)
@@ -428,14 +415,17 @@ def test_settings_that_touch_state_are_named_with_both_values_and_the_way_on(
 
 def test_a_checkpoint_of_another_optimizer_or_model_is_refused(tmp_path: Path) -> None:
     prepared().save(tmp_path)
-    adam = prepared(make=lambda net: torch.optim.Adam(net.parameters()))
-    for other, what in ((adam, "optimizer was"), (prepared(blocks=3), "parameters")):
+    adam = prepared(optimizer=lambda net: torch.optim.Adam(net.parameters()))
+    for other, what in (
+        (adam, "optimizer was"),
+        (prepared(make_model(plain=True, blocks=3)), "parameters"),
+    ):
         with pytest.raises(CheckpointMismatch, match=f"does not fit this engine: {what}"):
             other.load(tmp_path)
 
 
 def test_a_merge_that_is_not_finished_keeps_its_field(tmp_path: Path) -> None:
-    engine = prepared(tw.DistributedStrategy(gradient_merge=tw.GradientMerge(2)))
+    engine = prepared(gradient_merge=tw.GradientMerge(2))
     train(engine, (), 0, 3)
     engine.save(tmp_path)
     with pytest.raises(CheckpointMismatch, match=r"1 merged microsteps.*engine\.flush\(\) before"):
@@ -575,10 +565,10 @@ def groups_of(model: nn.Module, sizes: tuple[int, ...]) -> Any:
 
 @pytest.mark.parametrize("sizes", [((2,), (3,)), ((2, 2), (2,)), ((1,), ())])
 def test_other_groups_are_an_error_before_anything_changes(tmp_path: Path, sizes: Any) -> None:
-    engine = prepared(make=lambda net: groups_of(net, sizes[0]))
+    engine = prepared(optimizer=lambda net: groups_of(net, sizes[0]))
     train(engine, (), 0, 3)
     engine.save(tmp_path, extra=1)
-    other = prepared(make=lambda net: groups_of(net, sizes[1]))
+    other = prepared(optimizer=lambda net: groups_of(net, sizes[1]))
     train(other, (), 5, 7)
     before, state = digest(other), other.state_dict()
     torch.manual_seed(3)
@@ -666,17 +656,13 @@ def test_the_order_of_the_optimizer_does_not_matter_to_an_engine(
     tmp_path: Path, kind: str, named: bool
 ) -> None:
     make, settings, fields = KINDS[kind]
-    strategy = tw.DistributedStrategy(**fields)
     if not named and fields:
-        strategy = tw.DistributedStrategy(dgc=fields["dgc"])
-    first = prepared(
-        strategy, make=lambda net: shuffled(net, 1, named=named, kind=make, **settings)
-    )
+        fields = {"dgc": fields["dgc"]}
+    own = partial(shuffled, named=named, kind=make, **settings)
+    first = prepared(optimizer=lambda net: own(net, 1), **fields)
     train(first, (), 0, 4)
     first.save(tmp_path)
-    other = prepared(
-        strategy, make=lambda net: shuffled(net, -1, named=named, kind=make, **settings)
-    )
+    other = prepared(optimizer=lambda net: own(net, -1), **fields)
     other.load(tmp_path)
     found, expected = by_name(other), by_name(first)
     assert found.keys() == expected.keys()
@@ -684,7 +670,7 @@ def test_the_order_of_the_optimizer_does_not_matter_to_an_engine(
 
 
 def test_a_group_of_other_parameters_is_an_error_that_names_one(tmp_path: Path) -> None:
-    engine = prepared(make=lambda net: groups_of(net, (2,)))
+    engine = prepared(optimizer=lambda net: groups_of(net, (2,)))
     train(engine, (), 0, 2)
     engine.save(tmp_path)
 
@@ -695,10 +681,10 @@ def test_a_group_of_other_parameters_is_an_error_that_names_one(tmp_path: Path) 
             [{"params": params[: n - 2]}, {"params": params[n - 2 :]}], lr=0.05, momentum=0.9
         )
 
-    same_groups = prepared(make=other_groups)
+    same_groups = prepared(optimizer=other_groups)
     same_groups.load(tmp_path)
     assert [len(group["params"]) for group in same_groups.optimizer.param_groups] == [6, 2]
     assert [group["lr"] for group in same_groups.optimizer.param_groups] == [1.1, 0.1]
-    another = prepared(make=lambda net: groups_of(net, (3,)))
+    another = prepared(optimizer=lambda net: groups_of(net, (3,)))
     with pytest.raises(CheckpointMismatch, match=r"group.*1\.0\.weight"):
         another.load(tmp_path)

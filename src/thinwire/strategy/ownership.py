@@ -207,7 +207,9 @@ def require_unowned(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             "first, or make another optimizer"
         )
     params = _ids(optimizer)
-    if any(guard.concerns(model, params) for guard in _guards.values()):
+    # an engine that is gone is given up when garbage is collected: in the midst of this, too
+    held = [_guards.get(key) for ref in _guards.keyrefs() if (key := ref()) is not None]
+    if any(guard.concerns(model, params) for guard in held if guard is not None):
         raise RuntimeError(
             "another engine already trains this model, or some of its parameters: call "
             "engine.close() on that engine first (training continues from the current "
