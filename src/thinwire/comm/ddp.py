@@ -69,8 +69,12 @@ def _gradients(bucket: dist.GradBucket) -> list[Tensor]:  # type: ignore[name-de
         part = buffer.narrow(0, at, param.numel())
         at += param.numel()
         dense = torch.empty_like(param, device="meta").stride() == param.stride()
-        view = part.as_strided(param.shape, param.stride(), part.storage_offset())
-        found.append(view if dense else part.view(param.shape))
+        shape = param.shape
+        found.append(
+            part.as_strided(shape, param.stride(), part.storage_offset())
+            if dense
+            else part.view(shape)
+        )
     return found
 
 
