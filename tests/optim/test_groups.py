@@ -285,6 +285,8 @@ METHODS_ARGUMENTS = [
     (optim.Muon, {"ns_coefficients": (3.4, -4.8)}, ValueError, "ns_coefficients.*three"),
     (optim.Muon, {"ns_coefficients": (3.4, -4.8, "2")}, TypeError, r"ns_coefficients\[2\]"),
     (optim.Muon, {"adjust_lr_fn": "mean"}, ValueError, "adjust_lr_fn.*match_rms_adamw"),
+    (optim.Muon, {"muon": "yes"}, TypeError, "muon"),
+    (optim.Muon, {"conv": 1}, TypeError, "conv"),
 ]
 
 

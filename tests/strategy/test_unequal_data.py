@@ -121,6 +121,32 @@ def test_ranks_that_ran_out_are_equal_to_the_others(
     assert config != "residuals" or step == other == max(counts)
 
 
+def saved_after(rank: int, size: int, folder: str) -> bool:
+    """A checkpoint of an engine whose ranks took unequal numbers of local steps."""
+    results = []
+    for resumed in (False, True):
+        engine = prepared(
+            make_model(plain=True, **DOUBLE), sgd, localsgd=tw.LocalSGD(4, begin_step=0)
+        )
+        if resumed:
+            engine.load(folder)
+        else:
+            with engine.join():
+                for step in range(6 if rank else 3):
+                    engine.train_step(*batch(step, rank, **DOUBLE))
+            engine.save(folder)
+        for step in range(10, 16):
+            engine.train_step(*batch(step, rank, **DOUBLE))
+        engine.flush()
+        results.append(flat(engine.model))
+        engine.close()
+    return results[0] == results[1]
+
+
+def test_an_engine_saves_after_a_join(ranks: Pool, tmp_path: Any) -> None:
+    assert ranks.run(saved_after, str(tmp_path)) == [True, True]
+
+
 @pytest.mark.slow
 def test_the_averaged_change_of_local_updates_is_over_all_ranks(ranks: Pool) -> None:
     (got, taken), (_, others) = ranks.run(local_joined, "localsgd", [4, 1])
