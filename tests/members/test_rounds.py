@@ -380,7 +380,7 @@ def _saving(rank: int, size: int, address: str, folder: str, run: str, flag: str
                 end = min(end, members.step + 8)
             time.sleep(0.02)
         engine.flush()
-        digests = digest(engine._parts.exchange.sync)
+        digests = digest(engine._parts.sync)
         random = torch.rand(2).tolist()
         engine.close()
     return loaded is not None, first, digests, random

@@ -334,7 +334,7 @@ def engine(rank: int, size: int, address: str, folder: str, part: str) -> Any:
                     Path(folder, part).touch()
                 time.sleep(0.03)
             trained.flush()
-            text = digest(trained._parts.exchange.sync)
+            text = digest(trained._parts.sync)
             trained.close()
         return loaded is not None, entered, text
 
