@@ -15,8 +15,11 @@ from thinwire.local.model import LocalModel
 _ADVICE = "Load a state of the same model and the same config"
 
 
-def saved(averager: Averager) -> dict[str, Any]:
-    """Return a copy of all state on which a later step depends; refuse within a timed round."""
+def saved(averager: Averager, *, copy: bool = True) -> dict[str, Any]:
+    """Return all state on which a later step depends; refuse within a timed round.
+
+    Without `copy` the tensors are the live ones.
+    """
     if averager.work is not None and averager.work.steps:
         raise RuntimeError(
             f"{averager.work.steps} steps were made since the last averaging, and with "
@@ -24,6 +27,7 @@ def saved(averager: Averager) -> dict[str, Any]:
             "where sync.synced is true"
         )
     averager.settle()
+    held = copied if copy else dict[str, Tensor]
     pending, averaging, counters = averager.pending, averager.averaging, averager.counters
     when = averager.when.state()
     return {
@@ -32,19 +36,19 @@ def saved(averager: Averager) -> dict[str, Any]:
         "observed": [float(loss) for loss in averager.interval.observed],
         "work": None if averager.work is None else averager.work.state(),
         "bytes_sent": averager.bytes_sent,
-        "anchors": copied(averaging.anchors),
-        "outer_momentum": copied(averaging.momentum),
-        **{kind: copied(tensors) for kind, tensors in averaging.kept.items()},
+        "anchors": held(averaging.anchors),
+        "outer_momentum": held(averaging.momentum),
+        **{kind: held(tensors) for kind, tensors in averaging.kept.items()},
         "sketches": averaging.sketches.clone(),
         "pending": None
         if pending is None
         else {
             "step": pending.step,
             "weight": averager.weight,
-            "measured": copied(pending.moved.params),
-            "extras": copied(pending.extras),
+            "measured": held(pending.moved.params),
+            "extras": held(pending.extras),
         },
-        "local": copied(_local(averager.tensors))
+        "local": held(_local(averager.tensors))
         if counters.step > counters.last_full_sync
         else None,
         "unchanged_buffers": averager.tensors.unchanged_buffers(),

@@ -27,8 +27,10 @@ from thinwire.strategy.saving import (
     Restored,
     compared,
     copy_values_,
+    live,
     load_all,
     log_changes,
+    on_host,
     require_shapes,
     saved,
 )
@@ -43,11 +45,15 @@ def save(
     keep: int | None,
     *,
     frozen: bool,
+    copy: bool,
 ) -> Callable[[Group], Path]:
-    """Return a function that writes a checkpoint of the current state; see `Engine.save`."""
+    """Return a function that writes a checkpoint of the current state; see `Engine.save`.
+
+    Without `copy` it must write before anything changes.
+    """
     content: Any
     try:
-        content = saved(parts, counters, extra, frozen=frozen)
+        content = saved(parts, counters, extra, frozen=frozen, hold=on_host if copy else live)
     except Exception as error:  # reported to the others, which wait for this rank
         content = error
     facts, part = parts.facts, parts.part

@@ -642,7 +642,9 @@ class Engine:
         self.wait_for_save()
         begun_s = time.perf_counter()
         counters, step, savers = self._counters(), self._steps.position(), self._parts.savers
-        write = checkpoints.save(directory, self._parts, counters, extra, step, keep, frozen=frozen)
+        write = checkpoints.save(
+            directory, self._parts, counters, extra, step, keep, frozen=frozen, copy=not wait
+        )
         path = next_folder(Path(directory), step)
         if wait:
             path = write(savers)

@@ -73,28 +73,47 @@ SAME_EVERYWHERE = {kind for kind, rule in KEPT.items() if rule == "first"}
 """Compression state that all ranks hold alike and that is not pending."""
 
 
+def live(tensor: Tensor) -> Tensor:
+    """Return the tensor itself, for a state that is written before anything changes."""
+    return tensor.detach()
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory."""
+    return tensor.detach().to("cpu", copy=True)
+
+
 def saved(
-    parts: Parts, counters: Mapping[str, int], extra: Any = None, *, frozen: bool = True
+    parts: Parts,
+    counters: Mapping[str, int],
+    extra: Any = None,
+    *,
+    frozen: bool = True,
+    hold: Callable[[Tensor], Tensor] = lambda tensor: tensor.detach().clone(),
 ) -> dict[str, Any]:
-    """Return everything that a later step depends on."""
+    """Return everything that a later step depends on, with tensors as `hold` returns them."""
     _require_dense_state(parts)
-    of_modules = _copied(saved_modules(parts.model), sharded=True)
+
+    def held(tree: Any, *, sharded: bool = False) -> Any:
+        return with_tensors(tree, lambda t: hold(t if sharded else shard_of(t)))
+
+    of_modules = held(saved_modules(parts.model), sharded=True)
     names = sorted(non_persistent_buffers(parts.model))
     params = _parameters(parts)
     left = {} if frozen else {n: p for n, p in params.items() if n not in parts.params}
     exchange, optimizer = parts.saved_exchange(), parts.optimizer.state_dict()
     return {
         "counters": dict(counters),
-        "parameters": _copied({n: p for n, p in params.items() if n not in left}),
-        "buffers": _copied(dict(named_buffers(parts.model))),
-        "optimizer": _copied({**optimizer, "state": _without_kept(optimizer["state"], exchange)}),
+        "parameters": held({n: p for n, p in params.items() if n not in left}),
+        "buffers": held(dict(named_buffers(parts.model))),
+        "optimizer": held({**optimizer, "state": _without_kept(optimizer["state"], exchange)}),
         "optimizer_names": _names(parts),
-        "schedulers": _copied(saved_schedulers(parts.optimizer, extra)),
-        "exchange": _copied(exchange),
+        "schedulers": held(saved_schedulers(parts.optimizer, extra)),
+        "exchange": held(exchange),
         "loss_scale": None if parts.scaler is None else parts.scaler.state_dict(),
-        "merge": None if parts.merge is None else _copied(parts.merge.state_dict()),
+        "merge": None if parts.merge is None else held(parts.merge.state_dict()),
         "random": random_state(),
-        "extra": _copied(plain(extra), sharded=True),
+        "extra": held(plain(extra), sharded=True),
         **({_OF_MODULES: of_modules} if of_modules else {}),
         **({_NON_PERSISTENT: names} if names else {}),
         **({_FROZEN: _digests(left, parts.part)} if left else {}),
