@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.api import export
 from tests.launched import free_port
 from tests.processes import ran, running
 from tests.ranks import Lost, Pool
-from tests.strategy.training import batch, digest, make_model, prepared, settings, train
+from tests.strategy.training import batch, digest, flat, make_model, prepared, settings, train
 from tests.waiting import PATIENCE_S
 from thinwire.errors import CheckpointError, CheckpointMismatch
 
@@ -80,6 +82,32 @@ def test_frozen_parameters_may_be_left_out(
     for first, second, whole, part in ranks.run(without_frozen, str(tmp_path), fields):
         assert first == second
         assert part < whole - 1500
+
+
+def model_alone(rank: int, size: int, folder: str) -> list[Any]:
+    fields = ("localsgd",)
+    engine = tuned(fields)
+    train(engine, fields, 0, 5)
+    engine.flush()
+    sizes = [size_of(engine.save(f"{folder}/all")), size_of(engine.save(folder, only="model"))]
+    with pytest.raises(CheckpointError, match=r"only=None.*only='model'"):
+        engine.save(f"{folder}/all", only="model")
+    with pytest.raises(CheckpointError, match=r"only='model'.*only=None"):
+        engine.save(folder)
+    other = prepared(make_model(plain=True))
+    with pytest.raises(CheckpointMismatch, match=r"only='model'.*load_parameters"):
+        other.load(folder)
+    other.load_parameters(folder)
+    return [sizes, flat(engine.model), flat(other.model)]
+
+
+def test_the_model_may_be_saved_alone(ranks: Pool, tmp_path: Path) -> None:
+    for (whole, alone), before, after in ranks.run(model_alone, str(tmp_path)):
+        assert alone < whole
+        assert before == after
+    file = tmp_path / "model.safetensors"
+    export(tmp_path, file)
+    assert load_file(file).keys() == make_model(plain=True).state_dict().keys()
 
 
 def test_frozen_parameters_that_have_changed_are_refused(tmp_path: Path) -> None:

@@ -22,6 +22,10 @@ _FILE = re.compile(r"rank_[0-9]{5,9}\.(json|safetensors)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
+ONLY = "only"
+"""Fact of a checkpoint that holds a part of the state."""
+
+
 def plain_file(rank: int) -> str:
     """Return the name of the file with a rank's plain values."""
     return f"rank_{rank:05d}.json"
@@ -59,6 +63,12 @@ class Manifest:
     """The caller's values for load time, encoded as the trees are."""
     files: dict[str, list[Any]]
     """Size in bytes and SHA-256 in hex of every file of every rank."""
+
+    @property
+    def only(self) -> str | None:
+        """The part of the state that it holds; None for all of it."""
+        found: str | None = decoded(self.facts, _no_tensor).get(ONLY)
+        return found
 
     def to_bytes(self) -> bytes:
         """Return the bytes of the file: readable JSON with the SHA-256 of the rest."""

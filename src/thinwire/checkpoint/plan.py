@@ -24,6 +24,8 @@ from thinwire.checkpoint.files import (
 )
 from thinwire.checkpoint.manifest import (
     MANIFEST,
+    ONLY,
+    Found,
     Manifest,
     files_of,
     found,
@@ -68,6 +70,7 @@ class RankWriter:
         self._digests = {name: digest(tensor) for name, tensor in self._tensors.items()}
         make_directory(self._root)
         here = found(self._root)
+        _require_alike(here, facts)
         self._token_path.write_bytes(b"")
         return {
             "token": self._token,
@@ -101,6 +104,17 @@ class RankWriter:
             names[1]: write_tensors(folder / names[1], own),
             names[0]: write_pieces(folder / names[0], [plain]),
         }
+
+
+def _require_alike(there: Sequence[Found], facts: Mapping[str, Any]) -> None:
+    """Refuse to mix whole states and models alone, since `keep` deletes the older ones."""
+    only = facts.get(ONLY)
+    for entry in there:
+        if entry.manifest is not None and entry.manifest.only != only:
+            raise CheckpointError(
+                f"{entry.path} was saved with only={entry.manifest.only!r}, and this call has "
+                f"only={only!r}: give each a directory of its own"
+            )
 
 
 _SPARE_BYTES = 1 << 20

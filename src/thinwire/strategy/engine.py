@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -587,6 +587,7 @@ class Engine:
         *,
         frozen: bool = True,
         wait: bool = True,
+        only: Literal["model"] | None = None,
     ) -> Path:
         """Write a checkpoint. Every rank writes its part; the folder and its parents are created.
 
@@ -621,6 +622,8 @@ class Engine:
                 copied, and a thread writes it during training. The next `save`, `close` or
                 `wait_for_save` waits for it and raises its error. So does the end of the script,
                 whose status is then 1. A process killed earlier leaves the previous checkpoint.
+            only: "model" writes parameters and buffers alone, for `load_parameters` and `thinwire
+                export`; in a directory of its own.
 
         Returns:
             The folder of this checkpoint. Without `wait`: its expected folder, unless others write
@@ -639,11 +642,22 @@ class Engine:
             self._steps.exchange.require_equal(self._steps.position())
         check.boolean("frozen", frozen)
         check.boolean("wait", wait)
+        check.one_of("only", only, (None, "model"))
+        if only is not None and extra is not None:
+            raise ValueError(f"only={only!r} saves no extra: omit one of them")
         self.wait_for_save()
         begun_s = time.perf_counter()
         counters, step, savers = self._counters(), self._steps.position(), self._parts.savers
         write = checkpoints.save(
-            directory, self._parts, counters, extra, step, keep, frozen=frozen, copy=not wait
+            directory,
+            self._parts,
+            counters,
+            extra,
+            step,
+            keep,
+            frozen=frozen,
+            copy=not wait,
+            only=only,
         )
         path = next_folder(Path(directory), step)
         if wait:

@@ -75,12 +75,27 @@ SAME_EVERYWHERE = {kind for kind, rule in KEPT.items() if rule == "first"}
 
 def live(tensor: Tensor) -> Tensor:
     """Return the tensor itself, for a state that is written before anything changes."""
-    return tensor.detach()
+    return tensor
 
 
 def on_host(tensor: Tensor) -> Tensor:
     """Return a copy in host memory."""
-    return tensor.detach().to("cpu", copy=True)
+    return tensor.to("cpu", copy=True)
+
+
+def saved_model(
+    parts: Parts, *, frozen: bool = True, hold: Callable[[Tensor], Tensor] = torch.clone
+) -> dict[str, Any]:
+    """Return parameters and buffers, with tensors as `hold` returns them."""
+    names = sorted(non_persistent_buffers(parts.model))
+    params = _parameters(parts)
+    left = {} if frozen else {n: p for n, p in params.items() if n not in parts.params}
+    return {
+        "parameters": _held({n: p for n, p in params.items() if n not in left}, hold),
+        "buffers": _held(dict(named_buffers(parts.model)), hold),
+        **({_NON_PERSISTENT: names} if names else {}),
+        **({_FROZEN: _digests(left, parts.part)} if left else {}),
+    }
 
 
 def saved(
@@ -89,34 +104,27 @@ def saved(
     extra: Any = None,
     *,
     frozen: bool = True,
-    hold: Callable[[Tensor], Tensor] = lambda tensor: tensor.detach().clone(),
+    hold: Callable[[Tensor], Tensor] = torch.clone,
 ) -> dict[str, Any]:
     """Return everything that a later step depends on, with tensors as `hold` returns them."""
     _require_dense_state(parts)
-
-    def held(tree: Any, *, sharded: bool = False) -> Any:
-        return with_tensors(tree, lambda t: hold(t if sharded else shard_of(t)))
-
-    of_modules = held(saved_modules(parts.model), sharded=True)
-    names = sorted(non_persistent_buffers(parts.model))
-    params = _parameters(parts)
-    left = {} if frozen else {n: p for n, p in params.items() if n not in parts.params}
+    of_modules = _held(saved_modules(parts.model), hold, sharded=True)
     exchange, optimizer = parts.saved_exchange(), parts.optimizer.state_dict()
+    rest = {
+        "optimizer": {**optimizer, "state": _without_kept(optimizer["state"], exchange)},
+        "schedulers": saved_schedulers(parts.optimizer, extra),
+        "exchange": exchange,
+        "merge": None if parts.merge is None else parts.merge.state_dict(),
+    }
     return {
         "counters": dict(counters),
-        "parameters": held({n: p for n, p in params.items() if n not in left}),
-        "buffers": held(dict(named_buffers(parts.model))),
-        "optimizer": held({**optimizer, "state": _without_kept(optimizer["state"], exchange)}),
+        **saved_model(parts, frozen=frozen, hold=hold),
+        **_held(rest, hold),
         "optimizer_names": _names(parts),
-        "schedulers": held(saved_schedulers(parts.optimizer, extra)),
-        "exchange": held(exchange),
         "loss_scale": None if parts.scaler is None else parts.scaler.state_dict(),
-        "merge": None if parts.merge is None else held(parts.merge.state_dict()),
         "random": random_state(),
-        "extra": held(plain(extra), sharded=True),
+        "extra": _held(plain(extra), hold, sharded=True),
         **({_OF_MODULES: of_modules} if of_modules else {}),
-        **({_NON_PERSISTENT: names} if names else {}),
-        **({_FROZEN: _digests(left, parts.part)} if left else {}),
     }
 
 
@@ -138,7 +146,7 @@ def state_dict(parts: Parts, counters: Mapping[str, int]) -> dict[str, Any]:
     provenance = Provenance(
         *rank_and_size_in(), state["counters"]["step"], checksum_of(_of_ranks(state))
     )
-    return {**state, "facts": _copied(parts.facts), PROVENANCE: provenance.packed()}
+    return {**state, "facts": _held(parts.facts), PROVENANCE: provenance.packed()}
 
 
 def load(state: Mapping[str, Any], parts: Parts) -> Restored:
@@ -157,7 +165,7 @@ def load(state: Mapping[str, Any], parts: Parts) -> Restored:
     rest = {key: value for key, value in state.items() if key not in ("facts", PROVENANCE)}
     provenance = Provenance.read(state.get(PROVENANCE))
     # an optimizer uses the tensors of the state in place, and a state may be loaded again
-    own = {k: _copied(v, sharded=True) if k == "optimizer" else v for k, v in rest.items()}
+    own = {k: _held(v, sharded=True) if k == "optimizer" else v for k, v in rest.items()}
     restored = load_all(
         own,
         parts,
@@ -467,6 +475,8 @@ def _require_dense_state(parts: Parts) -> None:
                 )
 
 
-def _copied(tree: Any, *, sharded: bool = False) -> Any:
-    """Return the same tree with tensors cloned, or this rank's part unless `sharded`."""
-    return with_tensors(tree, lambda t: (t if sharded else shard_of(t)).detach().clone())
+def _held(
+    tree: Any, hold: Callable[[Tensor], Tensor] = torch.clone, *, sharded: bool = False
+) -> Any:
+    """Return the same tree with tensors, or this rank's part of them, as `hold` returns them."""
+    return with_tensors(tree, lambda t: hold((t if sharded else shard_of(t)).detach()))
