@@ -65,10 +65,9 @@ class Manifest:
     """Size in bytes and SHA-256 in hex of every file of every rank."""
 
     @property
-    def only(self) -> str | None:
+    def only(self) -> Any:
         """The part of the state that it holds; None for all of it."""
-        found: str | None = decoded(self.facts, _no_tensor).get(ONLY)
-        return found
+        return decoded(self.facts, _no_tensor).get(ONLY)
 
     def to_bytes(self) -> bytes:
         """Return the bytes of the file: readable JSON with the SHA-256 of the rest."""

@@ -59,9 +59,7 @@ class RankWriter:
         self.facts: Any = None
 
     def survey(self, state: Any, facts: Mapping[str, Any], part: int) -> Survey:
-        """Survey the state, make the directory and leave a token file in it, by which ranks see
-        that they share it.
-        """
+        """Survey the state, and leave a token in the directory, which shows that ranks share it."""
         if isinstance(state, Exception):
             raise state
         self.facts = encoded(dict(facts), None)

@@ -45,36 +45,14 @@ def save(
     the checksums of all files is written. One rename makes the folder a checkpoint. Tensors that
     are bit-identical on several ranks of a directory are written once.
 
-    Args:
-        directory: Directory of all checkpoints, one folder each; made with its parents. Machines
-            without a common file system each name their own directory, which then holds the files
-            of their ranks.
-        state: State of this rank: nested dicts (str or int keys), lists and tuples of None, bool,
-            int, float, str, bytes and dense tensors of any device, dtype and strides. Read only. An
-            exception stands for a state that this rank failed to collect; it is reported on all
-            ranks.
-        step: Updates done, or local steps where ranks update on their own; the same on all ranks.
-        group: The ranks.
-        facts: Values common to all ranks, as `state` but without tensors.
-        part: Pipeline stage, or shard, of this rank.
-        keep: Number of whole checkpoints to keep, this one included; at least 1, None for all.
-            Older ones are deleted when this one is whole. So is an older one of the same step. See
-            `prune`.
+    `state` is read only: nested dicts, lists and tuples of plain values and dense tensors. An
+    exception stands for a state that this rank failed to collect; it is reported on all ranks.
+    `facts` are common to all ranks. See `prune` for `keep`.
 
-    Returns:
-        The folder of the checkpoint.
-
-    Raises:
-        TypeError, ValueError: `step`, `part` or `keep` is not an integer in the range.
-        Mismatch: `step`, `keep` or `facts` differ between ranks.
-        CheckpointError: A rank failed: no space left, not writable, a disk that hangs (nothing read
-            or written for the time-out of the group), a value of a type that a checkpoint does not
-            hold. Raised on every rank. Training may continue; earlier checkpoints are unchanged,
-            and the next save removes leftovers.
+    A failure of any rank is `CheckpointError` on every one; earlier checkpoints are unchanged.
 
     Communication: eight rounds, and one for each older checkpoint that is read. Together they carry
     about 120 bytes for every tensor of the state.
-    Failure: a rank that dies is `PeerLost` on the others; the next save removes its leftovers.
     """
     step, part = integer("step", step, at_least=0), integer("part", part, at_least=0)
     keep = None if keep is None else integer("keep", keep, at_least=1)

@@ -16,10 +16,7 @@ _ADVICE = "Load a state of the same model and the same config"
 
 
 def saved(averager: Averager, *, copy: bool = True) -> dict[str, Any]:
-    """Return all state on which a later step depends; refuse within a timed round.
-
-    Without `copy` the tensors are the live ones.
-    """
+    """Return all state on which a later step depends, or a copy; refuse within a timed round."""
     if averager.work is not None and averager.work.steps:
         raise RuntimeError(
             f"{averager.work.steps} steps were made since the last averaging, and with "
@@ -27,12 +24,10 @@ def saved(averager: Averager, *, copy: bool = True) -> dict[str, Any]:
             "where sync.synced is true"
         )
     averager.settle()
-    held = copied if copy else dict[str, Tensor]
+    held = copied if copy else dict
     pending, averaging, counters = averager.pending, averager.averaging, averager.counters
-    when = averager.when.state()
     return {
-        **when["counters"],
-        **when["interval"],
+        **{key: value for kind in averager.when.state().values() for key, value in kind.items()},
         "observed": [float(loss) for loss in averager.interval.observed],
         "work": None if averager.work is None else averager.work.state(),
         "bytes_sent": averager.bytes_sent,
